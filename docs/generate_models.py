@@ -50,7 +50,7 @@ def _line(model: dict[str, Any], ranks: int) -> str:
     cells = (
         model["name"],
         str(ranks),
-        str(model["block_size"]),
+        str(plan.block_size),
         f"{plan.bytes_per_token:,}",
         format_size(plan.groups[0].page_bytes),
         _fragments(plan, "LBHNC"),

@@ -82,12 +82,14 @@ def _print_table(result: Plan, inputs: PlanInputs) -> None:
     table.add_column("of", style="dim")
     for group in result.groups:
         kind = "full" if group.sliding_window is None else f"window {group.sliding_window}"
+        if group.state_bytes is not None:
+            kind = f"state of {group.state_bytes} B"
         table.add_row("group", f"{group.layers} layers", f"{kind}, page {group.page_bytes} B")
     table.add_row("bytes per token", f"{result.bytes_per_token:,}", f"{result.layers} layers")
     table.add_row(
         "bytes per block",
         f"{result.bytes_per_block:,}",
-        f"{inputs.block_size} tokens, {stored}; {result.bytes_per_block_rank:,} a rank",
+        f"{result.block_size} tokens, {stored}; {result.bytes_per_block_rank:,} a rank",
     )
     table.add_row(
         "bytes per chunk", f"{result.bytes_per_chunk:,}", f"{inputs.blocks_per_chunk} block(s)"

@@ -4,11 +4,11 @@ Sizes go through the functions that the daemon uses for a registration, so a
 plan and a running daemon agree.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 
 from kvd.errors import PlanError
 from kvd.plan.fragments import Fragments, fragments
+from kvd.plan.groups import make_groups, rank_layout
 from kvd.plan.model import Model
 from kvd_proto.capacity import (
     DEFAULT_BATCHED_TOKENS,
@@ -18,7 +18,7 @@ from kvd_proto.capacity import (
     per_block_pool_bytes,
     size_pool,
 )
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, validate_layout
+from kvd_proto.layout import validate_layout
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -54,12 +54,14 @@ class PlannedGroup:
     """Layers that share one block table, of one rank.
 
     sliding_window: in tokens, None for full attention. page_bytes: a block in one layer.
+    state_bytes: of a page, where layers keep a state; None for attention, which fills it.
     fragments: by the name of the KV cache's layout.
     """
 
     layers: int
     sliding_window: int | None
     page_bytes: int
+    state_bytes: int | None
     fragments: dict[str, Fragments]
 
 
@@ -67,14 +69,17 @@ class PlannedGroup:
 class Plan:
     """Figures of a plan. Bytes count all ranks unless a name ends in `_rank`.
 
-    bytes_per_token: of all layers, without padding. pool_tokens: with every
-    group's chunks stored. A longest request is in tokens, None where the
-    blocks are not known.
+    layers: of attention; state_layers: the others. block_size: in tokens; more than asked for
+    where a state needs it. bytes_per_token: of the attention layers, without padding.
+    pool_tokens: with every group's chunks stored. A longest request is in tokens, None where
+    the blocks are not known.
     """
 
     model: str
     attention: str
     layers: int
+    state_layers: int
+    block_size: int
     dtype: str
     replicated: bool
     groups: tuple[PlannedGroup, ...]
@@ -101,32 +106,35 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
     """
     dtype = _cache_dtype(model, inputs.dtype)
     token_bytes = model.rank_elements(inputs.tensor_parallel) * DTYPE_BYTES[dtype]
-    groups = _groups(model, inputs.block_size, token_bytes * inputs.block_size)
+    placed = make_groups(
+        model, inputs.block_size, token_bytes, _state_bytes(model, inputs.tensor_parallel)
+    )
+    groups = [group.layers for group in placed]
+    block_size = groups[0].block_size
     block_rank = per_block_pool_bytes(groups)
-    layout = _layout(model, groups, inputs)
+    layout = rank_layout(placed, block_size, inputs.blocks_per_chunk, replicated=model.replicated)
     validate_layout(layout)
     sizes = size_pool([layout] * inputs.tensor_parallel, inputs.cpu_bytes)
     copies = 1 if model.replicated else inputs.tensor_parallel
-    tokens_per_chunk = inputs.block_size * inputs.blocks_per_chunk
-    if inputs.max_seq_len is not None:
-        measured = inputs.gpu_blocks or inputs.block_override
-        if measured is None:
-            raise PlanError("--max-seq-len needs blocks; give --gpu-blocks or --block-override")
-        admit(inputs.max_seq_len, groups, measured, inputs.block_override, inputs.batched_tokens)
+    tokens_per_chunk = block_size * inputs.blocks_per_chunk
+    _check_longest(model, groups, inputs)
     return Plan(
         model=model.name,
         attention=model.attention,
         layers=len(model.windows),
+        state_layers=0 if model.states is None else model.states.layers,
+        block_size=block_size,
         dtype=dtype,
         replicated=model.replicated,
         groups=tuple(
             PlannedGroup(
-                layers=len(group.page_bytes),
-                sliding_window=group.sliding_window,
-                page_bytes=group.page_bytes[0],
-                fragments=fragments(group),
+                layers=len(group.layers.page_bytes),
+                sliding_window=group.layers.sliding_window,
+                page_bytes=group.layers.page_bytes[0],
+                state_bytes=group.state_bytes,
+                fragments=fragments(group.layers, group.state_bytes or group.layers.page_bytes[0]),
             )
-            for group in groups
+            for group in placed
         ),
         tokens_per_chunk=tokens_per_chunk,
         bytes_per_token_rank=token_bytes * len(model.windows),
@@ -154,46 +162,30 @@ def _cache_dtype(model: Model, asked: str) -> str:
     return dtype
 
 
-def _groups(model: Model, block_size: int, page: int) -> list[LayerGroup]:
-    """Layers in groups as vLLM makes them.
-
-    Layers of one kind are spread over as many groups as it takes for no group
-    to be larger than the kind with the fewest layers (10 full and 52 sliding
-    make 1 + 6 groups of at most 10); kinds of about the same size stay whole.
-    """
-    kinds = Counter(model.windows)
-    fewest, most = min(kinds.values()), max(kinds.values())
-    group_size = most if 2 * most < 3 * fewest else fewest
-    groups = []
-    for window, layers in kinds.items():
-        number = -(-layers // group_size)
-        for index in range(number):
-            members = len(range(index, layers, number))
-            groups.append(LayerGroup((page,) * members, block_size, window))
-    return groups
+def _state_bytes(model: Model, tensor_parallel: int) -> int | None:
+    """Bytes of one state layer on one rank; states keep the model's type, whatever the cache's."""
+    if model.states is None:
+        return None
+    own = _cache_dtype(model, "auto")
+    state = own if model.states.dtype is None else model.states.dtype
+    if state not in DTYPE_BYTES:
+        raise PlanError(f"the states' dtype {state!r} is not one of {', '.join(DTYPE_BYTES)}")
+    return model.states.rank_bytes(tensor_parallel, DTYPE_BYTES[own], DTYPE_BYTES[state])
 
 
-def _layout(model: Model, groups: list[LayerGroup], inputs: PlanInputs) -> RankLayout:
-    """What a worker of this engine would register; a block count does not change a chunk's size."""
-    page = groups[0].page_bytes[0]
-    tensors = max(len(group.page_bytes) for group in groups)
-    return RankLayout(
-        num_blocks=1,
-        blocks_per_chunk=inputs.blocks_per_chunk,
-        hash_block_size=inputs.block_size,
-        storages=(page,) * tensors,
-        tensors=tuple(TensorSpec(index, 0, page, page) for index in range(tensors)),
-        groups=tuple(
-            GroupSpec(
-                tuple(TensorRef(index, page) for index in range(len(group.page_bytes))),
-                group.block_size,
-                "full" if group.sliding_window is None else "sliding",
-                group.sliding_window,
-            )
-            for group in groups
-        ),
-        replicated=model.replicated,
-    )
+def _check_longest(model: Model, groups: list[LayerGroup], inputs: PlanInputs) -> None:
+    """Refuse what cannot be planned of requests, and a length that never fits."""
+    measured = inputs.gpu_blocks or inputs.block_override
+    if model.states is not None and (measured is not None or inputs.max_seq_len is not None):
+        raise PlanError(
+            "kvd plan does not know how many blocks a request of a model with state layers holds;"
+            " leave out --gpu-blocks, --block-override and --max-seq-len"
+        )
+    if inputs.max_seq_len is None:
+        return
+    if measured is None:
+        raise PlanError("--max-seq-len needs blocks; give --gpu-blocks or --block-override")
+    admit(inputs.max_seq_len, groups, measured, inputs.block_override, inputs.batched_tokens)
 
 
 def _longest(

@@ -44,9 +44,12 @@ class Fragments:
     per_block: int
 
 
-def fragments(group: LayerGroup) -> dict[str, Fragments]:
-    """The fragments of a block by the layout's name. All pages of the group have the same size."""
-    paged = Fragments(group.page_bytes[0], len(group.page_bytes))
+def fragments(group: LayerGroup, used: int) -> dict[str, Fragments]:
+    """The fragments of a block by the layout's name.
+
+    All pages of the group have the same size, and so many bytes of each are in use.
+    """
+    paged = Fragments(used, len(group.page_bytes))
     whole = Fragments(sum(group.page_bytes), 1)
     return dict.fromkeys(PAGES, paged) | dict.fromkeys(BLOCKS, whole)
 
@@ -60,5 +63,5 @@ def describe(found: Collection[Fragments]) -> tuple[str, str]:
 
 
 def _span(values: list[int], shown: Callable[[int], str]) -> str:
-    least, most = min(values), max(values)
-    return shown(least) if least == most else f"{shown(least)} to {shown(most)}"
+    least, most = shown(min(values)), shown(max(values))
+    return least if least == most else f"{least} to {most}"

@@ -1,8 +1,8 @@
 """What a Hugging Face config.json says about a model's KV cache.
 
 Names follow the file's own. A model whose cache has parts that are not
-planned here (state layers, indexers, shared layers) is refused rather than
-planned too small.
+planned here (state layers of other families, indexers, shared layers) is
+refused rather than planned too small.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvd.errors import PlanError
+from kvd.plan.fields import optional, required
+from kvd.plan.states import States, read_states
 
 Config = Mapping[str, Any]
 
@@ -37,6 +39,7 @@ _FAMILIES: dict[str, dict[str, int]] = {
     "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
 }
 
+_STATES = "state layers"
 _UNPLANNED = {
     "is_encoder_decoder": "cross attention",
     "attention_chunk_size": "chunked local attention",
@@ -44,11 +47,11 @@ _UNPLANNED = {
     "compress_ratios": "compressed caches of several page sizes",
     "num_kv_shared_layers": "layers that use another layer's cache",
     "global_head_dim": "heads of several sizes",
-    "linear_num_value_heads": "state layers",
-    "mamba_d_state": "state layers",
-    "mamba_d_conv": "state layers",
-    "ssm_state_size": "state layers",
-    "state_size": "state layers",
+    "linear_num_value_heads": _STATES,
+    "mamba_d_state": _STATES,
+    "mamba_d_conv": _STATES,
+    "ssm_state_size": _STATES,
+    "state_size": _STATES,
 }
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -62,7 +65,8 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_leng
 class Model:
     """A model, as far as its KV cache goes.
 
-    windows: sliding window of each layer in tokens, None for full attention.
+    windows: sliding window of each attention layer in tokens, None for full attention.
+    states: the layers that keep a state in place of keys and values, if there are any.
     kv_heads: heads whose keys and values are kept; 1 for a latent (MLA).
     head_elements: elements of one layer that one such head keeps of a token:
     key and value, or the latent and its rotary part.
@@ -76,6 +80,7 @@ class Model:
     head_elements: int
     dtype: str | None
     max_positions: int | None
+    states: States | None
 
     @property
     def replicated(self) -> bool:
@@ -113,29 +118,33 @@ def read_model(config: Config) -> Model:
             has parts that are not planned.
     """
     fields = _language_model(config)
+    states = read_states(fields)
     for name, what in _UNPLANNED.items():
-        if fields.get(name):
+        if fields.get(name) and not (states and what == _STATES):
             raise PlanError(f"{name} = {fields[name]!r}: {what}, which kvd plan does not cover")
-    query_heads = _required(fields, _HEADS)
+    query_heads = required(fields, _HEADS)
     if fields.get("kv_lora_rank") is not None:
         attention: Literal["mha", "gqa", "mqa", "mla"] = "mla"
         kv_heads = 1
-        elements = _required(fields, ("kv_lora_rank",)) + _required(fields, ("qk_rope_head_dim",))
+        elements = required(fields, ("kv_lora_rank",)) + required(fields, ("qk_rope_head_dim",))
     else:
         kv_heads = _kv_heads(fields, query_heads)
         attention = "mha" if kv_heads == query_heads else "mqa" if kv_heads == 1 else "gqa"
-        key = _optional(fields, ("head_dim",)) or _required(fields, _HIDDEN) // query_heads
-        elements = key + (_optional(fields, ("v_head_dim",)) or key)
+        key = optional(fields, ("head_dim",)) or required(fields, _HIDDEN) // query_heads
+        elements = key + (optional(fields, ("v_head_dim",)) or key)
     dtype = fields.get("dtype") or fields.get("torch_dtype")
     return Model(
         name=str(fields.get("model_type") or "unnamed"),
         attention=attention,
-        windows=_windows(fields, _required(fields, _LAYERS)),
+        windows=(None,) * states.attention_layers
+        if states
+        else _windows(fields, required(fields, _LAYERS)),
         query_heads=query_heads,
         kv_heads=kv_heads,
         head_elements=elements,
         dtype=None if dtype is None else str(dtype).removeprefix("torch."),
-        max_positions=_optional(fields, _POSITIONS),
+        max_positions=optional(fields, _POSITIONS),
+        states=states,
     )
 
 
@@ -152,7 +161,7 @@ def _language_model(config: Config) -> Config:
 def _kv_heads(fields: Config, query_heads: int) -> int:
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
         return 1  # Falcon and GPT-BigCode say it in a flag
-    return _optional(fields, _KV_HEADS) or query_heads
+    return optional(fields, _KV_HEADS) or query_heads
 
 
 def _windows(fields: Config, layers: int) -> tuple[int | None, ...]:
@@ -160,13 +169,13 @@ def _windows(fields: Config, layers: int) -> tuple[int | None, ...]:
     kinds = fields.get("layer_types")
     if kinds is not None:
         return _listed_windows(fields, kinds, layers)
-    window = _optional(fields, ("sliding_window",))
+    window = optional(fields, ("sliding_window",))
     if window is None or fields.get("use_sliding_window") is False:
         return (None,) * layers
-    pattern = _optional(fields, ("sliding_window_pattern", "_sliding_window_pattern"))
+    pattern = optional(fields, ("sliding_window_pattern", "_sliding_window_pattern"))
     if pattern is not None:  # every pattern-th layer sees everything
         return tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))
-    first = _optional(fields, ("max_window_layers",), least=0)
+    first = optional(fields, ("max_window_layers",), least=0)
     if first is None or not fields.get("use_sliding_window"):
         first = 0
     return tuple(window if i >= first else None for i in range(layers))
@@ -180,27 +189,7 @@ def _listed_windows(fields: Config, kinds: Any, layers: int) -> tuple[int | None
         if kind == "full_attention":
             windows.append(None)
         elif kind == "sliding_attention":
-            windows.append(_required(fields, ("sliding_window",)))
+            windows.append(required(fields, ("sliding_window",)))
         else:
             raise PlanError(f"layer_types[{index}] = {kind!r}, which kvd plan does not cover")
     return tuple(windows)
-
-
-def _optional(fields: Config, names: tuple[str, ...], least: int = 1) -> int | None:
-    """The first of these fields that is there and not null."""
-    for name in names:
-        value = fields.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise PlanError(f"{name} = {value!r} is no whole number of at least {least}")
-        return value
-    return None
-
-
-def _required(fields: Config, names: tuple[str, ...]) -> int:
-    value = _optional(fields, names)
-    if value is None:
-        aliases = f" (nor {', '.join(names[1:])})" if names[1:] else ""
-        raise PlanError(f"the model configuration has no {names[0]}{aliases}; is it a config.json?")
-    return value

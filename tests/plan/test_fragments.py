@@ -19,7 +19,7 @@ MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encod
 NUM_BLOCKS = 4
 
 
-def registered(plan: Plan, block_size: int, *, packed: bool) -> RankLayout:
+def registered(plan: Plan, *, packed: bool) -> RankLayout:
     """What one rank registers: a tensor a layer, or one whose page is the whole block."""
     page, layers = plan.groups[0].page_bytes, max(group.layers for group in plan.groups)
     if packed:
@@ -27,14 +27,17 @@ def registered(plan: Plan, block_size: int, *, packed: bool) -> RankLayout:
         refs = [[TensorRef(0, group.layers * page)] for group in plan.groups]
     else:
         tensors = [TensorSpec(0, i * page * NUM_BLOCKS, page, page) for i in range(layers)]
-        refs = [[TensorRef(i, page) for i in range(group.layers)] for group in plan.groups]
+        refs = [
+            [TensorRef(i, group.state_bytes or page) for i in range(group.layers)]
+            for group in plan.groups
+        ]
     layout = RankLayout(
         num_blocks=NUM_BLOCKS,
         blocks_per_chunk=1,
-        hash_block_size=block_size,
+        hash_block_size=plan.block_size,
         storages=(layers * page * NUM_BLOCKS,),
         tensors=tuple(tensors),
-        groups=tuple(GroupSpec(tuple(pages), block_size) for pages in refs),
+        groups=tuple(GroupSpec(tuple(pages), plan.block_size) for pages in refs),
     )
     validate_layout(layout)
     return layout
@@ -46,7 +49,7 @@ def test_fragments_are_the_copies_of_a_block(model: dict[str, Any], packed: bool
     """A job of one block is expanded to as many runs of such sizes as the plan says."""
     for ranks in model["tensor_parallel"]:
         plan = generate_models.planned(model, ranks)
-        expander = Expander(registered(plan, model["block_size"], packed=packed))
+        expander = Expander(registered(plan, packed=packed))
         for index, group in enumerate(plan.groups):
             sizes = [int(number == index) for number in range(len(plan.groups))]
             copies = expander.expand(JobBlocks.of([2], sizes, [0] * len(sizes), [1], [1]))

@@ -9,10 +9,8 @@ from click.testing import CliRunner
 
 from kvd.cli import cli
 from kvd.errors import PlanError
-from kvd.plan.figures import Plan, PlanInputs, make_plan
 from kvd.plan.model import read_model
-
-GIB = 1024**3
+from tests.plan.planning import planned
 
 LLAMA = {
     "model_type": "llama",
@@ -49,18 +47,6 @@ GEMMA3 = {
         "sliding_window": 1024,
     },
 }
-
-
-def planned(config: dict[str, Any], **changes: Any) -> Plan:
-    """The plan with one rank, 16-token blocks and 64 GiB, but for the changes."""
-    inputs: dict[str, Any] = {
-        "tensor_parallel": 1,
-        "block_size": 16,
-        "dtype": "auto",
-        "cpu_bytes": 64 * GIB,
-        "blocks_per_chunk": 1,
-    }
-    return make_plan(read_model(config), PlanInputs(**(inputs | changes)))
 
 
 def test_a_model_with_grouped_heads() -> None:

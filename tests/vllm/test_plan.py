@@ -10,13 +10,18 @@ from typing import Any
 import pytest
 import torch
 import vllm.v1.attention.backends as backends_package
-from vllm.config import VllmConfig
+from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.model_executor.models import ModelRegistry
+from vllm.platforms.interface import Platform
+from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
+    AttentionSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
+    MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
@@ -29,28 +34,84 @@ from kvd.plan.model import Model, read_model
 from tests.vllm.configs import engine_config
 
 MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))
+ARCHITECTURES = {"qwen3_next": "Qwen3NextForCausalLM", "nemotron_h": "NemotronHForCausalLM"}
+PURE = [model for model in MODELS if model["config"]["model_type"] not in ARCHITECTURES]
+WITH_STATES = [model for model in MODELS if model not in PURE]
 NUM_BLOCKS = 4
 
 
-def layer_specs(model: Model, ranks: int, block_size: int) -> dict[str, KVCacheSpec]:
-    """What vLLM's layers of such a model say of their caches, in bfloat16."""
+class Backend:
+    """An attention backend of which nothing is special."""
+
+    @staticmethod
+    def customize_spec(spec: AttentionSpec) -> AttentionSpec:
+        """Leave it as it is."""
+        return spec
+
+    @staticmethod
+    def get_supported_kernel_block_sizes() -> list[MultipleOf]:
+        """Take what most GPU backends take."""
+        return [MultipleOf(16)]
+
+
+class Gpus:
+    """What vLLM's rule for block sizes asks its platform; a CPU's has rules of its own."""
+
+    @staticmethod
+    def _find_non_ssm_backends(vllm_config: VllmConfig) -> list[type[Backend]]:
+        del vllm_config
+        return [Backend]
+
+
+def attention_specs(model: Model, ranks: int, block_size: int) -> dict[str, KVCacheSpec]:
+    """What vLLM's attention layers of such a model say of their caches, in bfloat16."""
+    given: dict[str, Any] = {"block_size": block_size, "dtype": torch.bfloat16}
+    full = FullAttentionSpec
     if model.attention == "mla":
-        heads, common = 1, {"head_size": model.head_elements}
+        full = MLAAttentionSpec
+        given |= {"num_kv_heads": 1, "head_size": model.head_elements}
     else:
-        heads, common = max(1, model.kv_heads // ranks), {"head_size": model.head_elements // 2}
-    given: dict[str, Any] = {
-        "block_size": block_size,
-        "num_kv_heads": heads,
-        "dtype": torch.bfloat16,
-        **common,
-    }
-    full = MLAAttentionSpec if model.attention == "mla" else FullAttentionSpec
+        heads = max(1, model.kv_heads // ranks)
+        given |= {"num_kv_heads": heads, "head_size": model.head_elements // 2}
     return {
         f"model.layers.{index}.self_attn.attn": full(**given)
         if window is None
         else SlidingWindowSpec(sliding_window=window, **given)
         for index, window in enumerate(model.windows)
     }
+
+
+def with_states(
+    model: dict[str, Any], ranks: int, folder: Path
+) -> tuple[VllmConfig, dict[str, KVCacheSpec]]:
+    """A configuration of an engine with such a model, and what its layers say of their caches."""
+    architecture = ARCHITECTURES[model["config"]["model_type"]]
+    (folder / "config.json").write_text(
+        json.dumps(model["config"] | {"architectures": [architecture]})
+    )
+    config = VllmConfig(
+        model_config=ModelConfig(model=str(folder), skip_tokenizer_init=True),
+        cache_config=CacheConfig(block_size=model["block_size"]),
+        parallel_config=ParallelConfig(
+            tensor_parallel_size=ranks, distributed_executor_backend="mp"
+        ),
+    )
+    cache = config.cache_config
+    if "mamba_ssm_cache_dtype" not in model["config"]:
+        cache.mamba_ssm_cache_dtype = "auto"  # a CPU's platform has set its own
+    Gpus._align_hybrid_block_size(config, Backend)  # vLLM's own rule is asked
+    found = read_model(model["config"])
+    assert found.states is not None
+    cls, _ = ModelRegistry.resolve_model_cls(architecture, model_config=config.model_config)
+    state = MambaSpec(
+        block_size=cache.mamba_block_size,
+        shapes=cls.get_mamba_state_shape_from_config(config),
+        dtypes=cls.get_mamba_state_dtype_from_config(config),
+        page_size_padded=cache.mamba_page_size_padded,
+        mamba_cache_mode=cache.mamba_cache_mode,
+    )
+    specs = attention_specs(found, ranks, cache.block_size)
+    return config, specs | {f"state.{index}": state for index in range(found.states.layers)}
 
 
 def placed(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
@@ -62,43 +123,58 @@ def placed(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
 
 def runs(cache: KVCacheConfig, group: int) -> list[int]:
     """Bytes of each run of block 1 of a group, by where vLLM puts the group's pages."""
-    spec = cache.kv_cache_groups[group].kv_cache_spec
     names = set(cache.kv_cache_groups[group].layer_names)
+    spec = cache.kv_cache_groups[group].kv_cache_spec
     pages = sorted(
         tensor.offset + index * tensor.layer_stride + tensor.block_stride
         for tensor in cache.kv_cache_tensors
         for index, name in enumerate(tensor.layers)
         if name in names
     )
-    found = [spec.page_size_bytes]
-    for before, page in pairwise(pages):
-        if page == before + spec.page_size_bytes:
-            found[-1] += spec.page_size_bytes
-        else:
-            found.append(spec.page_size_bytes)
-    return found
+    if {after - before for before, after in pairwise(pages)} == {spec.page_size_bytes}:
+        return [len(pages) * spec.page_size_bytes]
+    return [spec.real_page_size_bytes] * len(pages)
+
+
+def check(model: dict[str, Any], ranks: int, cache: KVCacheConfig, layout: str) -> None:
+    """Compare groups, pages and fragments with those of the plan."""
+    plan = generate_models.planned(model, ranks)
+    found = [
+        (
+            len(group.layer_names),
+            group.kv_cache_spec.block_size,
+            group.kv_cache_spec.page_size_bytes,
+            runs(cache, index),
+        )
+        for index, group in enumerate(cache.kv_cache_groups)
+    ]
+    told = [
+        (group.layers, plan.block_size, group.page_bytes, [item.nbytes] * item.per_block)
+        for group in plan.groups
+        for item in [group.fragments[layout]]
+    ]
+    assert sorted(found) == sorted(told)
 
 
 @pytest.mark.parametrize("layout", [*PAGES, "BLHNC", "BLNHC"])
-@pytest.mark.parametrize("model", MODELS, ids=[model["name"] for model in MODELS])
+@pytest.mark.parametrize("model", PURE, ids=[model["name"] for model in PURE])
 def test_groups_and_fragments_are_those_of_vllm(
     model: dict[str, Any], layout: str, tmp_path: Path
 ) -> None:
     """Groups and pages are as the engine makes them, and lie where the plan says."""
     for ranks in model["tensor_parallel"]:
-        plan = generate_models.planned(model, ranks)
-        specs = layer_specs(read_model(model["config"]), ranks, model["block_size"])
-        cache = placed(engine_config(tmp_path, layout=layout), specs)
-        found = [
-            (len(group.layer_names), group.kv_cache_spec.page_size_bytes, runs(cache, index))
-            for index, group in enumerate(cache.kv_cache_groups)
-        ]
-        told = [
-            (group.layers, group.page_bytes, [item.nbytes] * item.per_block)
-            for group in plan.groups
-            for item in [group.fragments[layout]]
-        ]
-        assert sorted(found) == sorted(told)
+        specs = attention_specs(read_model(model["config"]), ranks, model["block_size"])
+        check(model, ranks, placed(engine_config(tmp_path, layout=layout), specs), layout)
+
+
+@pytest.mark.parametrize("model", WITH_STATES, ids=[model["name"] for model in WITH_STATES])
+def test_states_and_blocks_are_those_of_vllm(model: dict[str, Any], tmp_path: Path) -> None:
+    """Blocks are as large as the engine makes them for its states, in layouts of both kinds."""
+    for ranks in model["tensor_parallel"]:
+        config, specs = with_states(model, ranks, tmp_path)
+        for layout in ("LBHNC", "BLHNC"):
+            config.cache_config.kv_cache_layout = layout
+            check(model, ranks, placed(config, specs), layout)
 
 
 def test_the_layouts_are_those_that_vllm_has() -> None:
