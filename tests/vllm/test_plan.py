@@ -99,7 +99,8 @@ def with_states(
     cache = config.cache_config
     if "mamba_ssm_cache_dtype" not in model["config"]:
         cache.mamba_ssm_cache_dtype = "auto"  # a CPU's platform has set its own
-    Gpus._align_hybrid_block_size(config, Backend)  # vLLM's own rule is asked
+    align = Platform._align_hybrid_block_size  # the rule itself is asked
+    align.__func__(Gpus, config, Backend)
     found = read_model(model["config"])
     assert found.states is not None
     cls, _ = ModelRegistry.resolve_model_cls(architecture, model_config=config.model_config)
