@@ -93,6 +93,24 @@ def test_a_driver_that_does_not_start_is_a_finding(tmp_path: Path, fakecuda: Fak
     assert "CUDA_ERROR_UNKNOWN" in found["GPU"]["text"]
 
 
+@pytest.mark.fakecuda
+@pytest.mark.parametrize(
+    ("version", "name", "level", "text"),
+    [
+        (11080, "GPU", "fail", "the driver is for CUDA 11.8"),
+        (12040, "GPU driver", "warn", "CUDA 12.4"),
+        (12080, "GPU driver", "ok", "CUDA 12.8"),
+    ],
+)
+def test_the_version_of_the_driver_is_judged(
+    tmp_path: Path, fakecuda: FakeCuda, version: int, name: str, level: str, text: str
+) -> None:
+    """Too old to serve, old enough to be slow, or good: as a lane would find it."""
+    _, found = doctor(*quiet(tmp_path), env=fakecuda.environment(DRIVER_VERSION=version))
+    assert found[name]["level"] == level
+    assert text in found[name]["text"]
+
+
 def test_a_port_in_use_is_found(tmp_path: Path) -> None:
     """An address that somebody else listens on is named before the daemon fails on it."""
     with socket.create_server(("127.0.0.1", 0)) as holder:

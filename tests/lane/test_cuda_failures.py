@@ -224,14 +224,28 @@ def lose_the_device(library: str, log: str, setting: str) -> None:
     os._exit(0)
 
 
+@pytest.mark.parametrize("version", [12000, 12040])
 def test_a_driver_that_is_older_than_the_bindings_serves_and_is_named(
-    fakecuda: FakeCuda, tmp_path: Path
+    fakecuda: FakeCuda, tmp_path: Path, version: int
 ) -> None:
-    """CUDA 12.4: the bindings cannot ask it for times; all copies count, and a line says it."""
+    """CUDA 12.0 to 12.7: the bindings cannot ask it for times; all copies count, a line says it."""
     said = fakecuda.check(
-        live_on_an_old_driver, str(fakecuda.library), str(tmp_path / "log"), DRIVER_VERSION=12040
+        live_on_an_old_driver, str(fakecuda.library), str(tmp_path / "log"), DRIVER_VERSION=version
     )
-    assert "it is for CUDA 12.4, and only from 12.8 on (driver 570)" in said
+    shown = driver.shown(version)
+    assert f"it is for CUDA {shown}, and only from 12.8 on (driver 570)" in said
+
+
+@pytest.mark.parametrize("version", [12080, 13000, 13020])
+def test_a_driver_from_12_8_on_lacks_nothing(fakecuda: FakeCuda, version: int) -> None:
+    """The lowest driver that has all that kvd uses, and newer ones, start without a word."""
+    assert fakecuda.check(start_and_tell, DRIVER_VERSION=version) == f"{version} ''\n"
+
+
+def start_and_tell() -> None:
+    """A process of its own: the version, and what is missing."""
+    driver.start()
+    print(driver.version(), repr(driver.shortcomings()))
 
 
 def live_on_an_old_driver(library: str, log: str) -> None:
