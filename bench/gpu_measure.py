@@ -6,26 +6,20 @@ Run by gpu_transfer.py, which has no driver loaded, in a process of its own.
 import argparse
 import json
 import sys
-import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_fragments
 import gpu_interference
 import gpu_lane
-from gpu_device import Gpu, Reference
-from gpu_engine import GpuEngine, pool_bytes
-from harness import MIB, Daemon, median
+from gpu_device import Gpu
+from gpu_raw import Reference
+from harness import MIB
 
-from kvd.lane.devices.device import Direction
-
-DIRECTIONS = {
-    "store": (Direction.STORE,),
-    "load": (Direction.LOAD,),
-    "both": (Direction.LOAD, Direction.STORE),
-}
-LEAST_ROUNDS, ROUNDS_SECONDS = 3, 20.0
+TRIED_BYTES, TRIED_FRAGMENT = 2**22, 8192
+INTERFERENCE_ROUNDS = 7
 
 
 def main() -> int:
@@ -48,58 +42,24 @@ def measure(part: str, options: argparse.Namespace) -> dict[str, Any]:
     gpu = Gpu()
     sections: dict[str, Callable[[], dict[str, Any]]] = {
         "device": gpu.describe,
+        "ways": lambda: ways(gpu),
         "latency": lambda: gpu_lane.latency(gpu, options.jobs, options.log),
         "registration": lambda: gpu_lane.registration(gpu, nbytes, 3),
-        "fragments": lambda: fragments(gpu, int(which), nbytes, options.rounds, options.log),
-        "interference": lambda: gpu_interference.measure(gpu, which, nbytes, 3, options.log),
+        "fragments": lambda: gpu_fragments.measure(
+            gpu, int(which), nbytes, options.rounds, options.log, without=options.without
+        ),
+        "interference": lambda: gpu_interference.measure(
+            gpu, which, nbytes, min(options.rounds, INTERFERENCE_ROUNDS), options.log
+        ),
     }
     if kind != "device":
         gpu.warm()
     return sections[kind]()
 
 
-def fragments(gpu: Gpu, fragment: int, nbytes: int, rounds: int, log: Path) -> dict[str, Any]:
-    """By direction: GB/s of kvd, of the raw copy, of batches.
-
-    Args:
-        gpu: where.
-        fragment: bytes that lie in one place.
-        nbytes: to move at a time, about.
-        rounds: all in turn; a first one does not count. Fewer where they take long.
-        log: the daemon's.
-    """
-    rates: dict[str, dict[str, list[float]]] = {
-        name: {"kvd": [], "raw": [], "batch": []} for name in DIRECTIONS
-    }
-    with (
-        Daemon(pool_bytes(fragment, nbytes), log=log) as daemon,
-        GpuEngine(gpu, daemon, fragment, nbytes) as engine,
-    ):
-        reference = Reference(gpu, engine.nbytes)
-        gpu.warm()
-        end = time.monotonic() + ROUNDS_SECONDS
-        for number in range(rounds + 1):
-            if number > LEAST_ROUNDS and time.monotonic() > end:
-                break
-            keys, store = engine.move(store=True)
-            _, load = engine.move(keys)
-            if not number:
-                engine.check()
-            _, both = engine.move(keys, store=True)
-            for name, kvd in (("store", store), ("load", load), ("both", both)):
-                ways = DIRECTIONS[name]
-                found = {"kvd": kvd, "raw": reference.raw(engine.nbytes, *ways)}
-                if reference.has_batches:
-                    found["batch"] = reference.batched(engine.nbytes, fragment, *ways)
-                if number:
-                    for way, value in found.items():
-                        rates[name][way].append(value)
-        reference.close()
-    figures = {
-        name: {way: median(values) if values else None for way, values in by_way.items()}
-        for name, by_way in rates.items()
-    }
-    return {"bytes": fragment, "rounds": len(rates["store"]["kvd"]), **figures}
+def ways(gpu: Gpu) -> dict[str, str]:
+    """By way to copy: why it cannot be used here, empty where it moves the right bytes."""
+    return Reference(gpu, TRIED_BYTES).failures(TRIED_FRAGMENT)
 
 
 def _options() -> argparse.Namespace:
@@ -110,6 +70,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--mib", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--jobs", type=int, required=True)
+    parser.add_argument("--without", action="append", default=[], help="a way of the driver")
     return parser.parse_args()
 
 

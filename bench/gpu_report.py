@@ -1,88 +1,99 @@
-"""What was measured on a GPU, as a table and as a file; parts that are missing say why.
+"""What was measured on a GPU, as a table of plain text; parts that are missing say why.
 
-No driver, no daemon: figures in, text out.
+No driver, no daemon, no package: figures in, text out.
 """
 
-import json
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.table import Table
-
 KIB, MIB = 1024, 2**20
+DOUBLE = "this is a test double of CUDA's driver: no figure here says anything about a GPU"
 DIRECTIONS = ("store", "load", "both")
 WAYS = ("dma", "kernel")
+HEAD = ("figure", "kvd", "raw", "batch", "kernel", "kvd / raw", "lane ms/GB", "n", "goal")
 # What counts, from this length of fragment on, and the least ratio to the raw copy.
 RATIO_GOALS = {"store": (64 * KIB, 0.95), "load": (64 * KIB, 0.95), "both": (64 * KIB, 0.9)}
 SHORT_LOADS = (8 * KIB, 0.6)
 MOST_LOSS_PERCENT = 2.0
 
 
-def write(result: dict[str, Any], path: Path) -> None:
-    """Write all that is there until now; a reader never sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = path.with_suffix(".new")
-    fresh.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-    fresh.replace(path)
+def table(result: Mapping[str, Any]) -> Iterator[str]:
+    """All of it, each figure beside its goal.
 
-
-def table(result: dict[str, Any]) -> Table:
-    """All of it, each figure beside its goal."""
+    ± is how far a median can be trusted (gpu_figures.spread). A goal counts as met or missed
+    where the figure is further from it than that.
+    """
     device, driver = result.get("device", "unknown device"), result.get("driver", "unknown")
-    shown = Table(
-        *("figure", "kvd", "raw", "batch", "kvd / raw", "goal"),
-        title=f"{device}, driver {driver}, {result.get('date', 'unknown date')}",
+    moved = result.get("bytes", 0) // MIB
+    yield (
+        f"{device}, driver {driver}, {result.get('date', 'unknown date')},"
+        f" {moved} MiB a measurement and direction; GB/s, medians"
     )
-    for column in shown.columns[1:]:
-        column.justify = "right"
-    for row in _rows(result):
-        shown.add_row(*row)
-    return shown
+    if "test double" in device:
+        yield DOUBLE
+    yield from columns([HEAD, *_rows(result)])
+    for way, why in (result.get("ways") or {}).items():
+        if why:
+            yield f"{way}, called directly, cannot be used here: {why}"
 
 
-def missing(result: dict[str, Any]) -> list[str]:
+def columns(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Lines whose words stand under each other, the first ones to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = (word.rjust(width) for word, width in zip(others, widths[1:], strict=True))
+        yield "  ".join((first.ljust(widths[0]), *cells)).rstrip()
+
+
+def missing(result: Mapping[str, Any]) -> list[str]:
     """A line for each part that has no figures."""
     return [f"not measured: {part}: {why}" for part, why in result.get("missing", {}).items()]
 
 
-def _rows(result: dict[str, Any]) -> Iterator[tuple[str, str, str, str, str, str]]:
+def _rows(result: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
     fragments = sorted(result.get("fragments", []), key=lambda row: int(row["bytes"]))
     for name in DIRECTIONS:
         for row in fragments:
-            rates = row[name]
-            ratio = rates["kvd"] / rates["raw"]
+            found = row[name]
             yield (
-                f"{name}, {short(row['bytes'])}, GB/s",
-                *(_number(rates[way]) for way in ("kvd", "raw", "batch")),  # type: ignore[misc]
-                f"{ratio:.2f}",
-                ratio_goal(name, row["bytes"], ratio),
+                f"{name}, {short(row['bytes'])}",
+                *(middle(found.get(way)) for way in ("kvd", "raw", "batch", "kernel")),
+                trusted(found["ratio"]),
+                middle(found.get("cpu_ms_per_GB")),
+                str(found["kvd"]["n"]),
+                ratio_goal(name, row["bytes"], found["ratio"]),
             )
     for section in ("latency", "registration"):
         for name, value in (result.get(section) or {}).items():
-            yield name.replace("_", " "), _number(value), "", "", "", ""
+            yield _row(name.replace("_", " "), f"{value:,.2f}")
     interference = result.get("interference") or {}
     for way in WAYS:
         for name, value in (interference.get(way) or {}).items():
             last = loss_goal(way, value) if name == "loss_percent" else ""
-            yield f"beside {way}: {name.replace('_', ' ')}", _number(value), "", "", "", last
+            text = f"beside {way}: {name.replace('_', ' ')}"
+            yield _row(text, trusted(value), n=str(value["n"]), goal=last)
 
 
-def ratio_goal(name: str, fragment: int, ratio: float) -> str:
+def _row(name: str, value: str, *, n: str = "", goal: str = "") -> tuple[str, ...]:
+    return (name, value, *[""] * (len(HEAD) - 4), n, goal)
+
+
+def ratio_goal(name: str, fragment: int, ratio: Mapping[str, float]) -> str:
     """The goal of a direction for this length, and whether it is met; empty where there is none."""
     shortest, least = RATIO_GOALS[name]
     if name == "load" and fragment == SHORT_LOADS[0]:
         least = SHORT_LOADS[1]
     elif fragment < shortest:
         return ""
-    return f"at least {least}: {_met(ratio >= least)}"
+    return f"at least {least}: {_met(ratio['median'] - least, ratio['margin'])}"
 
 
-def loss_goal(way: str, percent: float) -> str:
+def loss_goal(way: str, percent: Mapping[str, float]) -> str:
     """The same for what another process loses."""
     if way != "dma":
         return ""
-    return f"at most {MOST_LOSS_PERCENT:g}: {_met(percent <= MOST_LOSS_PERCENT)}"
+    met = _met(MOST_LOSS_PERCENT - percent["median"], percent["margin"])
+    return f"at most {MOST_LOSS_PERCENT:g}: {met}"
 
 
 def short(nbytes: int) -> str:
@@ -90,9 +101,17 @@ def short(nbytes: int) -> str:
     return f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes // KIB} KiB"
 
 
-def _met(met: bool) -> str:
-    return "met" if met else "missed"
+def middle(found: Mapping[str, float] | None) -> str:
+    """The median, or that there is none."""
+    return "none" if found is None else f"{found['median']:,.2f}"
 
 
-def _number(value: float | None) -> str:
-    return "none" if value is None else f"{value:,.2f}"
+def trusted(found: Mapping[str, float]) -> str:
+    """The median and its margin."""
+    return f"{found['median']:,.2f} ±{found['margin']:.2f}"
+
+
+def _met(better_by: float, margin: float) -> str:
+    if abs(better_by) < margin:
+        return "open"
+    return "met" if better_by >= 0 else "missed"

@@ -1,6 +1,7 @@
 """What the benchmarks share: a private daemon, an engine of one rank, figures."""
 
 import contextlib
+import importlib.util
 import itertools
 import os
 import shutil
@@ -14,7 +15,6 @@ from typing import Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import psutil
 
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
@@ -36,6 +36,12 @@ SECONDS = 60.0  # for anything else
 SPARE = 3  # stores' worth of slots that an engine may have on loan, with those it uses
 SHARED_MEMORY = Path("/dev/shm")
 SHARED_MARKS = ("/pool", "memfd:kvd-memory", "/dev/shm/")  # the pool's and the workers' memory
+# The Python of a machine with a GPU may have no click, and then there is no `kvd`.
+SERVE = (
+    ("-m", "kvd", "serve")
+    if importlib.util.find_spec("click")
+    else (str(Path(__file__).parents[1] / "tests" / "gpu" / "serve.py"),)
+)
 
 Figures = dict[str, float]
 Ints = npt.NDArray[np.int64]
@@ -81,7 +87,7 @@ class Daemon:
         )
         self.runtime_dir = self._place / "run"
         self._log_path = log or self._place / "log"
-        self._command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir"]
+        self._command = [sys.executable, *SERVE, "--runtime-dir"]
         self._command += [str(self.runtime_dir), "--pool-dir", str(self._place)]
         self._command += ["--cpu-bytes", str(cpu_bytes), "--http-listen", "off"]
         self._command += ["--keep-pool", "yes" if self._keeps else "no", *options]
@@ -146,6 +152,17 @@ class Daemon:
                 )
             time.sleep(POLL_SECONDS)
 
+    def lane_pid(self) -> int:
+        """The process of the only lane of a GPU.
+
+        Raises:
+            RuntimeError: there is none, or another one too.
+        """
+        lanes = [lane for lane in self.status()["lanes"] if lane["device"] != "host"]
+        if len(lanes) != 1:
+            raise RuntimeError(f"one lane of a GPU is needed: {lanes}")
+        return int(lanes[0]["pid"])
+
     def memory(self) -> tuple[float, float]:
         """MiB resident beyond the pool and the workers' tensors: of the broker, of the lane."""
         lane = self.status()["lanes"][0]["pid"]
@@ -175,8 +192,19 @@ def end(process: "subprocess.Popen[bytes]") -> None:
 
 def own_memory(pid: int) -> float:
     """MiB resident of a process, without shared memory that holds KV bytes."""
+    import psutil  # noqa: PLC0415  # a machine with a GPU may have none
+
     maps = psutil.Process(pid).memory_maps(grouped=True)
     return sum(m.rss for m in maps if not any(mark in m.path for mark in SHARED_MARKS)) / MIB
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time of all threads of a process, from /proc/PID/task/TID/schedstat."""
+    total = 0
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            total += int((thread / "schedstat").read_text(encoding="ascii").split()[0])
+    return total / 1e9
 
 
 def engine_name() -> str:

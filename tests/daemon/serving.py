@@ -1,5 +1,6 @@
 """Daemons for tests, always ended."""
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -13,14 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from click.testing import CliRunner
-
-from kvd.cli import cli
 from kvd.daemon.pool_files import area_name
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
-from tests.processes import python
 from tests.waiting import PATIENCE, PAUSE, eventually
+
+# The Python of a machine with a GPU may have no click, and then there is no `kvd`.
+SERVE = (
+    ("-m", "kvd", "serve")
+    if importlib.util.find_spec("click")
+    else (str(Path(__file__).parents[1] / "gpu" / "serve.py"),)
+)
 
 
 @dataclass
@@ -83,7 +87,7 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
         path = where or runtime_dir
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.parent / f"{path.name}-{len(daemons)}.log"
-        command = [sys.executable, "-m", "kvd", "serve", "--runtime-dir", str(path)]
+        command = [sys.executable, *SERVE, "--runtime-dir", str(path)]
         command += ["--cpu-bytes", cpu_bytes, "--http-listen", "off", "--keep-pool", "no", *extra]
         with log.open("w") as sink:
             process = subprocess.Popen(command, stderr=sink, text=True, env=os.environ | {})
@@ -154,6 +158,11 @@ def wait_state(daemon: Daemon, **chunks: int) -> dict[str, int]:
 
 def run_kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The `kvd` command, to its end: in this process, but for `serve`."""
+    from click.testing import CliRunner  # noqa: PLC0415  # see SERVE
+
+    from kvd.cli import cli  # noqa: PLC0415
+    from tests.processes import python  # noqa: PLC0415
+
     if arguments[0] != "serve":
         done = CliRunner().invoke(cli, arguments, prog_name="kvd")
         if done.exception and not isinstance(done.exception, SystemExit):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import psutil
 import pytest
 
 from tests.fakecuda.harness import FakeCuda
+from tests.gpu import environment as gpu_environment
 from tests.gpu import run as gpu_run
 from tests.processes import LONG, ROOT, python
 from tests.waiting import eventually
@@ -33,19 +35,19 @@ def run(code: str, *arguments: object, environment: dict[str, str] | None = None
 PARTS = """
 import os, sys
 sys.path.insert(0, sys.argv.pop(1))
-import gpu_transfer
-gpu_transfer.LAST_WORDS_SECONDS = 1.0
+import gpu_parts, gpu_transfer
+gpu_parts.LAST_WORDS_SECONDS = 1.0
 BAD = {
     "fragments 8192": {"FAKECUDA_FAIL": "cuMemAlloc:1:2"},
     "fragments 16384": {"FAKECUDA_HANG": "cuMemcpyBatchAsync:1"},
 }
-run = gpu_transfer.run_part
-def with_a_driver(command, name, seconds):
+run = gpu_parts.run_part
+def with_a_driver(command, name, seconds, log):
     for switch in ("FAKECUDA_FAIL", "FAKECUDA_HANG"):
         os.environ.pop(switch, None)
     os.environ.update(BAD.get(name, {}))
-    return run(command, name, 10.0 if name in BAD else seconds)
-gpu_transfer.run_part = with_a_driver
+    return run(command, name, 10.0 if name in BAD else seconds, log)
+gpu_parts.run_part = with_a_driver
 gpu_transfer.main()
 """
 
@@ -72,13 +74,16 @@ def test_the_gpu_benchmark_runs_and_writes_every_figure(fakecuda: FakeCuda, tmp_
     shown = log.read_text()
     assert status == 1, shown  # something is missing, which is said
     result = json.loads(out.read_text())
-    assert {"driver", "cuda", "date", "bytes", "rounds"} <= set(result)
+    assert {"driver", "cuda", "date", "bytes"} <= set(result)
     assert result["device"].startswith("kvd test double")
     assert {row["bytes"] for row in result["fragments"]} == set(FRAGMENTS)
     for row in result["fragments"]:
+        assert row["moved"] == 2**21
         for direction in ("store", "load", "both"):
-            assert set(row[direction]) == {"kvd", "raw", "batch"}
-            assert all(rate > 0 for rate in row[direction].values())
+            figures = row[direction]
+            assert set(figures) == {"kvd", "raw", "batch", "kernel", "ratio", "cpu_ms_per_GB"}
+            assert all(found["n"] == 1 and found["median"] > 0 for found in figures.values())
+    assert result["ways"] == {"batch": "", "kernel": ""}
     assert set(result["registration"]) == {
         "register_s_per_gib",
         "allocate_and_register_s_per_gib",
@@ -94,8 +99,10 @@ def test_the_gpu_benchmark_runs_and_writes_every_figure(fakecuda: FakeCuda, tmp_
     }
     assert "at least 0.95" in shown
     assert "not measured: fragments 8192" in shown
-    # What the daemon and its lanes said, part by part.
-    said = (tmp_path / "gpu.log").read_text().split("== fragments 4096\n")[1]
+    assert "  | " in shown  # the end of its log
+    assert "noted: lane cuda:" in shown
+    # What a part, its daemon and its lanes said.
+    said = (tmp_path / "gpu" / "fragments-4096.log").read_text()
     assert "lane cuda:" in said
     assert "all 6 MiB of the pool are allocated" in said
 
@@ -104,13 +111,26 @@ TORCH = """
 import time, types
 with open({log!r}, "a") as log:
     log.write("imported\\n")
+
+class Tensor:
+    def __getitem__(self, key):
+        return self
+
+class Event:
+    def __init__(self, enable_timing):
+        pass
+    def record(self):
+        self.at = time.perf_counter()
+    def elapsed_time(self, after):
+        return (after.at - self.at) * 1e3
+
 bfloat16 = None
-Tensor = object
-cuda = types.SimpleNamespace(is_available=lambda: True, synchronize=lambda: None)
-randn = lambda *shape, **how: object()
-empty_like = lambda other: object()
+cuda = types.SimpleNamespace(is_available=lambda: True, synchronize=lambda: None, Event=Event)
+randn = lambda *shape, **how: Tensor()
+empty_like = lambda other: Tensor()
 def matmul(left, right, out):
     time.sleep(0.001)
+mv = matmul
 """
 
 WAITING = """
@@ -159,7 +179,7 @@ import json
 from pathlib import Path
 import gpu_interference
 from gpu_device import Gpu
-gpu_interference.SECONDS = 0.1
+gpu_interference.PRODUCTS_SECONDS = gpu_interference.DECODE_SECONDS = 0.1
 log, *ways = sys.argv[1:]
 for way in ways:
     print(json.dumps(gpu_interference.measure(Gpu(), way, 2**21, 1, Path(log))))
@@ -180,7 +200,9 @@ def test_what_another_process_loses_is_measured_with_one_import_of_torch(
     found = run(BESIDE, log, "dma", "kernel", environment=environment).splitlines()
     assert len(found) == 2
     for figures in map(json.loads, found):
-        assert all(figures[name] > 0 for name in ("alone_tflops", "beside_tflops", "kvd_GBps"))
+        names = ["alone_tflops", "beside_tflops", "kvd_GBps"]
+        names += [f"decode_{of}_{at}_us" for of in ("alone", "beside") for at in ("p50", "p99")]
+        assert all(figures[name]["median"] > 0 for name in names)
     assert len(imports.read_text().splitlines()) == len(found)
     said = log.read_text()
     assert "lane cuda:" in said
@@ -195,7 +217,7 @@ def test_logs_of_the_tests_daemons_are_kept(fakecuda: FakeCuda, tmp_path: Path) 
     log = tmp_path / "gpu-tests.log"
     environment = fakecuda.environment() | {
         "GPU_TESTS_LOG": str(log),
-        "PYTHONPATH": ":".join(map(str, gpu_run.SOURCES)),
+        "PYTHONPATH": ":".join(map(str, gpu_environment.SOURCES)),
         "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }
     wanted = "test_two_ranks_on_one_gpu_get_every_byte_back[driver_rank-ipc]"
@@ -208,44 +230,59 @@ def test_logs_of_the_tests_daemons_are_kept(fakecuda: FakeCuda, tmp_path: Path) 
 
 def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     """Figures beside their goals, met and missed; parts without figures with the reason."""
-    rates = {"kvd": 50.0, "raw": 51.0, "batch": None}
-    poor = {"kvd": 20.0, "raw": 51.0, "batch": 40.0}
+    good = {"kvd": about(50.0), "raw": about(51.0), "ratio": about(0.98), "cpu_ms_per_GB": about(9)}
+    poor = good | {"kvd": about(20.0), "batch": about(40.0), "ratio": about(0.39)}
+    noisy = good | {"ratio": about(0.91, 0.02)}
     result = {
         "device": "A GPU",
         "driver": "1.2",
         "date": "2026-01-01",
+        "bytes": 2**31,
         "fragments": [
-            {"bytes": 2**21, "store": rates, "load": poor, "both": rates},
+            {"bytes": 2**21, "store": good, "load": poor, "both": noisy},
             {"bytes": 8192, "store": poor, "load": poor, "both": poor},
         ],
         "latency": {"store_p50_us": 123.456},
-        "interference": {"dma": {"loss_percent": 1.5}, "kernel": {"loss_percent": 9.0}},
+        "ways": {"batch": "", "kernel": "no such thing"},
+        "interference": {"dma": {"loss_percent": about(1.5)}, "kernel": {"loss_percent": about(9)}},
         "missing": {"registration": "it took more than 45 s"},
     }
     file = tmp_path / "gpu.json"
     file.write_text(json.dumps(result))
     done = python("bench/gpu_transfer.py", "--show", file)
-    lines = [" ".join(line.replace("│", " ").split()) for line in done.stdout.splitlines()]
-    assert "A GPU, driver 1.2, 2026-01-01" in lines
-    assert "store, 2 MiB, GB/s 50.00 51.00 none 0.98 at least 0.95: met" in lines
-    assert "load, 2 MiB, GB/s 20.00 51.00 40.00 0.39 at least 0.95: missed" in lines
-    assert "load, 8 KiB, GB/s 20.00 51.00 40.00 0.39 at least 0.6: missed" in lines
-    assert "store, 8 KiB, GB/s 20.00 51.00 40.00 0.39" in lines
-    assert "beside dma: loss percent 1.50 at most 2: met" in lines
-    assert "beside kernel: loss percent 9.00" in lines
-    assert "not measured: registration: it took more than 45 s" in lines
+    lines = [" ".join(line.split()) for line in done.stdout.splitlines()]
+    assert lines[0].startswith("A GPU, driver 1.2, 2026-01-01, 2048 MiB a measurement")
+    wanted = [
+        "store, 2 MiB 50.00 51.00 none none 0.98 ±0.00 9.00 7 at least 0.95: met",
+        "load, 2 MiB 20.00 51.00 40.00 none 0.39 ±0.00 9.00 7 at least 0.95: missed",
+        "both, 2 MiB 50.00 51.00 none none 0.91 ±0.02 9.00 7 at least 0.9: open",
+        "load, 8 KiB 20.00 51.00 40.00 none 0.39 ±0.00 9.00 7 at least 0.6: missed",
+        "store, 8 KiB 20.00 51.00 40.00 none 0.39 ±0.00 9.00 7",
+        "store p50 us 123.46",
+        "beside dma: loss percent 1.50 ±0.00 7 at most 2: met",
+        "beside kernel: loss percent 9.00 ±0.00 7",
+        "kernel, called directly, cannot be used here: no such thing",
+        "not measured: registration: it took more than 45 s",
+    ]
+    assert [line for line in lines if line in wanted] == sorted(wanted, key=lines.index)
 
 
-def test_a_part_that_dies_while_it_writes_costs_its_own_figures() -> None:
+def about(median: float, margin: float = 0.0) -> dict[str, float]:
+    """Seven samples, in short."""
+    return {"median": median, "low": median, "high": median, "margin": margin, "n": 7}
+
+
+def test_a_part_that_dies_while_it_writes_costs_its_own_figures(tmp_path: Path) -> None:
     """Nothing, or half of what was to be written: the part is missing, with how it ended."""
     code = (
         "import sys\n"
-        "from gpu_transfer import run_part\n"
+        "from gpu_parts import run_part, Path\n"
         "for half in ('', '{', '{\"a\": [1'):\n"
-        "    dies = f'import sys; open(sys.argv[-1], \"w\").write({half!r}); sys.exit(7)'\n"
-        "    print(run_part([sys.executable, '-c', dies], 'dies', 30.0)['error'])\n"
+        "    dies = f'import sys; open(sys.argv[5], \"w\").write({half!r}); sys.exit(7)'\n"
+        "    command = [sys.executable, '-c', dies, sys.argv[1]]\n"
+        "    print(run_part(command, 'dies', 30.0, Path(sys.argv[1]))['error'])\n"
     )
-    assert run(code) == "it ended with exit status 7\n" * 3
+    assert run(code, tmp_path / "log") == "it ended with exit status 7\n" * 3
 
 
 def test_make_gpu_says_which_wheels_are_missing(
@@ -254,14 +291,16 @@ def test_make_gpu_says_which_wheels_are_missing(
     """Packages that are neither there nor in the folder are named, and no others."""
     packages = ["kvd-one>=1", "kvd.two>=2", "kvd-three"]
     monkeypatch.delenv("WHEELS", raising=False)
-    with pytest.raises(gpu_run.Refused, match=r"lacks kvd-one>=1, kvd.two>=2, kvd-three; put"):
-        gpu_run._install(packages, tmp_path / "site")
+    with pytest.raises(
+        gpu_environment.Refused, match=r"lacks kvd-one>=1, kvd.two>=2, kvd-three; put"
+    ):
+        gpu_environment._install(packages, tmp_path / "site")
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     (wheels / "kvd_two-2.0-py3-none-any.whl").touch()
     monkeypatch.setenv("WHEELS", str(wheels))
-    with pytest.raises(gpu_run.Refused, match=r" lack kvd-one>=1, kvd-three; put"):
-        gpu_run._install(packages, tmp_path / "site")
+    with pytest.raises(gpu_environment.Refused, match=r" lack kvd-one>=1, kvd-three; put"):
+        gpu_environment._install(packages, tmp_path / "site")
 
 
 def test_make_gpu_installs_wheels_without_a_network(
@@ -279,8 +318,10 @@ def test_make_gpu_installs_wheels_without_a_network(
         wheel.writestr(info + "RECORD", "")
     monkeypatch.setenv("WHEELS", str(wheels))
     monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    monkeypatch.setattr(gpu_run, "needed", lambda: {"kvd_two": "kvd-two>=2", "numpy": "numpy"})
-    environment = gpu_run._environment(site)
+    monkeypatch.setattr(
+        gpu_environment, "needed", lambda: {"kvd_two": "kvd-two>=2", "numpy": "numpy"}
+    )
+    environment = gpu_environment.environment(site)
     code = "import kvd_two, kvd.version; print(kvd_two.HERE, kvd.version.__file__)"
     assert (
         python("-c", code, environment=environment).stdout
@@ -288,11 +329,18 @@ def test_make_gpu_installs_wheels_without_a_network(
     )
 
 
-def test_make_gpu_says_how_to_enlarge_shared_memory(tmp_path: Path) -> None:
-    """Room for the pools of the benchmark and the tests, or the command that makes it."""
-    gpu_run.check_shared_memory(1, tmp_path)
-    with pytest.raises(gpu_run.Refused, match=rf"remount,size=24g {tmp_path} "):
-        gpu_run.check_shared_memory(2**62, tmp_path)
+def test_make_gpu_says_how_to_enlarge_shared_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Less is moved where that is still much; where it is not, the command that makes room."""
+    free = gpu_environment.POOLS * 300 * 2**20 + gpu_environment.SPARE_BYTES
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(0, 0, free))
+    assert gpu_environment.mib_that_fit(200, tmp_path) == 200
+    assert gpu_environment.mib_that_fit(2048, tmp_path) == 300
+    free = gpu_environment.POOLS * 100 * 2**20 + gpu_environment.SPARE_BYTES
+    assert gpu_environment.mib_that_fit(2, tmp_path) == 2  # as tests ask for
+    with pytest.raises(gpu_environment.Refused, match=rf"remount,size=24g {tmp_path} "):
+        gpu_environment.mib_that_fit(2048, tmp_path)
 
 
 def test_what_make_gpu_starts_has_ended_when_it_goes_on(tmp_path: Path) -> None:
@@ -321,6 +369,74 @@ def test_what_make_gpu_starts_can_be_told_to_end() -> None:
         "sys.exit(run._run('it', command, dict(os.environ), time.monotonic() + 60))"
     )
     assert python("-c", code).returncode == 0
+
+
+# A Python with numpy, pytest, the bindings and what kvd cannot do without, and nothing else.
+BARE = """
+from importlib.machinery import PathFinder
+
+ABSENT = ("click", "rich", "psutil", "prometheus_client", "starlette", "structlog")
+find = PathFinder.find_spec
+PathFinder.find_spec = lambda name, *others: None if name in ABSENT else find(name, *others)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fakecuda
+def test_make_gpu_runs_from_end_to_end_without_packages_for_the_command_line(
+    fakecuda: FakeCuda, tmp_path: Path
+) -> None:
+    """A test, each kind of part, and at the end what passed, the figures and where the logs are."""
+    package = tmp_path / "torch"
+    package.mkdir()
+    (package / "__init__.py").write_text(TORCH.format(log=str(tmp_path / "imports")))
+    (tmp_path / "sitecustomize.py").write_text(BARE)
+    wanted = "every_byte_back and driver_rank-ipc or cannot_be_exported"
+    environment = fakecuda.environment() | {
+        "PYTHONPATH": str(tmp_path),
+        "PYTEST_ADDOPTS": f"-k '{wanted}'",
+    }
+    out = tmp_path / "out" / "gpu.json"
+    done = python(
+        *("tests/gpu/run.py", "--mib", 2, "--rounds", 1, "--jobs", 4, "--fragments", 65536),
+        *("--out", tmp_path / "out"),
+        environment=environment,
+    )
+    shown = done.stdout
+    assert done.returncode == 0, shown + done.stderr
+    assert len(shown) < 12_000
+    result = json.loads(out.read_text())
+    assert result["missing"] == {}
+    assert result["device"].startswith("kvd test double")
+    lines = shown.splitlines()
+    assert "tests: 2 of 2 passed" in lines
+    assert "  passed: test_memory_that_cannot_be_exported_is_refused_with_the_remedy" in lines
+    assert any(line.startswith("load, 64 KiB") for line in lines)
+    assert any(line.startswith("beside dma: decode beside p99 us") for line in lines)
+    assert f"written to {out}, what each part said to {out.with_suffix('')}/*.log" in lines
+    logs = tmp_path / "out"
+    assert "lane cuda:" in (logs / "gpu" / "interference-dma.log").read_text()
+    assert "lane cuda:" in (logs / "gpu-tests" / "daemons.log").read_text()
+    assert "2 passed" in (logs / "gpu-tests" / "tests.log").read_text()
+
+
+def test_what_pytest_said_is_told_in_short() -> None:
+    """Tests by outcome, the one that was running when time was over, and why some were skipped."""
+    said = (
+        "tests/gpu/test_gpu.py::test_a PASSED  [ 25%]\n"
+        "test_gpu.py::test_b[x-y] FAILED  [ 50%]\n"
+        "test_gpu.py::test_c SKIPPED (why)  [ 75%]\n"
+        "test_gpu.py::test_d \n"
+        "SKIPPED [1] test_gpu.py:3: not root\n"
+    )
+    assert gpu_run.tests_summary(said) == [
+        "tests: 1 of 4 passed",
+        "  passed: test_a",
+        "  failed: test_b[x-y]",
+        "  skipped: test_c",
+        "  not ended: test_d",
+        "  reason to skip: not root",
+    ]
 
 
 def runs(pid: int) -> bool:

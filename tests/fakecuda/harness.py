@@ -10,7 +10,6 @@ from pathlib import Path
 from types import ModuleType
 
 from tests.fakecuda.build import LIBRARY
-from tests.processes import python
 
 LONGEST_LINE = 128  # bytes of the call log
 
@@ -50,6 +49,8 @@ class FakeCuda:
             f"import sys; from {scenario.__module__} import {scenario.__name__} as scenario;"
             " scenario(*sys.argv[1:])"
         )
+        from tests.processes import python  # noqa: PLC0415  # needs psutil, which make gpu does not
+
         return python("-c", code, *arguments, environment=self.environment(**switches))
 
     def check(self, scenario: Callable[..., None], *arguments: str, **switches: object) -> str:

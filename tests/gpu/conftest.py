@@ -1,6 +1,7 @@
 """Tests on a real GPU. They share the engine of tests/daemon, not its conftest's needs."""
 
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import pytest
 from tests.daemon.serving import StartDaemon, started_daemons
 
 HERE = Path(__file__).parent
+SECONDS = 75  # a test that takes longer hangs; it costs the others no time
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,6 +26,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if done.returncode:
         for item in mine:
             item.add_marker(pytest.mark.skip(reason=f"make gpu: {done.stderr.strip()}"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Fail what hangs: the tests' own process only ever waits for others, in Python."""
+
+    def late(_number: int, _frame: object) -> None:
+        raise TimeoutError(f"{item.name} takes more than {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture

@@ -1,14 +1,13 @@
 """`make gpu`: the tests that need a GPU, then the benchmark, in under 8 minutes.
 
-It uses the Python that runs it, with that Python's torch; kvd is taken from the
-source tree and not installed. Packages that are missing come from the folder of
-wheels that WHEELS names, into a temporary folder. Nothing is downloaded. What it
-finds is in bench/out: gpu.json, and the daemons' logs in gpu.log and gpu-tests.log.
+`make gpu-explore`, which is `--explore`: what the defaults should be, in under 9 minutes.
+Both need what environment.py says. What they find is in bench/out: gpu.json and
+gpu-explore.json, with a log for each part in the folders gpu and gpu-explore. What matters of
+the logs is printed, the last lines being a summary.
 """
 
 import argparse
 import contextlib
-import importlib.util
 import os
 import re
 import shutil
@@ -17,202 +16,119 @@ import subprocess
 import sys
 import tempfile
 import time
-import tomllib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-SOURCES = (ROOT, ROOT / "client", ROOT / "client" / "tools", ROOT / "proto")
+if __name__ == "__main__":  # else the caller has found it already
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from tests.gpu.environment import ROOT, Refused, check, environment, mib_that_fit
+
 TESTS = (
     *("-m", "pytest", "-v", "-c", "tests/gpu/pytest.ini", "--rootdir", "tests/gpu"),
     *("--confcutdir", "tests/gpu", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"),
 )
-LOG = ROOT / "bench" / "out" / "gpu-tests.log"
-SECONDS = 470.0
-DRIVER_SECONDS, IMPORT_SECONDS = 60.0, 120.0
+OUT = ROOT / "bench" / "out"
+SECONDS, EXPLORE_SECONDS = 470.0, 530.0
 SHARE_OF_TESTS = 0.45
 LAST_WORDS_SECONDS = 10.0
-SHARED_MEMORY = Path("/dev/shm")
-# The benchmark's pool is three times what it moves at a time; and what the tests need.
-POOLS, SPARE_BYTES = 3, 2**30
-# What the endpoint over HTTP needs, which is off here.
-NOT_NEEDED = {"prometheus-client", "starlette", "uvicorn"}
-# Where a package's module has another name.
-MODULES = {"cuda-bindings": "cuda.bindings", "pyzmq": "zmq"}
-
-
-class Refused(Exception):
-    """This cannot run here; the text is a sentence that says why and what to do."""
+SHOWN_LINES, SHOWN_LETTERS = 25, 2500
+_OUTCOME = re.compile(r"^\S*::(\S+)(?: (PASSED|FAILED|ERROR|SKIPPED)\b.*)?", re.MULTILINE)
 
 
 def main() -> int:
-    """Run both; the exit status, 2 where it refuses."""
+    """Run all; the exit status, 2 where it refuses."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=2048, help="the benchmark moves at a time")
-    mib = parser.parse_args().mib
-    end = time.monotonic() + SECONDS
+    parser.add_argument("--mib", type=int, default=2048, help="the benchmarks move at a time")
+    parser.add_argument("--out", type=Path, default=OUT, help="folder for figures and logs")
+    parser.add_argument("--explore", action="store_true", help="measure what defaults should be")
+    options, others = parser.parse_known_args()
     try:
-        _check(POOLS * mib * 2**20 + SPARE_BYTES)
+        check()
+        mib = mib_that_fit(options.mib)
+        if mib < options.mib:
+            print(f"/dev/shm is small: {mib} MiB are moved at a time rather than {options.mib}")
         with tempfile.TemporaryDirectory(prefix="kvd-gpu-") as folder:
-            environment = _environment(Path(folder))
-            LOG.parent.mkdir(parents=True, exist_ok=True)
-            LOG.write_bytes(b"")
-            half = time.monotonic() + SHARE_OF_TESTS * SECONDS
-            tested = _run("the tests", [sys.executable, *TESTS], environment, half)
-            left = end - time.monotonic() - LAST_WORDS_SECONDS
-            bench = [sys.executable, "bench/gpu_transfer.py"]
-            bench += ["--seconds", f"{left:.0f}", "--mib", f"{mib}"]
-            return _run("the benchmark", bench, environment, end) or tested
+            found = environment(Path(folder))
+            how = ["--mib", f"{mib}", *others]
+            run = _explore if options.explore else _tests_and_benchmark
+            return run(how, found, options.out.resolve())
     except Refused as refusal:
         print(f"make gpu: {refusal}", file=sys.stderr)
         return 2
 
 
-def _check(shared_bytes: int) -> None:
-    """Refuse where there is no GPU, too little shared memory, or no torch that can use the GPU.
-
-    Raises:
-        Refused: with the reason.
-    """
-    # In processes of their own: the driver is never loaded into this one.
-    probe = [sys.executable, str(Path(__file__).parent / "probe.py")]
-    done = _ask(probe, DRIVER_SECONDS, "the NVIDIA driver does not answer")
-    if done.returncode:
-        raise Refused(f"{done.stderr.strip()}; it needs a machine with an NVIDIA GPU")
-    check_shared_memory(shared_bytes)
-    code = "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 3)"
-    done = _ask([sys.executable, "-c", code], IMPORT_SECONDS, "torch and its CUDA do not start")
-    if done.returncode == 3:
-        raise Refused(
-            f"the torch of {sys.executable} has no CUDA; choose another: make gpu PYTHON="
-        )
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it died"])[-1]
-        raise Refused(
-            f"{sys.executable} cannot import torch ({last}); choose another: make gpu PYTHON="
-        )
+def _explore(how: Sequence[str], found: Mapping[str, str], out: Path) -> int:
+    end = time.monotonic() + EXPLORE_SECONDS
+    command = _bench("gpu_explore.py", out / "gpu-explore.json", how, end)
+    return _run("the sweeps", command, found, end)
 
 
-def check_shared_memory(needed_bytes: int, folder: Path = SHARED_MEMORY) -> None:
-    """Refuse where the pools do not fit.
-
-    Raises:
-        Refused: with the remedy.
-    """
-    free = shutil.disk_usage(folder).free
-    if free < needed_bytes:
-        raise Refused(
-            f"{folder} has {free // 2**20} MiB free and {needed_bytes // 2**20} are needed; enlarge"
-            f" it: mount -o remount,size=24g {folder} (a container: --shm-size=24g)"
-        )
-
-
-def _ask(command: list[str], seconds: float, late: str) -> "subprocess.CompletedProcess[str]":
-    """Run a program that answers by its exit status.
-
-    Raises:
-        Refused: it does not answer; `late` says of what.
-    """
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        raise Refused(f"{late} within {seconds:g} s; look at nvidia-smi and dmesg") from None
-
-
-def needed(pyproject: Path = ROOT / "pyproject.toml") -> dict[str, str]:
-    """What the daemon, its CUDA lanes, the client and the tests need, by module: `pyzmq>=26`."""
-    project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
-    extras = project["optional-dependencies"]
-    packages = [*project["dependencies"], *extras["daemon"], *extras["cuda"]]
-    packages += [package for package in extras["dev"] if package.startswith("pytest>")]
-    named = {re.split("[<>=~! ]", package)[0]: package for package in packages}
-    return {
-        MODULES.get(name, name.replace("-", "_")): package
-        for name, package in named.items()
-        if name not in NOT_NEEDED
-    }
-
-
-def _environment(folder: Path) -> dict[str, str]:
-    """With the sources and what is missing on the path.
-
-    Raises:
-        Refused: a package is missing, and there is no folder of wheels that has it.
-    """
-    packages = needed()
-    lacking = [package for module, package in packages.items() if not _is_there(module)]
-    if lacking:
-        _install(lacking, folder)
-    paths = [*map(str, SOURCES), str(folder), os.environ.get("PYTHONPATH", "")]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}
-    # Plugins that happen to be there are no part of these tests.
-    environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    environment["GPU_TESTS_LOG"] = str(LOG)
-    code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
-    command = [sys.executable, "-c", code, *packages, "kvd.daemon.loop", "kvd_client"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["it died"])[-1]
-        raise Refused(f"{sys.executable} cannot import what is needed ({last})")
-    return environment
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the package that it is in
-        return False
-
-
-def _install(packages: list[str], folder: Path) -> None:
-    wheels = os.environ.get("WHEELS", "")
-    listed = ", ".join(packages)
-    if not wheels:
-        raise Refused(
-            f"{sys.executable} lacks {listed}; put their wheels into a folder and name it:"
-            f" WHEELS=folder make gpu ({_download(packages)})"
-        )
-    if not Path(wheels).is_dir():
-        raise Refused(f"WHEELS={wheels} is no folder; it is to have the wheels of {listed}")
-    there = {_plain(wheel.name.split("-")[0]) for wheel in Path(wheels).glob("*.whl")}
-    if missing := [package for package in packages if _plain(package) not in there]:
-        raise Refused(
-            f"{sys.executable} and WHEELS={wheels} lack {', '.join(missing)}; put their wheels"
-            f" there too ({_download(missing)})"
-        )
-    if not _is_there("pip"):
-        raise Refused(f"{sys.executable} lacks {listed}, and pip to install them from {wheels}")
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index"]
-    command += ["--disable-pip-version-check", "--find-links", wheels, "--target", str(folder)]
-    said = ""
-    # What they need in turn may be in the folder, or installed, which pip does not look at here.
-    for alone in ([], ["--no-deps"]):
-        done = subprocess.run(
-            [*command, *alone, *packages], capture_output=True, text=True, check=False
-        )
-        if not done.returncode:
-            return
-        said = (done.stderr.strip().splitlines() or ["pip died"])[-1]
-    raise Refused(f"{wheels} has not all wheels for {listed} ({said})")
-
-
-def _plain(package: str) -> str:
-    """A name as wheels have it: `cuda_bindings` of `cuda-bindings>=13`."""
-    return re.sub("[-_.]+", "_", re.split("[<>=~! ]", package)[0]).lower()
-
-
-def _download(packages: list[str]) -> str:
-    names = " ".join(f"'{package}'" for package in packages)
-    python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
-    return (
-        f"where there is a network: {python} -m pip download --only-binary=:all: -d folder {names}"
+def _tests_and_benchmark(how: Sequence[str], found: Mapping[str, str], out: Path) -> int:
+    end = time.monotonic() + SECONDS
+    logs = out / "gpu-tests"
+    shutil.rmtree(logs, ignore_errors=True)
+    logs.mkdir(parents=True)
+    log = logs / "tests.log"
+    ours = {**found, "GPU_TESTS_LOG": str(logs / "daemons.log")}
+    print("the tests", flush=True)
+    half = time.monotonic() + SHARE_OF_TESTS * SECONDS
+    with log.open("wb") as sink:
+        tested = _run("the tests", [sys.executable, *TESTS], ours, half, sink.fileno())
+    said = log.read_text(encoding="utf-8", errors="replace")
+    if tested:
+        print(extract(said), flush=True)
+    measured = _run(
+        "the benchmark", _bench("gpu_transfer.py", out / "gpu.json", how, end), found, end
     )
+    for line in tests_summary(said):
+        print(line)
+    print(f"tests: exit status {tested}, lines in {log} and {logs / 'daemons.log'}")
+    return measured or tested
 
 
-def _run(what: str, command: list[str], environment: dict[str, str], end: float) -> int:
+def _bench(program: str, out: Path, how: Sequence[str], end: float) -> list[str]:
+    left = end - time.monotonic() - LAST_WORDS_SECONDS
+    command = [sys.executable, f"bench/{program}", "--out", str(out)]
+    return [*command, "--seconds", f"{left:.0f}", *how]
+
+
+def tests_summary(said: str) -> list[str]:
+    """How many tests passed, and the names of the others, of what `pytest -v` has said.
+
+    A test without an outcome was running when pytest was ended.
+    """
+    outcomes: dict[str, str] = {}
+    for name, outcome in _OUTCOME.findall(said):
+        outcomes[name] = outcome or outcomes.get(name) or "NOT ENDED"
+    passed = [name for name, outcome in outcomes.items() if outcome == "PASSED"]
+    lines = [f"tests: {len(passed)} of {len(outcomes)} passed"]
+    lines += [f"  passed: {name}" for name in passed]
+    lines += [
+        f"  {outcome.lower()}: {name}" for name, outcome in outcomes.items() if name not in passed
+    ]
+    reasons = dict.fromkeys(re.findall(r"^SKIPPED \[\d+\] \S+ (.*)$", said, re.MULTILINE))
+    return [*lines, *(f"  reason to skip: {reason}" for reason in reasons)]
+
+
+def extract(said: str) -> str:
+    """The last lines of a log, not too many."""
+    return "\n".join(said.splitlines()[-SHOWN_LINES:])[-SHOWN_LETTERS:]
+
+
+def _run(
+    what: str,
+    command: Sequence[str],
+    environment: Mapping[str, str],
+    end: float,
+    sink: int | None = None,
+) -> int:
     """Run a program until it ends or the time is over; its exit status. Nothing of it stays."""
     # A shell ignores Ctrl-C in what it runs in the background, and so would all that this starts.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, process_group=0)
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, process_group=0, stdout=sink, stderr=sink
+    )
     try:
         return process.wait(max(0.0, end - time.monotonic()))
     except subprocess.TimeoutExpired:
