@@ -22,7 +22,7 @@ class StreamSignals:
     be reached before an earlier one.
 
     Args:
-        device: whose streams they are.
+        device: whose streams they are, by its number in this process.
         page: stays the caller's.
 
     Raises:
@@ -36,6 +36,7 @@ class StreamSignals:
                 f"streams of CUDA device {device} cannot write 64 bits by themselves, by which kvd"
                 " learns what has finished: a GPU since Volta is needed"
             )
+        self.device = device
         self._page = page
         self._context = cuda_driver.PrimaryContext(device)
         self._stream: int | None = None
@@ -100,6 +101,11 @@ class Timeline:
     def reached(self) -> int:
         """The highest number that has been signalled."""
         return self._page.timeline
+
+    @property
+    def device(self) -> int | None:
+        """The device whose streams signal, by its number in this process; None: the host does."""
+        return None if self._signals is None else self._signals.device
 
     @property
     def reserved(self) -> int:

@@ -33,6 +33,8 @@ from kvd_proto.messages import (
     Fingerprint,
     LaneUp,
     Load,
+    Message,
+    Ok,
     Register,
     Registered,
     Store,
@@ -42,6 +44,7 @@ from kvd_proto.messages import (
 REGISTER_SECONDS = 30.0
 MAX_JOB_SECONDS = 600.0
 MEET_SECONDS = 1.0  # for a lane that answers late: its jobs wait for a later call then
+NOTHING = "nothing is registered yet"
 TRANSIENT = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)
 
 log = logging.getLogger("kvd_client")
@@ -87,12 +90,13 @@ class Worker(Session):
         self.timeline = Timeline(self._control)
         self._jobs = JobTable(self._control, self.job_timeout + deadline)
         self._wanted: Register | None = None  # with every daemon that is there, from now on
-        self._memory = Descriptors(())  # of the wanted registration
+        self._memory = Descriptors(())  # of what is wanted
+        self._held: Register | None = None  # by the daemon of this session, or about to be
         self._refusal_raises = False  # while a caller waits for the first answer
         self._refused_for_good: Error | None = None
         self._registered = False
         self._attached = False
-        self._refused = "nothing is registered yet"
+        self._refused = NOTHING
         self._start()
 
     # ----------------------------------------------------------- registration
@@ -147,12 +151,12 @@ class Worker(Session):
         patience = seconds("timeout", timeout)
         with self._changed:
             if self._wanted is not None:
-                raise UsageError("this worker is registered already; close it and make a new one")
-            self.timeline.follow(
-                StreamSignals(memory[0].ordinal, self._control)
-                if isinstance(memory[0], DeviceMemory)
-                else None
-            )
+                raise UsageError("this worker is registered already; call unregister() first")
+            device = memory[0].ordinal if isinstance(memory[0], DeviceMemory) else None
+            if device != self.timeline.device:
+                self.timeline.follow(None)
+                if device is not None:
+                    self.timeline.follow(StreamSignals(device, self._control))
             self._wanted, self._memory = wanted, kept
             self._refused, self._refused_for_good = "", None
             self._refusal_raises = True
@@ -170,13 +174,45 @@ class Worker(Session):
             if (refusal := self._refused_for_good) is not None:
                 raise RegistrationError(refusal.code, refusal.text)
             if required and not self.registered:
-                self._wanted = None
+                self._want_nothing()
                 self._give_up(self._connection, "the registration was given up")
                 raise Unavailable(
                     f"no registration within {timeout:g} s at {self.runtime_dir}; "
                     + (self._refusal or "is `kvd serve` running there?")
                 )
             return self.registered
+
+    def unregister(self, timeout: float = REGISTER_SECONDS) -> bool:
+        """Take the memory back, to free it or to put other memory in its place.
+
+        Jobs that have not ended are stopped, and reported as ever; new ones fail until `register`
+        is called again. The engine's chunks stay.
+
+        Args:
+            timeout: seconds to wait for the daemon.
+
+        Returns:
+            Whether the memory is free: no copy touches it, nobody has it mapped. False where the
+            daemon has not said so in time, or was lost meanwhile: it lets go by itself then, as of
+            a process that has died.
+
+        Raises:
+            UsageError: closed.
+        """
+        self._check_open()
+        patience = seconds("timeout", timeout)
+        with self._changed:
+            connection = self._connection
+            self._want_nothing()
+            self._registered = False
+            self._wake()
+            self._changed.wait_for(lambda: self._held is None or self._closed, patience)
+            return self._held is None and self._connection is connection
+
+    def _want_nothing(self) -> None:
+        """Forget what is to be registered; its descriptors go when nobody sends them any more."""
+        self._wanted, self._memory = None, Descriptors(())
+        self._refused = NOTHING
 
     @property
     def registered(self) -> bool:
@@ -345,6 +381,7 @@ class Worker(Session):
             self._ask(Unregister(), self.deadline)
         self._jobs.close()
         super().close()
+        self._memory = Descriptors(())
         self.timeline.follow(None)
         self._control.close()
 
@@ -362,26 +399,51 @@ class Worker(Session):
         self._jobs.remind()
 
     def _work(self) -> bool:
-        """Register, where that is wanted."""
-        wanted = self._wanted
-        if wanted is None or self._registered:
-            return True
-        fds = [self._control.fd, *self._memory.fds]
-        reply = self._ask(wanted, REGISTER_SECONDS, fds)
+        """Have the daemon hold what is wanted and nothing else."""
+        while True:
+            with self._changed:
+                wanted, memory, held = self._wanted, self._memory, self._held
+                if held is wanted:
+                    return True
+                if held is None:
+                    self._held = wanted
+                    break
+            if not self._let_go():
+                return False
+        assert wanted is not None  # noqa: S101  # else it would be what is held
+        reply = self._ask(wanted, REGISTER_SECONDS, [self._control.fd, *memory.fds])
         with self._changed:
-            if isinstance(reply, Registered):
-                self._registered = True
-                self._refused = ""
-                log.info("rank %d of %d is registered", self.rank, self.world_size)
-            elif isinstance(reply, Error):
-                if self._refusal_raises and reply.code not in TRANSIENT:
-                    self._refused_for_good = reply
-                    self._wanted = None
-                elif reply.text != self._refused:  # once for each reason: it is tried for ever
-                    self._refused = reply.text
-                    log.warning("registration refused, tried again later: %s", reply.text)
+            if isinstance(reply, Error):
+                self._held = None
+            if self._wanted is wanted:
+                self._take(reply)
             self._changed.notify_all()
-            return self._registered
+            return self._wanted is not wanted or self._registered
+
+    def _take(self, reply: Message | None) -> None:
+        """Process the answer to the wanted registration."""
+        if isinstance(reply, Registered):
+            self._registered = True
+            self._refused = ""
+            log.info("rank %d of %d is registered", self.rank, self.world_size)
+        elif isinstance(reply, Error):
+            if self._refusal_raises and reply.code not in TRANSIENT:
+                self._refused_for_good = reply
+                self._want_nothing()
+            elif reply.text != self._refused:  # once for each reason: it is tried for ever
+                self._refused = reply.text
+                log.warning("registration refused, tried again later: %s", reply.text)
+
+    def _let_go(self) -> bool:
+        """Have the daemon hold nothing; false where it does not, and the session ends for that."""
+        connection = self._connection
+        done = isinstance(self._ask(Unregister(), REGISTER_SECONDS), Ok)
+        if not done:
+            self._give_up(connection, "it does not let go of the memory")
+        with self._changed:
+            self._held = None
+            self._changed.notify_all()
+        return done
 
     def _on_notice(self, notice: Notice) -> None:
         message = notice.message
@@ -407,10 +469,12 @@ class Worker(Session):
     def _on_lost(self) -> None:
         # Jobs go on until their lane is known to be dead.
         self._registered = self._attached = False
+        self._held = None
         self._jobs.set_lane(None)
 
     def _on_fork(self) -> None:
         self._registered = self._attached = False
+        self._memory.close()
         self._jobs.abandon()
         self.timeline.abandon()
         self._control.close()

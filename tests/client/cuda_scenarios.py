@@ -5,6 +5,7 @@ import ctypes
 import gc
 import os
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from kvd_client import (
     Timeline,
     UnsupportedMemory,
     UsageError,
+    Worker,
     cuda_driver,
     cuda_memory,
 )
@@ -36,11 +38,12 @@ from kvd_proto.messages import (
     VmmHandle,
     VmmSegment,
 )
+from tests.client.fake_daemon import FakeDaemon
 from tests.daemon.engines import make_layout
 from tests.fakecuda import cudatensor as cuda
 from tests.fakecuda import harness
 from tests.fakecuda.harness import functions_named, switch
-from tests.waiting import eventually
+from tests.waiting import DEADLINE, eventually
 
 SIZE = 8 * 4096
 
@@ -88,6 +91,21 @@ def registered(*memory: HostMemory | DeviceMemory) -> tuple[Register, Descriptor
         stage=0,
         temporary=False,
     )
+
+
+def register(worker: Worker, address: int) -> None:
+    """Two storages from this address on."""
+    memory = [DeviceMemory.at(address + n * SIZE, SIZE) for n in (0, 1)]
+    assert worker.register(memory, make_layout(blocks=8), Fingerprint(model="m"), required=True)
+    for part in memory:
+        part.close()
+
+
+def is_file(entry: Path, number: int) -> bool:
+    """Whether a descriptor is open on the file of this number."""
+    with contextlib.suppress(OSError):  # closed meanwhile
+        return entry.stat().st_ino == number
+    return False
 
 
 def until(timeline: Timeline, number: int) -> None:
@@ -237,6 +255,25 @@ def a_process_without_a_device_has_no_device_memory() -> None:
     with refused(UnsupportedMemory, "uses no CUDA device"):
         DeviceMemory.at(4096, SIZE)
     assert cuda.call("cuDevicePrimaryCtxGetState", 0)[1] == 0
+
+
+def memory_that_was_taken_back_is_freed() -> None:
+    """Once the daemon has let go, this process gives it back and nothing of it is left."""
+    cuda.use_device()
+    made = cuda.VirtualMemory()
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-") as path,
+        FakeDaemon(Path(path)),
+        Worker(path, "engine", 0, 1, deadline=DEADLINE) as worker,
+    ):
+        register(worker, made.address)
+        (number,) = (os.fstat(fd).st_ino for fd in worker._memory.fds)
+        assert worker.unregister()
+        made.unmap()
+        assert not [file for file in Path("/proc/self/fd").iterdir() if is_file(file, number)]
+        made.map()
+        register(worker, made.address)
+        until(worker.timeline, worker.timeline.signal_on(cuda.new_stream()))
 
 
 def what_is_no_device_memory_is_refused() -> None:
@@ -493,6 +530,15 @@ def segments_keep_their_order() -> None:
     """Else a block is taken for another."""
     exported = cuda_memory._exported
     cuda_memory._exported = lambda allocations: exported(allocations[::-1])
+
+
+def memory_that_is_not_wanted_is_let_go() -> None:
+    """Else its descriptors keep it, and the engine that sleeps has given nothing back."""
+
+    def keep(worker: Worker) -> None:
+        worker._wanted = None
+
+    Worker._want_nothing = keep  # type: ignore[assignment,method-assign]  # as its stand-in
 
 
 def without(rule: str, scenario: str) -> None:

@@ -96,6 +96,7 @@ class Connection:
     sock: socket.socket
     token: bytes
     identity: bytes = b""
+    device: str = ""  # that it has registered
     fds: list[int] = field(default_factory=list)
 
 
@@ -327,8 +328,7 @@ class FakeDaemon:
             self._close_lane()
             for connection in self.connections.values():
                 connection.sock.close()
-                for fd in connection.fds:
-                    os.close(fd)
+                self._drop(connection)
             self._control_socket.close()
             self._context.destroy(linger=0)
 
@@ -374,8 +374,7 @@ class FakeDaemon:
         if not frame:
             del self.connections[fd]
             connection.sock.close()
-            for one in connection.fds:
-                os.close(one)
+            self._drop(connection)
             return
         header, message = WIRE.decode(frame)
         assert isinstance(message, Register)
@@ -388,7 +387,9 @@ class FakeDaemon:
             socket.send_fds(connection.sock, [frame], list(fds))
 
     def _lane_up(self, connection: Connection) -> None:
-        message = LaneUp(device="host", incarnation=self.incarnation, endpoint=self._endpoint)
+        message = LaneUp(
+            device=connection.device, incarnation=self.incarnation, endpoint=self._endpoint
+        )
         self._notify(connection, message, (self._lifeline[0],))
 
     @contextlib.contextmanager
@@ -410,12 +411,23 @@ class FakeDaemon:
     def _answer(self, connection: Connection, header: Header, message: Message) -> None:
         reply = self.replies[type(message)](message)
         with self._noting(message):
+            if isinstance(message, Unregister) or isinstance(reply, Error):
+                self._drop(connection)
+            if isinstance(message, Register):
+                connection.device = message.device
             if isinstance(reply, Registered):
                 self._lane_up(connection)
                 reply = msgspec.structs.replace(reply, incarnation=self.incarnation)
             if reply is not None:
                 frame = WIRE.encode(reply, header.request_id, self.boot_id, header.session)
                 self._router.send_multipart([connection.identity, frame])
+
+    @staticmethod
+    def _drop(connection: Connection) -> None:
+        """Close what its registration came with."""
+        for fd in connection.fds:
+            os.close(fd)
+        connection.fds.clear()
 
     def _job(self, identity: bytes, frame: bytes) -> None:
         header, message = WIRE.decode(frame)

@@ -36,6 +36,7 @@ NEVER_STARTS = scenarios.a_driver_that_does_not_start_says_so
         (scenarios.memory_that_is_not_exportable_is_refused, {}),
         (scenarios.a_thread_without_a_context_shares_memory, {"DEVICES": 2}),
         (scenarios.a_process_without_a_device_has_no_device_memory, {}),
+        (scenarios.memory_that_was_taken_back_is_freed, {}),
         (scenarios.what_is_no_device_memory_is_refused, {}),
         (scenarios.numbers_are_reached_when_the_stream_is_there, {}),
         (scenarios.a_page_that_is_written_to_later_stays, {}),
@@ -95,6 +96,10 @@ def test_every_call_of_the_worker_may_fail_once(fakecuda: FakeCuda, tmp_path: Pa
         (
             scenarios.segments_keep_their_order,
             scenarios.a_storage_of_several_allocations_is_its_segments,
+        ),
+        (
+            scenarios.memory_that_is_not_wanted_is_let_go,
+            scenarios.memory_that_was_taken_back_is_freed,
         ),
     ],
     ids=lambda part: part.__name__,

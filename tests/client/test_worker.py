@@ -170,9 +170,8 @@ def test_refused_registration_raises(daemon: FakeDaemon, memory: HostMemory) -> 
         with pytest.raises(RegistrationError, match="too large") as caught:
             worker.register([memory], LAYOUT, FINGERPRINT)
         assert caught.value.code is ErrorCode.BAD_LAYOUT
-        daemon.wait_for(Hello, 2)
         daemon.replies[Register] = good
-        assert worker.register([memory], LAYOUT, FINGERPRINT, required=True)
+        assert worker.register([memory], LAYOUT, FINGERPRINT)
         assert len(daemon.wait_for(Register)) == 2
 
 
@@ -521,6 +520,96 @@ def test_close_takes_the_memory_back(daemon: FakeDaemon, worker: Worker) -> None
     ):
         with pytest.raises(UsageError, match="closed"):
             call()
+
+
+def test_other_memory_is_registered_after_the_first_was_taken_back(
+    daemon: FakeDaemon, worker: Worker, memory: HostMemory
+) -> None:
+    """Nobody holds the first any more, jobs fail meanwhile, and the session is the same."""
+    before = worker.timeline.reserve()
+    worker.timeline.signal(before)
+    held, given = open_on(memory.fd), {*worker._memory.fds, daemon.worker_fds()[1]}
+    assert worker.unregister()
+    assert open_on(memory.fd) == held - given
+    assert (worker.registered, worker.device) == (False, None)
+    assert "nothing is registered" in str(worker.wait_attached(0.0))
+    assert not worker.submit(Store, 1, JOB)
+    assert not results(worker)[0].success
+    assert worker.unregister()
+    other = HostMemory.allocate(LAYOUT.storages[0])
+    assert worker.register([other], LAYOUT, FINGERPRINT)
+    _, storage = daemon.worker_fds()
+    assert os.fstat(storage).st_ino == os.fstat(other.fd).st_ino
+    assert worker.submit(Store, 2, JOB, after=before)
+    assert results(worker)[0].success
+    kinds = [type(m) for m in daemon.received if isinstance(m, (Hello, Register, Unregister))]
+    assert kinds == [Hello, Register, Unregister, Register]
+
+
+def test_jobs_under_way_end_when_the_memory_is_taken_back(
+    daemon: FakeDaemon, worker: Worker
+) -> None:
+    """They are reported as the lane ends them, also after other memory is registered."""
+    daemon.hold_jobs = True
+    worker.submit(Load, 1, JOB)
+    daemon.wait_for(Load)
+    assert worker.unregister()
+    assert worker.get_finished() == []
+    daemon.finish(JobStatus.CANCELLED)
+    assert results(worker)[0].status is JobStatus.CANCELLED
+
+
+def test_a_daemon_that_does_not_let_go_loses_the_session(
+    daemon: FakeDaemon, worker: Worker, memory: HostMemory
+) -> None:
+    """Its refusal, silence and death are not taken for an answer; what is registered next holds."""
+    daemon.replies[Unregister] = lambda _: Error(code=ErrorCode.INTERNAL, text="no")
+    assert not worker.unregister()
+    assert worker.register([memory], LAYOUT, FINGERPRINT, required=True)
+    daemon.freeze()
+    assert not worker.unregister(timeout=0.01)
+    daemon.kill()
+    assert not worker.register([memory], LAYOUT, FINGERPRINT, timeout=0.0)
+    with FakeDaemon(daemon.runtime_dir) as second:
+        until_registered(worker, True)
+        assert len(second.wait_for(Register)) == 1
+
+
+def test_memory_is_taken_back_without_a_daemon(runtime_dir: Path, memory: HostMemory) -> None:
+    """At once; and it is not registered with the next one."""
+    with Worker(runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
+        assert not worker.register([memory], LAYOUT, FINGERPRINT)
+        assert worker.unregister()
+        with FakeDaemon(runtime_dir) as daemon:
+            daemon.wait_for(Hello)
+            eventually(lambda: worker.connected)
+            assert worker.unregister()
+            assert not any(isinstance(message, Register) for message in daemon.received)
+
+
+def test_memory_that_is_taken_back_while_it_is_registered_is_let_go(
+    daemon: FakeDaemon, memory: HostMemory
+) -> None:
+    """The registration is on its way; once it holds, it is undone."""
+    asked, answer = threading.Event(), threading.Event()
+    registered = daemon.replies[Register]
+
+    def late(message: Register) -> Any:
+        asked.set()
+        assert answer.wait(SECONDS)
+        return registered(message)
+
+    daemon.replies[Register] = late
+    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
+        threading.Thread(
+            target=worker.register, args=([memory], LAYOUT, FINGERPRINT), daemon=True
+        ).start()
+        assert asked.wait(SECONDS)
+        assert not worker.unregister(timeout=0.0)
+        answer.set()
+        daemon.wait_for(Unregister)
+        assert worker.unregister()
+        assert not worker.registered
 
 
 def test_close_ends_the_waiting_of_other_threads(runtime_dir: Path) -> None:

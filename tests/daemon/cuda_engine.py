@@ -3,6 +3,7 @@
 Handles do not open at home.
 """
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -87,6 +88,26 @@ class Rank:
         for part in memory:
             part.close()
         return memory[0].device
+
+    def memory_file(self) -> int:
+        """What the memory is to the test driver: a file, by its number."""
+        (fd,) = self.worker._memory.fds
+        return os.fstat(fd).st_ino
+
+    def sleep(self) -> None:
+        """Take the memory back and free it, as an engine does that sleeps."""
+        assert self.worker.unregister()
+        self._virtual.unmap()
+
+    def wake_up(self) -> None:
+        """Other memory at the same addresses, registered."""
+        self._virtual.map()
+        self.register()
+
+    @property
+    def _virtual(self) -> cudatensor.VirtualMemory:
+        assert isinstance(self._memory, cudatensor.VirtualMemory)
+        return self._memory
 
     def wait_boot(self, boot_id: bytes) -> None:
         """Until its session is one with the daemon of this boot id."""

@@ -1,5 +1,6 @@
 """Engines in CUDA memory, from process to process, on a test driver that is no GPU."""
 
+import contextlib
 import select
 import signal
 import tempfile
@@ -109,6 +110,49 @@ def test_exported_memory_is_served_too(daemon: Daemon) -> None:
             assert not rank.ask("wrong_bytes", keys, blocks_of(keys, 1))
         lane = wait_lane(daemon, workers=2)
         assert (lane["device"], lane["up"], lane["counters"]["restarts"]) == (device, True, 0)
+
+
+def test_an_engine_that_sleeps_has_its_memory_back_and_other_memory_when_it_wakes_up(
+    daemon: Daemon,
+) -> None:
+    """Nobody has what it was; the chunks stay, and stores and loads go to the new memory."""
+    with CudaEngine(daemon.runtime_dir, kind="vmm") as engine:
+        engine.register()
+        keys, later = keys_of("asleep", 4), keys_of("awake", 4)
+        engine.store(keys)
+        files = {rank.ask("memory_file") for rank in engine.ranks.values()}
+        assert len(holders(files)) >= 3, "broker, lane, ranks"
+        for rank in engine.ranks.values():
+            rank.ask("sleep")
+        assert not holders(files)
+        assert not engine.scheduler.attached
+        for rank in engine.ranks.values():
+            rank.ask("wake_up")
+        engine.wait_attached()
+        assert engine.load(keys, first_block=1) == 0
+        engine.store(later, first_block=1)
+        assert engine.load(later) == 0
+        assert wait_lane(daemon, workers=2)["counters"]["restarts"] == 0
+
+
+def holders(files: set[int]) -> set[str]:
+    """Processes that have one of these files open or mapped, by their commands."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended, or is another user's
+            mapped = {int(line.split()[4]) for line in (process / "maps").read_text().splitlines()}
+            if not files.isdisjoint(mapped | inodes(process)):
+                found.add((process / "cmdline").read_text())
+    return found
+
+
+def inodes(process: Path) -> set[int]:
+    """Of the files that a process has open."""
+    found = set()
+    for entry in (process / "fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found.add(entry.stat().st_ino)
+    return found
 
 
 def test_host_and_cuda_engines_share_chunks(shared: CudaEngine) -> None:
