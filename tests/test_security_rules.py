@@ -1,4 +1,4 @@
-"""Rules about the source that no running test can show, and the table of docs/security.md."""
+"""Rules about the source that no running test can show, and tables of docs that name tests."""
 
 import ast
 import re
@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "security.md"
+TESTING = ROOT / "docs" / "testing.md"
 SHIPPED = sorted(
     file
     for folder in ("kvd", "client/kvd_client", "proto/kvd_proto")
@@ -63,6 +64,19 @@ def test_the_linters_security_rules_are_on() -> None:
     lint = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]
     assert lint["select"] == ["ALL"]
     assert {rule for rule in lint["ignore"] if rule.startswith("S")} == {"S603", "S607", "S108"}
+
+
+def test_every_test_of_what_hardware_may_do_exists() -> None:
+    """The table of traps points at tests that are there, at least one a row."""
+    page = TESTING.read_text().partition("### What would go wrong on hardware")[2]
+    table = page.partition("### ")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 10
+    for row in rows:
+        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row.split("|")[2])
+        assert named, row
+        for file, name in named:
+            assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
 
 
 def test_every_test_that_the_page_names_exists() -> None:

@@ -287,7 +287,8 @@ def gpus(facts: Facts) -> Iterator[Said]:
         elif gpu.descriptors:
             yield warn(
                 f"{text} shares memory by {can} only",
-                "engines need expandable segments:"
+                "engines need memory that has descriptors: vLLM --enable-cumem-allocator, or"
+                " TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 and"
                 " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
             )
         else:

@@ -193,17 +193,18 @@ class Rank:
     # -------------------------------------------------------------- driver
 
     def _make_storages(self, kind: str, device: int) -> list[int]:
-        """Their addresses; with gaps, in one allocation."""
+        """Their addresses; with gaps, in one allocation, or the first of them in two."""
         del device
         nbytes = sum(self._layout.storages) + TENSORS * GAP
         if kind == "ipc":
             self._memory: cudatensor.DeviceBytes = cudatensor.DeviceMemory(nbytes)
+            base = self._memory.address
         else:
-            nbytes = -(-nbytes // cudatensor.GRANULARITY) * cudatensor.GRANULARITY
+            segment = -(-nbytes // cudatensor.GRANULARITY) * cudatensor.GRANULARITY
             self._memory = cudatensor.VirtualMemory(
-                nbytes, kinds=cudatensor.POSIX_FD if kind == "vmm" else None
+                segment, segments=2, kinds=cudatensor.POSIX_FD if kind == "vmm" else None
             )
-        base = self._memory.address
+            base = self._memory.address + segment - self._layout.storages[0] // 2
         found = []
         for size in self._layout.storages:
             found.append(base + GAP)

@@ -100,7 +100,7 @@ def engine(daemon: Daemon) -> Iterator[CudaEngine]:
 
 
 def test_exported_memory_is_served_too(daemon: Daemon) -> None:
-    """Virtual memory travels as a descriptor; one lane serves both ranks, and leaves the source."""
+    """Virtual memory travels as descriptors, of which one storage has two; its source stays."""
     with CudaEngine(daemon.runtime_dir, kind="vmm") as engine:
         device = engine.register()
         keys = keys_of("exported", 6)
