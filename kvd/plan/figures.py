@@ -105,7 +105,9 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
             never be served.
     """
     dtype = _cache_dtype(model, inputs.dtype)
-    token_bytes = model.rank_elements(inputs.tensor_parallel) * DTYPE_BYTES[dtype]
+    elements = model.rank_elements(inputs.tensor_parallel)
+    token_bytes = elements * DTYPE_BYTES[dtype]
+    heads = None if model.states else elements // model.head_elements
     placed = make_groups(
         model, inputs.block_size, token_bytes, _state_bytes(model, inputs.tensor_parallel)
     )
@@ -132,7 +134,9 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
                 sliding_window=group.layers.sliding_window,
                 page_bytes=group.layers.page_bytes[0],
                 state_bytes=group.state_bytes,
-                fragments=fragments(group.layers, group.state_bytes or group.layers.page_bytes[0]),
+                fragments=fragments(
+                    group.layers, group.state_bytes or group.layers.page_bytes[0], heads
+                ),
             )
             for group in placed
         ),

@@ -15,8 +15,10 @@ changes the order of the bytes in a page and not where pages lie. What counts is
 - first of all: a block is one run. With groups of different sizes blocks are as far apart as the
   largest group needs (``get_kv_cache_config_from_groups`` in ``vllm/v1/core/kv_cache_utils.py``),
   and the others use the beginning;
-- after H (LHBNC): a page is in several runs; vLLM's connector interface does not hand it over
-  whole, so kvd does not serve it.
+- after H: each head's part of a page is a run.
+
+Pages of one block that are padded are one run if the padding is small (`_merged` in
+`kvd_client/vllm/fragments.py`).
 """
 
 from collections.abc import Callable, Collection
@@ -26,7 +28,11 @@ from kvd_proto.capacity import LayerGroup
 from kvd_proto.sizes import format_size
 
 PAGES = ("LBHNC", "LBNHC")
-BLOCKS = ("BLHNC", "BLNHC", "BHLNC")
+BLOCKS = ("BLHNC", "BLNHC")
+HEADS_OUTSIDE = ("LHBNC", "BHLNC")
+
+MOVED_PADDING = 32
+"""Padding of at most this part of the bytes before it is moved along."""
 
 SMALL_BYTES = 28 * 1024
 """Below this vLLM 0.32 loads with a kernel, for copy engines are slower: ``THRESHOLD_BYTES`` in
@@ -44,14 +50,24 @@ class Fragments:
     per_block: int
 
 
-def fragments(group: LayerGroup, used: int) -> dict[str, Fragments]:
-    """The fragments of a block by the layout's name.
+def fragments(group: LayerGroup, used: int, heads: int | None) -> dict[str, Fragments]:
+    """The fragments of a block, by the names of the layouts that vLLM can take for the model.
 
-    All pages of the group have the same size, and so many bytes of each are in use.
+    Args:
+        group: all pages have the same size.
+        used: bytes of each page that are in use.
+        heads: of the rank; None where the model's layers differ in their number, which vLLM takes
+            no layout for in which a page's heads lie apart.
     """
-    paged = Fragments(used, len(group.page_bytes))
-    whole = Fragments(sum(group.page_bytes), 1)
-    return dict.fromkeys(PAGES, paged) | dict.fromkeys(BLOCKS, whole)
+    layers, page = len(group.page_bytes), group.page_bytes[0]
+    paged = Fragments(used, layers)
+    joined = (page - used) * MOVED_PADDING <= used
+    packed = Fragments((layers - 1) * page + used, 1) if joined else paged
+    found = dict.fromkeys(PAGES, paged) | dict.fromkeys(BLOCKS, packed)
+    if heads is not None:
+        parts = Fragments(used // heads, layers * heads)
+        found |= dict(zip(HEADS_OUTSIDE, (parts, packed), strict=True))
+    return found
 
 
 def describe(found: Collection[Fragments]) -> tuple[str, str]:

@@ -1,5 +1,6 @@
 """Fragments by the layout of the KV cache, and the table of well-known models in docs/vllm.md."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -9,60 +10,71 @@ from click.testing import CliRunner
 
 from docs import generate_models
 from kvd.cli import cli
-from kvd.plan.figures import Plan
-from kvd.plan.fragments import BLOCKS, PAGES
-from kvd_proto.blocks import JobBlocks
-from kvd_proto.expand import Expander
-from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, validate_layout
+from kvd.plan.figures import Plan, PlannedGroup
+from kvd.plan.fragments import BLOCKS, HEADS_OUTSIDE, PAGES, Fragments, fragments
+from kvd.plan.model import read_model
+from kvd_proto.capacity import LayerGroup
 
 MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))
 NUM_BLOCKS = 4
 
 
-def registered(plan: Plan, *, packed: bool) -> RankLayout:
-    """What one rank registers: a tensor a layer, or one whose page is the whole block."""
-    page, layers = plan.groups[0].page_bytes, max(group.layers for group in plan.groups)
-    if packed:
-        tensors = [TensorSpec(0, 0, layers * page, layers * page)]
-        refs = [[TensorRef(0, group.layers * page)] for group in plan.groups]
-    else:
-        tensors = [TensorSpec(0, i * page * NUM_BLOCKS, page, page) for i in range(layers)]
-        refs = [
-            [TensorRef(i, group.state_bytes or page) for i in range(group.layers)]
-            for group in plan.groups
-        ]
-    layout = RankLayout(
-        num_blocks=NUM_BLOCKS,
-        blocks_per_chunk=1,
-        hash_block_size=plan.block_size,
-        storages=(layers * page * NUM_BLOCKS,),
-        tensors=tuple(tensors),
-        groups=tuple(GroupSpec(tuple(pages), plan.block_size) for pages in refs),
-    )
-    validate_layout(layout)
-    return layout
+def runs(plan: Plan, group: PlannedGroup, heads: int, layout: str) -> list[int]:
+    """Bytes of each run of block 2, from the strides that the layout's name gives."""
+    content = group.page_bytes // heads // plan.block_size
+    sizes = {"L": group.layers, "B": NUM_BLOCKS, "H": heads, "N": plan.block_size, "C": content}
+    strides, stride = {}, 1
+    for dimension in reversed(layout):
+        if dimension == layout[0] == "B":
+            stride = max(other.layers for other in plan.groups) * group.page_bytes
+        strides[dimension] = stride
+        stride *= sizes[dimension]
+    inner = itertools.product(*(range(0, sizes[d] * strides[d], strides[d]) for d in "LHN"))
+    starts = sorted(2 * strides["B"] + sum(offsets) for offsets in inner)
+    edges = [i for i, start in enumerate(starts) if i == 0 or start != starts[i - 1] + content]
+    return [(end - i) * content for i, end in itertools.pairwise([*edges, len(starts)])]
 
 
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("layout", [*PAGES, *BLOCKS, *HEADS_OUTSIDE])
 @pytest.mark.parametrize("model", MODELS, ids=[model["name"] for model in MODELS])
-def test_fragments_are_the_copies_of_a_block(model: dict[str, Any], packed: bool) -> None:
-    """A job of one block is expanded to as many runs of such sizes as the plan says."""
+def test_fragments_follow_from_the_order_of_the_dimensions(
+    model: dict[str, Any], layout: str
+) -> None:
+    """A block's bytes lie in as many runs as the plan says, in every layout."""
+    read = read_model(model["config"])
     for ranks in model["tensor_parallel"]:
         plan = generate_models.planned(model, ranks)
-        expander = Expander(registered(plan, packed=packed))
-        for index, group in enumerate(plan.groups):
-            sizes = [int(number == index) for number in range(len(plan.groups))]
-            copies = expander.expand(JobBlocks.of([2], sizes, [0] * len(sizes), [1], [1]))
-            found = copies.nbytes.tolist()
-            for name in BLOCKS if packed else PAGES:
-                told = group.fragments[name]
-                assert found == [told.nbytes] * told.per_block
+        heads = read.rank_elements(ranks) // read.head_elements
+        for group in plan.groups:
+            if group.state_bytes is None and layout in group.fragments:
+                told = group.fragments[layout]
+                assert runs(plan, group, heads, layout) == [told.nbytes] * told.per_block
 
 
-def test_every_layout_of_vllm_but_one_has_its_fragments() -> None:
-    """Of the six layouts only the one that is not served has none."""
-    plan = generate_models.planned(MODELS[0], 1)
-    assert set(plan.groups[0].fragments) == {"LBHNC", "LBNHC", "BLHNC", "BLNHC", "BHLNC"}
+def test_heads_lie_apart_only_where_all_layers_have_as_many() -> None:
+    """Every layout has its fragments; with state layers only those with whole pages have."""
+    for model in MODELS:
+        plan = generate_models.planned(model, model["tensor_parallel"][0])
+        expected = {*PAGES, *BLOCKS} | (set() if plan.state_layers else {*HEADS_OUTSIDE})
+        assert all(group.fragments.keys() == expected for group in plan.groups)
+
+
+@pytest.mark.parametrize(
+    ("padding", "expected"),
+    [(0, Fragments(9600, 1)), (100, Fragments(9800, 1)), (101, Fragments(3200, 3))],
+)
+def test_small_padding_is_moved_along(padding: int, expected: Fragments) -> None:
+    """Padded pages of a block are one fragment where the padding is a 32nd at most."""
+    found = fragments(LayerGroup((3200 + padding,) * 3, 16), 3200, None)
+    assert found["BLHNC"] == expected
+    assert found["LBHNC"] == Fragments(3200, 3)
+
+
+def test_heads_that_lie_apart_have_fragments_of_their_own() -> None:
+    """With heads outside of blocks each head's part of a page is one, if blocks are inside too."""
+    found = fragments(LayerGroup((4096,) * 3, 16), 4096, 4)
+    assert found["LHBNC"] == Fragments(1024, 12)
+    assert found["BHLNC"] == Fragments(3 * 4096, 1)
 
 
 def test_the_table_of_models_is_generated() -> None:

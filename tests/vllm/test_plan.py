@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_offload.cpu.swap_blocks_triton import THRESHOLD_BYTES
 
 from docs import generate_models
-from kvd.plan.fragments import BLOCKS, PAGES, SMALL_BYTES
+from kvd.plan.fragments import BLOCKS, HEADS_OUTSIDE, PAGES, SMALL_BYTES
 from kvd.plan.model import Model, read_model
 from tests.vllm.configs import engine_config
 
@@ -132,9 +132,10 @@ def runs(cache: KVCacheConfig, group: int) -> list[int]:
         for index, name in enumerate(tensor.layers)
         if name in names
     )
-    if {after - before for before, after in pairwise(pages)} == {spec.page_size_bytes}:
-        return [len(pages) * spec.page_size_bytes]
-    return [spec.real_page_size_bytes] * len(pages)
+    used, page = spec.real_page_size_bytes, spec.page_size_bytes
+    if {after - before for before, after in pairwise(pages)} == {page}:
+        return [(len(pages) - 1) * page + used]
+    return [used] * len(pages)
 
 
 def check(model: dict[str, Any], ranks: int, cache: KVCacheConfig, layout: str) -> None:
@@ -180,11 +181,11 @@ def test_states_and_blocks_are_those_of_vllm(model: dict[str, Any], tmp_path: Pa
 
 def test_the_layouts_are_those_that_vllm_has() -> None:
     """No layout is left out, and what the plan says of each follows from its name."""
-    outside = {layout.name for layout in KVCacheLayout if layout.name.index("H") < 2}
-    assert outside == {"LHBNC", "BHLNC"}
-    assert {*PAGES, *BLOCKS, "LHBNC"} == {layout.name for layout in KVCacheLayout}
-    assert set(BLOCKS) == {layout.name for layout in KVCacheLayout if layout.is_block_outermost}
-    assert all(layout.name.endswith("C") for layout in KVCacheLayout)
+    assert {*PAGES, *BLOCKS, *HEADS_OUTSIDE} == {layout.name for layout in KVCacheLayout}
+    for layout in KVCacheLayout:
+        assert layout.is_block_compact == (layout.name not in HEADS_OUTSIDE)
+        assert layout.is_layer_compact == (layout.name in (*PAGES, "LHBNC"))
+        assert layout.name.endswith("C")
 
 
 def test_small_is_what_vllm_calls_so() -> None:
