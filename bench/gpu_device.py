@@ -98,7 +98,7 @@ class Pinned:
 
     @property
     def device_address(self) -> int:
-        """Where kernels find it."""
+        """Where the device finds it."""
         return driver.device_address(self.address)
 
 

@@ -75,7 +75,7 @@ def measure(gpu: Gpu, way: str, nbytes: int, rounds: int, log: Path) -> dict[str
         RuntimeError: torch sees no GPU, or the kernel does not work on it.
     """
     fragment, below = WAYS[way]
-    os.environ["LANE_KERNEL_BELOW"] = str(below)
+    os.environ["LANE_CUDA"] = f"kernel={below}"
     samples: dict[str, list[float]] = {}
 
     def keep(name: str, value: float) -> None:

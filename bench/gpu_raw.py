@@ -11,8 +11,8 @@ from gpu_device import Gpu, Pinned
 
 from kvd.errors import CudaError
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.copier import KERNEL
 from kvd.lane.devices.cuda.driver import Addresses, BatchCopy, Undo
+from kvd.lane.devices.cuda.move_kernel import KERNEL
 from kvd.lane.devices.device import Direction
 
 PIECE_BYTES = 32 * 2**20  # of a call: as much as the lane gives to one where nobody else waits
@@ -38,7 +38,7 @@ class Reference:
         self._gpu = gpu
         self.nbytes = nbytes
         self._pinned = Pinned(2 * nbytes)
-        self._host = self._pinned.address
+        self._host = self._pinned.device_address
         self._device = driver.allocate(2 * nbytes)
         self._undo = Undo()
         self._places: dict[int, Places] = {}
@@ -115,12 +115,12 @@ class Reference:
 
         def enqueue() -> None:
             for begin in range(0, len(sizes), step):
-                part = slice(begin, begin + step)
                 for direction, (targets, sources) in ends.items():
                     batch.enqueue(
-                        targets[part],
-                        sources[part],
-                        sizes[part],
+                        targets[begin:].ctypes.data,
+                        sources[begin:].ctypes.data,
+                        sizes.ctypes.data,
+                        min(step, len(sizes) - begin),
                         self._gpu.streams[direction],
                         source_in_any_order=direction is Direction.LOAD,
                     )
@@ -168,7 +168,7 @@ class Reference:
             pinned = Pinned(len(there) * _RUN_WORDS * _WORD)
             self._kept.append(pinned)
             words: npt.NDArray[np.uint64] = np.frombuffer(pinned.bytes, np.uint64)
-            target, source = self._ends(direction, for_kernel=True)
+            target, source = self._ends(direction)
             found = self._lists[key] = []
             for begin in range(0, len(there), step):
                 count = min(step, len(there) - begin)
@@ -188,12 +188,11 @@ class Reference:
             self._places[fragment] = there, here
         return self._places[fragment]
 
-    def _ends(self, direction: Direction, *, for_kernel: bool = False) -> tuple[int, int]:
+    def _ends(self, direction: Direction) -> tuple[int, int]:
         """Target and source."""
-        host = self._pinned.device_address if for_kernel else self._host
         if direction is Direction.LOAD:
-            return self._device, host
-        return host + self.nbytes, self._device + self.nbytes
+            return self._device, self._host
+        return self._host + self.nbytes, self._device + self.nbytes
 
     def _rate(self, enqueue: Callable[[], None], nbytes: int) -> float:
         self._gpu.wait()

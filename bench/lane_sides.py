@@ -91,10 +91,11 @@ class Side:
         # lane_timers is this tree's.
         paths = [tree, tree / "client", tree / "proto", tree / "bench", bench, bench / "stages"]
         # Neither this tree's packages that are installed, nor those of where it is started.
-        variables = driver.environment(CONTROL=control) | {
+        variables = driver.environment(CONTROL=control, ELSEWHERE=0) | {
             "PYTHONPATH": ":".join(map(str, paths)),
             "PYTHONSAFEPATH": "1",
-            "LANE_KERNEL_BELOW": str(kernel_below),
+            "LANE_CUDA": f"kernel={kernel_below},order=any",
+            "LANE_KERNEL_BELOW": str(kernel_below),  # as the tree before it was called
         }
         command = [sys.executable, str(bench / "lane_load.py")]
         command += ["--control", str(control), "--log", str(self._log)]

@@ -9,9 +9,10 @@ import os
 import resource
 import select
 import socket
+from pathlib import Path
 
 from kvd.errors import ChannelFull, KvdError, LaneError
-from kvd.lane.devices.device import Device, Direction
+from kvd.lane.devices.device import Device
 from kvd.lane.devices.host import HostDevice
 from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
@@ -87,13 +88,14 @@ def _device(begin: BeginLane, pool_fd: int) -> Device:
     if begin.device == HOST:
         return HostDevice(pool_fd, begin.pool_bytes)
     # The host's lane needs no CUDA; a daemon without cuda-bindings has only that one.
-    from kvd.lane.devices.cuda.backend import CudaDevice, Options  # noqa: PLC0415
+    from kvd.lane.devices.cuda import options  # noqa: PLC0415
+    from kvd.lane.devices.cuda.backend import CudaDevice  # noqa: PLC0415
     from kvd.lane.devices.cuda.uuids import show_slice  # noqa: PLC0415
 
     show_slice(begin.device)
-    below = os.environ.get("LANE_KERNEL_BELOW")  # bytes; the benchmark compares the ways to copy
-    chosen = Options(kernel_below=None if below is None else dict.fromkeys(Direction, int(below)))
-    return CudaDevice(begin.device, pool_fd, begin.pool_bytes, chosen)
+    chosen = options.read(os.environ.get(options.VARIABLE, ""))
+    runtime = Path(begin.endpoint.removeprefix("ipc://")).parent
+    return CudaDevice(begin.device, pool_fd, begin.pool_bytes, chosen, runtime)
 
 
 def open_lifeline() -> int:

@@ -506,7 +506,9 @@ def the_stream_writes_the_number_at_its_turn() -> None:
 
     def write(stream: int, address: int, value: int) -> None:
         del stream
-        ctypes.c_uint64.from_address(address).value = value
+        by_host = cuda.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_HOST_POINTER
+        host = cuda.call("cuPointerGetAttribute", by_host, address)  # the page, for this process
+        ctypes.c_uint64.from_address(int(host)).value = value
 
     cuda_driver.write_value = write
 

@@ -15,9 +15,9 @@ import pytest
 
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.backend import Options
-from kvd.lane.devices.cuda.copier import Runs
 from kvd.lane.devices.cuda.driver import Stream
+from kvd.lane.devices.cuda.moves import HOST, NBYTES, Runs
+from kvd.lane.devices.cuda.options import Options
 from kvd.lane.devices.cuda.pinning import LONGEST_PAUSE, PinnedPool
 from kvd.lane.devices.device import Direction
 from kvd.lane.runner import Runner
@@ -46,19 +46,24 @@ TURNS = 40
 COPY = "cuMemcpyBatchAsync"
 
 
-def engine_only(*, bytes_in_flight: int = 32 * 2**20, stuck_seconds: float = 60.0) -> Options:
+def engine_only(
+    *, bytes_in_flight: int = 32 * 2**20, stuck_seconds: float = 60.0, inline_runs: int = 64
+) -> Options:
     """No kernel, small registrations."""
     return Options(
         registration_bytes=65536,
         bytes_in_flight=bytes_in_flight,
         stuck_seconds=stuck_seconds,
         kernel_below={},
+        any_order=True,
+        inline_runs=inline_runs,
     )
 
 
 def by_kernel(below: int) -> Options:
     """Runs below that many bytes go by the kernel."""
-    return Options(registration_bytes=65536, kernel_below=dict.fromkeys(Direction, below))
+    way = dict.fromkeys(Direction, below)
+    return Options(registration_bytes=65536, kernel_below=way, any_order=True)
 
 
 def sources_are_read_at_their_turn(rig: CudaRig) -> None:
@@ -125,10 +130,17 @@ def no_kernel_access_spans_two_registrations(rig: CudaRig) -> None:
     assert kernel is not None
     enqueue = kernel.enqueue
 
-    def watched(runs: Runs, direction: Direction, stream: Stream, number: int) -> None:
-        offsets = (runs.host - np.uint64(rig.cuda._pool.address)).tolist()
-        given.extend(zip(offsets, runs.nbytes.tolist(), strict=True))
-        enqueue(runs, direction, stream, number)
+    where, unit = rig.cuda._pool.where, rig.cuda._pool.piece_bytes
+
+    def watched(runs: Runs, direction: Direction, stream: Stream, taken: list[int]) -> bool:
+        for address, nbytes in zip(*runs.table[[HOST, NBYTES]].tolist(), strict=True):
+            (offset,) = {
+                at
+                for piece, base in enumerate(where.tolist())
+                if (at := (address - base) % 2**64) // unit == piece
+            }
+            given.append((offset, nbytes))
+        return enqueue(runs, direction, stream, taken)
 
     kernel.enqueue = watched  # type: ignore[method-assign]  # to look at what it is given
     rig.submit(1, memory, Direction.STORE, [(0, 0, edge - 1024, 2048)])

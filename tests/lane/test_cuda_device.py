@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from kvd.errors import ImportFailed
-from kvd.lane.devices.cuda.backend import Options
+from kvd.lane.devices.cuda.options import Options
 from kvd.lane.devices.device import Direction
 from kvd.lane.workers import Workers
 from kvd.pool.filling import FillOrder
@@ -30,12 +30,15 @@ SIZES = DeviceContract.SIZES
 
 
 # Seed, a switch, whether memory has descriptors, and the backend's options: copies in batches, as
-# a driver for CUDA 12.8 has them, and one by one, as without them; short runs by the kernel.
+# a driver for CUDA 12.8 has them, and one by one, as without them; short runs by the kernel; by the
+# directions' threads.
 BACKENDS: dict[str, tuple[int, str, bool, Options]] = {
     "batches": (1, "any=random", False, engine_only()),
     "single copies": (2, "fail=cuMemcpyBatchAsync:*:801", True, engine_only()),
     "kernel": (3, "any=late", False, by_kernel(3000)),
     "older batches": (4, "driver_version=12080", False, engine_only()),
+    "overlapping batches": (5, "driver_version=13010", False, engine_only()),
+    "threads": (6, "any=random", False, engine_only(inline_runs=0)),
 }
 
 
@@ -58,6 +61,7 @@ class TestCudaDevice(DeviceContract):
         batch = made.cuda.copier.batch
         assert (batch is None) == (request.param == "single copies")
         assert batch is None or batch.tells_index == (request.param == "older batches")
+        assert batch is None or batch.overlap == (request.param == "overlapping batches")
         yield made
         made.close()
 
@@ -199,7 +203,13 @@ def test_memory_and_pool_are_as_a_model_says(
     fake_driver.set(f"seed={seed}")
     fake_driver.set("any=random")
     below = {direction: rng.choice([0, 3000, 10**6]) for direction in Direction}
-    rig = CudaRig(fake_driver, ipc_workers, Options(registration_bytes=65536, kernel_below=below))
+    options = Options(
+        registration_bytes=65536,
+        kernel_below=below,
+        any_order=rng.choice([False, True]),
+        inline_runs=rng.choice([0, 2, 64]),  # 2: both threads enqueue in turn
+    )
+    rig = CudaRig(fake_driver, ipc_workers, options)
     memory, source = rig.attach((PAGES * PAGE,))
     device, pool = pattern(PAGES * PAGE, seed), pattern(POOL_BYTES, seed + 100)
     rig.put(source, 0, 0, device)
@@ -261,7 +271,7 @@ def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
     fake_driver: TestDriver, ipc_workers: CudaWorkers, huge_pool: Memory
 ) -> None:
     """Pages that are not there yet are not touched, which would end in SIGBUS; then all serves."""
-    options = Options(registration_bytes=HUGE, kernel_below={})
+    options = Options(registration_bytes=HUGE, kernel_below={}, any_order=True)
     rig = CudaRig(
         fake_driver, ipc_workers, options, pinned=False, pool=huge_pool, pool_bytes=HUGE_POOL_BYTES
     )

@@ -17,7 +17,7 @@ import pytest
 
 from kvd.errors import CudaError, DeviceLost, ImportFailed, LaneError
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.backend import Options
+from kvd.lane.devices.cuda.options import Options
 from kvd.lane.devices.device import Direction
 from tests.fakecuda.harness import FakeCuda, functions_named
 from tests.lane.cuda_checks import SIZES, engine_only
@@ -30,7 +30,9 @@ pytestmark = pytest.mark.fakecuda
 
 INJECTED = "CUDA_ERROR_NOT_SUPPORTED"
 CODE = 801
-OPTIONS = Options(registration_bytes=2**19, kernel_below=dict.fromkeys(Direction, 3000))
+OPTIONS = Options(
+    registration_bytes=2**19, kernel_below=dict.fromkeys(Direction, 3000), any_order=True
+)
 # What the driver package may call and the lives below do not, and why that is no gap.
 ELSEWHERE = {
     "cuStreamQuery": "test_a_stream_that_cannot_be_asked_is_asked_again",

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvd.lane.devices.cuda.copier import KERNEL
+from kvd.lane.devices.cuda.move_kernel import KERNEL
 
 SOURCE = KERNEL.with_suffix(".cu")
 MADE = re.match(

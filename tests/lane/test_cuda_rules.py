@@ -15,9 +15,10 @@ import pytest
 
 from kvd.errors import LaneError
 from kvd.lane import runner
-from kvd.lane.devices.cuda import copier, driver, flow, pinning
-from kvd.lane.devices.cuda.backend import CudaDevice, Options
+from kvd.lane.devices.cuda import copier, driver, flow, move_kernel, pinning
+from kvd.lane.devices.cuda.backend import CudaDevice
 from kvd.lane.devices.cuda.driver import Event, Stream
+from kvd.lane.devices.cuda.options import Options
 from kvd.lane.jobs import JobState, LaneJob, Refusal
 from kvd_proto.copies import Copies
 from tests.fakecuda.harness import FakeCuda
@@ -135,10 +136,7 @@ RULES = [
     Rule(checks.no_kernel_access_spans_two_registrations, (NO_SPLIT,), checks.by_kernel(4096)),
     Rule(
         checks.run_lists_are_left_alone_while_a_kernel_reads_them,
-        (
-            (copier.MoveKernel, "take_list", lambda _self: 0),
-            (copier.MoveKernel, "give_back", lambda _self, _number: None),
-        ),
+        ((move_kernel.Ring, "take", lambda _self, words: (0, words)),),
         checks.by_kernel(4096),
     ),
     Rule(

@@ -14,7 +14,8 @@ static struct Function kernel;
 static CUresult check(Entry *entry, bool pageable_allowed) {
     Place to = place_of(entry->to, entry->bytes), from = place_of(entry->from, entry->bytes);
     if (to == PLACE_BAD || from == PLACE_BAD) return INVALID_VALUE;
-    if (to == PLACE_REGISTERED && host_range_at(entry->to)->flags & REGISTER_READ_ONLY)
+    size_t into;
+    if (to == PLACE_REGISTERED && host_range_at(entry->to, &into)->flags & REGISTER_READ_ONLY)
         return INVALID_VALUE;
     entry->pageable = to == PLACE_PAGEABLE || from == PLACE_PAGEABLE;
     return entry->pageable && !pageable_allowed ? NOT_REGISTERED : SUCCESS;
@@ -94,6 +95,7 @@ static CUresult batch(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t 
     if (handle == NULL || handle == LEGACY_STREAM) return INVALID_VALUE; /* as the driver */
     for (size_t i = 0; i < kinds; i++)
         if (attributes[i].srcAccessOrder < ORDER_STREAM || attributes[i].srcAccessOrder > ORDER_ANY ||
+            attributes[i].flags > (settings.driver_version >= OVERLAP_SINCE ? OVERLAP : 0) ||
             starts[i] >= count || (i && starts[i] <= starts[i - 1]))
             return INVALID_VALUE;
     if (settings.instant) return submit(NULL, count, handle, false);
@@ -103,7 +105,7 @@ static CUresult batch(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t 
         if (kind + 1 < kinds && starts[kind + 1] == i) kind++;
         entries[i] = (Entry){.to = to[i], .from = from[i], .bytes = bytes[i],
                              .order = attributes[kind].srcAccessOrder};
-        if (bytes[i] == 0) result = INVALID_VALUE;
+        if (bytes[i] == 0 || !device_sees(to[i]) || !device_sees(from[i])) result = INVALID_VALUE;
     }
     if (!result) result = submit(entries, count, handle, false);
     free(entries);

@@ -61,6 +61,7 @@ typedef struct {
 typedef struct { CUmemLocation location; int flags; } CUmemAccessDesc;
 
 enum { ORDER_STREAM = 1, ORDER_DURING_API_CALL = 2, ORDER_ANY = 3 };
+enum { OVERLAP = 1, OVERLAP_SINCE = 13010 };
 
 typedef struct {
     int srcAccessOrder;

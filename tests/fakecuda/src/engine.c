@@ -172,7 +172,7 @@ static CUresult read_word(uint64_t address, uint64_t *word) {
     size_t can = 0;
     Backing *held;
     const char *source = pin(address, false, false, &can, &held);
-    bool whole = source && can >= sizeof *word;
+    bool whole = source && can >= sizeof *word && device_sees(address);
     if (whole) memcpy(word, source, sizeof *word);
     unpin(held);
     return whole ? SUCCESS : ILLEGAL_ADDRESS;
@@ -187,6 +187,7 @@ static CUresult do_move(struct Stream *stream, const Op *op) {
         uint64_t run[3];
         for (int column = 0; column < 3 && !result; column++)
             result = read_word(op->address + (op->value * column + i) * sizeof *run, &run[column]);
+        if (!result && !(device_sees(run[0]) && device_sees(run[1]))) result = ILLEGAL_ADDRESS;
         if (!result) pieces[i] = (Piece){run[1], run[0], run[2], false, NULL};
     }
     if (settings.seeded) shuffle(stream, pieces, op->value);
@@ -219,7 +220,8 @@ static CUresult do_value(struct Stream *stream, const Op *op) {
     size_t can = 0;
     Backing *held;
     char *target = pin(op->address, true, false, &can, &held);
-    if (!result && (!target || can < sizeof(uint64_t))) result = ILLEGAL_ADDRESS;
+    if (!result && (!target || can < sizeof(uint64_t) || !device_sees(op->address)))
+        result = ILLEGAL_ADDRESS;
     if (!result) __atomic_store_n((uint64_t *)target, op->value, __ATOMIC_SEQ_CST);
     unpin(held);
     return result;

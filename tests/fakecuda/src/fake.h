@@ -30,6 +30,7 @@ typedef struct {
     bool mem_ops;              /* 64-bit stream memory operations */
     size_t max_pin;            /* most bytes of one registration; 0: any number */
     bool vmm_ranges;           /* cuMemGetAddressRange knows virtual memory */
+    bool elsewhere;            /* devices find registered memory at another address */
     bool instant;              /* copies, kernels and events end at once and move nothing */
     long call_ns;              /* processor time that a call takes for each copy it is given */
 } Settings;
@@ -102,10 +103,15 @@ typedef struct Region {        /* addresses that device pointers may have */
 Region *region_at(CUdeviceptr address);
 /* Whether an address is a device pointer, even one behind the end of its allocation. */
 bool region_pads(CUdeviceptr address);
+/* Addresses at which nothing is mapped; 0 if there are none. */
+CUdeviceptr take_addresses(size_t bytes);
+void give_addresses(CUdeviceptr base, size_t bytes);
 void drop_memory(struct Context *context);
 
 typedef struct HostRange {
     uintptr_t base;
+    CUdeviceptr device;        /* where devices find it */
+    size_t reserved;           /* addresses that were taken for that */
     size_t bytes;
     unsigned flags;
     struct Context *context;
@@ -113,7 +119,10 @@ typedef struct HostRange {
     struct HostRange *next;
 } HostRange;
 
-HostRange *host_range_at(uintptr_t address);
+/* The registration at a host address or at a device's; how far into it goes to `into`. */
+HostRange *host_range_at(uint64_t address, size_t *into);
+/* Whether a device finds memory at this address. Copies of a stream take host addresses too. */
+bool device_sees(uint64_t address);
 void drop_registrations(struct Context *context);
 
 typedef enum { PLACE_BAD, PLACE_DEVICE, PLACE_REGISTERED, PLACE_PAGEABLE } Place;

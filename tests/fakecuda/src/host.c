@@ -12,10 +12,23 @@
 
 static HostRange *ranges;
 
-HostRange *host_range_at(uintptr_t address) {
-    for (HostRange *range = ranges; range; range = range->next)
-        if (address >= range->base && address - range->base < range->bytes) return range;
+HostRange *host_range_at(uint64_t address, size_t *into) {
+    for (HostRange *range = ranges; range; range = range->next) {
+        *into = address - range->base;
+        if (address >= range->base && *into < range->bytes) return range;
+        *into = address - range->device;
+        if (address >= range->device && *into < range->bytes) return range;
+    }
     return NULL;
+}
+
+bool device_sees(uint64_t address) {
+    pthread_mutex_lock(&lock);
+    bool seen = region_at(address) != NULL;
+    for (HostRange *range = ranges; range && !seen; range = range->next)
+        seen = address >= range->device && address - range->device < range->bytes;
+    pthread_mutex_unlock(&lock);
+    return seen;
 }
 
 static uintptr_t page_down(uintptr_t address) { return address / PAGE * PAGE; }
@@ -83,9 +96,17 @@ EXPORT CUresult cuMemHostRegister(void *address, size_t bytes, unsigned flags) {
     for (uintptr_t at = page_down(base); at < base + bytes && !result; at += GRANULARITY)
         if (region_at(at)) result = INVALID_VALUE;
     if (!result && overlaps(base, bytes)) result = ALREADY_REGISTERED;
+    size_t reserved = settings.elsewhere ? bytes + PAGE : 0;
+    CUdeviceptr device = base;
+    if (!result && reserved) {
+        device = take_addresses(reserved);
+        if (!device) result = OUT_OF_MEMORY;
+        device += base % PAGE;
+    }
     if (!result) {
         HostRange *made = calloc(1, sizeof *made);
-        *made = (HostRange){base, bytes, flags, current, second_mapping(base, bytes), ranges};
+        *made = (HostRange){base, device, reserved, bytes, flags, current,
+                            second_mapping(base, bytes), ranges};
         ranges = made;
     }
     pthread_mutex_unlock(&lock);
@@ -96,6 +117,7 @@ static void drop(HostRange **link) {
     HostRange *range = *link;
     *link = range->next;
     if (range->pinned) backing_release(range->pinned);
+    if (range->reserved) give_addresses(range->device - range->base % PAGE, range->reserved);
     free(range);
 }
 
@@ -123,8 +145,9 @@ EXPORT CUresult cuMemHostGetDevicePointer(CUdeviceptr *address, void *host, unsi
     ENTER("cuMemHostGetDevicePointer", NEEDS_CONTEXT);
     if (flags) return INVALID_VALUE;
     pthread_mutex_lock(&lock);
-    HostRange *range = host_range_at((uintptr_t)host);
-    if (range) *address = (uintptr_t)host; /* one address space */
+    size_t into;
+    HostRange *range = host_range_at((uintptr_t)host, &into);
+    if (range) *address = range->device + into;
     pthread_mutex_unlock(&lock);
     return range ? SUCCESS : INVALID_VALUE;
 }
@@ -142,9 +165,9 @@ Place place_of(uint64_t address, size_t bytes) {
         return PLACE_DEVICE;
     }
     if (region_pads(address)) return PLACE_BAD;
-    HostRange *range = host_range_at(address);
-    if (range)
-        return address + bytes <= range->base + range->bytes ? PLACE_REGISTERED : PLACE_BAD;
+    size_t into;
+    HostRange *range = host_range_at(address, &into);
+    if (range) return bytes <= range->bytes - into ? PLACE_REGISTERED : PLACE_BAD;
     for (range = ranges; range; range = range->next) /* a registered tail */
         if (address < range->base && range->base < address + bytes) return PLACE_BAD;
     return is_mapped_memory(address, bytes) ? PLACE_PAGEABLE : PLACE_BAD;
@@ -155,18 +178,19 @@ char *pin(uint64_t address, bool write, bool pageable, size_t *available, Backin
     *held = NULL;
     pthread_mutex_lock(&lock);
     Region *region = region_at(address);
-    HostRange *range = region ? NULL : host_range_at(address);
+    size_t into = 0;
+    HostRange *range = region ? NULL : host_range_at(address, &into);
     if (region && region->access == ACCESS_READWRITE) {
-        size_t into = address - region->base;
+        into = address - region->base;
         reached = region->backing->alias + region->offset + into;
         *available = region->bytes - into;
         *held = region->backing;
         region->backing->references++;
     } else if (range && !(write && range->flags & REGISTER_READ_ONLY)) {
-        reached = (char *)(uintptr_t)address;
-        *available = range->base + range->bytes - address;
+        reached = (char *)(range->base + into);
+        *available = range->bytes - into;
         if (range->pinned) {
-            reached = range->pinned->alias + (address - page_down(range->base));
+            reached = range->pinned->alias + (range->base + into - page_down(range->base));
             *held = range->pinned;
             range->pinned->references++;
         }
@@ -182,17 +206,18 @@ char *pin(uint64_t address, bool write, bool pageable, size_t *available, Backin
 
 static CUresult attribute_of(void *data, int attribute, CUdeviceptr address) {
     Region *region = region_at(address);
-    HostRange *range = region ? NULL : host_range_at(address);
+    size_t into = 0;
+    HostRange *range = region ? NULL : host_range_at(address, &into);
     if (!region && !range) return INVALID_VALUE;
     struct Context *context = region ? region->context : range->context;
     bool exportable = region && region->kind == REGION_VMM;
     switch (attribute) {
     case 1: *(CUcontext *)data = context; break;
     case 2: *(unsigned *)data = region ? MEMORY_DEVICE : MEMORY_HOST; break;
-    case 3: *(CUdeviceptr *)data = address; break;
+    case 3: *(CUdeviceptr *)data = region ? address : range->device + into; break;
     case 4:
         if (region) return INVALID_VALUE;
-        *(void **)data = (void *)(uintptr_t)address;
+        *(void **)data = (void *)(range->base + into);
         break;
     case 7: case 20: *(uint64_t *)data = region ? region->id : 0; break;
     case 8: *(int *)data = 0; break;

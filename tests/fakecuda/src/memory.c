@@ -36,8 +36,8 @@ static uint64_t next_id = 1;
 
 static size_t rounded(size_t bytes) { return (bytes + GRANULARITY - 1) / GRANULARITY * GRANULARITY; }
 
-/* `bytes` addresses that nothing can touch, 2 MiB aligned; 0 if there are none. */
-static CUdeviceptr take_addresses(size_t bytes) {
+/* 2 MiB aligned. */
+CUdeviceptr take_addresses(size_t bytes) {
     size_t wide = rounded(bytes) + GRANULARITY;
     char *start = mmap(NULL, wide, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (start == MAP_FAILED) return 0;
@@ -48,7 +48,7 @@ static CUdeviceptr take_addresses(size_t bytes) {
     return base;
 }
 
-static void give_addresses(CUdeviceptr base, size_t bytes) { munmap((void *)base, rounded(bytes)); }
+void give_addresses(CUdeviceptr base, size_t bytes) { munmap((void *)base, rounded(bytes)); }
 
 static Backing *backing_of_file(int fd, size_t bytes, int ordinal) {
     void *alias = mmap(NULL, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);

@@ -114,6 +114,7 @@ static int apply(const char *text) {
     else if (!strcmp(key, "mem_ops")) settings.mem_ops = value[0] == '1';
     else if (!strcmp(key, "max_pin")) settings.max_pin = strtoull(value, NULL, 0);
     else if (!strcmp(key, "vmm_ranges")) settings.vmm_ranges = value[0] != '0';
+    else if (!strcmp(key, "elsewhere")) settings.elsewhere = value[0] != '0';
     else if (!strcmp(key, "copies")) settings.instant = !strcmp(value, "instant");
     else if (!strcmp(key, "call_ns")) settings.call_ns = atol(value);
     else return INVALID_VALUE;
@@ -127,10 +128,10 @@ static void refuse_setting(const char *text) {
 
 __attribute__((constructor)) static void settings_start(void) {
     settings = (Settings){.devices = 1, .driver_version = 13000, .mem_ops = true,
-                          .vmm_ranges = true};
+                          .vmm_ranges = true, .elsewhere = true};
     static const char *const keys[] = {
         "SEED", "ANY", "HOLD", "DEVICES", "DRIVER_VERSION", "MEM_OPS", "MAX_PIN",
-        "VMM_RANGES", "COPIES", "CALL_NS", "FAIL", "HANG",
+        "VMM_RANGES", "ELSEWHERE", "COPIES", "CALL_NS", "FAIL", "HANG",
     };
     if (getenv("FAKECUDA_SEED")) settings.any = 2;
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {

@@ -1,8 +1,9 @@
-"""The CUDA backend: the device's copy engines move the bytes, this thread only enqueues and looks.
+"""The CUDA backend: the device's copy engines move the bytes, threads only enqueue and look.
 
-The lane's thread enqueues each piece on the stream of its direction and an event
-after it, and asks the events in `progress`. No stream ever waits for something
-that another process must do; the worker's timeline is the runner's to look at.
+Each piece is enqueued on the stream of its direction, with an event after it: one of few runs by
+the lane's thread, one of many by the direction's own (flow.py). `progress` asks the events. No
+stream ever waits for something that another process must do; the worker's timeline is the
+runner's to look at.
 
 An error of one transfer is reported with that transfer, when nothing of it can
 move any more. DeviceLost leaves this object: the lane process ends, the broker
@@ -12,41 +13,27 @@ starts another, and the pool and its directory are as they were.
 import logging
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from kvd.errors import DeviceLost, ImportFailed, LaneError
 from kvd.lane.devices.cuda import calibration, driver, moves, uuids
-from kvd.lane.devices.cuda.copier import Runs
+from kvd.lane.devices.cuda.calibration_file import Identity, path_in
 from kvd.lane.devices.cuda.driver import Undo
 from kvd.lane.devices.cuda.flow import Flow
 from kvd.lane.devices.cuda.importing import ImportedMemory
-from kvd.lane.devices.cuda.moves import CudaMoves
+from kvd.lane.devices.cuda.moves import CudaMoves, Runs
+from kvd.lane.devices.cuda.options import Options
 from kvd.lane.devices.cuda.pinning import PinnedPool
-from kvd.lane.devices.device import PIECE_BYTES, Device, Direction, Finished, MemoryId, Transfer
+from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
+from kvd.version import VERSION
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 
 _log = logging.getLogger(__name__)
 
-BULK_BYTES = 32 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """What may be chosen about a device.
-
-    registration_bytes: of one registration of the pool; see PinnedPool.
-    bytes_in_flight: of each direction, above which no more is asked for.
-    stuck_seconds: after which a device that ends nothing is given up.
-    kernel_below: runs shorter than this many bytes go by the kernel; measured where None.
-    """
-
-    registration_bytes: int | None = None
-    bytes_in_flight: int = 64 * 2**20
-    stuck_seconds: float = 120.0
-    kernel_below: Mapping[Direction, int] | None = None
+MOST_IN_FLIGHT = 256  # transfers of each direction
 
 
 class CudaDevice(Device):
@@ -59,6 +46,7 @@ class CudaDevice(Device):
         pool_fd: the pool's file; stays the caller's.
         pool_bytes: its size.
         options: see Options.
+        folder: where what was measured is kept for the lanes that follow; None: nowhere.
 
     Raises:
         CudaMissing: no driver, no bindings, or no such device.
@@ -66,14 +54,19 @@ class CudaDevice(Device):
         CudaError: the device cannot be set up. Nothing stays mapped or pinned.
     """
 
-    piece_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, PIECE_BYTES)
-    bulk_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, BULK_BYTES)
     pins = True
 
     def __init__(
-        self, name: str, pool_fd: int, pool_bytes: int, options: Options | None = None
+        self,
+        name: str,
+        pool_fd: int,
+        pool_bytes: int,
+        options: Options | None = None,
+        folder: Path | None = None,
     ) -> None:
         self._options = options = options or Options()
+        self.piece_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, options.piece_bytes)
+        self.bulk_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, options.bulk_bytes)
         self._memories: dict[MemoryId, ImportedMemory] = {}
         self._last_id = 0
         self._held: deque[Transfer] = deque()
@@ -87,24 +80,30 @@ class CudaDevice(Device):
         uuids.stay_near(driver.pci_bus_id(self._device))
         with Undo() as failed:
             failed.push(self._undo)
-            self._set_up(pool_fd, pool_bytes)
+            self._set_up(name, pool_fd, pool_bytes, folder)
             failed.pop_all()
 
-    def _set_up(self, pool_fd: int, pool_bytes: int) -> None:
+    def _set_up(self, name: str, pool_fd: int, pool_bytes: int, folder: Path | None) -> None:
+        options = self._options
         context = driver.retain_context(self._device)
         self._undo.add(driver.release_context, self._device)
         driver.use_context(context)
         least, greatest = driver.priorities()
-        self.copier = calibration.choose(least, self._options.kernel_below, self._undo)
+        model = driver.device_name(self._device)
+        identity = Identity(VERSION, driver.version(), name, model, options.kernel_blocks)
+        place = folder and path_in(folder, name)
+        self.copier = calibration.choose(least, options, identity, place, self._undo)
         self._flows = {
-            direction: Flow(direction, priority, self.copier, self._undo)
+            direction: Flow(direction, priority, self.copier, context, self._undo)
             for direction, priority in ((Direction.LOAD, greatest), (Direction.STORE, least))
         }
+        for flow in self._flows.values():
+            flow.inline_runs = options.inline_runs
         # Last: what was measured above was measured while nothing else moved.
-        self._pool = PinnedPool(pool_fd, pool_bytes, context, self._options.registration_bytes)
+        self._pool = PinnedPool(pool_fd, pool_bytes, context, options.registration_bytes)
         self._undo.add(self._pool.close)
         self._filled_with = np.array(self._pool.fill.filled_with, np.int64)
-        _log.info("%s: %r", driver.device_name(self._device), self.copier)
+        _log.info("%s: %r", model, self.copier)
 
     @property
     def usable_bytes(self) -> int:
@@ -148,8 +147,12 @@ class CudaDevice(Device):
 
     def has_room(self, direction: Direction) -> bool:
         """See Device."""
-        held = sum(transfer.nbytes for transfer in self._held)
-        return held + self._flows[direction].nbytes < self._options.bytes_in_flight
+        flow = self._flows[direction]
+        held = sum([transfer.nbytes for transfer in self._held])
+        return (
+            held + flow.nbytes < self._options.bytes_in_flight
+            and len(self._held) + len(flow) < MOST_IN_FLIGHT
+        )
 
     @property
     def in_flight(self) -> int:
@@ -169,7 +172,6 @@ class CudaDevice(Device):
         return moves.prepare(
             copies,
             pool_base=pool_base,
-            pool_address=self._pool.address,
             storages=self._memories[memory].addresses,
             longest=self.piece_bytes[direction],
             registration_bytes=self._pool.piece_bytes,
@@ -221,19 +223,15 @@ class CudaDevice(Device):
         self._undo.close()
 
     def _enqueue(self, transfer: Transfer) -> None:
+        made = _made_here(transfer)
+        if not made.placed:
+            made.place(self._pool.where)
         try:
-            self._flows[transfer.direction].enqueue(transfer, self._runs_of(transfer))
+            self._flows[transfer.direction].enqueue(
+                transfer, Runs(made.columns, transfer.begin, transfer.end)
+            )
         except DeviceLost as error:
             self._lost = error  # for `progress` to raise: a job's failure is not the place
-
-    def _runs_of(self, transfer: Transfer) -> Runs:
-        made, which = _made_here(transfer), slice(transfer.begin, transfer.end)
-        return Runs(
-            host=made.host[which],
-            device=made.device[which],
-            nbytes=made.nbytes[which],
-            kernel_shift=self._pool.kernel_shift[made.registration[which]],
-        )
 
     def _check_pulse(self) -> None:
         """A device that hangs is not waited for for ever: the next lane may find it well."""

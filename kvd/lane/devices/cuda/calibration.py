@@ -1,169 +1,120 @@
 """What works and what is fast on this device: found out at start, on memory of the lane's own.
 
-The way of the copy engine is chosen by copying a few bytes there and back. Below which
-length of run the kernel is faster than the copy engine depends on device, driver and board;
-it is measured, in a fraction of a second.
+How the copy engine is given many runs is chosen by copying a few bytes there and back. Below
+which length the kernel is faster depends on device, driver, board and the number of runs: that
+is measured once, in a fraction of a second, and kept in a file for the lanes that follow.
 """
 
 import logging
-import mmap
-import time
-from collections.abc import Callable, Mapping
-
-import numpy as np
-import numpy.typing as npt
+from pathlib import Path
 
 from kvd.errors import CudaError
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.copier import Copier, MoveKernel, Runs
+from kvd.lane.devices.cuda.calibration_file import Calibration, Identity, load, save
+from kvd.lane.devices.cuda.copier import Copier, Thresholds
 from kvd.lane.devices.cuda.driver import BatchCopy, Stream, Undo
-from kvd.lane.devices.device import Direction
+from kvd.lane.devices.cuda.measuring import (
+    SCRATCH_BYTES,
+    Scratch,
+    measure_kernel,
+    measure_order,
+)
+from kvd.lane.devices.cuda.move_kernel import MoveKernel
+from kvd.lane.devices.cuda.options import Options
 
 _log = logging.getLogger(__name__)
 
-LENGTHS = (4096, 8192, 16384, 24576, 32768, 65536)
-_SCRATCH_BYTES = 2 * 2**20
-_REPEATS = 3
 
-_Way = Callable[[Runs, Direction, Stream], None]
-
-
-def choose(priority: int, below: Mapping[Direction, int] | None, undo: Undo) -> Copier:
-    """Try and time the ways to copy on scratch memory.
+def choose(
+    priority: int, options: Options, identity: Identity, place: Path | None, undo: Undo
+) -> Copier:
+    """Try the ways to copy on scratch memory; time them where neither options nor file say it.
 
     Args:
         priority: of the stream for it.
-        below: runs shorter than this many bytes go by the kernel; None: as measured.
+        options: what is chosen already.
+        identity: of what is measured.
+        place: of the file; None where nothing is kept.
         undo: gets what lets go of the kernel.
 
     Raises:
         CudaError: there is no scratch memory.
     """
     with Undo() as trial:
-        scratch = Scratch(_SCRATCH_BYTES, trial)
+        scratch = Scratch(SCRATCH_BYTES, trial)
         stream = driver.create_stream(priority)
         trial.add(driver.destroy_stream, stream)
-        copier = _choose_engine(scratch, stream)
-        if below is None or any(below.values()):
-            _add_kernel(copier, below, scratch, stream, undo)
+        copier = _choose_engine(scratch, stream, overlap=options.overlap)
+        fixed = options.kernel_below
+        if fixed is None or any(fixed.values()):
+            _add_kernel(copier, options.kernel_blocks, scratch, stream, undo)
+        kernel_open = copier.kernel is not None and fixed is None
+        order_open = copier.batch is not None and options.any_order is None
+        found = None
+        if kernel_open or order_open:
+            found = _known(copier, scratch, stream, identity, place)
+    if fixed is not None:
+        copier.thresholds = Thresholds({way: (below,) for way, below in fixed.items()})
+    elif found is not None and kernel_open:
+        copier.thresholds = found.thresholds
+    if options.any_order is not None:
+        copier.any_order = options.any_order
+    elif found is not None:
+        copier.any_order = found.any_order
     return copier
 
 
-class Scratch:
-    """Pinned host memory and as much device memory, to try and to time copies.
-
-    Args:
-        nbytes: of each; a multiple of the page size.
-        undo: frees it; nothing may be in flight then.
-
-    Raises:
-        CudaError: it cannot be had.
-    """
-
-    def __init__(self, nbytes: int, undo: Undo) -> None:
-        self.nbytes = nbytes
-        self._memory = mmap.mmap(-1, nbytes)
-        self.bytes: npt.NDArray[np.uint8] = np.frombuffer(self._memory, np.uint8)
-        self._host = self.bytes.ctypes.data
-        driver.register_host(self._host, nbytes)
-        undo.add(driver.unregister_host, self._host)
-        self._shift = (driver.device_address(self._host) - self._host) % 2**64
-        self._device = driver.allocate(nbytes)
-        undo.add(driver.free, self._device)
-
-    def runs(self, nbytes: int, count: int) -> Runs:
-        """This many runs of this many bytes, no two of them neighbours where there is room."""
-        stride = max(nbytes, self.nbytes // count // 16 * 16)
-        offsets = np.arange(count, dtype=np.uint64) * np.uint64(stride)
-        return Runs(
-            host=offsets + np.uint64(self._host),
-            device=offsets + np.uint64(self._device),
-            nbytes=np.full(count, nbytes, np.uint64),
-            kernel_shift=np.full(count, self._shift, np.uint64),
-        )
-
-    def moved_there_and_back(self, way: _Way, stream: Stream) -> bool:
-        """Whether a way loads and stores the right bytes; waits for them.
-
-        Raises:
-            CudaError: it cannot.
-        """
-        data = (np.arange(self.nbytes) % 251).astype(np.uint8)
-        runs = self.runs(nbytes=1000, count=2)
-        self.bytes[:] = data
-        way(runs, Direction.LOAD, stream)
-        driver.wait_for_stream(stream)
-        self.bytes[:] = 0
-        way(runs, Direction.STORE, stream)
-        driver.wait_for_stream(stream)
-        wanted = np.zeros_like(data)
-        for begin in (runs.host - np.uint64(self._host)).tolist():
-            wanted[begin : begin + 1000] = data[begin : begin + 1000]
-        return bool((self.bytes == wanted).all())
-
-
-def _choose_engine(scratch: Scratch, stream: Stream) -> Copier:
+def _choose_engine(scratch: Scratch, stream: Stream, *, overlap: bool) -> Copier:
     """Batches if a trial moves the right bytes, else one copy after the other."""
-    try:
-        copier = Copier(BatchCopy())
-        if scratch.moved_there_and_back(copier.by_engine, stream):
-            return copier
-        _log.warning("copies are enqueued one by one: a batch did not move the right bytes")
-    except CudaError as error:
-        driver.wait_for_stream(stream)  # some of the copies may be on their way
-        _log.info("copies are enqueued one by one: %s", error)
+    why = ""
+    for by_engines_only in (True, False) if overlap and BatchCopy.can_ask_overlap() else (False,):
+        try:
+            copier = Copier(BatchCopy(overlap=by_engines_only))
+            if scratch.moved_there_and_back(copier.by_engine, stream):
+                return copier
+            why = "a batch did not move the right bytes"
+            _log.warning("%s", why)
+        except CudaError as error:
+            driver.wait_for_stream(stream)  # some of the copies may be on their way
+            why = str(error)
+    _log.info("copies are enqueued one by one: %s", why)
     return Copier(None)
 
 
-def _add_kernel(
-    copier: Copier,
-    below: Mapping[Direction, int] | None,
-    scratch: Scratch,
-    stream: Stream,
-    undo: Undo,
-) -> None:
+def _add_kernel(copier: Copier, blocks: int, scratch: Scratch, stream: Stream, undo: Undo) -> None:
     """Give the copier the kernel, if that works here."""
     with Undo() as mine:
         try:
-            kernel = MoveKernel(mine)
-
-            def by_kernel(runs: Runs, direction: Direction, stream: Stream) -> None:
-                kernel.enqueue(runs, direction, stream, 0)
-
-            if not scratch.moved_there_and_back(by_kernel, stream):
+            kernel = MoveKernel(blocks, mine)
+            if not scratch.moved_there_and_back(kernel.at_once, stream):
                 _log.warning("the kernel does not work here: it moves the wrong bytes")
                 return
-            if below is None:
-                below = {
-                    direction: _crossover(copier.by_engine, by_kernel, scratch, stream, direction)
-                    for direction in Direction
-                }
         except CudaError as error:
             driver.wait_for_stream(stream)
             _log.warning("the kernel does not work here: %s", error)
             return
-        copier.kernel, copier.below = kernel, below
+        copier.kernel = kernel
         undo.push(mine.pop_all())
 
 
-def _crossover(
-    engine: _Way, kernel: _Way, scratch: Scratch, stream: Stream, direction: Direction
-) -> int:
-    """The shortest measured length for which the engine is as fast; twice the longest if none."""
-    for length in LENGTHS:
-        runs = scratch.runs(length, scratch.nbytes // length)
-        by_engine, by_kernel = (
-            min(_seconds(way, runs, direction, stream) for _ in range(_REPEATS))
-            for way in (engine, kernel)
+def _known(
+    copier: Copier, scratch: Scratch, stream: Stream, identity: Identity, place: Path | None
+) -> Calibration | None:
+    """What the file says, or what is measured now, which is kept; None where that fails."""
+    kept = place and load(place, identity)
+    if kept:
+        return kept
+    try:
+        scratch.warm(stream)
+        made = Calibration(
+            identity,
+            measure_kernel(copier, copier.kernel.at_once, scratch, stream) if copier.kernel else {},
+            any_order=measure_order(copier, scratch, stream),
         )
-        if by_engine <= by_kernel:
-            return length if length > LENGTHS[0] else 0
-    return 2 * LENGTHS[-1]
-
-
-def _seconds(way: _Way, runs: Runs, direction: Direction, stream: Stream) -> float:
-    """Time until everything has arrived; what enqueueing costs counts too."""
-    begin = time.perf_counter()
-    way(runs, direction, stream)
-    driver.wait_for_stream(stream)
-    return time.perf_counter() - begin
+    except CudaError as error:
+        driver.wait_for_stream(stream)
+        _log.warning("what is fast cannot be measured: %s", error)
+        return None
+    if place:
+        save(place, made)
+    return made

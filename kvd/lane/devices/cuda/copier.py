@@ -1,7 +1,9 @@
-"""How a transfer's runs are moved: by the copy engine, the short ones by a kernel.
+"""How a transfer's runs are moved: by the copy engine, or short ones by a kernel.
 
 The copy engine is given a piece's runs in one call where driver and device take
-it (`cuMemcpyBatchAsync`), else one by one.
+it (`cuMemcpyBatchAsync`), else one by one. It disturbs no computing; a kernel of this
+process takes the whole device from the engine's for as long as it runs (unless MPS lets
+both run side by side), so only what is much faster by the kernel goes that way.
 
 Sources of stores are read in stream order only: the engine may reuse its blocks as
 soon as the event after the copies is reached, not before, and reads ahead of the
@@ -9,99 +11,48 @@ stream could see what it has not yet computed. Sources of loads lie in the pool,
 which does not change while the chunk is leased; they may be read in any order.
 """
 
-import ctypes
-import mmap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.driver import Addresses, BatchCopy, Stream, Undo
+from kvd.lane.devices.cuda.driver import BatchCopy, Stream
+from kvd.lane.devices.cuda.move_kernel import MoveKernel
+from kvd.lane.devices.cuda.moves import DEVICE, HOST, NBYTES, Columns, Runs
 from kvd.lane.devices.device import Direction
 
-KERNEL = Path(__file__).with_name("kernel.ptx")
-RUN_BYTES = 24
-RUNS_PER_LIST = 4096
-RUN_LISTS = 64
-_BLOCKS = 16
-_THREADS = 256  # 8 warps, so that 128 runs are on their way
+Way: TypeAlias = Callable[[Runs, Direction, Stream], None]
+"""Enqueues runs on a stream."""
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
-    """Byte ranges by address: uint64[n] each.
+class Thresholds:
+    """Below which length runs go by the kernel.
 
-    kernel_shift: what is added to the host side's address for a kernel to find it.
+    below: by direction, bytes for 1, for 2 and 3, for 4 to 7 runs and so on; the last also for
+        more. A direction that is not there has no use for the kernel.
     """
 
-    host: Addresses
-    device: Addresses
-    nbytes: Addresses
-    kernel_shift: Addresses
+    below: Mapping[Direction, Sequence[int]] = field(default_factory=dict)
 
-    def select(self, which: npt.NDArray[np.bool_]) -> "Runs":
-        """Some of them."""
-        return Runs(
-            self.host[which], self.device[which], self.nbytes[which], self.kernel_shift[which]
+    def of(self, direction: Direction, count: int) -> int:
+        """Bytes, for so many runs."""
+        row = self.below.get(direction, ())
+        return row[min(count.bit_length(), len(row)) - 1] if row and count else 0
+
+    def __bool__(self) -> bool:
+        return any(map(any, self.below.values()))
+
+    def __str__(self) -> str:
+        rows = (
+            f"{way} below {'/'.join(str(length) for length in row)} bytes"
+            for way, row in self.below.items()
+            if any(row)
         )
-
-    def __len__(self) -> int:
-        return len(self.nbytes)
-
-
-class MoveKernel:
-    """The kernel for short runs, with its lists of runs in pinned memory.
-
-    A list must stay as it is until the kernel has ended; so each launch has one of its own.
-
-    Args:
-        undo: unloads it; none may be in flight then.
-
-    Raises:
-        CudaError: it cannot be loaded here.
-    """
-
-    def __init__(self, undo: Undo) -> None:
-        self._memory = mmap.mmap(-1, RUN_LISTS * RUNS_PER_LIST * RUN_BYTES)
-        words = np.frombuffer(self._memory, np.uint64)
-        address = words.ctypes.data
-        driver.register_host(address, len(self._memory))
-        undo.add(driver.unregister_host, address)
-        self._kernel_address = driver.device_address(address)
-        self._function = driver.load_kernel(KERNEL.read_bytes(), "kvd_move", undo)
-        self._lists = words.reshape(RUN_LISTS, 3 * RUNS_PER_LIST)
-        self._free = list(range(RUN_LISTS))
-
-    def take_list(self) -> int | None:
-        """A list for one launch, or None where all are in use."""
-        return self._free.pop() if self._free else None
-
-    def give_back(self, number: int) -> None:
-        """The launch that used this list has ended."""
-        self._free.append(number)
-
-    def enqueue(self, runs: Runs, direction: Direction, stream: Stream, number: int) -> None:
-        """Enqueue at most RUNS_PER_LIST runs, by way of list `number`.
-
-        Raises:
-            CudaError: nothing was enqueued.
-        """
-        host = runs.host + runs.kernel_shift
-        mine = self._lists[number, : 3 * len(runs)].reshape(3, len(runs))
-        store = direction is Direction.STORE
-        mine[0], mine[1] = (runs.device, host) if store else (host, runs.device)
-        mine[2] = runs.nbytes
-        driver.launch(
-            self._function,
-            blocks=min(_BLOCKS, len(runs)),
-            threads=_THREADS,
-            values=(self._kernel_address + number * RUNS_PER_LIST * RUN_BYTES, len(runs)),
-            types=(ctypes.c_uint64, ctypes.c_uint32),
-            stream=stream,
-        )
+        return ", ".join(rows) or "none"
 
 
 @dataclass(repr=False)
@@ -109,55 +60,65 @@ class Copier:
     """Moves runs, each the way that is faster for its length.
 
     batch: None where runs are enqueued one by one.
-    below: runs shorter than this many bytes go by the kernel.
+    any_order: the pool may be read at any time; see above.
     """
 
     batch: BatchCopy | None
+    any_order: bool = True
     kernel: MoveKernel | None = None
-    below: Mapping[Direction, int] = field(default_factory=dict)
+    thresholds: Thresholds = field(default_factory=Thresholds)
 
     def by_engine(self, runs: Runs, direction: Direction, stream: Stream) -> None:
-        """Enqueue all runs for the copy engine.
+        """Enqueue runs, of which there are some, for the copy engine.
 
         Raises:
             CudaError: some may have been enqueued.
         """
         store = direction is Direction.STORE
-        targets, sources = (runs.host, runs.device) if store else (runs.device, runs.host)
         if self.batch is not None:
-            self.batch.enqueue(targets, sources, runs.nbytes, stream, source_in_any_order=not store)
+            host, device, nbytes = runs.pointers()
+            target, source = (host, device) if store else (device, host)
+            early = self.any_order and not store
+            self.batch.enqueue(target, source, nbytes, len(runs), stream, source_in_any_order=early)
             return
-        columns = (targets.tolist(), sources.tolist(), runs.nbytes.tolist())
-        for target, source, nbytes in zip(*columns, strict=True):
+        rows = runs.table.tolist()
+        targets, sources = (rows[HOST], rows[DEVICE]) if store else (rows[DEVICE], rows[HOST])
+        for target, source, nbytes in zip(targets, sources, rows[NBYTES], strict=True):
             driver.copy(target, source, nbytes, stream)
 
-    def enqueue(self, runs: Runs, direction: Direction, stream: Stream, lists: list[int]) -> None:
-        """Enqueue all runs, the short ones by the kernel where it has a list for them.
+    def enqueue(self, runs: Runs, direction: Direction, stream: Stream, taken: list[int]) -> None:
+        """Enqueue runs, the short ones by the kernel if it has room for a list of them.
 
-        The list's number is added to `lists`, to be given back when the runs have ended.
+        What must be given back when they have ended is added to `taken`.
 
         Raises:
             CudaError: some may have been enqueued.
         """
-        short = runs.nbytes < self.below.get(direction, 0)
-        if self.kernel is not None and short.any():
-            number = self.kernel.take_list()
-            if number is not None:
-                lists.append(number)
-                # What does not fit the list goes the other way.
-                short &= np.cumsum(short) <= RUNS_PER_LIST
-                self.kernel.enqueue(runs.select(short), direction, stream, number)
-                runs = runs.select(~short)
+        below = self.thresholds.of(direction, len(runs))
+        if self.kernel is not None and below:
+            short = runs.table[NBYTES] < below
+            mixed = not short.all()
+            if short.any():
+                few = _select(runs, short) if mixed else runs
+                if self.kernel.enqueue(few, direction, stream, taken):
+                    if not mixed:
+                        return
+                    runs = _select(runs, ~short)
         if len(runs):
             self.by_engine(runs, direction, stream)
 
-    def give_back(self, lists: list[int]) -> None:
-        """The runs for which `enqueue` took these lists have ended."""
+    def give_back(self, direction: Direction, taken: list[int]) -> None:
+        """The runs for which `enqueue` took this have ended, and all before them."""
         if self.kernel is not None:
-            for number in lists:
-                self.kernel.give_back(number)
+            self.kernel.give_back(direction, taken)
 
     def __repr__(self) -> str:
-        way = "in batches" if self.batch else "one by one"
-        below = ", ".join(f"{way} below {n} bytes" for way, n in self.below.items())
-        return f"copies are enqueued {way}, by the kernel: {below or 'none'}"
+        way = repr(self.batch) if self.batch else "one by one"
+        order = "any" if self.any_order else "stream"
+        return (
+            f"copies are enqueued {way}, loads in {order} order, by the kernel: {self.thresholds}"
+        )
+
+
+def _select(runs: Runs, which: npt.NDArray[np.bool_]) -> Runs:
+    return Columns(np.ascontiguousarray(runs.table[:, which])).all

@@ -1,4 +1,12 @@
-"""One direction of a device: a stream, and the transfers on it in the order of their ends."""
+"""One direction of a device: a stream, and the transfers on it in the order of their ends.
+
+A transfer of few runs is enqueued at once, by the lane's thread. One of many is given to the
+direction's own thread, and so are those behind it while that thread has something to do:
+what was submitted first is enqueued first.
+
+An event after each transfer marks its end, and where the next one is already there, the
+beginning of that one. So a transfer costs one event, and a second one where the stream was idle.
+"""
 
 import time
 from collections import deque
@@ -7,24 +15,31 @@ from dataclasses import dataclass, field
 
 from kvd.errors import CudaError
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.copier import Copier, Runs
-from kvd.lane.devices.cuda.driver import Event, Stream, Undo
+from kvd.lane.devices.cuda.copier import Copier
+from kvd.lane.devices.cuda.driver import Context, Event, Stream, Undo
+from kvd.lane.devices.cuda.feeder import Feeder
+from kvd.lane.devices.cuda.moves import Runs
 from kvd.lane.devices.device import Direction, Finished, Transfer
 
 
 @dataclass(slots=True)
 class _Enqueued:
-    """A transfer on the stream.
+    """A transfer on the stream, or on its way there.
 
+    alone: nothing was on the stream before it; `start` is its own, not the end of another.
+    fed: nothing more of it will be enqueued.
     marked: whether `end` marks its end; otherwise the stream is asked whether it is idle.
     """
 
     transfer: Transfer
+    runs: Runs
     since: float
+    alone: bool
     start: Event | None = None
     end: Event | None = None
+    fed: bool = False
     marked: bool = False
-    run_lists: list[int] = field(default_factory=list)
+    taken: list[int] = field(default_factory=list)
     error: str = ""
 
     def fail(self, error: CudaError) -> None:
@@ -38,18 +53,35 @@ class Flow:
         direction: which.
         priority: of its stream.
         copier: shared by both.
-        undo: destroys stream and events; nothing may be in flight then.
+        context: the device's.
+        undo: ends the thread, destroys stream and events; nothing may be in flight then.
+
+    Attributes:
+        inline_runs: transfers of at most so many runs are enqueued by the caller's thread.
 
     Raises:
         CudaError: there is no stream.
     """
 
-    def __init__(self, direction: Direction, priority: int, copier: Copier, undo: Undo) -> None:
+    inline_runs = 64
+
+    def __init__(
+        self,
+        direction: Direction,
+        priority: int,
+        copier: Copier,
+        context: Context,
+        undo: Undo,
+    ) -> None:
         self.direction = direction
         self.stream: Stream = driver.create_stream(priority)
         undo.add(driver.destroy_stream, self.stream)
         self._undo = undo
         self._copier = copier
+        self._feeder: Feeder[_Enqueued] = Feeder(
+            f"copies-{direction}", context, self._feed, self._refuse
+        )
+        undo.add(self._feeder.stop)
         self._events: list[Event] = []  # that mark nothing
         self._enqueued: deque[_Enqueued] = deque()
         self._last_end = 0.0
@@ -61,20 +93,20 @@ class Flow:
         Raises:
             DeviceLost: the transfer will never be reported.
         """
-        entry = _Enqueued(transfer, time.monotonic())
+        before = self._enqueued[-1] if self._enqueued else None
+        entry = _Enqueued(transfer, runs, time.monotonic(), alone=before is None)
         self._enqueued.append(entry)
         self.nbytes += transfer.nbytes
         try:
-            entry.start, entry.end = self._event(), self._event()
-            driver.record(entry.start, self.stream)
-            try:
-                self._copier.enqueue(runs, self.direction, self.stream, entry.run_lists)
-            finally:
-                # Some of the copies may be on their way even if not all are.
-                driver.record(entry.end, self.stream)
-                entry.marked = True
+            entry.start = self._event() if before is None else before.end
+            entry.end = self._event()
         except CudaError as error:
-            entry.fail(error)
+            self._refuse(entry, error)
+            return
+        if len(runs) <= self.inline_runs and self._feeder.idle:
+            self._feed(entry)
+        else:
+            self._feeder.give(entry)
 
     def progress(self) -> list[Finished]:
         """The transfers that have ended.
@@ -82,19 +114,45 @@ class Flow:
         Raises:
             DeviceLost: nothing will be reported any more.
         """
+        if self._feeder.broken is not None:
+            raise self._feeder.broken
         ended = []
-        while self._enqueued and self._has_ended(self._enqueued[0]):
+        while self._enqueued and self._enqueued[0].fed and self._has_ended(self._enqueued[0]):
             ended.append(self._finish(self._enqueued.popleft()))
         return ended
 
     @property
     def stuck_seconds(self) -> float:
-        """For how long the transfer that is next to end has been on the stream."""
-        return time.monotonic() - self._enqueued[0].since if self._enqueued else 0.0
+        """For how long none has ended, the first of which the driver may not even have taken."""
+        if not self._enqueued:
+            return 0.0
+        return time.monotonic() - max(self._enqueued[0].since, self._last_end)
 
     def uses(self, memory: int) -> bool:
         """Whether a transfer of this memory has not ended."""
         return any(entry.transfer.memory == memory for entry in self._enqueued)
+
+    def _feed(self, entry: _Enqueued) -> None:
+        """Enqueue a transfer's copies, in whichever thread."""
+        try:
+            if entry.alone and entry.start is not None:
+                driver.record(entry.start, self.stream)
+            try:
+                self._copier.enqueue(entry.runs, self.direction, self.stream, entry.taken)
+            finally:
+                # Some of the copies may be on their way even if not all are.
+                if entry.end is not None:
+                    driver.record(entry.end, self.stream)
+                    entry.marked = True
+        except CudaError as error:
+            entry.fail(error)
+        entry.fed = True
+
+    @staticmethod
+    def _refuse(entry: _Enqueued, error: CudaError) -> None:
+        """Nothing of a transfer will be enqueued."""
+        entry.fail(error)
+        entry.fed = True
 
     def _event(self) -> Event:
         if self._events:
@@ -121,19 +179,29 @@ class Flow:
         self.nbytes -= entry.transfer.nbytes
         took = 0 if entry.error else self._took(entry)
         self._last_end = time.monotonic()
-        self._events += [event for event in (entry.start, entry.end) if event is not None]
-        self._copier.give_back(entry.run_lists)
+        if entry.start is not None:
+            self._events.append(entry.start)
+        if entry.end is not None and not self._begins_next(entry.end):
+            self._events.append(entry.end)
+        self._copier.give_back(self.direction, entry.taken)
         return Finished(entry.transfer, took, entry.error)
+
+    def _begins_next(self, end: Event) -> bool:
+        """Whether the next transfer is timed from this event on; it is given back with that one."""
+        return bool(self._enqueued) and self._enqueued[0].start is end
 
     def _took(self, entry: _Enqueued) -> int:
         """Nanoseconds of the device; by this thread's clock where the driver does not report it.
 
         Its bytes have arrived: not to know the time is no failure.
         """
+        now = time.monotonic()
         if entry.start is not None and entry.end is not None:
             with suppress(CudaError):
-                return driver.nanoseconds_between(entry.start, entry.end)
-        return int((time.monotonic() - max(entry.since, self._last_end)) * 1e9)
+                device = driver.nanoseconds_between(entry.start, entry.end)
+                # The stream may have been idle since the end of the one before.
+                return device if entry.alone else min(device, int((now - entry.since) * 1e9))
+        return int((now - max(entry.since, self._last_end)) * 1e9)
 
     def __len__(self) -> int:
         return len(self._enqueued)

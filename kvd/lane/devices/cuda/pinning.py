@@ -75,8 +75,8 @@ class PinnedPool:
         self.piece_bytes = piece_bytes
         self.address = np.frombuffer(self._mapping, np.uint8).ctypes.data
         self.fill = FillOrder(pool_bytes, piece_bytes)
-        # By piece: what is added to a host address for a kernel to find it.
-        self.kernel_shift: Addresses = np.zeros(len(self.fill.order), np.uint64)
+        # By piece: what is added to an offset in the pool for the device to find it.
+        self.where: Addresses = np.zeros(len(self.fill.order), np.uint64)
         self.pinned = 0
         self.error = ""
         self._context = context
@@ -139,8 +139,8 @@ class PinnedPool:
         driver.use_context(self._context)  # this thread's, for its first call
         driver.register_host(address, end - begin)
         self._registered.add(driver.unregister_host, address)
-        # Copies may use it once kernels can find it.
-        self.kernel_shift[piece] = (driver.device_address(address) - address) % 2**64
+        # Copies may use it once its address is known.
+        self.where[piece] = (driver.device_address(address) - begin) % 2**64
         before, self.pinned = self.pinned, self.pinned + end - begin
         now, self._since = time.monotonic(), None
         self._rested = now + pause_after(now - began)

@@ -63,14 +63,28 @@ def call(attempted: str, name: str, *arguments: object) -> Any:
         CudaError: it failed, or this driver has none.
         DeviceLost: it says that the context is lost.
     """
-    try:
-        code, *values = getattr(bindings(), name)(*arguments)
-    except (RuntimeError, AttributeError) as error:
-        raise CudaError(-1, f"{name} is not in this driver ({error})", attempted) from error
+    code, *values = _call(attempted, name, *arguments)
     check(code, attempted)
     if len(values) > 1:
         return tuple(values)
     return values[0] if values else None
+
+
+def call_for_code(attempted: str, name: str, *arguments: object) -> Any:
+    """Call a driver function for what it returns, which the caller looks at.
+
+    Raises:
+        CudaError: this driver has none.
+    """
+    return _call(attempted, name, *arguments)[0]
+
+
+def _call(attempted: str, name: str, *arguments: object) -> tuple[Any, ...]:
+    try:
+        returned: tuple[Any, ...] = getattr(bindings(), name)(*arguments)
+    except (RuntimeError, AttributeError) as error:
+        raise CudaError(-1, f"{name} is not in this driver ({error})", attempted) from error
+    return returned
 
 
 def check(code: Any, attempted: str) -> None:

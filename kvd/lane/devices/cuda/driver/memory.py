@@ -19,8 +19,10 @@ def unregister_host(address: int) -> None:
 
 
 def device_address(address: int) -> int:
-    """Where kernels find pinned host memory."""
-    return int(call("mapping pinned memory for kernels", "cuMemHostGetDevicePointer", address, 0))
+    """Where the device finds pinned host memory; copies in batches and kernels need that."""
+    return int(
+        call("mapping pinned memory for the device", "cuMemHostGetDevicePointer", address, 0)
+    )
 
 
 def allocate(nbytes: int) -> int:

@@ -2,8 +2,7 @@
 
 from typing import NewType
 
-from kvd.errors import CudaError
-from kvd.lane.devices.cuda.driver.calls import NOT_READY, bindings, call
+from kvd.lane.devices.cuda.driver.calls import NOT_READY, bindings, call, call_for_code, check
 
 Stream = NewType("Stream", object)
 Event = NewType("Event", object)
@@ -65,10 +64,8 @@ def nanoseconds_between(start_event: Event, end_event: Event) -> int:
 
 
 def _reached(attempted: str, name: str, what: object) -> bool:
-    try:
-        call(attempted, name, what)
-    except CudaError as error:
-        if error.code == NOT_READY:
-            return False
-        raise
+    code = call_for_code(attempted, name, what)
+    if code == NOT_READY:  # the usual answer, which is no error
+        return False
+    check(code, attempted)
     return True

@@ -1,0 +1,82 @@
+"""What was measured of a device, kept for the lanes that follow."""
+
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from kvd.lane.devices.cuda.copier import Thresholds
+from kvd.lane.devices.device import Direction
+
+_log = logging.getLogger(__name__)
+
+
+class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of what a measurement is: it says nothing of anything else.
+
+    kvd: its version.
+    driver: CUDA version of the driver, 1000 * major + 10 * minor.
+    device: with its UUID, as a registration has it.
+    model: what its maker calls it.
+    blocks: of the kernel's launches.
+    """
+
+    kvd: str
+    driver: int
+    device: str
+    model: str
+    blocks: int
+
+
+class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is fast.
+
+    below: see Thresholds; empty where the kernel was not measured.
+    any_order: loads are faster when the pool may be read in any order.
+    """
+
+    identity: Identity
+    below: dict[Direction, list[int]]
+    any_order: bool
+
+    @property
+    def thresholds(self) -> Thresholds:
+        """As the copier takes them."""
+        return Thresholds(self.below)
+
+
+def path_in(folder: Path, device: str) -> Path:
+    """Where a device's file lies."""
+    return folder / f"calibration-{device.replace(':', '-')}.json"
+
+
+def load(path: Path, identity: Identity) -> Calibration | None:
+    """What was measured of just this, or None."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        _log.warning("%s cannot be read (%s): what is fast is measured again", path, error)
+        return None
+    try:
+        kept = msgspec.json.decode(data, type=Calibration)
+    except msgspec.DecodeError as error:
+        _log.warning("%s is not understood (%s): what is fast is measured again", path, error)
+        return None
+    if kept.identity != identity:
+        _log.info("%s is of another device, driver or kvd: what is fast is measured again", path)
+        return None
+    return kept
+
+
+def save(path: Path, calibration: Calibration) -> None:
+    """Keep it, whole or not at all; without room for it the next lane measures again."""
+    fresh = path.with_suffix(f".{os.getpid()}")
+    try:
+        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(calibration)))
+        fresh.replace(path)
+    except OSError as error:
+        _log.warning("%s cannot be written (%s): the next lane measures again", path, error)
+        fresh.unlink(missing_ok=True)
