@@ -506,8 +506,7 @@ def the_stream_writes_the_number_at_its_turn() -> None:
 
     def write(stream: int, address: int, value: int) -> None:
         del stream
-        by_host = cuda.driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_HOST_POINTER
-        host = cuda.call("cuPointerGetAttribute", by_host, address)  # the page, for this process
+        host = cuda.host_address(address)
         ctypes.c_uint64.from_address(int(host)).value = value
 
     cuda_driver.write_value = write

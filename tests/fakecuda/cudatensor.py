@@ -40,6 +40,12 @@ def new_stream() -> int:
     return int(call("cuStreamCreateWithPriority", 1, 0))
 
 
+def host_address(address: int) -> int:
+    """Where this process finds registered memory that devices find at `address`."""
+    by_host = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_HOST_POINTER
+    return int(call("cuPointerGetAttribute", by_host, address))
+
+
 class DeviceBytes:
     """Bytes of device memory at `address`."""
 
