@@ -42,7 +42,7 @@ SHORT, LONG = 8192, 65536
 USUAL = {
     "fragments": FRAGMENTS,
     "workers": WORKERS,
-    "rounds": 7,
+    "rounds": 5,
     "mib": 512,
     "jobs": 200,
     "idle_seconds": 5.0,
@@ -60,12 +60,12 @@ QUICK = {
 def main() -> None:
     """Measure, print, write."""
     options = _options()
-    console = Console(width=None if sys.stdout.isatty() else 120)
+    console = Console(width=None if sys.stdout.isatty() else 150)
     try:
         result = measure(options, console)
     except NoCompiler as error:
         sys.exit(f"bench/lane.py: {error}")
-    for table in (lane_report.table(result), lane_report.stages(result)):
+    for table in lane_report.tables(result):
         console.print(table)
     lane_report.write(result, options.out)
     console.print(f"written to {options.out}")

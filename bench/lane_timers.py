@@ -17,13 +17,22 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-STAGES = ("request", "plan", "descriptors", "enqueue", "driver call", "completion", "report")
+STAGES = (
+    "request",
+    "check",
+    "plan",
+    "descriptors",
+    "enqueue",
+    "driver call",
+    "completion",
+    "report",
+)
 PIECES = "pieces"  # is counted, not timed
 _TIMED = (
     ("kvd.lane.worker_requests", "Requests.serve", "request"),
     ("kvd.lane.jobs", "LaneJob.plan", "plan"),
-    ("kvd.lane.jobs", "LaneJob.objection", "plan"),
-    ("kvd.lane.runner", "outside", "plan"),
+    ("kvd.lane.jobs", "LaneJob.objection", "check"),
+    ("kvd.lane.runner", "outside", "check"),
     ("kvd.lane.devices.cuda.backend", "CudaDevice.prepare", "descriptors"),
     ("kvd.lane.devices.cuda.backend", "CudaDevice._runs_of", "descriptors"),
     ("kvd.lane.devices.cuda.backend", "CudaDevice.submit", "enqueue"),
