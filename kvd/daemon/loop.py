@@ -181,6 +181,9 @@ class Service:
             self._next_tick = 0.0  # a signal has come, or more of the pool is there
         if self._pool is not None and not self.core.state.pool_ready:
             self._pool_turn(self._pool)
+        if self._pool is not None and self._pool.place is not None:
+            place, self._pool.place = self._pool.place, None
+            self._note(place)
         if now >= self._next_tick:
             self._next_tick = now + TICK_SECONDS
             self._carry_out(self.core.tick(now))

@@ -11,19 +11,17 @@ at several nodes, on each in turn, so that no rank has all of its bytes far away
 
 import contextlib
 import fcntl
-import logging
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from kvd.broker.effects import Event
 from kvd.errors import PoolError
 from kvd.machine import numa
 from kvd.machine.room import Filesystem, lack_of_room
 from kvd.pool.filling import FillOrder
 from kvd_proto.sizes import format_size
-
-log = logging.getLogger("kvd.daemon")
 
 _STEP = 16 * 2**20
 _NEAR = 0.95  # of the pool; what is missing may be a sample's error
@@ -39,6 +37,7 @@ class PoolMemory:
 
     Attributes:
         fresh: no memory was there.
+        place: on which nodes it lies, once that is known; None where there is one node.
 
     Raises:
         PoolError: it cannot be made, with the figures.
@@ -48,6 +47,7 @@ class PoolMemory:
         self.path = path
         self.allocated = 0  # bytes in the order of filling
         self.error = ""
+        self.place: Event | None = None
         try:
             filesystem = Filesystem.of(path.parent)
             self.nbytes = filesystem.whole_pages(nbytes)
@@ -121,21 +121,22 @@ class PoolMemory:
             )
         wake()
         if self.ready and numa.number_of_nodes() > 1:
-            self._tell_place({node.number for node in nodes})
+            self.place = self._where({node.number for node in nodes})
+            wake()
 
-    def _tell_place(self, near: set[int]) -> None:
-        """Say on which nodes the pool lies, and what to do where the GPUs sit at others."""
+    def _where(self, near: set[int]) -> Event:
+        """On which nodes the pool lies, and what to do where the GPUs sit at others."""
         shares = numa.shares_of(self.fd, self.nbytes)
         there = sum(share for node, share in shares.items() if node in near)
+        text = f"the pool's memory: {numa.described(shares) or 'its nodes are not known'}"
         if not shares or not near or there >= _NEAR:
-            log.info("the pool's memory: %s", numa.described(shares) or "its nodes are not known")
-            return
-        log.warning(
-            "the pool's memory: %s; the GPUs sit at %s, and copies from other nodes are slower:"
-            " choose a smaller --cpu-bytes or end what fills the node, then kvd purge, for a pool"
-            " that is kept stays where it is",
-            numa.described(shares),
-            ", ".join(f"node {number}" for number in sorted(near)),
+            return Event(text)
+        sit = ", ".join(f"node {number}" for number in sorted(near))
+        return Event(
+            f"{text}; the GPUs sit at {sit}, and copies from other nodes are slower: choose a"
+            " smaller --cpu-bytes or end what fills the node, then kvd purge, for a pool that is"
+            " kept stays where it is",
+            "warning",
         )
 
     @property

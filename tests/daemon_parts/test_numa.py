@@ -1,6 +1,5 @@
 """Memory is taken from the nodes of the GPUs: on machines that are described, and on this one."""
 
-import logging
 import os
 from pathlib import Path
 
@@ -10,24 +9,9 @@ from kvd.daemon import memory
 from kvd.daemon.memory import PoolMemory
 from kvd.machine import numa
 from kvd.machine.numa import Node, gpu_nodes, numbers, run_on, samples, shares_of
+from tests.nodes import describe
 
 MIB = 2**20
-NODES = {0: "0-3,8\n", 1: "4-7\n", 2: "\n"}  # the third has memory alone
-
-
-def describe(root: Path, gpus: dict[str, str], online: str = "0-2") -> None:
-    """Files of the kernel's of a machine with these GPUs, each with its node as the kernel says."""
-    system = root / "devices/system/node"
-    system.mkdir(parents=True)
-    (system / "online").write_text(f"{online}\n", "ascii")
-    for number, cpus in NODES.items():
-        (system / f"node{number}").mkdir()
-        (system / f"node{number}" / "cpulist").write_text(cpus, "ascii")
-    for bus, node in gpus.items():
-        (root / "gpus" / bus).mkdir(parents=True)
-        (root / "bus/pci/devices" / bus).mkdir(parents=True)
-        if node:
-            (root / "bus/pci/devices" / bus / "numa_node").write_text(f"{node}\n", "ascii")
 
 
 @pytest.fixture
@@ -147,16 +131,15 @@ def test_a_pool_is_divided_among_the_nodes_of_its_gpus(
 @pytest.mark.parametrize(
     ("shares", "level", "says"),
     [
-        ({0: 0.6, 1: 0.4}, "INFO", "60 % on node 0, 40 % on node 1"),
-        ({0: 0.5, 2: 0.5}, "WARNING", "50 % on node 2; the GPUs sit at node 0, node 1"),
-        ({}, "INFO", "not known"),
+        ({0: 0.6, 1: 0.4}, "info", "60 % on node 0, 40 % on node 1"),
+        ({0: 0.5, 2: 0.5}, "warning", "50 % on node 2; the GPUs sit at node 0, node 1"),
+        ({}, "info", "not known"),
     ],
 )
-def test_the_log_says_where_the_pool_lies(
+def test_it_is_told_where_the_pool_lies(
     two_nodes: list[set[int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     shares: dict[int, float],
     level: str,
     says: str,
@@ -165,11 +148,10 @@ def test_the_log_says_where_the_pool_lies(
     del two_nodes
     monkeypatch.setattr(numa, "shares_of", lambda _fd, _nbytes: shares)
     pool = PoolMemory(tmp_path / "pool", MIB)
-    with caplog.at_level(logging.INFO, "kvd.daemon"):
-        pool.start(lambda: None)
-        assert pool._thread is not None
-        pool._thread.join()
+    pool.start(lambda: None)
+    assert pool._thread is not None
+    pool._thread.join()
     pool.close()
-    (record,) = caplog.records
-    assert record.levelname == level
-    assert says in record.getMessage()
+    assert pool.place is not None
+    assert pool.place.level == level
+    assert says in pool.place.text
