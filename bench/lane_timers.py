@@ -27,7 +27,8 @@ STAGES = (
     "completion",
     "report",
 )
-PIECES = "pieces"  # is counted, not timed
+PIECES = "pieces"  # are counted: calls of _PIECE
+_PIECE = "CudaDevice.submit"
 _TIMED = (
     ("kvd.lane.worker_requests", "Requests.serve", "request"),
     ("kvd.lane.jobs", "LaneJob.plan", "plan"),
@@ -36,6 +37,7 @@ _TIMED = (
     ("kvd.lane.devices.cuda.backend", "CudaDevice.prepare", "descriptors"),
     ("kvd.lane.devices.cuda.backend", "CudaDevice._runs_of", "descriptors"),
     ("kvd.lane.devices.cuda.backend", "CudaDevice.submit", "enqueue"),
+    ("kvd.lane.devices.cuda.flow", "Flow._feed", "enqueue"),
     ("kvd.lane.devices.cuda.driver", "BatchCopy.enqueue", "driver call"),
     ("kvd.lane.devices.cuda.backend", "CudaDevice.progress", "completion"),
     ("kvd.lane.runner", "Runner._piece_done", "completion"),
@@ -43,16 +45,14 @@ _TIMED = (
     ("kvd.lane.reports", "Reports.send_shares", "report"),
 )
 _THREADS = 64
-_ROW = 2 * len(STAGES)  # of each stage nanoseconds and calls
+_ROW = len(STAGES) + 1  # nanoseconds of each stage, and pieces
 FILE_BYTES = _THREADS * _ROW * 8
-_PIECE = STAGES.index("enqueue")
 
 
 def read(path: Path) -> dict[str, int]:
     """Nanoseconds by stage until now, of all threads; and the number of pieces."""
     numbers = memoryview(path.read_bytes()).cast("q")
-    found = {stage: sum(numbers[2 * i :: _ROW]) for i, stage in enumerate(STAGES)}
-    return found | {PIECES: sum(numbers[2 * _PIECE + 1 :: _ROW])}
+    return {name: sum(numbers[i::_ROW]) for i, name in enumerate((*STAGES, PIECES))}
 
 
 def install(path: str) -> None:
@@ -69,7 +69,7 @@ def install(path: str) -> None:
         found: tuple[list[int], int] = local.mine
         return found
 
-    def timed(function: Callable[..., Any], stage: int) -> Callable[..., Any]:
+    def timed(function: Callable[..., Any], stage: int, pieces: int) -> Callable[..., Any]:
         @functools.wraps(function)
         def timer(*arguments: object, **named: object) -> object:
             try:
@@ -82,8 +82,8 @@ def install(path: str) -> None:
                 return function(*arguments, **named)
             finally:
                 took = time.thread_time_ns() - started
-                totals[row + 2 * stage] += took - stack.pop()
-                totals[row + 2 * stage + 1] += 1
+                totals[row + stage] += took - stack.pop()
+                totals[row + len(STAGES)] += pieces
                 stack[-1] += took
 
         return timer
@@ -95,4 +95,4 @@ def install(path: str) -> None:
             for part in outer:
                 owner = getattr(owner, part)
             if inspect.isfunction(function := inspect.getattr_static(owner, last)):
-                setattr(owner, last, timed(function, STAGES.index(stage)))
+                setattr(owner, last, timed(function, STAGES.index(stage), name == _PIECE))
