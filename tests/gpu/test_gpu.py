@@ -3,14 +3,17 @@
 import os
 import signal
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import pytest
 
 from kvd_client import LookupResult
+from tests.asked import Asked
 from tests.daemon.cuda_engine import CudaEngine, Rank, blocks_of, wait_lane
 from tests.daemon.engines import keys_of
 from tests.daemon.serving import StartDaemon
+from tests.gpu.others_engine import NOBODY, OthersEngine
 
 pytestmark = pytest.mark.gpu
 
@@ -72,6 +75,26 @@ def test_expandable_segments_are_served_or_refused_with_the_remedy(
         keys = keys_of("expandable", 6)
         engine.store(keys)
         assert engine.load(keys) == 0
+
+
+@pytest.mark.parametrize("kind", ["ipc", "vmm"])
+def test_an_engine_of_another_user_is_served_or_told_of_both_users(
+    gpu_daemons: StartDaemon, kind: str
+) -> None:
+    """Whether a driver opens the memory of another user's process is its own affair."""
+    if os.getuid():
+        pytest.skip("only root can start a process of another user")
+    daemon = gpu_daemons()
+    daemon.runtime_dir.parent.chmod(0o711)
+    with closing(Asked(OthersEngine, daemon.runtime_dir, kind)) as engine:
+        try:
+            wrong, refusal = engine.ask("serve"), ""
+        except RuntimeError as error:
+            wrong, refusal = 0, str(error)
+    assert wrong == 0
+    if refusal:  # the other of two right ways
+        assert f"the worker's user is {NOBODY}" in refusal
+        assert f"the lane's is {os.getuid()}" in refusal
 
 
 def test_memory_that_cannot_be_exported_is_refused_with_the_remedy(
