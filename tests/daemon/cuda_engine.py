@@ -38,6 +38,7 @@ from tests.daemon.engines import (
     wait_boot,
 )
 from tests.daemon.serving import Daemon
+from tests.daemon.users import OTHER_UID
 from tests.fakecuda import cudatensor
 from tests.fakecuda.harness import switch
 from tests.waiting import DEADLINE, PATIENCE, eventually
@@ -340,6 +341,13 @@ class CudaEngine:
         for rank in self.ranks.values():
             rank.close()
         self.scheduler.close()
+
+
+def foreign_rank(*arguments: Any, kind: str) -> Rank:
+    """A rank of another user, for `Asked`."""
+    cudatensor.use_device()  # which reads the driver's file
+    os.seteuid(OTHER_UID)
+    return Rank(*arguments, kind=kind)
 
 
 def blocks_of(keys: Sequence[bytes], first: int) -> list[int]:

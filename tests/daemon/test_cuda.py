@@ -15,8 +15,16 @@ import pytest
 from kvd_client import LookupResult
 from tests.asked import Asked
 from tests.conftest import Daemon, StartDaemon, started_daemons
-from tests.daemon.cuda_engine import CudaEngine, Rank, blocks_of, lane_of, wait_lane
+from tests.daemon.cuda_engine import (
+    CudaEngine,
+    Rank,
+    blocks_of,
+    foreign_rank,
+    lane_of,
+    wait_lane,
+)
 from tests.daemon.engines import FACTOR, PAGE, TENSORS, Engine, keys_of, wait_hit
+from tests.daemon.users import OTHER_UID, needs_root
 from tests.fakecuda.harness import calls, write_control
 from tests.processes import kill_and_wait
 from tests.waiting import eventually
@@ -153,6 +161,26 @@ def inodes(process: Path) -> set[int]:
         with contextlib.suppress(OSError):  # closed meanwhile
             found.add(entry.stat().st_ino)
     return found
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["ipc", "vmm"])
+def test_memory_of_another_user_has_descriptors(
+    daemon: Daemon, runtime_dir: Path, kind: str
+) -> None:
+    """By IPC handle it is refused in words that name both users; by descriptors it is served."""
+    runtime_dir.parent.chmod(0o711)
+    rank = Asked(partial(foreign_rank, kind=kind), daemon.runtime_dir, "engine", 0, 1)
+    try:
+        if kind == "vmm":
+            rank.ask("register")
+            wait_lane(daemon, workers=1)
+            return
+        words = rf"the worker's user is {OTHER_UID}, the lane's is 0 \(root\), .* descriptors"
+        with pytest.raises(RuntimeError, match=words):
+            rank.ask("register")
+    finally:
+        rank.close()
 
 
 def test_host_and_cuda_engines_share_chunks(shared: CudaEngine) -> None:

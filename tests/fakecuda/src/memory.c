@@ -20,6 +20,7 @@
 typedef struct {
     uint32_t magic;
     int32_t pid, fd;
+    uint32_t user;             /* effective */
     uint64_t inode, bytes;
     unsigned char uuid[16];
 } IpcHandle;
@@ -187,7 +188,7 @@ EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
     if (region && region->base == address && region->kind == REGION_ALLOC &&
         !fstat(region->backing->fd, &file)) {
         IpcHandle made = {.magic = HANDLE_MAGIC, .pid = getpid(), .fd = region->backing->fd,
-                          .inode = file.st_ino, .bytes = region->bytes};
+                          .user = geteuid(), .inode = file.st_ino, .bytes = region->bytes};
         device_uuid(region->backing->ordinal, made.uuid);
         memset(handle, 0, sizeof *handle);
         memcpy(handle, &made, sizeof made);
@@ -219,6 +220,7 @@ static CUresult open_handle(CUdeviceptr *address, const IpcHandle *handle) {
     if (handle->magic != HANDLE_MAGIC) return INVALID_VALUE;
     if (handle->pid == getpid()) return INVALID_CONTEXT; /* as the driver: not at home */
     if (memcmp(uuid, handle->uuid, sizeof uuid)) return MAP_FAILED_;
+    if (handle->user != geteuid()) return NOT_PERMITTED;
     int fd = open_exported(handle);
     if (fd < 0) return INVALID_HANDLE;
     for (Region *region = regions; region; region = region->next)
