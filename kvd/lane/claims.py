@@ -1,35 +1,45 @@
 """Which of a job's chunks are not its own now, by the directory's records.
 
-Few chunks are looked at one by one, many at once: numpy costs as much for one chunk as this does
-for sixteen.
+All records of a job are read at one moment; what they say is then found without another look. Few
+are looked at one by one, many at once.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-from kvd.lane.workers import Binding
 from kvd_proto.blocks import Chunks
-from kvd_proto.directory import SlotState
+from kvd_proto.directory import HEAD_DTYPE, READ_HEADS, SlotState
 
-FEW = 16
+FEW = 8
 _READY = int(SlotState.READY)
 # A store may come before the broker knows of its key: then the slot is only lent.
 _LENT, _WRITING = int(SlotState.LENT), int(SlotState.WRITING)
 
 
 def not_to_write(
-    binding: Binding, chunks: Chunks, which: Sequence[int], few: int = FEW
+    heads: bytes, owner: int, chunks: Chunks, which: Sequence[int], few: int = FEW
 ) -> list[int]:
-    """Return those of `which`, numbers of chunks, that are not this engine's to write."""
-    directory, owner = binding.directory, binding.order.owner
+    """Return those of `which`, numbers of chunks, that are not this engine's to write.
+
+    Args:
+        heads: of the slots of these chunks; see DirectoryView.heads.
+        owner: the engine, as the directory names it.
+        chunks: the job's.
+        which: numbers of chunks.
+        few: as many are looked at one by one.
+    """
     if len(which) > few:
-        slots, generations, *_ = chunks.arrays
-        good = directory.check(slots, generations, _WRITING, owner, or_state=_LENT).tolist()
-        return [i for i in which if not good[i]]
+        table = np.frombuffer(heads, HEAD_DTYPE)
+        generations = np.frombuffer(chunks.generations, np.uint64)
+        if len(which) < len(generations):
+            generations = generations[np.fromiter(which, np.intp, len(which))]
+        state = table["state"]
+        good = (state == _WRITING) | (state == _LENT)
+        good &= (table["generation"] == generations) & (table["owner"] == owner)
+        return [which[i] for i in np.flatnonzero(~good).tolist()]
     lost = []
-    for i in which:
-        generation, owned_by, state, *_ = directory.record(chunks.slots[i])
+    for i, (generation, owned_by, state, *_) in zip(which, READ_HEADS(heads), strict=True):
         if (
             generation != chunks.generations[i]
             or owned_by != owner
@@ -39,37 +49,46 @@ def not_to_write(
     return lost
 
 
-def not_ready(binding: Binding, chunks: Chunks, few: int = FEW) -> list[int]:
-    """Return the numbers of those that are not READY, or hold something else by now."""
-    if len(chunks) > few:
-        slots, generations, *_ = chunks.arrays
-        return np.flatnonzero(~binding.directory.check(slots, generations, _READY)).tolist()
-    gone = []
-    for i, (slot, generation) in enumerate(zip(chunks.slots, chunks.generations, strict=True)):
-        found, _, state, *_ = binding.directory.record(slot)
-        if found != generation or state != _READY:
-            gone.append(i)
-    return gone
+def not_ready(heads: bytes, chunks: Chunks, few: int = FEW) -> list[int]:
+    """Return the numbers of those that are not READY, or hold something else by now.
+
+    Args:
+        heads: of the slots of all chunks.
+        chunks: the job's.
+        few: as many are looked at one by one.
+    """
+    generations = chunks.generations
+    if len(generations) > few:
+        table = np.frombuffer(heads, HEAD_DTYPE)
+        good = table["generation"] == np.frombuffer(generations, np.uint64)
+        good &= table["state"] == _READY
+        return np.flatnonzero(~good).tolist()
+    return [
+        i
+        for i, (found, _, state, *_) in enumerate(READ_HEADS(heads))
+        if found != generations[i] or state != _READY
+    ]
 
 
-def not_covered(binding: Binding, chunks: Chunks, few: int = FEW) -> list[int]:
+def not_covered(heads: bytes, chunks: Chunks, few: int = FEW) -> list[int]:
     """Return the numbers of those that lack blocks that are asked for, or are of another group.
 
-    Another group's pages lie elsewhere in the slot, where old bytes may be.
+    Another group's pages lie elsewhere in the slot, where old bytes may be. Arguments as
+    `not_ready` has them.
     """
     if len(chunks) > few:
-        slots, _, firsts, counts, groups = chunks.arrays
-        held_first, held_count, held_group = binding.directory.coverage(slots)
+        table = np.frombuffer(heads, HEAD_DTYPE)
+        firsts, counts, groups = (
+            np.frombuffer(one, np.uint16) for one in (chunks.first, chunks.count, chunks.group)
+        )
+        begins = table["first"]
         # first + count is at most blocks_per_chunk, which fits 16 bits.
-        lacking = (firsts < held_first) | (firsts + counts > held_first + held_count)
-        return np.flatnonzero(lacking | (groups != held_group)).tolist()
+        lacking = (firsts < begins) | (firsts + counts > begins + table["count"])
+        lacking |= groups != table["group"]
+        return np.flatnonzero(lacking).tolist()
     short = []
-    for i, slot in enumerate(chunks.slots):
-        *_, begin, count, group = binding.directory.record(slot)
-        if (
-            chunks.first[i] < begin
-            or chunks.first[i] + chunks.count[i] > begin + count
-            or chunks.group[i] != group
-        ):
+    for i, (_, _, _, begin, held, of) in enumerate(READ_HEADS(heads)):
+        first = chunks.first[i]
+        if first < begin or first + chunks.count[i] > begin + held or chunks.group[i] != of:
             short.append(i)
     return short

@@ -3,9 +3,13 @@
 Everything here looks and decides; nothing is moved or sent.
 """
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+
+import numpy as np
+import numpy.typing as npt
 
 from kvd.lane.claims import not_covered, not_ready, not_to_write
 from kvd.lane.devices.device import NO_MOVES, Device, Direction, Moves
@@ -26,9 +30,14 @@ class JobState(StrEnum):
     ENDED = "ended"  # its Done was sent
 
 
+Indices = npt.NDArray[np.intp]
 Refusal = tuple[JobStatus, str]
 Reply = Callable[[Message], None]
 """Sends the answer to one request; never waits."""
+
+
+def _nothing() -> Indices:
+    return np.empty(0, np.intp)
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -64,6 +73,8 @@ class LaneJob(Queued):
     direction: Direction = field(init=False)
     _chunks: Chunks | None = None
     _own: Sequence[int] = ()
+    _index: Indices = field(default_factory=_nothing)
+    _good: bytes = b""
 
     def __post_init__(self) -> None:
         self.direction = Direction.LOAD if self.load else Direction.STORE
@@ -76,6 +87,7 @@ class LaneJob(Queued):
             self._chunks = blocks.chunks(factor)
             slots = self._chunks.slots
             self._own = range(len(slots)) if self.load else own_chunks(self.worker, slots)
+            self._index = _index_of(self._chunks, self._own)
         return self._chunks
 
     @property
@@ -111,14 +123,19 @@ class LaneJob(Queued):
         if self.void:
             return JobStatus.VOID, VOID_TEXT
         binding, chunks = self.binding, self.chunks
+        heads = binding.directory.heads(self._index)
+        if heads == self._good:  # as it was when it was found to be good
+            return None
         if self.load:
-            what, bad = "ready", not_ready(binding, chunks)
+            what, bad = "ready", not_ready(heads, chunks)
             if not bad:
                 what = "stored with all blocks that are to be loaded"
-                bad = not_covered(binding, chunks)
+                bad = not_covered(heads, chunks)
         else:
-            what, bad = "this engine's to write", not_to_write(binding, chunks, self.own)
+            what = "this engine's to write"
+            bad = not_to_write(heads, binding.order.owner, chunks, self.own)
         if not bad:
+            self._good = heads
             return None
         return JobStatus.STALE, (
             f"slot {chunks.slots[bad[0]]} generation {chunks.generations[bad[0]]} is not {what}"
@@ -172,7 +189,9 @@ def outside(job: LaneJob, device: Device) -> Refusal | None:
     """
     if not device.pins:
         return None
-    slots = [job.chunks.slots[i] for i in job.own]
+    slots, own = job.chunks.slots, job.own
+    if len(own) < len(slots):
+        slots = array("I", [slots[i] for i in own])
     base, size = job.binding.order.arena_base, job.binding.slot_bytes
     if not slots or device.holds(base + min(slots) * size, base + (max(slots) + 1) * size):
         return None
@@ -190,8 +209,8 @@ def refused_chunks(worker: Worker, binding: Binding, request: Job) -> tuple[Chun
 
     Those are this engine's to write, as far as slots and generations can be paired.
     """
-    slots, generations = request.blocks.slots.tolist(), request.blocks.generations.tolist()
-    nothing = [0] * len(slots)
+    slots, generations = request.blocks.slots.array(), request.blocks.generations.array()
+    nothing = array("H", bytes(2 * len(slots)))
     chunks = Chunks(slots, generations, nothing, nothing, nothing)
     if len(slots) != len(generations):
         return chunks, ()
@@ -207,6 +226,15 @@ def own_chunks(worker: Worker, slots: Sequence[int]) -> Sequence[int]:
     return [i for i, slot in enumerate(slots) if slot % size == rank]
 
 
+def _index_of(chunks: Chunks, which: Sequence[int]) -> Indices:
+    """The slots of these chunks, to look at their records."""
+    slots = chunks.slots
+    if len(which) < len(slots):
+        return np.array([slots[i] for i in which], np.intp)
+    return np.array(slots, np.intp)
+
+
 def _still_own(binding: Binding, chunks: Chunks, which: Sequence[int]) -> list[int]:
-    lost = set(not_to_write(binding, chunks, which))
+    heads = binding.directory.heads(_index_of(chunks, which))
+    lost = set(not_to_write(heads, binding.order.owner, chunks, which))
     return [i for i in which if i not in lost]

@@ -5,6 +5,7 @@ it does for a share.
 """
 
 import time
+from array import array
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -14,8 +15,6 @@ from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import Chunks
 
 PER_MESSAGE = 4096  # 20 bytes each: well inside one datagram of the link
-_Row: TypeAlias = tuple[int, int, int, int, int]
-"""Slot, generation, first block, count of blocks, group."""
 _Whose: TypeAlias = tuple[int, int, bytes, bool]
 """Session, rank, namespace, and whether they were stored."""
 
@@ -24,7 +23,7 @@ class Shares:
     """What the broker is not told yet, in the order in which it happened to each worker."""
 
     def __init__(self) -> None:
-        self._rows: dict[_Whose, list[_Row]] = {}
+        self._kept: dict[_Whose, Chunks] = {}
         self._since = 0.0
 
     @property
@@ -38,42 +37,44 @@ class Shares:
         """Add a job's chunks of these numbers: stored, or, where not `ok`, given up."""
         if not which:
             return
-        if not self._rows:
+        if not self._kept:
             self._since = time.monotonic()
-        slots, generations = chunks.slots, chunks.generations
-        first, count, group = chunks.first, chunks.count, chunks.group
         whose = worker.order.session, worker.order.rank, binding.order.namespace, ok
-        self._rows.setdefault(whose, []).extend(
-            [(slots[i], generations[i], first[i], count[i], group[i]) for i in which]
-        )
+        kept = self._kept.get(whose)
+        if kept is None:
+            kept = self._kept[whose] = Chunks(*(array(code) for code in "IQHHH"))
+        for column, values in zip(kept.columns, chunks.columns, strict=True):
+            if len(which) == len(values):
+                column.extend(values)
+            else:
+                column.extend([values[i] for i in which])
 
     def take(self) -> list[ShareDone]:
         """The messages that tell all of it; nothing waits then."""
-        taken, self._rows = self._rows, {}
+        taken, self._kept = self._kept, {}
         return [
-            _message(whose, rows[begin : begin + PER_MESSAGE])
-            for whose, rows in taken.items()
-            for begin in range(0, len(rows), PER_MESSAGE)
+            _message(whose, kept, slice(begin, begin + PER_MESSAGE))
+            for whose, kept in taken.items()
+            for begin in range(0, len(kept), PER_MESSAGE)
         ]
 
     def __bool__(self) -> bool:
-        return bool(self._rows)
+        return bool(self._kept)
 
     def __repr__(self) -> str:
-        return f"<Shares of {sum(map(len, self._rows.values()))} chunks>"
+        return f"<Shares of {sum(map(len, self._kept.values()))} chunks>"
 
 
-def _message(whose: _Whose, rows: Sequence[_Row]) -> ShareDone:
+def _message(whose: _Whose, kept: Chunks, part: slice) -> ShareDone:
     session, rank, namespace, ok = whose
-    slots, generations, first, count, groups = map(list, zip(*rows, strict=True))
     return ShareDone(
         session=session,
         rank=rank,
         namespace=namespace,
-        slots=IntArray.of(slots, "u4"),
-        generations=IntArray.of(generations, "u8"),
-        first=IntArray.of(first, "u2"),
-        count=IntArray.of(count, "u2"),
-        groups=IntArray.of(groups, "u2"),
+        slots=IntArray("u4", kept.slots[part].tobytes()),
+        generations=IntArray("u8", kept.generations[part].tobytes()),
+        first=IntArray("u2", kept.first[part].tobytes()),
+        count=IntArray("u2", kept.count[part].tobytes()),
+        groups=IntArray("u2", kept.group[part].tobytes()),
         ok=ok,
     )

@@ -69,6 +69,10 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
         """The values as a read-only array over the received bytes (no copy)."""
         return np.frombuffer(self.data, "<" + self.dtype)
 
+    def array(self) -> "array[int]":
+        """The values, copied; faster than numpy to make, and to add to."""
+        return array(_TYPECODES[self.dtype], self.data)
+
     def tolist(self) -> list[int]:
         """The values; where they are few, faster than an array is made."""
         return memoryview(self.data).cast(_TYPECODES[self.dtype]).tolist()

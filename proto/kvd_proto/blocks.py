@@ -7,14 +7,11 @@ number ``position // blocks_per_chunk`` and is block
 at a sliding window's edge a chunk's first blocks are simply not listed.
 """
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from kvd_proto.arrays import DType, IntArray, Integers
 from kvd_proto.errors import JobShapeError, Oversize, WrongType
@@ -29,29 +26,27 @@ DTYPES: dict[str, DType] = {
     "generations": "u8",
 }
 _DTYPES = tuple(DTYPES.values())
+_ZERO = array("H", (0,))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Chunks:
     """The chunks that a job names, one item each.
 
-    first, count: the blocks of the chunk that the job lists. group: whose blocks they are.
+    slots: u4. generations: u8, of these slots. first, count: u2, the blocks of the chunk that the
+    job lists. group: u2, whose blocks they are.
     """
 
-    slots: list[int]
-    generations: list[int]
-    first: list[int]
-    count: list[int]
-    group: list[int]
+    slots: "array[int]"
+    generations: "array[int]"
+    first: "array[int]"
+    count: "array[int]"
+    group: "array[int]"
 
-    @cached_property
-    def arrays(self) -> tuple[npt.NDArray[Any], ...]:
-        """The same as numpy has it: slots u4, generations u8, first, count and group u2."""
-        return (
-            np.array(self.slots, np.uint32),
-            np.array(self.generations, np.uint64),
-            *(np.array(one, np.uint16) for one in (self.first, self.count, self.group)),
-        )
+    @property
+    def columns(self) -> tuple["array[int]", ...]:
+        """All of it."""
+        return self.slots, self.generations, self.first, self.count, self.group
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -161,21 +156,19 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
 
     def chunks(self, blocks_per_chunk: int) -> Chunks:
         """The chunks of a job that was checked."""
-        first: list[int] = []
-        count: list[int] = []
-        group: list[int] = []
+        first, count, group = array("H"), array("H"), array("H")
         for number, (size, index) in enumerate(zip(self.sizes, self.indices, strict=True)):
             if size:
                 skip = index % blocks_per_chunk
                 chunks = -(-(size + skip) // blocks_per_chunk)
-                first.append(skip)
-                first += [0] * (chunks - 1)
                 at = len(count)
-                count += [blocks_per_chunk] * chunks
+                first += _ZERO * chunks
+                count += array("H", (blocks_per_chunk,)) * chunks
+                group += array("H", (number,)) * chunks
+                first[at] = skip
                 count[at] -= skip
                 count[-1] -= chunks * blocks_per_chunk - skip - size
-                group += [number] * chunks
-        return Chunks(self.slots.tolist(), self.generations.tolist(), first, count, group)
+        return Chunks(self.slots.array(), self.generations.array(), first, count, group)
 
     def __repr__(self) -> str:
         return f"<JobBlocks {len(self.block_ids)} blocks in {len(self.slots)} chunks>"

@@ -13,10 +13,12 @@ from kvd.cache.directory import DirectoryWriter
 from kvd.errors import IntegrityError
 from kvd_proto.directory import (
     CHECK_WORD,
+    HEAD_DTYPE,
     HEADER,
     HEADER_BYTES,
     NO_SHARE_YET,
     PROBE_LIMIT,
+    READ_HEADS,
     DirectoryHeader,
     DirectoryView,
     LookupResult,
@@ -169,52 +171,34 @@ def test_shares() -> None:
     begin(writer, [b"k"], [3], owner=1)
     assert writer.add_share(3, 0, first=1, count=3, group=0) == (0b01, 3)
     assert writer.add_share(3, 63, first=0, count=3, group=0) == (1 | 1 << 63, 2)
-    first, count, _ = writer.coverage(np.array([3], "u4"))
-    assert (first.tolist(), count.tolist()) == ([1], [2])
+    ((*_, first, count, _),) = READ_HEADS(writer.heads(np.array([3])))
+    assert (first, count) == (1, 2)
     assert writer.add_share(3, 5, first=3, count=1, group=0)[1] == 0
 
 
-def test_check_is_exact() -> None:
-    """`check` wants slot, generation, state and owner, and takes any number as a slot."""
-    _, writer = make(4)
-    begin(writer, [b"a", b"b"], [0, 1], owner=5)
-    slots = np.array([0, 1, 1, 3, 4, 2**32 - 1], "u4")
-    generations = np.array([1, 1, 2, 1, 1, 1], "u8")
-    good = writer.check(slots, generations, SlotState.WRITING, owner=5)
-    assert good.tolist() == [True, True, False, False, False, False]
-    assert not writer.check(slots, generations, SlotState.WRITING, owner=6).any()
-    assert not writer.check(slots, generations, SlotState.READY).any()
-
-
-@given(
-    st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3)), max_size=40),
-    st.sampled_from(list(SlotState)),
-    st.sampled_from([None, 5, 6]),
-    st.sampled_from([None, *SlotState]),
-)
-def test_a_record_says_what_is_said_of_many_slots_at_once(
-    pairs: list[tuple[int, int]], state: SlotState, owner: int | None, other: SlotState | None
-) -> None:
-    """Slots that are read one at a time get the answers of `check` and `coverage`."""
+@given(st.lists(st.integers(0, 7), max_size=40))
+def test_heads_are_the_records_without_their_keys(slots: list[int]) -> None:
+    """Whatever slots are asked for, in their order; one that does not exist is an error."""
     _, writer = make(8)
     begin(writer, [b"a", b"b", b"c"], [0, 1, 7], owner=5)
     writer.add_share(1, 0, first=1, count=2, group=3)
     writer.write_state(1, SlotState.READY)
-    slots = np.array([slot for slot, _ in pairs], "u4")
-    generations = np.array([generation for _, generation in pairs], "u8")
-    records = [writer.record(slot) for slot, _ in pairs]
-    assert writer.check(slots, generations, state, owner, other).tolist() == [
-        found == generation and is_in in (state, other) and (owner is None or owned_by == owner)
-        for (found, owned_by, is_in, *_), (_, generation) in zip(records, pairs, strict=True)
-    ]
-    covered = zip(*(column.tolist() for column in writer.coverage(slots)), strict=True)
-    assert list(covered) == [record[3:] for record in records]
+    writing = (1, 5, SlotState.WRITING, 0, NO_SHARE_YET, 0)
+    known = {0: writing, 1: (1, 5, SlotState.READY, 1, 2, 3), 7: writing}
+    heads = writer.heads(np.array(slots, np.intp))
+    assert list(READ_HEADS(heads)) == [known.get(slot, (0,) * 6) for slot in slots]
+    table = np.frombuffer(heads, HEAD_DTYPE) if slots else np.empty(0, HEAD_DTYPE)
+    names = ("generation", "owner", "state", "first", "count", "group")
+    columns = [table[name].tolist() for name in names]
+    assert list(zip(*columns, strict=True)) == list(READ_HEADS(heads))
+    with pytest.raises(IndexError):
+        writer.heads(np.array([*slots, 8], np.intp))
 
 
 def test_released_buffer_can_be_resized() -> None:
     """After `release` nothing holds the buffer, so its owner may unmap it."""
     buffer, writer = make(4)
-    writer.check(np.zeros(1, "u4"), np.zeros(1, "u8"), SlotState.FREE)
+    writer.heads(np.zeros(1, np.intp))
     with pytest.raises(BufferError):
         buffer.append(0)
     writer.release()

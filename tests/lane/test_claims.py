@@ -1,7 +1,9 @@
 """Which of a job's chunks are not its own, looked at one by one and all at once."""
 
+from array import array
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +64,7 @@ def test_few_and_many_are_looked_at_with_the_same_result(
         )
     columns = [[chunk[0] for chunk in chunks], [chunk[1] for chunk in chunks]]
     columns += [[chunk[2][i] for chunk in chunks] for i in range(3)]
-    job = Chunks(*columns)
+    job = Chunks(*(array(code, column) for code, column in zip("IQHHH", columns, strict=True)))
     which = sorted(number for number in some if number < len(chunks))
     lost: list[int] = []
     gone: list[int] = []
@@ -77,8 +79,10 @@ def test_few_and_many_are_looked_at_with_the_same_result(
         inside = held_first <= first and first + count <= held_first + held_count
         if not (inside and group == held_group):
             short.append(number)
+    heads = binding.directory.heads(np.array(job.slots, np.intp))
+    theirs = binding.directory.heads(np.array([job.slots[i] for i in which], np.intp))
     for few in (0, 100):
-        found = claims.not_to_write(binding, job, which, few)
+        found = claims.not_to_write(theirs, 7, job, which, few)
         assert found == [number for number in which if number in lost]
-        assert claims.not_ready(binding, job, few) == gone
-        assert claims.not_covered(binding, job, few) == short
+        assert claims.not_ready(heads, job, few) == gone
+        assert claims.not_covered(heads, job, few) == short

@@ -215,7 +215,7 @@ def test_coverage_is_what_was_listed(job: Job) -> None:
             expected.append((inside[0], len(inside), group))
     chunks = job.blocks.chunks(factor)
     assert list(zip(chunks.first, chunks.count, chunks.group, strict=True)) == expected
-    assert chunks.slots == chunks.generations == job.slots
+    assert list(chunks.slots) == list(chunks.generations) == job.slots
     assert len(expected) == len(job.slots)
 
 
@@ -224,7 +224,7 @@ def test_a_chunk_at_the_window_edge_counts_what_was_appended() -> None:
     job = Job(ONE_GROUP, [9, 10, 11, 20], [4], [6], [0, 1])  # logical blocks 6, 7 | 8, 9
     assert job.expand().total_bytes == 4 * PAGE
     chunks = job.blocks.chunks(4)
-    assert (chunks.first, chunks.count) == ([2, 0], [2, 2])
+    assert (list(chunks.first), list(chunks.count)) == ([2, 0], [2, 2])
     with pytest.raises(JobShapeError, match=r"\[8\] sum to 8, but 4 block_ids.*appended"):
         replace(job, group_sizes=[8]).expand()
 
