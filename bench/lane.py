@@ -4,10 +4,9 @@ A real daemon, lane and engines on the test driver (tests/fakecuda), whose copie
 events end at once and move nothing: what is left is the lane's own work. It says nothing about a
 GPU.
 
-GB/s allowed are the bytes moved by processor time of the lane, from
-/proc/PID/task/TID/schedstat: that of its busiest thread, or of all threads without the driver's
-calls where that is more, because the threads share the interpreter's lock. With one thread it is
-the lane's. Beside it are
+GB/s allowed are the bytes moved by processor time of the lane's busiest thread, from
+/proc/PID/task/TID/schedstat; with one thread, the lane's. More than that no machine like this one
+can do; it may do less, because the threads share the interpreter's lock. Beside it are
 
 - `*_wall_*`: bytes by wall time, in which client, broker and the machine's other work have a part;
 - `cpu_ms_per_GB_*`: processor milliseconds a GB of all threads, loads and stores at once;

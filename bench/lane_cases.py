@@ -40,7 +40,6 @@ class Case:
     job_bytes: int = 0  # of lane.py's options
     jobs: int = JOBS
     call_ns: int = 0
-    calls_a_fragment: int = 1
 
 
 class Sides:
@@ -74,10 +73,7 @@ class Sides:
 
         The test driver plays the kernel, and knows no earlier one.
         """
-        cases = [
-            Case(f"{m}_kernel{{}}_{fragment}", m, fragment, call_ns=CALL_NS, calls_a_fragment=0)
-            for m in MOVES
-        ]
+        cases = [Case(f"{m}_kernel{{}}_{fragment}", m, fragment, call_ns=CALL_NS) for m in MOVES]
         with ExitStack() as stack:
             shape = self._shape(fragment)
             sides = self._start(stack, shape, only=NOW, kernel_below=ALL)
@@ -187,21 +183,15 @@ class Sides:
 
 
 def _rates(case: Case, answers: Answers) -> Figures:
-    """GB/s of a case: allowed by processor time, and by wall time; ms a GB of both directions."""
+    """GB/s of a case: of the lane's busiest thread, and by wall time; ms a GB of all threads."""
     rates = {
-        case.name.format("_GBps"): median(a["nbytes"] / _bound_ns(case, a) for a in answers),
+        case.name.format("_GBps"): median(a["nbytes"] / a["busiest_ns"] for a in answers),
         case.name.format("_wall_GBps"): median(a["nbytes"] / a["wall_ns"] for a in answers),
     }
     if case.move == "both" and not case.job_bytes:
         name = case.name.replace("both", "cpu").format("_ms_per_GB")
         rates[name] = median(1e3 * a["lane_ns"] / a["nbytes"] for a in answers)
     return {name: round(value, 3) for name, value in rates.items()}
-
-
-def _bound_ns(case: Case, answer: dict[str, Any]) -> float:
-    """What no machine can do in less: a thread's time, and what needs the interpreter's lock."""
-    calls = case.call_ns * case.calls_a_fragment * answer["nbytes"] / case.fragment
-    return float(max(answer["busiest_ns"], answer["lane_ns"] - calls))
 
 
 def _job(answers: Answers, jobs: int) -> Figures:

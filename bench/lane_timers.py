@@ -26,6 +26,8 @@ STAGES = (
     "driver call",
     "completion",
     "report",
+    "queue",
+    "wait",
 )
 PIECES = "pieces"  # are counted: calls of _PIECE
 _PIECE = "CudaDevice.submit"
@@ -43,6 +45,9 @@ _TIMED = (
     ("kvd.lane.runner", "Runner._piece_done", "completion"),
     ("kvd.lane.reports", "Reports.report_ended", "report"),
     ("kvd.lane.reports", "Reports.send_shares", "report"),
+    ("kvd.lane.runner", "Runner.turn", "queue"),
+    ("kvd.lane.loop", "LaneService._wait", "wait"),
+    ("kvd.lane.loop", "LaneService._back_off", "wait"),
 )
 _THREADS = 64
 _ROW = len(STAGES) + 1  # nanoseconds of each stage, and pieces
