@@ -100,11 +100,11 @@ def test_an_engine_of_another_user_is_served_or_told_of_both_users(
 def test_memory_that_cannot_be_exported_is_refused_with_the_remedy(
     gpu_daemons: StartDaemon,
 ) -> None:
-    """What sleep mode allocates has neither an IPC handle nor a descriptor."""
+    """Virtual memory made without handle types has neither an IPC handle nor a descriptor."""
     daemon = gpu_daemons()
     with (
         CudaEngine(daemon.runtime_dir, world_size=1, kind="closed") as engine,
-        pytest.raises(RuntimeError, match=r"UnsupportedMemory: .* sleep mode"),
+        pytest.raises(RuntimeError, match=r"UnsupportedMemory: .*--enable-sleep-mode"),
     ):
         engine.ranks[0].ask("register")
     assert [lane["device"] for lane in daemon.status()["lanes"]] == ["host"]

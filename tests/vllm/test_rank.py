@@ -95,7 +95,8 @@ def offloading(
     lane: FakeWorker | None, groups: tuple[int, ...] = (0,), factor: int = FACTOR
 ) -> KvdOffloadingWorker:
     """The worker under test."""
-    return KvdOffloadingWorker(cast("Worker | None", lane), groups, factor, OPTIONS)
+    worker = cast("Worker | None", lane)
+    return KvdOffloadingWorker(worker, groups, factor, OPTIONS, share=lambda _: None)
 
 
 @pytest.fixture

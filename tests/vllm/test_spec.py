@@ -133,23 +133,22 @@ def test_every_byte_comes_back_whatever_the_layout(
 def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
     tmp_path: Path, daemon: Daemon, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Sleep mode gives the KV cache other memory while the daemon still has the old.
+    """One line says so, and the rank runs with nothing to serve its jobs.
 
-    One line says so, and the rank runs with nothing to serve its jobs; with required=true the
-    same sentence ends the start.
+    With required=true the same sentence ends the start.
     """
     spec, caches = make_spec(tmp_path, daemon.runtime_dir)
-    spec._vllm_config.model_config.enable_sleep_mode = True
+    caches.tensors[0].tensor.untyped_storage().share_memory_()
     worker = spec.get_worker(caches)
     (line,) = [record for record in caplog.records if record.name == "kvd_client.vllm"]
     assert line.levelno == logging.ERROR
-    assert "turn enable_sleep_mode off" in line.getMessage()
+    assert "share tensors with kvd before share_memory_()" in line.getMessage()
     assert line.getMessage().endswith("; the engine runs without offload")
     assert "\n" not in line.getMessage()
     assert isinstance(worker, KvdOffloadingWorker)
     assert worker.worker is None
     spec.options = msgspec.structs.replace(spec.options, required=True)
-    with pytest.raises(UnsupportedMemory, match="turn enable_sleep_mode off"):
+    with pytest.raises(UnsupportedMemory, match="before share_memory_"):
         spec.get_worker(caches)
 
 

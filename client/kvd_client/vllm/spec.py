@@ -1,6 +1,7 @@
 """What vLLM's offloading logic gets: a manager for the scheduler, a worker for a rank."""
 
 import logging
+from functools import partial
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -14,13 +15,13 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvd_client import KvdClientError, RankLayout, Scheduler, UnsupportedMemory, Worker
-from kvd_client.torch_memory import SharedTensors
+from kvd_client import KvdClientError, RankLayout, Scheduler, Worker
 from kvd_client.vllm import metrics
 from kvd_client.vllm.identity import fingerprint
 from kvd_client.vllm.layout import rank_layout, share_caches
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import OptionsError, read_options
+from kvd_client.vllm.sleep import tell
 from kvd_client.vllm.upstream import attention_backends
 from kvd_client.vllm.wish import layout_line, wanted_layout
 from kvd_client.vllm.worker import KvdOffloadingWorker
@@ -98,29 +99,17 @@ class KvdOffloadingSpec(OffloadingSpec):
                 raise
             log.error("%s; the engine runs without offload", error)  # noqa: TRY400  # no stack: one sentence
             worker = None
-        return KvdOffloadingWorker(
+        rank = KvdOffloadingWorker(
             worker,
             tuple(group.group_id for group in self.config.groups),
             self.config.cache.blocks_per_chunk,
             self.options,
+            share=partial(self._share, kv_caches=kv_caches),
         )
+        tell(rank, self._vllm_config.model_config)
+        return rank
 
     def _register(self, kv_caches: CanonicalKVCaches) -> Worker:
-        if self._vllm_config.model_config.enable_sleep_mode:
-            # The daemon would keep the memory that was given back, and fill it instead of the new.
-            raise UnsupportedMemory(
-                "sleep mode takes the KV cache's memory away and gives it other memory when it"
-                " wakes up; turn enable_sleep_mode off to offload with kvd"
-            )
-        shared = share_caches(kv_caches)
-        try:
-            layout = rank_layout(kv_caches, shared, self.config, self._kv_cache_config)
-            self._log_layout(layout, shared.device)
-            return self._registered(shared, layout)
-        finally:
-            shared.close()
-
-    def _registered(self, shared: SharedTensors, layout: RankLayout) -> Worker:
         parallel = self.config.parallel
         worker = Worker(
             self.options.runtime_dir,
@@ -131,17 +120,30 @@ class KvdOffloadingSpec(OffloadingSpec):
             job_timeout=self.options.store_timeout,
         )
         try:
+            self._share(worker, kv_caches, required=self.options.required)
+        except BaseException:
+            worker.close()
+            raise
+        return worker
+
+    def _share(
+        self, worker: Worker, kv_caches: CanonicalKVCaches, *, required: bool = False
+    ) -> None:
+        """Register the KV caches' memory as it is now."""
+        parallel = self.config.parallel
+        shared = share_caches(kv_caches)
+        try:
+            layout = rank_layout(kv_caches, shared, self.config, self._kv_cache_config)
+            self._log_layout(layout, shared.device)
             worker.register(
                 shared.memory,
                 layout,
                 fingerprint(self.config, self._vllm_config, self.options.label),
                 stage=parallel.rank // parallel.tp_size if parallel.pp_size > 1 else 0,
-                required=self.options.required,
+                required=required,
             )
-        except BaseException:
-            worker.close()
-            raise
-        return worker
+        finally:
+            shared.close()
 
     def _log_layout(self, layout: RankLayout, device: str) -> None:
         """Say how large copies are, once for the ranks that have the same layers."""

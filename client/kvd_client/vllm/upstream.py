@@ -10,6 +10,7 @@ import inspect
 
 import vllm
 from vllm.config import VllmConfig
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorTransferResults,
@@ -67,6 +68,11 @@ METHODS: tuple[tuple[type, str, str], ...] = (
     (OffloadingConnectorWorker, "build_connector_worker_meta", ""),
     (OffloadingWorkerMetadata, "mark_completed", "job_id"),
     (OffloadingWorkerMetadata, "aggregate", "other"),
+    # what frees a KV cache and brings it back
+    (SleepModeBackendFactory, "get_backend_class", "name"),
+    (SleepModeBackend, "suspend", "level"),
+    (SleepModeBackend, "resume", "tags"),
+    (SleepModeBackend, "discard", "tags"),
 )
 # Fields of dataclasses that are read or written.
 FIELDS: tuple[tuple[type, str], ...] = (
@@ -112,6 +118,7 @@ def check(*implementations: type) -> None:
         missing = set(fields.split()) - getattr(record, "__dataclass_fields__", {}).keys()
         require(record, *sorted(missing))
     require(_ConnectorMetricName, "ALLOCATION_FAILURE")
+    require(SleepModeBackendFactory, "_registry")
     for kind in implementations:
         if asked := sorted(getattr(kind, "__abstractmethods__", ())):
             raise unsupported(

@@ -6,6 +6,7 @@ failure; nothing raises after the start, whatever happens to the daemon.
 
 import logging
 import time
+from collections.abc import Callable
 
 import torch
 from vllm.v1.kv_offload.base import (
@@ -21,6 +22,8 @@ from kvd_client.vllm.options import Options
 from kvd_proto.errors import ProtoError
 from kvd_proto.messages import HOST
 
+LET_GO_SECONDS = 10.0  # a sleep may wait for copies that are under way
+
 log = logging.getLogger("kvd_client.vllm")
 
 
@@ -33,6 +36,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         group_ids: vLLM's number of each group, in the layout's order.
         blocks_per_chunk: of the layout.
         options: timeouts.
+        share: registers the KV caches' memory as it is when it is called.
     """
 
     def __init__(
@@ -41,11 +45,13 @@ class KvdOffloadingWorker(OffloadingWorker):
         group_ids: tuple[int, ...],
         blocks_per_chunk: int,
         options: Options,
+        share: Callable[[Worker], None],
     ) -> None:
         self.worker = worker
         self._group_ids = group_ids
         self._blocks_per_chunk = blocks_per_chunk
         self._options = options
+        self._share = share
         self._loads: dict[int, float] = {}  # by job: when it is cancelled; infinite afterwards
         self._failed: list[TransferResult] = []
         self._logged: set[str] = set()  # lines about failures
@@ -105,6 +111,30 @@ class KvdOffloadingWorker(OffloadingWorker):
         """
         if self.worker is not None:
             self.worker.wait(job_ids - self._loads.keys(), self._options.preemption_timeout)
+
+    def let_go(self) -> None:
+        """The memory is about to be freed: jobs end, and the daemon has it no more."""
+        if self.worker is None:
+            return
+        try:
+            free = self.worker.unregister(LET_GO_SECONDS)
+        except KvdClientError as error:  # it was shut down
+            log.debug("nothing to let go of: %s", error)
+            return
+        if not free:
+            log.warning(
+                "the daemon did not let go of the KV cache in time; its memory is free once the"
+                " daemon has ended this session"
+            )
+
+    def take_up(self) -> None:
+        """There is memory again: the daemon gets it, when it is there."""
+        if self.worker is None or self.worker.device is not None:
+            return
+        try:
+            self._share(self.worker)
+        except KvdClientError as error:
+            log.error("%s; the engine runs without offload", error)  # noqa: TRY400  # no stack: one sentence
 
     def shutdown(self) -> None:
         """Unregister the memory and end the session."""

@@ -1,0 +1,172 @@
+"""Sleep mode: the daemon has no KV cache that vLLM has freed, and gets the one after it."""
+
+import sys
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from vllm.device_allocator.sleep_mode_backend import (
+    CuMemBackend,
+    SleepModeBackend,
+    SleepModeBackendFactory,
+)
+from vllm.v1.kv_offload.base import LookupResult, make_offload_key
+
+from kvd_client import Worker
+from kvd_client.vllm import KvdOffloadingManager, KvdOffloadingWorker
+from tests.conftest import Daemon
+from tests.vllm.configs import BLOCKS, WholeChunks
+from tests.vllm.test_spec import FACTOR, LOAD, REQUEST, STORE, ended, found, job, make_spec, used
+from tests.waiting import PATIENCE, eventually
+
+NAME = "noted"
+
+
+class NotedBackend(SleepModeBackend):  # type: ignore[misc]  # vLLM has no types here
+    """A sleep mode that frees nothing; it notes what is asked of it, and whether kvd has let go."""
+
+    asked: ClassVar[list[tuple[object, ...]]] = []
+    worker: ClassVar[Worker | None] = None
+
+    def note(self, *what: object) -> None:
+        """See the class."""
+        assert self.worker is not None
+        self.asked.append((*what, self.worker.registered))
+
+    def suspend(self, level: int = 1) -> None:
+        """See vLLM."""
+        self.note("suspend", level)
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        """See vLLM."""
+        self.note("resume", tags)
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """See vLLM."""
+        self.note("discard", tags)
+
+
+@pytest.fixture(autouse=True)
+def backends() -> Iterator[None]:
+    """The factory knows the noted backend, and afterwards what it knew before."""
+    known = SleepModeBackendFactory._registry
+    before = dict(known)
+    SleepModeBackendFactory.register_backend(NAME, __name__, NotedBackend.__name__)
+    NotedBackend.asked.clear()
+    yield
+    known.clear()
+    known.update(before)
+
+
+def sleeping(spec: Any, name: str = NAME, *, sleep: bool = True, cumem: bool = True) -> Any:
+    """The configuration of the spec's engine, with this sleep mode."""
+    config = spec._vllm_config.model_config
+    config.enable_sleep_mode, config.enable_cumem_allocator = sleep, cumem
+    config.sleep_mode_backend = name
+    return config
+
+
+def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
+    tmp_path: Path, daemon: Daemon
+) -> None:
+    """The memory is let go of before it is freed and registered when it is back, not before."""
+    spec, caches = make_spec(tmp_path, daemon.runtime_dir, required=True)
+    config = sleeping(spec)
+    manager, rank = spec.get_manager(), spec.get_worker(caches)
+    assert isinstance(manager, KvdOffloadingManager)
+    assert isinstance(rank, KvdOffloadingWorker)
+    assert rank.worker is not None
+    manager.ranges = WholeChunks(FACTOR)
+    NotedBackend.worker = rank.worker
+    backend = SleepModeBackendFactory.create_backend(config)
+    try:
+        assert manager.scheduler.wait_attached(PATIENCE)
+        keys = [make_offload_key(bytes([n] * 32), 0) for n in range(2)]
+        before = used(caches, 0, range(1, 1 + 2 * FACTOR))
+        output = manager.prepare_store(keys, REQUEST)
+        rank.submit_store(STORE, job(2, 0, 1, 1), output.store_spec)
+        assert ended(rank, STORE)
+        manager.complete_store(keys, REQUEST)
+        eventually(partial(found, manager, keys), {LookupResult.HIT}.issuperset)
+
+        backend.suspend(2)
+        source = manager.prepare_load(keys, REQUEST)
+        rank.submit_load(LOAD, source, job(2, 0, 1, BLOCKS // 2))
+        assert not ended(rank, LOAD)
+        manager.complete_load(keys, REQUEST)
+        registered = []
+        for step in (
+            partial(backend.resume, ["weights"]),
+            partial(backend.resume, ["kv_cache"]),
+            partial(backend.discard, ("weights",)),
+            partial(backend.discard, ("kv_cache",)),
+            backend.resume,
+            rank.take_up,
+        ):
+            step()
+            registered.append(rank.worker.registered)
+        assert registered == [False, True, True, False, True, True]
+        assert NotedBackend.asked == [
+            ("suspend", 2, False),
+            ("resume", ["weights"], False),
+            ("resume", ["kv_cache"], False),
+            ("discard", ("weights",), True),
+            ("discard", ("kv_cache",), False),
+            ("resume", None, False),
+        ]
+
+        assert manager.scheduler.wait_attached(PATIENCE)
+        for tensor in caches.tensors:
+            tensor.tensor.zero_()
+        source = manager.prepare_load(keys, REQUEST)
+        assert not source.missing
+        rank.submit_load(LOAD, source, job(2, 0, 1, BLOCKS // 2))
+        assert ended(rank, LOAD)
+        after = used(caches, 0, range(BLOCKS // 2, BLOCKS // 2 + 2 * FACTOR))
+        assert all(map(torch.equal, before, after))
+    finally:
+        rank.shutdown()
+        manager.shutdown()
+    backend.suspend()
+    backend.resume()
+
+
+def test_a_daemon_that_is_gone_keeps_no_engine_awake(
+    tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is waited for and nothing raised; what has come back is registered later."""
+    spec, caches = make_spec(tmp_path, runtime_dir)
+    config = sleeping(spec)
+    rank = spec.get_worker(caches)
+    assert isinstance(rank, KvdOffloadingWorker)
+    NotedBackend.worker = rank.worker
+    backend = SleepModeBackendFactory.create_backend(config)
+    backend.suspend()
+    backend.resume()
+    assert rank.worker is not None
+    assert rank.worker.device == "host"
+    assert not [line for line in caplog.records if "let go" in line.getMessage()]
+    rank.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("sleep", "cumem", "told"), [(True, True, True), (False, True, True), (False, False, False)]
+)
+def test_vllms_own_backend_is_told_where_memory_can_be_freed(
+    tmp_path: Path, runtime_dir: Path, sleep: bool, cumem: bool, told: bool
+) -> None:
+    """It is the same backend otherwise, under the same name, once for however many engines."""
+    spec, caches = make_spec(tmp_path, runtime_dir)
+    config = sleeping(spec, "cumem", sleep=sleep, cumem=cumem)
+    kinds = []
+    for _ in range(2):
+        spec.get_worker(caches).shutdown()
+        kinds.append(type(SleepModeBackendFactory.create_backend(config)))
+    assert kinds[0] is kinds[1]
+    assert (kinds[0] is CuMemBackend) is not told
+    assert issubclass(kinds[0], CuMemBackend)
+    assert kinds[0].preserves_communicators()
+    assert sys.modules[kinds[0].__module__] is sys.modules[CuMemBackend.__module__]
