@@ -22,6 +22,7 @@ Figures are medians of the rounds.
 
 import argparse
 import datetime as dt
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -31,6 +32,7 @@ import lane_report
 from harness import MIB
 from lane_cases import BEFORE, CALL_NS, FRAGMENTS, NOW, WORKERS, Sides
 from lane_sides import PINNED, ROOT, NoTree, commit, machine, unpack
+from rich import box
 from rich.console import Console
 
 from tests.fakecuda.build import NoCompiler, build
@@ -60,6 +62,11 @@ def main() -> None:
     """Measure, print, write."""
     options = _options()
     console = Console(width=None if sys.stdout.isatty() else 150)
+    if options.show:
+        for table in lane_report.tables(json.loads(options.show.read_text(encoding="utf-8"))):
+            table.box = box.MARKDOWN
+            console.print(table)
+        return
     try:
         result = measure(options, console)
     except NoCompiler as error:
@@ -121,6 +128,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--job-mib", type=int, default=32, help="of a job, but for the bulk ones")
     parser.add_argument("--jobs", type=int, help="of one chunk, in a round")
     parser.add_argument("--idle-seconds", type=float)
+    parser.add_argument("--show", type=Path, help="print a file's tables as Markdown, no more")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "out" / "lane.json")
     options = parser.parse_args()
     for name, value in (QUICK if options.quick else USUAL).items():
