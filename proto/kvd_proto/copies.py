@@ -27,11 +27,14 @@ class Regions:
     storage: int32[regions], index of the rank's storage.
     offset: int64[regions], byte of block 0 in the storage.
     start: int64[regions], byte of a chunk's first page in its slot.
+    first, last: the smallest and the largest start.
     """
 
     storage: npt.NDArray[np.int32]
     offset: npt.NDArray[np.int64]
     start: npt.NDArray[np.int64]
+    first: int
+    last: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +44,14 @@ class Grid:
     memory: int64[runs], bytes from the region's offset.
     arena: int64[runs], bytes from the arena's start without the region's.
     nbytes: int64[runs].
+    longest: the largest of these.
     """
 
     regions: Regions
     memory: npt.NDArray[np.int64]
     arena: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.int64]
+    longest: int
 
     @property
     def columns(self) -> Columns:
@@ -167,7 +172,7 @@ class Copies:
     def longest(self) -> int:
         """Bytes of the longest run; 0 where there is none."""
         if self.grids:
-            return max([int(grid.nbytes.max()) for grid in self.grids])
+            return max([grid.longest for grid in self.grids])
         if self.few:
             return max([run[3] for run in self.runs], default=0)
         return int(self.nbytes.max())

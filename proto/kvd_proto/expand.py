@@ -19,7 +19,7 @@ _Region: TypeAlias = tuple[int, int, int, int, int]
 """Storage, offset and stride in it, page, start in the slot."""
 Turn: TypeAlias = tuple[int, int]
 """World size and rank: of the chunks, only those in slots of this rank's turn."""
-FEW_PAGES = 64  # of a job; above, numpy is faster
+FEW_PAGES = 32  # of a job; above, numpy is faster
 _PLACES = 4096  # blocks of a group, of which places in chunks are known beforehand
 
 
@@ -160,8 +160,8 @@ def _alike(regions: Sequence[_Region]) -> list[_Alike]:
     made = []
     for (stride, page), same in groupby(regions, key=_stride_and_page):
         storage, offset, _, _, start = zip(*same, strict=True)
-        columns = np.array(offset, np.int64), np.array(start, np.int64)
-        made.append(_Alike(Regions(np.array(storage, np.int32), *columns), stride, page))
+        columns = np.array(storage, np.int32), np.array(offset, np.int64), np.array(start, np.int64)
+        made.append(_Alike(Regions(*columns, min(start), max(start)), stride, page))
     return made
 
 
@@ -180,10 +180,10 @@ def _grid(alike: _Alike, ids: Ints, at: Ints, inside: Ints) -> Grid:
     memory, arena = ids * alike.stride, at + inside * page
     follows = (memory[1:] - memory[:-1] == page) & (arena[1:] - arena[:-1] == page)
     if not follows.any():
-        return Grid(alike.regions, memory, arena, np.full(len(ids), page))
+        return Grid(alike.regions, memory, arena, np.full(len(ids), page), page)
     first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
-    blocks = np.diff(first, append=len(ids))
-    return Grid(alike.regions, memory[first], arena[first], blocks * page)
+    nbytes = np.diff(first, append=len(ids)) * page
+    return Grid(alike.regions, memory[first], arena[first], nbytes, int(nbytes.max()))
 
 
 def _regions(layout: RankLayout, group: int) -> list[_Region]:

@@ -1,14 +1,22 @@
-"""A job's runs as the driver takes them: columns of addresses, made once a job."""
+"""A job's runs as the driver takes them: columns of addresses, made once a job.
+
+Most jobs have the same runs in every layer. Then a column is one addition for all of it, and what
+must hold of every run is asked for all layers together.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd.lane.devices.cuda.driver import Addresses
 from kvd.lane.devices.device import Ends, Moves
-from kvd_proto.copies import Copies, Run
+from kvd_proto.copies import Copies, Grid, Run
+
+Ints = npt.NDArray[np.int64]
 
 HOST, DEVICE, NBYTES = range(3)
 _WORD = 8
@@ -71,14 +79,12 @@ class CudaMoves(Moves):
 
     __slots__ = ("_registration", "columns", "needed", "placed")
 
-    def __init__(
-        self, ends: Ends, table: Addresses, registration: npt.NDArray[np.int64], needed: int
-    ) -> None:
+    def __init__(self, ends: Ends, table: Ints, registration: Ints, needed: int) -> None:
         super().__init__(ends)
-        self.columns = Columns(table)
+        self.columns = Columns(table.view(np.uint64))
         self.needed = needed
         self.placed = False
-        self._registration = registration
+        self._registration = registration  # of the first runs; those behind them repeat it
 
     def place(self, where: Addresses) -> None:
         """Make offsets in the pool addresses, once what they need of it is pinned.
@@ -86,8 +92,10 @@ class CudaMoves(Moves):
         Args:
             where: uint64[registrations], what to add to an offset there.
         """
-        self.columns.table[HOST] += where[self._registration]
         self.placed = True
+        if len(self):
+            host = self.columns.table[HOST].reshape(-1, len(self._registration))
+            host += where[self._registration]
 
 
 def prepare(
@@ -97,7 +105,7 @@ def prepare(
     storages: Addresses,
     longest: int,
     registration_bytes: int,
-    filled_with: npt.NDArray[np.int64],
+    filled_with: Ints,
 ) -> CudaMoves:
     """Turn runs into addresses.
 
@@ -109,21 +117,73 @@ def prepare(
         registration_bytes: of one registration of the pool.
         filled_with: int64[registrations]; see FillOrder.
     """
-    if not (copies.few and _is_whole(copies.runs, pool_base, longest, registration_bytes)):
-        copies = copies.shorten(longest).split(registration_bytes, pool_base)
-    storage, offset, arena, nbytes = copies.columns
-    table = np.empty((3, len(nbytes)), np.uint64)
-    in_pool = table[HOST].view(np.int64)
-    np.add(arena, pool_base, out=in_pool)
-    np.add(storages[storage], offset.view(np.uint64), out=table[DEVICE])
+    place = _Place(pool_base, storages.view(np.int64), longest, registration_bytes, filled_with)
+    if len(copies.grids) == 1:
+        made = _of_grid(copies.grids[0], place)
+    elif copies.few:
+        made = _of_few(copies.runs, place)
+    else:
+        made = None
+    return made or _of_columns(copies.shorten(longest).split(registration_bytes, pool_base), place)
+
+
+class _Place(NamedTuple):
+    """The other arguments of `prepare`."""
+
+    base: int
+    storages: Ints
+    longest: int
+    unit: int
+    filled_with: Ints
+
+
+def _of_grid(grid: Grid, place: _Place) -> CudaMoves | None:
+    """The same runs in each region: additions of what differs by region to what differs by run.
+
+    None if one run may have to be cut.
+    """
+    regions, nbytes, unit = grid.regions, grid.nbytes, place.unit
+    begin = grid.arena + (place.base + regions.first)
+    registration = begin // unit
+    end = begin + nbytes
+    end += regions.last - regions.first - 1
+    end //= unit
+    if grid.longest > place.longest or (end != registration).any():
+        return None
+    count, runs = len(regions.start), len(nbytes)
+    table = np.empty((3, count, runs), np.int64)
+    begin -= regions.first
+    np.add(regions.start[:, np.newaxis], begin, out=table[HOST])
+    starts = place.storages[regions.storage] + regions.offset
+    np.add(starts[:, np.newaxis], grid.memory, out=table[DEVICE])
     table[NBYTES] = nbytes
-    registration = in_pool // registration_bytes
-    needed = int(filled_with[registration].max(initial=0))
+    needed = int(place.filled_with[registration].max())
+    return CudaMoves(table[NBYTES].cumsum(), table.reshape(3, -1), registration, needed)
+
+
+def _of_few(runs: Sequence[Run], place: _Place) -> CudaMoves | None:
+    """One by one; None if one run must be cut."""
+    base, storages, longest, unit, filled_with = place
+    host, device, sizes, registration = [], [], [], []
+    for storage, offset, arena, nbytes in runs:
+        number, inside = divmod(base + arena, unit)
+        if nbytes > longest or inside + nbytes > unit:
+            return None
+        registration.append(number)
+        host.append(base + arena)
+        device.append(int(storages[storage]) + offset)
+        sizes.append(nbytes)
+    needed = max([int(filled_with[number]) for number in set(registration)], default=0)
+    table = np.array([host, device, sizes], np.int64)
+    return CudaMoves(list(accumulate(sizes)), table, np.array(registration, np.int64), needed)
+
+
+def _of_columns(copies: Copies, place: _Place) -> CudaMoves:
+    storage, offset, arena, nbytes = copies.columns
+    table = np.empty((3, len(nbytes)), np.int64)
+    np.add(arena, place.base, out=table[HOST])
+    np.add(place.storages[storage], offset, out=table[DEVICE])
+    table[NBYTES] = nbytes
+    registration = table[HOST] // place.unit
+    needed = int(place.filled_with[registration].max(initial=0))
     return CudaMoves(nbytes.cumsum(), table, registration, needed)
-
-
-def _is_whole(runs: Sequence[Run], base: int, longest: int, unit: int) -> bool:
-    """Whether no run must be cut."""
-    return all(
-        nbytes <= longest and (base + arena) % unit + nbytes <= unit for _, _, arena, nbytes in runs
-    )
