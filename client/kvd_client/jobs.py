@@ -178,35 +178,37 @@ class JobTable:
 
     def wait(self, job_ids: Iterable[int], timeout: float) -> frozenset[int]:
         """See `Worker.wait`."""
-        end = time.monotonic() + timeout
-        with self._lock:
-            left = frozenset(job_ids) & self._running.keys()
+        now = time.monotonic()
+        end = now + timeout
         # Most jobs are done before the lane could be asked to hurry.
-        hurry_at: float | None = time.monotonic() + HURRY_SECONDS
+        hurry_at: float | None = now + HURRY_SECONDS
+        left = frozenset(job_ids)
         while True:
             poller = select.poll()
             with self._lock:
                 left &= self._running.keys()
-                self._ask_about_overdue()
-                if hurry_at is not None and time.monotonic() >= hurry_at:
-                    self._tell_lanes(Wait, left)
-                    hurry_at = None
-                self._collect()
-                self._tell()
-                left &= self._running.keys()
+                if not left:
+                    return left
                 for link in {self._running[job].link for job in left}:
                     link.watch(poller)
-            seconds = end - time.monotonic()
-            if not left or seconds <= 0:
-                break
+            seconds = max(0.0, end - now)
             # Another thread may process what this one waits for: look again now and then.
             pause = POLL_SECONDS if hurry_at is None else HURRY_SECONDS
             poller.poll(min(seconds, pause) * 1000)
-        with self._lock:
-            left &= self._running.keys()
-            self._void([job for job in left if self._running[job].is_store], timeout)
-            self._tell()
-            return left & self._running.keys()
+            now = time.monotonic()
+            with self._lock:
+                left &= self._running.keys()
+                self._ask_about_overdue()
+                if hurry_at is not None and now >= hurry_at:
+                    self._tell_lanes(Wait, left)
+                    hurry_at = None
+                self._collect()
+                left &= self._running.keys()
+                if not seconds:
+                    self._void([job for job in left if self._running[job].is_store], timeout)
+                self._tell()
+                if not seconds:
+                    return left & self._running.keys()
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         """Ask for these jobs to be stopped; they still end by themselves."""
