@@ -6,16 +6,20 @@ makes it hold was taken away: test_cuda_rules.py.
 
 import contextlib
 import os
+import tempfile
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from kvd.errors import ImportFailed, LaneError
-from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.driver import Stream
+from kvd.lane.devices.cuda import calibration, driver
+from kvd.lane.devices.cuda.calibration_file import Identity
+from kvd.lane.devices.cuda.driver import Stream, Undo
 from kvd.lane.devices.cuda.moves import HOST, NBYTES, Runs
 from kvd.lane.devices.cuda.options import Options
 from kvd.lane.devices.cuda.pinning import LONGEST_PAUSE, PinnedPool
@@ -78,6 +82,104 @@ def sources_are_read_at_their_turn(rig: CudaRig) -> None:
     rig.driver.set("hold=")
     drain(rig.device)
     np.testing.assert_array_equal(rig.get_pool(0, 4096), pattern(4096, 2))
+
+
+def batches_are_given_the_devices_addresses(rig: CudaRig) -> None:
+    """Pinned memory has another address for the device; batches know only that one."""
+    memory, source = rig.attach(SIZES)
+    rig.put(source, 0, 0, pattern(8192, 1))
+    before = rig.driver.mark
+    rig.submit(1, memory, Direction.STORE, [(0, 0, 0, 4096), (0, 6000, 70000, 1000)])
+    assert drain(rig.device)[1].error == ""
+    rig.submit(2, memory, Direction.LOAD, [(1, 0, 0, 4096), (1, 6000, 70000, 1000)])
+    assert drain(rig.device)[2].error == ""
+    np.testing.assert_array_equal(rig.get(source, 1, 6000, 1000), pattern(8192, 1)[6000:7000])
+    assert rig.driver.calls(before).count(COPY) == 2  # one by one they may have the host's
+
+
+def pieces_of_a_direction_keep_their_order(rig: CudaRig) -> None:
+    """A piece of few runs is enqueued after one of many that is with the direction's thread.
+
+    The other direction's is not.
+    """
+    memory, _ = rig.attach(SIZES)
+    before = rig.driver.mark
+    rig.driver.set(f"hang={COPY}:1")
+    rig.submit(1, memory, Direction.STORE, [(0, at, at, 100) for at in range(0, 5000, 1000)])
+    rig.driver.wait_for("@hang", 1, before)
+    rig.submit(2, memory, Direction.STORE, [(1, 0, 8192, 100)])
+    assert rig.driver.calls(before).count(COPY) == 1
+    rig.submit(3, memory, Direction.LOAD, [(1, 8192, 20000, 100)])
+    assert rig.driver.calls(before).count(COPY) == 2
+    with pytest.raises(LaneError, match="in flight"):
+        rig.device.release_memory(memory)
+    with pytest.raises(LaneError, match="in flight"):
+        rig.device.close()
+    rig.driver.set("unhang=")
+    ends = list(drain(rig.device))
+    assert ends.index(1) < ends.index(2)
+
+
+def an_event_marks_one_piece(rig: CudaRig) -> None:
+    """An event that ends one piece and begins the next is used for a third after both."""
+    memory, _ = rig.attach(SIZES)
+    for number in range(3):
+        rig.submit(number, memory, Direction.STORE, [(0, 0, number * 8192, 100)])
+    assert set(drain(rig.device)) == {0, 1, 2}
+    rig.submit(3, memory, Direction.STORE, [(0, 0, 0, 100)])
+    stream = rig.cuda._flows[Direction.STORE].stream
+    eventually(lambda: driver.is_idle(stream))
+    before = rig.driver.mark
+    rig.driver.set("hold=copies")
+    rig.submit(4, memory, Direction.STORE, [(0, 0, 8192, 100)])
+    rig.driver.wait_for("@held-copy", 1, before)
+    assert [finished.transfer.job for finished in rig.device.progress()] == [3]
+
+
+def a_thread_reports_a_failure_with_its_piece(rig: CudaRig) -> None:
+    """What fails in a direction's thread is the piece's error, told when its first half has ended.
+
+    The thread goes on with the next piece.
+    """
+    memory, source = rig.attach(SIZES)
+    rig.put(source, 1, 0, pattern(4096, 1))
+    rig.driver.set("hold=copies")
+    rig.driver.set("fail=cuMemcpyAsync:3:801")
+    before = rig.driver.mark
+    rig.submit(1, memory, Direction.STORE, [(0, at, at, 100) for at in range(0, 5000, 1000)])
+    rig.submit(2, memory, Direction.STORE, [(1, 0, 8192, 4096)])
+    rig.driver.wait_for("cuMemcpyAsync", 4, before)
+    assert rig.device.progress() == []
+    rig.driver.set("hold=")
+    ended = drain(rig.device)
+    assert "CUDA_ERROR_NOT_SUPPORTED" in ended[1].error
+    assert ended[2].error == ""
+    np.testing.assert_array_equal(rig.get_pool(8192, 4096), pattern(4096, 1))
+
+
+def a_thread_that_hangs_is_given_up(rig: CudaRig) -> None:
+    """A call that does not return, in a direction's thread, ends the lane as a copy that hangs."""
+    memory, _ = rig.attach(SIZES)
+    rig.driver.set(f"hang={COPY}:1")
+    rig.submit(1, memory, Direction.STORE, [(0, 0, 0, 100)])
+    with pytest.raises(LaneError, match="hangs"):
+        drain(rig.device, seconds=3.0)
+    rig.driver.set("unhang=")
+    while rig.device.in_flight:
+        with contextlib.suppress(LaneError):
+            rig.device.progress()
+
+
+def what_was_measured_of_another_driver_is_not_used(rig: CudaRig) -> None:
+    """A file that another driver's lane has kept is measured anew; this driver's is used."""
+    options = Options(kernel_below={})
+    mine = Identity("1", 13000, "cuda:1", "model", 16)
+    with tempfile.TemporaryDirectory() as folder, Undo() as undo:
+        place = Path(folder) / "calibration.json"
+        for identity, measured in ((mine, True), (mine, False), (replace(mine, driver=1), True)):
+            before = rig.driver.mark
+            calibration.choose(0, options, identity, place, undo)
+            assert (rig.driver.calls(before).count(COPY) > 2) == measured
 
 
 def ends_are_reported_after_the_last_byte(rig: CudaRig) -> None:

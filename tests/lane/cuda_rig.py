@@ -52,9 +52,9 @@ class TestDriver:
 
     def reset(self) -> None:
         """No delays, nothing held, no failures."""
-        for text in ("fail=", "unhang=", "hold=", "any=", "seed=", "max_pin=0", "vmm_ranges=1"):
+        switches = ("fail=", "unhang=", "hold=", "any=", "seed=", "max_pin=0", "vmm_ranges=1")
+        for text in (*switches, "elsewhere=1", "driver_version=13000"):
             switch(text)
-        switch("driver_version=13000")
 
 
 def load(fakecuda: FakeCuda, log: Path) -> TestDriver:

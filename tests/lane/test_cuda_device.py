@@ -38,6 +38,7 @@ BACKENDS: dict[str, tuple[int, str, bool, Options]] = {
     "kernel": (3, "any=late", False, by_kernel(3000)),
     "older batches": (4, "driver_version=12080", False, engine_only()),
     "overlapping batches": (5, "driver_version=13010", False, engine_only()),
+    "the host's addresses": (7, "elsewhere=0", False, engine_only()),
     "threads": (6, "any=random", False, engine_only(inline_runs=0)),
 }
 

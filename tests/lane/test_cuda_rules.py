@@ -15,7 +15,15 @@ import pytest
 
 from kvd.errors import LaneError
 from kvd.lane import runner
-from kvd.lane.devices.cuda import copier, driver, flow, move_kernel, pinning
+from kvd.lane.devices.cuda import (
+    calibration_file,
+    copier,
+    driver,
+    feeder,
+    flow,
+    move_kernel,
+    pinning,
+)
 from kvd.lane.devices.cuda.backend import CudaDevice
 from kvd.lane.devices.cuda.driver import Event, Stream
 from kvd.lane.devices.cuda.options import Options
@@ -122,6 +130,30 @@ RULES = [
         checks.sources_are_read_at_their_turn,
         ((driver.BatchCopy, "enqueue", careless_batches()),),
     ),
+    Rule(
+        checks.batches_are_given_the_devices_addresses,
+        ((driver, "device_address", lambda address: address),),
+        before_start=True,
+    ),
+    Rule(
+        checks.pieces_of_a_direction_keep_their_order,
+        ((feeder.Feeder, "idle", True),),
+        checks.engine_only(inline_runs=1),
+    ),
+    Rule(
+        checks.an_event_marks_one_piece,
+        ((flow.Flow, "_begins_next", lambda _self, _end: False),),
+    ),
+    Rule(
+        checks.a_thread_reports_a_failure_with_its_piece,
+        ((flow._Enqueued, "fail", lambda _self, _error: None),),
+        checks.engine_only(inline_runs=0),
+        setting="fail=cuMemcpyBatchAsync:*:801",
+    ),
+    Rule(
+        checks.what_was_measured_of_another_driver_is_not_used,
+        ((calibration_file, "_is_of", lambda _kept, _identity: True),),
+    ),
     Rule(checks.ends_are_reported_after_the_last_byte, record_the_end_first),
     Rule(
         checks.a_half_enqueued_transfer_is_drained,
@@ -180,6 +212,11 @@ RULES = [
         checks.a_device_that_hangs_is_given_up,
         ((CudaDevice, "_check_pulse", lambda _self: None),),
         checks.engine_only(stuck_seconds=0.05),
+    ),
+    Rule(
+        checks.a_thread_that_hangs_is_given_up,
+        ((CudaDevice, "_check_pulse", lambda _self: None),),
+        checks.engine_only(stuck_seconds=0.05, inline_runs=0),
     ),
     Rule(checks.a_store_is_void_when_its_blocks_were_taken_back, (NO_SECOND_LOOK,)),
     Rule(checks.a_load_is_stale_when_its_chunk_was_replaced, (NO_SECOND_LOOK,)),

@@ -65,10 +65,14 @@ def load(path: Path, identity: Identity) -> Calibration | None:
     except msgspec.DecodeError as error:
         _log.warning("%s is not understood (%s): what is fast is measured again", path, error)
         return None
-    if kept.identity != identity:
+    if not _is_of(kept, identity):
         _log.info("%s is of another device, driver or kvd: what is fast is measured again", path)
         return None
     return kept
+
+
+def _is_of(kept: Calibration, identity: Identity) -> bool:
+    return kept.identity == identity
 
 
 def save(path: Path, calibration: Calibration) -> None:

@@ -1,0 +1,140 @@
+"""What the CUDA backend decides without a driver: thresholds, options, lists, the file of both."""
+
+import random
+from collections import deque
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvd.errors import LaneError
+from kvd.lane.devices.cuda.calibration_file import Calibration, Identity, load, path_in, save
+from kvd.lane.devices.cuda.copier import Thresholds
+from kvd.lane.devices.cuda.measuring import COUNTS, LENGTHS, crossover, row
+from kvd.lane.devices.cuda.move_kernel import Ring
+from kvd.lane.devices.cuda.options import Options, read
+from kvd.lane.devices.device import Direction
+
+IDENTITY = Identity("0.1.0", 13010, "cuda:00", "a device", 16)
+FOUND = Calibration(IDENTITY, {Direction.LOAD: [0, 0, 8192], Direction.STORE: []}, any_order=False)
+
+
+@pytest.mark.parametrize("wins", range(len(LENGTHS) + 1))
+def test_the_crossover_is_where_the_kernel_stops_winning(wins: int) -> None:
+    """For each number of lengths at which the kernel wins, and with few of them measured."""
+    asked: list[int] = []
+
+    def kernel_wins(length: int) -> bool:
+        asked.append(length)
+        return LENGTHS.index(length) < wins
+
+    wanted = (0, *LENGTHS[1:], 2 * LENGTHS[-1])[wins]
+    assert crossover(LENGTHS, kernel_wins) == wanted
+    assert len(asked) == len(set(asked)) <= 4
+
+
+def test_numbers_of_runs_between_two_measured_ones_are_as_the_smaller() -> None:
+    """Fewer than the smallest go by the engine, more than the largest as that."""
+    thresholds = Thresholds({Direction.LOAD: row([(4, 8192), (16, 16384)])})
+    found = {count: thresholds.of(Direction.LOAD, count) for count in (0, 1, 3, 4, 15, 16, 9999)}
+    assert found == {0: 0, 1: 0, 3: 0, 4: 8192, 15: 8192, 16: 16384, 9999: 16384}
+    assert thresholds.of(Direction.STORE, 16) == 0
+
+
+def test_what_is_measured_are_powers_of_two() -> None:
+    """So each number of runs has its place in a row."""
+    assert all(count.bit_count() == 1 for count in COUNTS)
+    assert row([(count, count) for count in COUNTS])[-1] == COUNTS[-1]
+
+
+def test_options_are_read_from_a_text() -> None:
+    """Every name, with units; an empty text names none."""
+    assert read("") == Options()
+    text = (
+        "piece=4MiB,bulk=16MiB,flight=128MiB,kernel=8KiB,blocks=12,order=stream,overlap=0,inline=8"
+    )
+    chosen = read(text)
+    assert (chosen.piece_bytes, chosen.bulk_bytes) == (4 * 2**20, 16 * 2**20)
+    assert (chosen.bytes_in_flight, chosen.kernel_blocks) == (128 * 2**20, 12)
+    assert chosen.kernel_below == dict.fromkeys(Direction, 8192)
+    assert (chosen.any_order, chosen.overlap, chosen.inline_runs) == (False, False, 8)
+
+
+@pytest.mark.parametrize(
+    "text", ["bulk", "bulk=", "bulk=16GiB", "bulk=many", "order=both", "blok=1", "overlap=2"]
+)
+def test_an_option_that_there_is_not_is_refused(text: str) -> None:
+    """The error names the item and where the names are."""
+    with pytest.raises(LaneError, match=rf"LANE_CUDA={text}: '{text}' .* {Options.__module__}"):
+        read(text)
+
+
+def test_lists_in_a_ring_never_overlap() -> None:
+    """Whatever is taken while others are in use has room of its own, or there is none."""
+    rng, words = random.Random(1), 100
+    ring, used = Ring(words), deque[tuple[int, int, int]]()
+    refused = 0
+    for _ in range(5000):
+        if used and rng.random() < 0.5:
+            ring.give_back(used.popleft()[2])
+            continue
+        size = rng.randint(1, 40)
+        room = ring.take(size)
+        if room is None:
+            refused += 1
+            assert used
+            continue
+        at, taken = room
+        assert 0 <= at <= words - size
+        assert all(at + size <= begin or end <= at for begin, end, _ in used)
+        used.append((at, at + size, taken))
+    assert refused
+
+
+def test_what_was_measured_is_kept(tmp_path: Path) -> None:
+    """Read as it was written, and nothing else lies there."""
+    place = path_in(tmp_path, "cuda:00")
+    assert load(place, IDENTITY) is None
+    save(place, FOUND)
+    assert load(place, IDENTITY) == FOUND
+    assert [path.name for path in tmp_path.iterdir()] == ["calibration-cuda-00.json"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"kvd": "0.2.0"}, {"driver": 13000}, {"device": "cuda:01"}, {"model": "x"}, {"blocks": 8}],
+    ids=str,
+)
+def test_what_was_measured_of_something_else_is_measured_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, object]
+) -> None:
+    """Another kvd, driver, device or kernel: a line says so."""
+    place = path_in(tmp_path, "cuda:00")
+    save(place, FOUND)
+    caplog.set_level("INFO")
+    assert load(place, replace(IDENTITY, **change)) is None
+    (record,) = caplog.records
+    assert "is of another device, driver or kvd" in record.getMessage()
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b'{"identity": 1', b"\xff"], ids=repr)
+def test_a_file_that_is_not_understood_is_measured_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, data: bytes
+) -> None:
+    """One line, and the next measurement is kept over it."""
+    place = path_in(tmp_path, "cuda:00")
+    place.write_bytes(data)
+    assert load(place, IDENTITY) is None
+    (record,) = caplog.records
+    assert "is not understood" in record.getMessage()
+    save(place, FOUND)
+    assert load(place, IDENTITY) == FOUND
+
+
+def test_a_folder_that_cannot_be_written_costs_a_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The lane serves, and the next one measures again."""
+    save(path_in(tmp_path / "gone", "cuda:00"), FOUND)
+    (record,) = caplog.records
+    assert "cannot be written" in record.getMessage()
