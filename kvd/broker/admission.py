@@ -96,7 +96,9 @@ def check_names(code: ErrorCode, names: Mapping[str, str]) -> None:
 def names_of(message: Register) -> dict[str, str]:
     """Return every name in a registration, by its field."""
     names = {"device": message.device}
-    names |= {f"group {i}, kind": group.kind for i, group in enumerate(message.layout.groups)}
+    for number, group in enumerate(message.layout.groups):
+        names[f"group {number}, kind"] = group.kind
+        names[f"group {number}, contents"] = group.contents
     return names | {
         f"fingerprint.{field}": getattr(message.fingerprint, field)
         for field in message.fingerprint.__struct_fields__

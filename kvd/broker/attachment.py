@@ -157,6 +157,7 @@ def _shape(layout: RankLayout) -> list[Any]:
         layout.slot_bytes,
         layout.kinds,
         layout.pages,
+        layout.contents,
     ]
 
 

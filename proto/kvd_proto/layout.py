@@ -79,12 +79,15 @@ class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
     block_size: tokens of a block; a multiple of the layout's hash_block_size.
     kind: any word, `full` for attention to all tokens; engines share chunks where it is equal.
     sliding_window: tokens that attention looks back; nil: all.
+    contents: any word for what the refs' bytes are, in their order; ranks of one stage have the
+    same, and engines share chunks where it is equal.
     """
 
     refs: Annotated[tuple[TensorRef, ...], Meta(max_length=MAX_REFS)]
     block_size: Annotated[int, COUNT]
     kind: str = "full"
     sliding_window: Annotated[int, COUNT] | None = None
+    contents: str = ""
 
 
 class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
@@ -117,6 +120,11 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     def pages(self) -> bytes:
         """Digest of the groups' page sizes: equal for all ranks of a pipeline stage."""
         return _digest(_page_sizes(self))
+
+    @cached_property
+    def contents(self) -> bytes:
+        """Digest of the groups' contents: equal for all ranks of a pipeline stage."""
+        return _digest(_contents(self))
 
     @cached_property
     def used_bytes(self) -> int:
@@ -169,6 +177,10 @@ def _kinds(layout: RankLayout) -> list[list[Any]]:
 
 def _page_sizes(layout: RankLayout) -> list[list[int]]:
     return [[ref.page_bytes for ref in group.refs] for group in layout.groups]
+
+
+def _contents(layout: RankLayout) -> list[str]:
+    return [group.contents for group in layout.groups]
 
 
 def validate_layout(layout: RankLayout) -> None:
@@ -259,8 +271,8 @@ def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) 
     """Check that the ranks of one engine agree.
 
     All ranks must have the same num_blocks, factors and groups; ranks of one
-    pipeline stage also the same page sizes (other stages hold other layers,
-    and so cannot hold replicas of each other's shares).
+    pipeline stage also the same page sizes and contents (other stages hold other
+    layers, and so cannot hold replicas of each other's shares).
 
     Raises:
         LayoutError: naming the odd rank and both figures.
@@ -277,6 +289,7 @@ def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) 
     for stage in sorted(set(of.values())):
         members = {rank: layout for rank, layout in layouts.items() if of[rank] == stage}
         _agree(f"page sizes (stage {stage})", members, attrgetter("pages"), _page_sizes)
+        _agree(f"contents (stage {stage})", members, attrgetter("contents"), _contents)
         _agree(f"bytes per chunk (stage {stage})", members, attrgetter("slot_bytes"))
 
 

@@ -271,13 +271,15 @@ def test_ranks_of_one_engine_agree_on_being_temporary() -> None:
 
 
 def test_engines_that_do_not_share_have_namespaces_of_their_own() -> None:
-    """Model, shape and world size count, being temporary, and the user where users do not share."""
+    """Model, shape, contents and world size count, being temporary, and users who do not share."""
     lasting = register()
+    ordered = replace(lasting.layout.groups[0], contents="layer 1, layer 0")
     others = [
         lasting,
         replace(lasting, temporary=True),
         replace(lasting, fingerprint=Fingerprint(model="another")),
         replace(lasting, layout=replace(lasting.layout, blocks_per_chunk=4)),
+        replace(lasting, layout=replace(lasting.layout, groups=(ordered,))),
         register(layers=2),
         register(world_size=1),
     ]

@@ -254,6 +254,10 @@ def test_every_region_lies_inside_the_slot(
             {"groups": (GroupSpec((TensorRef(0, 2048), TensorRef(1, 4096)), 16),)},
             "page sizes (stage 0) = [[2048, 4096]]",
         ),
+        (
+            {"groups": (GroupSpec(dense().groups[0].refs, 16, contents="heads first"),)},
+            "contents (stage 0) = ['heads first']",
+        ),
         ({"storages": (4096 * 10, 4096 * 10)}, "bytes per chunk (stage 0) = 20480"),
     ],
 )

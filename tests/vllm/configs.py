@@ -1,7 +1,7 @@
 """vLLM's own configuration objects, without an engine: what the connector's parts are given."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -18,7 +17,6 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
     SlidingWindowSpec,
 )
-from vllm.v1.kv_offload.base import CanonicalKVCaches
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
 
@@ -122,19 +120,18 @@ def configured(
     return vllm_config, kv_cache_config, build_offloading_config(vllm_config, kv_cache_config)
 
 
-def canonical(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> CanonicalKVCaches:
-    """The KV cache, allocated by vLLM and handed over as vLLM hands it to a rank's worker.
+def allocated(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> dict[str, torch.Tensor]:
+    """The KV cache, allocated by vLLM, as it hands it to a rank's connector: by layer.
 
     Every byte is random.
     """
     layout = vllm_config.cache_config.get_resolved_kv_cache_layout()
-    layers = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
-    given: list[CanonicalKVCaches] = []
-    spec = SimpleNamespace(
-        replicated_layout=False, config=SimpleNamespace(), get_worker=given.append
-    )
-    OffloadingConnectorWorker(spec, vllm_config, kv_cache_config).register_kv_caches(layers)
-    (caches,) = given
-    storage = caches.tensors[0].tensor.untyped_storage()
-    torch.tensor([], dtype=torch.int8).set_(storage).random_(-128, 128)
-    return caches
+    views: dict[str, torch.Tensor] = allocate_kv_cache(kv_cache_config, torch.device("cpu"), layout)
+    whole(views).random_(-128, 128)
+    return views
+
+
+def whole(views: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Every byte of the KV cache, in place."""
+    storage = next(iter(views.values())).untyped_storage()
+    return torch.empty(0, dtype=torch.int8).set_(storage)

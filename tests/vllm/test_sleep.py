@@ -16,10 +16,11 @@ from vllm.device_allocator.sleep_mode_backend import (
 from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 
 from kvd_client import Worker
-from kvd_client.vllm import KvdOffloadingManager, KvdOffloadingWorker
+from kvd_client.vllm import KvdOffloadingManager
 from tests.conftest import Daemon
-from tests.vllm.configs import BLOCKS, WholeChunks
-from tests.vllm.test_spec import FACTOR, LOAD, REQUEST, STORE, ended, found, job, make_spec, used
+from tests.vllm.configs import BLOCKS, WholeChunks, whole
+from tests.vllm.moving import pages
+from tests.vllm.test_spec import FACTOR, LOAD, REQUEST, STORE, ended, found, job, make_spec
 from tests.waiting import PATIENCE, eventually
 
 NAME = "noted"
@@ -73,11 +74,10 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
     tmp_path: Path, daemon: Daemon
 ) -> None:
     """The memory is let go of before it is freed and registered when it is back, not before."""
-    spec, caches = make_spec(tmp_path, daemon.runtime_dir, required=True)
+    spec, views = make_spec(tmp_path, daemon.runtime_dir, required=True)
     config = sleeping(spec)
-    manager, rank = spec.get_manager(), spec.get_worker(caches)
+    manager, rank = spec.get_manager(), spec.serve(views)
     assert isinstance(manager, KvdOffloadingManager)
-    assert isinstance(rank, KvdOffloadingWorker)
     assert rank.worker is not None
     manager.ranges = WholeChunks(FACTOR)
     NotedBackend.worker = rank.worker
@@ -85,7 +85,7 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
     try:
         assert manager.scheduler.wait_attached(PATIENCE)
         keys = [make_offload_key(bytes([n] * 32), 0) for n in range(2)]
-        before = used(caches, 0, range(1, 1 + 2 * FACTOR))
+        before = pages(views, [*views], [*range(1, 1 + 2 * FACTOR)], BLOCKS)
         output = manager.prepare_store(keys, REQUEST)
         rank.submit_store(STORE, job(2, 0, 1, 1), output.store_spec)
         assert ended(rank, STORE)
@@ -119,13 +119,12 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
         ]
 
         assert manager.scheduler.wait_attached(PATIENCE)
-        for tensor in caches.tensors:
-            tensor.tensor.zero_()
+        whole(views).zero_()
         source = manager.prepare_load(keys, REQUEST)
         assert not source.missing
         rank.submit_load(LOAD, source, job(2, 0, 1, BLOCKS // 2))
         assert ended(rank, LOAD)
-        after = used(caches, 0, range(BLOCKS // 2, BLOCKS // 2 + 2 * FACTOR))
+        after = pages(views, [*views], [*range(BLOCKS // 2, BLOCKS // 2 + 2 * FACTOR)], BLOCKS)
         assert all(map(torch.equal, before, after))
     finally:
         rank.shutdown()
@@ -138,10 +137,9 @@ def test_a_daemon_that_is_gone_keeps_no_engine_awake(
     tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is waited for and nothing raised; what has come back is registered later."""
-    spec, caches = make_spec(tmp_path, runtime_dir)
+    spec, views = make_spec(tmp_path, runtime_dir)
     config = sleeping(spec)
-    rank = spec.get_worker(caches)
-    assert isinstance(rank, KvdOffloadingWorker)
+    rank = spec.serve(views)
     NotedBackend.worker = rank.worker
     backend = SleepModeBackendFactory.create_backend(config)
     backend.suspend()
@@ -159,11 +157,11 @@ def test_vllms_own_backend_is_told_where_memory_can_be_freed(
     tmp_path: Path, runtime_dir: Path, sleep: bool, cumem: bool, told: bool
 ) -> None:
     """It is the same backend otherwise, under the same name, once for however many engines."""
-    spec, caches = make_spec(tmp_path, runtime_dir)
+    spec, views = make_spec(tmp_path, runtime_dir)
     config = sleeping(spec, "cumem", sleep=sleep, cumem=cumem)
     kinds = []
     for _ in range(2):
-        spec.get_worker(caches).shutdown()
+        spec.serve(views).shutdown()
         kinds.append(type(SleepModeBackendFactory.create_backend(config)))
     assert kinds[0] is kinds[1]
     assert (kinds[0] is CuMemBackend) is not told

@@ -25,18 +25,21 @@ from kvd_client.vllm import (
     KvdOffloadingManager,
     KvdOffloadingSpec,
     KvdOffloadingWorker,
+    OptionsError,
 )
 from tests.conftest import Daemon
 from tests.vllm.configs import (
     BLOCKS,
     PAGE,
     WholeChunks,
-    canonical,
+    allocated,
     configured,
     full,
     latent,
+    whole,
     window,
 )
+from tests.vllm.moving import pages
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 FACTOR = 2
@@ -46,15 +49,15 @@ STORE, LOAD = 1, 2
 
 def make_spec(
     folder: Path, runtime_dir: Path, *groups: KVCacheGroupSpec, layout: str = "LBHNC", **extra: Any
-) -> tuple[KvdOffloadingSpec, CanonicalKVCaches]:
-    """A spec as the connector makes it, and the KV cache that vLLM hands over."""
+) -> tuple[KvdOffloadingSpec, dict[str, torch.Tensor]]:
+    """A spec as the connector makes it, and the KV cache that vLLM hands over, by layer."""
     settings = {"runtime_dir": str(runtime_dir), "blocks_per_chunk": FACTOR, "deadline": DEADLINE}
     settings |= extra
     vllm_config, kv_cache_config, config = configured(
         folder, *groups, extra=settings, layout=layout
     )
     spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
-    return spec, canonical(vllm_config, kv_cache_config)
+    return spec, allocated(vllm_config, kv_cache_config)
 
 
 def job(count: int, group: int, groups: int, first: int) -> GPULoadStoreSpec:
@@ -71,15 +74,6 @@ def ended(worker: KvdOffloadingWorker, job_id: int) -> bool:
     (result,) = worker.get_finished()
     assert result.job_id == job_id
     return bool(result.success)
-
-
-def used(caches: CanonicalKVCaches, group: int, blocks: Sequence[int]) -> list[torch.Tensor]:
-    """The bytes of these blocks that the group's layers use, copied."""
-    return [
-        caches.tensors[ref.tensor_idx].tensor[block, : ref.page_size_bytes].clone()
-        for ref in caches.group_data_refs[group]
-        for block in blocks
-    ]
 
 
 def found(manager: KvdOffloadingManager, keys: Sequence[OffloadKey]) -> list[LookupResult]:
@@ -103,20 +97,19 @@ def test_every_byte_comes_back_whatever_the_layout(
     tmp_path: Path, daemon: Daemon, groups: list[KVCacheGroupSpec], layout: str
 ) -> None:
     """What each group stored is loaded into other blocks, through manager, daemon and worker."""
-    spec, caches = make_spec(tmp_path, daemon.runtime_dir, *groups, layout=layout, required=True)
+    spec, views = make_spec(tmp_path, daemon.runtime_dir, *groups, layout=layout, required=True)
     with ExitStack() as ends:
-        manager, worker = spec.get_manager(), spec.get_worker(caches)
+        manager, worker = spec.get_manager(), spec.serve(views)
         ends.callback(manager.shutdown)
         ends.callback(worker.shutdown)
         assert isinstance(manager, KvdOffloadingManager)
         manager.ranges = WholeChunks(FACTOR)
-        assert isinstance(worker, KvdOffloadingWorker)
         assert manager.scheduler.wait_attached(PATIENCE)
-        for group in range(len(groups)):
+        for group, layers in enumerate(group.layer_names for group in groups):
             keys = [make_offload_key(bytes([group, n] * 16), group) for n in range(2)]
             output = manager.prepare_store(keys, REQUEST)
             assert output.keys_to_store == keys
-            before = used(caches, group, range(1, 1 + 2 * FACTOR))
+            before = pages(views, layers, [*range(1, 1 + 2 * FACTOR)], BLOCKS)
             worker.submit_store(STORE, job(2, group, len(groups), 1), output.store_spec)
             assert ended(worker, STORE)
             manager.complete_store(keys, REQUEST)
@@ -126,7 +119,7 @@ def test_every_byte_comes_back_whatever_the_layout(
             worker.submit_load(LOAD, source, job(2, group, len(groups), BLOCKS // 2))
             assert ended(worker, LOAD)
             manager.complete_load(keys, REQUEST)
-            after = used(caches, group, range(BLOCKS // 2, BLOCKS // 2 + 2 * FACTOR))
+            after = pages(views, layers, [*range(BLOCKS // 2, BLOCKS // 2 + 2 * FACTOR)], BLOCKS)
             assert all(map(torch.equal, before, after))
 
 
@@ -137,28 +130,34 @@ def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
 
     With required=true the same sentence ends the start.
     """
-    spec, caches = make_spec(tmp_path, daemon.runtime_dir)
-    caches.tensors[0].tensor.untyped_storage().share_memory_()
-    worker = spec.get_worker(caches)
+    spec, views = make_spec(tmp_path, daemon.runtime_dir)
+    whole(views).untyped_storage().share_memory_()
+    worker = spec.serve(views)
     (line,) = [record for record in caplog.records if record.name == "kvd_client.vllm"]
     assert line.levelno == logging.ERROR
     assert "share tensors with kvd before share_memory_()" in line.getMessage()
     assert line.getMessage().endswith("; the engine runs without offload")
     assert "\n" not in line.getMessage()
-    assert isinstance(worker, KvdOffloadingWorker)
     assert worker.worker is None
     spec.options = msgspec.structs.replace(spec.options, required=True)
     with pytest.raises(UnsupportedMemory, match="before share_memory_"):
-        spec.get_worker(caches)
+        spec.serve(views)
 
 
 def test_an_absent_daemon_stops_an_engine_that_requires_it(
     tmp_path: Path, runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With required=true the start waits for a daemon, and ends with what to do."""
-    spec, caches = make_spec(tmp_path, runtime_dir, required=True)
+    spec, views = make_spec(tmp_path, runtime_dir, required=True)
     defaults = Worker.register.__kwdefaults__
     assert defaults is not None
     monkeypatch.setitem(defaults, "timeout", 0.2)  # seconds instead of half a minute
     with pytest.raises(Unavailable, match="is `kvd serve` running there"):
-        spec.get_worker(caches)
+        spec.serve(views)
+
+
+def test_vllms_own_view_of_the_memory_is_not_taken(tmp_path: Path, runtime_dir: Path) -> None:
+    """It is of whole blocks and padded pages; kvd's connector hands over the layers' views."""
+    spec, _ = make_spec(tmp_path, runtime_dir)
+    with pytest.raises(OptionsError, match="works with kvd's connector only"):
+        spec.get_worker(CanonicalKVCaches([], []))

@@ -9,6 +9,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -75,12 +76,22 @@ class KvdWorkerMetadata(OffloadingWorkerMetadata):
 class KvdConnectorWorker(OffloadingConnectorWorker):
     """vLLM's half of the connector in a rank, for jobs that may fail."""
 
+    spec: KvdOffloadingSpec
+
     def __init__(
         self, spec: KvdOffloadingSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(spec, vllm_config, kv_cache_config)
         require(self, "worker", "_load_jobs", "_connector_worker_meta")
         self._connector_worker_meta = KvdWorkerMetadata()
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Register the layers' views as they are.
+
+        vLLM's own way takes a state's padded page for the distance of its blocks, and whole blocks
+        for the pages of every group where blocks hold all layers.
+        """
+        self.worker = self.spec.serve(kv_caches)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Collect the ended jobs; a failed load is both finished and failed."""

@@ -1,9 +1,11 @@
 """What vLLM's offloading logic gets: a manager for the scheduler, a worker for a rank."""
 
 import logging
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
@@ -18,7 +20,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvd_client import KvdClientError, RankLayout, Scheduler, Worker
 from kvd_client.vllm import metrics
 from kvd_client.vllm.identity import fingerprint
-from kvd_client.vllm.layout import rank_layout, share_caches
+from kvd_client.vllm.layout import share_caches
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import OptionsError, read_options
 from kvd_client.vllm.sleep import tell
@@ -28,6 +30,11 @@ from kvd_client.vllm.worker import KvdOffloadingWorker
 from kvd_proto.messages import HOST
 
 log = logging.getLogger("kvd_client.vllm")
+
+_OWN_CONNECTOR = (
+    "KvdOffloadingSpec works with kvd's connector only, for OffloadingConnector stops the engine"
+    ' when a job fails; use kv_connector="KvdConnector"'
+)
 
 
 class KvdOffloadingSpec(OffloadingSpec):
@@ -58,10 +65,7 @@ class KvdOffloadingSpec(OffloadingSpec):
     ) -> None:
         super().__init__(config)
         if vllm_config is None or kv_cache_config is None:
-            raise OptionsError(
-                "KvdOffloadingSpec works with kvd's connector only, for OffloadingConnector stops"
-                ' the engine when a job fails; use kv_connector="KvdConnector"'
-            )
+            raise OptionsError(_OWN_CONNECTOR)
         self.options = read_options(self.extra_config)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
@@ -87,13 +91,21 @@ class KvdOffloadingSpec(OffloadingSpec):
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return a rank's side. The KV caches' memory is shared with the daemon, in place.
+        """Not used: kvd's connector hands over the layers' views, see `serve`."""
+        del kv_caches
+        raise OptionsError(_OWN_CONNECTOR)
+
+    def serve(self, views: Mapping[str, torch.Tensor]) -> KvdOffloadingWorker:
+        """Return a rank's side. The KV cache's memory is shared with the daemon, in place.
+
+        Args:
+            views: of each layer's pages, as vLLM hands them to a connector.
 
         Raises:
             KvdClientError: with `required`, where the daemon is absent or cannot serve this memory.
         """
         try:
-            worker = self._register(kv_caches)
+            worker = self._register(views)
         except KvdClientError as error:
             if self.options.required:
                 raise
@@ -104,12 +116,12 @@ class KvdOffloadingSpec(OffloadingSpec):
             tuple(group.group_id for group in self.config.groups),
             self.config.cache.blocks_per_chunk,
             self.options,
-            share=partial(self._share, kv_caches=kv_caches),
+            share=partial(self._share, views=views),
         )
         tell(rank, self._vllm_config.model_config)
         return rank
 
-    def _register(self, kv_caches: CanonicalKVCaches) -> Worker:
+    def _register(self, views: Mapping[str, torch.Tensor]) -> Worker:
         parallel = self.config.parallel
         worker = Worker(
             self.options.runtime_dir,
@@ -120,20 +132,19 @@ class KvdOffloadingSpec(OffloadingSpec):
             job_timeout=self.options.store_timeout,
         )
         try:
-            self._share(worker, kv_caches, required=self.options.required)
+            self._share(worker, views, required=self.options.required)
         except BaseException:
             worker.close()
             raise
         return worker
 
     def _share(
-        self, worker: Worker, kv_caches: CanonicalKVCaches, *, required: bool = False
+        self, worker: Worker, views: Mapping[str, torch.Tensor], *, required: bool = False
     ) -> None:
         """Register the KV caches' memory as it is now."""
         parallel = self.config.parallel
-        shared = share_caches(kv_caches)
+        shared, layout = share_caches(views, self.config, self._kv_cache_config)
         try:
-            layout = rank_layout(kv_caches, shared, self.config, self._kv_cache_config)
             self._log_layout(layout, shared.device)
             worker.register(
                 shared.memory,

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor, UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
 
@@ -66,6 +67,7 @@ METHODS: tuple[tuple[type, str, str], ...] = (
     (OffloadingConnectorScheduler, "update_connector_output", "connector_output"),
     (OffloadingConnectorWorker, "__init__", "spec vllm_config kv_cache_config"),
     (OffloadingConnectorWorker, "build_connector_worker_meta", ""),
+    (OffloadingConnectorWorker, "register_kv_caches", "kv_caches"),
     (OffloadingWorkerMetadata, "mark_completed", "job_id"),
     (OffloadingWorkerMetadata, "aggregate", "other"),
     # what frees a KV cache and brings it back
@@ -84,6 +86,10 @@ FIELDS: tuple[tuple[type, str], ...] = (
     (SchedulerOutput, "finished_req_ids"),
     (KVConnectorOutput, "kv_connector_worker_meta failed_recving"),
     (KVConnectorTransferResults, "finished_recving failed_recving"),
+    # where each layer's pages lie
+    (KVCacheConfig, "num_blocks kv_cache_tensors kv_cache_groups"),
+    (KVCacheTensor, "layers offset layer_stride block_stride host_resident"),
+    (UniformTypeKVCacheSpecs, "kv_cache_specs"),
 )
 # Of the offloading configuration of a group, and of the whole.
 GROUP = (
