@@ -3,14 +3,14 @@
 import ast
 import json
 import re
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import vllm.v1.attention.backends as backends_package
-from vllm.config import CacheConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, ParallelConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.model_executor.models import ModelRegistry
 from vllm.platforms.interface import Platform
 from vllm.v1.attention.backend import MultipleOf
@@ -31,7 +31,8 @@ from vllm.v1.kv_offload.cpu.swap_blocks_triton import THRESHOLD_BYTES
 from docs import generate_models
 from kvd.plan.fragments import BLOCKS, HEADS_OUTSIDE, PAGES, SMALL_BYTES
 from kvd.plan.model import Model, read_model
-from tests.vllm.configs import engine_config
+from kvd_client.vllm.layout import share_caches
+from tests.vllm.configs import allocated, engine_config
 
 MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))
 ARCHITECTURES = {"qwen3_next": "Qwen3NextForCausalLM", "nemotron_h": "NemotronHForCausalLM"}
@@ -95,6 +96,11 @@ def with_states(
         parallel_config=ParallelConfig(
             tensor_parallel_size=ranks, distributed_executor_backend="mp"
         ),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="KvdConnector",
+            kv_connector_module_path="kvd_client.vllm",
+            kv_role="kv_both",
+        ),
     )
     cache = config.cache_config
     if "mamba_ssm_cache_dtype" not in model["config"]:
@@ -122,33 +128,26 @@ def placed(config: VllmConfig, specs: dict[str, KVCacheSpec]) -> KVCacheConfig:
     return get_kv_cache_config_from_groups(config, groups, available_memory=0)
 
 
-def runs(cache: KVCacheConfig, group: int) -> list[int]:
-    """Bytes of each run of block 1 of a group, by where vLLM puts the group's pages."""
-    names = set(cache.kv_cache_groups[group].layer_names)
-    spec = cache.kv_cache_groups[group].kv_cache_spec
-    pages = sorted(
-        tensor.offset + index * tensor.layer_stride + tensor.block_stride
-        for tensor in cache.kv_cache_tensors
-        for index, name in enumerate(tensor.layers)
-        if name in names
-    )
-    used, page = spec.real_page_size_bytes, spec.page_size_bytes
-    if {after - before for before, after in pairwise(pages)} == {page}:
-        return [(len(pages) - 1) * page + used]
-    return [used] * len(pages)
+def registered(config: VllmConfig, cache: KVCacheConfig) -> list[list[int]]:
+    """Bytes of a block's fragments, for each group, as a rank registers them."""
+    offloading = build_offloading_config(config, cache)
+    shared, layout = share_caches(allocated(config, cache), offloading, cache)
+    shared.close()
+    return [[ref.page_bytes for ref in group.refs] for group in layout.groups]
 
 
-def check(model: dict[str, Any], ranks: int, cache: KVCacheConfig, layout: str) -> None:
+def check(model: dict[str, Any], ranks: int, config: VllmConfig, cache: KVCacheConfig) -> None:
     """Compare groups, pages and fragments with those of the plan."""
     plan = generate_models.planned(model, ranks)
+    layout = config.cache_config.get_resolved_kv_cache_layout().name
     found = [
         (
             len(group.layer_names),
             group.kv_cache_spec.block_size,
             group.kv_cache_spec.page_size_bytes,
-            runs(cache, index),
+            fragments,
         )
-        for index, group in enumerate(cache.kv_cache_groups)
+        for group, fragments in zip(cache.kv_cache_groups, registered(config, cache), strict=True)
     ]
     told = [
         (group.layers, plan.block_size, group.page_bytes, [item.nbytes] * item.per_block)
@@ -158,7 +157,7 @@ def check(model: dict[str, Any], ranks: int, cache: KVCacheConfig, layout: str) 
     assert sorted(found) == sorted(told)
 
 
-@pytest.mark.parametrize("layout", [*PAGES, "BLHNC", "BLNHC"])
+@pytest.mark.parametrize("layout", [*PAGES, *BLOCKS, *HEADS_OUTSIDE])
 @pytest.mark.parametrize("model", PURE, ids=[model["name"] for model in PURE])
 def test_groups_and_fragments_are_those_of_vllm(
     model: dict[str, Any], layout: str, tmp_path: Path
@@ -166,7 +165,8 @@ def test_groups_and_fragments_are_those_of_vllm(
     """Groups and pages are as the engine makes them, and lie where the plan says."""
     for ranks in model["tensor_parallel"]:
         specs = attention_specs(read_model(model["config"]), ranks, model["block_size"])
-        check(model, ranks, placed(engine_config(tmp_path, layout=layout), specs), layout)
+        config = engine_config(tmp_path, layout=layout)
+        check(model, ranks, config, placed(config, specs))
 
 
 @pytest.mark.parametrize("model", WITH_STATES, ids=[model["name"] for model in WITH_STATES])
@@ -176,7 +176,7 @@ def test_states_and_blocks_are_those_of_vllm(model: dict[str, Any], tmp_path: Pa
         config, specs = with_states(model, ranks, tmp_path)
         for layout in ("LBHNC", "BLHNC"):
             config.cache_config.kv_cache_layout = layout
-            check(model, ranks, placed(config, specs), layout)
+            check(model, ranks, config, placed(config, specs))
 
 
 def test_the_layouts_are_those_that_vllm_has() -> None:
