@@ -36,10 +36,6 @@ Reply = Callable[[Message], None]
 """Sends the answer to one request; never waits."""
 
 
-def _nothing() -> Indices:
-    return np.empty(0, np.intp)
-
-
 @dataclass(eq=False, slots=True, kw_only=True)
 class LaneJob(Queued):
     """A job that has not ended, or just has.
@@ -73,7 +69,7 @@ class LaneJob(Queued):
     direction: Direction = field(init=False)
     _chunks: Chunks | None = None
     _own: Sequence[int] = ()
-    _index: Indices = field(default_factory=_nothing)
+    _index: Indices | None = None
     _good: bytes = b""
 
     def __post_init__(self) -> None:
@@ -87,7 +83,6 @@ class LaneJob(Queued):
             self._chunks = blocks.chunks(factor)
             slots = self._chunks.slots
             self._own = range(len(slots)) if self.load else own_chunks(self.worker, slots)
-            self._index = _index_of(self._chunks, self._own)
         return self._chunks
 
     @property
@@ -123,6 +118,8 @@ class LaneJob(Queued):
         if self.void:
             return JobStatus.VOID, VOID_TEXT
         binding, chunks = self.binding, self.chunks
+        if self._index is None:
+            self._index = _index_of(chunks, self._own)
         heads = binding.directory.heads(self._index)
         if heads == self._good:  # as it was when it was found to be good
             return None

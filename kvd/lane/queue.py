@@ -73,9 +73,7 @@ _TIER_OF = {urgency: tier for tier, members in enumerate(_TIERS) for urgency in 
 class _Engine(Generic[J]):
     """One engine's jobs, in lines by urgency, worker and direction; counts of those not started."""
 
-    lines: tuple[dict[_Whose, _Line[J]], ...] = field(
-        default_factory=lambda: tuple({} for _ in Urgency)
-    )
+    lines: tuple[dict[_Whose, _Line[J]], ...] = field(default_factory=lambda: ({}, {}, {}))
     jobs: int = 0
     nbytes: int = 0
     loads: int = 0
@@ -101,7 +99,11 @@ class _Engine(Generic[J]):
 
     def waits(self, load: bool, before: Urgency | None = None) -> bool:
         """Whether there is a load, or a store; more urgent than `before` where that is given."""
-        return any(one == load for lines in self.lines[:before] for _, one in lines)
+        for lines in self.lines[:before]:
+            for _, one in lines:
+                if one == load:
+                    return True
+        return False
 
     def oldest_store(self) -> J | None:
         """The oldest store that is not waited for and has not started."""
@@ -176,10 +178,10 @@ class JobQueue(Generic[J]):
 
         Those are any jobs of other engines, and more urgent ones of its own.
         """
-        return any(
-            mine.waits(job.load, job.urgency if engine == job.engine else None)
-            for engine, mine in self._engines.items()
-        )
+        for engine, mine in self._engines.items():
+            if mine.waits(job.load, job.urgency if engine == job.engine else None):
+                return True
+        return False
 
     def start(self, job: J) -> None:
         """Note that a job has started: it no longer counts against the bounds and is never shed."""

@@ -23,6 +23,7 @@ Integers: TypeAlias = Iterable[int] | npt.NDArray[Any]
 DType = Literal["u1", "u2", "u4", "u8"]
 _TYPECODES: dict[DType, Literal["B", "H", "I", "Q"]] = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q"}
 """Of this machine: little-endian."""
+_DTYPES = {dtype: np.dtype("<" + dtype) for dtype in _TYPECODES}
 _WIDTHS: dict[DType, int] = {"u1": 1, "u2": 2, "u4": 4, "u8": 8}
 
 
@@ -67,7 +68,7 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
 
     def numpy(self) -> npt.NDArray[Any]:
         """The values as a read-only array over the received bytes (no copy)."""
-        return np.frombuffer(self.data, "<" + self.dtype)
+        return np.frombuffer(self.data, _DTYPES[self.dtype])
 
     def array(self) -> "array[int]":
         """The values, copied; faster than numpy to make, and to add to."""

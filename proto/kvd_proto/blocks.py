@@ -126,9 +126,10 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
                 f"{len(sizes)} group_sizes and {len(indices)} block_indices for {groups} groups;"
                 " give one of each per group, 0 for a group without blocks"
             )
-        if sum(sizes) != len(self.block_ids):
+        listed = len(self.block_ids)
+        if sum(sizes) != listed:
             raise JobShapeError(
-                f"group_sizes {sizes} sum to {sum(sizes)}, but {len(self.block_ids)} block_ids are"
+                f"group_sizes {sizes} sum to {sum(sizes)}, but {listed} block_ids are"
                 " listed; count what was appended"
             )
         factor = layout.blocks_per_chunk

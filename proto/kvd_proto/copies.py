@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,8 +37,7 @@ class Regions:
     last: int
 
 
-@dataclass(frozen=True, slots=True)
-class Grid:
+class Grid(NamedTuple):
     """The same runs in each of several regions: [regions, runs] in all.
 
     memory: int64[runs], bytes from the region's offset.
@@ -64,7 +63,9 @@ class Grid:
             np.tile(self.nbytes, len(regions.storage)),
         )
 
-    def __len__(self) -> int:
+    @property
+    def size(self) -> int:
+        """How many runs it has."""
         return len(self.regions.storage) * len(self.nbytes)
 
 
@@ -242,7 +243,7 @@ class Copies:
     def __len__(self) -> int:
         if self._runs is not None:
             return len(self._runs)
-        return sum(map(len, self.grids)) if self.grids else len(self.nbytes)
+        return sum([grid.size for grid in self.grids]) if self.grids else len(self.nbytes)
 
     def __repr__(self) -> str:
         return f"<Copies {len(self)} runs, {self.total_bytes} bytes>"

@@ -20,16 +20,21 @@ _Region: TypeAlias = tuple[int, int, int, int, int]
 Turn: TypeAlias = tuple[int, int]
 """World size and rank: of the chunks, only those in slots of this rank's turn."""
 FEW_PAGES = 32  # of a job; above, numpy is faster
+_NEVER = np.zeros(0, np.bool_)
 _PLACES = 4096  # blocks of a group, of which places in chunks are known beforehand
 
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """A group's regions of one stride and page."""
+    """A group's regions of one stride and page.
+
+    merge: whether blocks may follow each other on both sides.
+    """
 
     regions: Regions
     stride: int
     page: int
+    merge: bool
 
 
 class Expander:
@@ -43,7 +48,7 @@ class Expander:
         self.layout = layout
         self.slot_bytes = layout.slot_bytes
         self._regions = [_regions(layout, index) for index in range(len(layout.groups))]
-        self._groups = [_alike(regions) for regions in self._regions]
+        self._groups = [_alike(regions, layout) for regions in self._regions]
         self._places = divmod(np.arange(_PLACES), layout.blocks_per_chunk)
         self._most = max(map(len, self._regions), default=0)
         self._block_bytes = [sum(ref.page_bytes for ref in g.refs) for g in layout.groups]
@@ -129,15 +134,17 @@ class Expander:
                 continue
             ids = all_ids[block_at : block_at + size]
             block_at += size
-            ordinal, inside = self._placed(index % factor, size)
-            chunks = int(ordinal[-1]) + 1
+            skip = index % factor
+            chunks = -(-(size + skip) // factor)
             slot = all_slots[chunk_at : chunk_at + chunks]
             chunk_at += chunks
+            inside: Ints | None = None
             if factor > 1:
+                ordinal, inside = self._placed(skip, size)
                 slot = slot[ordinal]
             if turn != (1, 0):
                 mine = slot % turn[0] == turn[1]
-                ids, slot, inside = ids[mine], slot[mine], inside[mine]
+                ids, slot, inside = ids[mine], slot[mine], None if inside is None else inside[mine]
                 if not len(ids):
                     continue
             at = slot * np.int64(self.slot_bytes)
@@ -155,17 +162,18 @@ class Expander:
         return f"<Expander {len(self._groups)} groups, slots of {self.slot_bytes} bytes>"
 
 
-def _alike(regions: Sequence[_Region]) -> list[_Alike]:
+def _alike(regions: Sequence[_Region], layout: RankLayout) -> list[_Alike]:
     """The same by stride and page; those that are equal in both are next to each other."""
     made = []
     for (stride, page), same in groupby(regions, key=_stride_and_page):
         storage, offset, _, _, start = zip(*same, strict=True)
         columns = np.array(storage, np.int32), np.array(offset, np.int64), np.array(start, np.int64)
-        made.append(_Alike(Regions(*columns, min(start), max(start)), stride, page))
+        merge = stride == page and (layout.blocks_per_chunk > 1 or page == layout.slot_bytes)
+        made.append(_Alike(Regions(*columns, min(start), max(start)), stride, page, merge))
     return made
 
 
-def _grid(alike: _Alike, ids: Ints, at: Ints, inside: Ints) -> Grid:
+def _grid(alike: _Alike, ids: Ints, at: Ints, inside: Ints | None) -> Grid:
     """The runs of blocks; neighbours that follow each other on both sides merge.
 
     Whether they do is the same for all regions of one stride and page.
@@ -174,13 +182,18 @@ def _grid(alike: _Alike, ids: Ints, at: Ints, inside: Ints) -> Grid:
         alike: these regions.
         ids: int64[blocks], of a block.
         at: int64[blocks], its slot's byte in the arena.
-        inside: int64[blocks], its place in the chunk.
+        inside: int64[blocks], its place in the chunk; None where a chunk is one block.
     """
     page = alike.page
-    memory, arena = ids * alike.stride, at + inside * page
-    follows = (memory[1:] - memory[:-1] == page) & (arena[1:] - arena[:-1] == page)
-    if not follows.any():
-        return Grid(alike.regions, memory, arena, np.full(len(ids), page), page)
+    memory = ids * alike.stride
+    arena = at if inside is None else at + inside * page
+    follows = memory[1:] - memory[:-1] == page if alike.merge else _NEVER
+    if 1 in follows.tobytes():  # a comparison of bytes costs least
+        follows &= arena[1:] - arena[:-1] == page
+    if 1 not in follows.tobytes():
+        nbytes = np.empty(len(ids), np.int64)
+        nbytes.fill(page)
+        return Grid(alike.regions, memory, arena, nbytes, page)
     first = np.concatenate(([0], np.flatnonzero(~follows) + 1))
     nbytes = np.diff(first, append=len(ids)) * page
     return Grid(alike.regions, memory[first], arena[first], nbytes, int(nbytes.max()))

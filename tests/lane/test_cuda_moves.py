@@ -59,6 +59,19 @@ def test_addresses_are_the_same_however_runs_are_given(
         )
         moves.place(where)
         made.append(moves)
+        placed = prepare(
+            copies,
+            pool_base=base,
+            storages=storages,
+            longest=longest,
+            registration_bytes=registration,
+            filled_with=filled,
+            where=where,
+        )
+        if not placed.placed:
+            placed.place(where)
+        np.testing.assert_array_equal(placed.columns.table, moves.columns.table)
+        assert placed.needed == 0
     for moves in made[1:]:
         np.testing.assert_array_equal(moves.columns.table, made[0].columns.table)
         np.testing.assert_array_equal(moves.ends, made[0].ends)

@@ -176,6 +176,7 @@ class CudaDevice(Device):
             longest=self.piece_bytes[direction],
             registration_bytes=self._pool.piece_bytes,
             filled_with=self._filled_with,
+            where=self._pool.where if self._pool.pinned == self._pool.nbytes else None,
         )
 
     def submit(self, transfer: Transfer) -> None:

@@ -33,7 +33,8 @@ class Columns:
 
     def __init__(self, table: Addresses) -> None:
         self.table = table
-        first, row = table.ctypes.data, table.strides[0]
+        # Half as long as by `ctypes.data`, which makes an object.
+        (first, _), row = table.__array_interface__["data"], table.strides[0]
         self._begins = (first, first + row, first + 2 * row)
 
     def pointers(self, run: int) -> tuple[int, int, int]:
@@ -106,6 +107,7 @@ def prepare(
     longest: int,
     registration_bytes: int,
     filled_with: Ints,
+    where: Addresses | None = None,
 ) -> CudaMoves:
     """Turn runs into addresses.
 
@@ -116,8 +118,11 @@ def prepare(
         longest: bytes of a run, at most.
         registration_bytes: of one registration of the pool.
         filled_with: int64[registrations]; see FillOrder.
+        where: what `place` takes, once all of the pool is pinned.
     """
-    place = _Place(pool_base, storages.view(np.int64), longest, registration_bytes, filled_with)
+    place = _Place(
+        pool_base, storages.view(np.int64), longest, registration_bytes, filled_with, where
+    )
     if len(copies.grids) == 1:
         made = _of_grid(copies.grids[0], place)
     elif copies.few:
@@ -135,6 +140,11 @@ class _Place(NamedTuple):
     longest: int
     unit: int
     filled_with: Ints
+    where: Addresses | None
+
+    def needed(self, registration: Ints) -> int:
+        """How many bytes must be pinned for these registrations."""
+        return 0 if self.where is not None else int(self.filled_with[registration].max(initial=0))
 
 
 def _of_grid(grid: Grid, place: _Place) -> CudaMoves | None:
@@ -148,22 +158,28 @@ def _of_grid(grid: Grid, place: _Place) -> CudaMoves | None:
     end = begin + nbytes
     end += regions.last - regions.first - 1
     end //= unit
-    if grid.longest > place.longest or (end != registration).any():
+    # Of short arrays, bytes are compared fastest.
+    if grid.longest > place.longest or end.tobytes() != registration.tobytes():
         return None
     count, runs = len(regions.start), len(nbytes)
     table = np.empty((3, count, runs), np.int64)
     begin -= regions.first
+    if place.where is not None:
+        begin += place.where[registration].view(np.int64)
     np.add(regions.start[:, np.newaxis], begin, out=table[HOST])
     starts = place.storages[regions.storage] + regions.offset
     np.add(starts[:, np.newaxis], grid.memory, out=table[DEVICE])
     table[NBYTES] = nbytes
-    needed = int(place.filled_with[registration].max())
-    return CudaMoves(table[NBYTES].cumsum(), table.reshape(3, -1), registration, needed)
+    made = CudaMoves(
+        table[NBYTES].cumsum(), table.reshape(3, -1), registration, place.needed(registration)
+    )
+    made.placed = place.where is not None
+    return made
 
 
 def _of_few(runs: Sequence[Run], place: _Place) -> CudaMoves | None:
     """One by one; None if one run must be cut."""
-    base, storages, longest, unit, filled_with = place
+    base, storages, longest, unit, *_ = place
     host, device, sizes, registration = [], [], [], []
     for storage, offset, arena, nbytes in runs:
         number, inside = divmod(base + arena, unit)
@@ -173,9 +189,8 @@ def _of_few(runs: Sequence[Run], place: _Place) -> CudaMoves | None:
         host.append(base + arena)
         device.append(int(storages[storage]) + offset)
         sizes.append(nbytes)
-    needed = max([int(filled_with[number]) for number in set(registration)], default=0)
-    table = np.array([host, device, sizes], np.int64)
-    return CudaMoves(list(accumulate(sizes)), table, np.array(registration, np.int64), needed)
+    table, numbers = np.array([host, device, sizes], np.int64), np.array(registration, np.int64)
+    return CudaMoves(list(accumulate(sizes)), table, numbers, place.needed(numbers))
 
 
 def _of_columns(copies: Copies, place: _Place) -> CudaMoves:
@@ -185,5 +200,4 @@ def _of_columns(copies: Copies, place: _Place) -> CudaMoves:
     np.add(place.storages[storage], offset, out=table[DEVICE])
     table[NBYTES] = nbytes
     registration = table[HOST] // place.unit
-    needed = int(place.filled_with[registration].max(initial=0))
-    return CudaMoves(nbytes.cumsum(), table, registration, needed)
+    return CudaMoves(nbytes.cumsum(), table, registration, place.needed(registration))
