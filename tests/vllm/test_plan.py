@@ -32,6 +32,7 @@ from docs import generate_models
 from kvd.plan.fragments import BLOCKS, HEADS_OUTSIDE, PAGES, SMALL_BYTES
 from kvd.plan.model import Model, read_model
 from kvd_client.vllm.layout import share_caches
+from kvd_client.vllm.wish import SMALL
 from tests.vllm.configs import allocated, engine_config
 
 MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))
@@ -189,8 +190,8 @@ def test_the_layouts_are_those_that_vllm_has() -> None:
 
 
 def test_small_is_what_vllm_calls_so() -> None:
-    """Fragments are small below the threshold under which vLLM copies with a kernel."""
-    assert SMALL_BYTES == THRESHOLD_BYTES
+    """Plan and log call fragments small below the threshold under which vLLM uses a kernel."""
+    assert SMALL_BYTES == SMALL == THRESHOLD_BYTES
 
 
 def restricted() -> dict[str, set[tuple[str, ...]]]:

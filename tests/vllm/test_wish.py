@@ -150,7 +150,7 @@ def test_small_fragments_come_with_a_remedy(
     layout = registered(8 * KIB, 4)
     begin = f"KV cache layout {taken}: fragments of 8 KiB, 4 a block{said}"
     assert line(layout, taken, wanted, *backends) == (
-        f"{begin}; copies of less than 64 KiB are slow: {remedy}"
+        f"{begin}; copies of less than 28 KiB are slow: {remedy}"
     )
     assert layout_line(layout, taken, wanted, backends, host=True) == begin
 

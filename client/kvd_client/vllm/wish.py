@@ -15,7 +15,7 @@ from kvd_client.vllm.options import Options
 from kvd_proto.sizes import format_size
 
 BLOCKS_OUTERMOST = "BLHNC"
-SMALL = 64 * 1024  # bytes; copies of fewer do not fill a PCIe 5 link
+SMALL = 28 * 1024  # bytes; below, vLLM's own offloading avoids copy engines (swap_blocks_triton.py)
 _UNSPLIT = 64  # tokens; attention backends that take fixed block sizes take this one or smaller
 _FORCED = "VLLM_KV_CACHE_LAYOUT"  # vLLM's own setting, stronger than a connector's wish
 
@@ -71,4 +71,4 @@ def layout_line(
         remedy = ""
     if host or min(sizes) >= SMALL:
         return line
-    return f"{line}; copies of less than 64 KiB are slow: {remedy or 'raise --block-size'}"
+    return f"{line}; copies of less than 28 KiB are slow: {remedy or 'raise --block-size'}"
