@@ -1,16 +1,21 @@
 """Memory that another process can map: numpy, torch, the control page."""
 
+import errno
 import mmap
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
 from kvd_client import DeviceMemory, HostMemory, UnsupportedMemory, UsageError
 from kvd_client.memory import ControlPage, Memory
+from kvd_client.registration import registration
 from kvd_client.torch_memory import BlockTensor, share_torch
 from kvd_proto.layout import TensorSpec
+from tests.client.conftest import FINGERPRINT, LAYOUT
+from tests.descriptors import open_on
 
 
 def mapped(memory: Memory) -> mmap.mmap:
@@ -65,6 +70,25 @@ def test_memory_made_elsewhere_is_sealed_where_that_can_be() -> None:
     with pytest.raises(UnsupportedMemory, match=r"could be shortened.*MFD_ALLOW_SEALING"):
         HostMemory(fd, 4096)
     os.close(fd)
+
+
+def test_a_process_out_of_descriptors_registers_nothing_and_keeps_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The limit of open files is met at the second of two: the sentence names it."""
+    memory = [HostMemory.allocate(LAYOUT.storages[0]) for _ in range(2)]
+    layout = msgspec.structs.replace(LAYOUT, storages=LAYOUT.storages * 2)
+    duplicate, held = os.dup, open_on(memory[0].fd)
+
+    def dup(fd: int) -> int:
+        if fd == memory[1].fd:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return duplicate(fd)
+
+    monkeypatch.setattr(os, "dup", dup)
+    with pytest.raises(UnsupportedMemory, match=r"2 descriptors .* raise the limit of open files"):
+        registration(memory, layout, FINGERPRINT, rank=0, world_size=1, stage=0, temporary=False)
+    assert open_on(memory[0].fd) == held
 
 
 def test_torch_itself_can_send_a_moved_tensor_on() -> None:
