@@ -90,10 +90,9 @@ class Rank:
             part.close()
         return memory[0].device
 
-    def memory_file(self) -> int:
-        """What the memory is to the test driver: a file, by its number."""
-        (fd,) = self.worker._memory.fds
-        return os.fstat(fd).st_ino
+    def memory_files(self) -> set[int]:
+        """What the memory is to the test driver: files, by their numbers."""
+        return {os.fstat(fd).st_ino for fd in self.worker._memory.fds}
 
     def sleep(self) -> None:
         """Take the memory back and free it, as an engine does that sleeps."""
