@@ -102,9 +102,12 @@ soak: $(STAMP) ## break everything at random for SECONDS while engines work (SEE
 	PYTHONPATH=. $(BIN)/python tests/chaos/run.py $(or $(SECONDS),1800) $(SEED)
 
 gpu: ## CUDA tests and benchmark on a real GPU; WHEELS=folder for missing packages
+gpu-explore: ## what a CUDA lane's defaults should be, measured on a real GPU
+gpu-explore: GPU_RUN := --explore
+gpu gpu-explore:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-	  || { echo "make gpu needs Python >= 3.11 with torch, '$(PYTHON)' is older; try: make gpu PYTHON=python3.12"; exit 1; }
-	@WHEELS="$(WHEELS)" $(PYTHON) tests/gpu/run.py
+	  || { echo "make $@ needs Python >= 3.11 with torch, '$(PYTHON)' is older; try: make $@ PYTHON=python3.12"; exit 1; }
+	@WHEELS="$(WHEELS)" $(PYTHON) tests/gpu/run.py $(GPU_RUN)
 
 check-deploy: $(STAMP) ## build the image and run it, boot the unit; as root on Debian
 	tests/install-debian.sh --images

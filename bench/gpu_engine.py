@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 from gpu_device import Gpu
-from harness import SECONDS, Daemon, Engine, Ints, fresh_keys, layout
+from harness import SECONDS, Engine, Ints, Served, fresh_keys, layout
 
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.device import Direction
@@ -36,7 +36,7 @@ class GpuEngine(Engine):
         nbytes: to move at a time, about.
     """
 
-    def __init__(self, gpu: Gpu, daemon: Daemon, fragment: int, nbytes: int) -> None:
+    def __init__(self, gpu: Gpu, daemon: Served, fragment: int, nbytes: int) -> None:
         self._gpu = gpu
         self._fragment = fragment
         self.chunks = chunks_for(fragment, nbytes)

@@ -82,7 +82,14 @@ class Ways:
 
 
 def measure(
-    gpu: Gpu, fragment: int, nbytes: int, rounds: int, log: Path, *, without: Sequence[str]
+    gpu: Gpu,
+    fragment: int,
+    nbytes: int,
+    rounds: int,
+    log: Path,
+    *,
+    without: Sequence[str],
+    seconds: float = ROUNDS_SECONDS,
 ) -> dict[str, Any]:
     """By direction and figure of `Ways.round`: its spread.
 
@@ -93,6 +100,7 @@ def measure(
         rounds: at most; fewer where they take long. A first one does not count.
         log: the daemon's.
         without: see Ways.
+        seconds: after which no more rounds begin.
     """
     found: dict[str, dict[str, list[float]]] = {name: {} for name in DIRECTIONS}
     with (
@@ -103,7 +111,7 @@ def measure(
         gpu.warm()
         ways.round(kvd_first=True)
         engine.check()
-        end = time.monotonic() + ROUNDS_SECONDS
+        end = time.monotonic() + seconds
         for number in range(rounds):
             if number >= LEAST_ROUNDS and time.monotonic() > end:
                 break

@@ -27,7 +27,7 @@ NOTED_LINES, NOTED_LETTERS = 20, 260
 _NOTED = re.compile(r"\[(?:warning|error|critical) *\] |copies are enqueued|fragments of \d")
 _USUAL = re.compile(r"is disconnected: the peer is gone")  # a part's engine has ended
 _BEFORE = re.compile(r"^.*?\[\w+ *\] ")
-_NUMBERS = re.compile(r"#\d+|\bpid \d+")
+_NUMBERS = re.compile(r"#\d+|\bpid \d+|(?<=lane cuda):\w+")
 
 
 class Part(NamedTuple):
@@ -72,6 +72,8 @@ def run_parts(
         if "error" in figures:
             print(f"  not measured: {figures['error']}")
             print("\n".join(f"  | {line}" for line in tail(log)), flush=True)
+        elif "skipped" in figures:
+            print(f"  skipped: {figures['skipped']}", flush=True)
         keep(name, figures)
 
 

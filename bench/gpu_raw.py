@@ -12,11 +12,11 @@ from gpu_device import Gpu, Pinned
 from kvd.errors import CudaError
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.driver import Addresses, BatchCopy, Undo
-from kvd.lane.devices.cuda.move_kernel import KERNEL
+from kvd.lane.devices.cuda.move_kernel import BLOCKS, KERNEL
 from kvd.lane.devices.device import Direction
 
 PIECE_BYTES = 32 * 2**20  # of a call: as much as the lane gives to one where nobody else waits
-KERNEL_BLOCKS, KERNEL_THREADS = 16, 256
+KERNEL_THREADS = 256
 _WORD = 8
 _RUN_WORDS = 3
 
@@ -41,13 +41,15 @@ class Reference:
         self._host = self._pinned.device_address
         self._device = driver.allocate(2 * nbytes)
         self._undo = Undo()
+        self._batches: dict[bool, BatchCopy] = {}
         self._places: dict[int, Places] = {}
         self._lists: dict[tuple[int, int, Direction], list[tuple[int, int]]] = {}
         self._kept: list[Pinned] = []
 
-    @cached_property
-    def _batch(self) -> BatchCopy:
-        return BatchCopy()
+    def _batch(self, *, overlap: bool) -> BatchCopy:
+        if overlap not in self._batches:
+            self._batches[overlap] = BatchCopy(overlap=overlap)
+        return self._batches[overlap]
 
     @cached_property
     def _kernel(self) -> driver.Function:
@@ -90,18 +92,27 @@ class Reference:
 
         return self._rate(enqueue, self.nbytes * len(directions))
 
-    def batched(self, fragment: int, *directions: Direction, at_once: int | None = None) -> float:
+    def batched(
+        self,
+        fragment: int,
+        *directions: Direction,
+        at_once: int | None = None,
+        overlap: bool = False,
+        any_order: bool = True,
+    ) -> float:
         """`cuMemcpyBatchAsync` between places in another order on the two sides.
 
         Args:
             fragment: bytes of a run.
             directions: see the class.
             at_once: runs of a call; as many as a large piece of the lane has where None.
+            overlap: see BatchCopy.
+            any_order: sources of loads may be read at any time.
 
         Raises:
             CudaError: this driver has none, or refuses.
         """
-        batch = self._batch
+        batch = self._batch(overlap=overlap)
         step = at_once or max(1, PIECE_BYTES // fragment)
         there, here = self._scattered(fragment)
         sizes = np.full(len(there), fragment, np.uint64)
@@ -122,14 +133,12 @@ class Reference:
                         sizes.ctypes.data,
                         min(step, len(sizes) - begin),
                         self._gpu.streams[direction],
-                        source_in_any_order=direction is Direction.LOAD,
+                        source_in_any_order=any_order and direction is Direction.LOAD,
                     )
 
         return self._rate(enqueue, len(sizes) * fragment * len(directions))
 
-    def by_kernel(
-        self, fragment: int, *directions: Direction, blocks: int = KERNEL_BLOCKS
-    ) -> float:
+    def by_kernel(self, fragment: int, *directions: Direction, blocks: int = BLOCKS) -> float:
         """The lane's kernel between the same places, a launch for as much as a large piece.
 
         Raises:

@@ -61,7 +61,43 @@ def fresh_keys(count: int) -> list[bytes]:
     return [noise[28 * i : 28 * i + 28] + batch + b"\0\0\0\0" for i in range(count)]
 
 
-class Daemon:
+class Served:
+    """A daemon that somebody runs."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.runtime_dir = runtime_dir
+
+    def status(self) -> dict[str, Any]:
+        """The daemon's report; empty while it does not answer."""
+        try:
+            with Control(self.runtime_dir) as control:
+                return control.status()
+        except NotRunning:
+            return {}
+
+    def wait_usable(self, seconds: float) -> None:
+        """Wait until every lane can copy all of the pool; less is taken of a store before that.
+
+        Raises:
+            RuntimeError: a lane cannot, or not in this time.
+        """
+        end = time.monotonic() + seconds
+        while True:
+            lanes = self.status().get("lanes", [])
+            if lanes and all(lane["usable_bytes"] >= lane["pool_bytes"] > 0 for lane in lanes):
+                return
+            errors = [lane["pin_error"] for lane in lanes if lane["pin_error"]]
+            if errors or time.monotonic() > end:
+                raise RuntimeError(
+                    errors[0] if errors else f"the pool is not usable in {seconds:g} s: {lanes}"
+                )
+            time.sleep(POLL_SECONDS)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.runtime_dir}>"
+
+
+class Daemon(Served):
     """A `kvd serve` of its own with a pool of `cpu_bytes` and `options`; ended with the context.
 
     Args:
@@ -85,7 +121,7 @@ class Daemon:
                 prefix=f"kvd-bench-{os.getpid()}-", dir=SHARED_MEMORY if roomy else None
             )
         )
-        self.runtime_dir = self._place / "run"
+        super().__init__(self._place / "run")
         self._log_path = log or self._place / "log"
         self._command = [sys.executable, *SERVE, "--runtime-dir"]
         self._command += [str(self.runtime_dir), "--pool-dir", str(self._place)]
@@ -126,32 +162,6 @@ class Daemon:
             said = self._log_path.read_bytes()[begin:].decode(errors="replace")
             raise RuntimeError(f"the daemon is not ready: {said}")
 
-    def status(self) -> dict[str, Any]:
-        """The daemon's report; empty while it does not answer."""
-        try:
-            with Control(self.runtime_dir) as control:
-                return control.status()
-        except NotRunning:
-            return {}
-
-    def wait_usable(self, seconds: float) -> None:
-        """Wait until every lane can copy all of the pool; less is taken of a store before that.
-
-        Raises:
-            RuntimeError: a lane cannot, or not in this time.
-        """
-        end = time.monotonic() + seconds
-        while True:
-            lanes = self.status().get("lanes", [])
-            if lanes and all(lane["usable_bytes"] >= lane["pool_bytes"] > 0 for lane in lanes):
-                return
-            errors = [lane["pin_error"] for lane in lanes if lane["pin_error"]]
-            if errors or time.monotonic() > end:
-                raise RuntimeError(
-                    errors[0] if errors else f"the pool is not usable in {seconds:g} s: {lanes}"
-                )
-            time.sleep(POLL_SECONDS)
-
     def lane_pid(self) -> int:
         """The process of the only lane of a GPU.
 
@@ -175,9 +185,6 @@ class Daemon:
         self._log.close()
         if not self._keeps:
             shutil.rmtree(self._place, ignore_errors=True)
-
-    def __repr__(self) -> str:
-        return f"<Daemon {self.runtime_dir}>"
 
 
 def end(process: "subprocess.Popen[bytes]") -> None:

@@ -17,6 +17,7 @@ import pytest
 from tests.fakecuda.harness import FakeCuda
 from tests.gpu import environment as gpu_environment
 from tests.gpu import run as gpu_run
+from tests.gpu.stand_ins import bare_python, seeming_torch
 from tests.processes import LONG, ROOT, python
 from tests.waiting import eventually
 
@@ -107,32 +108,6 @@ def test_the_gpu_benchmark_runs_and_writes_every_figure(fakecuda: FakeCuda, tmp_
     assert "all 6 MiB of the pool are allocated" in said
 
 
-TORCH = """
-import time, types
-with open({log!r}, "a") as log:
-    log.write("imported\\n")
-
-class Tensor:
-    def __getitem__(self, key):
-        return self
-
-class Event:
-    def __init__(self, enable_timing):
-        pass
-    def record(self):
-        self.at = time.perf_counter()
-    def elapsed_time(self, after):
-        return (after.at - self.at) * 1e3
-
-bfloat16 = None
-cuda = types.SimpleNamespace(is_available=lambda: True, synchronize=lambda: None, Event=Event)
-randn = lambda *shape, **how: Tensor()
-empty_like = lambda other: Tensor()
-def matmul(left, right, out):
-    time.sleep(0.001)
-mv = matmul
-"""
-
 WAITING = """
 from pathlib import Path
 from gpu_device import Gpu
@@ -192,9 +167,7 @@ def test_what_another_process_loses_is_measured_with_one_import_of_torch(
     fakecuda: FakeCuda, tmp_path: Path
 ) -> None:
     """Both ways, beside a process that computes; the daemons' and lanes' lines are kept."""
-    package, imports = tmp_path / "torch", tmp_path / "imports"
-    package.mkdir()
-    (package / "__init__.py").write_text(TORCH.format(log=str(imports)))
+    imports = seeming_torch(tmp_path)
     environment = fakecuda.environment() | {"PYTHONPATH": str(tmp_path)}
     log = tmp_path / "log"
     found = run(BESIDE, log, "dma", "kernel", environment=environment).splitlines()
@@ -371,26 +344,13 @@ def test_what_make_gpu_starts_can_be_told_to_end() -> None:
     assert python("-c", code).returncode == 0
 
 
-# A Python with numpy, pytest, the bindings and what kvd cannot do without, and nothing else.
-BARE = """
-from importlib.machinery import PathFinder
-
-ABSENT = ("click", "rich", "psutil", "prometheus_client", "starlette", "structlog")
-find = PathFinder.find_spec
-PathFinder.find_spec = lambda name, *others: None if name in ABSENT else find(name, *others)
-"""
-
-
 @pytest.mark.slow
 @pytest.mark.fakecuda
 def test_make_gpu_runs_from_end_to_end_without_packages_for_the_command_line(
     fakecuda: FakeCuda, tmp_path: Path
 ) -> None:
     """A test, each kind of part, and at the end what passed, the figures and where the logs are."""
-    package = tmp_path / "torch"
-    package.mkdir()
-    (package / "__init__.py").write_text(TORCH.format(log=str(tmp_path / "imports")))
-    (tmp_path / "sitecustomize.py").write_text(BARE)
+    bare_python(tmp_path)
     wanted = "every_byte_back and driver_rank-ipc or cannot_be_exported"
     environment = fakecuda.environment() | {
         "PYTHONPATH": str(tmp_path),
