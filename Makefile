@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
+.PHONY: help demo test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
