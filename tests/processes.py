@@ -19,7 +19,7 @@ LONG = 150.0  # seconds of a whole program on a busy machine
 
 
 def python(
-    *arguments: object, environment: Mapping[str, str] | None = None
+    *arguments: object, environment: Mapping[str, str] | None = None, seconds: float = LONG
 ) -> subprocess.CompletedProcess[str]:
     """Run this Python in the source tree until it ends."""
     return subprocess.run(
@@ -29,7 +29,7 @@ def python(
         capture_output=True,
         text=True,
         check=False,
-        timeout=LONG,
+        timeout=seconds,
     )
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.processes import ROOT, python
 
 FRAGMENT = 65536
+SECONDS = 280.0  # six daemons start, one pair after another
 LITTLE = ("--fragments", FRAGMENT, "--rounds", 1, "--mib", 1, "--jobs", 2, "--job-mib", 2)
 FIGURES = {
     "date",
@@ -46,7 +47,7 @@ def test_the_lane_benchmark_measures_both_trees_and_writes_every_figure(tmp_path
     """Real daemons of this tree and of the pinned one; without that, what it says why."""
     out = tmp_path / "lane.json"
     more = ("--quick", "--workers", "1,2", "--idle-seconds", 0.1, "--out", out)
-    done = python("bench/lane.py", *LITTLE, *more, environment=ENVIRONMENT)
+    done = python("bench/lane.py", *LITTLE, *more, environment=ENVIRONMENT, seconds=SECONDS)
     assert done.returncode == 0, done.stdout + done.stderr
     result = json.loads(out.read_text())
     assert set(result) >= FIGURES
