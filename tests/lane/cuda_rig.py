@@ -92,6 +92,7 @@ class CudaRig(Rig):
         pinned: bool = True,
         pool: Memory | None = None,
         pool_bytes: int = POOL_BYTES,
+        folder: Path | None = None,
     ) -> None:
         self.driver = fake_driver
         self._workers = workers
@@ -99,7 +100,9 @@ class CudaRig(Rig):
         if pool is None:
             self.pool.bytes[:] = 0xAB
         self.mark = fake_driver.mark
-        self.device = self.cuda = CudaDevice(fake_driver.device, self.pool.fd, pool_bytes, options)
+        self.device = self.cuda = CudaDevice(
+            fake_driver.device, self.pool.fd, pool_bytes, options, folder
+        )
         if pinned:
             self.wait_until_pinned()
 

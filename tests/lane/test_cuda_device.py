@@ -4,6 +4,7 @@ import os
 import pwd
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -180,13 +181,51 @@ def test_an_empty_transfer_ends(rig: CudaRig) -> None:
     assert drain(rig.device)[1].error == ""
 
 
-def test_the_kernel_is_timed_against_the_copy_engine(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers
+@pytest.mark.parametrize(
+    ("settings", "in_batches", "overlap"),
+    [
+        (("driver_version=13000",), True, False),
+        (("driver_version=13010",), True, True),
+        (("driver_version=13010", "fail=cuMemcpyBatchAsync:1:1"), True, False),
+        (
+            ("driver_version=13010", "fail=cuMemcpyBatchAsync:1:1,cuMemcpyBatchAsync:2:801"),
+            False,
+            False,
+        ),
+    ],
+    ids=["not known", "taken", "refused", "no batches"],
+)
+def test_batches_ask_for_the_copy_engines_where_the_driver_takes_that(
+    fake_driver: TestDriver,
+    ipc_workers: CudaWorkers,
+    settings: tuple[str, ...],
+    in_batches: bool,
+    overlap: bool,
 ) -> None:
-    """Without a length to go by it is launched more than there and back, to see that it works."""
-    before = fake_driver.mark
-    CudaRig(fake_driver, ipc_workers, Options(registration_bytes=65536)).close()
-    assert fake_driver.calls(before).count("cuLaunchKernel") > 2
+    """Whoever refuses the flag gets batches without it; whoever refuses all, single copies."""
+    for setting in settings:
+        fake_driver.set(setting)
+    rig = CudaRig(fake_driver, ipc_workers, engine_only())
+    batch = rig.cuda.copier.batch
+    assert (batch is not None, batch is not None and batch.overlap) == (in_batches, overlap)
+    rig.close()
+
+
+def test_what_is_fast_is_measured_once(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers, tmp_path: Path
+) -> None:
+    """The first lane of a device warms it up and measures; the next one reads what it kept."""
+    counts, thresholds = [], []
+    for _ in range(2):
+        before = fake_driver.mark
+        options = Options(registration_bytes=65536)
+        rig = CudaRig(fake_driver, ipc_workers, options, folder=tmp_path)
+        thresholds.append((rig.cuda.copier.thresholds, rig.cuda.copier.any_order))
+        rig.close()
+        counts.append(fake_driver.calls(before).count("cuLaunchKernel"))
+    assert counts[0] > counts[1] == 2  # there and back, to see that it works
+    assert thresholds[0] == thresholds[1]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 
 
 TRANSFERS = 120
