@@ -1,6 +1,10 @@
 """A GPU as the benchmarks themselves use it: buffers and streams."""
 
+import importlib.metadata
 import mmap
+import os
+import platform
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +20,10 @@ from kvd.lane.devices.device import Direction
 Bytes = npt.NDArray[np.uint8]
 WARM_SECONDS, WARM_BYTES = 1.0, 64 * 2**20
 WARM_AGAIN_SECONDS = 0.1
+ASKED = (
+    *("driver_version", "pcie.link.gen.current", "pcie.link.width.current"),
+    *("clocks.sm", "clocks.mem", "compute_mode"),
+)
 _VERSION = Path("/sys/module/nvidia/version")
 
 
@@ -38,13 +46,26 @@ class Gpu:
         """Make its context the calling thread's."""
         driver.use_context(self.context)
 
-    def describe(self) -> dict[str, str | int]:
-        """Its name, and the versions of the kernel's driver and of CUDA."""
-        kernel = _VERSION.read_text(encoding="ascii").strip() if _VERSION.exists() else "unknown"
+    def describe(self) -> dict[str, Any]:
+        """Its name, the versions of the kernel's driver and of CUDA, and the machine around it.
+
+        Working, for what idles may have a slower link to the host.
+        """
+        self.warm()
+        kernel = _VERSION.read_text(encoding="ascii").strip() if _VERSION.exists() else ""
+        smi = _nvidia_smi()
         return {
             "device": driver.device_name(self.device),
-            "driver": kernel,
+            "driver": kernel or smi.get("driver_version", "unknown"),
             "cuda": driver.version(),
+            "machine": {
+                "linux": platform.release(),
+                "python": platform.python_version(),
+                **{name: _version(name) for name in ("torch", "cuda-bindings", "numpy")},
+                "cpus": os.cpu_count(),
+                "memory_GiB": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**30,
+                **smi,
+            },
         }
 
     def free_bytes(self) -> int:
@@ -100,6 +121,24 @@ class Pinned:
     def device_address(self) -> int:
         """Where the device finds it."""
         return driver.device_address(self.address)
+
+
+def _nvidia_smi() -> dict[str, str]:
+    """What it says of link, clocks and modes; nothing where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(ASKED)}", "--format=csv,noheader", "--id=0"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return {}
+    words = done.stdout.strip().split(", ")
+    return dict(zip(ASKED, words, strict=True)) if len(words) == len(ASKED) else {}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "unknown"
 
 
 def call(name: str, *arguments: object) -> tuple[Any, ...]:

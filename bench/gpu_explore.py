@@ -59,6 +59,7 @@ def show(result: Mapping[str, Any]) -> None:
     """Tables of the sweeps, what is missing, and at the end the advice."""
     device = result.get("device", "unknown device")
     print(f"{device}, driver {result.get('driver', 'unknown')}, {result['date']}")
+    print(", ".join(f"{name} {found}" for name, found in (result.get("machine") or {}).items()))
     print(f"{result['bytes'] // MIB} MiB a measurement, GB/s, medians")
     if "test double" in device:
         print(DOUBLE)

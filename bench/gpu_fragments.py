@@ -19,7 +19,7 @@ DIRECTIONS = {
     "load": (Direction.LOAD,),
     "both": (Direction.LOAD, Direction.STORE),
 }
-LEAST_ROUNDS, ROUNDS_SECONDS = 3, 12.0
+LEAST_ROUNDS, ROUNDS_SECONDS = 3, 10.0
 
 Found = dict[str, dict[str, float]]
 

@@ -38,9 +38,13 @@ def mps() -> Iterator[Callable[[], list[int]]]:
             (Path(name) / folder).mkdir()
         _run([CONTROL, "-d"], "")
         try:
-            yield lambda: [int(pid) for pid in _run([CONTROL], "get_server_list\n").split()]
+            yield lambda: _pids(_run([CONTROL], "get_server_list\n"))
         finally:
             _run([CONTROL], "quit -t 5\n")
+
+
+def _pids(said: str) -> list[int]:
+    return [int(word) for word in said.split() if word.isdecimal()]
 
 
 def _run(command: list[str], said: str) -> str:

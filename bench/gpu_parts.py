@@ -71,7 +71,8 @@ def run_parts(
         print(f", {time.monotonic() - started:.0f} s", flush=True)
         if "error" in figures:
             print(f"  not measured: {figures['error']}")
-            print("\n".join(f"  | {line}" for line in tail(log)), flush=True)
+            for line in tail(log):
+                print(f"  | {line}", flush=True)
         elif "skipped" in figures:
             print(f"  skipped: {figures['skipped']}", flush=True)
         keep(name, figures)
@@ -141,7 +142,9 @@ def descendants() -> list[int]:
 
 
 def tail(log: Path) -> list[str]:
-    """The last lines of a log, not too many."""
+    """The last lines of a log, not too many; a part for which no time was left has none."""
+    if not log.exists():
+        return []
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
     return "\n".join(lines)[-TAIL_LETTERS:].splitlines()
 

@@ -149,6 +149,40 @@ def test_an_engine_of_the_benchmark_waits_for_the_whole_pool(
     run(WAITING, control, environment=environment)
 
 
+PARTLY = """
+import time
+import harness
+from gpu_device import Gpu
+from gpu_engine import GpuEngine, pool_bytes
+from harness import Daemon
+
+harness.SECONDS = 5.0
+FRAGMENT, NBYTES = 65536, 280 * 2**20
+
+class Hasty(Daemon):
+    def wait_usable(self, seconds):
+        lane, = (lane for lane in self.status()["lanes"] if lane["device"] != "host")
+        if not 0 < lane["usable_bytes"] < lane["pool_bytes"]:
+            time.sleep(0.01)
+            self.wait_usable(seconds)
+
+with Hasty(288 * 2**20) as daemon:
+    with GpuEngine(Gpu(), daemon, FRAGMENT, NBYTES) as engine:
+        try:
+            engine.move(store=True)
+        except RuntimeError as error:
+            print(error)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.fakecuda
+def test_a_store_of_the_benchmark_that_is_not_taken_whole_is_an_error(fakecuda: FakeCuda) -> None:
+    """The second piece of the pool is never pinned, and nobody waits for it."""
+    environment = fakecuda.environment(HANG="cuMemHostRegister:4")
+    assert "slots are needed for all keys" in run(PARTLY, environment=environment)
+
+
 BESIDE = """
 import json
 from pathlib import Path
@@ -256,6 +290,19 @@ def test_a_part_that_dies_while_it_writes_costs_its_own_figures(tmp_path: Path) 
         "    print(run_part(command, 'dies', 30.0, Path(sys.argv[1]))['error'])\n"
     )
     assert run(code, tmp_path / "log") == "it ended with exit status 7\n" * 3
+
+
+def test_parts_for_which_no_time_is_left_are_named(tmp_path: Path) -> None:
+    """Time is over before the first: none is started, each is told to be missing."""
+    code = (
+        "from gpu_parts import Part, Path, run_parts\n"
+        "parts = [Part('one', 9.0), Part('two', 9.0)]\n"
+        "keep = lambda name, figures: print(name, figures)\n"
+        "run_parts(parts, ['/nonexistent'], Path(sys.argv[1]), 0.0, keep)\n"
+    )
+    lines = run(code, tmp_path / "logs").splitlines()
+    assert lines[-1] == "two {'error': 'no time was left'}"
+    assert lines.count("  not measured: no time was left") == 2
 
 
 def test_make_gpu_says_which_wheels_are_missing(

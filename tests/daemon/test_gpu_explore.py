@@ -193,6 +193,37 @@ def test_what_no_default_follows_from_is_told_as_it_is(tmp_path: Path) -> None:
     assert line.endswith("before blocks outermost: torch takes 1.20 x the time at worst")
 
 
+TURNS = """
+import json, types
+from gpu_sweeps import in_turns
+from kvd.errors import CudaError
+
+asked = []
+def refused():
+    asked.append("refused")
+    raise CudaError(1, "CUDA_ERROR_INVALID_VALUE", "enqueueing 3 copies")
+def taken():
+    asked.append("taken")
+    return 7.0
+gpu = types.SimpleNamespace(warm=lambda *seconds: None, wait=lambda: None)
+ways = {(("overlap", True),): refused, (("overlap", False),): taken}
+rows = in_turns(gpu, ways, rounds=4)
+print(json.dumps([rows, asked.count("refused"), asked.count("taken")]))
+"""
+
+
+def test_a_choice_that_the_driver_refuses_costs_the_others_nothing() -> None:
+    """It is asked once, and its row says why it has no figures."""
+    before = f"import sys; sys.path.insert(0, {str(ROOT / 'bench')!r})\n"
+    done = python("-c", before + TURNS)
+    assert done.returncode == 0, done.stderr
+    (refused, taken), times_refused, times_taken = json.loads(done.stdout)
+    assert set(refused) == {"overlap", "refused"}
+    assert "CUDA_ERROR_INVALID_VALUE" in refused["refused"]
+    assert (taken["median"], taken["n"]) == (7.0, 4)
+    assert (times_refused, times_taken) == (1, 5)  # the first round does not count
+
+
 LAYOUTS = """
 import torch
 from gpu_layouts import Memory

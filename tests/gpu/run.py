@@ -47,7 +47,11 @@ def main() -> int:
         check()
         mib = mib_that_fit(options.mib)
         if mib < options.mib:
-            print(f"/dev/shm is small: {mib} MiB are moved at a time rather than {options.mib}")
+            print(
+                f"/dev/shm is small: {mib} MiB are moved at a time rather than {options.mib};"
+                " to change that: mount -o remount,size=24g /dev/shm",
+                flush=True,
+            )
         with tempfile.TemporaryDirectory(prefix="kvd-gpu-") as folder:
             found = environment(Path(folder))
             how = ["--mib", f"{mib}", *others]
