@@ -15,7 +15,7 @@ from vllm.device_allocator.sleep_mode_backend import (
 )
 from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 
-from kvd_client import Worker
+from kvd_client import UnsupportedMemory, Worker
 from kvd_client.vllm import KvdOffloadingManager
 from tests.conftest import Daemon
 from tests.vllm.configs import BLOCKS, WholeChunks, whole
@@ -148,6 +148,37 @@ def test_a_daemon_that_is_gone_keeps_no_engine_awake(
     assert rank.worker.device == "host"
     assert not [line for line in caplog.records if "let go" in line.getMessage()]
     rank.shutdown()
+
+
+def test_what_goes_wrong_is_a_line_each_and_no_exception(
+    tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A daemon that does not let go in time, memory that cannot be shared again, no memory."""
+    spec, caches = make_spec(tmp_path, runtime_dir)
+    config = sleeping(spec)
+    rank = spec.serve(caches)
+    NotedBackend.worker = worker = rank.worker
+    assert worker is not None
+    backend = SleepModeBackendFactory.create_backend(config)
+    caplog.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "unregister", lambda _: False)
+        backend.suspend()
+    worker.unregister()
+
+    def refuse(_: Worker) -> None:
+        raise UnsupportedMemory("this is memory that the daemon cannot map")
+
+    rank._share = refuse
+    backend.resume()
+    rank.worker = None  # as where the first registration was refused
+    backend.suspend()
+    backend.resume()
+    lines = [(line.levelname, line.getMessage()) for line in caplog.records]
+    assert [level for level, _ in lines] == ["WARNING", "ERROR"]
+    assert "did not let go of the KV cache" in lines[0][1]
+    assert lines[1][1].endswith("cannot map; the engine runs without offload")
+    worker.close()
 
 
 @pytest.mark.parametrize(
