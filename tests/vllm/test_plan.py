@@ -164,9 +164,9 @@ def test_groups_and_fragments_are_those_of_vllm(
     model: dict[str, Any], layout: str, tmp_path: Path
 ) -> None:
     """Groups and pages are as the engine makes them, and lie where the plan says."""
+    config = engine_config(tmp_path, layout=layout)
     for ranks in model["tensor_parallel"]:
         specs = attention_specs(read_model(model["config"]), ranks, model["block_size"])
-        config = engine_config(tmp_path, layout=layout)
         check(model, ranks, config, placed(config, specs))
 
 
