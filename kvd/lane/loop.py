@@ -3,7 +3,8 @@
 One thread, and nothing in it waits for a peer: sends to workers and to the
 broker are non-blocking, copies come in pieces of about a millisecond or less,
 and both sockets are looked at between two pieces. In Python that is faster than
-a second thread, which would compete for the interpreter's lock.
+a second thread, which would compete for the interpreter's lock; a CUDA device has threads of its
+own for calls of the driver that take long without that lock.
 """
 
 import logging

@@ -1,5 +1,6 @@
 """What the CUDA backend decides without a driver: thresholds, options, lists, the file of both."""
 
+import os
 import random
 from collections import deque
 from pathlib import Path
@@ -138,3 +139,31 @@ def test_a_folder_that_cannot_be_written_costs_a_line(
     save(path_in(tmp_path / "gone", "cuda:00"), FOUND)
     (record,) = caplog.records
     assert "cannot be written" in record.getMessage()
+
+
+def test_what_others_put_there_is_neither_followed_nor_believed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A link in the file's place is not read through, and replaced; nothing is written through."""
+    place, theirs = path_in(tmp_path, "cuda:00"), tmp_path / "theirs"
+    save(theirs, FOUND)
+    before = theirs.read_bytes()
+    place.symlink_to(theirs)
+    place.with_suffix(f".{os.getpid()}").symlink_to(theirs)
+    assert load(place, IDENTITY) is None
+    assert "cannot be read" in caplog.text
+    found = Calibration(IDENTITY, {}, any_order=True)
+    save(place, found)
+    assert (theirs.read_bytes(), place.is_symlink()) == (before, False)
+    assert load(place, IDENTITY) == found
+
+
+def test_a_file_of_another_user_is_not_believed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who it belongs to is looked at: a directory with the sticky bit lets others in."""
+    place = path_in(tmp_path, "cuda:00")
+    save(place, FOUND)
+    monkeypatch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
+    assert load(place, IDENTITY) is None
+    assert "is no file of user" in caplog.text

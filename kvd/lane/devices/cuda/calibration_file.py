@@ -1,7 +1,12 @@
-"""What was measured of a device, kept for the lanes that follow."""
+"""What was measured of a device, kept for the lanes that follow.
+
+The file lies in the daemon's runtime directory. What others may have put there is neither followed
+nor believed.
+"""
 
 import logging
 import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -10,6 +15,8 @@ from kvd.lane.devices.cuda.copier import Thresholds
 from kvd.lane.devices.device import Direction
 
 _log = logging.getLogger(__name__)
+
+MOST_BYTES = 2**16
 
 
 class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -54,7 +61,7 @@ def path_in(folder: Path, device: str) -> Path:
 def load(path: Path, identity: Identity) -> Calibration | None:
     """What was measured of just this, or None."""
     try:
-        data = path.read_bytes()
+        data = _read(path)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -79,8 +86,25 @@ def save(path: Path, calibration: Calibration) -> None:
     """Keep it, whole or not at all; without room for it the next lane measures again."""
     fresh = path.with_suffix(f".{os.getpid()}")
     try:
-        fresh.write_bytes(msgspec.json.format(msgspec.json.encode(calibration)))
+        fresh.unlink(missing_ok=True)
+        # Made anew, so that no link is followed.
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        with os.fdopen(fd, "wb") as file:
+            file.write(msgspec.json.format(msgspec.json.encode(calibration)))
         fresh.replace(path)
     except OSError as error:
         _log.warning("%s cannot be written (%s): the next lane measures again", path, error)
-        fresh.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> bytes:
+    """What this user has written there.
+
+    Raises:
+        OSError: it cannot be read, or is somebody else's.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(fd, "rb") as file:
+        about = os.fstat(fd)
+        if not stat.S_ISREG(about.st_mode) or about.st_uid != os.geteuid():
+            raise PermissionError(f"it is no file of user {os.geteuid()}")
+        return file.read(MOST_BYTES)
