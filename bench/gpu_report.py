@@ -15,13 +15,14 @@ HEAD = ("figure", "kvd", "raw", "batch", "kernel", "kvd / raw", "lane ms/GB", "n
 RATIO_GOALS = {"store": (64 * KIB, 0.95), "load": (64 * KIB, 0.95), "both": (64 * KIB, 0.9)}
 SHORT_LOADS = (8 * KIB, 0.6)
 MOST_LOSS_PERCENT = 2.0
+LEAST_SAMPLES = 5  # of fewer, quartiles say little
 
 
 def table(result: Mapping[str, Any]) -> Iterator[str]:
     """All of it, each figure beside its goal.
 
     ± is how far a median can be trusted (gpu_figures.spread). A goal counts as met or missed
-    where the figure is further from it than that.
+    where the figure is further from it than that, and of enough samples.
     """
     device, driver = result.get("device", "unknown device"), result.get("driver", "unknown")
     moved = result.get("bytes", 0) // MIB
@@ -86,14 +87,14 @@ def ratio_goal(name: str, fragment: int, ratio: Mapping[str, float]) -> str:
         least = SHORT_LOADS[1]
     elif fragment < shortest:
         return ""
-    return f"at least {least}: {_met(ratio['median'] - least, ratio['margin'])}"
+    return f"at least {least}: {_met(ratio['median'] - least, ratio)}"
 
 
 def loss_goal(way: str, percent: Mapping[str, float]) -> str:
     """The same for what another process loses."""
     if way != "dma":
         return ""
-    met = _met(MOST_LOSS_PERCENT - percent["median"], percent["margin"])
+    met = _met(MOST_LOSS_PERCENT - percent["median"], percent)
     return f"at most {MOST_LOSS_PERCENT:g}: {met}"
 
 
@@ -112,7 +113,7 @@ def trusted(found: Mapping[str, float]) -> str:
     return f"{found['median']:,.2f} ±{found['margin']:.2f}"
 
 
-def _met(better_by: float, margin: float) -> str:
-    if abs(better_by) < margin:
+def _met(better_by: float, found: Mapping[str, float]) -> str:
+    if found["n"] < LEAST_SAMPLES or abs(better_by) < found["margin"]:
         return "open"
     return "met" if better_by >= 0 else "missed"

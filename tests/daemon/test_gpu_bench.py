@@ -240,6 +240,7 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
     good = {"kvd": about(50.0), "raw": about(51.0), "ratio": about(0.98), "cpu_ms_per_GB": about(9)}
     poor = good | {"kvd": about(20.0), "batch": about(40.0), "ratio": about(0.39)}
     noisy = good | {"ratio": about(0.91, 0.02)}
+    few = good | {"ratio": about(0.98) | {"n": 4}}
     result = {
         "device": "A GPU",
         "driver": "1.2",
@@ -248,6 +249,7 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
         "fragments": [
             {"bytes": 2**21, "store": good, "load": poor, "both": noisy},
             {"bytes": 8192, "store": poor, "load": poor, "both": poor},
+            {"bytes": 65536, "store": few, "load": few, "both": few},
         ],
         "latency": {"store_p50_us": 123.456},
         "ways": {"batch": "", "kernel": "no such thing"},
@@ -263,6 +265,7 @@ def test_the_table_shows_what_is_there(tmp_path: Path) -> None:
         "store, 2 MiB 50.00 51.00 none none 0.98 ±0.00 9.00 7 at least 0.95: met",
         "load, 2 MiB 20.00 51.00 40.00 none 0.39 ±0.00 9.00 7 at least 0.95: missed",
         "both, 2 MiB 50.00 51.00 none none 0.91 ±0.02 9.00 7 at least 0.9: open",
+        "store, 64 KiB 50.00 51.00 none none 0.98 ±0.00 9.00 7 at least 0.95: open",
         "load, 8 KiB 20.00 51.00 40.00 none 0.39 ±0.00 9.00 7 at least 0.6: missed",
         "store, 8 KiB 20.00 51.00 40.00 none 0.39 ±0.00 9.00 7",
         "store p50 us 123.46",
