@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from kvd.errors import ImportFailed
+from kvd.lane.devices.cuda.backend import MOST_IN_FLIGHT
 from kvd.lane.devices.cuda.options import Options
 from kvd.lane.devices.device import Direction
 from kvd.lane.workers import Workers
@@ -172,6 +173,21 @@ def test_host_memory_is_refused(rig: CudaRig) -> None:
     """A handle of another kind of memory is refused by name."""
     with pytest.raises(ImportFailed, match="HostHandle is host memory"):
         rig.device.import_memory((HostHandle(0),), (1,), (0,))
+
+
+def test_transfers_in_flight_are_bounded_however_short(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers
+) -> None:
+    """Of one direction there are no more than MOST_IN_FLIGHT; the other is open."""
+    rig = CudaRig(fake_driver, ipc_workers, engine_only())
+    memory, _ = rig.attach(SIZES)
+    fake_driver.set("hold=copies")
+    for number in range(MOST_IN_FLIGHT):
+        assert rig.device.has_room(Direction.STORE)
+        rig.submit(number, memory, Direction.STORE, [(0, 0, number * 16, 8)])
+    assert not rig.device.has_room(Direction.STORE)
+    assert rig.device.has_room(Direction.LOAD)
+    rig.close()
 
 
 def test_an_empty_transfer_ends(rig: CudaRig) -> None:
