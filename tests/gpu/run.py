@@ -32,6 +32,7 @@ OUT = ROOT / "bench" / "out"
 SECONDS, EXPLORE_SECONDS = 470.0, 530.0
 SHARE_OF_TESTS = 0.45
 LAST_WORDS_SECONDS = 10.0
+REASON_LETTERS = 300
 SHOWN_LINES, SHOWN_LETTERS = 25, 2500
 _OUTCOME = re.compile(r"^\S*::(\S+)(?: (PASSED|FAILED|ERROR|SKIPPED)\b.*)?", re.MULTILINE)
 
@@ -112,7 +113,7 @@ def tests_summary(said: str) -> list[str]:
         f"  {outcome.lower()}: {name}" for name, outcome in outcomes.items() if name not in passed
     ]
     reasons = dict.fromkeys(re.findall(r"^SKIPPED \[\d+\] \S+ (.*)$", said, re.MULTILINE))
-    return [*lines, *(f"  reason to skip: {reason}" for reason in reasons)]
+    return [*lines, *(f"  reason to skip: {reason[:REASON_LETTERS]}" for reason in reasons)]
 
 
 def extract(said: str) -> str:

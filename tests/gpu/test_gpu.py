@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
 LARGE_PAGE = 2**20
 MANY = 200  # loads of 60 MiB by each rank: the bus is busy for longer than a kill takes
 JOBS = list(range(1001, 1001 + MANY))
+NOT_SERVED = "not served here, which is told as it should be"
 Use = Callable[[], type[Rank]]
 
 
@@ -57,21 +58,24 @@ def test_two_ranks_on_one_gpu_get_every_byte_back(
         assert wait_lane(daemon, workers=2)["counters"]["restarts"] == 0
 
 
+@pytest.mark.parametrize("exportable", ["0", "1"])
 def test_expandable_segments_are_served_or_refused_with_the_remedy(
-    gpu_daemons: StartDaemon, monkeypatch: pytest.MonkeyPatch
+    gpu_daemons: StartDaemon, monkeypatch: pytest.MonkeyPatch, exportable: str
 ) -> None:
     """Whether torch makes exportable segments is its version's affair; nothing is half served."""
     rank_type = torch_rank()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    daemon = gpu_daemons()
-    with CudaEngine(daemon.runtime_dir, rank_type=rank_type) as engine:
+    monkeypatch.setenv("TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC", exportable)
+    daemon = gpu_daemons(cpu_bytes="256MiB")
+    # Storages of 64 MiB: longer than a segment.
+    with CudaEngine(daemon.runtime_dir, page=LARGE_PAGE, rank_type=rank_type) as engine:
         try:
             engine.register()
         except RuntimeError as refusal:
             text = str(refusal)
             assert "UnsupportedMemory" in text  # refusing is one of two right ways
             assert "expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF" in text
-            return
+            pytest.skip(f"{NOT_SERVED}: {text}")
         keys = keys_of("expandable", 6)
         engine.store(keys)
         assert engine.load(keys) == 0
@@ -95,6 +99,7 @@ def test_an_engine_of_another_user_is_served_or_told_of_both_users(
     if refusal:  # the other of two right ways
         assert f"the worker's user is {NOBODY}" in refusal
         assert f"the lane's is {os.getuid()}" in refusal
+        pytest.skip(f"{NOT_SERVED}: {refusal}")
 
 
 def test_memory_that_cannot_be_exported_is_refused_with_the_remedy(
