@@ -8,9 +8,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import numpy as np
-import numpy.typing as npt
-
 from kvd.lane.claims import not_covered, not_ready, not_to_write
 from kvd.lane.devices.device import NO_MOVES, Device, Direction, Moves
 from kvd.lane.queue import Queued
@@ -30,7 +27,6 @@ class JobState(StrEnum):
     ENDED = "ended"  # its Done was sent
 
 
-Indices = npt.NDArray[np.intp]
 Refusal = tuple[JobStatus, str]
 Reply = Callable[[Message], None]
 """Sends the answer to one request; never waits."""
@@ -69,7 +65,7 @@ class LaneJob(Queued):
     direction: Direction = field(init=False)
     _chunks: Chunks | None = None
     _own: Sequence[int] = ()
-    _index: Indices | None = None
+    _slots: "array[int]" = field(init=False)  # of its own chunks, with `_chunks`
     _good: bytes = b""
 
     def __post_init__(self) -> None:
@@ -83,6 +79,7 @@ class LaneJob(Queued):
             self._chunks = blocks.chunks(factor)
             slots = self._chunks.slots
             self._own = range(len(slots)) if self.load else own_chunks(self.worker, slots)
+            self._slots = _slots_of(self._chunks, self._own)
         return self._chunks
 
     @property
@@ -118,9 +115,7 @@ class LaneJob(Queued):
         if self.void:
             return JobStatus.VOID, VOID_TEXT
         binding, chunks = self.binding, self.chunks
-        if self._index is None:
-            self._index = _index_of(chunks, self._own)
-        heads = binding.directory.heads(self._index)
+        heads = binding.directory.heads(self._slots)
         if heads == self._good:  # as it was when it was found to be good
             return None
         if self.load:
@@ -186,9 +181,7 @@ def outside(job: LaneJob, device: Device) -> Refusal | None:
     """
     if not device.pins:
         return None
-    slots, own = job.chunks.slots, job.own
-    if len(own) < len(slots):
-        slots = array("I", [slots[i] for i in own])
+    slots = _slots_of(job.chunks, job.own)
     base, size = job.binding.order.arena_base, job.binding.slot_bytes
     if not slots or device.holds(base + min(slots) * size, base + (max(slots) + 1) * size):
         return None
@@ -223,15 +216,13 @@ def own_chunks(worker: Worker, slots: Sequence[int]) -> Sequence[int]:
     return [i for i, slot in enumerate(slots) if slot % size == rank]
 
 
-def _index_of(chunks: Chunks, which: Sequence[int]) -> Indices:
-    """The slots of these chunks, to look at their records."""
+def _slots_of(chunks: Chunks, which: Sequence[int]) -> "array[int]":
+    """The slots of these chunks."""
     slots = chunks.slots
-    if len(which) < len(slots):
-        return np.array([slots[i] for i in which], np.intp)
-    return np.array(slots, np.intp)
+    return slots if len(which) == len(slots) else array("I", [slots[i] for i in which])
 
 
 def _still_own(binding: Binding, chunks: Chunks, which: Sequence[int]) -> list[int]:
-    heads = binding.directory.heads(_index_of(chunks, which))
+    heads = binding.directory.heads(_slots_of(chunks, which))
     lost = set(not_to_write(heads, binding.order.owner, chunks, which))
     return [i for i in which if i not in lost]

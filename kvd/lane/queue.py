@@ -166,8 +166,11 @@ class JobQueue(Generic[J]):
         """
         for urgencies, turns in zip(_TIERS, self._turns, strict=True):
             for engine in turns:
+                mine = self._engines[engine]
                 for urgency in urgencies:
-                    for head in self._engines[engine].heads(urgency, loads, stores):
+                    if not mine.lines[urgency]:
+                        continue
+                    for head in mine.heads(urgency, loads, stores):
                         if head.started or ready(head):
                             turns.move_to_end(engine)
                             return head

@@ -120,15 +120,7 @@ class Runner:
                     self.stop(job, JobStatus.TIMEOUT, f"not done in {job.request.deadline_ms} ms")
             open_ = (job.deadline_ns for job in self if job.deadline_ns > now)
             self._next_deadline = min(open_, default=math.inf)
-        moved = False
-        reached, has_room = _reached(now), self._device.has_room
-        while len(self._queue):
-            loads, stores = has_room(Direction.LOAD), has_room(Direction.STORE)
-            head = self._queue.next(reached, loads=loads, stores=stores)
-            if head is None:
-                break
-            self._feed(head)
-            moved = True
+        moved = bool(len(self._queue)) and self._feed_all(now)
         for finished in self._device.progress():
             self._piece_done(finished)
             moved = True
@@ -141,6 +133,8 @@ class Runner:
 
     def take_due(self) -> list[Callable[[], None]]:
         """What was to wait for jobs that have all ended, and were taken before."""
+        if not self._waiting:
+            return []
         due, waiting = [], []
         for jobs, action in self._waiting:
             if any(job.unfinished for job in jobs):
@@ -193,6 +187,19 @@ class Runner:
 
     # ------------------------------------------------------------- details
 
+    def _feed_all(self, now: int) -> bool:
+        """Give the device what it has room for; whether that was anything."""
+        queue, has_room, reached = self._queue, self._device.has_room, _reached(now)
+        fed = False
+        while len(queue):
+            loads, stores = has_room(Direction.LOAD), has_room(Direction.STORE)
+            head = queue.next(reached, loads=loads, stores=stores)
+            if head is None:
+                break
+            self._feed(head)
+            fed = True
+        return fed
+
     def _feed(self, job: LaneJob) -> None:
         """Give the device the job's next piece, if it still may move."""
         if job.state is JobState.QUEUED and not self._start(job):
@@ -225,9 +232,10 @@ class Runner:
 
     def _submit_piece(self, job: LaneJob) -> None:
         device, way = self._device, job.direction
-        contended = self._queue.is_contended(job)
-        most = (device.piece_bytes if contended else device.bulk_bytes)[way]
-        end, nbytes = job.moves.piece(job.given, most)
+        end, nbytes = job.moves.piece(job.given, device.bulk_bytes[way])
+        short = device.piece_bytes[way]
+        if nbytes > short and self._queue.is_contended(job):
+            end, nbytes = job.moves.piece(job.given, short)
         try:
             device.submit(Transfer(job, job.worker.memory, way, job.moves, job.given, end, nbytes))
         except LaneError as error:

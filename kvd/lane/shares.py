@@ -6,7 +6,7 @@ it does for a share.
 
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from kvd.lane.workers import Binding, Worker
@@ -15,6 +15,7 @@ from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import Chunks
 
 PER_MESSAGE = 4096  # 20 bytes each: well inside one datagram of the link
+_WIDTHS = (4, 8, 2, 2, 2)  # bytes of one item of each column of Chunks
 _Whose: TypeAlias = tuple[int, int, bytes, bool]
 """Session, rank, namespace, and whether they were stored."""
 
@@ -23,7 +24,7 @@ class Shares:
     """What the broker is not told yet, in the order in which it happened to each worker."""
 
     def __init__(self) -> None:
-        self._kept: dict[_Whose, Chunks] = {}
+        self._kept: dict[_Whose, list[Chunks]] = {}
         self._since = 0.0
 
     @property
@@ -40,41 +41,41 @@ class Shares:
         if not self._kept:
             self._since = time.monotonic()
         whose = worker.order.session, worker.order.rank, binding.order.namespace, ok
-        kept = self._kept.get(whose)
-        if kept is None:
-            kept = self._kept[whose] = Chunks(*(array(code) for code in "IQHHH"))
-        for column, values in zip(kept.columns, chunks.columns, strict=True):
-            if len(which) == len(values):
-                column.extend(values)
-            else:
-                column.extend([values[i] for i in which])
+        if len(which) < len(chunks):
+            chunks = Chunks(
+                *(array(column.typecode, [column[i] for i in which]) for column in chunks.columns)
+            )
+        self._kept.setdefault(whose, []).append(chunks)
 
     def take(self) -> list[ShareDone]:
         """The messages that tell all of it; nothing waits then."""
         taken, self._kept = self._kept, {}
-        return [
-            _message(whose, kept, slice(begin, begin + PER_MESSAGE))
-            for whose, kept in taken.items()
-            for begin in range(0, len(kept), PER_MESSAGE)
-        ]
+        return [message for whose, kept in taken.items() for message in _messages(whose, kept)]
 
     def __bool__(self) -> bool:
         return bool(self._kept)
 
     def __repr__(self) -> str:
-        return f"<Shares of {sum(map(len, self._kept.values()))} chunks>"
+        return f"<Shares of {sum(len(one) for kept in self._kept.values() for one in kept)} chunks>"
 
 
-def _message(whose: _Whose, kept: Chunks, part: slice) -> ShareDone:
+def _messages(whose: _Whose, kept: Sequence[Chunks]) -> Iterator[ShareDone]:
     session, rank, namespace, ok = whose
-    return ShareDone(
-        session=session,
-        rank=rank,
-        namespace=namespace,
-        slots=IntArray("u4", kept.slots[part].tobytes()),
-        generations=IntArray("u8", kept.generations[part].tobytes()),
-        first=IntArray("u2", kept.first[part].tobytes()),
-        count=IntArray("u2", kept.count[part].tobytes()),
-        groups=IntArray("u2", kept.group[part].tobytes()),
-        ok=ok,
-    )
+    joined = [b"".join(column) for column in zip(*(one.columns for one in kept), strict=True)]
+    count = sum(map(len, kept))
+    for begin in range(0, count, PER_MESSAGE):
+        columns = [
+            column[begin * width : (begin + PER_MESSAGE) * width]
+            for column, width in zip(joined, _WIDTHS, strict=True)
+        ]
+        yield ShareDone(
+            session=session,
+            rank=rank,
+            namespace=namespace,
+            slots=IntArray("u4", columns[0]),
+            generations=IntArray("u8", columns[1]),
+            first=IntArray("u2", columns[2]),
+            count=IntArray("u2", columns[3]),
+            groups=IntArray("u2", columns[4]),
+            ok=ok,
+        )

@@ -22,6 +22,7 @@ from kvd_proto.expand import Expander
 from kvd_proto.layout import RankLayout
 
 REQUEST_WINDOW = 1024  # requests that may overtake each other
+_WHOLE_WINDOW = (1 << REQUEST_WINDOW) - 1
 
 
 def open_control_page(fd: int) -> ControlWords:
@@ -60,7 +61,7 @@ class RequestNumbers:
         ahead = number - self._highest
         if ahead > 0:
             kept = self._seen << ahead if ahead < REQUEST_WINDOW else 0
-            self._seen = (kept | 1) & ((1 << REQUEST_WINDOW) - 1)
+            self._seen = (kept | 1) & _WHOLE_WINDOW
             self._highest = number
             return True
         bit = 1 << -ahead if -ahead < REQUEST_WINDOW else 0
@@ -73,7 +74,7 @@ class RequestNumbers:
         """Take no number below this one, which was here, as new from now on."""
         behind = self._highest - number
         if behind < REQUEST_WINDOW:
-            self._seen |= ((1 << REQUEST_WINDOW) - 1) & ~((1 << (behind + 1)) - 1)
+            self._seen |= _WHOLE_WINDOW & ~((1 << (behind + 1)) - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,11 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             if size:
                 skip = index % blocks_per_chunk
                 chunks = -(-(size + skip) // blocks_per_chunk)
+                if chunks == 1:
+                    first.append(skip)
+                    count.append(size)
+                    group.append(number)
+                    continue
                 at = len(count)
                 first += _ZERO * chunks
                 count += array("H", (blocks_per_chunk,)) * chunks

@@ -102,7 +102,8 @@ class Copies:
     def of(cls, runs: list[Run]) -> "Copies":
         """The same by runs, of which there are few."""
         made = cls.__new__(cls)
-        made._keep(None, runs, ())  # noqa: SLF001  # of this class
+        made._columns, made._runs, made.grids = None, runs, ()  # noqa: SLF001  # of this class
+        made.few = len(runs) <= FEW
         return made
 
     @classmethod

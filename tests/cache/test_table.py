@@ -1,6 +1,7 @@
 """Decisions of one namespace's chunk table that `test_machine` does not reach or does not name."""
 
-import numpy as np
+from array import array
+
 import pytest
 
 from kvd.cache.chunks import ChunkTable
@@ -55,7 +56,7 @@ def test_a_ticket_that_is_never_used_runs_out() -> None:
 
 def is_ready(table: ChunkTable, slot: int, generation: int) -> bool:
     """Whether a lane finds the chunk there."""
-    ((found, _, state, *_),) = READ_HEADS(table.directory.heads(np.array([slot])))
+    ((found, _, state, *_),) = READ_HEADS(table.directory.heads(array("I", [slot])))
     return (found, state) == (generation, SlotState.READY)
 
 

@@ -3,7 +3,6 @@
 from array import array
 from collections.abc import Iterator
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,8 +78,8 @@ def test_few_and_many_are_looked_at_with_the_same_result(
         inside = held_first <= first and first + count <= held_first + held_count
         if not (inside and group == held_group):
             short.append(number)
-    heads = binding.directory.heads(np.array(job.slots, np.intp))
-    theirs = binding.directory.heads(np.array([job.slots[i] for i in which], np.intp))
+    heads = binding.directory.heads(job.slots)
+    theirs = binding.directory.heads(array("I", [job.slots[i] for i in which]))
     for few in (0, 100):
         found = claims.not_to_write(theirs, 7, job, which, few)
         assert found == [number for number in which if number in lost]
