@@ -14,11 +14,9 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from msgspec.structs import replace
 
 from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.cuda import calibration, driver
-from kvd.lane.devices.cuda.calibration_file import Identity
 from kvd.lane.devices.cuda.driver import Stream, Undo
 from kvd.lane.devices.cuda.moves import HOST, NBYTES, Runs
 from kvd.lane.devices.cuda.options import Options
@@ -173,12 +171,12 @@ def a_thread_that_hangs_is_given_up(rig: CudaRig) -> None:
 def what_was_measured_of_another_driver_is_not_used(rig: CudaRig) -> None:
     """A file that another driver's lane has kept is measured anew; this driver's is used."""
     options = Options(kernel_below={})
-    mine = Identity("1", 13000, "cuda:1", "model", 16)
     with tempfile.TemporaryDirectory() as folder, Undo() as undo:
         place = Path(folder) / "calibration.json"
-        for identity, measured in ((mine, True), (mine, False), (replace(mine, driver=1), True)):
+        for version, measured in ((13000, True), (13000, False), (13010, True)):
+            rig.driver.set(f"driver_version={version}")
             before = rig.driver.mark
-            calibration.choose(0, options, identity, place, undo)
+            calibration.choose(0, options, ("cuda:1", "model"), place, undo)
             assert (rig.driver.calls(before).count(COPY) > 2) == measured
 
 

@@ -16,7 +16,7 @@ from kvd.lane.devices.cuda.move_kernel import Ring
 from kvd.lane.devices.cuda.options import Options, read
 from kvd.lane.devices.device import Direction
 
-IDENTITY = Identity("0.1.0", 13010, "cuda:00", "a device", 16)
+IDENTITY = Identity("0.1.0", 13010, "cuda:00", "a device", "in batches, no kernel")
 FOUND = Calibration(IDENTITY, {Direction.LOAD: [0, 0, 8192], Direction.STORE: []}, any_order=False)
 
 
@@ -103,19 +103,25 @@ def test_what_was_measured_is_kept(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"kvd": "0.2.0"}, {"driver": 13000}, {"device": "cuda:01"}, {"model": "x"}, {"blocks": 8}],
+    [
+        {"kvd": "0.2.0"},
+        {"driver": 13000},
+        {"device": "cuda:01"},
+        {"model": "x"},
+        {"ways": "one by one"},
+    ],
     ids=str,
 )
 def test_what_was_measured_of_something_else_is_measured_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, change: dict[str, object]
 ) -> None:
-    """Another kvd, driver, device or kernel: a line says so."""
+    """Another kvd, driver, device or way to copy: a line says so."""
     place = path_in(tmp_path, "cuda:00")
     save(place, FOUND)
     caplog.set_level("INFO")
     assert load(place, replace(IDENTITY, **change)) is None
     (record,) = caplog.records
-    assert "is of another device, driver or kvd" in record.getMessage()
+    assert "is of another device, driver, kvd or way to copy" in record.getMessage()
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b'{"identity": 1', b"\xff"], ids=repr)

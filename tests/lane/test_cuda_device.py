@@ -230,16 +230,21 @@ def test_batches_ask_for_the_copy_engines_where_the_driver_takes_that(
 def test_what_is_fast_is_measured_once(
     fake_driver: TestDriver, ipc_workers: CudaWorkers, tmp_path: Path
 ) -> None:
-    """The first lane of a device warms it up and measures; the next one reads what it kept."""
+    """The first lane of a device warms it up and measures; the next one reads what it kept.
+
+    Where another way to copy is all there is, what was measured of both says nothing.
+    """
     counts, thresholds = [], []
-    for _ in range(2):
+    for setting in ("fail=", "fail=", "fail=cuModuleLoadData:1:801", "fail="):
+        fake_driver.set(setting)
         before = fake_driver.mark
         options = Options(registration_bytes=65536)
         rig = CudaRig(fake_driver, ipc_workers, options, folder=tmp_path)
-        thresholds.append((rig.cuda.copier.thresholds, rig.cuda.copier.any_order))
+        thresholds.append(rig.cuda.copier.thresholds)
         rig.close()
         counts.append(fake_driver.calls(before).count("cuLaunchKernel"))
-    assert counts[0] > counts[1] == 2  # there and back, to see that it works
+    assert counts[1:3] == [2, 0]  # there and back, to see that it works; it cannot be loaded
+    assert min(counts[0], counts[3]) > 2
     assert thresholds[0] == thresholds[1]
     assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from kvd.errors import DeviceLost, ImportFailed, LaneError
 from kvd.lane.devices.cuda import calibration, driver, moves, uuids
-from kvd.lane.devices.cuda.calibration_file import Identity, path_in
+from kvd.lane.devices.cuda.calibration_file import path_in
 from kvd.lane.devices.cuda.driver import Undo
 from kvd.lane.devices.cuda.flow import Flow
 from kvd.lane.devices.cuda.importing import ImportedMemory
@@ -27,7 +27,6 @@ from kvd.lane.devices.cuda.moves import CudaMoves, Runs
 from kvd.lane.devices.cuda.options import Options
 from kvd.lane.devices.cuda.pinning import PinnedPool
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
-from kvd.version import VERSION
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 
@@ -90,9 +89,8 @@ class CudaDevice(Device):
         driver.use_context(context)
         least, greatest = driver.priorities()
         model = driver.device_name(self._device)
-        identity = Identity(VERSION, driver.version(), name, model, options.kernel_blocks)
         place = folder and path_in(folder, name)
-        self.copier = calibration.choose(least, options, identity, place, self._undo)
+        self.copier = calibration.choose(least, options, (name, model), place, self._undo)
         self._flows = {
             direction: Flow(direction, priority, self.copier, context, self._undo)
             for direction, priority in ((Direction.LOAD, greatest), (Direction.STORE, least))

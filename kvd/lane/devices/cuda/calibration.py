@@ -21,19 +21,20 @@ from kvd.lane.devices.cuda.measuring import (
 )
 from kvd.lane.devices.cuda.move_kernel import MoveKernel
 from kvd.lane.devices.cuda.options import Options
+from kvd.version import VERSION
 
 _log = logging.getLogger(__name__)
 
 
 def choose(
-    priority: int, options: Options, identity: Identity, place: Path | None, undo: Undo
+    priority: int, options: Options, device: tuple[str, str], place: Path | None, undo: Undo
 ) -> Copier:
     """Try the ways to copy on scratch memory; time them where neither options nor file say it.
 
     Args:
         priority: of the stream for it.
         options: what is chosen already.
-        identity: of what is measured.
+        device: its name as registrations have it, and what its maker calls it.
         place: of the file; None where nothing is kept.
         undo: gets what lets go of the kernel.
 
@@ -52,6 +53,9 @@ def choose(
         order_open = copier.batch is not None and options.any_order is None
         found = None
         if kernel_open or order_open:
+            kernel = f"a kernel of {options.kernel_blocks} blocks" if copier.kernel else "no kernel"
+            ways = f"{copier.engine_way}, {kernel}"
+            identity = Identity(VERSION, driver.version(), *device, ways)
             found = _known(copier, scratch, stream, identity, place)
     if fixed is not None:
         copier.thresholds = Thresholds({way: (below,) for way, below in fixed.items()})

@@ -26,14 +26,14 @@ class Identity(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     driver: CUDA version of the driver, 1000 * major + 10 * minor.
     device: with its UUID, as a registration has it.
     model: what its maker calls it.
-    blocks: of the kernel's launches.
+    ways: to copy, of those that were compared.
     """
 
     kvd: str
     driver: int
     device: str
     model: str
-    blocks: int
+    ways: str
 
 
 class Calibration(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -73,7 +73,10 @@ def load(path: Path, identity: Identity) -> Calibration | None:
         _log.warning("%s is not understood (%s): what is fast is measured again", path, error)
         return None
     if not _is_of(kept, identity):
-        _log.info("%s is of another device, driver or kvd: what is fast is measured again", path)
+        _log.info(
+            "%s is of another device, driver, kvd or way to copy: what is fast is measured again",
+            path,
+        )
         return None
     return kept
 

@@ -112,8 +112,13 @@ class Copier:
         if self.kernel is not None:
             self.kernel.give_back(direction, taken)
 
+    @property
+    def engine_way(self) -> str:
+        """How the copy engine is given many runs, in words."""
+        return repr(self.batch) if self.batch else "one by one"
+
     def __repr__(self) -> str:
-        way = repr(self.batch) if self.batch else "one by one"
+        way = self.engine_way
         order = "any" if self.any_order else "stream"
         return (
             f"copies are enqueued {way}, loads in {order} order, by the kernel: {self.thresholds}"
