@@ -54,6 +54,7 @@ def main() -> int:
                 flush=True,
             )
         with tempfile.TemporaryDirectory(prefix="kvd-gpu-") as folder:
+            Path(folder).chmod(0o755)  # engines of other users import from it, too
             found = environment(Path(folder))
             how = ["--mib", f"{mib}", *others]
             run = _explore if options.explore else _tests_and_benchmark
