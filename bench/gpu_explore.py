@@ -59,7 +59,8 @@ def show(result: Mapping[str, Any]) -> None:
     """Tables of the sweeps, what is missing, and at the end the advice."""
     device = result.get("device", "unknown device")
     print(f"{device}, driver {result.get('driver', 'unknown')}, {result['date']}")
-    print(", ".join(f"{name} {found}" for name, found in (result.get("machine") or {}).items()))
+    if machine := result.get("machine"):
+        print(", ".join(f"{name} {found}" for name, found in machine.items()))
     print(f"{result['bytes'] // MIB} MiB a measurement, GB/s, medians")
     if "test double" in device:
         print(DOUBLE)

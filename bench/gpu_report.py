@@ -30,7 +30,8 @@ def table(result: Mapping[str, Any]) -> Iterator[str]:
         f"{device}, driver {driver}, {result.get('date', 'unknown date')},"
         f" {moved} MiB a measurement and direction; GB/s, medians"
     )
-    yield ", ".join(f"{name} {found}" for name, found in (result.get("machine") or {}).items())
+    if machine := result.get("machine"):
+        yield ", ".join(f"{name} {found}" for name, found in machine.items())
     if "test double" in device:
         yield DOUBLE
     yield from columns([HEAD, *_rows(result)])
