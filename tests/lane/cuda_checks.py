@@ -49,7 +49,7 @@ COPY = "cuMemcpyBatchAsync"
 
 
 def engine_only(
-    *, bytes_in_flight: int = 32 * 2**20, stuck_seconds: float = 60.0, inline_runs: int = 64
+    *, bytes_in_flight: int = 32 * 2**20, stuck_seconds: float = 60.0, inline_runs: int | None = 64
 ) -> Options:
     """No kernel, small registrations."""
     return Options(

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from kvd.errors import LaneError
 from kvd.lane.devices.cuda.calibration_file import Calibration, Identity, load, path_in, save
 from kvd.lane.devices.cuda.copier import Thresholds
+from kvd.lane.devices.cuda.flow import INLINE_NS, RUN_NS, run_ns
 from kvd.lane.devices.cuda.measuring import COUNTS, LENGTHS, crossover, row
 from kvd.lane.devices.cuda.move_kernel import Ring
 from kvd.lane.devices.cuda.options import Options, read
@@ -173,3 +174,15 @@ def test_a_file_of_another_user_is_not_believed(
     monkeypatch.setattr(os, "geteuid", lambda: place.stat().st_uid + 1)
     assert load(place, IDENTITY) is None
     assert "is no file of user" in caplog.text
+
+
+def test_what_the_driver_takes_for_a_run_is_learnt_from_many_runs() -> None:
+    """A shorter time at once, a longer one by a tenth a step; few runs tell nothing."""
+    assert run_ns(RUN_NS, 500, 5_000) == 10
+    assert run_ns(RUN_NS, 500, 5_000_000) == pytest.approx(605)
+    assert run_ns(RUN_NS, 8, 100) == RUN_NS
+    slow = RUN_NS
+    for _ in range(100):
+        slow = run_ns(slow, 500, 500 * 2_000)
+    assert slow == 2_000
+    assert 64 * RUN_NS < INLINE_NS < 128 * RUN_NS

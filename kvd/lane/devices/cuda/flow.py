@@ -1,8 +1,9 @@
 """One direction of a device: a stream, and the transfers on it in the order of their ends.
 
-A transfer of few runs is enqueued at once, by the lane's thread. One of many is given to the
-direction's own thread, and so are those behind it while that thread has something to do:
-what was submitted first is enqueued first.
+A transfer that the driver takes soon is enqueued at once, by the lane's thread. One that would
+keep it is given to the direction's own thread, and so are those behind it while that thread has
+something to do: what was submitted first is enqueued first. How long the driver takes for a run
+differs by driver and way to copy, so it is timed at every transfer.
 
 An event after each transfer marks its end, and where the next one is already there, the
 beginning of that one. So a transfer costs one event, and a second one where the stream was idle.
@@ -20,6 +21,26 @@ from kvd.lane.devices.cuda.driver import Context, Event, Stream, Undo
 from kvd.lane.devices.cuda.feeder import Feeder
 from kvd.lane.devices.cuda.moves import Runs
 from kvd.lane.devices.device import Direction, Finished, Transfer
+
+RUN_NS = 550.0  # what the driver takes for a run of a batch, until it was timed
+INLINE_NS = 50_000  # about what it costs to hand a transfer over to another thread
+_SLOWER = 1.1  # in one step
+_TIMED_RUNS = 64
+
+
+def run_ns(known: float, runs: int, nanoseconds: int) -> float:
+    """What the driver takes for a run, in nanoseconds, after one more transfer.
+
+    Shorter times are believed at once, longer ones by a tenth each: a thread may have waited for
+    the interpreter's lock, or for a processor. Of few runs nothing is learnt: what a call costs
+    by itself is most of their time.
+
+    Args:
+        known: so far.
+        runs: of the transfer.
+        nanoseconds: that the driver took for it.
+    """
+    return min(nanoseconds / runs, known * _SLOWER) if runs >= _TIMED_RUNS else known
 
 
 @dataclass(slots=True)
@@ -57,13 +78,14 @@ class Flow:
         undo: ends the thread, destroys stream and events; nothing may be in flight then.
 
     Attributes:
-        inline_runs: transfers of at most so many runs are enqueued by the caller's thread.
+        inline_runs: transfers of at most so many runs are enqueued by the caller's thread; None:
+            those that the driver has taken in INLINE_NS so far.
 
     Raises:
         CudaError: there is no stream.
     """
 
-    inline_runs = 64
+    inline_runs: int | None = None
 
     def __init__(
         self,
@@ -85,6 +107,7 @@ class Flow:
         self._events: list[Event] = []  # that mark nothing
         self._enqueued: deque[_Enqueued] = deque()
         self._last_end = 0.0
+        self._run_ns = RUN_NS
         self.nbytes = 0
 
     def enqueue(self, transfer: Transfer, runs: Runs) -> None:
@@ -103,7 +126,7 @@ class Flow:
         except CudaError as error:
             self._refuse(entry, error)
             return
-        if len(runs) <= self.inline_runs and self._feeder.idle:
+        if self._feeder.idle and self._is_short(len(runs)):
             self._feed(entry)
         else:
             self._feeder.give(entry)
@@ -132,13 +155,21 @@ class Flow:
         """Whether a transfer of this memory has not ended."""
         return any(entry.transfer.memory == memory for entry in self._enqueued)
 
+    def _is_short(self, runs: int) -> bool:
+        """Whether so many runs are not worth handing over to the direction's thread."""
+        if self.inline_runs is not None:
+            return runs <= self.inline_runs
+        return runs * self._run_ns <= INLINE_NS
+
     def _feed(self, entry: _Enqueued) -> None:
         """Enqueue a transfer's copies, in whichever thread."""
+        begun = time.perf_counter_ns()
         try:
             if entry.alone and entry.start is not None:
                 driver.record(entry.start, self.stream)
             try:
                 self._copier.enqueue(entry.runs, self.direction, self.stream, entry.taken)
+                self._run_ns = run_ns(self._run_ns, len(entry.runs), time.perf_counter_ns() - begun)
             finally:
                 # Some of the copies may be on their way even if not all are.
                 if entry.end is not None:

@@ -13,7 +13,7 @@ The environment variable LANE_CUDA of a lane's process names some, with commas:
 | `blocks` | number | of a launch of the kernel, at most; 8 warps each |
 | `order` | `any`, `stream` | in which the pool may be read by loads; measured where not named |
 | `overlap` | 0, 1 | ask batches for the copy engines only (drivers from CUDA 13.1 on) |
-| `inline` | number | pieces of at most so many runs are enqueued by the lane's thread itself |
+| `inline` | number | runs of a piece that the lane's thread enqueues; timed where not named |
 
 Bytes are numbers, or numbers with KiB or MiB.
 """
@@ -44,7 +44,8 @@ class Options:
     kernel_blocks: of a launch, at most.
     any_order: loads may read the pool in any order; measured where None.
     overlap: ask batches for the copy engines only, where driver and device take that.
-    inline_runs: pieces of at most so many runs are enqueued by the lane's thread itself.
+    inline_runs: pieces of at most so many runs are enqueued by the lane's thread itself; as
+        timed where None.
     """
 
     registration_bytes: int | None = None
@@ -56,7 +57,7 @@ class Options:
     kernel_blocks: int = BLOCKS
     any_order: bool | None = None
     overlap: bool = True
-    inline_runs: int = 64
+    inline_runs: int | None = None
 
 
 def read(text: str) -> Options:
