@@ -20,7 +20,7 @@ MOVES = ("load", "store", "both")
 CALL_NS = 550
 CHUNK_BYTES, MOST_TENSORS = 2 * MIB, 64
 BULK_BYTES = 256 * MIB
-JOBS = 8  # at a time and direction
+JOBS = 16  # at a time and direction
 # One chunk of 128 KiB, as in latency.py.
 ONE_CHUNK = {"fragment": 16384, "tensors": 4, "blocks_per_chunk": 2}
 ALL = 2**40  # bytes

@@ -3,7 +3,7 @@
 One registration of a large pool may fail where several smaller ones work, so
 the pool is registered in pieces. Slots have another size in every namespace, so
 no size of piece suits them all: a boundary may cut a slot, and copies are split
-where they cross one (`runs.py`); no copy spans two registrations.
+where they cross one (`moves.py`); no copy spans two registrations.
 
 Pieces are registered by the thread that touches their pages, in the order of
 `kvd.pool.filling`, so that one piece is pinned while later ones are still being
