@@ -218,11 +218,11 @@ class Registration:
 
     @staticmethod
     def released(session: Session) -> list[Effect]:
-        """A lane touches a worker's memory no more."""
+        """A lane touches a worker's memory no more: nobody has it once the worker is told."""
         releasing, session.releasing = session.releasing, None
         if releasing is None:
             return []
-        return [releasing.request.reply(Ok()), DropFds(session.number)]
+        return [DropFds(session.number), releasing.request.reply(Ok())]
 
     # ------------------------------------------------------------- departure
 
