@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from kvd.broker.admission import FAILED_SECONDS, MAX_CUDA_LANES
 from kvd.broker.broker import Broker
-from kvd.broker.effects import DropLane, Effect, Event, KillLane, StartLane, ToLane
+from kvd.broker.effects import DropFds, DropLane, Effect, Event, KillLane, Reply, StartLane, ToLane
 from kvd.broker.sessions import Session
 from kvd.broker.status_report import status_report
 from kvd.metrics.counts import LaneCounts
@@ -165,6 +165,8 @@ def test_a_worker_that_leaves_while_the_next_lane_maps_is_released_there(
     assert session.registration is None
     released = broker.supervision.received(CUDA, Released(session=session.number), 0.0)
     assert answers(released) == [Ok]
+    kinds = [type(effect) for effect in released]
+    assert kinds.index(DropFds) < kinds.index(Reply), "nobody has the memory once it is told so"
 
 
 def test_a_late_answer_to_a_registration_is_not_that_of_the_next(
