@@ -4,7 +4,7 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import pytest
 import torch
@@ -178,6 +178,34 @@ def test_what_goes_wrong_is_a_line_each_and_no_exception(
     assert [level for level, _ in lines] == ["WARNING", "ERROR"]
     assert "did not let go of the KV cache" in lines[0][1]
     assert lines[1][1].endswith("cannot map; the engine runs without offload")
+    worker.close()
+
+
+def test_an_error_that_nobody_expects_stops_no_engine(
+    tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever goes wrong when memory is freed or comes back is logged with its stack."""
+    spec, caches = make_spec(tmp_path, runtime_dir)
+    config = sleeping(spec)
+    rank = spec.serve(caches)
+    NotedBackend.worker = worker = rank.worker
+    assert worker is not None
+    backend = SleepModeBackendFactory.create_backend(config)
+    caplog.clear()
+
+    def broken(_: object) -> NoReturn:
+        raise RuntimeError("an error of the driver")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "unregister", broken)
+        backend.suspend()
+    worker.unregister()
+    rank._share = broken
+    backend.resume()
+    lines = [(line.levelname, line.getMessage()) for line in caplog.records if line.exc_info]
+    assert [level for level, _ in lines] == ["ERROR", "ERROR"]
+    assert "could not be told" in lines[0][1]
+    assert lines[1][1] == "the KV cache cannot be registered; the engine runs without offload"
     worker.close()
 
 

@@ -121,6 +121,12 @@ class KvdOffloadingWorker(OffloadingWorker):
         except KvdClientError as error:  # it was shut down
             log.debug("nothing to let go of: %s", error)
             return
+        except Exception:  # the engine goes to sleep all the same
+            log.exception(
+                "the daemon could not be told that the KV cache is to be freed; its memory is free"
+                " once the daemon has ended this session"
+            )
+            return
         if not free:
             log.warning(
                 "the daemon did not let go of the KV cache in time; its memory is free once the"
@@ -135,6 +141,8 @@ class KvdOffloadingWorker(OffloadingWorker):
             self._share(self.worker)
         except KvdClientError as error:
             log.error("%s; the engine runs without offload", error)  # noqa: TRY400  # no stack: one sentence
+        except Exception:  # the engine wakes up all the same
+            log.exception("the KV cache cannot be registered; the engine runs without offload")
 
     def shutdown(self) -> None:
         """Unregister the memory and end the session."""
