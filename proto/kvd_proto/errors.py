@@ -10,7 +10,8 @@
     ├── LayoutError
     │   ├── SizeError
     │   └── JobShapeError
-    └── DirectoryError
+    ├── DirectoryError
+    └── DescriptionError
 """
 
 
@@ -48,3 +49,7 @@ class JobShapeError(LayoutError):
 
 class DirectoryError(ProtoError):
     """A buffer that is not a chunk directory of this version."""
+
+
+class DescriptionError(ProtoError):
+    """What is to describe a chunk contradicts itself, or bytes that are no description."""
