@@ -7,6 +7,7 @@ and `OffloadingWorker`. The tables below list the rest, which may change with an
 """
 
 import inspect
+from types import ModuleType
 
 import vllm
 from vllm.config import VllmConfig
@@ -26,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor, UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -33,8 +35,8 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from kvd_client.vllm.versions import unsupported
 
-# Methods that are overridden, or called with just these parameters (after `self`).
-METHODS: tuple[tuple[type, str, str], ...] = (
+# Methods that are overridden, and functions, called with just these parameters (after `self`).
+METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
     # called instead of OffloadingConnector's, which makes the halves that kvd replaces
     (KVConnectorBase_V1, "__init__", "vllm_config role kv_cache_config"),
     (OffloadingConnector, "get_transfer_results", "finished_req_ids"),
@@ -75,6 +77,13 @@ METHODS: tuple[tuple[type, str, str], ...] = (
     (SleepModeBackend, "suspend", "level"),
     (SleepModeBackend, "resume", "tags"),
     (SleepModeBackend, "discard", "tags"),
+    # what a block's hash was made of besides tokens, and its form in KV events
+    (
+        kv_cache_utils,
+        "generate_block_hash_extra_keys",
+        "request start_token_idx end_token_idx start_mm_idx",
+    ),
+    (kv_cache_utils, "to_event_extra_keys", "extra_keys"),
 )
 # Fields of dataclasses that are read or written.
 FIELDS: tuple[tuple[type, str], ...] = (
@@ -94,9 +103,9 @@ FIELDS: tuple[tuple[type, str], ...] = (
 # Of the offloading configuration of a group, and of the whole.
 GROUP = (
     *("group_idx", "tokens_per_block", "tokens_per_chunk", "kv_cache_spec"),
-    *("sliding_window_size_in_chunks", "requires_cow_source"),
+    *("sliding_window_size_in_chunks", "requires_cow_source", "kv_event_group_spec"),
 )
-CONFIG = ("kv_group_configs", "blocks_per_chunk")
+CONFIG = ("kv_group_configs", "blocks_per_chunk", "tokens_per_hash")
 # A metric of vLLM's that managers count.
 ALLOCATION_FAILURE: str = getattr(_ConnectorMetricName, "ALLOCATION_FAILURE", "")
 
@@ -140,7 +149,7 @@ def require(owner: object, *names: str) -> None:
     """
     for name in names:
         if not hasattr(owner, name):
-            kind = owner if isinstance(owner, type) else type(owner)
+            kind = owner if isinstance(owner, type | ModuleType) else type(owner)
             raise unsupported(vllm.__version__, f"its {kind.__name__} has no {name}")
 
 
