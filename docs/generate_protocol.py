@@ -19,6 +19,7 @@ from kvd.cache.directory import DirectoryWriter
 from kvd_proto import messages as m
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import JobBlocks
+from kvd_proto.changes import CHANGE_BYTES
 from kvd_proto.codec import NO_ID, WIRE
 from kvd_proto.directory import DirectoryHeader, SlotState
 from kvd_proto.layout import GroupSpec, Range, RankLayout, TensorRef, TensorSpec
@@ -355,14 +356,23 @@ def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
     keys = [key for key in names if crc32(key) & mask == mask][:4]
     _begin(writer, keys[:1], [4])
     writer.add_share(4, 0, 0, 4, 1)
-    writer.write_state(4, SlotState.READY)
+    writer.make_ready(4)
     writer.forget()
     _begin(writer, keys[:3], [2, 0, 1])
     writer.add_share(2, 0, 0, 4, 1)
-    writer.write_state(2, SlotState.READY)
+    writer.make_ready(2)
     writer.add_share(1, 0, 2, 2, 1)
-    writer.write_state(1, SlotState.READY)
+    writer.make_ready(1)
+    _set_times(writer)
     return writer, keys
+
+
+def _set_times(writer: DirectoryWriter) -> None:
+    """The n-th change came n ms after the host's clock began, so that every run shows the same."""
+    words = memoryview(writer._whole).cast("Q")  # noqa: SLF001  # its bytes are shown
+    for number in range(1, writer.changes.head + 1):
+        at = writer.header.changes_offset + (number - 1) * CHANGE_BYTES
+        words[at // 8 + 1] = number * 1_000_000
 
 
 def _begin(writer: DirectoryWriter, keys: list[bytes], slots: list[int]) -> None:
@@ -407,7 +417,8 @@ def _directory() -> list[str]:
     dump = [f"{at:6}  {row.hex(' ', 4)}" for at, row in rows if any(row)]
     intro = (
         f"{head.num_slots} slots, {head.index_capacity} index entries from byte"
-        f" {head.index_offset} on, {head.total_bytes} bytes in all. Rows of 16 bytes that are not"
+        f" {head.index_offset} on, a ring of {head.change_capacity} changes from byte"
+        f" {head.changes_offset} on, {head.total_bytes} bytes in all. Rows of 16 bytes that are not"
         " all zero, in hex:"
     )
     return [

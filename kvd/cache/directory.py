@@ -4,8 +4,9 @@ It keeps no second copy of anything: the shared memory is the truth. Batches are
 loops over local names, because a store of a thousand keys must not hold up the
 broker for more than a few milliseconds.
 
-What the next daemon may believe is in the ledger (`kvd.cache.ledger`), which is
-written here and nowhere else, so that no way to free a slot can leave it out.
+What the next daemon may believe is in the ledger (`kvd.cache.ledger`), and what changes for
+lookups in the ring of changes (`kvd.cache.change_log`). Both are written here and nowhere else,
+so that no way to free a slot can leave them out.
 """
 
 import struct
@@ -16,8 +17,10 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from kvd.cache.change_log import ChangeLog
 from kvd.cache.ledger import KeptChunks, Ledger
 from kvd.errors import IntegrityError, LedgerDamaged
+from kvd_proto.changes import ChangeKind
 from kvd_proto.directory import (
     KEY_BYTES,
     NO_SHARE_YET,
@@ -45,6 +48,7 @@ _WRITE_KEY = struct.Struct(f"<{KEY_BYTES}s").pack_into
 _WORDS, _HALVES = RECORD_BYTES // 8, RECORD_BYTES // 2
 _FREE, _LENT = int(SlotState.FREE), int(SlotState.LENT)
 _WRITING, _READY = int(SlotState.WRITING), int(SlotState.READY)
+_NOW_READY, _REMOVED = int(ChangeKind.READY), int(ChangeKind.REMOVED)
 
 
 Blocks: TypeAlias = tuple[int, int]
@@ -95,6 +99,7 @@ class DirectoryWriter(DirectoryView):
         packed = header.pack()
         whole[: len(packed)] = packed
         super().__init__(buffer)
+        self.changes: ChangeLog = ChangeLog(self._whole, header)
         self.ledger = ledger
         self._generation_base = self._highest = generation_base
         self._words = self._records.cast("Q")
@@ -141,6 +146,7 @@ class DirectoryWriter(DirectoryView):
         if self.ledger is not None:
             self.ledger.forget(self._highest)
         self._floor[0] = self._generation_base = self._highest
+        self.changes.write(ChangeKind.CLEARED, self._highest)
 
     def forgotten_slots(self, first: int, count: int) -> list[int]:
         """The READY slots among `count` from `first` on whose chunks do not count, ascending."""
@@ -222,7 +228,8 @@ class DirectoryWriter(DirectoryView):
         """READY -> FREE: take chunks out of the index; their keys, in the same order."""
         if self.ledger is not None:
             self.ledger.erase(slots)
-        records, read_key, unindex = self._records, _READ_KEY, self._unindex
+        records, words, halves, floor = self._records, self._words, self._halves, self._floor[0]
+        read_key, unindex, tell = _READ_KEY, self._unindex, self.changes.write
         keys = []
         for slot in slots:
             base = slot * RECORD_BYTES
@@ -231,13 +238,30 @@ class DirectoryWriter(DirectoryView):
             records[base + _STATE] = _FREE
             unindex(key, slot)
             keys.append(key)
+            generation = words[slot * _WORDS]
+            if generation > floor:  # what was forgotten is told of already
+                at = slot * _HALVES + _BLOCKS
+                first, count, group = halves[at : at + 3]
+                tell(_REMOVED, generation, slot, first, count, group, key)
         return keys
 
     def unindex(self, slot: int) -> None:
-        """Take one chunk out of the index: lookups miss it from now on, and after a restart."""
+        """Take one chunk out of the index: lookups miss it from now on, and after a restart.
+
+        One that is READY stays so without its key, for those who are reading it.
+        """
         if self.ledger is not None:
             self.ledger.erase((slot,))
-        self._unindex(self.key(slot), slot)
+        key, generation = self.key(slot), self.generation(slot)
+        if self.state(slot) != _READY:
+            self._unindex(key, slot)
+            return
+        self._records[slot * RECORD_BYTES + _KEY_LEN] = 0
+        self._unindex(key, slot)
+        if generation > self._floor[0]:
+            at = slot * _HALVES + _BLOCKS
+            first, count, group = self._halves[at : at + 3]
+            self.changes.write(_REMOVED, generation, slot, first, count, group, key)
 
     def add_share(
         self, slot: int, rank: int, first: int, count: int, group: int
@@ -265,11 +289,13 @@ class DirectoryWriter(DirectoryView):
 
     def make_ready(self, slot: int) -> None:
         """WRITING -> READY: all of the chunk is in the pool."""
+        at = slot * _HALVES + _BLOCKS
+        first, count, group = self._halves[at : at + 3]
+        generation, key = self._words[slot * _WORDS], self.key(slot)
         if self.ledger is not None:
-            at = slot * _HALVES + _BLOCKS
-            first, count, group = self._halves[at : at + 3]
-            self.ledger.record(slot, self.generation(slot), first, count, group, self.key(slot))
-        self.write_state(slot, SlotState.READY)
+            self.ledger.record(slot, generation, first, count, group, key)
+        self._records[slot * RECORD_BYTES + _STATE] = _READY
+        self.changes.write(_NOW_READY, generation, slot, first, count, group, key)
 
     def restore(self, chunks: KeptChunks, ranks_done: npt.NDArray[np.uint64]) -> None:
         """Put the chunks of the previous daemon into a directory that is new.
@@ -368,7 +394,8 @@ class DirectoryWriter(DirectoryView):
         return slots
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where index and records do not agree."""
+        """Raise IntegrityError where index, records and changes do not agree."""
+        self.changes.check_integrity()
         entries = self._entries()
         seen: set[int] = set()
         for place in map(int, np.flatnonzero(entries)):

@@ -19,6 +19,7 @@ from kvd.metrics.counts import ChunkCounts
 from kvd.pool.filling import FillOrder
 from kvd.pool.geometry import COLUMN_EXTENTS, Geometry
 from kvd.pool.pool import Pool
+from kvd_proto.changes import change_capacity
 from kvd_proto.directory import MAX_SLOTS, DirectoryHeader
 from kvd_proto.messages import ErrorCode
 
@@ -234,7 +235,11 @@ class Namespaces:
         temporary: bool = False,
     ) -> Namespace:
         header = DirectoryHeader.plan(
-            geometry.num_slots, ns_id, self._boot_id, geometry.blocks_per_chunk
+            geometry.num_slots,
+            ns_id,
+            self._boot_id,
+            geometry.blocks_per_chunk,
+            change_capacity(self.settings.change_ring),
         )
         buffer = self._make_buffer(ns_id.hex(), header.total_bytes)
         base = self._keeping.generation_base if self._keeping is not None else 0

@@ -22,6 +22,7 @@ from kvd.config.values import (
     quotas_of,
 )
 from kvd.errors import ConfigError
+from kvd_proto.changes import MAX_CHANGES, MIN_CHANGES
 from kvd_proto.errors import SizeError
 from kvd_proto.sizes import parse_size
 
@@ -209,6 +210,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             parse=parse_quotas,
         ),
     ] = {}  # msgspec makes a new one each time
+    change_ring: Annotated[
+        int,
+        Meta(ge=MIN_CHANGES, le=MAX_CHANGES),
+        About(
+            "Changes of a namespace that readers of events may fall behind; made a power of two.",
+            _POOL,
+            "N",
+        ),
+    ] = 65536
     lease_seconds: Annotated[
         _Seconds,
         About("Longest time that a load may keep its chunks pinned.", _TIME, "SECONDS", live=True),

@@ -1,9 +1,11 @@
 """The directory: a table of chunks in shared memory, written by the broker alone.
 
-docs/protocol.md has its format: a header page, a record for every slot, and an index with linear
-probing in which deletion shifts entries back, so that there are no tombstones. Only WRITING and
-READY chunks are in the index. A reset raises the floor above all generations so far: whatever was
-there is a miss at once, and leaves records and index piece by piece afterwards.
+docs/protocol.md has its format: a header page, a record for every slot, an index with linear
+probing in which deletion shifts entries back, so that there are no tombstones, and the ring of
+changes (`kvd_proto.changes`). Only WRITING and READY chunks are in the index. A reset raises the
+floor above all generations so far: whatever was there is a miss at once, and leaves records and
+index piece by piece afterwards. A chunk that has left the index while it is still being read is
+READY with a key of length 0.
 
 A chunk at a sliding window's edge holds only some of its blocks; who asks for others has a miss,
 not what the slot held before. The group is recorded because groups lay a slot out differently, so
@@ -26,13 +28,14 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from kvd_proto.changes import CHANGE_BYTES, MIN_CHANGES, ChangesView
 from kvd_proto.errors import DirectoryError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MAGIC = b"kvd-dir\0"
-VERSION = 3
+VERSION = 4
 HEADER_BYTES = 4096
 RECORD_BYTES = 80
 KEY_BYTES = 48
@@ -44,9 +47,9 @@ NO_SHARE_YET = 0xFFFF
 MAX_BLOCKS = 0xFFFF  # of a chunk
 READ_STATE = struct.Struct("<Q12xB").unpack_from  # generation and state
 
-HEADER = struct.Struct("<8s6I3Q16s16s")
+HEADER = struct.Struct("<8s6I3Q16s16s2IQ")
 CHECK_WORD = struct.Struct("<I")
-FLOOR_AT = 96
+FLOOR_AT = 112
 RECORD = struct.Struct("<QQIBBHHH4x48s")
 SLOT_MASK = 0xFFFF_FFFF
 
@@ -102,15 +105,22 @@ class DirectoryHeader:
     namespace: bytes
     boot_id: bytes
     blocks_per_chunk: int
+    change_capacity: int = MIN_CHANGES
     probe_limit: int = PROBE_LIMIT
 
     @classmethod
     def plan(
-        cls, num_slots: int, namespace: bytes, boot_id: bytes, blocks_per_chunk: int = 1
+        cls,
+        num_slots: int,
+        namespace: bytes,
+        boot_id: bytes,
+        blocks_per_chunk: int = 1,
+        changes: int = MIN_CHANGES,
     ) -> Self:
         """The header of a directory of `num_slots` slots for chunks of so many blocks.
 
-        The index capacity is the power of two that keeps its load at 0.75 or less.
+        The index capacity is the power of two that keeps its load at 0.75 or less. The ring
+        holds `changes` changes, a power of two.
 
         Raises:
             DirectoryError: a count out of range, or ids that are not 16 bytes.
@@ -125,8 +135,10 @@ class DirectoryHeader:
             raise DirectoryError(
                 f"a chunk has 1 to {MAX_BLOCKS} blocks in a directory, not {blocks_per_chunk}"
             )
+        if changes.bit_count() != 1:
+            raise DirectoryError(f"a ring holds a power of two of changes, not {changes}")
         capacity = 1 << (num_slots * 4 // 3).bit_length()
-        return cls(num_slots, capacity, namespace, boot_id, blocks_per_chunk)
+        return cls(num_slots, capacity, namespace, boot_id, blocks_per_chunk, changes)
 
     @property
     def records_offset(self) -> int:
@@ -139,9 +151,14 @@ class DirectoryHeader:
         return HEADER_BYTES + self.num_slots * RECORD_BYTES
 
     @property
+    def changes_offset(self) -> int:
+        """Bytes from the start to record 0 of the ring of changes."""
+        return self.index_offset + self.index_capacity * 8
+
+    @property
     def total_bytes(self) -> int:
         """Size of the whole directory in bytes."""
-        return self.index_offset + self.index_capacity * 8
+        return self.changes_offset + self.change_capacity * CHANGE_BYTES
 
     def pack(self) -> bytes:
         """The header's bytes with their check word; zeros fill the page behind them."""
@@ -158,6 +175,9 @@ class DirectoryHeader:
             self.total_bytes,
             self.namespace,
             self.boot_id,
+            CHANGE_BYTES,
+            self.change_capacity,
+            self.changes_offset,
         )
         return head + CHECK_WORD.pack(crc32(head))
 
@@ -172,9 +192,7 @@ class DirectoryHeader:
             raise DirectoryError(
                 f"{len(buffer)} bytes cannot hold a directory: its header alone has {HEADER_BYTES}"
             )
-        magic, version, record, slots, capacity, limit, blocks, *places, ns, boot = (
-            HEADER.unpack_from(buffer)
-        )
+        magic, version, record, slots, capacity, limit, blocks, *rest = HEADER.unpack_from(buffer)
         if magic != MAGIC:
             raise DirectoryError(f"not a chunk directory: it starts with {magic!r}")
         if version != VERSION:
@@ -184,9 +202,15 @@ class DirectoryHeader:
         (check,) = CHECK_WORD.unpack_from(buffer, HEADER.size)
         if check != crc32(buffer[: HEADER.size]):
             raise DirectoryError("the directory's header is damaged: its check word does not fit")
-        header = cls(slots, capacity, ns, boot, blocks, limit)
+        *places, ns, boot, change, changes, changes_at = rest
+        header = cls(slots, capacity, ns, boot, blocks, changes, limit)
         expected = [header.records_offset, header.index_offset, header.total_bytes]
-        if (record, places) != (RECORD_BYTES, expected) or capacity.bit_count() != 1:
+        if (
+            (record, places, change) != (RECORD_BYTES, expected, CHANGE_BYTES)
+            or changes_at != header.changes_offset
+            or capacity.bit_count() != 1
+            or changes.bit_count() != 1
+        ):
             raise DirectoryError("the directory's header contradicts itself")
         if len(buffer) < header.total_bytes:
             raise DirectoryError(f"{len(buffer)} bytes of a directory of {places[-1]} bytes")
@@ -201,6 +225,7 @@ class DirectoryView:
 
     Attributes:
         header: its header, of which `num_slots`, `blocks_per_chunk` and `boot_id` are copies.
+        changes: the ring of changes.
 
     Raises:
         DirectoryError: the buffer is not a directory of this version.
@@ -215,7 +240,8 @@ class DirectoryView:
         self._whole = whole
         self._records = whole[head.records_offset : head.index_offset]
         self._floor = whole[FLOOR_AT : FLOOR_AT + 8].cast("Q")
-        self._index = whole[head.index_offset : head.total_bytes].cast("Q")
+        self._index = whole[head.index_offset : head.changes_offset].cast("Q")
+        self.changes = ChangesView(whole, head.changes_offset, head.change_capacity)
         self._mask = head.index_capacity - 1
         self._limit = head.probe_limit
         self.num_slots = head.num_slots
@@ -352,6 +378,7 @@ class DirectoryView:
         """Let go of the buffer, so that its owner may unmap it. Nothing works afterwards."""
         self._columns.clear()
         self._heads = np.empty(0, "V1")
+        self.changes.release()
         self._floor.release()
         self._index.release()
         self._records.release()

@@ -7,8 +7,8 @@
 
 #include "wire.h"
 
-enum { VERSION = 3, RECORD_BYTES = 80, PAGE_BYTES = 4096, MAX_KEY_BYTES = 48 };
-enum { CHECKED_BYTES = 88, FLOOR_AT = 96 };
+enum { VERSION = 4, RECORD_BYTES = 80, PAGE_BYTES = 4096, MAX_KEY_BYTES = 48 };
+enum { CHECKED_BYTES = 104, FLOOR_AT = 112 };
 enum { WRITING = 1, READY = 2, LENT = 4 };
 
 static uint32_t crc32(const void *bytes, size_t size) {
@@ -33,7 +33,7 @@ void directory_map(struct directory *directory, int fd) {
   const uint8_t *bytes = mmap(NULL, size, PROT_READ, MAP_SHARED, fd, 0);
   if (bytes == MAP_FAILED) die("the directory cannot be mapped: %s", strerror(errno));
   if (memcmp(bytes, magic, sizeof magic) != 0 || u32(bytes + 8) != VERSION ||
-      u32(bytes + 12) != RECORD_BYTES || u32(bytes + 88) != crc32(bytes, CHECKED_BYTES))
+      u32(bytes + 12) != RECORD_BYTES || u32(bytes + CHECKED_BYTES) != crc32(bytes, CHECKED_BYTES))
     die("no directory of version %d", VERSION);
   *directory = (struct directory){bytes, size, .slots = u32(bytes + 16)};
   directory->capacity = u32(bytes + 20);

@@ -68,7 +68,10 @@ def test_header_round_trip() -> None:
     view = DirectoryView(bytes(buffer))
     assert (view.num_slots, view.header.namespace, view.boot_id) == (1000, SPACE, BOOT)
     assert view.header.index_capacity == 2048
-    assert view.header.total_bytes == HEADER_BYTES + 1000 * 80 + 2048 * 8 == len(buffer)
+    parts = HEADER_BYTES + 1000 * 80 + 2048 * 8
+    assert view.header.changes_offset == parts
+    assert view.header.total_bytes == parts + 1024 * 88 == len(buffer)
+    assert (view.changes.capacity, view.changes.head, view.changes.read(0, 9)) == (1024, 0, [])
 
 
 @given(st.integers(1, 10**9))
@@ -77,7 +80,7 @@ def test_index_load(num_slots: int) -> None:
     header = DirectoryHeader.plan(num_slots, SPACE, BOOT)
     assert header.index_capacity.bit_count() == 1
     assert num_slots <= 0.75 * header.index_capacity
-    assert header.total_bytes - HEADER_BYTES <= 102 * num_slots + 64
+    assert header.changes_offset - HEADER_BYTES <= 102 * num_slots + 64
 
 
 @pytest.mark.parametrize(
@@ -86,8 +89,10 @@ def test_index_load(num_slots: int) -> None:
         (0, "not a chunk directory", False),
         (8, "version", False),
         (16, "damaged", False),
-        (88, "damaged", False),
+        (104, "damaged", False),
         (20, "contradicts", True),  # the index's capacity, under a check word that is right
+        (92, "contradicts", True),  # and the ring's
+        (96, "contradicts", True),  # and its place
     ],
 )
 def test_bad_header(at: int, words: str, signed: bool) -> None:
@@ -129,7 +134,7 @@ def test_life_of_a_chunk() -> None:
     assert (writer.generation(2), writer.owner(2), writer.state(2)) == (1, 7, SlotState.WRITING)
     assert (writer.key(2), writer.ranks_done(2)) == (b"k", 0)
     assert writer.blocks(2)[1] == NO_SHARE_YET
-    writer.write_state(2, SlotState.READY)
+    writer.make_ready(2)
     assert view.lookup_many([b"k", b"x", b"", b"k" * 49]) == [1, 0, 0, 0]
     assert view.find(b"k") == 2
     assert writer.free([2]) == [b"k"]
@@ -146,7 +151,7 @@ def test_an_entry_is_what_the_record_says() -> None:
     begin(writer, [b"k"], [2], owner=7)
     assert view.entry(b"k") == (2, 1, SlotState.WRITING, 0, NO_SHARE_YET)
     writer.add_share(2, 0, first=1, count=3, group=0)
-    writer.write_state(2, SlotState.READY)
+    writer.make_ready(2)
     assert view.entry(b"k") == (2, 1, SlotState.READY, 1, 3)
     assert [view.entry(key) for key in (b"", b"x", b"k" * 49)] == [None] * 3
     writer.forget()
@@ -184,7 +189,7 @@ def test_heads_are_the_records_without_their_keys(slots: list[int]) -> None:
     _, writer = make(8)
     begin(writer, [b"a", b"b", b"c"], [0, 1, 7], owner=5)
     writer.add_share(1, 0, first=1, count=2, group=3)
-    writer.write_state(1, SlotState.READY)
+    writer.make_ready(1)
     writing = (1, 5, SlotState.WRITING, 0, NO_SHARE_YET, 0)
     known = {0: writing, 1: (1, 5, SlotState.READY, 1, 2, 3), 7: writing}
     heads = writer.heads(array("I", slots))
@@ -255,7 +260,7 @@ def test_the_index_is_a_dict(steps: list[tuple[int, int]]) -> None:
         assert writer.free([model.pop(k) for k in gone]) == gone
         before = writer.generation(slot)
         assert begin(writer, [key], [slot], 1) == [before + 1]
-        writer.write_state(slot, SlotState.READY)
+        writer.make_ready(slot)
         model[key] = slot
         for each in keys:
             assert view.find(each) == model.get(each, -1)
