@@ -32,6 +32,7 @@ from kvd_proto.messages import (
     HostHandle,
     IpcHandle,
     JobStatus,
+    KvEvents,
     Lookups,
     Pin,
     VmmHandle,
@@ -42,7 +43,17 @@ FILE = Path(__file__).parent / "protocol.md"
 MARKER = "<!-- generated below this line by docs/generate_protocol.py -->"
 PARTS = (
     *(RankLayout, TensorSpec, GroupSpec, TensorRef, Fingerprint),
-    *(HostHandle, IpcHandle, VmmHandle, VmmSegment, JobBlocks, Pin, Lookups, ConfigChange),
+    *(
+        HostHandle,
+        IpcHandle,
+        VmmHandle,
+        VmmSegment,
+        JobBlocks,
+        Pin,
+        Lookups,
+        KvEvents,
+        ConfigChange,
+    ),
 )
 """Maps inside messages, which have no tag."""
 CODES = {
@@ -125,7 +136,10 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Cancel(jobs=(11, 12)),
     m.Wait(jobs=(11,)),
     m.Ok(),
-    m.Ping(lookups=m.Lookups(chunks=12, hit_chunks=8, tokens=400, hit_tokens=256)),
+    m.Ping(
+        lookups=m.Lookups(chunks=12, hit_chunks=8, tokens=400, hit_tokens=256),
+        kv_events=m.KvEvents(published=7, snapshots=1, overruns=0, lag_us=900),
+    ),
     m.Pong(pid=99),
     m.Status(),
     m.StatusReport(status={"ready": True}),

@@ -230,14 +230,17 @@ class Broker:
         return effects
 
     def _ping(self, request: Request[Ping]) -> list[Effect]:
-        session, lookups = request.session, request.message.lookups
-        engine = session.engine
-        if lookups is not None and engine is not None and session.kind == "scheduler":
+        session, told = request.session, request.message
+        engine = session.engine if session.kind == "scheduler" else None
+        if told.lookups is not None and engine is not None:
             namespace = engine.namespace
             size = namespace.tokens_per_chunk if namespace is not None else None
-            new = new_lookups(session.lookups, lookups, size)
+            new = new_lookups(session.lookups, told.lookups, size)
             engine.lookups.add(new)
             self.state.lookups.add(new)
+        if told.kv_events is not None and engine is not None:
+            published = engine.published.report(session.kv_events, told.kv_events, request.now)
+            self.state.kv_events.add(published)
         return [request.reply(Pong(pid=self.pid))]
 
     def _status(self, request: Request[Status]) -> list[Effect]:

@@ -7,10 +7,11 @@ from typing import Generic, TypeVar
 import msgspec
 
 from kvd.broker.effects import Event, Reply
+from kvd.broker.kv_events import Published
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import Who
 from kvd.errors import IntegrityError, Refused
-from kvd.metrics.counts import LookupCounts
+from kvd.metrics.counts import EventCounts, LookupCounts
 from kvd_proto.messages import ErrorCode, Message, Register, Unregister
 
 M = TypeVar("M", bound=Message)
@@ -72,6 +73,7 @@ class Session:
     releasing: "Releasing | None" = None
     since: float = 0.0  # when HELLO came, monotonic seconds
     lookups: LookupCounts = field(default_factory=LookupCounts)  # as last reported
+    kv_events: EventCounts = field(default_factory=EventCounts)  # as last reported
     refusal: str = ""  # why its registration was refused last
 
     @property
@@ -143,6 +145,7 @@ class Engine:
     namespace: Namespace | None = None
     stepped: bool = False
     lookups: LookupCounts = field(default_factory=LookupCounts)
+    published: Published = field(default_factory=Published)
 
     @property
     def attached(self) -> bool:

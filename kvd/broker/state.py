@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvd.broker.effects import Effect, Notify, ToLane
+from kvd.broker.kv_events import Publisher
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import Progress, RecentMax
 from kvd.broker.sessions import Engine, Peer, Registry, Session
@@ -12,7 +13,7 @@ from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.settings import Settings
 from kvd.errors import IntegrityError
-from kvd.metrics.counts import BrokerCounts, LaneCounts, LookupCounts, ProcessUsage
+from kvd.metrics.counts import BrokerCounts, EventCounts, LaneCounts, LookupCounts, ProcessUsage
 from kvd.metrics.schema import Event
 from kvd.wire.link import Revoke, UnbindWorker
 from kvd_proto.arrays import IntArray
@@ -36,7 +37,8 @@ class BrokerState:
 
     `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.filling`.
     `failed_lanes` holds when a device's lane could last not start, and why.
-    `gone_lanes` are the counts of lanes that were let go, `lookups` those of all engines.
+    `gone_lanes` are the counts of lanes that were let go, `lookups` and `kv_events` those of all
+    engines. `publisher` is the daemon's own publisher of KV events, if it has one.
 
     `stopping`: a signal has come and lanes end, which nothing undoes; `drain` is undone by Resume.
 
@@ -57,6 +59,8 @@ class BrokerState:
     started: float = 0.0
     counts: BrokerCounts = field(default_factory=BrokerCounts)
     lookups: LookupCounts = field(default_factory=LookupCounts)
+    kv_events: EventCounts = field(default_factory=EventCounts)
+    publisher: Publisher | None = None
     recent_lag: RecentMax = field(default_factory=RecentMax)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     progress: Progress = field(default_factory=Progress)

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from kvd.broker.kv_events import Published, Publisher
 from kvd.broker.lanes import Lane
 from kvd.broker.operations import by, drain_report
 from kvd.broker.sessions import Engine
@@ -15,7 +16,7 @@ from kvd.broker.state import BrokerState
 from kvd.cache.namespaces import Namespace
 from kvd.metrics import schema
 from kvd.metrics.conditions import conditions
-from kvd.metrics.counts import BrokerCounts, ChunkCounts, LaneCounts, ProcessUsage
+from kvd.metrics.counts import BrokerCounts, ChunkCounts, EventCounts, LaneCounts, ProcessUsage
 from kvd.metrics.history import Report, Span
 from kvd.metrics.schema import Check
 from kvd.metrics.words import duration
@@ -48,6 +49,7 @@ def status_report(
         namespaces=list(map(_namespace, namespaces)),
         engines=[_engine(engine, now) for engine in state.registry.engines.values()],
         lanes=[_lane(state, lane, now) for lane in state.lanes.values()],
+        publisher=_publisher(state.publisher, now),
         broker=_broker(state, usage, now),
         sessions=schema.Sessions(
             open=len(state.registry.sessions), limit=state.registry.max_sessions
@@ -99,6 +101,7 @@ def _namespace(namespace: Namespace) -> schema.Namespace:
         lent_bytes=chunks["lent"] * nbytes,
         writing_bytes=chunks["writing"] * nbytes,
         draining_bytes=chunks["draining"] * nbytes,
+        changes=namespace.directory.changes.head,
         chunks=schema.Chunks(**chunks),
         counters=namespace.table.counts,
     )
@@ -124,6 +127,26 @@ def _engine(engine: Engine, now: float) -> schema.Engine:
             for session in engine.sessions.values()
         ],
         counters=engine.lookups,
+        published=_published(engine.published, now),
+    )
+
+
+def _published(published: Published, now: float) -> schema.Published:
+    counts = {each.name: getattr(published.counts, each.name) for each in fields(EventCounts)}
+    return schema.Published(**counts, lag_max_seconds=published.lag.get(now))
+
+
+def _publisher(publisher: Publisher | None, now: float) -> schema.Publisher | None:
+    if publisher is None:
+        return None
+    return schema.Publisher(
+        address=publisher.address,
+        up=publisher.state == "up",
+        state=publisher.state,
+        pid=publisher.pid,
+        last_error=publisher.last_error,
+        restarts=publisher.restarts,
+        published=_published(publisher.published, now),
     )
 
 
@@ -169,8 +192,11 @@ def _totals(state: BrokerState, namespaces: list[Namespace]) -> dict[str, Any]:
         chunks.add(state.namespaces.closed_counts)
     for namespace in namespaces:
         chunks.add(namespace.table.counts)
+    kv_events = state.kv_events
+    if state.publisher is not None:
+        kv_events += state.publisher.published.counts
     totals: dict[str, Any] = {}
-    for counts in (chunks, state.lookups, lanes):
+    for counts in (chunks, state.lookups, kv_events, lanes):
         totals |= msgspec.to_builtins(counts)
     return totals
 

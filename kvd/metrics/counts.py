@@ -211,6 +211,25 @@ class LookupCounts(Counts):
 
 
 @dataclass(slots=True)
+class EventCounts(Counts):
+    """What was published as KV events."""
+
+    kv_events: int = counter(
+        "Changes of chunks that were published as KV events, stored and removed ones",
+        "kv_events_total",
+    )
+    kv_event_snapshots: int = counter(
+        "How often who publishes them looked through a whole directory: at the start, and when"
+        " the ring of changes had overrun it",
+        "kv_event_snapshots_total",
+    )
+    kv_event_overruns: int = counter(
+        "Of `kv_event_snapshots`: the ring of changes (`change_ring`) had overrun it",
+        "kv_event_overruns_total",
+    )
+
+
+@dataclass(slots=True)
 class LaneCounts(Counts):
     """What a lane has done."""
 

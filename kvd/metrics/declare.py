@@ -137,7 +137,7 @@ def _find(
         return
     step, *rest = path
     if isinstance(step, str):
-        if step in value:
+        if value is not None and step in value:
             yield from _find(value[step], tuple(rest), labels)
     else:
         for item in value[: step.most]:

@@ -8,7 +8,7 @@ not frozen, which would double the time that a daemon's start takes to make them
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.metrics.counts import BrokerCounts, ChunkCounts, LaneCounts, LookupCounts
+from kvd.metrics.counts import BrokerCounts, ChunkCounts, EventCounts, LaneCounts, LookupCounts
 from kvd.metrics.declare import (
     Items,
     counter,
@@ -147,6 +147,11 @@ class Namespace:
     )
     chunks: Chunks = part()
     counters: ChunkCounts = part(prefix="kvd_namespace_")
+    changes: int = counter(
+        "Changes written to the ring that publishers of KV events read: chunks that became READY,"
+        " ceased to be there, or were cleared",
+        "kvd_namespace_changes_total",
+    )
 
 
 @dataclass(slots=True)
@@ -160,6 +165,17 @@ class SessionOfEngine:
     pid: int = shown("As the kernel has it")
     uid: int = shown("As the kernel has it")
     seconds: float = shown("Since its HELLO")
+
+
+@dataclass(slots=True, kw_only=True)
+class Published(EventCounts):
+    """What is published as KV events."""
+
+    lag_max_seconds: float = gauge(
+        "The longest time from a change to its publication, as told in the last minute; an engine"
+        " without work publishes with its next step",
+        "kv_events_lag_max_seconds",
+    )
 
 
 @dataclass(slots=True)
@@ -180,6 +196,7 @@ class Engine:
     )
     sessions: list[SessionOfEngine] = listed()
     counters: LookupCounts = part(prefix="kvd_engine_")
+    published: Published = part(prefix="kvd_engine_")
 
 
 @dataclass(slots=True)
@@ -213,6 +230,19 @@ class Lane:
     pins: bool = shown("It can use only memory that it has pinned")
     pin_error: str = shown("Why it cannot pin all of the pool; empty while there is hope")
     counters: LaneCounts = part(prefix="kvd_")
+
+
+@dataclass(slots=True, kw_only=True)
+class Publisher:
+    """The daemon's own publisher of KV events."""
+
+    address: str = shown("Where subscribers find it: the setting `events`")
+    up: bool = gauge("1 if its process serves", "kvd_publisher_up")
+    state: str = shown("`up`, `starting` (it never was up) or `down` (lost, and started again)")
+    pid: int = shown("Of its process; 0 where none serves")
+    last_error: str = shown("How its last process ended")
+    restarts: int = counter("Processes that were lost and replaced", "kvd_publisher_restarts_total")
+    published: Published = part(prefix="kvd_publisher_")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -282,11 +312,13 @@ class Report:
         "kvd_engines",
     )
     lanes: list[Lane] = listed(Items(("device",), lambda lane: (lane["device"],)))
+    publisher: Publisher | None = part("null where the setting `events` is off")
     broker: Broker = part()
     sessions: Sessions = part()
     leases: int = gauge("Leases that have not ended: groups of chunks pinned", "kvd_leases")
     counters: dict[str, Any] = sums(
-        ("kvd_", ChunkCounts), ("kvd_", LookupCounts), (None, LaneCounts)
+        *(("kvd_", ChunkCounts), ("kvd_", LookupCounts)),
+        *(("kvd_", EventCounts), (None, LaneCounts)),
     )
     events: list[Event] = listed()
 

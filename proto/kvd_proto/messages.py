@@ -423,13 +423,32 @@ class Lookups(Message, frozen=True):
     hit_tokens: Count | None = None
 
 
-class Ping(Message, frozen=True):
-    """Answered by the loop that serves every other request; carries lookups from a scheduler.
+class KvEvents(Message, frozen=True):
+    """What a publisher of KV events has published; figures but the lag never fall.
+
+    Of a scheduler since its session began.
+
+    published: changes of chunks that were published, stored and removed ones.
+    snapshots: how often it looked through a whole directory.
+    overruns: how often that was so because the ring of changes had overrun it.
+    lag_us: the longest time from a change to its publication since the last report, in us.
+    """
+
+    published: Count
+    snapshots: Count
+    overruns: Count
+    lag_us: Count
+
+
+class Ping(Message, frozen=True, omit_defaults=True):
+    """Answered by the loop that serves every other request; carries figures from a scheduler.
 
     lookups: totals of a scheduler's session, for the daemon's figures; nil: none to tell.
+    kv_events: what it has published, if it publishes KV events; nil: none to tell.
     """
 
     lookups: Lookups | None = None
+    kv_events: KvEvents | None = None
 
 
 class Pong(Message, frozen=True):

@@ -29,6 +29,7 @@ from kvd_proto.messages import (
     Fingerprint,
     HostHandle,
     Kind,
+    KvEvents,
     Lookups,
     Message,
     Pin,
@@ -56,7 +57,10 @@ WORLD = 2
 POOL = 40 * PAGE
 DEVICE = st.sampled_from(["host", CUDA])
 PICK = st.integers(0, 50)
-PING = Ping(lookups=Lookups(chunks=7, hit_chunks=3))
+PING = Ping(
+    lookups=Lookups(chunks=7, hit_chunks=3),
+    kv_events=KvEvents(published=5, snapshots=1, overruns=0, lag_us=300),
+)
 ENGINES = st.sampled_from(["a", "b", "t"])  # t is temporary, otherwise as a
 KEYS = [f"key-{i}".encode() for i in range(24)]
 

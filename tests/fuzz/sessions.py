@@ -20,6 +20,7 @@ from kvd_proto.messages import (
     Hello,
     HostHandle,
     Kind,
+    KvEvents,
     Load,
     Lookups,
     Message,
@@ -204,6 +205,7 @@ def session(rng: random.Random, base: int = 0) -> Script:
 _ASIDE: list[Message] = [
     Ping(),
     Ping(lookups=Lookups(chunks=9, hit_chunks=3, tokens=100, hit_tokens=50)),
+    Ping(kv_events=KvEvents(published=9, snapshots=2, overruns=1, lag_us=2**40)),
     Status(),
     Step(used=(b"key-model-0-00", b"nobody's")),
     Reset(),

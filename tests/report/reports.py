@@ -8,7 +8,14 @@ from typing import Any, get_origin
 import msgspec
 
 from kvd.metrics import schema
-from kvd.metrics.counts import DIRECTIONS, STAGES, ChunkCounts, LaneCounts, LookupCounts
+from kvd.metrics.counts import (
+    DIRECTIONS,
+    STAGES,
+    ChunkCounts,
+    EventCounts,
+    LaneCounts,
+    LookupCounts,
+)
 
 START = 1_700_000_000.0
 GIB = 2**30
@@ -96,6 +103,14 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
             _engine("qwen-0", "bb" * 16, 1, done),
         ],
         lanes=[_lane(name, done) for name in ("host", "cuda:" + "0f" * 16)],
+        publisher=schema.Publisher(
+            address="tcp://127.0.0.1:5557",
+            up=True,
+            state="up",
+            pid=4250,
+            last_error="",
+            published=_published(60 * done),
+        ),
         sessions=schema.Sessions(12, 1024),
         leases=7,
         events=[
@@ -157,7 +172,12 @@ def _engine(name: str, namespace: str, world_size: int, done: int) -> Any:
             for at, (kind, rank) in enumerate(sessions)
         ],
         counters=LookupCounts(100 * done, 75 * done, 12_800 * done, 9600 * done),
+        published=_published(30 * done),
     )
+
+
+def _published(changes: int) -> schema.Published:
+    return schema.Published(kv_events=changes, kv_event_snapshots=1, lag_max_seconds=0.012)
 
 
 def _lane(device: str, done: int) -> Any:
@@ -188,7 +208,7 @@ def _lane_counts(done: int) -> LaneCounts:
 def _counters(done: int) -> dict[str, Any]:
     lookups = LookupCounts(200 * done, 150 * done, 25_600 * done, 19_200 * done)
     sums = _chunks(done)
-    for counts in (lookups, _lane_counts(2 * done)):
+    for counts in (lookups, EventCounts(150 * done, 4), _lane_counts(2 * done)):
         sums |= msgspec.to_builtins(counts)
     return sums
 
