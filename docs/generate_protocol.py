@@ -151,6 +151,8 @@ EXAMPLES: tuple[m.Message, ...] = (
         bytes_per_chunk=16384,
         num_chunks=4096,
         reuse_threshold=1,
+        description_bytes=784,
+        describe=True,
     ),
     m.Detached(reason="rank 1 is gone"),
     m.LaneUp(device="host", incarnation=1, endpoint="ipc:///run/kvd/lane-host-1.sock"),

@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 
 from kvd_client.errors import UsageError
+from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
 from kvd_proto.directory import MAX_BLOCKS
 from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS
 
@@ -100,6 +101,24 @@ def block_ranges(blocks: object, number: int) -> list[Blocks] | None:
             raise UsageError(f"blocks={shown(pair)}: a pair (first block, count) is needed")
         check_blocks(pair[0], whole("count", pair[1], 1, MAX_BLOCKS))
     return [(first, count) for first, count in pairs]
+
+
+def chunk_descriptions(values: object, number: int) -> tuple[bytes, ...]:
+    """Check the descriptions of so many keys' chunks; None: of none, and no items."""
+    if values is None:
+        return ()
+    found = collection("descriptions", values, "bytes or None")
+    if len(found) != number:
+        raise UsageError(f"{len(found)} descriptions with {number} keys: one for each is needed")
+    for each in found:
+        if each is not None and not (
+            isinstance(each, bytes) and len(each) <= MAX_DESCRIPTION_BYTES
+        ):
+            raise UsageError(
+                f"descriptions={shown(each)}: what kvd_proto.descriptions.encode returned is"
+                f" needed, {MAX_DESCRIPTION_BYTES} bytes at most, or None"
+            )
+    return tuple(each or b"" for each in found)
 
 
 def declared(name: str, value: object, kind: type[T]) -> T:

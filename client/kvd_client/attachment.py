@@ -8,6 +8,7 @@ import logging
 import mmap
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from kvd_client.decisions import Decisions
 from kvd_client.errors import DaemonLost
 from kvd_client.loans import Loan, Loans
 from kvd_client.reuse import ReuseFilter
+from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError
 from kvd_proto.messages import MAX_KEYS, Attached, Error, ErrorCode, Message, Stepped
@@ -50,6 +52,7 @@ class Attachment:
     Args:
         attached: the daemon's notice.
         directory: of the namespace.
+        descriptions: of its chunks; None where there are none.
         line: the connection over which the notice came.
         kept: what the scheduler keeps.
         answer: the daemon's to the attachment's first step.
@@ -63,6 +66,7 @@ class Attachment:
         self,
         attached: Attached,
         directory: DirectoryView,
+        descriptions: DescriptionsView | None,
         line: Connection,
         kept: Kept,
         answer: Message,
@@ -70,6 +74,7 @@ class Attachment:
     ) -> None:
         self.attached = attached
         self.directory = directory
+        self.descriptions = descriptions
         self.line = line
         self._kept = kept
         self._wake = wake
@@ -86,9 +91,13 @@ class Attachment:
 
     # ----------------------------------------------------------------- to tell
 
-    def has_room(self, items: int) -> bool:
-        """Whether the daemon can be told of so many keys, chunks and leases more."""
-        if not self.decisions.outbox.room(items):
+    def has_room(self, items: int, described: int = 0) -> bool:
+        """Whether the daemon can be told of so many keys, chunks and leases more.
+
+        With `described`, so many bytes of descriptions, room is made for them too, if it can be.
+        """
+        outbox = self.decisions.outbox
+        if not outbox.room(items) or (described and not outbox.room_for(described)):
             self.send()
         return self.decisions.outbox.room(items)
 
@@ -131,8 +140,8 @@ class Attachment:
         request = self.line.post(step)
         if request:
             outbox.sent(request, keys)
-        else:
-            self._wake()  # the keeper gives the session up
+        if not request or self.line.unsent_fd >= 0:
+            self._wake()  # the keeper gives the session up, or sends the rest of a large step
         return bool(request)
 
     # ------------------------------------------------------------------- loans
@@ -194,14 +203,29 @@ class Attachment:
         return f"<Attachment to {self.attached.namespace.hex()[:8]}: {self.decisions!r}>"
 
 
-def map_directory(notice: Notice) -> DirectoryView | None:
-    """Map the directory that came with the notice; the mapping outlives the descriptor."""
-    if not 1 <= len(notice.fds) <= 2:
-        log.error("ATTACHED came with %d descriptors, one or two are needed", len(notice.fds))
+def receive(
+    notice: Notice, attached: Attached
+) -> tuple[DirectoryView, DescriptionsView | None] | None:
+    """Return what came with the notice for a scheduler; None where there is no directory to read.
+
+    The directory's mapping outlives its descriptor. That of the descriptions is taken from the
+    notice, and closed when nobody uses them any more; a pipe's is left behind the directory's.
+    """
+    fds, needed = notice.fds, 2 if attached.description_bytes else 1
+    if not needed <= len(fds) <= needed + 1:
+        log.error(
+            "ATTACHED came with %d descriptors, %d or %d are needed", len(fds), needed, needed + 1
+        )
         return None
     try:
-        size = os.fstat(notice.fds[0]).st_size
-        return DirectoryView(mmap.mmap(notice.fds[0], size, prot=mmap.PROT_READ))
+        size = os.fstat(fds[0]).st_size
+        directory = DirectoryView(mmap.mmap(fds[0], size, prot=mmap.PROT_READ))
     except (OSError, ValueError, DirectoryError):
         log.exception("the directory of the chunks cannot be read; nothing will be found")
         return None
+    if needed == 1:
+        return directory, None
+    fd = fds.pop(1)
+    descriptions = DescriptionsView(fd)
+    weakref.finalize(descriptions, os.close, fd)
+    return directory, descriptions

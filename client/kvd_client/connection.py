@@ -316,6 +316,14 @@ class Connection:
             self.failed = f"an answer to request {number}, which was not made"
 
     @property
+    def unsent_fd(self) -> int:
+        """The descriptor that takes more when it is writable; -1 where nothing waits for that.
+
+        `take_in` sends it then.
+        """
+        return self._fd if self._dealer.wants_write else -1
+
+    @property
     def unanswered(self) -> int:
         """How many posted requests have no answer yet."""
         return len(self._posted)

@@ -43,7 +43,10 @@ class Decisions:
         self._reuse = reuse
 
     def offer(
-        self, keys: Sequence[bytes], ranges: Sequence[Blocks] | None
+        self,
+        keys: Sequence[bytes],
+        ranges: Sequence[Blocks] | None,
+        descriptions: Sequence[bytes] = (),
     ) -> tuple[list[StoreAnswer], Chosen]:
         """Begin to store those keys that are new, as far as there are loans.
 
@@ -53,6 +56,8 @@ class Decisions:
         Args:
             keys: a prompt's head first.
             ranges: for each the blocks that will be stored; None: all of all chunks.
+            descriptions: for each that of its chunk, empty for none; no items: of none. Keys whose
+                descriptions the message has no room for are FULL.
 
         Returns:
             An answer to each key, and the slots of those accepted.
@@ -72,6 +77,8 @@ class Decisions:
         slots: list[int] = []
         generations: list[int] = []
         parts: list[Blocks] = []
+        described: list[bytes] = []
+        described_bytes = 0
         for i, key in enumerate(keys):
             if ranges is not None:
                 blocks = ranges[i]
@@ -89,7 +96,8 @@ class Decisions:
                 counted.add(key)
                 answers.append(_NOT_YET)
                 continue
-            if (loan := take(is_lent)) is None:
+            more = described_bytes + len(descriptions[i]) if descriptions else 0
+            if (more and not outbox.room_for(more)) or (loan := take(is_lent)) is None:
                 if filtered and found is None:
                     reuse.give_back(key)
                 answers.append(_FULL)
@@ -100,8 +108,11 @@ class Decisions:
             slots.append(loan[0])
             generations.append(loan[1])
             parts.append(blocks)
+            if descriptions:
+                described.append(descriptions[i])
+                described_bytes = more
         if stored:
-            outbox.begin(stored, slots, generations, parts)
+            outbox.begin(stored, slots, generations, parts, described)
         if len(stored) < len(answers):
             outbox.count(answers)
         return answers, Chosen(stored, slots, generations)

@@ -12,6 +12,9 @@ from kvd_client.tickets import StoreAnswer
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import MAX_KEYS, NO_ITEMS, Pin, Step
 
+MAX_DESCRIBED_BYTES = 4 * 2**20
+"""Of a step's descriptions: with them the largest step is below the limit of a message."""
+
 
 class Outbox:
     """What one scheduler owes the daemon, in one attachment. Not for several threads at a time.
@@ -39,6 +42,8 @@ class Outbox:
         self._slots: list[int] = []
         self._generations: list[int] = []
         self._blocks: list[Blocks] = []
+        self._descriptions: list[bytes] = []
+        self._described_bytes = 0
         self._late: list[bytes] = []
         self._pins: list[Pin] = []
         self._unpinned: list[int] = []
@@ -52,6 +57,10 @@ class Outbox:
         """Whether so many keys, chunks and leases more fit one message."""
         return self._items + items <= MAX_KEYS
 
+    def room_for(self, described: int) -> bool:
+        """Whether so many bytes of descriptions more fit one message."""
+        return self._described_bytes + described <= MAX_DESCRIBED_BYTES
+
     def _add(self, items: int) -> None:
         if not self._items:
             self.since = time.monotonic()
@@ -63,6 +72,7 @@ class Outbox:
         slots: Sequence[int],
         generations: Sequence[int],
         blocks: Sequence[Blocks],
+        descriptions: Sequence[bytes] = (),
     ) -> None:
         """Stores have begun; the caller has put their keys into `begun`, with `self.keys`.
 
@@ -71,8 +81,13 @@ class Outbox:
             slots: each one's loan.
             generations: of these slots.
             blocks: which ones of each chunk will be written.
+            descriptions: of the chunks, empty for none; none at all where there are no items.
         """
         self._add(len(keys))
+        if descriptions:
+            self._descriptions += [b""] * (len(self.keys) - len(self._descriptions))
+            self._descriptions.extend(descriptions)
+            self._described_bytes += sum(map(len, descriptions))
         self.keys.extend(keys)
         self._slots.extend(slots)
         self._generations.extend(generations)
@@ -144,7 +159,11 @@ class Outbox:
         if self._blocks.count(self._whole) < len(self._blocks):
             first = IntArray.of([first for first, _ in self._blocks], "u2")
             count = IntArray.of([count for _, count in self._blocks], "u2")
-        keys, late = self.keys, self._late
+        keys, late, descriptions = self.keys, self._late, self._descriptions
+        if self._described_bytes:
+            descriptions += [b""] * (len(keys) - len(descriptions))
+        else:
+            descriptions = []
         step = Step(
             dropped=tuple(self._dropped),
             keys=tuple(keys),
@@ -152,6 +171,7 @@ class Outbox:
             generations=IntArray.of(self._generations, "u8"),
             first=first,
             count=count,
+            descriptions=tuple(descriptions),
             pins=tuple(self._pins),
             unpinned=tuple(self._unpinned),
             used=tuple(self._used),

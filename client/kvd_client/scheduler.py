@@ -17,6 +17,7 @@ from kvd_client.arguments import (
     block_ranges,
     check_blocks,
     check_key,
+    chunk_descriptions,
     collection,
     flag,
     request_keys,
@@ -127,7 +128,10 @@ class Scheduler(SchedulerSession):
     # ----------------------------------------------------------------- stores
 
     def prepare_store(
-        self, keys: Collection[bytes], blocks: Collection[Blocks] | None = None
+        self,
+        keys: Collection[bytes],
+        blocks: Collection[Blocks] | None = None,
+        descriptions: Collection[bytes | None] | None = None,
     ) -> StoreTicket:
         """Give slots on loan to keys that are new. See the ticket's answers.
 
@@ -138,9 +142,13 @@ class Scheduler(SchedulerSession):
             keys: a prompt's head first.
             blocks: the blocks of each key's chunk that will be stored, as pairs (first block,
                 count); None: all of them. A cached chunk with fewer blocks may be accepted again.
+            descriptions: of each key's whole chunk, as `kvd_proto.descriptions.encode` returns it,
+                or None; None: of none. They are left out unless `describes`. Those of one step have
+                4 MiB at most: keys beyond are FULL.
         """
         wanted = request_keys(keys)
         ranges = block_ranges(blocks, len(wanted))
+        described = chunk_descriptions(descriptions, len(wanted))
         self._check_open()
         with self._state:
             there = self._attachment
@@ -148,10 +156,12 @@ class Scheduler(SchedulerSession):
                 return StoreTicket()
             if ranges is not None:
                 there.decisions.check(ranges)
+            if not self.describes:
+                described = ()
             there.look(wanted)
-            if not there.has_room(len(wanted)):
+            if not there.has_room(len(wanted), sum(map(len, described))):
                 return StoreTicket(answers=(StoreAnswer.FULL,) * len(wanted))
-            answers, chosen = there.decisions.offer(wanted, ranges)
+            answers, chosen = there.decisions.offer(wanted, ranges, described)
             serial = next(self._serials)
             self._end_call(there)
         ticket = StoreTicket(

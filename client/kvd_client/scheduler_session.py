@@ -9,7 +9,7 @@ from collections.abc import Callable, Container
 from typing import Any
 
 from kvd_client.arguments import flag, seconds
-from kvd_client.attachment import Attachment, Kept, map_directory
+from kvd_client.attachment import Attachment, Kept, receive
 from kvd_client.connection import Connection, Notice
 from kvd_client.lookups import LookupCounts
 from kvd_client.readiness import ReadyNews
@@ -123,6 +123,15 @@ class SchedulerSession(Session):
         there = self._attachment
         return there.attached.bytes_per_chunk if there else 0
 
+    @property
+    def describes(self) -> bool:
+        """Whether `prepare_store` is to be given descriptions: somebody reads them.
+
+        Those of others are left out; they cost time for nobody.
+        """
+        there = self._attachment
+        return there is not None and there.attached.describe and there.descriptions is not None
+
     def close(self) -> None:
         """End the session: leases are dropped, unfinished stores given up. May be called again."""
         super().close()
@@ -175,12 +184,12 @@ class SchedulerSession(Session):
     def _on_notice(self, notice: Notice) -> None:
         message, connection = notice.message, self._connection
         if isinstance(message, Attached):
-            directory, answer = map_directory(notice), self._borrow()
-            if directory is None or answer is None or connection is None:
+            answer = self._borrow()
+            if answer is None or connection is None or (got := receive(notice, message)) is None:
                 self._attach(None)
                 return
             with self._state:
-                there = Attachment(message, directory, connection, self._kept, answer, self._wake)
+                there = Attachment(message, *got, connection, self._kept, answer, self._wake)
             self._attach(there, notice.fds.pop() if len(notice.fds) > 1 else -1)
         elif isinstance(message, Detached):
             log.info("engine %s is detached: %s", self.engine, message.reason)

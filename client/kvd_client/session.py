@@ -295,7 +295,11 @@ class Session:
             poller.register(fd, select.POLLIN)
         told = time.monotonic()
         while self._work():
+            if (unsent := connection.unsent_fd) >= 0:
+                poller.register(unsent, select.POLLOUT)
             ready = {fd for fd, _ in poller.poll(self._until_due(connection) * 1000)}
+            if unsent >= 0:
+                poller.unregister(unsent)
             if self._closed or self._connection is not connection:
                 return
             if self._woken in ready:
@@ -306,6 +310,8 @@ class Session:
                         self._on_notice(notice)
                     finally:
                         notice.close()
+            if unsent in ready:
+                connection.take_in()
             self._tend(connection)
             if connection.failed or self._is_overdue(connection):
                 raise DaemonLost(connection.failed or "no answer within the deadline")

@@ -27,6 +27,7 @@ from kvd.broker.state import BrokerState
 from kvd.errors import KvdError
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd_proto.capacity import size_pool, tokens_per_chunk
+from kvd_proto.descriptions import record_bytes
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Attached, LaneUp, Register
 from kvd_proto.sizes import format_size
@@ -59,6 +60,7 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
         blocks_per_chunk=layouts[0].blocks_per_chunk,
         label=registrations[0].fingerprint.model,
         temporary=registrations[0].temporary,
+        record_bytes=record_bytes(layouts[0]),
     )
     namespace.tokens_per_chunk = tokens_per_chunk(layouts[0])
     state.namespaces.attach_engine(namespace)
@@ -87,7 +89,7 @@ def attached_notice(engine: Engine, session: int) -> Notify:
     namespace = engine.namespace
     if namespace is None:
         raise KvdError(f"{engine!r} is not attached")
-    geometry = namespace.geometry
+    geometry, descriptions = namespace.geometry, namespace.table.descriptions
     schedules = engine.sessions[session].kind == "scheduler"
     return Notify(
         session,
@@ -97,6 +99,8 @@ def attached_notice(engine: Engine, session: int) -> Notify:
             bytes_per_chunk=sum(geometry.slot_bytes),
             num_chunks=geometry.num_slots,
             reuse_threshold=namespace.reuse_threshold,
+            description_bytes=0 if descriptions is None else descriptions.room,
+            describe=False,
         ),
         DirectoryFd(namespace.id, engine.number if schedules else None),
     )

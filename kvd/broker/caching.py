@@ -66,6 +66,7 @@ class Caching:
                 now,
                 blocks,
                 seconds=state.settings.ticket_seconds,
+                descriptions=message.descriptions,
             )
             revoke += over
         for pin, pinned in zip(message.pins, pins, strict=True):
@@ -191,6 +192,11 @@ def _fitting(message: Step) -> tuple[list[int], list[int], list[_Slots]]:
         raise Refused(
             ErrorCode.BAD_MESSAGE,
             f"{len(slots)} slots and {len(generations)} generations for {len(message.keys)} keys",
+        )
+    if len(message.descriptions) not in {0, len(slots)}:
+        raise Refused(
+            ErrorCode.BAD_MESSAGE,
+            f"{len(message.descriptions)} descriptions for {len(slots)} keys",
         )
     pins = [(pin.slots.tolist(), pin.generations.tolist()) for pin in message.pins]
     for pinned, of in pins:

@@ -17,7 +17,8 @@ from kvd_proto.messages import Message
 class DirectoryFd(msgspec.Struct, frozen=True):
     """The read-only descriptor of a namespace's directory.
 
-    With an engine's number also that of the pipe that tells of its READY chunks.
+    With an engine's number also that of the namespace's descriptions, where there are some, and of
+    the pipe that tells of the engine's READY chunks.
     """
 
     namespace: bytes

@@ -23,6 +23,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvd.cache.descriptions import DescriptionWriter
 from kvd.cache.directory import Blocks, DirectoryWriter, Refs, covers
 from kvd.cache.ledger import KeptChunks
 from kvd.cache.lending import Lending
@@ -55,6 +56,7 @@ class ChunkTable:
         stamps: of the last uses, by slot, in the ledger where there is one: the next daemon
             knows them.
         lending: which of its slots schedulers have ahead of need.
+        descriptions: where those of chunks are kept; None: nowhere.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class ChunkTable:
         self.directory = directory
         ledger = directory.ledger
         self.counts = ChunkCounts()
+        self.descriptions: DescriptionWriter | None = None
         self.stamps = np.zeros(geometry.num_slots, np.uint64) if ledger is None else ledger.stamps
         self.uses = Uses(self.stamps, pool)
         self._pool = pool
@@ -106,11 +109,13 @@ class ChunkTable:
         blocks: Sequence[Blocks] = (),
         *,
         seconds: float = 60.0,
+        descriptions: Sequence[bytes] = (),
     ) -> tuple[int, Refs]:
         """Give keys the loans that their owner has chosen, [n] each, a prompt's head first.
 
         `blocks` says what of each chunk is stored; all of it where it is left out. What is not
-        READY within `seconds` is given up.
+        READY within `seconds` is given up. `descriptions` are kept, before their chunks are READY,
+        where they fit; one that is empty is none.
 
         A slot that is no loan of this owner any more is lost. A key that is here, and not with
         fewer blocks only, has been stored by somebody else: this store has lost the race.
@@ -145,6 +150,8 @@ class ChunkTable:
                 raced.append(slot)
                 continue
             begun.append(slot)
+            if descriptions and descriptions[i]:
+                self._describe(slot, generation, descriptions[i])
             if done and done == writers(slot):
                 complete.append(slot)
         if begun or raced:
@@ -164,6 +171,16 @@ class ChunkTable:
         counts.stores_raced += len(raced)
         counts.stored += len(complete)
         return len(complete), life.call_in(over)
+
+    def _describe(self, slot: int, generation: int, description: bytes) -> None:
+        """Keep a description, or count why it is not kept: the store goes on without it."""
+        writer, counts = self.descriptions, self.counts
+        if writer is not None and len(description) > writer.room:
+            counts.descriptions_too_long += 1
+        elif writer is None or not writer.write(slot, generation, description):
+            counts.descriptions_no_room += 1
+        else:
+            counts.descriptions += 1
 
     def _is_lesser(self, held: Entry, offered: Blocks | None) -> bool:
         """Whether a chunk is READY with some of the blocks that are offered, and no others."""

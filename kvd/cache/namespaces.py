@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd.cache.chunks import ChunkTable
+from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.directory import DirectoryWriter
 from kvd.cache.ledger import Kept, Ledger, ledger_bytes
 from kvd.config.settings import Settings
@@ -98,7 +99,9 @@ class Namespaces:
         boot_id: of this daemon, 16 bytes.
         make_buffer: makes zero-filled memory for a directory, given the namespace's id
             in hex and a size in bytes; it should cost nothing until it is touched.
-        drop_buffers: lets go of all memory that was made for the namespace of this name.
+        make_descriptions: makes what keeps descriptions, or goes on with what there is of the
+            daemon before; where it is left out, none are kept.
+        drop_buffers: lets go of all that was made for the namespace of this name.
         keeping: how chunks are kept for the next daemon, if they are.
         fill: the order in which the pool's memory comes; where it is left out, the daemon's.
     """
@@ -110,6 +113,7 @@ class Namespaces:
         *,
         boot_id: bytes,
         make_buffer: MakeBuffer,
+        make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
         drop_buffers: Callable[[str], None] = lambda _name: None,
         keeping: Keeping | None = None,
         fill: FillOrder | None = None,
@@ -117,6 +121,7 @@ class Namespaces:
         self.pool = Pool(cpu_bytes, fill)
         self._boot_id = boot_id
         self._make_buffer = make_buffer
+        self._make_descriptions = make_descriptions
         self._drop_buffers = drop_buffers
         self._keeping = keeping
         self._open: dict[bytes, Namespace] = {}
@@ -138,6 +143,7 @@ class Namespaces:
         blocks_per_chunk: int = 1,
         label: str = "",
         temporary: bool = False,
+        record_bytes: int = 0,
     ) -> Namespace:
         """The namespace of this id, made where it is not open yet.
 
@@ -150,6 +156,8 @@ class Namespaces:
             label: a name for people, e.g. the model's.
             temporary: it has no share of the pool that others must leave to it, takes
                 room in narrow columns, and is `over` when its last engine is gone.
+            record_bytes: of a record for a description (`kvd_proto.descriptions`); 0: of this
+                namespace, or of a temporary one, none are kept.
 
         Raises:
             Refused: BAD_LAYOUT where the figures contradict each other, an open
@@ -171,14 +179,17 @@ class Namespaces:
                     f"namespace {ns_id.hex()} is open with {_in_words(known.geometry)},"
                     f" asked for with {_in_words(geometry)}",
                 )
-            return known
-        self._check(geometry)
-        try:
-            ledger = None if temporary else self._new_ledger(ns_id, label, geometry)
-            return self._add(ns_id, label, geometry, ledger, temporary=temporary)
-        except KvdError:
-            self._drop_buffers(ns_id.hex())
-            raise
+        else:
+            self._check(geometry)
+            try:
+                ledger = None if temporary else self._new_ledger(ns_id, label, geometry)
+                known = self._add(ns_id, label, geometry, ledger, temporary=temporary)
+            except KvdError:
+                self._drop_buffers(ns_id.hex())
+                raise
+        if known.table.descriptions is None and record_bytes and not temporary:
+            known.table.descriptions = self._make_descriptions(ns_id.hex(), record_bytes)
+        return known
 
     def _new_ledger(self, ns_id: bytes, label: str, geometry: Geometry) -> Ledger | None:
         if self._keeping is None:

@@ -20,8 +20,10 @@ from pathlib import Path
 
 from kvd.cache.ledger import MAGIC, Ledger
 from kvd.cache.namespaces import Keeping, Namespaces
+from kvd.daemon.descriptions import DescriptionFile
 from kvd.daemon.memory import PoolMemory
 from kvd.daemon.pool_files import (
+    DESCRIPTIONS,
     LEDGER,
     VERSION,
     Manifest,
@@ -37,7 +39,7 @@ from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.daemon")
 
-_DRAFT = ".new"  # of a ledger beside those of the pool before
+_DRAFT = ".new"  # of a namespace's file beside those of the pool before
 _EPOCH_SHIFT = 32
 _LAST_CLOCK = 2**32 - 2**24
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
@@ -123,6 +125,7 @@ class KeptPool:
             while True:
                 namespaces = make_namespaces(keeping, pool.fill)
                 if self._restore(ledgers, namespaces):
+                    self._drop_orphans(ledgers)
                     return pool, namespaces
         except (PoolError, Refused):
             pool.close()
@@ -197,6 +200,13 @@ class KeptPool:
             )
         return True
 
+    def _drop_orphans(self, ledgers: _Ledgers) -> None:
+        """Remove descriptions of chunks that no ledger of this daemon's pool has."""
+        if self._new is None:
+            for file in self._files.of_namespaces():
+                if file.suffix == DESCRIPTIONS and file.with_suffix(LEDGER) not in ledgers:
+                    remove_tree(file)
+
     def settle(self) -> None:
         """Give up what this daemon does not go on with: the new pool is there, and is its own.
 
@@ -211,11 +221,11 @@ class KeptPool:
         if not self._goes_on:
             if self._before is not None:
                 log.info("the new pool is there: the one that was kept is given up")
-            for file in self._files.ledgers():
+            for file in self._files.of_namespaces():
                 remove_tree(file)
         self._files.write_manifest(manifest)
         self._before, self._new, self._fresh = manifest, None, not self._goes_on
-        for draft in self._files.ledgers(_DRAFT):
+        for draft in self._files.of_namespaces(_DRAFT):
             draft.rename(draft.with_suffix(""))
         pool.settle()
 
@@ -241,7 +251,7 @@ class KeptPool:
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
-            fd = os.open(self._ledger_file(name), flags, 0o600)
+            fd = os.open(self._file(name, LEDGER), flags, 0o600)
             try:
                 os.posix_fallocate(fd, 0, nbytes)
                 return mmap.mmap(fd, nbytes)
@@ -254,9 +264,18 @@ class KeptPool:
                 f" {error.strerror}; make room there, it is tried again",
             ) from error
 
-    def drop_ledger(self, name: str) -> None:
-        """Remove the ledger of a namespace that is closed."""
-        self._ledger_file(name).unlink(missing_ok=True)
+    def open_descriptions(self, name: str, record_bytes: int) -> DescriptionFile:
+        """Open the descriptions of a namespace, by its id in hex: the kept ones, where they are.
+
+        Raises:
+            OSError: that cannot be now.
+        """
+        return DescriptionFile(self._file(name, DESCRIPTIONS), record_bytes, kept=self.keeps)
+
+    def drop(self, name: str) -> None:
+        """Remove the files of a namespace that is closed."""
+        for kind in (LEDGER, DESCRIPTIONS):
+            self._file(name, kind).unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ end
 
@@ -284,16 +303,16 @@ class KeptPool:
     def _undo(self) -> None:
         """Remove what an unfinished start has made, this one's or another's."""
         self._new = None
-        for draft in self._files.ledgers(_DRAFT):
+        for draft in self._files.of_namespaces(_DRAFT):
             remove_tree(draft)
         with contextlib.suppress(FileNotFoundError):
             if self._before is not None and self._files.pool.lstat().st_size > self._before.bytes:
                 os.truncate(self._files.pool, self._before.bytes)
 
-    def _ledger_file(self, name: str) -> Path:
-        """The ledger of a namespace of this daemon."""
+    def _file(self, name: str, kind: str) -> Path:
+        """The ledger, or the descriptions, of a namespace of this daemon."""
         beside = _DRAFT if self._new is not None else ""
-        return self._files.notes / f"{name}{LEDGER}{beside}"
+        return self._files.notes / f"{name}{kind}{beside}"
 
     def _open_ledger(self, file: Path, ledgers: _Ledgers) -> None:
         """Map a ledger; one whose making was cut short by a kill never held anything.

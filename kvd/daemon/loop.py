@@ -40,6 +40,7 @@ from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources
 from kvd.daemon.config_reader import ConfigReader
 from kvd.daemon.connections import Connections
+from kvd.daemon.descriptions import DescriptionFiles
 from kvd.daemon.http_process import HttpProcess
 from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.lane_processes import Lanes
@@ -93,6 +94,7 @@ class Service:
             self._runtime.path, self._runtime.http_socket, settings.http_listen, self._poller
         )
         self._directories = DirectoryMemory()
+        self._descriptions = DescriptionFiles(self._kept_pool.open_descriptions)
         self._ready_pipes = ReadyPipes()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._pool: PoolMemory | None = None
@@ -219,6 +221,7 @@ class Service:
                 self._settings,
                 boot_id=self._boot_id,
                 make_buffer=self._directories.make,
+                make_descriptions=self._descriptions.make,
                 drop_buffers=self._drop_buffers,
                 keeping=keeping,
                 fill=fill,
@@ -236,7 +239,8 @@ class Service:
 
     def _drop_buffers(self, namespace: str) -> None:
         self._directories.drop(namespace)
-        self._kept_pool.drop_ledger(namespace)
+        self._descriptions.drop(namespace)
+        self._kept_pool.drop(namespace)
 
     def _open_sized(self, effect: OpenPool) -> None:
         """Open a pool whose size the ranks of an engine decide."""
@@ -309,9 +313,11 @@ class Service:
     def _resolve(self, name: FdName | None) -> list[int]:
         match name:
             case DirectoryFd():
-                directory = self._directories.fd(name.namespace.hex())
-                pipe = [] if name.engine is None else self._ready_pipes.read_end(name.engine)
-                return [directory, *pipe]
+                directory = [self._directories.fd(name.namespace.hex())]
+                if name.engine is None:
+                    return directory
+                descriptions = self._descriptions.read_fds(name.namespace.hex())
+                return directory + descriptions + self._ready_pipes.read_end(name.engine)
             case LifelineFd():
                 return [self._lanes.processes[name.device].lifeline]
             case SessionFds():

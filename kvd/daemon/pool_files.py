@@ -6,6 +6,7 @@ directory's path, so that a daemon finds what its predecessor left, and no other
     <pool_dir>/kvd-<digest>/pool               the bytes of all chunks
     <pool_dir>/kvd-<digest>/manifest.json      which pool this is
     <pool_dir>/kvd-<digest>/<namespace>.ledger its READY chunks, see kvd.cache.ledger
+    <pool_dir>/kvd-<digest>/<namespace>.descriptions what routers need to know of them
 
 On hugetlbfs, where files cannot be written, only the pool lies there; the rest is in a
 directory of /dev/shm.
@@ -32,6 +33,7 @@ log = logging.getLogger("kvd.daemon")
 NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
 MANIFEST = "manifest.json"
 LEDGER = ".ledger"
+DESCRIPTIONS = ".descriptions"
 VERSION = 2
 _MANIFEST_BYTES = 512  # of the file, whatever is in it
 _ASIDE = ".damaged-"
@@ -157,9 +159,14 @@ class PoolFiles:
                 " another --pool-dir"
             ) from error
 
-    def ledgers(self, suffix: str = "") -> list[Path]:
-        """Return the ledgers, or what stands in their places, that have this suffix."""
-        return sorted(self.notes.glob(f"*{LEDGER}{suffix}"))
+    def ledgers(self) -> list[Path]:
+        """Return the ledgers, or what stands in their places."""
+        return sorted(self.notes.glob(f"*{LEDGER}"))
+
+    def of_namespaces(self, suffix: str = "") -> list[Path]:
+        """Return the ledgers and files of descriptions whose names have this at their end."""
+        kinds = (LEDGER, DESCRIPTIONS)
+        return sorted(file for kind in kinds for file in self.notes.glob(f"*{kind}{suffix}"))
 
     def set_aside(self, file: Path, reason: str) -> None:
         """Rename what is damaged, so that it can be looked at; only the latest stays."""

@@ -51,6 +51,8 @@ SHARED_METRICS = {
     "store_answered_chunks_total": "Chunks that engines asked to store, by answer: accepted, there"
     " already (present), being written (pending), or refused.",
     "load_answered_chunks_total": "Chunks that engines asked to load, by whether they were found.",
+    "descriptions_dropped_total": "Descriptions of stored chunks that are not kept, so that routers"
+    " learn neither token ids nor parent of these chunks.",
     "evicted_chunks_total": "Chunks evicted to make room for others.",
     "removed_chunks_total": "Stored chunks dropped because an engine reset them or an operator"
     " cleared them.",
@@ -137,6 +139,18 @@ class ChunkCounts(Counts):
     )
     replaced: int = counter(
         "Chunks that held a part of their blocks and whose place a fuller store took"
+    )
+    descriptions: int = counter("Descriptions of chunks that were kept")
+    descriptions_too_long: int = counter(
+        "Descriptions that were not kept: they have more bytes than a chunk of this layout may",
+        "descriptions_dropped_total",
+        reason="too_long",
+    )
+    descriptions_no_room: int = counter(
+        "Descriptions that were not kept: their file could not be made or written, as where its"
+        " filesystem is full",
+        "descriptions_dropped_total",
+        reason="no_room",
     )
     dropped: int = counter(
         "Accepted chunks that were given up before they were READY", "store_dropped_chunks_total"

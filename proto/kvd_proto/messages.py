@@ -18,6 +18,7 @@ from msgspec import Meta
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.control import CONTROL_WORDS
+from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
 from kvd_proto.layout import RankLayout
 
 PROTOCOL_VERSION = 1
@@ -33,6 +34,7 @@ Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
 Key: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=MAX_KEY_BYTES)]
 Keys: TypeAlias = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
+Encoded: TypeAlias = Annotated[bytes, Meta(max_length=MAX_DESCRIPTION_BYTES)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Offers: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]  # sums of many stay in 64 bits
 JobIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_KEYS)]
@@ -274,6 +276,7 @@ class Step(Message, frozen=True, omit_defaults=True):
     first: u2, for each key the first block of its chunk that will be written; empty: all blocks
         of all chunks will be.
     count: u2, how many blocks from there on, 1 or more; as many items as `first`.
+    descriptions: for each key its chunk's description, empty for none; or no items at all.
     pins: chunks that are to stay.
     unpinned: numbers of leases that are given back.
     used: keys that requests which have finished loaded, stored or found present, a prompt's head
@@ -292,6 +295,7 @@ class Step(Message, frozen=True, omit_defaults=True):
     generations: IntArray = NO_GENERATIONS
     first: IntArray = NO_ITEMS
     count: IntArray = NO_ITEMS
+    descriptions: Annotated[tuple[Encoded, ...], Meta(max_length=MAX_KEYS)] = ()
     pins: Annotated[tuple[Pin, ...], Meta(max_length=MAX_KEYS)] = ()
     unpinned: JobIds = ()
     used: Keys = ()
@@ -626,15 +630,18 @@ class Greeting(Message, frozen=True):
 class Attached(Message, frozen=True):
     """Broker to every session of an engine whose ranks are all registered and served by lanes.
 
-    Carries a read-only descriptor of the namespace's directory; for a scheduler there is a
-    second one as a rule, the read end of a pipe, non-blocking: a byte comes each time that
-    chunks which this engine stored became READY.
+    Carries a read-only descriptor of the namespace's directory. For a scheduler one of the
+    namespace's descriptions follows, where `description_bytes` is above 0, and as a rule the read
+    end of a pipe, non-blocking: a byte comes each time that chunks which this engine stored became
+    READY.
 
     namespace: its id, 16 bytes.
     world_size: as registered.
     bytes_per_chunk: that a chunk takes in the pool, all ranks' shares together.
     num_chunks: that the namespace can hold at most; slots are numbered below it.
     reuse_threshold: a scheduler gives a key a slot when it is offered for the n-th time.
+    description_bytes: that a description may have to be kept; 0: none is.
+    describe: the daemon needs descriptions, because it publishes events.
     """
 
     namespace: bytes
@@ -642,6 +649,8 @@ class Attached(Message, frozen=True):
     bytes_per_chunk: Count
     num_chunks: Count
     reuse_threshold: Annotated[int, Meta(ge=1, le=1000)]
+    description_bytes: Count
+    describe: bool
 
 
 class Detached(Message, frozen=True):

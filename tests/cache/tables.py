@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.cache.chunks import ChunkTable
+from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.directory import Blocks, covers
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.config.settings import Settings
@@ -22,6 +23,7 @@ def make_namespaces(
     keeping: Keeping | None = None,
     fill: FillOrder | None = None,
     quotas: Mapping[str, Quota] | None = None,
+    make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
     **settings: Any,
 ) -> Namespaces:
     """Return namespaces whose directories are bytearrays."""
@@ -30,6 +32,7 @@ def make_namespaces(
         Settings(**settings),
         boot_id=bytes(16),
         make_buffer=lambda _, size: bytearray(size),
+        make_descriptions=make_descriptions,
         keeping=keeping,
         fill=fill,
     )

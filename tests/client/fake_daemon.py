@@ -22,6 +22,7 @@ from kvd.cache.directory import DirectoryWriter
 from kvd_client.session import Session
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import WIRE, Header
+from kvd_proto.descriptions import room
 from kvd_proto.directory import DirectoryHeader, SlotState
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
@@ -55,6 +56,7 @@ from tests.waiting import PATIENCE
 
 NAMESPACE = b"namespace-16byte"
 NUM_SLOTS = 256
+RECORD_BYTES = 256
 BLOCKS_PER_CHUNK = 2
 OWNER, OTHER = 1, 2  # who has the slots: the one engine, and others
 SECONDS = PATIENCE
@@ -113,6 +115,8 @@ class FakeDaemon:
         self.replies[Step] = self.step
         self.replies[Reset] = self._reset
         self.reuse_threshold = 1
+        self.describe = False
+        self.descriptions: int | None = None  # descriptor of the file that is sent, not closed
         self.directory: DirectoryWriter | None = None  # before the first `attach`
         self.connections: dict[int, Connection] = {}
         self._tokens: set[bytes] = set()  # of those that have left, too
@@ -194,8 +198,10 @@ class FakeDaemon:
             bytes_per_chunk=4096,
             num_chunks=NUM_SLOTS,
             reuse_threshold=self.reuse_threshold,
+            description_bytes=0 if self.descriptions is None else room(RECORD_BYTES),
+            describe=self.describe,
         )
-        self.notify(message, (fd,))
+        self.notify(message, (fd,) if self.descriptions is None else (fd, self.descriptions))
         os.close(fd)
         for session in sessions:
             assert session.wait_attached(SECONDS)

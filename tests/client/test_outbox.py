@@ -1,8 +1,10 @@
 """What a scheduler has decided becomes one message, in the order in which it is carried out."""
 
-from kvd_client.outbox import Outbox
+from kvd_client.outbox import MAX_DESCRIBED_BYTES, Outbox
 from kvd_client.tickets import StoreAnswer
-from kvd_proto.messages import MAX_KEYS, Step
+from kvd_proto.codec import WIRE
+from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
+from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS, Step
 
 WHOLE = (0, 2)
 
@@ -126,3 +128,43 @@ def test_a_message_has_room_for_so_many_keys() -> None:
     assert not box.room(2)
     sent(box, 1)
     assert box.room(MAX_KEYS)
+
+
+def test_descriptions_stay_with_their_keys() -> None:
+    """Where some chunks of a step are described, each key has its item; else there are none."""
+    box = outbox()
+    begin(box, b"a", (3, 30), WHOLE)
+    box.begin([b"b", b"c"], [4, 5], [40, 50], [WHOLE] * 2, [b"of b", b""])
+    begin(box, b"d", (6, 60), WHOLE)
+    step = sent(box, 1)
+    assert (step.keys, step.descriptions) == ((b"a", b"b", b"c", b"d"), (b"", b"of b", b"", b""))
+    box.begin([b"e"], [7], [70], [WHOLE], [b""])
+    assert sent(box, 2).descriptions == ()
+
+
+def test_the_largest_step_fits_a_message() -> None:
+    """As many keys and as many bytes of descriptions as an outbox takes; no byte more is taken."""
+    box = outbox()
+    size = MAX_DESCRIBED_BYTES // MAX_KEYS
+    keys = [n.to_bytes(MAX_KEY_BYTES, "little") for n in range(MAX_KEYS)]
+    assert box.room_for(MAX_DESCRIBED_BYTES)
+    box.begin(
+        keys, range(MAX_KEYS), [2**63] * MAX_KEYS, [(1, 1)] * MAX_KEYS, [bytes(size)] * MAX_KEYS
+    )
+    assert not box.room_for(1)
+    assert not box.room(1)
+    WIRE.encode(sent(box, 1))
+    assert box.room_for(MAX_DESCRIBED_BYTES)
+
+
+def test_the_largest_step_of_leases_fits_a_message() -> None:
+    """One that pins as many leases as it can beside one chunk with all the descriptions' bytes."""
+    box = outbox()
+    pieces = MAX_DESCRIBED_BYTES // MAX_DESCRIPTION_BYTES
+    described = [bytes(MAX_DESCRIPTION_BYTES)] * pieces
+    keys = [b"%048d" % n for n in range(pieces)]
+    box.begin(keys, range(pieces), [2**63] * pieces, [WHOLE] * pieces, described)
+    for lease in range(MAX_KEYS - pieces):
+        box.pin(2**62 + lease, 600_000, [2**31], [2**63])
+    assert not box.room(1)
+    WIRE.encode(sent(box, 1))

@@ -1,6 +1,7 @@
 """What one daemon leaves and the next one takes over, in files but without processes."""
 
 import errno
+import fcntl
 import os
 import re
 import stat
@@ -13,9 +14,11 @@ from typing import Any
 import pytest
 
 from kvd.cache.chunks import ChunkTable
+from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.config.settings import Settings
 from kvd.daemon import pool_files
+from kvd.daemon.descriptions import DescriptionFiles
 from kvd.daemon.kept_pool import KeptPool, MakeNamespaces
 from kvd.daemon.memory import PoolMemory
 from kvd.daemon.pool_files import VERSION, area_name
@@ -24,6 +27,14 @@ from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
 from kvd.machine import room
 from kvd.machine.room import Filesystem, MemoryLimit
 from kvd.pool.filling import FillOrder
+from kvd_proto.descriptions import (
+    HEADER_BYTES,
+    Description,
+    DescriptionsView,
+    encode,
+    pack_header,
+    place,
+)
 from kvd_proto.directory import SlotState
 from tests.cache.tables import begin, finish
 from tests.descriptors import open_on
@@ -31,6 +42,7 @@ from tests.full import fill_up
 
 PAGE = 4096
 SIZE = 256 * PAGE
+RECORD = 128
 RUNTIME = Path("/run/kvd-test")
 NAMES = (bytes([1]) * 16, bytes([2]) * 16)
 SHAPES: tuple[tuple[tuple[int, ...], int, bool], ...] = (
@@ -47,6 +59,7 @@ class Life:
     pool: PoolMemory
     namespaces: Namespaces
     directories: DirectoryMemory
+    descriptions: DescriptionFiles
     ended: bool = False
 
     def open(self, which: int = 0) -> Namespace:
@@ -58,9 +71,20 @@ class Life:
             world_size=world,
             replicated=replicated,
             label="model",
+            record_bytes=RECORD,
         )
         self.namespaces.attach_engine(namespace)
         return namespace
+
+    def described(self, namespace: Namespace) -> dict[bytes, Description | None]:
+        """Who may read the descriptions reads these of the READY chunks."""
+        (fd,) = self.descriptions.read_fds(namespace.id.hex())
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        view, directory = DescriptionsView(fd), namespace.table.directory
+        return {
+            directory.key(slot): view.read(slot, directory.generation(slot))
+            for slot in directory.slots_in(SlotState.READY)
+        }
 
     def table(self, which: int = 0) -> ChunkTable:
         """The chunks of a namespace that is here already."""
@@ -84,6 +108,7 @@ class Life:
         """The kernel lets go of everything, and nothing is undone."""
         self.ended = True
         self.directories.close()
+        self.descriptions.close()
         for fd in (self.pool.fd, self.keep._files._lock_fd):
             os.close(fd)
 
@@ -94,13 +119,18 @@ class Life:
         self.ended = True
         self.pool.close()
         self.directories.close()
+        self.descriptions.close()
         self.keep.close()
 
 
 Start = Callable[..., Life]
 
 
-def maker(directories: DirectoryMemory, cpu_bytes: int = SIZE) -> MakeNamespaces:
+def maker(
+    directories: DirectoryMemory,
+    cpu_bytes: int = SIZE,
+    make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
+) -> MakeNamespaces:
     """As the daemon makes its namespaces."""
 
     def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
@@ -109,6 +139,7 @@ def maker(directories: DirectoryMemory, cpu_bytes: int = SIZE) -> MakeNamespaces
             Settings(),
             boot_id=bytes([9]) * 16,
             make_buffer=directories.make,
+            make_descriptions=make_descriptions,
             keeping=keeping,
             fill=fill,
         )
@@ -128,12 +159,14 @@ def start(tmp_path: Path) -> Iterator[Start]:
         directories = DirectoryMemory()
 
         kept = KeptPool(tmp_path, RUNTIME, keeps=keeps, cold=cold)
+        descriptions = DescriptionFiles(kept.open_descriptions)
+        make = maker(directories, cpu_bytes, descriptions.make)
         try:
-            pool, namespaces = kept.open(cpu_bytes, maker(directories, cpu_bytes))
+            pool, namespaces = kept.open(cpu_bytes, make)
         except (PoolError, Refused):
             kept.close()
             raise
-        lives.append(Life(kept, pool, namespaces, directories))
+        lives.append(Life(kept, pool, namespaces, directories, descriptions))
         if pool.may_be_written:  # as the daemon's loop does before lanes start
             kept.settle()
         return lives[0]
@@ -141,6 +174,23 @@ def start(tmp_path: Path) -> Iterator[Start]:
     yield begin
     for life in lives:
         life.end()
+
+
+def description(key: bytes) -> Description:
+    """That of a chunk."""
+    return Description(parent=b"", hashes=(key,), tokens=key[:1] * 8, block_size=2)
+
+
+def store_described(table: ChunkTable, keys: list[bytes]) -> list[int]:
+    """Write the keys' shares, with their descriptions; the slots."""
+    slots, generations, _ = table.lending.lend(1, len(keys), 1, 0.0)
+    slots, generations = list(slots), list(generations)
+    encoded = [encode(description(key)) for key in keys]
+    table.begin(keys, slots, generations, 1, 0.0, descriptions=encoded)
+    n = len(slots)
+    for rank in range(table.space.geometry.world_size):
+        table.share_done(1, rank, slots, generations, [0] * n, [1] * n, [0] * n, ok=True)
+    return slots
 
 
 def keys_of(name: str, count: int) -> list[bytes]:
@@ -335,7 +385,8 @@ def test_what_is_kept_is_given_up_when_the_new_pool_is_there(start: Start, tmp_p
     assert life.pool.ready
     life.keep.settle()
     store(life.table(0), keys_of("n", 7))
-    assert set(contents(area(tmp_path))) == {"pool", "manifest.json", f"{NAMES[0].hex()}.ledger"}
+    own = {f"{NAMES[0].hex()}{kind}" for kind in (".ledger", ".descriptions")}
+    assert set(contents(area(tmp_path))) == {"pool", "manifest.json", *own}
     life = start(3 * SIZE)
     assert life.held == [set(keys_of("n", 7))]
     assert life.pool.ready
@@ -426,7 +477,8 @@ def test_a_pool_without_room_for_its_manifest_is_refused(
     """The pool fits, the manifest does not: with the remedy; nothing of it is damage later."""
     small_tmpfs(tmp_path, 2 * SIZE)
     kept_chunks(start)
-    (area(tmp_path) / "manifest.json").unlink()
+    for file in [area(tmp_path) / "manifest.json", *area(tmp_path).glob("*.descriptions")]:
+        file.unlink()
     filler = fill_up(tmp_path)
     with pytest.raises(PoolError, match="cannot be written: No space left on device; make room"):
         start()
@@ -587,7 +639,7 @@ def test_a_namespace_that_is_closed_leaves_no_ledger(start: Start, tmp_path: Pat
     namespace = life.open()
     life.namespaces.detach_engine(namespace)
     life.namespaces.close(namespace)
-    life.keep.drop_ledger(namespace.id.hex())
+    life.keep.drop(namespace.id.hex())
     assert not list(area(tmp_path).glob("*.ledger"))
     life.open()
     assert len(list(area(tmp_path).glob("*.ledger"))) == 1
@@ -681,3 +733,205 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     kept.close()
     assert not list(huge.iterdir())
     assert not list(notes.iterdir())
+
+
+# ------------------------------------------------------------------ descriptions
+
+
+def descriptions_of(place: Path) -> Path:
+    """The one file of descriptions."""
+    (file,) = place.glob("*.descriptions")
+    return file
+
+
+def test_descriptions_outlive_a_kill_with_their_chunks(start: Start, tmp_path: Path) -> None:
+    """The next daemon and the one after it read the same; what is new then is described too."""
+    life = start()
+    namespace = life.open()
+    keys, more = keys_of("k", 9), keys_of("l", 3)
+    store_described(namespace.table, keys)
+    store(namespace.table, [b"plain"])
+    expected = {key: description(key) for key in keys} | {b"plain": None}
+    assert life.described(namespace) == expected
+    assert stat.S_IMODE(descriptions_of(area(tmp_path)).stat().st_mode) == 0o600
+    for _ in range(2):
+        life.kill()
+        life = start()
+        namespace = life.open()
+        assert life.described(namespace) == expected
+    store_described(namespace.table, more)
+    assert life.described(namespace) == expected | {key: description(key) for key in more}
+
+
+def test_a_slot_that_is_used_again_has_no_older_description(start: Start) -> None:
+    """Neither in this daemon nor in the next one, whether the newer chunk is described or not."""
+    life = start()
+    namespace = life.open()
+    view = DescriptionsView(life.descriptions.read_fds(namespace.id.hex())[0])
+    (slot,) = store_described(namespace.table, [b"old"])
+    old = namespace.table.directory.generation(slot)
+    namespace.table.slots.drop([slot])
+    refs = {}
+    while slot not in refs.values():
+        key = f"new {len(refs)}".encode()
+        (refs[key],) = store(namespace.table, [key])
+    assert namespace.table.directory.generation(slot) != old
+    assert view.read(slot, namespace.table.directory.generation(slot)) is None
+    assert set(life.described(namespace).values()) == {None}
+    life.kill()
+    life = start()
+    assert set(life.described(life.open()).values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("damage", "left"),
+    {
+        "deleted": (Path.unlink, set()),
+        "empty": (lambda at: os.truncate(at, 0), set()),
+        "cut off": (lambda at: os.truncate(at, HEADER_BYTES + 5 * RECORD + 20), {0, 1, 2, 3, 4}),
+        "another record size": (lambda at: at.write_bytes(pack_header(2 * RECORD)), set()),
+        "another version": (lambda at: flip(at, 8), set()),
+        "a description": (lambda at: flip(at, place(3, RECORD) + 20), {0, 1, 2, 4, 5, 6, 7, 8}),
+        "a directory": (lambda at: (at.unlink(), at.mkdir()), set()),
+        "a link": (lambda at: at.symlink_to(at.rename(at.with_name("elsewhere"))), set()),
+    }.values(),
+)
+def test_a_damaged_file_costs_descriptions_and_never_chunks(
+    start: Start, tmp_path: Path, damage: Callable[[Path], object], left: set[int]
+) -> None:
+    """The chunks are all there; those whose descriptions are whole have them; new ones get some."""
+    life = start()
+    keys = keys_of("k", 9)
+    slots = store_described(life.open().table, keys)
+    life.kill()
+    damage(descriptions_of(area(tmp_path)))
+    life = start()
+    namespace = life.open()
+    expected = dict.fromkeys(keys) | {
+        key: description(key) for key, slot in zip(keys, slots, strict=True) if slot in left
+    }
+    assert life.described(namespace) == expected
+    store_described(namespace.table, [b"new"])
+    assert life.described(namespace)[b"new"] == description(b"new")
+
+
+def test_a_file_that_is_cut_or_deleted_under_a_daemon_ends_nobody(
+    start: Start, tmp_path: Path
+) -> None:
+    """Readers find nothing there, the daemon goes on writing, and the next one begins anew."""
+    life = start()
+    namespace = life.open()
+    store_described(namespace.table, keys_of("k", 3))
+    file = descriptions_of(area(tmp_path))
+    view = DescriptionsView(life.descriptions.read_fds(namespace.id.hex())[0])
+    os.truncate(file, 0)
+    assert set(life.described(namespace).values()) == {None}
+    (slot,) = store_described(namespace.table, [b"later"])
+    generation = namespace.table.directory.generation(slot)
+    assert view.read(slot, generation) == description(b"later")
+    file.unlink()
+    (slot,) = store_described(namespace.table, [b"last"])
+    assert view.read(slot, namespace.table.directory.generation(slot)) == description(b"last")
+    assert namespace.table.counts.descriptions == 5
+    life.kill()
+    life = start()
+    assert set(life.described(life.open()).values()) == {None}
+
+
+@pytest.mark.parametrize("how", ["cold", "another size", "not kept", "no manifest"])
+def test_descriptions_of_a_pool_that_is_given_up_go_with_it(
+    start: Start, tmp_path: Path, how: str
+) -> None:
+    """They stay until the new pool is there, as ledgers do, and then nothing of them is left."""
+    life = start()
+    life.allocate()
+    store_described(life.open().table, keys_of("k", 9))
+    life.kill()
+    before = descriptions_of(area(tmp_path)).read_bytes()
+    if how == "no manifest":
+        (area(tmp_path) / "manifest.json").unlink()
+    size = 3 * SIZE if how == "another size" else SIZE
+    life = start(size, keeps=how != "not kept", cold=how == "cold")
+    namespace = life.open()
+    assert life.pool.may_be_written is (how != "another size")
+    if how == "another size":
+        assert descriptions_of(area(tmp_path)).read_bytes() == before
+    life.allocate()
+    life.keep.settle()
+    store_described(namespace.table, [b"new"])
+    assert life.described(namespace) == {b"new": description(b"new")}
+    assert not list(area(tmp_path).glob("*.new"))
+    assert len(list(area(tmp_path).glob("*.descriptions"))) == (how != "not kept")
+
+
+def test_a_start_that_fails_leaves_the_descriptions(start: Start, tmp_path: Path) -> None:
+    """Its own draft is removed, and the daemon after it reads what was kept."""
+    life = start()
+    life.allocate()
+    store_described(life.open().table, keys_of("k", 9))
+    life.kill()
+    life = start(3 * SIZE)
+    store_described(life.open().table, [b"draft"])
+    assert list(area(tmp_path).glob("*.descriptions.new"))
+    life.kill()
+    life = start()
+    assert not list(area(tmp_path).glob("*.descriptions.new"))
+    assert life.described(life.open()) == {key: description(key) for key in keys_of("k", 9)}
+
+
+def test_descriptions_without_a_namespace_are_removed(start: Start, tmp_path: Path) -> None:
+    """Of a namespace that was closed, or whose ledger is damaged or holds nothing."""
+    life = start()
+    namespace = life.open()
+    store_described(namespace.table, keys_of("k", 3))
+    store_described(life.open(1).table, keys_of("l", 3))
+    assert len(list(area(tmp_path).glob("*.descriptions"))) == 2
+    life.namespaces.detach_engine(namespace)
+    life.namespaces.close(namespace)
+    life.descriptions.drop(namespace.id.hex())
+    life.keep.drop(namespace.id.hex())
+    flip(ledger_of(area(tmp_path)), 0)
+    assert len(list(area(tmp_path).glob("*.descriptions"))) == 1
+    life.kill()
+    assert start().held == []
+    assert not list(area(tmp_path).glob("*.descriptions"))
+
+
+def test_on_a_full_filesystem_chunks_are_stored_without_descriptions(
+    start: Start, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
+) -> None:
+    """What cannot be written is counted; with room again new chunks are described."""
+    small_tmpfs(tmp_path, 2 * SIZE)
+    life = start()
+    namespace = life.open()
+    life.allocate()
+    store_described(namespace.table, keys_of("k", 2))
+    hog = fill_up(tmp_path)
+    many = keys_of("l", 60)
+    store_described(namespace.table, many)
+    counts = namespace.table.counts
+    assert counts.stored == 62
+    assert counts.descriptions_no_room > 0
+    assert counts.descriptions + counts.descriptions_no_room == 62
+    found = life.described(namespace)
+    assert list(found.values()).count(None) == counts.descriptions_no_room
+    assert all(each is None or each == description(key) for key, each in found.items())
+    hog.unlink()
+    store_described(namespace.table, [b"new"])
+    assert life.described(namespace)[b"new"] == description(b"new")
+
+
+def test_a_file_that_cannot_be_made_is_tried_again_at_the_next_engine(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The namespace is there without descriptions, and the log says what to do."""
+    life = start()
+    monkeypatch.setattr(os, "open", failing(errno.EMFILE, ".descriptions"))
+    namespace = life.open()
+    assert namespace.table.descriptions is None
+    assert "stored without descriptions" in caplog.text
+    assert "raise LimitNOFILE" in caplog.text
+    monkeypatch.undo()
+    assert life.open() is namespace
+    store_described(namespace.table, [b"k"])
+    assert life.described(namespace) == {b"k": description(b"k")}

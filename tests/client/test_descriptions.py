@@ -1,0 +1,155 @@
+"""Descriptions from `prepare_store` to the daemon, and the file that it keeps them in."""
+
+import gc
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvd_client import Scheduler, StoreAnswer, UsageError
+from kvd_client.outbox import MAX_DESCRIBED_BYTES
+from kvd_proto.descriptions import (
+    MAX_DESCRIPTION_BYTES,
+    Description,
+    encode,
+    pack_header,
+    pack_record,
+    place,
+)
+from kvd_proto.messages import Attached, Detached
+from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
+from tests.client.test_steps import keys_of, wait_steps
+from tests.waiting import eventually
+
+ACCEPTED, FULL = StoreAnswer.ACCEPTED, StoreAnswer.FULL
+DESCRIPTION = Description(parent=b"", hashes=(b"h",), tokens=bytes(8), block_size=2)
+
+
+@pytest.fixture
+def kept(daemon: FakeDaemon) -> Iterator[int]:
+    """The daemon keeps descriptions, and wants them; its file has one, of slot 3."""
+    daemon.describe = True
+    daemon.descriptions = fd = os.memfd_create("descriptions")
+    os.pwrite(fd, pack_header(RECORD_BYTES), 0)
+    os.pwrite(fd, pack_record(3, 7, encode(DESCRIPTION)), place(3, RECORD_BYTES))
+    yield fd
+    os.close(fd)
+
+
+def test_descriptions_are_told_with_the_keys_that_are_accepted(
+    daemon: FakeDaemon, stepping: Scheduler, kept: int
+) -> None:
+    """One for each key that begins; those of keys that are there already are not sent."""
+    daemon.attach(stepping)
+    assert stepping.describes
+    assert kept >= 0
+    keys = [b"a", b"ready", b"b", b"c"]
+    stepping.prepare_store(keys, descriptions=[b"of a", b"of ready", None, b"of c"])
+    stepping.prepare_store([b"d"])
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert step.keys == (b"a", b"b", b"c", b"d")
+    assert step.descriptions == (b"of a", b"", b"of c", b"")
+
+
+@pytest.mark.parametrize("describe", [False, True])
+def test_what_nobody_reads_is_not_sent(
+    daemon: FakeDaemon, stepping: Scheduler, kept: int, *, describe: bool
+) -> None:
+    """A daemon that publishes nothing, or one that has no file to keep them in."""
+    assert kept >= 0
+    daemon.describe = describe
+    if describe:
+        daemon.descriptions = None
+    assert not stepping.describes
+    daemon.attach(stepping)
+    assert not stepping.describes
+    stepping.prepare_store([b"a"], descriptions=[b"of a"])
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert (step.keys, step.descriptions) == ((b"a",), ())
+
+
+@pytest.mark.parametrize(
+    ("descriptions", "text"),
+    [
+        ([b"one"], "1 descriptions with 2 keys: one for each is needed"),
+        ([b"one", "two"], "descriptions='two': what kvd_proto.descriptions.encode returned"),
+        ([b"", bytes(MAX_DESCRIPTION_BYTES + 1)], "1048576 bytes at most, or None"),
+        (b"of", "a collection of bytes or None is needed"),
+    ],
+)
+def test_wrong_descriptions_are_refused_before_anything_is_done(
+    stepping: Scheduler, descriptions: Any, text: str
+) -> None:
+    """Attached or not: one error that names the value, as for every argument."""
+    with pytest.raises(UsageError) as caught:
+        stepping.prepare_store([b"a", b"b"], descriptions=descriptions)
+    assert text in str(caught.value)
+
+
+def test_more_than_a_message_takes_waits_for_a_later_step(
+    daemon: FakeDaemon, stepping: Scheduler, kept: int
+) -> None:
+    """What was told before leaves first; of one call alone the keys that do not fit are FULL."""
+    assert kept >= 0
+    daemon.attach(stepping)
+    largest = bytes(MAX_DESCRIPTION_BYTES)
+    fit = MAX_DESCRIBED_BYTES // MAX_DESCRIPTION_BYTES
+    assert stepping.prepare_store([b"before"], descriptions=[b"x"]).answers == (ACCEPTED,)
+    keys = keys_of(fit + 2)
+    answers = stepping.prepare_store(keys, descriptions=[largest] * (fit + 1) + [b""]).answers
+    assert answers == (ACCEPTED,) * fit + (FULL, ACCEPTED)
+    stepping.end_step()
+    first, second = wait_steps(daemon, 2)
+    assert (first.keys, first.descriptions) == ((b"before",), (b"x",))
+    assert second.keys == (*keys[:fit], keys[-1])
+    assert (second.descriptions, second.refused) == ((*(largest,) * fit, b""), 1)
+    assert stepping.prepare_store([keys[fit]], descriptions=[largest]).answers == (ACCEPTED,)
+
+
+def test_the_file_is_read_while_attached_and_closed_afterwards(
+    daemon: FakeDaemon, stepping: Scheduler, kept: int
+) -> None:
+    """Its descriptor is the attachment's own, and goes with it."""
+    daemon.attach(stepping)
+    there = stepping._attachment
+    assert there is not None
+    assert there.descriptions is not None
+    fd = there.descriptions._fd
+    assert fd != kept
+    assert there.descriptions.read(3, 7) == DESCRIPTION
+    assert there.descriptions.read(3, 8) is None
+    del there
+    daemon.notify(Detached(reason="test"))
+    eventually(lambda: not stepping.attached)
+
+    def closed() -> bool:
+        gc.collect()
+        try:
+            return not os.path.sameopenfile(fd, kept)
+        except OSError:
+            return True
+
+    eventually(closed)
+
+
+def test_a_notice_without_its_descriptors_attaches_nobody(
+    daemon: FakeDaemon, stepping: Scheduler, kept: int
+) -> None:
+    """A directory alone where descriptions are kept: the session says so and is not attached."""
+    daemon.attach(stepping)
+    fd = os.dup(kept)
+    message = Attached(
+        namespace=bytes(16),
+        world_size=1,
+        bytes_per_chunk=4096,
+        num_chunks=1,
+        reuse_threshold=1,
+        description_bytes=8,
+        describe=True,
+    )
+    daemon.notify(message, (fd,))
+    os.close(fd)
+    eventually(lambda: not stepping.attached)
