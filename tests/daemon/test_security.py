@@ -1,5 +1,6 @@
 """What docs/security.md promises of a running daemon, tried from an engine's place."""
 
+import fcntl
 import json
 import logging
 import os
@@ -48,7 +49,10 @@ def test_sockets_and_files_are_for_the_group_only(shared_daemon: Daemon) -> None
 
 
 def test_no_client_has_the_pool_mapped_or_open(shared_daemon: Daemon, label: str) -> None:
-    """An engine at work maps its own memory and the directory; the pool is the lane's alone."""
+    """An engine at work maps its own memory and the directory; the pool is the lane's alone.
+
+    Of the pool's place it has the descriptions open, which it reads only.
+    """
     daemon = shared_daemon
     with Engine(daemon.runtime_dir, label, world_size=1, model=label).wait_attached() as engine:
         keys = keys_of("seen", 2)
@@ -57,7 +61,10 @@ def test_no_client_has_the_pool_mapped_or_open(shared_daemon: Daemon, label: str
         assert engine.load(keys) == (2, 0)
         place = str(Path("/dev/shm") / area_name(daemon.runtime_dir))
         assert "/dev/shm/kvd" not in Path("/proc/self/maps").read_text()
-        assert not [file for file in open_files().values() if file.startswith(place)]
+        held = {fd: file for fd, file in open_files().items() if file.startswith(place)}
+        assert [file.split()[0].rpartition(".")[2] for file in held.values()] == ["descriptions"]
+        for fd in held:
+            assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
         lanes = daemon.status()["lanes"]
         assert place in Path(f"/proc/{lanes[0]['pid']}/maps").read_text()
 

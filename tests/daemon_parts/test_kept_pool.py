@@ -771,7 +771,7 @@ def test_a_slot_that_is_used_again_has_no_older_description(start: Start) -> Non
     (slot,) = store_described(namespace.table, [b"old"])
     old = namespace.table.directory.generation(slot)
     namespace.table.slots.drop([slot])
-    refs = {}
+    refs: dict[bytes, int] = {}
     while slot not in refs.values():
         key = f"new {len(refs)}".encode()
         (refs[key],) = store(namespace.table, [key])
