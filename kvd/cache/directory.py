@@ -409,3 +409,15 @@ class DirectoryWriter(DirectoryView):
                 raise IntegrityError(f"index entry {place}: slot {slot} has another key")
             if self.generation(slot) > self.floor and self.find(key) != slot:
                 raise IntegrityError(f"slot {slot} cannot be found by its key {key.hex()}")
+        self._check_changes(seen)
+
+    def _check_changes(self, indexed: set[int]) -> None:
+        """The last change of each slot that the ring holds must be what the directory says."""
+        newest = {int(change["slot"]): change for change in self.changes.newest()}
+        for slot, change in newest.items():
+            generation = int(change["generation"])
+            there = slot in indexed and self.state(slot) == _READY
+            there = there and self.generation(slot) == generation > self.floor
+            told = change["kind"] == _NOW_READY and generation > self.floor
+            if there != told:
+                raise IntegrityError(f"slot {slot} is not as its last change {change} says")

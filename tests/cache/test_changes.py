@@ -1,21 +1,33 @@
 """The ring of changes: what is a change, in which order it is told, and what is overrun."""
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import TypeAlias
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvd.cache.directory import DirectoryWriter
 from kvd.errors import IntegrityError
-from kvd_proto.changes import CHANGE_BYTES, ChangeKind, change_capacity
+from kvd_proto.changes import CHANGE_BYTES, Change, ChangeKind, change_capacity
 from kvd_proto.directory import DirectoryHeader, DirectoryView, SlotState
 from kvd_proto.errors import DirectoryError
+from tests.cache.followers import Place, apply, records
 from tests.cache.tables import make_table, names, pin, store
 
 READY, REMOVED, CLEARED = ChangeKind
 RING = 8
+WRITERS = {"kvd.cache.directory", "kvd.cache.change_log"}
+
+Step: TypeAlias = tuple[str, list[int]]
+TraceFunction: TypeAlias = Callable[[FrameType, str, object], "TraceFunction | None"]
 
 
-def make(num_slots: int = 16) -> tuple[bytearray, DirectoryWriter]:
+def make(ring: int = RING) -> tuple[bytearray, DirectoryWriter]:
     """A directory with a small ring, and its writer."""
-    header = DirectoryHeader.plan(num_slots, bytes(16), bytes(16), 4, changes=RING)
+    header = DirectoryHeader.plan(16, bytes(16), bytes(16), 4, changes=ring)
     buffer = bytearray(header.total_bytes)
     return buffer, DirectoryWriter(buffer, header)
 
@@ -113,3 +125,94 @@ def test_a_record_that_is_not_there_yet_ends_what_is_read() -> None:
     assert writer.changes.read(2, 10) == []
     with pytest.raises(IntegrityError, match="change"):
         writer.changes.check_integrity()
+
+
+class Watch:
+    """Looks after every instruction of the modules that write a directory."""
+
+    def __init__(self, look: Callable[[], None]) -> None:
+        self._look = look
+
+    def __enter__(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._enter)
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(self._before)
+
+    def _enter(self, frame: FrameType, _event: str, _arg: object) -> TraceFunction | None:
+        if frame.f_globals.get("__name__") not in WRITERS:
+            return None
+        frame.f_trace_opcodes = True
+        return self._step
+
+    def _step(self, _frame: FrameType, event: str, _arg: object) -> TraceFunction:
+        if event == "opcode":
+            self._look()
+        return self._step
+
+
+ops = st.lists(
+    st.tuples(
+        st.sampled_from(["ready", "free", "doom", "forget"]),
+        st.lists(st.integers(0, 7), min_size=1, max_size=3, unique=True),
+    ),
+    max_size=8,
+)
+
+
+def carry_out(writer: DirectoryWriter, what: str, slots: list[int]) -> None:
+    """One thing that a broker does with those of these slots with which it can be done."""
+    ready = [slot for slot in writer.slots_in(SlotState.READY) if writer.key(slot)]
+    if what == "ready":
+        for slot in slots:
+            if slot not in writer.slots_in(SlotState.READY) and writer.find(b"%d" % slot) < 0:
+                become_ready(writer, b"%d" % slot, slot)
+    elif what == "free":
+        writer.free([slot for slot in slots if slot in ready])
+    elif what == "doom":
+        for slot in slots:
+            if slot in ready and writer.generation(slot) > writer.floor:
+                writer.unindex(slot)
+                writer.write_state(slot, SlotState.FREE)
+    else:
+        writer.forget()
+
+
+@settings(max_examples=30)
+@given(ops)
+def test_between_any_two_stores_a_reader_sees_no_false_change(steps: list[Step]) -> None:
+    """A change is told when the directory shows it; what is missed in the one is in the other.
+
+    Who reads head, later the records, and later the changes after that head, knows everything.
+    """
+    ring = 4
+    buffer, writer = make(ring)
+    view = DirectoryView(memoryview(buffer).toreadonly())
+    log: list[Change] = []
+    seen: dict[tuple[int, tuple[tuple[bytes, Place], ...]], None] = {}
+
+    def look() -> None:
+        there, head = records(view), view.changes.head
+        if head > len(log):
+            log.extend(view.changes.read(head - 1, 1) or [])
+            told = dict(there)
+            apply(told, log[head - 1])
+            assert told == there
+        seen[head, tuple(there.items())] = None
+        for after in range(max(0, head - ring - 1), head):
+            read = view.changes.read(after, ring)
+            assert read == (log[after:] if after > head - ring else None)
+
+    with Watch(look):
+        for what, slots in steps:
+            carry_out(writer, what, slots)
+    look()
+    writer.check_integrity()
+    moments = list(seen)
+    for number, (head, _) in enumerate(moments):
+        for _, there in moments[number:]:
+            known = dict(there)
+            for change in log[head:]:
+                apply(known, change)
+            assert known == records(view)

@@ -18,6 +18,7 @@ from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.values import Quota
 from kvd_proto.directory import LookupResult
+from tests.cache.followers import Follower, records
 from tests.cache.tables import add, make_namespaces
 
 KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
@@ -95,6 +96,7 @@ class Model:
         self.loans_used: dict[int, float] = {}
         self.seen: list[tuple[int, int]] = []  # slots and generations that were READY once
         self.room = 0
+        self.follower = Follower(self.table.directory)
 
     def use(self, keys: list[bytes]) -> None:
         """These are here and were used, the first of them last."""
@@ -125,6 +127,19 @@ class Model:
             self.loans.pop(slot, None)
             self.raced.pop(slot, None)
         self.draining.update(refs)
+
+    def check_changes(self) -> None:
+        """What the records say, what the changes add up to and what lookups find are the same."""
+        directory = self.table.directory
+        if self.follower.view is not directory:  # of another daemon
+            self.follower = Follower(directory)
+        self.follower.catch_up()
+        ready = {
+            key: (chunk.slot, chunk.generation, min(chunk.blocks), len(chunk.blocks), 0)
+            for key, chunk in self.chunks.items()
+            if chunk.ready
+        }
+        assert self.follower.said == records(directory) == ready
 
     def lent(self) -> dict[int, Loan]:
         """Loans, and lost races."""
@@ -734,6 +749,7 @@ class TableMachine(RuleBasedStateMachine):
         self.namespaces.check_integrity()
         for model in self.models:
             table = model.table
+            model.check_changes()
             for key in KEYS:
                 chunk = model.chunks.get(key)
                 assert table.directory.find(key) == (chunk.slot if chunk else -1)
