@@ -137,7 +137,7 @@ class EngineProcess:
     # ------------------------------------------------------------ requests
 
     def submit(
-        self, prompt: Sequence[int], max_tokens: int = 8, logprobs: int = 3
+        self, prompt: Sequence[int], max_tokens: int = 8, logprobs: int = 3, **fields: Any
     ) -> Future[Answer]:
         """Send a prompt; its answer comes later. Fails with DemoError where there is none.
 
@@ -145,18 +145,23 @@ class EngineProcess:
             prompt: token ids.
             max_tokens: so many are generated, always.
             logprobs: for each of them, so many of the most likely ones are told.
+            fields: further ones of the request.
         """
-        return self._requests.submit(self._answer, list(prompt), max_tokens, logprobs)
+        return self._requests.submit(self._answer, list(prompt), max_tokens, logprobs, fields)
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int = 8, logprobs: int = 3
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int = 8,
+        logprobs: int = 3,
+        **fields: Any,
     ) -> list[Answer]:
         """Answers to prompts that are sent at once, in their order.
 
         Raises:
             DemoError: one of them has no complete answer.
         """
-        answers = [self.submit(prompt, max_tokens, logprobs) for prompt in prompts]
+        answers = [self.submit(prompt, max_tokens, logprobs, **fields) for prompt in prompts]
         return [answer.result() for answer in answers]
 
     def reset(self, *, external: bool = False) -> None:
@@ -185,8 +190,11 @@ class EngineProcess:
                 total += float(value)
         return total
 
-    def _answer(self, prompt: list[int], max_tokens: int, logprobs: int) -> Answer:
+    def _answer(
+        self, prompt: list[int], max_tokens: int, logprobs: int, fields: dict[str, Any]
+    ) -> Answer:
         request = {
+            **fields,
             "prompt": prompt,
             "max_tokens": max_tokens,
             "temperature": 0,
