@@ -31,6 +31,8 @@ class Lender:
         loans: how many are at hand; None: none, and no answer yet.
         present: keys that are found.
         offered: keys of each offer.
+        described: descriptions of each offer, where they are wanted.
+        describes: whether they are.
         used, steps: keys that finished requests have used, and steps that have ended.
     """
 
@@ -39,6 +41,8 @@ class Lender:
         self.loans = loans
         self.present: set[bytes] = set()
         self.offered: list[tuple[bytes, ...]] = []
+        self.described: list[list[bytes] | None] = []
+        self.describes = False
         self.used: list[list[bytes]] = []
         self.steps = 0
 
@@ -47,10 +51,16 @@ class Lender:
         del blocks
         return LookupResult.HIT if key in self.present else LookupResult.MISS
 
-    def prepare_store(self, keys: Sequence[bytes], blocks: object = None) -> StoreTicket:
+    def prepare_store(
+        self,
+        keys: Sequence[bytes],
+        blocks: object = None,
+        descriptions: Sequence[bytes] | None = None,
+    ) -> StoreTicket:
         """See Scheduler: the first keys get what there is, and are stored at once."""
         del blocks
         self.offered.append(tuple(keys))
+        self.described.append(None if descriptions is None else list(descriptions))
         answers, accepted = [], []
         for key in keys:
             if key in self.present:

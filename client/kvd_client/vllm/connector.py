@@ -38,6 +38,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.identity import random_hash_seed
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import OptionsError, read_options
@@ -137,6 +138,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         for group in self.config.kv_group_configs:
             require(group, *GROUP)
         self._ranges = self.manager.ranges = BlockRanges(self.config, self._req_status)
+        self.manager.describer = ChunkDescriber(self.config, self._req_status)
         self._refused = RefusedChunks(self.manager, self.config, self._req_status)
         self._asked: dict[str, int] = {}  # prompt tokens, by request that is not admitted yet
 

@@ -34,6 +34,7 @@ from kvd_client import LoadTicket, Scheduler, StoreAnswer
 from kvd_client import LookupResult as Found
 from kvd_client.arguments import Blocks
 from kvd_client.vllm import metrics
+from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.ranges import BlockRanges
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from kvd_proto.messages import MAX_KEYS
@@ -73,7 +74,9 @@ class KvdOffloadingManager(OffloadingManager):
             hand, to be offered again or given up.
     """
 
-    ranges: BlockRanges  # set by the connector's half, which has vLLM's state of the requests
+    # Set by the connector's half, which has vLLM's state of the requests.
+    ranges: BlockRanges
+    describer: ChunkDescriber
 
     def __init__(
         self, scheduler: Scheduler, *, pending_timeout: float, events: bool = False
@@ -212,7 +215,10 @@ class KvdOffloadingManager(OffloadingManager):
         wanted = offered[:MAX_KEYS]
         ranges = self.ranges
         blocks = [ranges.offered(key, req_context) for key in wanted] if ranges.parts else None
-        ticket = self.scheduler.prepare_store(wanted, blocks)
+        descriptions = None
+        if self.scheduler.describes:
+            descriptions = [self.describer.encoded(key, req_context) for key in wanted]
+        ticket = self.scheduler.prepare_store(wanted, blocks, descriptions)
         accepted = [OffloadKey(key) for key in ticket.keys]
         if len(accepted) == len(offered):
             self._use(accepted, req_context)
