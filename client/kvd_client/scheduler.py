@@ -58,6 +58,8 @@ class Scheduler(SchedulerSession):
             tokens for each lookup.
         steps: the engine calls `end_step`, and the daemon is told then what was decided since the
             last one; otherwise each call tells it at once.
+        events: the engine publishes KV events: chunks are to be described, whether the daemon
+            publishes or not.
 
     Raises:
         UsageError: an invalid argument. An absent daemon is no error.
@@ -71,9 +73,12 @@ class Scheduler(SchedulerSession):
         deadline: float = 1.0,
         counts_tokens: bool = False,
         steps: bool = False,
+        events: bool = False,
     ) -> None:
         self._steps = flag("steps", steps)
-        super().__init__(runtime_dir, engine, deadline=deadline, counts_tokens=counts_tokens)
+        super().__init__(
+            runtime_dir, engine, deadline=deadline, counts_tokens=counts_tokens, events=events
+        )
 
     # ---------------------------------------------------------------- lookups
 

@@ -46,8 +46,10 @@ class SchedulerSession(Session):
         *,
         deadline: float = 1.0,
         counts_tokens: bool = False,
+        events: bool = False,
     ) -> None:
         self._counts_tokens = flag("counts_tokens", counts_tokens)
+        self._events = flag("events", events)
         super().__init__(runtime_dir, engine, deadline)
         self._ready_news = ReadyNews()
         # Of what follows up to the gap; held to decide and to send, never to wait.
@@ -127,10 +129,13 @@ class SchedulerSession(Session):
     def describes(self) -> bool:
         """Whether `prepare_store` is to be given descriptions: somebody reads them.
 
-        Those of others are left out; they cost time for nobody.
+        That is where this engine or the daemon publishes events, and the daemon keeps some;
+        otherwise `prepare_store` leaves them out. It may change whenever the engine is attached.
         """
         there = self._attachment
-        return there is not None and there.attached.describe and there.descriptions is not None
+        if there is None or there.descriptions is None:
+            return False
+        return self._events or there.attached.describe
 
     def close(self) -> None:
         """End the session: leases are dropped, unfinished stores given up. May be called again."""

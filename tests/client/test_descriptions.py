@@ -20,7 +20,7 @@ from kvd_proto.descriptions import (
 from kvd_proto.messages import Attached, Detached
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
 from tests.client.test_steps import keys_of, wait_steps
-from tests.waiting import eventually
+from tests.waiting import DEADLINE, eventually
 
 ACCEPTED, FULL = StoreAnswer.ACCEPTED, StoreAnswer.FULL
 DESCRIPTION = Description(parent=b"", hashes=(b"h",), tokens=bytes(8), block_size=2)
@@ -62,13 +62,24 @@ def test_what_nobody_reads_is_not_sent(
     daemon.describe = describe
     if describe:
         daemon.descriptions = None
-    assert not stepping.describes
     daemon.attach(stepping)
     assert not stepping.describes
     stepping.prepare_store([b"a"], descriptions=[b"of a"])
     stepping.end_step()
     (step,) = wait_steps(daemon, 1)
     assert (step.keys, step.descriptions) == ((b"a",), ())
+
+
+def test_an_engine_that_publishes_describes_for_itself(daemon: FakeDaemon, kept: int) -> None:
+    """Whether the daemon publishes or not."""
+    assert kept >= 0
+    daemon.describe = False
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, events=True) as scheduler:
+        daemon.attach(scheduler)
+        assert scheduler.describes
+        scheduler.prepare_store([b"a"], descriptions=[b"of a"])
+        (step,) = wait_steps(daemon, 1)
+        assert step.descriptions == (b"of a",)
 
 
 @pytest.mark.parametrize(

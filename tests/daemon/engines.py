@@ -2,7 +2,7 @@
 
 import itertools
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -66,10 +66,15 @@ class Engine:
     ranks: Sequence[int] | None = None
     deadline: float = DEADLINE
     steps: bool = False
+    events: bool = False
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
-            self.runtime_dir, self.name, deadline=self.deadline, steps=self.steps
+            self.runtime_dir,
+            self.name,
+            deadline=self.deadline,
+            steps=self.steps,
+            events=self.events,
         )
         self.workers: dict[int, Worker] = {}
         self.memory: dict[int, list[HostMemory]] = {}
@@ -180,7 +185,13 @@ class Engine:
         return self.scheduler.prepare_store(keys, blocks)
 
     def store(
-        self, keys: Sequence[bytes], first_block: int = 1, group: int = 0, *, must: bool = True
+        self,
+        keys: Sequence[bytes],
+        first_block: int = 1,
+        group: int = 0,
+        *,
+        must: bool = True,
+        describe: Callable[[bytes], bytes | None] | None = None,
     ) -> list[bytes]:
         """Fill, store by every rank, which `must` succeed, complete; the keys accepted.
 
@@ -189,7 +200,8 @@ class Engine:
         stored: list[bytes] = []
         rest = list(keys)
         while rest:
-            ticket = self.scheduler.prepare_store(rest)
+            described = None if describe is None else [describe(key) for key in rest]
+            ticket = self.scheduler.prepare_store(rest, descriptions=described)
             if ticket.keys:
                 blocks = self.fill(ticket.keys, first_block, group)
                 jobs = self.submit(

@@ -1,0 +1,182 @@
+"""Descriptions of chunks in a whole daemon: told by one engine, read by others and after a kill."""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from kvd.daemon.pool_files import area_name
+from kvd_client import Scheduler
+from kvd_proto.descriptions import Description, encode
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import FACTOR, Engine, keys_of, wait_hit
+from tests.full import fill_up
+
+KEEP = ("--keep-pool", "yes")
+SHM = Path("/dev/shm")
+
+
+def described(key: bytes) -> Description:
+    """What the engine says of a chunk."""
+    tokens = b"".join(bytes([byte, 0, 0, 0]) for byte in key[:16]) * FACTOR
+    return Description(
+        parent=key[::-1],
+        hashes=tuple(key[:32] + bytes([block]) for block in range(FACTOR)),
+        tokens=tokens,
+        block_size=16,
+        kind="full_attention",
+        lora="adapter",
+        extra=(("salt", ("image", 3)), None),
+    )
+
+
+def store(engine: Engine, keys: Sequence[bytes]) -> None:
+    """Store chunks with their descriptions, and wait until all are READY."""
+    for at in range(0, len(keys), 10):
+        engine.store(keys[at : at + 10], describe=lambda key: encode(described(key)))
+    wait_hit(engine, list(keys))
+
+
+def read(scheduler: Scheduler, keys: Sequence[bytes]) -> list[Description | None]:
+    """What a scheduler reads of READY chunks."""
+    there = scheduler._attachment
+    assert there is not None
+    assert there.descriptions is not None
+    entries = [there.directory.entry(key) for key in keys]
+    return [entry and there.descriptions.read(entry[0], entry[1]) for entry in entries]
+
+
+def counters(daemon: Daemon) -> tuple[int, int, int]:
+    """Descriptions that the only namespace has kept, found too long, and had no room for."""
+    (namespace,) = daemon.status()["namespaces"]
+    of = namespace["counters"]
+    return of["descriptions"], of["descriptions_too_long"], of["descriptions_no_room"]
+
+
+def file_of(daemon: Daemon, pool_dir: Path = SHM) -> Path:
+    """The descriptions of the daemon's only namespace."""
+    (file,) = (pool_dir / area_name(daemon.runtime_dir)).glob("*.descriptions")
+    return file
+
+
+def test_what_one_engine_says_another_reads_after_a_kill_too(start_daemon: StartDaemon) -> None:
+    """Every description is the same: in the engine, in another one, and with two more daemons."""
+    keys, plain = keys_of("said", 30), keys_of("plain", 3)
+    expected = [*map(described, keys), None, None, None]
+    daemon = start_daemon(*KEEP)
+    with (
+        Engine(daemon.runtime_dir, events=True).wait_attached() as engine,
+        Engine(daemon.runtime_dir, "other").wait_attached() as other,
+    ):
+        assert engine.scheduler.describes
+        assert not other.scheduler.describes
+        store(engine, keys)
+        store(other, plain)
+        for one in (engine, other):
+            assert read(one.scheduler, keys + plain) == expected
+        assert counters(daemon) == (30, 0, 0)
+        for _ in range(2):
+            daemon.stop(signal.SIGKILL)
+            daemon = start_daemon(*KEEP)
+            for one in (engine, other):
+                one.wait_attached(daemon)
+                wait_hit(one, keys + plain)
+                assert read(one.scheduler, keys + plain) == expected
+    with Engine(daemon.runtime_dir, "late").wait_attached() as late:
+        assert read(late.scheduler, keys + plain) == expected
+        assert late.load(keys[:10]) == (10, 0)
+
+
+def test_a_slot_that_is_used_again_has_no_older_description(start_daemon: StartDaemon) -> None:
+    """What was said of a chunk is not its slot's next one's, which overwrites it."""
+    daemon = start_daemon(cpu_bytes="64KiB")
+    with Engine(daemon.runtime_dir, world_size=1, events=True).wait_attached() as engine:
+        there = engine.scheduler._attachment
+        assert there is not None
+        assert there.descriptions is not None
+        directory, view = there.directory, there.descriptions
+        old, plain, new = (keys_of(name, directory.num_slots) for name in ("old", "plain", "new"))
+        store(engine, old)
+        held = {key: directory.entry(key) for key in old}
+        before = [entry[:2] for entry in held.values() if entry is not None]
+        assert {slot for slot, _ in before} == set(range(directory.num_slots))
+        assert engine.scheduler.reset()
+        engine.store(plain)
+        wait_hit(engine, plain)
+        assert read(engine.scheduler, plain) == [None] * len(plain)
+        assert engine.scheduler.reset()
+        store(engine, new)
+        assert read(engine.scheduler, new) == list(map(described, new))
+        assert [view.read(slot, generation) for slot, generation in before] == [None] * len(old)
+
+
+@pytest.mark.parametrize("harm", [lambda at: os.truncate(at, 5000), Path.unlink])
+def test_a_file_that_is_harmed_under_a_daemon_costs_descriptions_only(
+    start_daemon: StartDaemon, harm: Callable[[Path], object]
+) -> None:
+    """Engines load and store on, and what is stored afterwards is described."""
+    daemon = start_daemon(*KEEP)
+    keys, later = keys_of("before", 10), keys_of("later", 10)
+    with Engine(daemon.runtime_dir, events=True).wait_attached() as engine:
+        store(engine, keys)
+        harm(file_of(daemon))
+        assert set(read(engine.scheduler, keys)) <= {None, *map(described, keys)}
+        assert engine.load(keys) == (10, 0)
+        store(engine, later)
+        assert read(engine.scheduler, later) == list(map(described, later))
+        daemon.stop(signal.SIGKILL)
+        daemon = start_daemon(*KEEP)
+        engine.wait_attached(daemon)
+        wait_hit(engine, keys + later)
+        found = read(engine.scheduler, keys + later)
+        assert set(found) <= {None, *map(described, keys + later)}
+        more = keys_of("more", 3)
+        store(engine, more)
+        assert read(engine.scheduler, more) == list(map(described, more))
+
+
+def test_a_full_filesystem_costs_descriptions_and_no_store(
+    start_daemon: StartDaemon, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
+) -> None:
+    """Chunks are READY without them, and the report says how many descriptions were lost."""
+    small_tmpfs(tmp_path, 72 * 2**20)
+    daemon = start_daemon(*KEEP, "--pool-dir", str(tmp_path))
+    keys = keys_of("full", 100)
+    with Engine(daemon.runtime_dir, events=True).wait_attached() as engine:
+        hog = fill_up(tmp_path)
+        store(engine, keys)
+        kept, too_long, no_room = counters(daemon)
+        assert (kept + no_room, too_long) == (100, 0)
+        assert no_room
+        assert read(engine.scheduler, keys).count(None) == no_room
+        assert engine.load(keys[:10]) == (10, 0)
+        hog.unlink()
+        more = keys_of("more", 10)
+        store(engine, more)
+        assert read(engine.scheduler, more) == list(map(described, more))
+
+
+def test_what_is_too_long_is_counted_and_stored_without(start_daemon: StartDaemon) -> None:
+    """A salt of many thousand bytes leaves a chunk without description."""
+    daemon = start_daemon()
+    (key,) = keys_of("salted", 1)
+    long = encode(replace(described(key), extra=(("salt" * 5000,), None)))
+    with Engine(daemon.runtime_dir, events=True).wait_attached() as engine:
+        engine.store([key], describe=lambda _: long)
+        wait_hit(engine, [key])
+        assert counters(daemon) == (0, 1, 0)
+        assert read(engine.scheduler, [key]) == [None]
+
+
+def test_nothing_is_left_where_the_pool_is_not_kept(start_daemon: StartDaemon) -> None:
+    """The file has no name: it goes with the daemon and the engines."""
+    daemon = start_daemon()
+    area = SHM / area_name(daemon.runtime_dir)
+    with Engine(daemon.runtime_dir, events=True).wait_attached() as engine:
+        store(engine, keys_of("gone", 3))
+        assert not list(area.glob("*descriptions*"))
+        daemon.stop()
+    assert not area.exists()
