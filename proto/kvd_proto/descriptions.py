@@ -11,10 +11,11 @@ file that is shortened is short for them, where a mapping would end the process.
 
 import os
 import struct
-from typing import Any, Final
+from typing import Annotated, Any, Final
 from zlib import crc32
 
 import msgspec
+from msgspec import Meta
 
 from kvd_proto.directory import MAX_SLOTS
 from kvd_proto.errors import DescriptionError
@@ -54,10 +55,13 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
         and tuples of plain values; None: nothing for all of them.
     """
 
-    parent: bytes
-    hashes: tuple[bytes, ...]
+    parent: Annotated[bytes, Meta(max_length=MAX_HASH_BYTES)]
+    hashes: Annotated[
+        tuple[Annotated[bytes, Meta(min_length=1, max_length=MAX_HASH_BYTES)], ...],
+        Meta(min_length=1),
+    ]
     tokens: bytes
-    block_size: int
+    block_size: Annotated[int, Meta(ge=1)]
     group: int = 0
     kind: str = ""
     window: int | None = None
@@ -76,7 +80,10 @@ def encode(description: Description) -> bytes:
         DescriptionError: it contradicts itself, or has more than `MAX_DESCRIPTION_BYTES`.
     """
     try:
-        _check(description)
+        _check_tokens(description)
+        _check_hashes(description)
+        if description.extra is not None:
+            _check_extra(description)
         encoded: bytes = _encoder.encode(description)
     except (TypeError, ValueError, OverflowError) as error:
         raise DescriptionError(f"{error}; pass what the fields are declared as") from error
@@ -99,9 +106,10 @@ def decode(encoded: bytes | memoryview) -> Description:
         if found.extra is not None:
             extra = tuple(None if keys is None else _tuples(keys) for keys in found.extra)
             found = msgspec.structs.replace(found, extra=extra)
+            _check_extra(found)
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise DescriptionError(f"no description: {error}") from error
-    _check(found)
+    _check_tokens(found)
     return found
 
 
@@ -109,23 +117,27 @@ def _tuples(keys: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(tuple(key) if isinstance(key, list) else key for key in keys)
 
 
-def _check(description: Description) -> None:
+def _check_tokens(description: Description) -> None:
     blocks, size = len(description.hashes), description.block_size
     if not blocks or size < 1 or len(description.tokens) != _TOKEN_BYTES * size * blocks:
         raise DescriptionError(
             f"{len(description.tokens)} bytes of tokens for {blocks} blocks of {size} tokens:"
             f" {_TOKEN_BYTES} for each token are needed, and a block"
         )
+
+
+def _check_hashes(description: Description) -> None:
     sizes = set(map(len, description.hashes))
     if min(sizes) < 1 or max(*sizes, len(description.parent)) > MAX_HASH_BYTES:
         raise DescriptionError(
             f"hashes of {sorted(sizes)} bytes, a parent of {len(description.parent)}:"
             f" 1 to {MAX_HASH_BYTES} are possible"
         )
-    extra = description.extra
-    if extra is not None and not (
-        len(extra) == blocks and all(keys is None or all(map(_is_extra, keys)) for keys in extra)
-    ):
+
+
+def _check_extra(description: Description) -> None:
+    extra, blocks = description.extra or (), len(description.hashes)
+    if len(extra) != blocks or not all(keys is None or all(map(_is_extra, keys)) for keys in extra):
         raise DescriptionError(
             f"extra keys of {len(extra)} for {blocks} blocks: None or plain values for each"
         )
