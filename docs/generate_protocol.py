@@ -21,6 +21,7 @@ from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.changes import CHANGE_BYTES
 from kvd_proto.codec import NO_ID, WIRE
+from kvd_proto.descriptions import Description, encode, pack_header, pack_record
 from kvd_proto.directory import DirectoryHeader, SlotState
 from kvd_proto.layout import GroupSpec, Range, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
@@ -86,6 +87,18 @@ BOOT_ID = bytes(range(16))
 TOKEN = bytes(range(16, 32))
 REQUEST_ID = 7
 
+DESCRIPTION = Description(
+    parent=bytes(range(64, 96)),
+    hashes=(bytes(range(96, 128)), bytes(range(128, 160))),
+    tokens=b"".join(token.to_bytes(4, "little") for token in (101, 7, 65_536, 3, 9, 9, 1, 128_000)),
+    block_size=4,
+    kind="full_attention",
+    lora="adapter",
+    extra=(("adapter", ("image-hash", -2)), None),
+)
+DESCRIBED = (7, 2)
+"""Slot and generation of the chunk that it describes."""
+
 _KEYS = (bytes(32) + b"\0\0\0\0", bytes(32) + b"\0\0\0\1")
 _LAYOUT = RankLayout(
     num_blocks=8,
@@ -118,6 +131,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         keys=_KEYS,
         slots=IntArray.of((0, 1), "u4"),
         generations=IntArray.of((1, 1), "u8"),
+        descriptions=(encode(DESCRIPTION), b""),
         pins=(_PIN,),
         unpinned=(4,),
         wanted=64,
@@ -151,7 +165,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         bytes_per_chunk=16384,
         num_chunks=4096,
         reuse_threshold=1,
-        description_bytes=784,
+        description_bytes=752,
         describe=True,
     ),
     m.Detached(reason="rank 1 is gone"),
@@ -450,6 +464,29 @@ def _directory() -> list[str]:
 # ------------------------------------------------------------------- vectors
 
 
+def _description() -> list[str]:
+    slot, generation = DESCRIBED
+    record = pack_record(slot, generation, encode(DESCRIPTION))
+    as_json = msgspec.json.encode(
+        [
+            DESCRIPTION.parent.hex(),
+            [each.hex() for each in DESCRIPTION.hashes],
+            DESCRIPTION.tokens.hex(),
+            *msgspec.to_builtins(DESCRIPTION)[3:],
+        ]
+    )
+    rows = [f"{at:6}  {record[at : at + 16].hex(' ', 4)}" for at in range(0, len(record), 16)]
+    return [
+        *("## A description, byte by byte", ""),
+        "As JSON, with the bytes of parent, hashes and tokens in hex:",
+        *("", "```json", as_json.decode(), "```", ""),
+        f"The record of a chunk in slot {slot}, of generation {generation}, that is described so:",
+        *("", "```", *rows, "```", ""),
+        "The header of a file with records of 768 bytes:",
+        *("", "```", pack_header(768).hex(" ", 4), "```"),
+    ]
+
+
 def vector(message: m.Message) -> bytes:
     """The frame of an example, with the ids above (HELLO carries no boot id)."""
     boot_id = NO_ID if isinstance(message, m.Hello) else BOOT_ID
@@ -471,6 +508,7 @@ def generated() -> str:
         _codes("Error codes", ErrorCode),
         _codes("Job statuses", JobStatus),
         _directory(),
+        _description(),
         ["## Life cycles"],
         _diagram("Session", SESSION),
         _diagram("Job, in its lane", JOB),

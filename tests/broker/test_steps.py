@@ -182,6 +182,7 @@ def test_only_a_served_engines_scheduler_steps() -> None:
         {"keys": (b"a",), "slots": IntArray.of((0,), "u4")},
         {"slots": IntArray.of((0,), "u4"), "generations": IntArray.of((1,), "u8")},
         {"first": IntArray.of((0,), "u2"), "count": IntArray.of((1,), "u2")},
+        {"descriptions": (b"of nothing",)},
         {
             "pins": (
                 Pin(

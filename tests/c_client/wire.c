@@ -196,7 +196,7 @@ static struct message next_notice(struct session *session) {
     size_t count = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);
     memcpy(fds, CMSG_DATA(rights), count * sizeof(int));
     fd = fds[0];
-    for (size_t i = 1; i < count; i++) close(fds[i]);  // no event loop here wants to be woken
+    for (size_t i = 1; i < count; i++) close(fds[i]);  // no event loop here wants to be woken, nothing is described
   }
   return decode(frame, (size_t)size, fd);
 }
