@@ -374,6 +374,22 @@ class DirectoryView:
         begins = [slot * RECORD_BYTES for slot in slots]
         return b"".join([records[begin : begin + _HEAD_BYTES] for begin in begins])
 
+    def ready_chunks(self, begin: int, end: int) -> list[tuple[int, int, int, int, bytes]]:
+        """What lookups find READY in the slots from `begin` up to `end`, one after the other.
+
+        Returns:
+            Slot, generation, first block, count of blocks and key of each. What is read of a slot
+            that is written meanwhile may be of two chunks: the ring of changes tells which.
+        """
+        states = self._columns["state"][begin:end]
+        records, floor, found = self._records, self._floor[0], []
+        read = KEY_READERS[KEY_BYTES]
+        for slot in (np.flatnonzero(states == _READY) + begin).tolist():
+            generation, state, length, first, count, key = read(records, slot * RECORD_BYTES)
+            if state == _READY and length and generation > floor:
+                found.append((slot, generation, first, count, key[:length]))
+        return found
+
     def release(self) -> None:
         """Let go of the buffer, so that its owner may unmap it. Nothing works afterwards."""
         self._columns.clear()

@@ -11,7 +11,8 @@
     │   ├── SizeError
     │   └── JobShapeError
     ├── DirectoryError
-    └── DescriptionError
+    ├── DescriptionError
+    └── ReaderFault
 """
 
 
@@ -53,3 +54,7 @@ class DirectoryError(ProtoError):
 
 class DescriptionError(ProtoError):
     """What is to describe a chunk contradicts itself, or bytes that are no description."""
+
+
+class ReaderFault(ProtoError):
+    """What follows the changes of a directory, or announces them, contradicts itself: a defect."""
