@@ -26,6 +26,7 @@ from kvd_client import (
     TensorRef,
     Worker,
 )
+from kvd_proto.descriptions import Description
 from tests.daemon.serving import Daemon
 from tests.layouts import flat_layout
 from tests.waiting import DEADLINE, PATIENCE, eventually
@@ -264,6 +265,29 @@ def wait_boot(client: Scheduler | Worker, boot_id: bytes) -> None:
 def keys_of(name: str, count: int) -> list[bytes]:
     """`count` keys that share nothing with another name's."""
     return [f"{name}-{index:04d}".encode().ljust(32, b".") + bytes(4) for index in range(count)]
+
+
+def described(key: bytes) -> Description:
+    """What an engine says of a chunk with this key of `keys_of`, other things than of any other."""
+    tokens = b"".join(bytes([byte, 0, 0, 0]) for byte in key[:16]) * FACTOR
+    return Description(
+        parent=key[::-1],
+        hashes=tuple(key[:32] + bytes([block]) for block in range(FACTOR)),
+        tokens=tokens,
+        block_size=16,
+        kind="full_attention",
+        lora="adapter",
+        extra=(("salt", ("image", 3)), None),
+    )
+
+
+def read_descriptions(scheduler: Scheduler, keys: Sequence[bytes]) -> list[Description | None]:
+    """What a scheduler reads of chunks; None of those that are not there."""
+    there = scheduler._attachment
+    assert there is not None
+    assert there.descriptions is not None
+    entries = [there.directory.entry(key) for key in keys]
+    return [entry and there.descriptions.read(entry[0], entry[1]) for entry in entries]
 
 
 def wait_hit(engine: Engine, keys: list[bytes]) -> None:

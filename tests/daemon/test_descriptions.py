@@ -9,28 +9,13 @@ import pytest
 from msgspec.structs import replace
 
 from kvd.daemon.pool_files import area_name
-from kvd_client import Scheduler
-from kvd_proto.descriptions import Description, encode
+from kvd_proto.descriptions import encode
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.engines import FACTOR, Engine, keys_of, wait_hit
+from tests.daemon.engines import Engine, described, keys_of, read_descriptions, wait_hit
 from tests.full import fill_up
 
 KEEP = ("--keep-pool", "yes")
 SHM = Path("/dev/shm")
-
-
-def described(key: bytes) -> Description:
-    """What the engine says of a chunk."""
-    tokens = b"".join(bytes([byte, 0, 0, 0]) for byte in key[:16]) * FACTOR
-    return Description(
-        parent=key[::-1],
-        hashes=tuple(key[:32] + bytes([block]) for block in range(FACTOR)),
-        tokens=tokens,
-        block_size=16,
-        kind="full_attention",
-        lora="adapter",
-        extra=(("salt", ("image", 3)), None),
-    )
 
 
 def store(engine: Engine, keys: Sequence[bytes]) -> None:
@@ -38,15 +23,6 @@ def store(engine: Engine, keys: Sequence[bytes]) -> None:
     for at in range(0, len(keys), 10):
         engine.store(keys[at : at + 10], describe=lambda key: encode(described(key)))
     wait_hit(engine, list(keys))
-
-
-def read(scheduler: Scheduler, keys: Sequence[bytes]) -> list[Description | None]:
-    """What a scheduler reads of READY chunks."""
-    there = scheduler._attachment
-    assert there is not None
-    assert there.descriptions is not None
-    entries = [there.directory.entry(key) for key in keys]
-    return [entry and there.descriptions.read(entry[0], entry[1]) for entry in entries]
 
 
 def counters(daemon: Daemon) -> tuple[int, int, int]:
@@ -76,7 +52,7 @@ def test_what_one_engine_says_another_reads_after_a_kill_too(start_daemon: Start
         store(engine, keys)
         store(other, plain)
         for one in (engine, other):
-            assert read(one.scheduler, keys + plain) == expected
+            assert read_descriptions(one.scheduler, keys + plain) == expected
         assert counters(daemon) == (30, 0, 0)
         for _ in range(2):
             daemon.stop(signal.SIGKILL)
@@ -84,9 +60,9 @@ def test_what_one_engine_says_another_reads_after_a_kill_too(start_daemon: Start
             for one in (engine, other):
                 one.wait_attached(daemon)
                 wait_hit(one, keys + plain)
-                assert read(one.scheduler, keys + plain) == expected
+                assert read_descriptions(one.scheduler, keys + plain) == expected
     with Engine(daemon.runtime_dir, "late").wait_attached() as late:
-        assert read(late.scheduler, keys + plain) == expected
+        assert read_descriptions(late.scheduler, keys + plain) == expected
         assert late.load(keys[:10]) == (10, 0)
 
 
@@ -106,10 +82,10 @@ def test_a_slot_that_is_used_again_has_no_older_description(start_daemon: StartD
         assert engine.scheduler.reset()
         engine.store(plain)
         wait_hit(engine, plain)
-        assert read(engine.scheduler, plain) == [None] * len(plain)
+        assert read_descriptions(engine.scheduler, plain) == [None] * len(plain)
         assert engine.scheduler.reset()
         store(engine, new)
-        assert read(engine.scheduler, new) == list(map(described, new))
+        assert read_descriptions(engine.scheduler, new) == list(map(described, new))
         assert [view.read(slot, generation) for slot, generation in before] == [None] * len(old)
 
 
@@ -123,19 +99,19 @@ def test_a_file_that_is_harmed_under_a_daemon_costs_descriptions_only(
     with Engine(daemon.runtime_dir, events=True).wait_attached() as engine:
         store(engine, keys)
         harm(file_of(daemon))
-        assert set(read(engine.scheduler, keys)) <= {None, *map(described, keys)}
+        assert set(read_descriptions(engine.scheduler, keys)) <= {None, *map(described, keys)}
         assert engine.load(keys) == (10, 0)
         store(engine, later)
-        assert read(engine.scheduler, later) == list(map(described, later))
+        assert read_descriptions(engine.scheduler, later) == list(map(described, later))
         daemon.stop(signal.SIGKILL)
         daemon = start_daemon(*KEEP)
         engine.wait_attached(daemon)
         wait_hit(engine, keys + later)
-        found = read(engine.scheduler, keys + later)
+        found = read_descriptions(engine.scheduler, keys + later)
         assert set(found) <= {None, *map(described, keys + later)}
         more = keys_of("more", 3)
         store(engine, more)
-        assert read(engine.scheduler, more) == list(map(described, more))
+        assert read_descriptions(engine.scheduler, more) == list(map(described, more))
 
 
 def test_a_full_filesystem_costs_descriptions_and_no_store(
@@ -151,12 +127,12 @@ def test_a_full_filesystem_costs_descriptions_and_no_store(
         kept, too_long, no_room = counters(daemon)
         assert (kept + no_room, too_long) == (100, 0)
         assert no_room
-        assert read(engine.scheduler, keys).count(None) == no_room
+        assert read_descriptions(engine.scheduler, keys).count(None) == no_room
         assert engine.load(keys[:10]) == (10, 0)
         hog.unlink()
         more = keys_of("more", 10)
         store(engine, more)
-        assert read(engine.scheduler, more) == list(map(described, more))
+        assert read_descriptions(engine.scheduler, more) == list(map(described, more))
 
 
 def test_what_is_too_long_is_counted_and_stored_without(start_daemon: StartDaemon) -> None:
@@ -168,7 +144,7 @@ def test_what_is_too_long_is_counted_and_stored_without(start_daemon: StartDaemo
         engine.store([key], describe=lambda _: long)
         wait_hit(engine, [key])
         assert counters(daemon) == (0, 1, 0)
-        assert read(engine.scheduler, [key]) == [None]
+        assert read_descriptions(engine.scheduler, [key]) == [None]
 
 
 def test_nothing_is_left_where_the_pool_is_not_kept(start_daemon: StartDaemon) -> None:

@@ -7,6 +7,7 @@ daemon the directory as it was at that moment (the engines' mappings of it stay)
 against what the next daemon has:
 
 - every chunk that was READY is a hit, under its generation, and loads with the right bytes;
+- every chunk that is a hit is described as its engine has described it;
 - nothing else is a hit.
 
 There are two exceptions, both of an operation that the kill cut off: a chunk whose last
@@ -30,8 +31,9 @@ import numpy as np
 
 from kvd_client import LookupResult
 from kvd_client.connection import Connection
+from kvd_proto.descriptions import encode
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryView, SlotState
-from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.engines import Engine, described, keys_of, make_layout, read_descriptions
 from tests.daemon.serving import Daemon, StartDaemon, started_daemons
 
 POOL = str(4 * 2**20)
@@ -53,6 +55,7 @@ class Tally:
     stores: int = 0
     loads: int = 0
     kept: int = 0
+    described: int = 0
     completing: int = 0
     evicting: int = 0
     verified_bytes: int = 0
@@ -75,7 +78,7 @@ class Client:
     def __init__(self, runtime_dir: Path, name: str, *, replicated: bool) -> None:
         page = 8192 if replicated else 4096
         layout = make_layout(page=page, replicated=replicated)
-        self.engine = Engine(runtime_dir, name=name, model=name, layout=layout)
+        self.engine = Engine(runtime_dir, name=name, model=name, layout=layout, events=True)
         self.keys = keys_of(name, KEYS)
         self.directory: DirectoryView | None = None
         self.line: Connection | None = None
@@ -158,7 +161,8 @@ class Loop:
             self.load(client, keys)
             return
         engine = client.engine
-        ticket = engine.scheduler.prepare_store(keys)
+        descriptions = [encode(described(key)) for key in keys]
+        ticket = engine.scheduler.prepare_store(keys, descriptions=descriptions)
         if ticket.keys:
             blocks = engine.fill(ticket.keys, 1)
             jobs = engine.submit(
@@ -198,6 +202,10 @@ class Loop:
             if (scheduler.lookup(key) is LookupResult.HIT) != (key in now):
                 self.tally.violations.append(f"{key!r} is looked up wrongly")
         kept = sorted(now)
+        for key, description in zip(kept, read_descriptions(scheduler, kept), strict=True):
+            if description != described(key):
+                self.tally.violations.append(f"{key!r} is described wrongly: {description}")
+            self.tally.described += 1
         loaded = sum(self.load(client, kept[at : at + BATCH]) for at in range(0, len(kept), BATCH))
         if loaded != len(kept):
             self.tally.violations.append(f"{len(kept) - loaded} kept chunks cannot be loaded")
