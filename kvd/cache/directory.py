@@ -409,15 +409,18 @@ class DirectoryWriter(DirectoryView):
                 raise IntegrityError(f"index entry {place}: slot {slot} has another key")
             if self.generation(slot) > self.floor and self.find(key) != slot:
                 raise IntegrityError(f"slot {slot} cannot be found by its key {key.hex()}")
-        self._check_changes(seen)
+        self._check_changes()
 
-    def _check_changes(self, indexed: set[int]) -> None:
+    def _check_changes(self) -> None:
         """The last change of each slot that the ring holds must be what the directory says."""
-        newest = {int(change["slot"]): change for change in self.changes.newest()}
-        for slot, change in newest.items():
-            generation = int(change["generation"])
-            there = slot in indexed and self.state(slot) == _READY
-            there = there and self.generation(slot) == generation > self.floor
-            told = change["kind"] == _NOW_READY and generation > self.floor
-            if there != told:
-                raise IntegrityError(f"slot {slot} is not as its last change {change} says")
+        changes = self.changes.newest()
+        changes = changes[changes["kind"] != ChangeKind.CLEARED][::-1]
+        slots, last = np.unique(changes["slot"], return_index=True)
+        changes, indexed = changes[last], np.zeros(self.num_slots, bool)
+        indexed[self.indexed_slots()] = True
+        states, generations = (self._columns[each][slots] for each in ("state", "generation"))
+        there = (states == _READY) & (generations == changes["generation"]) & indexed[slots]
+        told = changes["kind"] == _NOW_READY
+        wrong = slots[(there != told) & (changes["generation"] > np.uint64(self.floor))]
+        if len(wrong):
+            raise IntegrityError(f"slots {wrong[:9].tolist()} are not as their last change says")

@@ -216,3 +216,17 @@ def test_between_any_two_stores_a_reader_sees_no_false_change(steps: list[Step])
             for change in log[head:]:
                 apply(known, change)
             assert known == records(view)
+
+
+@pytest.mark.parametrize("damage", ["told and not there", "there and not told"])
+def test_a_ring_that_contradicts_the_directory_is_noticed(damage: str) -> None:
+    """The integrity check sees a chunk that went without a word, and one that did not go."""
+    _, writer = make()
+    generation = become_ready(writer, b"a", 0)
+    if damage == "told and not there":
+        writer.free([0])
+        writer.changes.write(READY, generation, 0, 1, 3, 5, b"a")
+    else:
+        writer.changes.write(REMOVED, generation, 0, 1, 3, 5, b"a")
+    with pytest.raises(IntegrityError, match="slots"):
+        writer.check_integrity()
