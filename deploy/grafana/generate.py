@@ -260,6 +260,37 @@ ROWS: dict[str, list[Panel]] = {
             ("kvd_lane_oldest_job_seconds{HERE}", "{{instance}} {{device}}"),
         ),
     ],
+    "KV events": [
+        graph(
+            "Changes",
+            "short",
+            "Per second, by model: chunks that can be found from then on, or no more.",
+            (_rate("kvd_namespace_changes_total", "model"), "{{model}}"),
+            stack=True,
+        ),
+        graph(
+            "Changes published",
+            "short",
+            "Per second, by engines and by the daemon's own publisher.",
+            (_rate("kvd_engine_kv_events_total", "engine"), "{{engine}}"),
+            (_rate("kvd_publisher_kv_events_total", "instance"), "publisher {{instance}}"),
+        ),
+        graph(
+            "Lag",
+            "s",
+            "From a change to its publication, the longest within a minute. An engine publishes in"
+            " its steps: none without work.",
+            ("kvd_engine_kv_events_lag_max_seconds{HERE}", "{{engine}}"),
+            ("kvd_publisher_kv_events_lag_max_seconds{HERE}", "publisher {{instance}}"),
+        ),
+        graph(
+            "Snapshots",
+            "short",
+            "Per second: looks through a whole directory, and those after an overrun.",
+            (_rate("kvd_kv_event_snapshots_total", "instance"), "{{instance}}"),
+            (_rate("kvd_kv_event_overruns_total", "instance"), "{{instance}} overrun"),
+        ),
+    ],
     "Daemon": [
         graph(
             "Loop",

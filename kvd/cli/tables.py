@@ -124,7 +124,19 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         ("looked up", f"{several(tokens, 'token')}, {several(chunks, 'chunk')}"),
         ("hit rate", _share(counters["hit_tokens"], tokens)),
         ("leases", number(report["leases"])),
+        *_kv_events(report),
     ]
+
+
+def _kv_events(report: dict[str, Any]) -> list[tuple[str, str]]:
+    publisher, rows = report["publisher"], []
+    if publisher is not None:
+        pid = f", pid {publisher['pid']}" if publisher["pid"] else ""
+        rows.append(("publisher", f"{publisher['state']}{pid}: {publisher['address']}"))
+    if told := top_view.kv_events(report):
+        published = number(report["counters"]["kv_events"])
+        rows.append(("KV events", f"{published} published; {told}"))
+    return rows
 
 
 def _share(found: int, asked: int) -> str:

@@ -19,7 +19,7 @@ SPARK_CELLS = 48
 NAME_CELLS = 20
 ENGINES = 12
 EVENTS = 8
-_FIXED_LINES = 17  # header, verdict, five rules, bar, throughput, heads of tables, stages
+_FIXED_LINES = 18  # header, verdict, five rules, bar, throughput, heads of tables, stages
 _LINES_OF_ONE = 4  # a problem and its remedy
 _COUNTED = {"ready", "pinned"}  # of a namespace's chunks; the bar shows the others
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -157,7 +157,24 @@ def _throughput(history: History, span: Span) -> RenderableType:
         words.percent(span.share(f"hit_{unit}", f"lookup_{unit}")) for unit in ("tokens", "chunks")
     ]
     table.add_row("hits", hits[0], Text(f"of tokens; {hits[1]} of chunks", "dim"))
+    if events := kv_events(span.now):
+        told = span.rate("counters", "kv_events")
+        table.add_row("events", f"{words.number(told)}/s", Text(events, "dim"))
     return table
+
+
+def kv_events(report: Report) -> str:
+    """How late KV events were in the last minute, and who was overrun; empty where none are."""
+    counters, publisher = report["counters"], report["publisher"]
+    if not counters["kv_events"] and publisher is None:
+        return ""
+    said = [*([publisher] if publisher is not None else []), *report["engines"]]
+    late = max((each["published"]["lag_max_seconds"] for each in said), default=0.0)
+    snapshots, overruns = counters["kv_event_snapshots"], counters["kv_event_overruns"]
+    return (
+        f"{words.latency(late)} late at most; {words.several(snapshots, 'snapshot')},"
+        f" {words.several(overruns, 'overrun')}"
+    )
 
 
 def _spark(values: Sequence[float]) -> str:

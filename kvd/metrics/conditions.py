@@ -25,6 +25,7 @@ LAG_SECONDS = 0.25
 NEARLY_ALL = 0.9
 REFUSED_SHARE = 0.05  # as the alert KvdStoresRefused
 YOUNG_SECONDS = 60.0
+LATE_SECONDS = 1.0  # as the alert KvdEventsLate
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +133,21 @@ def _descriptors(span: Span) -> Case:
 def _sessions(span: Span) -> Case:
     sessions: Mapping[str, Any] = span.now["sessions"]
     return sessions["open"] > NEARLY_ALL * sessions["limit"] > 0 and sessions
+
+
+def _publisher_down(span: Span) -> Case:
+    publisher = span.now["publisher"]
+    if publisher is None or publisher["state"] != "down":
+        return False
+    error = publisher["last_error"].rstrip(".")
+    return {"error": f": {error}" if error else ""}
+
+
+def _late(publisher: Mapping[str, Any] | None) -> Case:
+    if publisher is None:
+        return False
+    lag = publisher["published"]["lag_max_seconds"]
+    return lag > LATE_SECONDS and {"lag": latency(lag)}
 
 
 def _young(namespace: Span) -> Case:
@@ -264,6 +280,27 @@ WARNINGS = (
         "Raise max_sessions in the configuration, or end engines that nobody needs.",
     ),
     Kind(
+        "publisher down",
+        _publisher_down,
+        "The publisher of KV events is down{error}.",
+        "Until it is back routers go by what they were told last; kvd starts it again. If it does"
+        " not come up, read the log: journalctl -u kvd.",
+    ),
+    Kind(
+        "events late",
+        lambda span: _late(span.now["publisher"]),
+        "The publisher of KV events was up to {lag} late in the last minute.",
+        "Routers send requests by a cache that was so then. Look whether the machine is out of CPU"
+        " or swaps.",
+    ),
+    Kind(
+        "events overrun",
+        _rises("publisher", "published", "kv_event_overruns", word="time"),
+        "The ring of changes overran the publisher of KV events {times} in the last minute.",
+        "It goes through the directory again, and routers learn of changes late. Raise change_ring,"
+        " or look whether the machine is out of CPU.",
+    ),
+    Kind(
         "replies dropped",
         _rises("counters", "dropped_replies", word="reply", plural="replies"),
         "Lane {device} dropped {times} in the last minute, because an engine did not read them.",
@@ -298,6 +335,22 @@ HINTS = (
         "A larger pool (cpu_bytes) keeps them longer; reuse_threshold = 2 stores only what"
         " is asked for twice.",
         "namespaces",
+    ),
+    Kind(
+        "engine's events late",
+        lambda engine: _late(engine.now),
+        "Engine {name} published KV events up to {lag} late in the last minute: it does so in its"
+        " steps, of which it has none without work.",
+        "Where routers need them sooner, let the daemon publish them: the setting events.",
+        "engines",
+    ),
+    Kind(
+        "engine's events overrun",
+        _rises("published", "kv_event_overruns", word="time"),
+        "The ring of changes overran engine {name} {times} in the last minute, so that it looked"
+        " through the directory for its KV events.",
+        "That is so after a rest. Of an engine at work: raise change_ring.",
+        "engines",
     ),
     Kind(
         "few hits",

@@ -24,7 +24,19 @@ ROW = re.compile(r"^\| `(kvd_\w+)` \| \w+ \| (.*?) \| .* \|$", re.MULTILINE)
 LABELS = {"namespace", "model", "state", "answer", "device", "direction", "stage", "outcome"}
 LOADS = {"direction": "load", "outcome": "ok"}
 REPORT = loaded_report(60.0)
-LABELS |= {"engine", "by", "limit", "check", "type", "code", "kind", "path", "version", "le"}
+LABELS |= {
+    "engine",
+    "by",
+    "limit",
+    "check",
+    "type",
+    "code",
+    "kind",
+    "path",
+    "version",
+    "le",
+    "reason",
+}
 
 
 def work(engine: Engine, rounds: int) -> None:

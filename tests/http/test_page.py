@@ -16,7 +16,9 @@ from typing import Any
 
 import pytest
 
+from kvd_proto.messages import KvEvents, Ping
 from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.raw_client import RawClient
 from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, run_kvd
 from tests.http.serving import port_of
 from tests.processes import frozen
@@ -368,6 +370,22 @@ def test_what_is_wrong_comes_first_with_the_remedy(tab: OpenTab, start_daemon: S
     assert not page.text("#verdict").startswith("All is well")
     assert run_kvd("resume", *where).returncode == 0
     page.until(f"!{remedy}")
+
+
+def test_what_routers_are_told_is_shown(tab: OpenTab, web: Daemon) -> None:
+    """Of KV events the page says how many, how late and after which gaps, where there are any."""
+    page = tab(web, DESKTOP)
+    figures = "document.getElementById('broker-figures').textContent"
+    page.until(f"/Leases/.test({figures})")
+    assert "KV events" not in page.text("#broker-figures")
+    client = RawClient(web.runtime_dir)
+    try:
+        client.hello(engine="publishing")
+        client.ask(Ping(kv_events=KvEvents(published=7, snapshots=2, overruns=1, lag_us=30_000)))
+        page.until(f"/at most 30\\sms late/.test({figures})")
+        assert "2 snapshots, 1 overrun" in page.text("#broker-figures")
+    finally:
+        client.close()
 
 
 def test_a_picture_for_the_readme(tab: OpenTab, busy: Daemon, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ LATER = 60.0
 LANE = ("lanes", 1)
 EVICTED = ("namespaces", 0, "counters", "eviction_age")
 
+PUBLISHED = ("engines", 0, "published")
+PUBLISHER = loaded_report(LATER)["publisher"]
 FAILED = {"name": "pool", "ok": False, "text": "40 % pinned, 9 s left"}
 
 Change = tuple[tuple[str | int, ...], Any]
@@ -33,11 +35,20 @@ CASES: list[tuple[str, Change, list[str]]] = [
     ("loop lag", (("broker", "loop_lag_max_seconds"), 0.4), ["400 ms"]),
     ("descriptors", (("broker", "open_fds"), 4000), ["4000 of 4096", "LimitNOFILE"]),
     ("sessions", (("sessions", "open"), 1000), ["1000 of 1024", "max_sessions"]),
+    (
+        "publisher down",
+        (("publisher",), PUBLISHER | {"state": "down", "last_error": "signal 9"}),
+        ["signal 9", "journalctl"],
+    ),
+    ("events late", (("publisher", "published", "lag_max_seconds"), 2.5), ["2.5 s", "CPU"]),
+    ("events overrun", (("publisher", "published", "kv_event_overruns"), 3), ["3 times"]),
     ("replies dropped", ((*LANE, "counters", "dropped_replies"), 1), ["1 reply"]),
     ("messages dropped", (("broker", "dropped_frames"), 5), ["5 messages"]),
     ("leases expired", (("counters", "leases_expired"), 2), ["2 leases"]),
     ("stores given up", (("counters", "tickets_expired"), 2), ["2 chunks"]),
     ("evicted young", (EVICTED, histogram(AGES, 0, 9)), ["llama"]),
+    ("engine's events late", ((*PUBLISHED, "lag_max_seconds"), 75.0), ["llama", "75 s"]),
+    ("engine's events overrun", ((*PUBLISHED, "kv_event_overruns"), 1), ["llama", "1 time "]),
     ("few hits", (("counters", "hit_chunks"), 0), ["0 %"]),
 ]
 

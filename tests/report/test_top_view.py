@@ -48,6 +48,7 @@ def test_everything_fits_the_terminal(width: int) -> None:
     assert "2 GB/s" in text
     assert "75 %" in text
     assert "10 GiB free of 64 GiB" in text
+    assert "12 ms late at most; 4 snapshots, 0 overruns" in text
     assert "llama-70b-1" in text
     assert "…" not in text
     assert text.index("412 chunks in writing freed") < text.index("the pool of 64 GiB")
@@ -95,7 +96,7 @@ def test_a_small_terminal_shows_every_figure_whole() -> None:
     assert "…" not in "".join(line for line in lines if "meta-llama" not in line)
     for section in SECTIONS:
         assert f" {section} " in text
-    for left in ("and 7 more", "and 6 more", "and 2 more"):  # engines, lanes, namespaces
+    for left in ("and 8 more", "and 6 more", "and 2 more"):  # engines, lanes, namespaces
         assert left in text
 
 

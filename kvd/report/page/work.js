@@ -120,10 +120,25 @@ export function showBroker(history) {
     Leases: number(now.leases),
     "Open files": `${number(broker.open_fds)} of ${number(broker.max_fds)}`,
     Evicted: `${number(now.counters.evicted)} chunks since the start`,
+    ...kvEvents(now, before, seconds),
   };
   each($("broker-figures"), Object.entries(figures), ([name]) => name,
     ([name]) => el("div", {}, el("dt", {}, name), el("dd")),
     (line, [, text]) => say(line.lastChild, text));
+}
+
+/** What is published for routers; nothing where nobody does. */
+function kvEvents(now, before, seconds) {
+  const { counters, publisher, engines } = now;
+  if (!counters.kv_events && !publisher) return {};
+  const said = [publisher, ...engines].filter((each) => each).map((each) => each.published);
+  const late = Math.max(0, ...said.map((each) => each.lag_max_seconds));
+  const told = counters.kv_events - before.counters.kv_events;
+  return {
+    ...(publisher ? { Publisher: `${publisher.state} at ${publisher.address}` } : {}),
+    "KV events": seconds > 0 ? `${number(told / seconds)} a second, at most ${latency(late)} late` : NOTHING,
+    "Events' gaps": `${several(counters.kv_event_snapshots, "snapshot")}, ${several(counters.kv_event_overruns, "overrun")}`,
+  };
 }
 
 export function showEngines(history) {
