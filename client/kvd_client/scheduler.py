@@ -58,8 +58,8 @@ class Scheduler(SchedulerSession):
             tokens for each lookup.
         steps: the engine calls `end_step`, and the daemon is told then what was decided since the
             last one; otherwise each call tells it at once.
-        events: the engine publishes KV events: chunks are to be described, whether the daemon
-            publishes or not.
+        events: the engine publishes what `take_changes` returns as KV events: chunks are to be
+            described, whether the daemon publishes or not, and the daemon is told how it goes.
 
     Raises:
         UsageError: an invalid argument. An absent daemon is no error.

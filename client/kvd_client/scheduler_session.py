@@ -8,12 +8,17 @@ import time
 from collections.abc import Callable, Container
 from typing import Any
 
-from kvd_client.arguments import flag, seconds
+from kvd_client.arguments import flag, seconds, shown, whole
 from kvd_client.attachment import Attachment, Kept, receive
+from kvd_client.changes import Changes, Source
 from kvd_client.connection import Connection, Notice
+from kvd_client.errors import UsageError
 from kvd_client.lookups import LookupCounts
 from kvd_client.readiness import ReadyNews
 from kvd_client.session import Session
+from kvd_proto.change_reader import DEFAULT_LIMIT, Differences, Place
+from kvd_proto.changes import MAX_CHANGES
+from kvd_proto.descriptions import Description
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import (
     Attached,
@@ -66,6 +71,7 @@ class SchedulerSession(Session):
         self._begun: Container[bytes] = ()
         self._counts = LookupCounts()
         self._reported: Lookups | None = None
+        self._changes = Changes()
         self._start()
 
     def reset(self, timeout: float | None = None) -> ResetDone | None:
@@ -92,6 +98,7 @@ class SchedulerSession(Session):
                     there.begin()
                     self._first_store = next(self._serials)
                 self._switch_to(self._attachment)
+                self._changes.reset()
             self._ready_news.set()
             self._wake()
             self._changed.wait_for(lambda: owed or not self.attached, patience)
@@ -162,19 +169,63 @@ class SchedulerSession(Session):
         self._check_open()
         return self._ready_news.take()
 
+    # ---------------------------------------------------------------- changes
+
+    def take_changes(self, limit: int = DEFAULT_LIMIT) -> Differences:
+        """Return which chunks have become READY since the last call, and which are not any more.
+
+        Whoever stored or dropped them: what was returned so far, put together, is what a lookup
+        finds. A reset takes all of it back. While the engine is not attached nothing changes, for
+        `ABSENT_SECONDS`; then all is taken back. Read in this thread, from shared memory: it never
+        waits. Each change is returned once.
+
+        Args:
+            limit: changes that are read at most: there may be more of them, see `changes_waiting`.
+        """
+        most = whole("limit", limit, 1, MAX_CHANGES)
+        self._check_open()
+        return self._changes.take(most)
+
+    @property
+    def changes_waiting(self) -> bool:
+        """Whether `take_changes` would find something to do."""
+        return self._changes.waiting
+
+    def repeat_changes(self) -> None:
+        """Let `take_changes` return all that is READY anew, as if it had returned nothing yet.
+
+        For who has told others that nothing is cached any more.
+        """
+        self._check_open()
+        self._changes.repeat()
+
+    def description(self, place: Place) -> Description | None:
+        """Return how the chunk was described that `take_changes` has found at this place.
+
+        None: not at all, or the chunk is not there any more.
+        """
+        if not isinstance(place, Place):
+            raise UsageError(f"place={shown(place)}: pass one that take_changes returned")
+        return self._changes.description(place)
+
     # -------------------------------------------------------- session's events
 
     def _on_open(self) -> None:
         # What the session before has not reported is not counted.
         self._counts, self._reported = LookupCounts(), None
+        self._changes.begin_session()
 
     def _news(self) -> Ping | None:
         """The totals of this session; None where the daemon has been told."""
-        lookups = self._counts.report(with_tokens=self._counts_tokens)
-        if not self._counts or lookups == self._reported:
+        lookups = self._counts.report(with_tokens=self._counts_tokens) if self._counts else None
+        if lookups == self._reported:
+            lookups = None
+        else:
+            self._reported = lookups
+        kv_events = self._changes.report() if self._events else None
+        if lookups is None and kv_events is None:
             return None
-        self._reported = lookups
-        return Ping(lookups=lookups)
+        return Ping(lookups=lookups, kv_events=kv_events)
 
     def _tell_rest(self, patience: float) -> None:
         there, end = self._attachment, time.monotonic() + patience
@@ -240,6 +291,7 @@ class SchedulerSession(Session):
         self._ready_news.abandon()
         self._attachment = None
         self._find, self._begun = self._find_nothing, ()
+        self._changes = Changes()
 
     def _attach(self, attachment: Attachment | None, ready_pipe: int = -1) -> None:
         self._ready_news.replace(ready_pipe)
@@ -255,8 +307,10 @@ class SchedulerSession(Session):
         there = None if self._owed is not None else attachment
         if there is None:
             self._find, self._begun = self._find_nothing, ()
+            self._changes.switch(None)
         else:
             self._find, self._begun = there.directory.lookup, there.decisions.outbox.begun
+            self._changes.switch(Source(there.directory, there.descriptions))
         self._attachment = attachment  # last: who sees this looks things up
 
     def _find_nothing(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:

@@ -112,6 +112,9 @@ class ChangeReader:
             or there.changes.head != self._position
         )
 
+    def __len__(self) -> int:
+        return len(self._said) + len(self._unconfirmed) + len(self._gone)
+
     def take_lag(self) -> int:
         """The longest time in ns from a change until it was taken, since the last call."""
         lag, self._lag_ns = self._lag_ns, 0
@@ -135,6 +138,14 @@ class ChangeReader:
         if self._directory is not None:
             self._begin_snapshot(self._directory)
         return removed
+
+    def withdraw(self) -> None:
+        """Take everything back, by and by: the next calls of `take` say so.
+
+        What is found meanwhile in a directory that is followed stays said.
+        """
+        self._gone = _joined(self._gone, _joined(self._unconfirmed, self._said))
+        self._unconfirmed, self._said = {}, {}
 
     def _begin_snapshot(self, directory: DirectoryView) -> None:
         self.snapshots += 1

@@ -1,0 +1,227 @@
+"""What `take_changes` returns, over attachments, resets and daemons."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from kvd_client import Scheduler, UsageError, session
+from kvd_client.changes import ABSENT_SECONDS, Changes, Source
+from kvd_proto.change_reader import Differences, Place
+from kvd_proto.descriptions import Description, encode, pack_header, pack_record, place
+from kvd_proto.directory import DirectoryView
+from kvd_proto.messages import Detached, Message, Ping, Reset, ResetDone
+from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
+from tests.proto.changing import KEYS, Changing
+from tests.waiting import DEADLINE, eventually
+
+
+def all_changes(scheduler: Scheduler) -> tuple[set[bytes], set[bytes]]:
+    """Keys that came, and keys that went, until there is nothing more."""
+    return summed(scheduler, scheduler.take_changes)
+
+
+def summed(source: Scheduler | Changes, take: object) -> tuple[set[bytes], set[bytes]]:
+    """The same of anything that has changes."""
+    assert callable(take)
+    waiting = "changes_waiting" if isinstance(source, Scheduler) else "waiting"
+    stored: set[bytes] = set()
+    removed: set[bytes] = set()
+    while getattr(source, waiting):
+        differences = take()
+        removed |= set(differences.removed) - stored
+        stored = (stored - set(differences.removed)) | differences.stored.keys()
+    return stored, removed
+
+
+def test_changes_are_what_lookups_find(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """What is READY at the attachment, and what comes and goes afterwards, whoever does it."""
+    assert scheduler.take_changes() == Differences()
+    daemon.attach(scheduler)
+    assert all_changes(scheduler) == ({b"ready"}, set())
+    daemon.make_ready(b"new")
+    daemon.make_ready(b"writing")
+    assert scheduler.changes_waiting
+    first = scheduler.take_changes(limit=1)
+    assert first.stored.keys() == {b"new"}
+    assert daemon.directory is not None
+    daemon.directory.free([0])
+    assert all_changes(scheduler) == ({b"writing"}, {b"ready"})
+
+
+def test_a_short_absence_says_nothing(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """An engine that is detached and attached again is told the differences only."""
+    daemon.attach(scheduler)
+    assert all_changes(scheduler) == ({b"ready"}, set())
+    daemon.notify(Detached(reason="a rank has left"))
+    eventually(lambda: not scheduler.attached)
+    assert all_changes(scheduler) == (set(), set())
+    daemon.attach(scheduler)
+    daemon.make_ready(b"new")
+    assert all_changes(scheduler) == ({b"new"}, set())
+
+
+def test_a_daemons_successor_is_followed(runtime_dir: Path) -> None:
+    """After a daemon's death the differences are those to the next one's chunks."""
+    with FakeDaemon(runtime_dir) as first:
+        scheduler = Scheduler(runtime_dir, "engine", deadline=DEADLINE)
+        first.attach(scheduler)
+        first.make_ready(b"lost")
+        assert all_changes(scheduler) == ({b"ready", b"lost"}, set())
+    with scheduler:
+        eventually(lambda: not scheduler.attached)
+        assert scheduler.take_changes() == Differences()
+        with FakeDaemon(runtime_dir) as second:
+            eventually(lambda: scheduler.connected)
+            second.attach(scheduler)
+            second.make_ready(b"new")
+            assert all_changes(scheduler) == ({b"new"}, {b"lost"})
+
+
+def test_a_reset_takes_all_back(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """A reset removes all that was said, and what is there after it is said."""
+    daemon.attach(scheduler)
+    assert all_changes(scheduler) == ({b"ready"}, set())
+    directory = daemon.directory
+    assert directory is not None
+
+    def reset(_: Message) -> Message:
+        directory.forget()
+        daemon.make_ready(b"after")
+        return ResetDone(dropped=1, deferred=0)
+
+    daemon.replies[Reset] = reset
+    assert scheduler.reset()
+    eventually(lambda: scheduler.attached)
+    assert all_changes(scheduler) == ({b"after"}, {b"ready"})
+
+
+def test_a_reset_that_no_daemon_answers_takes_all_back(runtime_dir: Path) -> None:
+    """Without a daemon a reset removes all, at once."""
+    with FakeDaemon(runtime_dir) as daemon:
+        scheduler = Scheduler(runtime_dir, "engine", deadline=DEADLINE)
+        daemon.attach(scheduler)
+        assert all_changes(scheduler) == ({b"ready"}, set())
+    with scheduler:
+        eventually(lambda: not scheduler.connected)
+        scheduler.reset(0)
+        assert all_changes(scheduler) == (set(), {b"ready"})
+
+
+def test_all_can_be_said_anew(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """Who has told others that nothing is cached can have all again, without removals."""
+    daemon.attach(scheduler)
+    daemon.make_ready(b"new")
+    assert all_changes(scheduler) == ({b"ready", b"new"}, set())
+    scheduler.repeat_changes()
+    assert all_changes(scheduler) == ({b"ready", b"new"}, set())
+
+
+def test_figures_reach_the_daemon(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that publishes reports what it has published; others report nothing of it."""
+    monkeypatch.setattr(session, "REPORT_SECONDS", 0.01)
+    with (
+        Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, events=True) as publishing,
+        Scheduler(daemon.runtime_dir, "other", deadline=DEADLINE) as other,
+    ):
+        daemon.attach(publishing, other)
+        all_changes(other)
+        assert all_changes(publishing) == ({b"ready"}, set())
+        daemon.make_ready(b"new")
+        all_changes(publishing)
+
+        def totals() -> list[tuple[int, int, int]]:
+            pings = [ping.kv_events for ping in daemon.wait_for(Ping)]
+            return [(each.published, each.snapshots, each.overruns) for each in pings if each]
+
+        eventually(lambda: totals()[-1:] == [(2, 1, 0)])
+        lags = [ping.kv_events.lag_us for ping in daemon.wait_for(Ping) if ping.kv_events]
+        assert max(lags) > 0
+
+
+def test_descriptions_are_read_by_place(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """Of a chunk that was found its description is read, of one that is gone none."""
+    found = Description(parent=b"", hashes=(b"h",), tokens=bytes(8), block_size=2)
+    daemon.descriptions = fd = os.memfd_create("descriptions")
+    os.pwrite(fd, pack_header(RECORD_BYTES), 0)
+    os.pwrite(fd, pack_record(0, 1, encode(found)), place(0, RECORD_BYTES))
+    assert scheduler.description(Place(0, 1, 0, 1, 0)) is None
+    daemon.attach(scheduler)
+    where = scheduler.take_changes().stored[b"ready"]
+    assert scheduler.description(where) == found
+    assert scheduler.description(where._replace(generation=2)) is None
+    with pytest.raises(UsageError, match="take_changes"):
+        scheduler.description((0, 1, 0, 1, 0))  # type: ignore[arg-type]
+    os.close(fd)
+
+
+def test_a_closed_scheduler_has_no_changes(scheduler: Scheduler) -> None:
+    """Once it is closed that is said."""
+    with pytest.raises(UsageError, match="limit"):
+        scheduler.take_changes(limit=0)
+    scheduler.close()
+    for call in (scheduler.take_changes, scheduler.repeat_changes):
+        with pytest.raises(UsageError, match="closed"):
+            call()
+
+
+# ------------------------------------------------------------------- by the clock
+
+
+class Clock:
+    """Seconds that a test sets."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        """Now."""
+        return self.now
+
+
+def following(stored: Iterable[int]) -> tuple[Clock, Changing, Changes]:
+    """Changes of a directory with these chunks, all of which were told."""
+    clock, changing = Clock(), Changing()
+    changes = Changes(clock)
+    for key in stored:
+        changing.apply(("store", key, 0))
+    changes.switch(source_of(changing))
+    told, _ = summed(changes, lambda: changes.take(100))
+    assert told == {KEYS[key] for key in stored}
+    return clock, changing, changes
+
+
+def source_of(changing: Changing) -> Source:
+    """To read."""
+    return Source(DirectoryView(memoryview(changing.buffer).toreadonly()), None)
+
+
+def test_a_long_absence_takes_all_back() -> None:
+    """What was said stays for ten seconds without a daemon, counted from the first of them."""
+    clock, changing, changes = following([0, 1])
+    changes.switch(None)
+    assert changes.take(100) == Differences()
+    clock.now += ABSENT_SECONDS - 1
+    changes.switch(None)
+    assert changes.take(100) == Differences()
+    clock.now += 1
+    assert summed(changes, lambda: changes.take(1)) == (set(), set(KEYS[:2]))
+    changes.switch(source_of(changing))
+    assert summed(changes, lambda: changes.take(100)) == (set(KEYS[:2]), set())
+
+
+def test_figures_are_of_one_session() -> None:
+    """Figures begin at 0 with each session, and are reported when they have changed."""
+    _, changing, changes = following([0, 1, 2])
+    report = changes.report()
+    assert report is not None
+    assert (report.published, report.snapshots, report.overruns) == (3, 1, 0)
+    assert changes.report() is None
+    changes.begin_session()
+    assert changes.report() is None
+    changing.apply(("drop", 0, 0))
+    changes.take(100)
+    report = changes.report()
+    assert report is not None
+    assert (report.published, report.snapshots) == (1, 0)
