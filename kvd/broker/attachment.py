@@ -68,7 +68,7 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     # The others are bound when their lane, which was lost meanwhile, has mapped their memory.
     return [
         *(bind(worker) for worker in workers if worker.imported),
-        *tell_served(engine),
+        *tell_served(state, engine),
         Event(
             f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
             f" {sizes.num_chunks} chunks of {format_size(sizes.bytes_per_chunk)}",
@@ -77,14 +77,14 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     ]
 
 
-def tell_served(engine: Engine) -> list[Effect]:
+def tell_served(state: BrokerState, engine: Engine) -> list[Effect]:
     """Tell an engine's sessions that chunks can be found, if they can be loaded."""
     if not engine.served:
         return []
-    return [attached_notice(engine, number) for number in engine.sessions]
+    return [attached_notice(state, engine, number) for number in engine.sessions]
 
 
-def attached_notice(engine: Engine, session: int) -> Notify:
+def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
     """Return the notice that a served engine's sessions get."""
     namespace = engine.namespace
     if namespace is None:
@@ -100,7 +100,7 @@ def attached_notice(engine: Engine, session: int) -> Notify:
             num_chunks=geometry.num_slots,
             reuse_threshold=namespace.reuse_threshold,
             description_bytes=0 if descriptions is None else descriptions.room,
-            describe=False,
+            describe=state.publisher is not None,
         ),
         DirectoryFd(namespace.id, engine.number if schedules else None),
     )

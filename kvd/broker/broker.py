@@ -16,6 +16,7 @@ from kvd.broker.effects import DropEngine, Effect, Event, Notify, ToLane
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import new_lookups
 from kvd.broker.operations import Handler, Operations
+from kvd.broker.publishing import Publishing
 from kvd.broker.registration import Registration, freed_text, refused
 from kvd.broker.reloading import Reloading
 from kvd.broker.sessions import Peer, Registry, Request, Session
@@ -91,6 +92,7 @@ class Broker:
         self.background = Background(self.state)
         self.registration = Registration(self.state, self.background)
         self.supervision = Supervision(self.state, self.registration)
+        self.publishing = Publishing(self.state)
         self.reloading = Reloading(self.state, loaded)
         self._handlers: dict[type[Message], Handler] = {
             Hello: self._hello,
@@ -226,7 +228,7 @@ class Broker:
         if (engine := session.engine) is not None:
             effects.append(session.event(f"{session.who} is here"))
             if engine.served:
-                effects.append(attached_notice(engine, session.number))
+                effects.append(attached_notice(self.state, engine, session.number))
         return effects
 
     def _ping(self, request: Request[Ping]) -> list[Effect]:
@@ -274,7 +276,7 @@ class Broker:
                     )
                 idle = namespace.table.lending.call_in_spare(now - LOAN_SECONDS)
                 effects += self.state.revoke(namespace, expired + idle)
-        return effects + self.supervision.watch(now)
+        return effects + self.supervision.watch(now) + self.publishing.tick()
 
     def __repr__(self) -> str:
         return f"<Broker {self.state.registry!r}, lanes {list(self.state.lanes.values())}>"

@@ -37,7 +37,13 @@ class SessionFds(msgspec.Struct, frozen=True):
     session: int
 
 
-FdName: TypeAlias = DirectoryFd | LifelineFd | SessionFds
+class NamespaceFds(msgspec.Struct, frozen=True):
+    """All that publishes a namespace needs: its directory and, where they are, its descriptions."""
+
+    namespace: bytes
+
+
+FdName: TypeAlias = DirectoryFd | LifelineFd | SessionFds | NamespaceFds
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -60,6 +66,13 @@ class ToLane(msgspec.Struct, frozen=True):
     """Send a message over a lane's link."""
 
     device: str
+    message: Message
+    fd: FdName | None = None
+
+
+class ToPublisher(msgspec.Struct, frozen=True):
+    """Send a message over the link of the publisher of KV events."""
+
     message: Message
     fd: FdName | None = None
 
@@ -121,6 +134,7 @@ Effect: TypeAlias = (
     Reply
     | Notify
     | ToLane
+    | ToPublisher
     | StartLane
     | DropLane
     | KillLane

@@ -39,12 +39,15 @@ class Publisher:
 
     address: where subscribers find it.
     pid: of its process; 0 while there is none that serves.
+    subscriptions, topics: that it has now.
     restarts: processes that were lost.
     last_error: how the last of them ended.
     """
 
     address: str
     pid: int = 0
+    subscriptions: int = 0
+    topics: int = 0
     restarts: int = 0
     last_error: str = ""
     published: Published = field(default_factory=Published)
@@ -64,6 +67,7 @@ class Publisher:
     def lost(self, how: str) -> None:
         """The process has ended."""
         self.pid, self.last_error = 0, how
+        self.subscriptions = self.topics = 0
         self.restarts += 1
 
     def report(self, totals: KvEvents, now: float) -> None:

@@ -202,8 +202,7 @@ class Registration:
         text = f"{session.who} registered; missing ranks: {list(missing) or 'none'}"
         return [pending.request.reply(reply), session.event(text), *attached]
 
-    @staticmethod
-    def _imported_again(session: Session, message: Imported) -> list[Effect]:
+    def _imported_again(self, session: Session, message: Imported) -> list[Effect]:
         """After a lane's restart."""
         if session.registration is None:
             return []
@@ -214,7 +213,7 @@ class Registration:
         engine = session.engine
         if engine is None or not engine.attached:
             return []
-        return [bind(session), *tell_served(engine)]
+        return [bind(session), *tell_served(self._state, engine)]
 
     @staticmethod
     def released(session: Session) -> list[Effect]:

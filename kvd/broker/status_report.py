@@ -145,6 +145,8 @@ def _publisher(publisher: Publisher | None, now: float) -> schema.Publisher | No
         state=publisher.state,
         pid=publisher.pid,
         last_error=publisher.last_error,
+        subscriptions=publisher.subscriptions,
+        topics=publisher.topics,
         restarts=publisher.restarts,
         published=_published(publisher.published, now),
     )

@@ -9,19 +9,16 @@ The process starts two seconds after the broker, or with the first connection. I
 sends a byte every five seconds; one that stops doing so is killed and replaced.
 """
 
-import errno
 import logging
 import select
-import socket
 from pathlib import Path
 
 from kvd.config.values import Listen, parse_listen
+from kvd.daemon.addresses import bind_tcp
 from kvd.daemon.child import ChildProcess
-from kvd.errors import ConfigError
 from kvd.wire.listener import Listener
 
 log = logging.getLogger("kvd.daemon")
-_BACKLOG = 128
 _START_AFTER_SECONDS = 2.0
 _SILENT_SECONDS = 30.0
 _PAUSE_SECONDS = 0.25
@@ -122,36 +119,3 @@ class HttpProcess:
 
     def __repr__(self) -> str:
         return f"<HttpProcess {self._tcp}, {self._child!r}>"
-
-
-def bind_tcp(listen: Listen) -> socket.socket:
-    """Return a listening socket, not blocking.
-
-    Raises:
-        ConfigError: the address cannot be had, with the remedy.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except (socket.gaierror, UnicodeError) as error:
-        raise ConfigError(
-            f"http_listen = {listen}: no such host ({error}); use an address of this machine,"
-            " such as 127.0.0.1:9330, or off"
-        ) from error
-    listener = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        reason = error.strerror
-        if error.errno == errno.EADDRINUSE:
-            reason = f"the port is in use (ss -ltnp 'sport = :{listen.port}' shows by whom)"
-        raise ConfigError(
-            f"http_listen = {listen}: {reason}; choose another with --http-listen HOST:PORT,"
-            " or --http-listen off"
-        ) from error
-    listener.setblocking(False)  # the socket API's own form
-    return listener

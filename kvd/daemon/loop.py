@@ -28,13 +28,16 @@ from kvd.broker.effects import (
     FdName,
     KillLane,
     LifelineFd,
+    NamespaceFds,
     Notify,
     OpenPool,
     Reply,
     SessionFds,
     StartLane,
     ToLane,
+    ToPublisher,
 )
+from kvd.broker.kv_events import Publisher
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources
@@ -45,6 +48,7 @@ from kvd.daemon.http_process import HttpProcess
 from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.lane_processes import Lanes
 from kvd.daemon.memory import PoolMemory
+from kvd.daemon.publisher_process import PublisherProcess
 from kvd.daemon.request_socket import Requests
 from kvd.daemon.shared import DirectoryMemory, ReadyPipes
 from kvd.daemon.start import Begun
@@ -115,6 +119,11 @@ class Service:
             started=time.time(),
             usage=self._usage.read,
         )
+        self._publisher = PublisherProcess(
+            self._runtime.path, settings, self.core.publishing, self._poller, self._carry_out
+        )
+        if self._publisher.address:
+            self.core.state.publisher = Publisher(self._publisher.address)
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
         self._lanes = Lanes(
@@ -193,6 +202,7 @@ class Service:
         self._carry_out(self.core.background.work())
         self._connections.flush()
         self._http.turn(ready, now)
+        self._publisher.turn(ready, now)
         self._start_lanes(now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
 
@@ -281,6 +291,8 @@ class Service:
                     pass  # it left at an effect before this one, and its descriptors with it
                 case ToLane():
                     self._lanes.send(effect.device, effect.message, self._resolve(effect.fd))
+                case ToPublisher():
+                    self._publisher.tell(effect, self._resolve(effect.fd))
                 case StartLane():
                     self._lanes.add(effect.device)
                 case DropLane():
@@ -318,6 +330,9 @@ class Service:
                     return directory
                 descriptions = self._descriptions.read_fds(name.namespace.hex())
                 return directory + descriptions + self._ready_pipes.read_end(name.engine)
+            case NamespaceFds():
+                directory = [self._directories.fd(name.namespace.hex())]
+                return directory + self._descriptions.read_fds(name.namespace.hex())
             case LifelineFd():
                 return [self._lanes.processes[name.device].lifeline]
             case SessionFds():
@@ -347,11 +362,13 @@ class Service:
         return False
 
     def _shutdown(self) -> None:
+        self._publisher.stop()
         self._http.close()
         self._notifier.stopping(0.0)
         self._connections.close()
         self._requests.close()
         self._lanes.close()
+        self._publisher.close()
         if self._pool is not None:
             self._pool.close()
         self._kept_pool.close()

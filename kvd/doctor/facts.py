@@ -18,7 +18,7 @@ import psutil
 
 from kvd.config.settings import Settings
 from kvd.config.values import parse_listen
-from kvd.daemon.http_process import bind_tcp
+from kvd.daemon.addresses import bind_tcp
 from kvd.doctor.gpus import Gpus, ask_gpus, run_python
 from kvd.errors import ConfigError, NotRunning
 from kvd.machine.numa import gpu_nodes

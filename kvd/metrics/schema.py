@@ -241,6 +241,11 @@ class Publisher:
     state: str = shown("`up`, `starting` (it never was up) or `down` (lost, and started again)")
     pid: int = shown("Of its process; 0 where none serves")
     last_error: str = shown("How its last process ended")
+    subscriptions: int = gauge(
+        "Subscriptions that it has now; a subscriber may have several",
+        "kvd_publisher_subscriptions",
+    )
+    topics: int = gauge("Engines that it publishes for now", "kvd_publisher_topics")
     restarts: int = counter("Processes that were lost and replaced", "kvd_publisher_restarts_total")
     published: Published = part(prefix="kvd_publisher_")
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.logs.setup import configure_child
-from kvd.machine.process import tie_to_parent
+from kvd.machine.process import be_spared_last, tie_to_parent
 
 log = logging.getLogger("kvd.report")
 _NICE = 5
-_OOM_SCORE = 500
 _BEAT_SECONDS = 5.0
 _CLOCK_SECONDS = 1.0  # the Date of an answer has whole seconds
 
@@ -29,21 +28,14 @@ def main() -> int:
     parser.add_argument("--host", default="localhost")
     options = parser.parse_args()
     tie_to_parent()
-    _step_back()
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.nice(_NICE)  # the data path goes first
+    be_spared_last()
     configure_child("http")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a client's nonsense is no news
     with contextlib.suppress(BrokenPipeError):  # the broker has just ended
         asyncio.run(_serve(options))
     return 0
-
-
-def _step_back() -> None:
-    """Let the data path go first: less of the processor, and the first to go without memory."""
-    with contextlib.suppress(OSError):  # a sandbox may forbid either; both are niceties
-        os.nice(_NICE)
-    score = Path("/proc/self/oom_score_adj")
-    with contextlib.suppress(OSError):
-        score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
 
 
 async def _serve(options: argparse.Namespace) -> None:

@@ -68,6 +68,7 @@ class Engine:
     deadline: float = DEADLINE
     steps: bool = False
     events: bool = False
+    temporary: bool = False
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
@@ -90,7 +91,12 @@ class Engine:
             self.runtime_dir, self.name, rank, self.world_size, deadline=self.deadline
         )
         self.memory[rank] = [HostMemory.allocate(size) for size in self.layout.storages]
-        worker.register(self.memory[rank], self.layout, Fingerprint(model=self.model))
+        worker.register(
+            self.memory[rank],
+            self.layout,
+            Fingerprint(model=self.model),
+            temporary=self.temporary,
+        )
 
     def wait_attached(self, to: Daemon | None = None) -> Self:
         """Until every rank is there.

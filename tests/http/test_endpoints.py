@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from kvd.config.values import Listen, parse_listen
-from kvd.daemon.http_process import bind_tcp
+from kvd.daemon.addresses import bind_tcp
 from kvd.errors import ConfigError
 from kvd.report.app import App
 from tests.daemon.serving import Daemon, StartDaemon

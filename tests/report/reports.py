@@ -109,6 +109,8 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
             state="up",
             pid=4250,
             last_error="",
+            subscriptions=2,
+            topics=1,
             published=_published(60 * done),
         ),
         sessions=schema.Sessions(12, 1024),

@@ -1,0 +1,48 @@
+"""`python -m kvd.publisher LINK_FD`: the publisher's process, which only the broker starts."""
+
+import logging
+import select
+import signal
+import socket
+import sys
+
+import zmq
+
+from kvd.logs.setup import configure_child
+from kvd.machine.process import be_spared_last
+from kvd.publisher.service import Service
+from kvd.wire.publishing import PUBLISHING, BeginPublisher
+from kvd.wire.seqpacket import Channel
+
+log = logging.getLogger("kvd.publisher")
+
+
+def main() -> int:
+    """Publish until the broker is done; the exit status."""
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        # They may reach the whole group; the link's end of file says when it is time to end.
+        signal.signal(number, signal.SIG_IGN)
+    be_spared_last()
+    configure_child("publisher")
+    link = Channel(socket.socket(fileno=int(sys.argv[1])))
+    received = None
+    try:
+        while received is None:
+            select.select([link], [], [])
+            received = link.recv()
+    except EOFError:  # the broker has just ended
+        return 0
+    _, begin = PUBLISHING.decode(received[0])
+    if not isinstance(begin, BeginPublisher):
+        raise TypeError(f"{type(begin).__name__} came before BeginPublisher")
+    try:
+        service = Service(link, begin, received[1])
+    except (zmq.ZMQError, OSError) as error:
+        log.error("KV events cannot be published on %s: %s", begin.events, error)  # noqa: TRY400  # the text has the reason
+        return 1
+    service.run()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""What is published of one namespace, on the topics of the engines that share it.
+
+Directory and ring are read once for all of them. A topic that is due is told everything from the
+beginning, piece by piece, while what changes meanwhile goes out at once, to it as to the others. A
+change may be of a block whose parent this topic has not been told yet, so all of these changes are
+said once more at the end. Whatever is said again is taken back in the same breath: Dynamo counts
+how often a block was stored, and takes it out only when it was removed as often.
+"""
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from kvd.publisher.topics import Topic
+from kvd.publisher.wire import MAX_HASHES, Message, encode_event
+from kvd_proto.announcer import Announcer, RemovedBlocks, StoredBlocks
+from kvd_proto.change_reader import ChangeReader
+from kvd_proto.descriptions import DescriptionsView
+from kvd_proto.directory import DirectoryView
+
+log = logging.getLogger("kvd.publisher")
+CHANGES_AT_ONCE = 1000
+PIECE = 128
+"""Chunks that are told at once on all topics that are told everything: a subscriber keeps up."""
+
+
+@dataclass(slots=True)
+class Telling:
+    """Everything, on its way to some topics.
+
+    rest: what has not been told yet.
+    meanwhile: events of the changes that were published since it began.
+    """
+
+    topics: list[Topic]
+    rest: Iterator[StoredBlocks]
+    meanwhile: list[bytes] = field(default_factory=list)
+
+
+class Publication:
+    """The changes of one namespace, as messages.
+
+    Args:
+        directory: of the namespace.
+        descriptions: of its chunks; None: there are none.
+        clock: CLOCK_MONOTONIC in ns, by which changes are dated.
+
+    Attributes:
+        topics: by the names of the engines whose they are.
+        published: changes so far.
+    """
+
+    def __init__(
+        self,
+        directory: DirectoryView,
+        descriptions: DescriptionsView | None,
+        clock: Callable[[], int],
+    ) -> None:
+        self._reader = ChangeReader(clock)
+        self._reader.follow(directory)
+        self._announcer = Announcer(
+            lambda place: (
+                None if descriptions is None else descriptions.read(place.slot, place.generation)
+            )
+        )
+        self._telling: Telling | None = None
+        self.topics: dict[str, Topic] = {}
+        self.published = 0
+
+    @property
+    def snapshots(self) -> int:
+        """How often the directory was looked through."""
+        return self._reader.snapshots
+
+    @property
+    def overruns(self) -> int:
+        """How often the ring was overwritten before it was read."""
+        return self._reader.overruns
+
+    def take_lag(self) -> int:
+        """Return the longest time in ns from a change until it was read, since the last call."""
+        return self._reader.take_lag()
+
+    def waiting(self, now: float) -> bool:
+        """Whether `turn` would find something to do at this time, in monotonic seconds."""
+        due = any(topic.ready(now) for topic in self.topics.values())
+        more = self._reader.waiting or self._announcer.waiting
+        return more or self._telling is not None or due
+
+    def turn(self, now: float) -> list[Message]:
+        """Return what is to be sent now, a bounded amount."""
+        if self._telling is None:
+            self._begin(now)
+        return [*self._changes(), *self._piece()]
+
+    def _changes(self) -> list[Message]:
+        differences = self._reader.take(CHANGES_AT_ONCE)
+        if not differences and not self._announcer.waiting:
+            return []
+        self.published += len(differences.stored) + len(differences.removed)
+        blocks = self._announcer.announce(differences)
+        events = list(map(encode_event, blocks))
+        if self._telling is not None:
+            self._telling.meanwhile += again(blocks)
+        return [each for topic in self.topics.values() for each in topic.messages(events)]
+
+    def _begin(self, now: float) -> None:
+        due = [topic for topic in self.topics.values() if topic.ready(now)]
+        for topic in due:
+            topic.due, topic.told_at = False, now
+        if due:
+            self._telling = Telling(due, self._announcer.everything())
+
+    def _piece(self) -> list[Message]:
+        telling = self._telling
+        if telling is None:
+            return []
+        size = max(1, PIECE // max(1, len(telling.topics)))
+        events = again(list(islice(telling.rest, size)))
+        if not events:
+            events, self._telling = telling.meanwhile, None
+        return [each for topic in telling.topics for each in topic.messages(events)]
+
+    def withdraw(self, engine: str) -> tuple[Topic, list[Message]]:
+        """Return the topic of an engine that leaves, and what takes back all that it has said."""
+        topic = self.topics.pop(engine)
+        if self._telling is not None and topic in self._telling.topics:
+            self._telling.topics.remove(topic)
+        return topic, topic.messages(self._removals())
+
+    def _removals(self) -> Iterator[bytes]:
+        hashes: dict[int, list[bytes]] = {}
+        for group, block_hash in self._announcer.announced:
+            hashes.setdefault(group, []).append(block_hash)
+        for group, gone in hashes.items():
+            for begin in range(0, len(gone), MAX_HASHES):
+                part = tuple(gone[begin : begin + MAX_HASHES])
+                yield encode_event(RemovedBlocks(part, group))
+
+    def __repr__(self) -> str:
+        return f"<Publication on {list(self.topics.values())} of {self._reader!r}>"
+
+
+def again(blocks: Sequence[StoredBlocks | RemovedBlocks]) -> list[bytes]:
+    """Return the events that say these blocks once more: stored ones are taken back before."""
+    events = []
+    for each in blocks:
+        if isinstance(each, StoredBlocks):
+            events.append(encode_event(RemovedBlocks(each.hashes, each.group)))
+        events.append(encode_event(each))
+    return events
