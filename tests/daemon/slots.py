@@ -58,8 +58,7 @@ def read(directory: bytes) -> Slots:
     head = DirectoryHeader.unpack(memoryview(directory))
     table = np.frombuffer(directory, RECORD_DTYPE, head.num_slots, head.records_offset)
     floor = int.from_bytes(directory[FLOOR_AT : FLOOR_AT + 8], "little")
-    counts = (table["state"] == SlotState.READY) & (table["key_len"] > 0)
-    found = table[counts & (table["generation"] > floor)]
+    found = table[(table["state"] == SlotState.READY) & (table["generation"] > floor)]
     ready = Counter(bytes(row["key"])[: row["key_len"]] for row in found)
     states = Counter(table["state"].tolist())
     return Slots(

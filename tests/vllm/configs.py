@@ -7,7 +7,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    KVEventsConfig,
+    KVTransferConfig,
+    ModelConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
 from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import (
@@ -54,8 +60,12 @@ def engine_config(
     failure_policy: str = "recompute",
     hash_algorithm: str = "sha256",
     layout: str = "LBHNC",
+    events: bool = False,
 ) -> VllmConfig:
-    """A whole configuration of an engine that uses kvd; `folder` gets the model's config.json."""
+    """A whole configuration of an engine that uses kvd; `folder` gets the model's config.json.
+
+    With `events` it publishes KV events, to nobody.
+    """
     (folder / "config.json").write_text(json.dumps(LLAMA))
     cache_config = CacheConfig(block_size=BLOCK, prefix_caching_hash_algo=hash_algorithm)
     cache_config.kv_cache_layout = layout  # as the engine's core does when it starts
@@ -70,6 +80,7 @@ def engine_config(
             kv_connector_extra_config=dict(extra or {}),
             engine_id="engine",
         ),
+        kv_events_config=KVEventsConfig(enable_kv_cache_events=events, publisher="null"),
     )
 
 

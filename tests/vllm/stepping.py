@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvd_client import LookupResult, StoreAnswer, StoreTicket
 from kvd_client.vllm import KvdOffloadingManager, KvdOffloadingSpec
 from kvd_client.vllm.connector import KvdConnectorScheduler
+from kvd_proto.change_reader import Differences, Place
 from tests.vllm.configs import BLOCK, configured, full
 
 
@@ -33,6 +34,7 @@ class Lender:
         offered: keys of each offer.
         described: descriptions of each offer, where they are wanted.
         describes: whether they are.
+        changes: what the next `take_changes` returns.
         used, steps: keys that finished requests have used, and steps that have ended.
     """
 
@@ -43,6 +45,7 @@ class Lender:
         self.offered: list[tuple[bytes, ...]] = []
         self.described: list[list[bytes] | None] = []
         self.describes = False
+        self.changes = Differences()
         self.used: list[list[bytes]] = []
         self.steps = 0
 
@@ -88,6 +91,15 @@ class Lender:
         """See Scheduler."""
         self.steps += 1
 
+    def description(self, place: Place) -> None:
+        """See Scheduler: nothing is kept."""
+        del place
+
+    def take_changes(self) -> Differences:
+        """See Scheduler."""
+        taken, self.changes = self.changes, Differences()
+        return taken
+
     def reset(self, timeout: float) -> None:
         """See Scheduler."""
         assert timeout == 0
@@ -103,6 +115,7 @@ class Stepping:
         scheduler: of the manager.
         windows: groups beside one of full attention.
         extra: of the connector.
+        events: whether vLLM publishes KV events.
     """
 
     def __init__(
@@ -112,11 +125,12 @@ class Stepping:
         scheduler: Any,
         *windows: KVCacheGroupSpec,
         extra: dict[str, Any] | None = None,
+        events: bool = False,
     ) -> None:
         vllm_config, kv_cache_config, config = configured(
-            folder, full(["a", "b"]), *windows, extra=extra
+            folder, full(["a", "b"]), *windows, extra=extra, events=events
         )
-        self.manager = KvdOffloadingManager(scheduler, pending_timeout=1.0)
+        self.manager = KvdOffloadingManager(scheduler, pending_timeout=1.0, events=events)
         spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
         monkeypatch.setattr(spec, "get_manager", lambda: self.manager)
         self.half = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)

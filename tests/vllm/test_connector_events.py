@@ -2,11 +2,15 @@
 
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
+from vllm.distributed.kv_events import BlockStored
 
+from kvd_client.vllm import KvdOffloadingSpec
+from kvd_proto.change_reader import Place
 from kvd_proto.descriptions import decode
-from tests.vllm.configs import BLOCK
+from tests.vllm.configs import BLOCK, configured
 from tests.vllm.stepping import Lender, Stepping
 
 PROMPT_BLOCKS = 3
@@ -32,3 +36,48 @@ def test_chunks_are_described_where_somebody_publishes(
     told = [decode(each) for each in lender.described[1] or []]
     assert [each.hashes[-1] + bytes(4) for each in told] == list(lender.offered[1])
     assert list(chain.from_iterable(each.hashes for each in told)) == list(request.block_hashes)
+
+
+def test_an_engine_goes_on_stepping_until_its_stores_are_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
+) -> None:
+    """Until the change of the last one has come; not for what other engines store."""
+    stepping = Stepping(tmp_path, monkeypatch, lender, events=True)
+    half = stepping.half
+    stepping.add("request", PROMPT_BLOCKS)
+    jobs = stepping.step(request=PROMPT_BLOCKS * BLOCK)
+    assert not list(half.take_events())
+    stepping.report(jobs)
+    stepping.finish("request")
+    stepping.step()
+    assert half.has_pending_push_work()
+    (keys,) = lender.offered
+    lender.changes.stored.update(dict.fromkeys(keys, Place(0, 1, 0, 1, 0)))
+    events = list(half.take_events())
+    assert [type(event) for event in events] == [BlockStored] * len(keys)
+    assert not half.has_pending_push_work()
+    lender.changes.stored[b"another engine's".ljust(36)] = Place(1, 1, 0, 1, 0)
+    assert not half.has_pending_push_work()
+
+
+@pytest.mark.parametrize(
+    ("extra", "engine", "publishes"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"events": False}, True, False),
+        ({"self_describing_kv_events": True}, True, True),
+    ],
+)
+def test_events_are_told_where_vllm_publishes_and_the_daemon_does_not(
+    tmp_path: Path, extra: dict[str, Any], engine: bool, publishes: bool
+) -> None:
+    """What vLLM would remember of chunks to describe them stays empty, whatever is configured."""
+    spec = KvdOffloadingSpec(*_spec_arguments(tmp_path, extra, events=engine))
+    assert spec.publishes is publishes
+    assert not spec.kv_events_config.self_describing_kv_events
+
+
+def _spec_arguments(folder: Path, extra: dict[str, Any], *, events: bool) -> tuple[Any, Any, Any]:
+    vllm_config, kv_cache_config, config = configured(folder, extra=extra, events=events)
+    return config, vllm_config, kv_cache_config

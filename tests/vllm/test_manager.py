@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import (
+    Locality,
     LookupResult,
     Medium,
     OffloadKey,
@@ -19,8 +20,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvd_client import LookupResult as Found
 from kvd_client import Scheduler
 from kvd_client.vllm import KvdOffloadingManager, metrics
+from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.manager import ChunkSlots
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from kvd_proto.messages import (
@@ -63,6 +66,8 @@ def manager_of(
     scheduler = side if isinstance(side, Scheduler) else side.scheduler
     manager = KvdOffloadingManager(scheduler, pending_timeout=pending_timeout, events=events)
     manager.ranges = WholeChunks(FACTOR)
+    groups: Any = SimpleNamespace(kv_group_configs=(), tokens_per_hash=BLOCK)
+    manager.describer = ChunkDescriber(groups, {})  # it knows no request: nothing is described
     return manager
 
 
@@ -224,7 +229,7 @@ def test_a_chunk_that_is_being_stored_is_waited_for_so_long(
 @pytest.mark.parametrize("by_a_rank", [True, False])
 def test_what_was_not_stored_is_given_up(engine: Engine, by_a_rank: bool) -> None:
     """Chunks that a rank or vLLM calls failed lose their slots; stored again, they stay."""
-    manager = manager_of(engine, events=True)
+    manager = manager_of(engine)
     keys = keys_of("failed", 4)
     assert manager.prepare_store(keys, REQUEST).keys_to_store == keys
     assert chunks(engine)["writing"] == 4
@@ -233,7 +238,6 @@ def test_what_was_not_stored_is_given_up(engine: Engine, by_a_rank: bool) -> Non
         manager.complete_store(keys[:3], REQUEST)
     else:
         manager.complete_store(keys[:3], REQUEST, success=False)
-    assert not list(manager.take_events())
     eventually(lambda: chunks(engine)["draining"] == 0)
     assert chunks(engine)["writing"] == 1
     assert looked_up(manager, keys[:3]) == {LookupResult.MISS}
@@ -281,24 +285,57 @@ def store_what_can_be(
     return stored
 
 
-def test_events_tell_what_was_stored_and_what_went(small: Engine) -> None:
-    """Stored chunks and those that made room; nothing unless asked."""
-    silent, manager = manager_of(small), manager_of(small, events=True)
-    old, new = keys_of("old", SMALL_POOL), keys_of("new", 3)
+def apply_events(manager: KvdOffloadingManager, said: set[OffloadKey]) -> set[OffloadKey]:
+    """What was said, and what is said with the manager's next events: each change once."""
+    for event in manager.take_events():
+        assert (event.medium, event.locality) == (Medium.CPU, Locality.LOCAL)
+        assert (event.ownership, event.removal_expected) == ("kvd", True)
+        keys = set(event.keys)
+        assert len(keys) == len(event.keys) > 0
+        assert keys <= said if event.removed else keys.isdisjoint(said)
+        said = said - keys if event.removed else said | keys
+    return said
+
+
+def test_events_tell_what_can_be_found_whoever_stored_it(start_daemon: StartDaemon) -> None:
+    """Chunks of another engine, too, and those that had to go for them; after a reset nothing."""
+    daemon = start_daemon(cpu_bytes="4MiB")
+    layout = make_layout(page=64 * 1024)
+    sides = [
+        Engine(daemon.runtime_dir, name, 1, layout=layout, steps=True, events=name == "teller")
+        for name in ("teller", "other")
+    ]
+    with sides[0].wait_attached() as teller, sides[1].wait_attached() as other:
+        manager = manager_of(teller, events=True)
+        keys = keys_of("own", SMALL_POOL // 2)
+        store(manager, teller, keys)
+        said = eventually(partial(apply_events, manager, set()), set(keys).__eq__)
+        assert not list(manager.take_events())
+        more = keys_of("others", SMALL_POOL)
+        store(manager_of(other), other, more)
+
+        def found() -> set[OffloadKey]:
+            return {key for key in [*keys, *more] if teller.scheduler.lookup(key) is Found.HIT}
+
+        def in_time() -> bool:
+            nonlocal said
+            said = apply_events(manager, said)
+            return said == found()
+
+        eventually(in_time)
+        assert 0 < len(said) <= SMALL_POOL
+        assert not said.isdisjoint(more)
+        assert not said.issuperset(keys)
+        manager.reset_cache()
+        eventually(lambda: in_time() and not said)
+
+
+def test_a_manager_that_is_not_asked_for_events_tells_nothing(engine: Engine) -> None:
+    """Where vLLM publishes none, or the daemon does."""
+    manager = manager_of(engine)
+    store(manager, engine, keys_of("silent", 2))
     assert not list(manager.take_events())
-    store(manager, small, old)
-    store(manager, small, new)
-    settle(small)
-    events = list(manager.take_events())
-    assert {event.medium for event in events} == {Medium.CPU}
-    stored = [key for event in events if not event.removed for key in event.keys]
-    removed = {key for event in events if event.removed for key in event.keys}
-    assert stored == [*old, *new]
-    assert removed == {key for key in old if manager.lookup(key, OTHER) is LookupResult.MISS}
-    assert len(removed) >= len(new)
-    assert not list(manager.take_events())
-    store(silent, small, keys_of("newer", 1))
-    assert not list(silent.take_events())
+    assert not manager.has_pending_work()
 
 
 def test_a_reset_drops_every_chunk(engine: Engine) -> None:
@@ -428,7 +465,7 @@ def use_all(manager: KvdOffloadingManager, keys: list[OffloadKey]) -> None:
 
 def test_without_a_daemon_everything_is_a_miss(runtime_dir: Path) -> None:
     """No method raises; a cache that is not there refuses nothing."""
-    scheduler = Scheduler(runtime_dir, "engine")
+    scheduler = Scheduler(runtime_dir, "engine", events=True)
     manager = manager_of(scheduler, events=True)
     use_all(manager, keys_of("nobody", 5))
     manager.reset_cache()

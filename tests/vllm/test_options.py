@@ -56,6 +56,8 @@ def test_defaults() -> None:
         preemption_timeout=2.0,
         pending_timeout=1.0,
         label="",
+        kv_layout="auto",
+        events=True,
     )
 
 
@@ -76,12 +78,14 @@ def test_every_key_of_either_side_is_taken() -> None:
         "load_timeout": 600,
         "store_timeout": 600,
         "label": "blue",
+        "events": False,
         **dict.fromkeys(VLLM_KEYS, "vLLM checks it"),
         "canonical_layout": False,
     }
     options = read_options(given)
     assert (options.runtime_dir, options.required, options.label) == ("/run/other", True, "blue")
     assert (options.deadline, options.load_timeout) == (2.0, 600.0)
+    assert not options.events
 
 
 @pytest.mark.parametrize(
@@ -100,6 +104,7 @@ def test_every_key_of_either_side_is_taken() -> None:
         ({"preemption_timeout": float("inf")}, ["preemption_timeout", "<= 600", "inf"]),
         ({"label": "x" * 257}, ["label", "<= 256"]),
         ({"label": None}, ["label", "`str`", "None"]),
+        ({"events": "no"}, ["events", "`bool`", "'no'"]),
         ({"cpu_bytes_to_use": 1234}, ["cpu_bytes_to_use=1234", "kvd serve --cpu-bytes"]),
         ({"eviction_policy": "arc"}, ["eviction_policy", "kvd serve --policy"]),
         ({"store_threshold": 2}, ["store_threshold=2", "kvd serve --reuse-threshold"]),

@@ -5,13 +5,14 @@ up, and a failed load is reported for its request, which vLLM then computes.
 """
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import vllm
 from vllm.config import VllmConfig
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -31,6 +32,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import OffloadingConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -39,6 +41,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvd_client.vllm.descriptions import ChunkDescriber
+from kvd_client.vllm.events import PoolEvents
 from kvd_client.vllm.identity import random_hash_seed
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import OptionsError, read_options
@@ -139,6 +142,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             require(group, *GROUP)
         self._ranges = self.manager.ranges = BlockRanges(self.config, self._req_status)
         self.manager.describer = ChunkDescriber(self.config, self._req_status)
+        self.events = PoolEvents(self.manager) if spec.publishes else None
         self._refused = RefusedChunks(self.manager, self.config, self._req_status)
         self._asked: dict[str, int] = {}  # prompt tokens, by request that is not admitted yet
 
@@ -241,6 +245,10 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
                     group.block_ids[:passed] = [0] * passed
         super().reset_cache()
 
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return what is found in the pool since the last call, and what is not any more."""
+        return self.events.take() if self.events is not None else ()
+
     def _store_keys(self, job_id: int) -> Collection[OffloadKey]:
         """Return the keys of this store; none of a load, or of a job that was dropped."""
         job = self._jobs.get(job_id)
@@ -283,6 +291,12 @@ class KvdConnector(OffloadingConnector):
             return required
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         return wanted_layout(vllm_config, read_options(extra))
+
+    def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
+        """Watch the engine's own prefix cache for resets, which routers take for the pool's."""
+        half = self.connector_scheduler
+        if half is not None and half.events is not None:
+            half.events.watch(gpu_block_pool)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return loads that have ended since the last step, with those that failed."""

@@ -19,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 )
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
+    Locality,
     LookupResult,
     Medium,
     OffloadingEvent,
@@ -36,8 +37,12 @@ from kvd_client.arguments import Blocks
 from kvd_client.vllm import metrics
 from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.ranges import BlockRanges
+from kvd_client.vllm.unpublished import Unpublished
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
+from kvd_proto.change_reader import Differences
 from kvd_proto.messages import MAX_KEYS
+
+OWNERSHIP = "kvd"  # of the chunks that events speak of
 
 _USED = (StoreAnswer.ACCEPTED, StoreAnswer.PRESENT)
 _FULL = StoreAnswer.FULL
@@ -67,7 +72,7 @@ class KvdOffloadingManager(OffloadingManager):
     Args:
         scheduler: the session with the daemon; closed by `shutdown`.
         pending_timeout: seconds that a request waits for a chunk that is being stored.
-        events: whether `take_events` reports stored and removed chunks.
+        events: whether vLLM publishes KV events, and `take_changes` is asked in every step.
 
     Attributes:
         refused: by request, group and number of the chunks that were offered while no slot was at
@@ -83,7 +88,7 @@ class KvdOffloadingManager(OffloadingManager):
     ) -> None:
         self.scheduler = scheduler
         self._pending_timeout = pending_timeout
-        self._events: list[OffloadingEvent] | None = [] if events else None
+        self._unpublished = Unpublished() if events else None
         self._tickets: dict[str, LoadTicket] = {}  # by request: it has one load at a time
         self._no_loads: set[str] = set()  # requests whose load failed
         self._pending_since: dict[str, float] = {}
@@ -220,6 +225,8 @@ class KvdOffloadingManager(OffloadingManager):
             descriptions = [self.describer.encoded(key, req_context) for key in wanted]
         ticket = self.scheduler.prepare_store(wanted, blocks, descriptions)
         accepted = [OffloadKey(key) for key in ticket.keys]
+        if self._unpublished is not None:
+            self._unpublished.begin(accepted)
         if len(accepted) == len(offered):
             self._use(accepted, req_context)
         else:
@@ -261,8 +268,13 @@ class KvdOffloadingManager(OffloadingManager):
             self._stats.increase_counter(metrics.CHUNKS_REFUSED, chunks)
 
     def has_pending_work(self) -> bool:
-        """Whether vLLM is to go on stepping without requests: chunks wait to be offered again."""
-        return bool(self.refused)
+        """Whether vLLM is to go on stepping without requests.
+
+        Chunks wait to be offered again; or own stores have ended and wait to be published, which
+        an engine does in steps only. It does not step for what others do.
+        """
+        unpublished = self._unpublished
+        return bool(self.refused) or (unpublished is not None and unpublished.pending())
 
     def mark_failed(self, keys: Collection[OffloadKey]) -> None:
         """Let the coming `complete_store` of these keys, which some rank did not store, fail."""
@@ -273,16 +285,15 @@ class KvdOffloadingManager(OffloadingManager):
     ) -> None:
         """Give up what failed. The daemon knows from its lanes what was stored."""
         del req_context
-        if success and not self._failed:
-            self._report(keys, removed=False)
-            return
-        failed = [key for key in keys if not success or key in self._failed]
-        stored = [key for key in keys if success and key not in self._failed]
+        failed = []
+        if not success or self._failed:
+            failed = [key for key in keys if not success or key in self._failed]
+        if self._unpublished is not None:
+            self._unpublished.end(keys, failed)
         if failed:
             self._failed.difference_update(failed)
             self.scheduler.complete_store(failed, success=False)
             self._stats.increase_counter(metrics.STORE_FAILURES)
-        self._report(stored, removed=False)
 
     # ----------------------------------------------------------------- others
 
@@ -300,14 +311,37 @@ class KvdOffloadingManager(OffloadingManager):
         self._used.clear()
         self._finished.clear()
         self.refused.clear()
+        if self._unpublished is not None:
+            self._unpublished.clear()
+
+    def take_changes(self) -> Differences:
+        """Return which chunks can be found since the last call, and which cannot any more.
+
+        Whoever stored or evicted them, and each once, be it by this or by `take_events`.
+        """
+        changes = self.scheduler.take_changes()
+        if self._unpublished is not None:
+            self._unpublished.seen(changes.stored)
+        return changes
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return chunks stored by this engine, and removed to make room for its stores."""
-        if self._events is None:
-            return ()
-        self._report([OffloadKey(key) for key in self.scheduler.take_evicted()], removed=True)
-        events, self._events = self._events, []
-        return events
+        """Return the same as vLLM's events of offloading, which have keys and no tokens.
+
+        kvd's connector takes the changes, and makes complete events of them.
+        """
+        if self._unpublished is None:
+            return
+        changes = self.take_changes()
+        for keys, removed in ((changes.removed, True), (list(changes.stored), False)):
+            if keys:
+                yield OffloadingEvent(
+                    keys=[OffloadKey(key) for key in keys],
+                    medium=Medium.CPU,
+                    removed=removed,
+                    locality=Locality.LOCAL,
+                    ownership=OWNERSHIP,
+                    removal_expected=True,
+                )
 
     def get_stats(self) -> OffloadingConnectorStats:
         """Return counters since the last call, and whether chunks can be found now."""
@@ -321,8 +355,3 @@ class KvdOffloadingManager(OffloadingManager):
 
     def _use(self, keys: Iterable[OffloadKey], request: ReqContext) -> None:
         self._used.setdefault(request.req_id, {}).update(dict.fromkeys(keys))
-
-    def _report(self, keys: Collection[OffloadKey], *, removed: bool) -> None:
-        if self._events is not None and keys:
-            event = OffloadingEvent(keys=list(keys), medium=Medium.CPU, removed=removed)
-            self._events.append(event)

@@ -49,6 +49,8 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         kv_layout: the physical layout of the KV cache that vLLM is asked for: one of its names;
             auto: with all layers of a block side by side, where no block has to be split; none:
             vLLM's own choice.
+        events: publish what is in the pool among the engine's KV events, where vLLM publishes such;
+            false: the daemon does it for this engine.
     """
 
     runtime_dir: str = "/run/kvd"
@@ -60,6 +62,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     pending_timeout: Seconds = 1.0
     label: Annotated[str, Meta(max_length=256)] = ""
     kv_layout: str = "auto"
+    events: bool = True
 
 
 def read_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
+    OffloadingKVEventsConfig,
     OffloadingManager,
     OffloadingMetricMetadata,
     OffloadingSpec,
@@ -49,6 +51,8 @@ class KvdOffloadingSpec(OffloadingSpec):
         OptionsError: invalid settings.
     """
 
+    kv_events_config: OffloadingKVEventsConfig
+
     @classmethod
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
@@ -67,6 +71,9 @@ class KvdOffloadingSpec(OffloadingSpec):
         if vllm_config is None or kv_cache_config is None:
             raise OptionsError(_OWN_CONNECTOR)
         self.options = read_options(self.extra_config)
+        self.publishes = self.options.events and self.kv_events_config.enable_kv_cache_events
+        # vLLM's own way to such events would keep all that it is told of, and not be asked for it.
+        self.kv_events_config = replace(self.kv_events_config, self_describing_kv_events=False)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
 
@@ -78,6 +85,7 @@ class KvdOffloadingSpec(OffloadingSpec):
             deadline=self.options.deadline,
             counts_tokens=True,
             steps=True,
+            events=self.publishes,
         )
         if not scheduler.connected:
             log.warning(
@@ -87,7 +95,7 @@ class KvdOffloadingSpec(OffloadingSpec):
         return KvdOffloadingManager(
             scheduler,
             pending_timeout=self.options.pending_timeout,
-            events=self.kv_events_config.enable_kv_cache_events,
+            events=self.publishes,
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
