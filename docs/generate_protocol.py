@@ -140,7 +140,6 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Stepped(
         slots=IntArray.of((2, 3), "u4"),
         generations=IntArray.of((1, 1), "u8"),
-        evicted=(),
     ),
     m.Reset(),
     m.ResetDone(dropped=1, deferred=0),

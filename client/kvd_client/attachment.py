@@ -9,7 +9,6 @@ import mmap
 import os
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ from kvd_client.reuse import ReuseFilter
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError
-from kvd_proto.messages import MAX_KEYS, Attached, Error, ErrorCode, Message, Stepped
+from kvd_proto.messages import Attached, Error, ErrorCode, Message, Stepped
 
 MAX_UNANSWERED = 64  # messages; what comes then is collected until some are answered
 SEVERAL = 16  # messages without an answer, after which the keeper looks for answers
@@ -38,12 +37,10 @@ class Kept:
 
     loans: none of before; how many it needs.
     reuse: how often keys were offered.
-    evicted: keys that had to go for its loans and that nobody has asked for, the latest.
     """
 
     loans: Loans = field(default_factory=Loans)
     reuse: ReuseFilter = field(default_factory=lambda: ReuseFilter(1, LEAST_REMEMBERED))
-    evicted: deque[bytes] = field(default_factory=lambda: deque(maxlen=MAX_KEYS))
 
 
 class Attachment:
@@ -193,7 +190,6 @@ class Attachment:
                 raise DaemonLost("Stepped contradicts itself")
             loans: list[Loan] = list(zip(slots.tolist(), generations.tolist(), strict=True))
             self._kept.loans.add(loans)
-            self._kept.evicted.extend(answer.evicted)
         elif not isinstance(answer, Error):
             raise DaemonLost(f"a step was answered by {type(answer).__name__}")
         elif answer.code not in _VOID:

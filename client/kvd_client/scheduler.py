@@ -343,14 +343,3 @@ class Scheduler(SchedulerSession):
             if there is None or self._owed is not None:
                 return 0
             return there.count_loans() or (None if there.line.unanswered else 0)
-
-    def take_evicted(self) -> list[bytes]:
-        """Return the keys of chunks that had to go for this scheduler's loans, since the last call.
-
-        Without a call for long, the latest of them. Never waits.
-        """
-        self._check_open()
-        with self._state:
-            evicted = list(self._kept.evicted)
-            self._kept.evicted.clear()
-        return evicted

@@ -27,7 +27,7 @@ from kvd_proto.messages import (
 )
 
 SPARE_SECONDS = 1.0  # loans that were not used for so long go where others get too few
-_NOTHING = Stepped(slots=NO_SLOTS, generations=NO_GENERATIONS, evicted=())
+_NOTHING = Stepped(slots=NO_SLOTS, generations=NO_GENERATIONS)
 
 _Slots: TypeAlias = tuple[list[int], list[int]]  # with their generations
 
@@ -118,7 +118,7 @@ class Caching:
         bulk = not first and message == Step(wanted=wanted)
         stores = message.keys or message.refused or bulk
         spare = bool(stores) and self._spare(owner, now)
-        slots, generations, evicted = table.lending.lend(
+        slots, generations = table.lending.lend(
             owner,
             wanted,
             engines,
@@ -133,11 +133,7 @@ class Caching:
                 effects += state.revoke(each, refs)
         if not slots:
             return _NOTHING, effects
-        lent = Stepped(
-            slots=IntArray.of(slots, "u4"),
-            generations=IntArray.of(generations, "u8"),
-            evicted=tuple(evicted),
-        )
+        lent = Stepped(slots=IntArray.of(slots, "u4"), generations=IntArray.of(generations, "u8"))
         return lent, effects
 
     def _spare(self, owner: int, now: float) -> bool:

@@ -38,7 +38,7 @@ class Lending:
         usable: int | None = None,
         *,
         evict: bool = True,
-    ) -> tuple[list[int], list[int], list[bytes]]:
+    ) -> tuple[list[int], list[int]]:
         """Lend slots ahead of need to one of the namespace's `engines`.
 
         It gets some where it has fewer than half of what is `wanted`: first of what is free in
@@ -49,11 +49,11 @@ class Lending:
         as it is filled, nothing is evicted.
 
         Returns:
-            Slots, generations, and the keys that were evicted for them.
+            Slots and generations.
         """
         have = len(self._slots.loans.of(owner))
         if 2 * have >= wanted:
-            return [], [], []
+            return [], []
         self._uses.set_time(now)
         space = self._slots.space
         need = min(wanted - have, AT_ONCE)
@@ -61,7 +61,6 @@ class Lending:
             self._sweep()
         self._pool.acquire(space, need * engines, usable, evict=False)
         slots = space.take(min(need, space.free_within(usable) // engines), usable)
-        evicted: list[bytes] = []
         if evict and usable is None:
             parts = PARTS * engines
             more = min(need, max(1, space.geometry.num_slots // parts) - have) - len(slots)
@@ -75,9 +74,9 @@ class Lending:
                 if victims:
                     self._counts.eviction_age.observe_all(self._uses.ages(victims))
                 self._counts.evicted += len(victims)
-                evicted = self._slots.directory.free(victims)
+                self._slots.directory.free(victims)
                 slots += sorted(victims)
-        return slots, self._slots.lend(slots, owner, now), evicted
+        return slots, self._slots.lend(slots, owner, now)
 
     def call_in(self, owner: int) -> Refs:
         """Take back an owner's loans; slots to be revoked."""

@@ -311,12 +311,10 @@ class Stepped(Message, frozen=True):
 
     slots: u4, lent now.
     generations: u8, of these slots.
-    evicted: keys of the chunks that had to go for them.
     """
 
     slots: IntArray
     generations: IntArray
-    evicted: tuple[bytes, ...]
 
 
 class Reset(Message, frozen=True):

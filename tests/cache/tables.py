@@ -11,6 +11,7 @@ from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.values import Quota
 from kvd.pool.filling import FillOrder
+from kvd_proto.changes import ChangeKind
 from kvd_proto.directory import SlotState
 
 PAGE = 4096
@@ -82,6 +83,13 @@ class Begun:
     evicted: list[bytes] = field(default_factory=list)
 
 
+def removed(table: ChunkTable, since: int) -> list[bytes]:
+    """The chunks that have ceased to be there after this change, in their order."""
+    changes = table.directory.changes.read(since, table.directory.changes.capacity)
+    assert changes is not None
+    return [change[8] for change in changes if change[7] == ChangeKind.REMOVED]
+
+
 def begin(
     table: ChunkTable,
     keys: list[bytes],
@@ -99,9 +107,10 @@ def begin(
     begun = Begun()
     wanted = [key for key in dict.fromkeys(keys) if _is_new(table, key, blocks)]
     while wanted:
-        _, _, evicted = table.lending.lend(owner, len(wanted), 1, now, usable)
+        before = table.directory.changes.head
+        table.lending.lend(owner, len(wanted), 1, now, usable)
+        begun.evicted += removed(table, before)
         loans = list(table.slots.loans.of(owner).items())[: len(wanted)]
-        begun.evicted += evicted
         if not loans:
             break
         some, wanted = wanted[: len(loans)], wanted[len(loans) :]

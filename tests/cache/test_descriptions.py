@@ -44,7 +44,7 @@ def begin(
     table: ChunkTable, keys: list[bytes], descriptions: Sequence[bytes]
 ) -> tuple[list[int], list[int]]:
     """Begin stores; slots and generations."""
-    slots, generations, _ = table.lending.lend(1, len(keys), 1, 0.0)
+    slots, generations = table.lending.lend(1, len(keys), 1, 0.0)
     table.begin(keys, slots, generations, 1, 0.0, descriptions=descriptions)
     return list(slots), list(generations)
 
@@ -63,7 +63,7 @@ def test_a_description_is_kept_before_its_chunk_is_ready() -> None:
 def test_a_store_whose_shares_came_first_is_described_before_it_is_ready() -> None:
     """Begin makes it READY, with its description there."""
     table, writer = make()
-    slots, generations, _ = table.lending.lend(1, 1, 1, 0.0)
+    slots, generations = table.lending.lend(1, 1, 1, 0.0)
     table.share_done(1, 0, slots, generations, [0], [1], [0], ok=True)
     ready, _ = table.begin(names(1), slots, generations, 1, 0.0, descriptions=[b"of it"])
     assert ready == 1
@@ -75,7 +75,7 @@ def test_a_store_that_is_lost_or_comes_second_writes_nothing() -> None:
     table, writer = make()
     (key,) = names(1)
     store(table, [key])
-    slots, generations, _ = table.lending.lend(1, 1, 1, 0.0)
+    slots, generations = table.lending.lend(1, 1, 1, 0.0)
     table.begin([key], slots, generations, 1, 0.0, descriptions=[b"second"])
     table.begin([b"lost"], [0], [10**6], 1, 0.0, descriptions=[b"lost"])
     assert (table.counts.stores_raced, table.counts.stores_lost) == (1, 1)

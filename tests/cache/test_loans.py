@@ -10,14 +10,14 @@ from kvd.errors import IntegrityError
 from kvd.pool.filling import FillOrder
 from kvd.pool.pool import LOOKS
 from kvd_proto.directory import LookupResult, SlotState
-from tests.cache.tables import PAGE, add, make_namespaces, make_table, names, store
+from tests.cache.tables import PAGE, add, make_namespaces, make_table, names, removed, store
 
 Ref = tuple[int, int]
 
 
 def lend(table: ChunkTable, wanted: int, owner: int = 1, engines: int = 1) -> list[Ref]:
     """What one of so many engines is lent."""
-    slots, generations, _ = table.lending.lend(owner, wanted, engines, 0.0)
+    slots, generations = table.lending.lend(owner, wanted, engines, 0.0)
     return list(zip(slots, generations, strict=True))
 
 
@@ -186,14 +186,16 @@ def test_eviction_lends_a_part_of_the_slots() -> None:
     """In a full table an engine gets a quarter of its share, and what was used last stays."""
     table = make_table(32)
     store(table, names(32))
-    slots, _, evicted = table.lending.lend(1, 64, 1, 1.0)
-    assert len(slots) == len(evicted) == 8
-    assert evicted == names(32)[:-9:-1]
-    assert table.lending.lend(1, 64, 1, 1.0) == ([], [], [])
+    before = table.directory.changes.head
+    slots, _ = table.lending.lend(1, 64, 1, 1.0)
+    assert len(slots) == 8
+    assert removed(table, before) == names(32)[:-9:-1]
+    assert table.lending.lend(1, 64, 1, 1.0) == ([], [])
     assert len(table.lending.lend(2, 64, 4, 1.0)[0]) == 2
     tiny = make_table(1)
     store(tiny, [b"a"])
-    assert tiny.lending.lend(1, 64, 8, 1.0)[2] == [b"a"]
+    tiny.lending.lend(1, 64, 8, 1.0)
+    assert removed(tiny, 0) == [b"a"]
     table.check_integrity()
 
 
@@ -207,8 +209,9 @@ def test_a_namespace_that_holds_little_keeps_most_of_it() -> None:
     store(small, names(chunks))
     held = small.held_bytes // PAGE
     assert 4 <= held <= 32
-    slots, _, evicted = small.lending.lend(1, 64, 1, 1.0)
-    assert len(slots) == len(evicted) == held // 4
+    before = small.directory.changes.head
+    slots, _ = small.lending.lend(1, 64, 1, 1.0)
+    assert len(slots) == len(removed(small, before)) == held // 4
     small.check_integrity()
 
 
@@ -216,9 +219,9 @@ def test_nothing_is_evicted_while_the_pool_is_filled() -> None:
     """Only slots whose memory is there are lent."""
     table = make_table(64, fill=FillOrder(64 * 4096, 2 * 4096))
     usable = 16 * 4096
-    slots, _, evicted = table.lending.lend(1, 64, 1, 0.0, usable)
-    assert (len(slots), evicted) == (16, [])
-    assert table.lending.lend(1, 64, 1, 0.0, usable) == ([], [], [])
+    assert len(table.lending.lend(1, 64, 1, 0.0, usable)[0]) == 16
+    assert table.lending.lend(1, 64, 1, 0.0, usable) == ([], [])
+    assert not removed(table, 0)
     table.check_integrity()
 
 

@@ -19,7 +19,7 @@ from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.values import Quota
 from kvd_proto.directory import LookupResult
 from tests.cache.followers import Follower, records
-from tests.cache.tables import add, make_namespaces
+from tests.cache.tables import add, make_namespaces, removed
 
 KEYS = [bytes([65 + i]) * (i + 1) for i in range(11)]
 OWNERS = (1, 2)
@@ -237,7 +237,9 @@ class TableMachine(RuleBasedStateMachine):
         model, other = self.models[space], self.models[1 - space]
         protected = other.protected_bytes(self.namespaces)
         had = len(model.loans_of(owner))
-        slots, generations, evicted = model.table.lending.lend(owner, wanted, engines, self.now)
+        before = model.table.directory.changes.head
+        slots, generations = model.table.lending.lend(owner, wanted, engines, self.now)
+        evicted = removed(model.table, before)
         other.forget_yielded()
         assert other.protected_bytes(self.namespaces) >= protected
         evictable = [key for key in model.order if model.evictable_here(key)]

@@ -137,8 +137,8 @@ class Conductor(Member):
         if self.spec.steps:
             with self._calls.step("end_step"):
                 self._scheduler.end_step()
-        with self._calls.step("take_evicted"):
-            self._scheduler.take_evicted()
+        with self._calls.step("take_changes"):
+            self._scheduler.take_changes()
 
     # ------------------------------------------------------------- transfers
 

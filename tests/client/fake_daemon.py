@@ -462,15 +462,9 @@ class FakeDaemon:
         self.lane.send_multipart([identity, frame])
 
 
-def stepped(
-    slots: Sequence[int] = (), generations: Sequence[int] = (), evicted: Sequence[bytes] = ()
-) -> Stepped:
+def stepped(slots: Sequence[int] = (), generations: Sequence[int] = ()) -> Stepped:
     """An answer with these loans."""
-    return Stepped(
-        slots=IntArray.of(slots, "u4"),
-        generations=IntArray.of(generations, "u8"),
-        evicted=tuple(evicted),
-    )
+    return Stepped(slots=IntArray.of(slots, "u4"), generations=IntArray.of(generations, "u8"))
 
 
 _REPLIES: dict[type[Message], Callable[[Any], Message | None]] = {

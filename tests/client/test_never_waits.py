@@ -40,7 +40,7 @@ def step(scheduler: Scheduler, name: str) -> None:
     scheduler.complete_store(store)
     scheduler.complete_store([b"failed"], success=False)
     scheduler.request_finished([key])
-    scheduler.take_evicted()
+    scheduler.take_changes()
     scheduler.count_tokens(10, 5)
     scheduler.end_step()
     assert scheduler.lookup(key) is LookupResult.HIT_PENDING

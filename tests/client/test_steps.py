@@ -270,18 +270,6 @@ def test_a_key_is_stored_at_its_nth_offer(
     assert stepping.prepare_store([b"k", b"k"]).answers == (ACCEPTED, PENDING)
 
 
-def test_what_was_evicted_is_told_once(daemon: FakeDaemon, stepping: Scheduler) -> None:
-    """By the daemon with its loans, to the engine when it asks."""
-    daemon.attach(stepping)
-    assert stepping.take_evicted() == []
-    daemon.replies[Step] = lambda _: stepped(evicted=[b"old", b"older"])
-    stepping.prepare_store([b"k"])
-    stepping.end_step()
-    answered(stepping)
-    assert stepping.take_evicted() == [b"old", b"older"]
-    assert stepping.take_evicted() == []
-
-
 # ----------------------------------------------------------------------- loads
 
 

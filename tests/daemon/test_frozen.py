@@ -67,7 +67,7 @@ def test_no_call_of_a_step_waits_for_a_frozen_broker(
                 scheduler.complete_store(given_up, success=False)
                 scheduler.request_finished(kept)
                 scheduler.take_ready()
-                scheduler.take_evicted()
+                scheduler.take_changes()
                 for worker in engine.workers.values():
                     worker.cancel([])
                     assert worker.get_finished() == []

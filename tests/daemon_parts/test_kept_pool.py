@@ -183,7 +183,7 @@ def description(key: bytes) -> Description:
 
 def store_described(table: ChunkTable, keys: list[bytes]) -> list[int]:
     """Write the keys' shares, with their descriptions; the slots."""
-    slots, generations, _ = table.lending.lend(1, len(keys), 1, 0.0)
+    slots, generations = table.lending.lend(1, len(keys), 1, 0.0)
     slots, generations = list(slots), list(generations)
     encoded = [encode(description(key)) for key in keys]
     table.begin(keys, slots, generations, 1, 0.0, descriptions=encoded)

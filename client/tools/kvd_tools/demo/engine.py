@@ -113,7 +113,7 @@ class Engine:
         """Wait for every job, then check that all blocks came back, each once."""
         while self._jobs:
             self._pump()
-        self.counts["evicted_chunks"] += len(self._scheduler.take_evicted())
+        self._count_evicted()
         if len(self._free) != len(self._blocks) or set(self._free) != self._blocks:
             raise DemoError(f"{len(self._free)} of {len(self._blocks)} blocks were given back")
 
@@ -161,10 +161,14 @@ class Engine:
         # Its steps take no time: unlike a real engine's they would use up what is lent to it.
         self._scheduler.reserve(len(keys), LEND_SECONDS)
         ticket = self._scheduler.prepare_store(keys, blocks)
-        self.counts["evicted_chunks"] += len(self._scheduler.take_evicted())
+        self._count_evicted()
         self.counts["refused_chunks"] += len(keys) - sum(a in _TAKEN for a in ticket.answers)
         if ticket.keys:
             self._begin(ticket, groups, request)
+
+    def _count_evicted(self) -> None:
+        while self._scheduler.changes_waiting:
+            self.counts["evicted_chunks"] += len(self._scheduler.take_changes().removed)
 
     # ----------------------------------------------------------- blocks, jobs
 

@@ -94,6 +94,7 @@ class Bench:
         self.stored: tuple[bytes, ...] = ()
         self.samples: dict[str, list[tuple[JobResult, float]]] = {"store": [], "load": []}
         self._observer = observer
+        self._told: set[bytes] = set()  # READY by what the daemon's changes say
         self._job = 0
         self._stack = ExitStack()
         name = f"selftest-{os.getpid()}-{device}"
@@ -162,12 +163,16 @@ class Bench:
         return sum(answer in answers for answer in self.scheduler.lookup_many(self.keys))
 
     def ready(self) -> bool:
-        """Whether every stored chunk can be loaded; those that had to go for loans are left out."""
+        """Whether every stored chunk is found and told; those that had to go are left out."""
         self.scheduler.end_step()  # takes in what the daemon has answered
-        answered = self.scheduler.loans is not None  # what has to go for loans has gone
-        gone = set(self.scheduler.take_evicted())
-        self.stored = tuple(key for key in self.stored if key not in gone)
-        return answered and 0 < len(self.stored) == self.count(LookupResult.HIT)
+        if self.scheduler.loans is None:
+            return False  # the daemon may be about to evict some of them for loans
+        found = zip(self.stored, self.scheduler.lookup_many(self.stored), strict=True)
+        self.stored = tuple(key for key, answer in found if answer is not LookupResult.MISS)
+        changes = self.scheduler.take_changes()
+        self._told = (self._told | changes.stored.keys()).difference(changes.removed)
+        all_ready = 0 < len(self.stored) == self.count(LookupResult.HIT)
+        return all_ready and self._told.issuperset(self.stored)
 
     def own_namespace(self) -> dict[str, Any] | None:
         """The temporary namespace as the daemon reports it, while it is there."""
