@@ -5,7 +5,7 @@ background thread meets a value that it cannot send.
 """
 
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias, TypeVar
 
 import msgspec
@@ -103,10 +103,23 @@ def block_ranges(blocks: object, number: int) -> list[Blocks] | None:
     return [(first, count) for first, count in pairs]
 
 
-def chunk_descriptions(values: object, number: int) -> tuple[bytes, ...]:
-    """Check the descriptions of so many keys' chunks; None: of none, and no items."""
+def no_description(number: int) -> bytes:
+    """Describe no chunk."""
+    del number
+    return b""
+
+
+def chunk_descriptions(values: object, number: int) -> tuple[Callable[[int], bytes], int | None]:
+    """Check the descriptions of so many keys' chunks; None: of none.
+
+    Returns:
+        What tells that of the i-th one; how many bytes they have in all, None where that is not
+        known.
+    """
     if values is None:
-        return ()
+        return no_description, 0
+    if callable(values):
+        return values, None
     found = collection("descriptions", values, "bytes or None")
     if len(found) != number:
         raise UsageError(f"{len(found)} descriptions with {number} keys: one for each is needed")
@@ -118,7 +131,8 @@ def chunk_descriptions(values: object, number: int) -> tuple[bytes, ...]:
                 f"descriptions={shown(each)}: what kvd_proto.descriptions.encode returned is"
                 f" needed, {MAX_DESCRIPTION_BYTES} bytes at most, or None"
             )
-    return tuple(each or b"" for each in found)
+    described = [each or b"" for each in found]
+    return described.__getitem__, sum(map(len, described))
 
 
 def declared(name: str, value: object, kind: type[T]) -> T:

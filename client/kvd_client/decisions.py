@@ -1,6 +1,6 @@
 """What a scheduler decides by itself about stores and loads, from the directory and its loans."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from kvd_client.arguments import Blocks, shown
@@ -46,7 +46,7 @@ class Decisions:
         self,
         keys: Sequence[bytes],
         ranges: Sequence[Blocks] | None,
-        descriptions: Sequence[bytes] = (),
+        describe: Callable[[int], bytes],
     ) -> tuple[list[StoreAnswer], Chosen]:
         """Begin to store those keys that are new, as far as there are loans.
 
@@ -56,8 +56,9 @@ class Decisions:
         Args:
             keys: a prompt's head first.
             ranges: for each the blocks that will be stored; None: all of all chunks.
-            descriptions: for each that of its chunk, empty for none; no items: of none. Keys whose
-                descriptions the message has no room for are FULL.
+            describe: returns the description of the chunk of the i-th key, empty for none. It is
+                asked about keys that can be accepted. Those whose descriptions the message has no
+                room for are FULL.
 
         Returns:
             An answer to each key, and the slots of those accepted.
@@ -69,6 +70,7 @@ class Decisions:
             self._loans.take,
             outbox.begun,
         )
+        loans = self._loans
         filtered = reuse.threshold > 1
         counted: set[bytes] = set()  # by the filter, in this call
         blocks = (0, directory.blocks_per_chunk)
@@ -96,7 +98,8 @@ class Decisions:
                 counted.add(key)
                 answers.append(_NOT_YET)
                 continue
-            more = described_bytes + len(descriptions[i]) if descriptions else 0
+            encoded = describe(i) if loans else b""
+            more = described_bytes + len(encoded)
             if (more and not outbox.room_for(more)) or (loan := take(is_lent)) is None:
                 if filtered and found is None:
                     reuse.give_back(key)
@@ -108,9 +111,8 @@ class Decisions:
             slots.append(loan[0])
             generations.append(loan[1])
             parts.append(blocks)
-            if descriptions:
-                described.append(descriptions[i])
-                described_bytes = more
+            described.append(encoded)
+            described_bytes = more
         if stored:
             outbox.begin(stored, slots, generations, parts, described)
         if len(stored) < len(answers):

@@ -84,7 +84,7 @@ class Outbox:
             descriptions: of the chunks, empty for none; none at all where there are no items.
         """
         self._add(len(keys))
-        if descriptions:
+        if any(descriptions):
             self._descriptions += [b""] * (len(self.keys) - len(self._descriptions))
             self._descriptions.extend(descriptions)
             self._described_bytes += sum(map(len, descriptions))

@@ -20,6 +20,7 @@ from kvd_client.arguments import (
     chunk_descriptions,
     collection,
     flag,
+    no_description,
     request_keys,
     seconds,
     shown,
@@ -136,7 +137,7 @@ class Scheduler(SchedulerSession):
         self,
         keys: Collection[bytes],
         blocks: Collection[Blocks] | None = None,
-        descriptions: Collection[bytes | None] | None = None,
+        descriptions: Collection[bytes | None] | Callable[[int], bytes] | None = None,
     ) -> StoreTicket:
         """Give slots on loan to keys that are new. See the ticket's answers.
 
@@ -149,11 +150,12 @@ class Scheduler(SchedulerSession):
                 count); None: all of them. A cached chunk with fewer blocks may be accepted again.
             descriptions: of each key's whole chunk, as `kvd_proto.descriptions.encode` returns it,
                 or None; None: of none. They are left out unless `describes`. Those of one step have
-                4 MiB at most: keys beyond are FULL.
+                4 MiB at most: keys beyond are FULL. A function returns that of the i-th key, b""
+                for none, and is asked about keys that may be accepted only: most are often there.
         """
         wanted = request_keys(keys)
         ranges = block_ranges(blocks, len(wanted))
-        described = chunk_descriptions(descriptions, len(wanted))
+        describe, described_bytes = chunk_descriptions(descriptions, len(wanted))
         self._check_open()
         with self._state:
             there = self._attachment
@@ -162,11 +164,13 @@ class Scheduler(SchedulerSession):
             if ranges is not None:
                 there.decisions.check(ranges)
             if not self.describes:
-                described = ()
+                describe, described_bytes = no_description, 0
+            elif described_bytes is None:
+                described_bytes = there.attached.description_bytes * len(wanted)
             there.look(wanted)
-            if not there.has_room(len(wanted), sum(map(len, described))):
+            if not there.has_room(len(wanted), described_bytes):
                 return StoreTicket(answers=(StoreAnswer.FULL,) * len(wanted))
-            answers, chosen = there.decisions.offer(wanted, ranges, described)
+            answers, chosen = there.decisions.offer(wanted, ranges, describe)
             serial = next(self._serials)
             self._end_call(there)
         ticket = StoreTicket(

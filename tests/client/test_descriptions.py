@@ -53,6 +53,25 @@ def test_descriptions_are_told_with_the_keys_that_are_accepted(
     assert step.descriptions == (b"of a", b"", b"of c", b"")
 
 
+def test_a_function_describes_what_can_be_accepted(
+    daemon: FakeDaemon, stepping: Scheduler, kept: int
+) -> None:
+    """It is asked about no other key: most are often there already."""
+    assert kept >= 0
+    asked: list[int] = []
+
+    def describe(number: int) -> bytes:
+        asked.append(number)
+        return b"of %d" % number
+
+    daemon.attach(stepping)
+    stepping.prepare_store([b"ready", b"a", b"a", b"b"], descriptions=describe)
+    assert asked == [1, 3]
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert (step.keys, step.descriptions) == ((b"a", b"b"), (b"of 1", b"of 3"))
+
+
 @pytest.mark.parametrize("describe", [False, True])
 def test_what_nobody_reads_is_not_sent(
     daemon: FakeDaemon, stepping: Scheduler, kept: int, *, describe: bool

@@ -1,6 +1,6 @@
 """vLLM's half of the connector in the scheduler, stepped as vLLM's scheduler does it."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ class Lender:
         loans: how many are at hand; None: none, and no answer yet.
         present: keys that are found.
         offered: keys of each offer.
-        described: descriptions of each offer, where they are wanted.
+        described: descriptions of the accepted keys of each offer, where they are wanted.
         describes: whether they are.
         changes: what the next `take_changes` returns.
         used, steps: keys that finished requests have used, and steps that have ended.
@@ -58,12 +58,11 @@ class Lender:
         self,
         keys: Sequence[bytes],
         blocks: object = None,
-        descriptions: Sequence[bytes] | None = None,
+        descriptions: Callable[[int], bytes] | None = None,
     ) -> StoreTicket:
         """See Scheduler: the first keys get what there is, and are stored at once."""
         del blocks
         self.offered.append(tuple(keys))
-        self.described.append(None if descriptions is None else list(descriptions))
         answers, accepted = [], []
         for key in keys:
             if key in self.present:
@@ -76,6 +75,8 @@ class Lender:
             else:
                 answers.append(StoreAnswer.FULL)
         count = len(accepted)
+        numbers = [i for i, answer in enumerate(answers) if answer is StoreAnswer.ACCEPTED]
+        self.described.append(None if descriptions is None else list(map(descriptions, numbers)))
         return StoreTicket(
             tuple(accepted), np.zeros(count, "<u4"), np.zeros(count, "<u8"), tuple(answers)
         )

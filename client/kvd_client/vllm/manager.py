@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -220,10 +221,10 @@ class KvdOffloadingManager(OffloadingManager):
         wanted = offered[:MAX_KEYS]
         ranges = self.ranges
         blocks = [ranges.offered(key, req_context) for key in wanted] if ranges.parts else None
-        descriptions = None
-        if self.scheduler.describes:
-            descriptions = [self.describer.encoded(key, req_context) for key in wanted]
-        ticket = self.scheduler.prepare_store(wanted, blocks, descriptions)
+        describe = partial(self._description, wanted, req_context)
+        ticket = self.scheduler.prepare_store(
+            wanted, blocks, describe if self.scheduler.describes else None
+        )
         accepted = [OffloadKey(key) for key in ticket.keys]
         if self._unpublished is not None:
             self._unpublished.begin(accepted)
@@ -352,6 +353,9 @@ class KvdOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         """End the session."""
         self.scheduler.close()
+
+    def _description(self, keys: list[OffloadKey], request: ReqContext, number: int) -> bytes:
+        return self.describer.encoded(keys[number], request)
 
     def _use(self, keys: Iterable[OffloadKey], request: ReqContext) -> None:
         self._used.setdefault(request.req_id, {}).update(dict.fromkeys(keys))
