@@ -119,7 +119,7 @@ class Service:
             self._send(publication.turn(now))
             if lag := publication.take_lag():
                 self._lag_ns = max(self._lag_ns, lag + time.monotonic_ns() - began)
-            busy |= publication.waiting(now)
+            busy |= publication.behind
         if self._left and now > self._left_until:
             self._left = {}
             self._write_note()
