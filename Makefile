@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak
+.PHONY: help demo test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak events-exact
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -100,6 +100,9 @@ fuzz: $(STAMP) ## mutated sessions for SECONDS against codec, broker and a live 
 
 soak: $(STAMP) ## break everything at random for SECONDS while engines work (SEED=n to repeat)
 	PYTHONPATH=. $(BIN)/python tests/chaos/run.py $(or $(SECONDS),1800) $(SEED)
+
+events-exact: $(STAMP) ## compare what routers are told with what is cached, PASSES times (SEED=n to repeat)
+	PYTHONPATH=. $(BIN)/python -m tests.events.exactness $(or $(PASSES),20) $(SEED)
 
 gpu: ## CUDA tests and benchmark on a real GPU; WHEELS=folder for missing packages
 gpu-explore: ## what a CUDA lane's defaults should be, measured on a real GPU

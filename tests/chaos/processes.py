@@ -146,8 +146,8 @@ class Daemon(Process):
         self._environment = environment
         self._ended_by_us = True
 
-    def start(self, change: Config | None = None) -> None:
-        """The next daemon, with the usual configuration but for the change."""
+    def start(self, change: Config | None = None, *flags: str) -> None:
+        """The next daemon, with the usual configuration but for the change, and these flags."""
         if change is not None:
             self.config = {**USUAL, **change}
         self._ended_by_us = False
@@ -158,7 +158,7 @@ class Daemon(Process):
         with self.log.open("ab") as sink:
             sink.write(f"--- start {self.starts + 1}: {self.config}\n".encode())
         arguments = [f"--{name}={value}" for name, value in options.items()]
-        self.launch("kvd", "serve", *arguments, **self._environment)
+        self.launch("kvd", "serve", *arguments, *flags, **self._environment)
 
     def finish(self, number: int) -> str:
         """End it by this signal; what was wrong with that, if anything was."""

@@ -32,6 +32,19 @@ class Slots:
 
 def slots_of(runtime_dir: Path, engine: str) -> Slots | None:
     """What the directory of an attached engine says; None where nobody is let in."""
+    fd = directory_fd(runtime_dir, engine)
+    if fd is None:
+        return None
+    try:
+        return read(os.pread(fd, os.fstat(fd).st_size, 0))
+    except (OSError, DirectoryError):
+        return None
+    finally:
+        os.close(fd)
+
+
+def directory_fd(runtime_dir: Path, engine: str) -> int | None:
+    """A descriptor of the directory of an attached engine; None where nobody is let in."""
     fds: list[int] = []
     try:
         # Of a worker's session: the end of a scheduler's would give up what the engine stores.
@@ -41,8 +54,8 @@ def slots_of(runtime_dir: Path, engine: str) -> Slots | None:
             _, fds, _, _ = socket.recv_fds(client.control_socket, 65536, 4)
         finally:
             client.close()
-        return read(os.pread(fds[0], os.fstat(fds[0]).st_size, 0))
-    except (OSError, AssertionError, IndexError, DirectoryError):
+        return fds.pop(0)
+    except (OSError, AssertionError, IndexError):
         return None
     finally:
         for fd in fds:

@@ -1,0 +1,217 @@
+"""Are routers told exactly what is cached, whatever happens?
+
+    make events-exact PASSES=20 SEED=7
+
+Four engines of two models store, and evict each other's chunks, while something is done to them.
+When all is quiet each index that was fed with nothing but published bytes is compared with the
+directory, key for key, and so is what each engine's scheduler was told. Prints a table; the last
+line is JSON.
+"""
+
+import argparse
+import json
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+from tests.daemon.serving import run_kvd
+from tests.events.world import CONFIG, World, made
+from tests.processes import frozen, kill_and_wait
+from tests.waiting import eventually
+
+CHURN = 300  # changes in each model's ring before something is done, and after it
+RING = int(CONFIG["change-ring"])
+Do = Callable[[World], None]
+
+
+def _nothing(world: World) -> None:
+    world.churn(CHURN)
+
+
+def _clear(*arguments: str) -> Do:
+    def clear(world: World) -> None:
+        where = str(world.daemon.runtime_dir)
+        done = run_kvd("clear", "--runtime-dir", where, "--yes", *arguments)
+        assert done.returncode == 0, done.stderr
+
+    return clear
+
+
+def _reset(world: World) -> None:
+    world.engines["c"].tell("reset")
+
+
+def _kill_engine(world: World) -> None:
+    world.engines["b"].kill()
+
+
+def _end_engine(world: World) -> None:
+    """Another subscriber comes at the same time."""
+    world.subscribe("late")
+    world.engines["d"].tell("end")
+    world.engines["d"].end()
+
+
+def _start_engines(world: World) -> None:
+    for engine in world.engines.values():
+        if not engine.running:
+            engine.start()
+            engine.ask("run")
+
+
+def _kill_lane(world: World) -> None:
+    kill_and_wait(eventually(world.daemon.lane_pids)[0])
+
+
+def _kill_publisher(world: World) -> None:
+    kill_and_wait(world.publisher_pid())
+
+
+def _stop_publisher(world: World) -> None:
+    with frozen(world.publisher_pid()):
+        world.churn(RING + 1)
+
+
+def _stop_engine(world: World) -> None:
+    with frozen(world.engines["a"].pid):
+        world.churn(RING + 1)
+
+
+def _restart(*, cold: bool = False) -> Do:
+    def restart(world: World) -> None:
+        world.daemon.finish(signal.SIGKILL)
+        world.start_daemon(cold=cold)
+
+    return restart
+
+
+def _kill_both(world: World) -> None:
+    """The publisher cannot tell anybody that the daemon has gone."""
+    pid = world.publisher_pid()
+    with frozen(pid):
+        world.daemon.finish(signal.SIGKILL)
+        kill_and_wait(pid)
+    world.start_daemon()
+
+
+DONE: dict[str, Do] = {
+    "nothing": _nothing,
+    "kvd clear of one model": _clear("--namespace", "left"),
+    "kvd clear": _clear(),
+    "reset by an engine": _reset,
+    "kill -9 of an engine": _kill_engine,
+    "the engine comes back": _start_engines,
+    "an engine leaves, a subscriber comes": _end_engine,
+    "another engine comes": _start_engines,
+    "kill -9 of the lane": _kill_lane,
+    "kill -9 of the publisher": _kill_publisher,
+    "the publisher stands still, its rings overrun": _stop_publisher,
+    "an engine stands still, its ring overruns": _stop_engine,
+    "kill -9 of the broker, warm restart": _restart(),
+    "kill -9 of the broker, cold restart": _restart(cold=True),
+    "kill -9 of broker and publisher": _kill_both,
+}
+"""What is done while engines store, by its name in the table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was done, and what the indexes had when all was quiet.
+
+    Attributes:
+        done: its name.
+        chunks, blocks: that all directories had.
+        changes: that their rings had meanwhile, at least.
+        events: that were published meanwhile.
+        differences: keys, by kind of index.
+        seconds: until there was no difference, or the wait for that was over.
+    """
+
+    done: str
+    chunks: int
+    blocks: int
+    changes: int
+    events: int
+    differences: dict[str, int]
+    seconds: float
+
+    def line(self) -> str:
+        """For the table."""
+        counts = [self.chunks, self.blocks, self.changes, self.events, *self.differences.values()]
+        return f"{self.done:46}" + "".join(f"{count:>9,}" for count in counts)
+
+
+def head_line() -> str:
+    """Above the rows."""
+    names = ["chunks", "blocks", "changes", "events", "set", "llm-d", "Dynamo", "take_ch."]
+    return f"{'done':46}" + "".join(f"{name:>9}" for name in names)
+
+
+def one(world: World, name: str) -> Row:
+    """Do one thing while engines store, and compare when all is quiet."""
+    world.run()
+    changes = world.churn(CHURN)
+    events = sum(each.events for each in world.subscribers.values())
+    DONE[name](world)
+    changes += world.churn(CHURN)
+    world.rest()
+    began = time.monotonic()
+    try:
+        differences = eventually(world.quiet_differences, lambda found: not any(found.values()))
+    except AssertionError:
+        differences = world.differences()
+    seconds = time.monotonic() - began
+    expected = world.expected().values()
+    return Row(
+        done=name,
+        chunks=sum(len(each.keys) for each in expected),
+        blocks=sum(len(each.plain) for each in expected),
+        changes=changes,
+        events=sum(each.events for each in world.subscribers.values()) - events,
+        differences=differences,
+        seconds=round(seconds, 2),
+    )
+
+
+def exactness(passes: int, seed: int) -> list[Row]:
+    """All that can be done, as often as asked for; after the first pass in an order by chance."""
+    rows = []
+    print(head_line(), flush=True)
+    chance = random.Random(seed)
+    with made(seed) as world:
+        world.start_daemon()
+        world.subscribe("early")
+        _start_engines(world)
+        for number in range(passes):
+            names = list(DONE)
+            if number:
+                chance.shuffle(names)
+            for name in names:
+                rows.append(one(world, name))
+                print(rows[-1].line(), flush=True)
+        for subscriber in world.subscribers.values():
+            assert not subscriber.wrong, subscriber.wrong
+    return rows
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("passes", type=int, nargs="?", default=1)
+    parser.add_argument("seed", type=int, nargs="?", default=None)
+    chosen = parser.parse_args()
+    seed = random.SystemRandom().randrange(2**31) if chosen.seed is None else chosen.seed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever is ended ends what it started
+    print(f"seed {seed}, {chosen.passes} passes", flush=True)
+    rows = exactness(chosen.passes, seed)
+    wrong = [asdict(row) for row in rows if any(row.differences.values())]
+    total = {"rows": len(rows), "changes": sum(row.changes for row in rows), "wrong": wrong}
+    print(json.dumps(total))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,255 @@
+"""A daemon that publishes, four engines, and whoever reads what is published."""
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+
+from kvd_proto.changes import HEAD_AT
+from tests.chaos.processes import Config, Daemon, Process
+from tests.daemon.slots import directory_fd
+from tests.events.expected import Expected, held
+from tests.events.subscriber import Subscriber, address_in
+from tests.processes import children_running
+from tests.waiting import eventually
+
+CONFIG: Config = {
+    "cpu-bytes": "6MiB",
+    "change-ring": "1024",
+    "keep-pool": "yes",
+    "quota": json.dumps({"left": {"cap": "60%"}, "right": {"floor": "25%"}}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One engine; those of one model share its chunks."""
+
+    name: str
+    model: str
+    ranks: int
+
+    @property
+    def topic(self) -> str:
+        """Where the daemon publishes for it."""
+        return f"kv@{self.name}@{self.model}"
+
+
+SPECS = (Spec("a", "left", 2), Spec("b", "left", 2), Spec("c", "right", 1), Spec("d", "right", 1))
+
+
+class EngineProcess(Process):
+    """An engine: the process that runs, has run last or will run.
+
+    Args:
+        folder: of the run.
+        spec: which engine.
+        seed: of its choices.
+    """
+
+    def __init__(self, folder: Path, spec: Spec, seed: int) -> None:
+        super().__init__(folder / f"{spec.name}.log")
+        self.spec = spec
+        self._folder = folder
+        self._seed = seed
+        self._pipe: Connection | None = None
+
+    def start(self) -> None:
+        """The next process; returns once it has connected."""
+        path = self._folder / f"{self.spec.name}-{self.starts}.pipe"
+        with Listener(str(path)) as listener:
+            spec, seed = self.spec, str(self._seed + self.starts)
+            arguments = (str(path), str(self._folder / "run"), spec.name, spec.model)
+            self.launch("tests.events.engine_process", *arguments, str(spec.ranks), seed)
+            self._pipe = listener.accept()
+            assert self._pipe.recv() == spec.name
+
+    def tell(self, command: str) -> None:
+        """A command that it does not answer."""
+        assert self._pipe is not None
+        self._pipe.send(command)
+
+    def ask(self, command: str) -> object:
+        """A command, and its answer."""
+        self.tell(command)
+        assert self._pipe is not None
+        return self._pipe.recv()
+
+    def held(self) -> set[bytes] | None:
+        """The chunks that its scheduler was told of; None while there is more to take."""
+        answer = self.ask("held")
+        assert isinstance(answer, tuple)
+        complete, keys = answer
+        return keys if complete else None
+
+    def kill(self) -> None:
+        """End it by SIGKILL."""
+        self.end(signal.SIGKILL)
+        if self._pipe is not None:
+            self._pipe.close()
+
+
+class World:
+    """One run.
+
+    Args:
+        folder: of the run.
+        pool_dir: of the daemon's pool.
+        seed: of the engines' choices.
+
+    Attributes:
+        engines: by name.
+        subscribers: by name.
+    """
+
+    def __init__(self, folder: Path, pool_dir: Path, seed: int) -> None:
+        self.folder = folder
+        self.address = address_in(folder)
+        self.daemon = Daemon(folder, pool_dir, {})
+        self.engines = {
+            spec.name: EngineProcess(folder, spec, seed + 100 * number)
+            for number, spec in enumerate(SPECS)
+        }
+        self.subscribers: dict[str, Subscriber] = {}
+        self._fds: dict[str, int] = {}  # of the directories of this daemon, by engine
+
+    def start_daemon(self, *, cold: bool = False) -> None:
+        """The next daemon."""
+        self._forget_directories()
+        self.daemon.start(CONFIG | {"events": self.address}, *["--cold"] * cold)
+
+    def subscribe(self, name: str) -> None:
+        """A subscriber that knows nothing yet."""
+        self.subscribers[name] = Subscriber(self.address)
+
+    def run(self) -> None:
+        """All engines store."""
+        for engine in self.running():
+            engine.ask("run")
+
+    def rest(self) -> None:
+        """No engine stores."""
+        for engine in self.running():
+            engine.ask("rest")
+
+    def running(self) -> list[EngineProcess]:
+        """Engines that have a process."""
+        return [engine for engine in self.engines.values() if engine.running]
+
+    def pump(self) -> None:
+        """Let subscribers take what has come."""
+        for subscriber in self.subscribers.values():
+            subscriber.pump()
+
+    def publisher_pid(self) -> int:
+        """The daemon's publisher, once there is one."""
+        found = eventually(lambda: children_running(self.daemon.pid, "kvd.publisher"))
+        return found[0].pid
+
+    # ---------------------------------------------------------------- looking
+
+    def heads(self) -> dict[str, int]:
+        """By model, of which an engine runs: the number of the last change in its ring."""
+        return {
+            model: int.from_bytes(self._directory(engine)[HEAD_AT : HEAD_AT + 8], "little")
+            for model, engine in self._one_of_each().items()
+        }
+
+    def churn(self, changes: int) -> int:
+        """Wait until there were so many changes in each model's ring; how many there were in all.
+
+        Subscribers take what comes meanwhile.
+        """
+        before = self.heads()
+
+        def since() -> dict[str, int]:
+            self.pump()
+            return {model: head - before[model] for model, head in self.heads().items()}
+
+        return sum(eventually(since, lambda each: min(each.values()) >= changes).values())
+
+    def quiet_differences(self) -> dict[str, int]:
+        """`differences`, where nothing has changed meanwhile; else a key more of each."""
+        before = self.heads()
+        self.pump()
+        found = self.differences()
+        came = sum(each.pump() for each in self.subscribers.values())
+        moved = bool(came) or self.heads() != before
+        return {kind: count + moved for kind, count in found.items()}
+
+    def _one_of_each(self) -> dict[str, str]:
+        """By model an engine that runs."""
+        return {engine.spec.model: engine.spec.name for engine in self.running()}
+
+    def expected(self) -> dict[str, Expected]:
+        """By model, of which an engine runs: what its directory has."""
+        index = next(iter(self.subscribers.values())).indexes.llmd
+        return {
+            model: Expected.of(model, held(self._directory(engine)), index)
+            for model, engine in self._one_of_each().items()
+        }
+
+    def _directory(self, engine: str) -> bytes:
+        """All of it: of an engine that is attached, or will be."""
+        fd = self._fds.get(engine)
+        if fd is None:
+            found = eventually(lambda: directory_fd(self.daemon.runtime_dir, engine), _is_there)
+            assert found is not None
+            fd = self._fds[engine] = found
+        return os.pread(fd, os.fstat(fd).st_size, 0)
+
+    def differences(self) -> dict[str, int]:
+        """By kind of index, summed over topics and subscribers; all keys are there."""
+        total = {"set": 0, "llm-d": 0, "Dynamo": 0, "take_changes": 0}
+        expected = self.expected()
+        for engine in self.engines.values():
+            there = expected[engine.spec.model] if engine.running else Expected()
+            if engine.running:
+                told = engine.held()
+                waiting = len(there.keys) + 1
+                total["take_changes"] += waiting if told is None else len(told ^ there.keys)
+            for subscriber in self.subscribers.values():
+                for kind, count in subscriber.indexes.differences(engine.spec.topic, there).items():
+                    total[kind] += count
+        return total
+
+    def _forget_directories(self) -> None:
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def close(self) -> None:
+        """End everything."""
+        self._forget_directories()
+        for engine in self.engines.values():
+            engine.kill()
+        for subscriber in self.subscribers.values():
+            subscriber.close()
+        self.daemon.end(signal.SIGKILL)
+
+
+def _is_there(fd: int | None) -> bool:
+    return fd is not None
+
+
+@contextmanager
+def made(seed: int) -> Iterator[World]:
+    """A world in folders of its own, gone with the block."""
+    folder = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths are short
+    pool_dir = Path(tempfile.mkdtemp(prefix="kvd-events-", dir="/dev/shm"))
+    world = World(folder, pool_dir, seed)
+    try:
+        yield world
+    finally:
+        world.close()
+        shutil.rmtree(pool_dir, ignore_errors=True)
+        if os.environ.get("KVD_KEEP_LOGS"):
+            print(f"logs: {folder}")
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
