@@ -3,35 +3,43 @@
 Alone it prints a table and writes bench/out/events.json; `make bench` takes the first two figures.
 """
 
+import argparse
+import itertools
 import json
 import mmap
 import os
 import platform
+import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, Self
 
 import msgspec
 import numpy as np
 import zmq
-from harness import SECONDS, Daemon, Engine, Figures, fresh_keys, layout, median
+from harness import SECONDS, Daemon, Figures, Served, engine_name, fresh_keys, layout, median
 from rich.console import Console
 from rich.table import Table
 
 from kvd.cache.directory import DirectoryWriter
+from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
+from kvd_client.worker import Worker
 from kvd_proto.announcer import Announcer
-from kvd_proto.change_reader import ChangeReader, Place
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.changes import change_capacity
 from kvd_proto.descriptions import Description, encode
 from kvd_proto.directory import DirectoryHeader
+from kvd_proto.messages import Fingerprint, Store
 
 OUT = Path(__file__).parent / "out" / "events.json"
 CHUNKS, ROUNDS, FREED = 2**16, 7, 64
-AT_A_TIME = 40  # changes in a step of 4 ms, at 10,000 a second
-PAGE = 4096
+PAGE, SLOTS, BLOCK_TOKENS = 4096, 4000, 16
+READ_CHUNKS, BATCH, AT_A_TIME = 20_000, 500, 40  # at 10,000 changes a second a step of 4 ms has 40
+LAG_SECONDS, LAG_STORES, LAG_TURN_SECONDS = 20.0, 10, 0.01  # a full pool: each store evicts one
+CHANGES_A_SECOND = 10_000
+MOST_SECONDS, MOST_BATCHES = 4.0, (100, 2000)
 
 
 class _Silent:
@@ -46,31 +54,24 @@ def measure() -> Figures:
     return {"event_broker_us": writing_us(), "event_read_us": reading_us()}
 
 
-@contextmanager
-def directory() -> Iterator[DirectoryWriter]:
-    """An empty one."""
-    header = DirectoryHeader.plan(CHUNKS, bytes(16), bytes(16), 1, change_capacity(4 * CHUNKS))
-    writer = DirectoryWriter(mmap.mmap(-1, header.total_bytes), header)
-    yield writer
-    writer.release()
+# ----------------------------------------------------------------- the broker
 
 
 def writing_us() -> float:
-    """Of the broker, for each change: `make_ready` and `free` with the ring and without, in turn."""
-    keys, slots, took = fresh_keys(CHUNKS), list(range(CHUNKS)), []
-    with directory() as writer:
-        log, silent = writer.changes, _Silent()
-        for _ in range(ROUNDS):
-            round_took = []
-            for changes in (silent, log):
-                writer.changes = changes  # type: ignore[assignment]  # what is left out
-                round_took.append(_turn_over(writer, keys, slots))
-            took.append((round_took[1] - round_took[0]) / (2 * CHUNKS) * 1e6)
-    return median(took[1:])
+    """Of the broker, a change: `make_ready` and `free` with the ring and without, in turn."""
+    header = DirectoryHeader.plan(CHUNKS, bytes(16), bytes(16), 1, change_capacity(CHUNKS))
+    writer = DirectoryWriter(mmap.mmap(-1, header.total_bytes), header)
+    keys, log, silent, took = fresh_keys(CHUNKS), writer.changes, _Silent(), []
+    for _ in range(ROUNDS):
+        without, with_ring = (_turn_over(writer, each, keys) for each in (silent, log))
+        took.append((with_ring - without) / (2 * CHUNKS) * 1e6)
+    return median(took)
 
 
-def _turn_over(writer: DirectoryWriter, keys: list[bytes], slots: list[int]) -> float:
-    """Seconds in which all chunks become READY and go."""
+def _turn_over(writer: DirectoryWriter, changes: Any, keys: list[bytes]) -> float:
+    """Seconds in which all chunks become READY and go; `changes` is told of it."""
+    writer.changes = changes
+    slots = range(len(keys))
     writer.lend(slots, 1)
     for key, slot in zip(keys, slots, strict=True):
         writer.place(key, slot)
@@ -78,6 +79,218 @@ def _turn_over(writer: DirectoryWriter, keys: list[bytes], slots: list[int]) -> 
     started = time.perf_counter()
     for slot in slots:
         writer.make_ready(slot)
-    for begin in range(0, CHUNKS, FREED):
+    for begin in range(0, len(keys), FREED):
         writer.free(slots[begin : begin + FREED])
     return time.perf_counter() - started
+
+
+# ------------------------------------------------------------------- an engine
+
+
+class Storing:
+    """An engine of one rank that stores described chunks of one block; ended with the context.
+
+    Its scheduler takes changes. The pool has room for `SLOTS` chunks: each further one costs one.
+    """
+
+    def __init__(self, daemon: Served, at_a_time: int) -> None:
+        name = engine_name()
+        plan = layout(1, PAGE, at_a_time + 1)
+        self._memory = HostMemory.allocate(plan.storages[0])
+        self._worker = Worker(daemon.runtime_dir, name, 0, 1)
+        self.scheduler = Scheduler(daemon.runtime_dir, name, events=True)
+        self._worker.register([self._memory], plan, Fingerprint(model="bench"), required=True)
+        if not (self._worker.wait_attached(SECONDS) and self.scheduler.wait_attached(SECONDS)):
+            raise RuntimeError("the engine does not become complete")
+        self._numbers = itertools.count(1)
+
+    def store(self, count: int) -> list[bytes]:
+        """Store new chunks, which are a chain; those that had a slot."""
+        keys = fresh_keys(count)
+        described = [
+            encode(
+                Description(
+                    parent=keys[at - 1][:-4] if at else b"",
+                    hashes=(key[:-4],),
+                    tokens=key[:4] * BLOCK_TOKENS,
+                    block_size=BLOCK_TOKENS,
+                    kind="full_attention",
+                )
+            )
+            for at, key in enumerate(keys)
+        ]
+        self.scheduler.reserve(count, SECONDS)
+        ticket = self.scheduler.prepare_store(keys, None, described)
+        if not ticket.keys:
+            return []
+        blocks = np.arange(1, 1 + len(ticket))
+        arrays = JobBlocks.of(blocks, [len(blocks)], [0], ticket.slots, ticket.generations)
+        job = next(self._numbers)
+        self._worker.submit(Store, job, arrays)
+        if self._worker.wait([job], SECONDS):
+            raise RuntimeError(f"job {job} does not end")
+        self._worker.get_finished()
+        self.scheduler.complete_store(ticket)
+        return list(ticket.keys)
+
+    def fill(self) -> None:
+        """Until the pool is full, and a quarter more; nobody takes these changes."""
+        stored = 0
+        while stored < SLOTS * 5 // 4:
+            stored += len(self.store(BATCH))
+        self.drain()
+
+    def drain(self) -> None:
+        """Take all changes."""
+        while self.scheduler.changes_waiting:
+            self.scheduler.take_changes()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.scheduler.close()
+        self._worker.close()
+        self._memory.close()
+
+
+def pool() -> Daemon:
+    """A daemon with room for `SLOTS` chunks."""
+    return Daemon(SLOTS * PAGE)
+
+
+# ------------------------------------------------------------------ the reader
+
+
+def reading_us() -> float:
+    """Of a scheduler's thread, for each change: `take_changes` of as many as a step has."""
+    return _reading(announce=False)
+
+
+def _reading(*, announce: bool) -> float:
+    """Microseconds a change; `announce`: with descriptions read, and made to announcements."""
+    spent = stored = 0.0
+    with pool() as daemon, Storing(daemon, BATCH) as engine:
+        scheduler = engine.scheduler
+        announcer = Announcer(scheduler.description)
+        engine.fill()
+        while stored < READ_CHUNKS:
+            stored += len(engine.store(BATCH))
+            while scheduler.changes_waiting:
+                started = time.perf_counter()
+                changes = scheduler.take_changes(AT_A_TIME)
+                if announce:
+                    announcer.announce(changes)
+                spent += time.perf_counter() - started
+    return spent / (2 * stored) * 1e6  # each store has cost a chunk
+
+
+# --------------------------------------------------------------------- the lag
+
+
+class Heard(threading.Thread):
+    """A subscriber: what came when."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(daemon=True)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        self._socket.rcvhwm = 0
+        self._socket.subscribe(b"kv@")
+        self._socket.connect(address)
+        self._messages: list[tuple[int, bytes]] = []
+        self._over = False
+
+    def run(self) -> None:
+        """Until told to end."""
+        while not self._over:
+            if self._socket.poll(50):
+                payload = self._socket.recv_multipart()[2]
+                self._messages.append((time.monotonic_ns(), payload))
+        self._context.destroy(0)
+
+    def stop(self) -> dict[int, int]:
+        """By hash, when a block was first said to be there, in ns of CLOCK_MONOTONIC."""
+        self._over = True
+        self.join()
+        first: dict[int, int] = {}
+        for when, payload in self._messages:
+            for event in msgspec.msgpack.decode(payload)[1]:
+                if event["type"] == "BlockStored":
+                    for each in event["block_hashes"]:
+                        first.setdefault(each, when)
+        return first
+
+
+def lag() -> Figures:
+    """Milliseconds from READY to when a subscriber has it, at 2,000 changes a second."""
+    ready: dict[int, int] = {}
+    with tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as folder:
+        address = f"ipc://{folder}/events.sock"
+        with (
+            Daemon(SLOTS * PAGE, "--events", address) as daemon,
+            Storing(daemon, BATCH) as engine,
+        ):
+            engine.fill()
+            heard = Heard(address)
+            heard.start()
+            began = time.perf_counter()
+            turn = 0
+            while time.perf_counter() - began < LAG_SECONDS:
+                engine.store(LAG_STORES)
+                for key, place in engine.scheduler.take_changes().stored.items():
+                    ready[int.from_bytes(key[-12:-4], "big")] = place.time_ns
+                turn += 1
+                time.sleep(max(0.0, began + turn * LAG_TURN_SECONDS - time.perf_counter()))
+            seconds = time.perf_counter() - began
+            time.sleep(1.0)  # what is on its way
+            came = heard.stop()
+    missing = [each for each in ready if each not in came]
+    if missing:
+        raise RuntimeError(f"{len(missing)} of {len(ready)} chunks were not published")
+    lags = [(came[each] - when) / 1e6 for each, when in ready.items() if when]
+    p50, p99 = np.percentile(lags, (50, 99))
+    return {
+        "lag_changes_a_second": 2 * len(ready) / seconds,
+        "lag_p50_ms": float(p50),
+        "lag_p99_ms": float(p99),
+        "lag_max_ms": max(lags),
+    }
+
+
+# --------------------------------------------------------------------- the most
+
+
+def most() -> Figures:
+    """Changes a second that the broker writes at most, of chunks of one page."""
+    figures = {}
+    for batch in MOST_BATCHES:
+        with Daemon(8 * batch * PAGE) as daemon, Storing(daemon, batch) as engine:
+            for _ in range(16):
+                engine.store(batch)
+            engine.drain()
+            stored, began = 0, time.perf_counter()
+            while time.perf_counter() - began < MOST_SECONDS:
+                stored += len(engine.store(batch))
+            figures[f"most_changes_a_second_{batch}"] = 2 * stored / (time.perf_counter() - began)
+    return figures
+
+
+def main() -> None:
+    """All of it."""
+    argparse.ArgumentParser(description=__doc__.partition("\n")[0]).parse_args()
+    figures = measure()
+    figures["event_read_share_percent"] = figures["event_read_us"] * CHANGES_A_SECOND / 1e4
+    figures["event_announce_us"] = _reading(announce=True)
+    figures |= lag() | most()
+    table = Table("figure", "value", title=f"KV events, {os.cpu_count()} CPUs")
+    for name, value in figures.items():
+        table.add_row(name, f"{value:,.2f}")
+    Console().print(table)
+    OUT.parent.mkdir(parents=True, exist_ok=True)
+    OUT.write_text(json.dumps({k: round(v, 3) for k, v in figures.items()}, indent=2) + "\n")
+    print(f"written to {OUT}, Python {platform.python_version()}")
+
+
+if __name__ == "__main__":
+    main()
