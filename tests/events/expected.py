@@ -6,7 +6,8 @@ import numpy as np
 
 from kvd_proto.directory import FLOOR_AT, RECORD_DTYPE, DirectoryHeader, SlotState
 from tests.events.content import Block, Chunk, chunks
-from tests.routers import blocks as plain
+from tests.routers.blocks import Block as Said
+from tests.routers.blocks import BlockSet
 from tests.routers.dynamo import DynamoIndex
 from tests.routers.llmd import LlmdIndex, pod_and_model
 from tests.routers.wire import low64
@@ -46,7 +47,7 @@ class Expected:
     """
 
     keys: set[bytes] = field(default_factory=set)
-    plain: set[plain.Block] = field(default_factory=set)
+    plain: set[Said] = field(default_factory=set)
     dynamo: set[int] = field(default_factory=set)
     llmd_must: set[tuple[int, str, int | None]] = field(default_factory=set)
     llmd_may: set[tuple[int, str, int | None]] = field(default_factory=set)
@@ -60,11 +61,11 @@ class Expected:
         for key, numbers in there.items():
             chunk = content[key]
             if not chunk.described:
-                expected.plain.add(plain.Block("CPU", chunk.group, low64(chunk.blocks[-1].hash)))
+                expected.plain.add(Said("CPU", chunk.group, low64(chunk.blocks[-1].hash)))
                 continue
             for block in _blocks(chunk, numbers):
                 described.setdefault(chunk.group, set()).add(block)
-                expected.plain.add(plain.Block("CPU", chunk.group, low64(block.hash)))
+                expected.plain.add(Said("CPU", chunk.group, low64(block.hash)))
         expected.dynamo = {low64(block.hash) for block in described.get(0, ())}
         for group, blocks in described.items():
             for block in blocks:
@@ -85,7 +86,7 @@ def _blocks(chunk: Chunk, numbers: range) -> list[Block]:
 class Indexes:
     """One of each kind, fed with the same messages."""
 
-    plain: plain.BlockSet = field(default_factory=plain.BlockSet)
+    plain: BlockSet = field(default_factory=BlockSet)
     llmd: LlmdIndex = field(default_factory=LlmdIndex)
     dynamo: DynamoIndex = field(default_factory=DynamoIndex)
 
