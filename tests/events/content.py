@@ -36,12 +36,6 @@ class Block:
     parent: "Block | None"
     tokens: tuple[int, ...]
 
-    @property
-    def line(self) -> "list[Block]":
-        """From the conversation's first block to this one."""
-        before = [] if self.parent is None else self.parent.line
-        return [*before, self]
-
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
@@ -75,6 +69,12 @@ class Chunk:
                 window=window,
             )
         )
+
+
+@cache
+def line(block: Block) -> tuple[Block, ...]:
+    """From the conversation's first block to this one."""
+    return (*(() if block.parent is None else line(block.parent)), block)
 
 
 def _digest(*parts: object) -> bytes:

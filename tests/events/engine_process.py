@@ -11,7 +11,8 @@ import sys
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
-from kvd_client import ChunkBlocks, Store, StoreAnswer, StoreTicket, pack_chunks
+from kvd_client import ChunkBlocks, Store, StoreAnswer, StoreTicket
+from kvd_client.chunk_blocks import pack_chunks
 from tests.daemon.engines import Engine, make_layout
 from tests.events.content import CHUNKS, CONVERSATIONS, FACTOR, KINDS, Chunk, conversation
 

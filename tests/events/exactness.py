@@ -70,14 +70,31 @@ def _kill_publisher(world: World) -> None:
     kill_and_wait(world.publisher_pid())
 
 
-def _stop_publisher(world: World) -> None:
-    with frozen(world.publisher_pid()):
+def _overrun(world: World, pid: int, who: Callable[[World], int]) -> None:
+    """A process stands still while the rings that it reads are overwritten; it says so after."""
+    before = who(world)
+    with frozen(pid):
         world.churn(RING + 1)
+    eventually(lambda: who(world) > before)
+
+
+def _stop_publisher(world: World) -> None:
+    _overrun(
+        world,
+        world.publisher_pid(),
+        lambda world: world.daemon.report()["publisher"]["published"]["kv_event_overruns"],
+    )
 
 
 def _stop_engine(world: World) -> None:
-    with frozen(world.engines["a"].pid):
-        world.churn(RING + 1)
+    engine = world.engines["a"]
+
+    def overruns(world: World) -> int:
+        engines = world.daemon.report()["engines"]
+        (found,) = (each for each in engines if each["name"] == engine.spec.name)
+        return int(found["published"]["kv_event_overruns"])
+
+    _overrun(world, engine.pid, overruns)
 
 
 def _restart(*, cold: bool = False) -> Do:
@@ -153,10 +170,11 @@ def head_line() -> str:
 def one(world: World, name: str) -> Row:
     """Do one thing while engines store, and compare when all is quiet."""
     world.run()
-    changes = world.churn(CHURN)
+    changes = world.changes
+    world.churn(CHURN)
     events = sum(each.events for each in world.subscribers.values())
     DONE[name](world)
-    changes += world.churn(CHURN)
+    world.churn(CHURN)
     world.rest()
     began = time.monotonic()
     try:
@@ -169,7 +187,7 @@ def one(world: World, name: str) -> Row:
         done=name,
         chunks=sum(len(each.keys) for each in expected),
         blocks=sum(len(each.plain) for each in expected),
-        changes=changes,
+        changes=world.changes - changes,
         events=sum(each.events for each in world.subscribers.values()) - events,
         differences=differences,
         seconds=round(seconds, 2),

@@ -1,11 +1,12 @@
 """What the indexes must hold, of what a directory has."""
 
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
 from kvd_proto.directory import FLOOR_AT, RECORD_DTYPE, DirectoryHeader, SlotState
-from tests.events.content import Block, Chunk, chunks
+from tests.events.content import Block, Chunk, chunks, line
 from tests.routers.blocks import Block as Said
 from tests.routers.blocks import BlockSet
 from tests.routers.dynamo import DynamoIndex
@@ -69,13 +70,16 @@ class Expected:
         expected.dynamo = {low64(block.hash) for block in described.get(0, ())}
         for group, blocks in described.items():
             for block in blocks:
-                line = block.line
-                tokens = [token for each in line for token in each.tokens]
-                entry = (llmd.chain(model, tokens)[-1], "cpu", group)
+                entry = (_request_key(llmd, model, block), "cpu", group)
                 expected.llmd_may.add(entry)
-                if blocks.issuperset(line):
+                if blocks.issuperset(line(block)):
                     expected.llmd_must.add(entry)
         return expected
+
+
+@cache
+def _request_key(llmd: LlmdIndex, model: str, block: Block) -> int:
+    return llmd.chain(model, [token for each in line(block) for token in each.tokens])[-1]
 
 
 def _blocks(chunk: Chunk, numbers: range) -> list[Block]:

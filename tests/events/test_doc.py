@@ -5,8 +5,8 @@ from array import array
 from pathlib import Path
 
 import msgspec
-from kvd.publisher.wire import CLEARED, encode_event, payloads
 
+from kvd.publisher.wire import CLEARED, encode_event, payloads
 from kvd_proto.announcer import RemovedBlocks, StoredBlocks
 from tests.routers.vectors import PAYLOADS
 

@@ -1,6 +1,5 @@
 """A daemon that publishes, four engines, and whoever reads what is published."""
 
-import json
 import os
 import shutil
 import signal
@@ -23,7 +22,7 @@ CONFIG: Config = {
     "cpu-bytes": "6MiB",
     "change-ring": "1024",
     "keep-pool": "yes",
-    "quota": json.dumps({"left": {"cap": "60%"}, "right": {"floor": "25%"}}),
+    "quota": '{left = {cap = "60%"}, right = {floor = "25%"}}',
 }
 
 
@@ -106,6 +105,7 @@ class World:
     Attributes:
         engines: by name.
         subscribers: by name.
+        changes: of rings, that were waited for.
     """
 
     def __init__(self, folder: Path, pool_dir: Path, seed: int) -> None:
@@ -117,6 +117,7 @@ class World:
             for number, spec in enumerate(SPECS)
         }
         self.subscribers: dict[str, Subscriber] = {}
+        self.changes = 0
         self._fds: dict[str, int] = {}  # of the directories of this daemon, by engine
 
     def start_daemon(self, *, cold: bool = False) -> None:
@@ -157,12 +158,12 @@ class World:
     def heads(self) -> dict[str, int]:
         """By model, of which an engine runs: the number of the last change in its ring."""
         return {
-            model: int.from_bytes(self._directory(engine)[HEAD_AT : HEAD_AT + 8], "little")
+            model: int.from_bytes(os.pread(self._directory(engine), 8, HEAD_AT), "little")
             for model, engine in self._one_of_each().items()
         }
 
-    def churn(self, changes: int) -> int:
-        """Wait until there were so many changes in each model's ring; how many there were in all.
+    def churn(self, changes: int) -> None:
+        """Wait until there were so many changes in each model's ring.
 
         Subscribers take what comes meanwhile.
         """
@@ -172,7 +173,8 @@ class World:
             self.pump()
             return {model: head - before[model] for model, head in self.heads().items()}
 
-        return sum(eventually(since, lambda each: min(each.values()) >= changes).values())
+        made = eventually(since, lambda each: min(each.values()) >= changes)
+        self.changes += sum(made.values())
 
     def quiet_differences(self) -> dict[str, int]:
         """`differences`, where nothing has changed meanwhile; else a key more of each."""
@@ -191,18 +193,25 @@ class World:
         """By model, of which an engine runs: what its directory has."""
         index = next(iter(self.subscribers.values())).indexes.llmd
         return {
-            model: Expected.of(model, held(self._directory(engine)), index)
+            model: Expected.of(model, held(self._whole(engine)), index)
             for model, engine in self._one_of_each().items()
         }
 
-    def _directory(self, engine: str) -> bytes:
-        """All of it: of an engine that is attached, or will be."""
-        fd = self._fds.get(engine)
-        if fd is None:
-            found = eventually(lambda: directory_fd(self.daemon.runtime_dir, engine), _is_there)
-            assert found is not None
-            fd = self._fds[engine] = found
+    def _whole(self, engine: str) -> bytes:
+        fd = self._directory(engine)
         return os.pread(fd, os.fstat(fd).st_size, 0)
+
+    def _directory(self, engine: str) -> int:
+        """A descriptor: of an engine that is attached, or will be."""
+        if engine not in self._fds:
+            fd = eventually(lambda: self._directory_fd(engine), _is_there)
+            assert fd is not None
+            self._fds[engine] = fd
+        return self._fds[engine]
+
+    def _directory_fd(self, engine: str) -> int | None:
+        assert self.daemon.running, self.daemon.log.read_text()
+        return directory_fd(self.daemon.runtime_dir, engine)
 
     def differences(self) -> dict[str, int]:
         """By kind of index, summed over topics and subscribers; all keys are there."""
