@@ -16,13 +16,15 @@ RING = 8  # changes
 COVERAGES = [(0, 4), (0, 4), (2, 2), (1, 3)]
 
 Operation: TypeAlias = tuple[str, int, int]
-"""A word, which key, and which coverage."""
+"""A word, which key, and which coverage. A swap puts the key before into this one's slot."""
 
 Found: TypeAlias = dict[bytes, tuple[int, int, int, int]]
 """Slot, generation, first block and count of blocks of chunks."""
 
 operations = st.tuples(
-    st.sampled_from(["store"] * 6 + ["drop"] * 3 + ["doom", "doom", "sweep", "clear"]),
+    st.sampled_from(
+        ["store"] * 6 + ["drop"] * 3 + ["swap", "swap", "doom", "doom", "sweep", "clear"]
+    ),
     st.integers(0, len(KEYS) - 1),
     st.integers(0, len(COVERAGES) - 1),
 )
@@ -79,6 +81,9 @@ class Changing:
             self._store(KEYS[key], COVERAGES[coverage])
         elif word == "drop" and entry is not None:
             self.writer.free([entry[0]])
+        elif word == "swap" and entry is not None and not self.writer.entry(KEYS[key - 1]):
+            self.writer.free([entry[0]])
+            self._store_at(entry[0], KEYS[key - 1], COVERAGES[coverage])
         elif word == "doom" and entry is not None:
             self.writer.unindex(entry[0])
             self.writer.write_state(entry[0], SlotState.DRAINING)
@@ -93,12 +98,14 @@ class Changing:
         if entry is not None:
             writer.free([entry[0]])
         free = writer.slots_in(SlotState.FREE)
-        if not free:
-            return
-        writer.lend(free[:1], 1)
-        writer.place(key, free[0])
-        writer.add_share(free[0], 0, *coverage, 0)
-        writer.make_ready(free[0])
+        if free:
+            self._store_at(free[0], key, coverage)
+
+    def _store_at(self, slot: int, key: bytes, coverage: tuple[int, int]) -> None:
+        self.writer.lend([slot], 1)
+        self.writer.place(key, slot)
+        self.writer.add_share(slot, 0, *coverage, 0)
+        self.writer.make_ready(slot)
 
     def _sweep(self) -> None:
         self.writer.free(self.writer.forgotten_slots(0, SLOTS))
@@ -129,7 +136,7 @@ class InterruptedView(DirectoryView):
             here = super().ready_chunks(slot, slot + 1)
             if self.meanwhile:
                 self._changing.apply(self.meanwhile.pop(0))
-                for _, generation, *_, key in super().ready_chunks(slot, slot + 1):
-                    here = [(slot, generation, first, count, key) for _, _, first, count, _ in here]
+                for _, generation, first, count, _ in super().ready_chunks(slot, slot + 1):
+                    here = [(slot, generation, first, count, key) for *_, key in here]
             found += here
         return found

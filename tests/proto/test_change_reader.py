@@ -160,7 +160,7 @@ class ReadersMachine(RuleBasedStateMachine):
             self.at_rest(listener)
 
 
-A, B, C = KEYS[:3]
+A, B = KEYS[:2]
 STORE_A, STORE_B, DROP_A, CLEAR = ("store", 0, 0), ("store", 1, 0), ("drop", 0, 0), ("clear", 0, 0)
 
 
@@ -198,16 +198,29 @@ def test_a_chunk_that_stayed_is_not_taken_back() -> None:
     assert [difference for difference in told if difference] == [Differences({}, [A])]
 
 
-def test_a_chunk_that_came_again_is_not_taken_back() -> None:
-    """A removal speaks of one chunk, not of another that the reader has found under its key."""
+@pytest.mark.parametrize("between", [[], [("store", 2, 0), ("store", 3, 0)]])
+def test_a_chunk_that_came_again_is_not_taken_back(between: list[Operation]) -> None:
+    """A removal speaks of one chunk, not of another that the reader has found under its key.
+
+    That one has another generation, or the same in another slot.
+    """
     changing, listener = following(STORE_B, STORE_A)
     listener.attach(changing)
-    for operation in (DROP_A, ("drop", 1, 0), STORE_A):
-        changing.apply(operation)  # A is where B was
-    first = listener.take(1)
-    assert first.stored.keys() == {A}
-    for _ in range(6):
-        listener.take(1)
+    for operation in (("drop", 1, 0), DROP_A, *between, STORE_A):
+        changing.apply(operation)
+    assert listener.take(1).stored[A].slot != 1
+    while listener.reader.waiting:
+        assert A not in listener.take(1).removed
+
+
+def test_a_slot_that_changes_while_it_is_read_counts_by_the_ring() -> None:
+    """What was read of a slot may be of two chunks: the ring tells which one is there."""
+    changing, listener = following()
+    changing.apply(STORE_B)
+    listener.attach(changing)
+    listener.take(meanwhile=[("swap", 1, 0)])
+    assert B not in listener.told
+    listener.settle()
     assert listener.told.keys() == {A}
 
 
