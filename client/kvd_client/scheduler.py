@@ -28,7 +28,7 @@ from kvd_client.arguments import (
 )
 from kvd_client.attachment import Attachment
 from kvd_client.errors import UsageError
-from kvd_client.scheduler_session import SchedulerSession
+from kvd_client.scheduler_changes import SchedulerChanges
 from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
 from kvd_proto.directory import MAX_SLOTS, LookupResult
 from kvd_proto.messages import (
@@ -43,7 +43,7 @@ _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HI
 _U4, _U8, _BOOL = np.dtype("<u4"), np.dtype("<u8"), np.dtype(np.bool_)
 
 
-class Scheduler(SchedulerSession):
+class Scheduler(SchedulerChanges):
     """An engine's scheduler.
 
     Whatever happens to the daemon, no call of a step waits for it: neither lookups nor

@@ -8,17 +8,13 @@ import time
 from collections.abc import Callable, Container
 from typing import Any
 
-from kvd_client.arguments import flag, seconds, shown, whole
+from kvd_client.arguments import flag, seconds
 from kvd_client.attachment import Attachment, Kept, receive
 from kvd_client.changes import Changes, Source
 from kvd_client.connection import Connection, Notice
-from kvd_client.errors import UsageError
 from kvd_client.lookups import LookupCounts
 from kvd_client.readiness import ReadyNews
 from kvd_client.session import Session
-from kvd_proto.change_reader import DEFAULT_LIMIT, Differences, Place
-from kvd_proto.changes import MAX_CHANGES
-from kvd_proto.descriptions import Description
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import (
     Attached,
@@ -132,18 +128,6 @@ class SchedulerSession(Session):
         there = self._attachment
         return there.attached.bytes_per_chunk if there else 0
 
-    @property
-    def describes(self) -> bool:
-        """Whether `prepare_store` is to be given descriptions: somebody reads them.
-
-        That is where this engine or the daemon publishes events, and the daemon keeps some;
-        otherwise `prepare_store` leaves them out. It may change whenever the engine is attached.
-        """
-        there = self._attachment
-        if there is None or there.descriptions is None:
-            return False
-        return self._events or there.attached.describe
-
     def close(self) -> None:
         """End the session: leases are dropped, unfinished stores given up. May be called again."""
         super().close()
@@ -168,45 +152,6 @@ class SchedulerSession(Session):
         """
         self._check_open()
         return self._ready_news.take()
-
-    # ---------------------------------------------------------------- changes
-
-    def take_changes(self, limit: int = DEFAULT_LIMIT) -> Differences:
-        """Return which chunks have become READY since the last call, and which are not any more.
-
-        Whoever stored or dropped them: what was returned so far, put together, is what a lookup
-        finds. A reset takes all of it back. While the engine is not attached nothing changes, for
-        `ABSENT_SECONDS`; then all is taken back. Read in this thread, from shared memory: it never
-        waits. Each change is returned once.
-
-        Args:
-            limit: changes that are read at most: there may be more of them, see `changes_waiting`.
-        """
-        most = whole("limit", limit, 1, MAX_CHANGES)
-        self._check_open()
-        return self._changes.take(most)
-
-    @property
-    def changes_waiting(self) -> bool:
-        """Whether `take_changes` would find something to do."""
-        return self._changes.waiting
-
-    def repeat_changes(self) -> None:
-        """Let `take_changes` return all that is READY anew, as if it had returned nothing yet.
-
-        For who has told others that nothing is cached any more.
-        """
-        self._check_open()
-        self._changes.repeat()
-
-    def description(self, place: Place) -> Description | None:
-        """Return how the chunk was described that `take_changes` has found at this place.
-
-        None: not at all, or the chunk is not there any more.
-        """
-        if not isinstance(place, Place):
-            raise UsageError(f"place={shown(place)}: pass one that take_changes returned")
-        return self._changes.description(place)
 
     # -------------------------------------------------------- session's events
 
