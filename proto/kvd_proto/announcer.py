@@ -7,20 +7,13 @@ block that was told while its chain was not there is told once more when the cha
 also count how often a block was stored and removed (Dynamo, llm-d): whatever is told again is
 removed just before, so that the count stays one.
 
-`level` of a block is what routers can have made of it when it was told last:
-
-- WHOLE: its chain was there, from the prompt's first block on, in the block's own group;
-- MIXED: the chain was there with blocks of several groups, which is enough for a router that does
-  not tell groups apart;
-- APART: neither, or nothing is known of the block but its hash.
-
-Levels of what follows a block fall when it goes, and rise, with a repetition, when it comes again.
+`kvd_proto.chains` says of which blocks the chain is there.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias
 
+from kvd_proto.chains import Block, Chains, each
 from kvd_proto.change_reader import Differences, Place
 from kvd_proto.descriptions import Description
 from kvd_proto.errors import ReaderFault
@@ -28,9 +21,6 @@ from kvd_proto.errors import ReaderFault
 MOST_REPEATED = 500
 """Runs of blocks that one call tells again; the next calls go on."""
 
-APART: Final = 0
-MIXED: Final = 1
-WHOLE: Final = 2
 _GROUP_BYTES = 4
 _TOKEN_BYTES = 4
 
@@ -60,27 +50,8 @@ class RemovedBlocks(NamedTuple):
     group: int
 
 
-_T = TypeVar("_T")
-OneOrMore: TypeAlias = _T | dict[_T, None] | None
-"""Nothing, one, or the keys of a dict: nearly always one, for which a dict would be large."""
-
 Announcement: TypeAlias = StoredBlocks | RemovedBlocks
 Describe: TypeAlias = Callable[[Place], Description | None]
-
-
-class _Block:
-    """A block of a group: what comes before it, who holds it, and what was told of it.
-
-    parent: hash of the block before it; empty: it is a prompt's first; None: it is not described.
-    holders: keys of the chunks that have it.
-    """
-
-    __slots__ = ("group", "hash", "holders", "level", "parent")
-
-    def __init__(self, block_hash: bytes, group: int, parent: bytes | None) -> None:
-        self.hash, self.group, self.parent = block_hash, group, parent
-        self.holders: OneOrMore[bytes] = None
-        self.level = APART
 
 
 class _Chunk:
@@ -88,7 +59,7 @@ class _Chunk:
 
     __slots__ = ("blocks", "place")
 
-    def __init__(self, place: Place, blocks: tuple[_Block, ...]) -> None:
+    def __init__(self, place: Place, blocks: tuple[Block, ...]) -> None:
         self.place, self.blocks = place, blocks
 
 
@@ -112,19 +83,17 @@ class Announcer:
     def __init__(self, describe: Describe) -> None:
         self._describe = describe
         self._chunks: dict[bytes, _Chunk] = {}
-        self._groups: dict[int, dict[bytes, _Block]] = {}
-        self._children: dict[bytes, OneOrMore[_Block]] = {}  # of described blocks, by parent
-        self._due: deque[_Block] = deque()  # whose level may rise
+        self._chains = Chains()
 
     @property
     def waiting(self) -> bool:
         """Whether `announce` has blocks to tell again, without any differences."""
-        return bool(self._due)
+        return bool(self._chains.due)
 
     @property
     def announced(self) -> Iterator[tuple[int, bytes]]:
         """Group and hash of every block that is told; nothing may be announced meanwhile."""
-        return ((group, each) for group, blocks in self._groups.items() for each in blocks)
+        return ((block.group, block.hash) for block in self._chains)
 
     def announce(self, differences: Differences) -> list[Announcement]:
         """Return what is to be told, in this order: what was stored, parents first, then removed.
@@ -141,7 +110,7 @@ class Announcer:
             if chunk is not None:
                 self._let_go(key, chunk.blocks, gone)
         told += [RemovedBlocks(tuple(hashes), group) for group, hashes in gone.items()]
-        if self._due:
+        if self._chains.due:
             self._tell_again(told)
         return told
 
@@ -151,7 +120,7 @@ class Announcer:
         Differences may be announced between two of them: what they remove is left out, and what
         they add may be left out, too.
         """
-        done: set[_Block] = set()
+        done: set[Block] = set()
         for first in list(self._chunks):
             path = [first]
             on_path = {first}
@@ -194,7 +163,7 @@ class Announcer:
         for key, offer in offers.items():
             if key in done:
                 continue
-            if not offer.parent or self._has(offer.parent, offer.group):
+            if not offer.parent or self._chains.get(offer.group, offer.parent):
                 done.add(key)
                 self._tell(key, offer, told)
                 continue
@@ -217,34 +186,21 @@ class Announcer:
                     done.add(each)
                     self._tell(each, offers[each], told)
 
-    def _has(self, block_hash: bytes, group: int) -> bool:
-        blocks = self._groups.get(group)
-        return blocks is not None and block_hash in blocks
-
     def _tell(self, key: bytes, offer: _Offer, told: list[Announcement]) -> None:
         """Tell the blocks of a chunk that are not told yet; those that it has no more are not."""
-        blocks = self._groups.get(offer.group)
-        if blocks is None:
-            blocks = self._groups[offer.group] = {}
+        chains, group, parent = self._chains, offer.group, offer.parent
         old = self._chunks.get(key)
-        parent, held, new = offer.parent, [], []
+        held, new = [], []
         for block_hash in offer.hashes:
-            block = blocks.get(block_hash)
+            block = chains.get(group, block_hash)
+            is_new = block is None
             if block is None:
-                block = blocks[block_hash] = _Block(block_hash, offer.group, parent)
-                is_new = True
-            else:
-                is_new = block.parent is None and parent is not None
-                if is_new:  # until now nothing was known but its hash
-                    block.parent = parent
-                    told.append(RemovedBlocks((block_hash,), offer.group))
-            block.holders = _with(block.holders, key)
-            if is_new:
-                if parent:
-                    self._children[parent] = _with(self._children.get(parent), block)
-                block.level = self._level(block)
-                if block.level:
-                    self._wake_children(block)
+                block = chains.add(group, block_hash, parent)
+            elif block.parent is None and parent is not None:
+                is_new = True  # until now nothing was known but its hash
+                chains.describe(block, parent)
+                told.append(RemovedBlocks((block_hash,), group))
+            chains.hold(block, key)
             held.append(block)
             new.append(is_new)
             if parent is not None:
@@ -258,75 +214,31 @@ class Announcer:
             self._let_go(key, rest, gone)
             told += [RemovedBlocks(tuple(hashes), group) for group, hashes in gone.items()]
 
-    def _level(self, block: _Block) -> int:
-        """What routers make of a block that is told now."""
-        parent = block.parent
-        if not parent:
-            return APART if parent is None else WHOLE
-        before = self._groups[block.group].get(parent)
-        if before is not None and before.level == WHOLE:
-            return WHOLE
-        if len(self._groups) > 1:
-            for blocks in self._groups.values():
-                before = blocks.get(parent)
-                if before is not None and before.level:
-                    return MIXED
-        return MIXED if before is not None and before.level else APART
-
-    def _wake_children(self, block: _Block) -> None:
-        children = self._children.get(block.hash)
-        if children is not None:
-            self._due.extend(_each(children))
-
     # ----------------------------------------------------------------- removed
 
-    def _let_go(self, key: bytes, blocks: Sequence[_Block], gone: dict[int, list[bytes]]) -> None:
+    def _let_go(self, key: bytes, blocks: Sequence[Block], gone: dict[int, list[bytes]]) -> None:
         """A chunk has these blocks no more; collect those that no chunk has."""
         for block in blocks:
-            block.holders = _without(block.holders, key)
-            if block.holders is not None:
-                continue
-            group = self._groups[block.group]
-            del group[block.hash]
-            if not group:
-                del self._groups[block.group]
-            if block.parent:
-                siblings = _without(self._children.pop(block.parent), block)
-                if siblings is not None:
-                    self._children[block.parent] = siblings
-            block.level = APART
-            self._lower_children(block)
-            gone.setdefault(block.group, []).append(block.hash)
-
-    def _lower_children(self, block: _Block) -> None:
-        fallen = [block]
-        while fallen:
-            for child in _each(self._children.get(fallen.pop().hash)):
-                if child.level and (level := self._level(child)) < child.level:
-                    child.level = level
-                    fallen.append(child)
+            if self._chains.let_go(block, key):
+                gone.setdefault(block.group, []).append(block.hash)
 
     # ------------------------------------------------------------------- again
 
     def _tell_again(self, told: list[Announcement]) -> None:
         """Tell blocks again whose chain is there now, a bounded number."""
-        due, left = self._due, MOST_REPEATED
-        while due and left:
-            block = due.popleft()
-            if block.holders is None or self._level(block) <= block.level:
+        chains, left = self._chains, MOST_REPEATED
+        while chains.due and left:
+            block = chains.due.popleft()
+            if block.holders is None or chains.level(block) <= block.level:
                 continue
             left -= 1
-            chunk = self._chunks[next(_each(block.holders))]
+            chunk = self._chunks[next(each(block.holders))]
             offer = self._offer_of(chunk)
             if offer is None:
                 continue  # it is on its way out, or nobody can read what is known of it
             begin = end = chunk.blocks.index(block)
-            for block in chunk.blocks[begin:]:
-                level = self._level(block)
-                if level <= block.level:
-                    break
-                block.level, end = level, end + 1
-                self._wake_children(block)
+            while end < len(chunk.blocks) and chains.rise(chunk.blocks[end]):
+                end += 1
             stored = _stored(offer, begin, end)
             told += (RemovedBlocks(stored.hashes, stored.group), stored)
 
@@ -342,38 +254,28 @@ class Announcer:
             return None
         return _Offer(place, description, first.group, hashes, first.parent)
 
-    def _holder_before(self, chunk: _Chunk, done: set[_Block]) -> bytes | None:
+    def _holder_before(self, chunk: _Chunk, done: set[Block]) -> bytes | None:
         """A chunk whose blocks come before this one's and are not done."""
         first = chunk.blocks[0]
         if not first.parent or first in done:
             return None
-        for group in (first.group, *self._groups):
-            before = self._groups.get(group, {}).get(first.parent)
+        for group in (first.group, *self._chains.groups):
+            before = self._chains.get(group, first.parent)
             if before is not None and before not in done:
-                return next(_each(before.holders))
+                return next(each(before.holders))
         return None
 
     # --------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
         """Raise ReaderFault where what is held contradicts itself."""
-        blocks = [block for group in self._groups.values() for block in group.values()]
-        held = {(block, key) for block in blocks for key in _each(block.holders)}
+        self._chains.check_integrity()
+        held = {(block, key) for block in self._chains for key in each(block.holders)}
         if held != {(b, key) for key, chunk in self._chunks.items() for b in chunk.blocks}:
             raise ReaderFault(f"chunks and blocks do not agree: {self!r}")
-        if any(block.holders is None for block in blocks) or not all(self._groups.values()):
-            raise ReaderFault(f"a block that no chunk has, or an empty group: {self!r}")
-        children = {(parent, b) for parent, some in self._children.items() for b in _each(some)}
-        if children != {(block.parent, block) for block in blocks if block.parent}:
-            raise ReaderFault(f"blocks and their parents do not agree: {self!r}")
-        for block in blocks:
-            level = self._level(block)
-            if block.level > level:
-                raise ReaderFault(f"{block.hash.hex()} has level {block.level}, not {level}")
 
     def __repr__(self) -> str:
-        blocks = sum(map(len, self._groups.values()))
-        return f"<Announcer of {len(self._chunks)} chunks, {blocks} blocks, {len(self._due)} due>"
+        return f"<Announcer of {len(self._chunks)} chunks: {self._chains!r}>"
 
 
 def _owners(offers: dict[bytes, _Offer]) -> dict[bytes, list[bytes]]:
@@ -384,28 +286,6 @@ def _owners(offers: dict[bytes, _Offer]) -> dict[bytes, list[bytes]]:
             for block_hash in offer.hashes:
                 owners.setdefault(block_hash, []).append(key)
     return owners
-
-
-def _with(some: OneOrMore[_T], one: _T) -> OneOrMore[_T]:
-    if some is None or some == one:
-        return one
-    if not isinstance(some, dict):
-        some = {some: None}
-    some[one] = None
-    return some
-
-
-def _without(some: OneOrMore[_T], one: _T) -> OneOrMore[_T]:
-    if isinstance(some, dict):
-        some.pop(one, None)
-        return some if len(some) > 1 else next(iter(some))
-    return None if some == one else some
-
-
-def _each(some: OneOrMore[_T]) -> Iterator[_T]:
-    if isinstance(some, dict):
-        return iter(some)
-    return iter(() if some is None else (some,))
 
 
 def _runs(which: list[bool]) -> Iterator[tuple[int, int]]:
