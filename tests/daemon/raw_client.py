@@ -28,10 +28,14 @@ class RawClient:
     def __init__(self, runtime_dir: Path) -> None:
         self.runtime_dir = runtime_dir
         self.control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.control_socket.settimeout(PATIENCE)
-        self.control_socket.connect(str(runtime_dir / "control.sock"))
-        header, greeting = WIRE.decode(self.control_socket.recv(65536))
-        assert isinstance(greeting, Greeting)
+        try:
+            self.control_socket.settimeout(PATIENCE)
+            self.control_socket.connect(str(runtime_dir / "control.sock"))
+            header, greeting = WIRE.decode(self.control_socket.recv(65536))
+            assert isinstance(greeting, Greeting)
+        except BaseException:
+            self.control_socket.close()
+            raise
         self.boot_id, self.token = header.boot_id, header.session
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
