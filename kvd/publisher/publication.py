@@ -20,7 +20,7 @@ from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView
 
 log = logging.getLogger("kvd.publisher")
-CHANGES_AT_ONCE = 1000
+CHANGES_AT_ONCE = 250
 PIECE = 256
 """Chunks that a turn tells on all topics that are told everything. The loop pauses between turns
 with nothing else to do, so that a subscriber keeps up: some 25,000 chunks a second."""
