@@ -236,6 +236,7 @@ def lag() -> Figures:
             heard.start()
             engine.fill()
             time.sleep(2.0)  # all that was there has been told
+            engine.drain()
             began = time.perf_counter()
             turn = 0
             while time.perf_counter() - began < LAG_SECONDS:

@@ -240,7 +240,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             _POOL,
             "N",
         ),
-    ] = 65536  # more than a second of 32 engines that store 8 chunks in each of 100 steps
+    ] = 131072  # a second of the most the broker was seen to write: docs/benchmarks.md
     lease_seconds: Annotated[
         _Seconds,
         About("Longest time that a load may keep its chunks pinned.", _TIME, "SECONDS", live=True),
