@@ -224,26 +224,23 @@ class DirectoryWriter(DirectoryView):
         done: int = self._words[slot * _WORDS + _RANKS_DONE]
         return done
 
-    def free(self, slots: Sequence[int]) -> list[bytes]:
-        """READY -> FREE: take chunks out of the index; their keys, in the same order."""
+    def free(self, slots: Sequence[int]) -> None:
+        """READY -> FREE: take chunks out of the index."""
         if self.ledger is not None:
             self.ledger.erase(slots)
         records, words, halves, floor = self._records, self._words, self._halves, self._floor[0]
         read_key, unindex, tell = _READ_KEY, self._unindex, self.changes.write
-        keys = []
         for slot in slots:
             base = slot * RECORD_BYTES
             length, padded = read_key(records, base + _KEY_LEN)
             key = padded[:length]
             records[base + _STATE] = _FREE
             unindex(key, slot)
-            keys.append(key)
             generation = words[slot * _WORDS]
             if generation > floor:  # what was forgotten is told of already
                 at = slot * _HALVES + _BLOCKS
                 first, count, group = halves[at : at + 3]
                 tell(_REMOVED, generation, slot, first, count, group, key)
-        return keys
 
     def unindex(self, slot: int) -> None:
         """Take one chunk out of the index: lookups miss it from now on, and after a restart.

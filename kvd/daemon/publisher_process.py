@@ -86,7 +86,7 @@ class PublisherProcess:
         self._begin = BeginPublisher(
             events=at, connects=events.connects, replay=replay_at, note=str(self._note)
         )
-        log.info("KV events on %s%s", self.address, f", again on {replay_at}" if replay_at else "")
+        log.info("KV events on %s%s", self.address, f", replay on {replay_at}" if replay_at else "")
 
     def _bind(self, endpoint: Endpoint, setting: str) -> str:
         """Listen at an endpoint; return it with the address that it has become."""

@@ -137,7 +137,7 @@ def test_life_of_a_chunk() -> None:
     writer.make_ready(2)
     assert view.lookup_many([b"k", b"x", b"", b"k" * 49]) == [1, 0, 0, 0]
     assert view.find(b"k") == 2
-    assert writer.free([2]) == [b"k"]
+    writer.free([2])
     assert view.lookup(b"k") is LookupResult.MISS
     assert view.find(b"k") == -1
     assert begin(writer, [b"other"], [2], owner=7) == [2]
@@ -257,7 +257,7 @@ def test_the_index_is_a_dict(steps: list[tuple[int, int]]) -> None:
     for number, slot in steps:
         key = keys[number]
         gone = [k for k, s in model.items() if k == key or s == slot]
-        assert writer.free([model.pop(k) for k in gone]) == gone
+        writer.free([model.pop(k) for k in gone])
         before = writer.generation(slot)
         assert begin(writer, [key], [slot], 1) == [before + 1]
         writer.make_ready(slot)
