@@ -60,6 +60,21 @@ def test_an_engine_goes_on_stepping_until_its_stores_are_told(
     assert not half.has_pending_push_work()
 
 
+def test_an_error_in_the_events_ends_them_and_not_the_engine(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    lender: Lender,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """It is logged once, with its stack; later steps publish nothing."""
+    half = Stepping(tmp_path, monkeypatch, lender, events=True).half
+    assert half.events is not None
+    monkeypatch.setattr(half.events, "take", lambda: 1 // 0)
+    assert [list(half.take_events()) for _ in range(2)] == [[], []]
+    (line,) = [line for line in caplog.records if line.exc_info]
+    assert "publishes none" in line.getMessage()
+
+
 @pytest.mark.parametrize(
     ("extra", "engine", "publishes"),
     [

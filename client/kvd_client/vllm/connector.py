@@ -247,7 +247,17 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what is found in the pool since the last call, and what is not any more."""
-        return self.events.take() if self.events is not None else ()
+        if self.events is None:
+            return ()
+        try:
+            return self.events.take()
+        except Exception:  # an engine that publishes nothing serves all the same
+            log.exception(
+                "KV events of the pool cannot be made; until this engine is restarted it publishes"
+                " none, and routers go by what they have heard"
+            )
+            self.events = None
+            return ()
 
     def _store_keys(self, job_id: int) -> Collection[OffloadKey]:
         """Return the keys of this store; none of a load, or of a job that was dropped."""
