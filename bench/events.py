@@ -7,13 +7,13 @@ import argparse
 import itertools
 import json
 import mmap
+import multiprocessing
 import os
 import platform
 import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 import numpy as np
@@ -32,6 +32,9 @@ from kvd_proto.changes import change_capacity
 from kvd_proto.descriptions import Description, encode
 from kvd_proto.directory import DirectoryHeader
 from kvd_proto.messages import Fingerprint, Store
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 OUT = Path(__file__).parent / "out" / "events.json"
 CHUNKS, ROUNDS, FREED = 2**12, 101, 64
@@ -189,38 +192,44 @@ def _reading(*, announce: bool) -> float:
 # --------------------------------------------------------------------- the lag
 
 
-class Heard(threading.Thread):
-    """A subscriber: what came when."""
+class Heard:
+    """A subscriber, in a process of its own: what came when."""
 
     def __init__(self, address: str) -> None:
-        super().__init__(daemon=True)
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = self._context.socket(zmq.SUB)
-        self._socket.rcvhwm = 0
-        self._socket.subscribe(b"kv@")
-        self._socket.connect(address)
-        self._messages: list[tuple[int, bytes]] = []
-        self._over = False
-
-    def run(self) -> None:
-        """Until told to end."""
-        while not self._over:
-            if self._socket.poll(50):
-                payload = self._socket.recv_multipart()[2]
-                self._messages.append((time.monotonic_ns(), payload))
-        self._context.destroy(0)
+        spawned = multiprocessing.get_context("spawn")
+        self._end, end = spawned.Pipe()
+        self._process = spawned.Process(target=_listen, args=(address, end), daemon=True)
+        self._process.start()
+        self._end.recv()  # it has subscribed
 
     def stop(self) -> dict[int, int]:
         """By hash, when a block was first said to be there, in ns of CLOCK_MONOTONIC."""
-        self._over = True
-        self.join()
+        self._end.send(None)
+        messages: list[tuple[int, bytes]] = self._end.recv()
+        self._process.join()
         first: dict[int, int] = {}
-        for when, payload in self._messages:
+        for when, payload in messages:
             for event in msgspec.msgpack.decode(payload)[1]:
                 if event["type"] == "BlockStored":
                     for each in event["block_hashes"]:
                         first.setdefault(each, when)
         return first
+
+
+def _listen(address: str, end: "Connection") -> None:
+    """Note each message and when it came, until asked for them."""
+    messages: list[tuple[int, bytes]] = []
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.SUB)
+    socket.rcvhwm = 0
+    socket.subscribe(b"kv@")
+    socket.connect(address)
+    end.send(None)
+    while not end.poll():
+        while socket.poll(50):
+            messages.append((time.monotonic_ns(), socket.recv_multipart()[2]))
+    end.send(messages)
+    context.destroy(0)
 
 
 def lag() -> Figures:
@@ -233,7 +242,6 @@ def lag() -> Figures:
             Storing(daemon, BATCH) as engine,
         ):
             heard = Heard(address)
-            heard.start()
             engine.fill()
             time.sleep(2.0)  # all that was there has been told
             engine.drain()
