@@ -240,7 +240,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             _POOL,
             "N",
         ),
-    ] = 131072  # a second of the most the broker was seen to write: docs/benchmarks.md
+    ] = 262144  # a second of the most the broker was seen to write: docs/benchmarks.md
     lease_seconds: Annotated[
         _Seconds,
         About("Longest time that a load may keep its chunks pinned.", _TIME, "SECONDS", live=True),
