@@ -62,6 +62,7 @@ def test_leaving_a_ticket_completes_it(engine: Engine) -> None:
         assert scheduler.lookup(new[0]) is LookupResult.HIT_PENDING
         with pytest.raises(ZeroDivisionError), ticket:
             raise ZeroDivisionError
+        assert scheduler.status()  # answered after both steps: the directory has what they said
         misses = [LookupResult.MISS] * 2
         eventually(lambda: scheduler.lookup_many(new), lambda found: found == misses)
         again = engine.begin(new)
