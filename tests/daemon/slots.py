@@ -5,8 +5,10 @@ import socket
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd_proto.directory import FLOOR_AT, RECORD_DTYPE, DirectoryHeader, SlotState
 from kvd_proto.errors import DirectoryError
@@ -62,21 +64,36 @@ def directory_fd(runtime_dir: Path, engine: str) -> int | None:
             os.close(fd)
 
 
+def ready(directory: bytes) -> npt.NDArray[Any]:
+    """The records of the chunks that lookups in a whole directory find as READY.
+
+    Raises:
+        DirectoryError: it is none.
+    """
+    table = _table(directory)
+    floor = int.from_bytes(directory[FLOOR_AT : FLOOR_AT + 8], "little")
+    there = (table["state"] == SlotState.READY) & (table["generation"] > floor)
+    found: npt.NDArray[Any] = table[there & (table["key_len"] > 0)]
+    return found
+
+
+def _table(directory: bytes) -> npt.NDArray[Any]:
+    head = DirectoryHeader.unpack(memoryview(directory))
+    return np.frombuffer(directory, RECORD_DTYPE, head.num_slots, head.records_offset)
+
+
 def read(directory: bytes) -> Slots:
     """What the records of a whole directory say.
 
     Raises:
         DirectoryError: it is none.
     """
-    head = DirectoryHeader.unpack(memoryview(directory))
-    table = np.frombuffer(directory, RECORD_DTYPE, head.num_slots, head.records_offset)
-    floor = int.from_bytes(directory[FLOOR_AT : FLOOR_AT + 8], "little")
-    found = table[(table["state"] == SlotState.READY) & (table["generation"] > floor)]
-    ready = Counter(bytes(row["key"])[: row["key_len"]] for row in found)
+    head, table = DirectoryHeader.unpack(memoryview(directory)), _table(directory)
+    keys = Counter(bytes(row["key"])[: row["key_len"]] for row in ready(directory))
     states = Counter(table["state"].tolist())
     return Slots(
         head.namespace,
         {state: states[state] for state in SlotState},
         dict(Counter(table["owner"][table["state"] == SlotState.LENT].tolist())),
-        [key for key, times in ready.items() if times > 1],
+        [key for key, times in keys.items() if times > 1],
     )

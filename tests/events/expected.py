@@ -3,9 +3,7 @@
 from dataclasses import dataclass, field
 from functools import cache
 
-import numpy as np
-
-from kvd_proto.directory import FLOOR_AT, RECORD_DTYPE, DirectoryHeader, SlotState
+from tests.daemon.slots import ready
 from tests.events.content import Block, Chunk, chunks, line
 from tests.routers.blocks import Block as Said
 from tests.routers.blocks import BlockSet
@@ -23,14 +21,9 @@ def held(directory: bytes) -> Held:
     Raises:
         DirectoryError: it is none.
     """
-    head = DirectoryHeader.unpack(memoryview(directory))
-    table = np.frombuffer(directory, RECORD_DTYPE, head.num_slots, head.records_offset)
-    floor = int.from_bytes(directory[FLOOR_AT : FLOOR_AT + 8], "little")
-    found = table[(table["state"] == SlotState.READY) & (table["generation"] > floor)]
     return {
         bytes(row["key"])[: row["key_len"]]: range(row["first"], row["first"] + row["count"])
-        for row in found
-        if row["key_len"]
+        for row in ready(directory)
     }
 
 

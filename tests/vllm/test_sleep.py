@@ -70,6 +70,16 @@ def sleeping(spec: Any, name: str = NAME, *, sleep: bool = True, cumem: bool = T
     return config
 
 
+def served(tmp_path: Path, runtime_dir: Path) -> tuple[Any, Worker, Any]:
+    """A rank that serves, its worker, and what puts its engine to sleep."""
+    spec, views = make_spec(tmp_path, runtime_dir)
+    config = sleeping(spec)
+    rank = spec.serve(views)
+    assert rank.worker is not None
+    NotedBackend.worker = rank.worker
+    return rank, rank.worker, SleepModeBackendFactory.create_backend(config)
+
+
 def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
     tmp_path: Path, daemon: Daemon
 ) -> None:
@@ -137,15 +147,10 @@ def test_a_daemon_that_is_gone_keeps_no_engine_awake(
     tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nothing is waited for and nothing raised; what has come back is registered later."""
-    spec, views = make_spec(tmp_path, runtime_dir)
-    config = sleeping(spec)
-    rank = spec.serve(views)
-    NotedBackend.worker = rank.worker
-    backend = SleepModeBackendFactory.create_backend(config)
+    rank, worker, backend = served(tmp_path, runtime_dir)
     backend.suspend()
     backend.resume()
-    assert rank.worker is not None
-    assert rank.worker.device == "host"
+    assert worker.device == "host"
     assert not [line for line in caplog.records if "let go" in line.getMessage()]
     rank.shutdown()
 
@@ -154,12 +159,7 @@ def test_what_goes_wrong_is_a_line_each_and_no_exception(
     tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A daemon that does not let go in time, memory that cannot be shared again, no memory."""
-    spec, caches = make_spec(tmp_path, runtime_dir)
-    config = sleeping(spec)
-    rank = spec.serve(caches)
-    NotedBackend.worker = worker = rank.worker
-    assert worker is not None
-    backend = SleepModeBackendFactory.create_backend(config)
+    rank, worker, backend = served(tmp_path, runtime_dir)
     caplog.clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(worker, "unregister", lambda _: False)
@@ -185,12 +185,7 @@ def test_an_error_that_nobody_expects_stops_no_engine(
     tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Whatever goes wrong when memory is freed or comes back is logged with its stack."""
-    spec, caches = make_spec(tmp_path, runtime_dir)
-    config = sleeping(spec)
-    rank = spec.serve(caches)
-    NotedBackend.worker = worker = rank.worker
-    assert worker is not None
-    backend = SleepModeBackendFactory.create_backend(config)
+    rank, worker, backend = served(tmp_path, runtime_dir)
     caplog.clear()
 
     def broken(_: object) -> NoReturn:
