@@ -17,6 +17,7 @@
     │   ├── CudaMissing
     │   ├── CudaError
     │   └── DeviceLost
+    ├── TierError
     ├── Refused
     ├── PlanError
     └── IntegrityError
@@ -102,6 +103,10 @@ class CudaError(LaneError):
 
 class DeviceLost(LaneError):
     """The context on a device is lost for good: only another process can use it again."""
+
+
+class TierError(KvdError):
+    """A tier's medium cannot be used now, or has failed a batch; names the remedy."""
 
 
 class Refused(KvdError):

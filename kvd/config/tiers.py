@@ -1,0 +1,118 @@
+"""How an operator writes a tier: ``NAME:TARGET,key=value,…``.
+
+Such as ``disk:/var/lib/kvd,size=500GiB`` or ``mooncake:master=10.0.0.1:50051,protocol=rdma``.
+
+The keys here are the same for every tier; the others are its backend's, which checks them.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from kvd.errors import ConfigError
+from kvd_proto.errors import SizeError
+from kvd_proto.sizes import parse_size
+
+TIER_NEEDS = (
+    "NAME:TARGET,key=value,… such as disk:/var/lib/kvd,size=500GiB or mooncake:master=HOST:50051"
+)
+MAX_TIERS = 4
+Keep: TypeAlias = Literal["asked", "all", "never"]
+_KEEPS: tuple[Keep, ...] = ("asked", "all", "never")
+_NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
+
+
+@dataclass(frozen=True, slots=True)
+class TierSetting:
+    """One tier, as it was written.
+
+    Attributes:
+        text: all of it.
+        kind: the entry point's name.
+        target: what follows the colon up to the first comma, where that is no ``key=value``.
+        options: the other keys and values, for the backend; with `size`, which all may have.
+        keep: which chunks go down: those that were asked for, all, or none.
+        queue_bytes: of chunks that are on their way, in each direction.
+        late_seconds: without any progress, after which the tier is set aside.
+    """
+
+    text: str
+    kind: str
+    target: str
+    options: Mapping[str, str]
+    keep: Keep = "asked"
+    queue_bytes: int = 256 * 2**20
+    late_seconds: float = 0.2
+
+    @property
+    def size_bytes(self) -> int | None:
+        """Its budget; None where none is given."""
+        return parse_size(self.options["size"]) if "size" in self.options else None
+
+
+def parse_tier(text: str) -> TierSetting:
+    """Parse one tier.
+
+    Raises:
+        ConfigError: it is none; the text says what is.
+    """
+    kind, colon, rest = text.strip().partition(":")
+    if not colon or not _NAME.fullmatch(kind):
+        raise ConfigError(f"{text!r} is no tier; give {TIER_NEEDS}")
+    parts = rest.split(",") if rest else []
+    target = parts.pop(0) if parts and "=" not in parts[0] else ""
+    options: dict[str, str] = {}
+    for part in parts:
+        key, equals, value = part.partition("=")
+        if not equals or not key or not value or key in options:
+            raise ConfigError(f"{text!r}: {part!r} is not one key=value; give {TIER_NEEDS}")
+        options[key] = value
+    if "size" in options:
+        _size(text, "size", options["size"])
+    keep = options.pop("keep", "asked")
+    if keep not in _KEEPS:
+        raise ConfigError(f"{text!r}: keep={keep} is none of {', '.join(_KEEPS)}")
+    return TierSetting(
+        text=text.strip(),
+        kind=kind,
+        target=target,
+        options=options,
+        keep=keep,
+        queue_bytes=_size(text, "queue", options.pop("queue", "256MiB")),
+        late_seconds=_seconds(text, options.pop("late", "0.2")),
+    )
+
+
+def parse_tiers(texts: Sequence[str]) -> list[TierSetting]:
+    """Parse all tiers, in the order in which they are asked.
+
+    Raises:
+        ConfigError: one is none, two have the same target, or they are too many.
+    """
+    tiers = [parse_tier(text) for text in texts]
+    if len(tiers) > MAX_TIERS:
+        raise ConfigError(f"{len(tiers)} tiers; at most {MAX_TIERS} can be stacked")
+    places = [(tier.kind, tier.target, tier.options.get("master")) for tier in tiers]
+    for tier, place in zip(tiers, places, strict=True):
+        if places.count(place) > 1:
+            raise ConfigError(f"{tier.text!r} is there twice; remove one")
+    return tiers
+
+
+def _size(text: str, key: str, value: str) -> int:
+    try:
+        return parse_size(value)
+    except SizeError as error:
+        raise ConfigError(f"{text!r}: {key}={value}: {error}") from error
+
+
+def _seconds(text: str, value: str) -> float:
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not 0.01 <= seconds <= 60:
+        raise ConfigError(f"{text!r}: late={value} needs seconds from 0.01 to 60")
+    return seconds

@@ -1,0 +1,158 @@
+"""What a tier's backend is: a medium that keeps chunks, in batches.
+
+`kvd.tier.service` calls it, from as many threads at a time as the backend asks for, and does for
+every backend what they have in common: it finds the bytes in the pool, seals them with a check
+word before a put and compares it after a get, looks whether a slot still holds the chunk, bounds
+what waits, and keeps deadlines. A backend may block. It is found by the entry point
+(`kvd.tiers`) whose name stands before the colon of ``--tier NAME:…``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Self
+
+from kvd.wire.tiering import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """A namespace, as far as its bytes are concerned.
+
+    Attributes:
+        id: 16 bytes, a hash over all that decides what the bytes mean; equal on two nodes only
+            where chunks may be shared.
+        epoch: chunks of another one are none: a reset gives the namespace a new one.
+        share_bytes: bytes of each share of a chunk, one for each arena.
+        head_bytes: room for what is kept beside the shares, see `Chunk.head`.
+    """
+
+    id: bytes
+    epoch: int
+    share_bytes: tuple[int, ...]
+    head_bytes: int
+
+    @property
+    def chunk_bytes(self) -> int:
+        """Bytes of all shares."""
+        return sum(self.share_bytes)
+
+
+@dataclass(slots=True)
+class Chunk:
+    """One chunk of a batch.
+
+    Attributes:
+        space: its namespace.
+        key: 1 to 48 bytes.
+        shares: its memory in the pool: read by a put, written by a get.
+        head: sealed bytes that are kept with it, at most `space.head_bytes`: given by a put, set
+            by a get. They say what the chunk is (`kvd.tier.seal`), and are opaque to a backend.
+        coverage: first block, count of blocks and group, which `scan` gives back.
+        check: xxh3-64 of the shares, for backends that keep it in an index of their own.
+    """
+
+    space: Space
+    key: bytes
+    shares: tuple[memoryview, ...]
+    head: bytes = b""
+    coverage: tuple[int, int, int] = (0, 0, 0)
+    check: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How full a tier is. `total` bytes are 0 where nobody knows."""
+
+    total: int
+    used: int
+    chunks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What an operator wrote: ``NAME:TARGET,key=value,…``."""
+
+    target: str
+    values: Mapping[str, str] = field(default_factory=dict)
+
+
+class Tier(ABC):
+    """A backend. All methods but `open` and `check` may be called from several threads at a time.
+
+    `put`, `get` and `contains` are given a deadline in `time.monotonic` seconds, after which a
+    backend that can stops. Each returns one item for each chunk or key, in order, and raises
+    nothing but `TierError`: the whole batch has failed then.
+
+    Attributes:
+        shared: others put and remove here, too: only `contains` knows what is there. Otherwise the
+            broker is told by `scan` and `take_gone`, and `contains` is not asked.
+        medium: what routers and engines call it: `disk`, `remote` or `memory`.
+        threads: how many batches at a time are worth it.
+        batch_bytes: how many bytes make a good batch.
+        described: how it works, for the log: e.g. ``preadv/pwritev, 4 threads, O_DIRECT``.
+    """
+
+    shared: ClassVar[bool] = False
+    medium: ClassVar[str] = "memory"
+    threads: int = 4
+    batch_bytes: int = 4 * 2**20
+    described: str = ""
+
+    @classmethod
+    @abstractmethod
+    def check(cls, options: Options) -> None:
+        """Look at what the operator wrote, without any I/O.
+
+        Raises:
+            ConfigError: it names key, value and remedy.
+        """
+
+    @classmethod
+    @abstractmethod
+    def open(cls, options: Options, pool: memoryview) -> Self:
+        """Begin, with what is there from before. `pool` is all of the pool, writable.
+
+        Raises:
+            TierError: it cannot be used now; names the remedy. It is tried again.
+        """
+
+    @abstractmethod
+    def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
+        """Keep chunks. One that is there already is kept as it is, or replaced whole."""
+
+    @abstractmethod
+    def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
+        """Fill the shares and the head of chunks. What is not OK may have overwritten shares."""
+
+    @abstractmethod
+    def contains(self, space: Space, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """Whether a get of these would find them."""
+
+    @abstractmethod
+    def remove(self, space: Space, keys: Sequence[bytes]) -> None:
+        """Drop these; those that are not there are no error."""
+
+    @abstractmethod
+    def begin(self, space: Space) -> Space:
+        """A namespace is used from now on: what it keeps of other epochs is dropped.
+
+        Where `epoch` is 0, nobody remembers: the backend's own last epoch of the namespace goes
+        on, if it keeps one. Returns the space with the epoch that holds.
+        """
+
+    @abstractmethod
+    def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
+        """Every chunk of a namespace, piece by piece: keys and coverages. Nothing where shared."""
+
+    @abstractmethod
+    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
+        """Namespace ids and keys of what the backend dropped by itself since the last call."""
+
+    @abstractmethod
+    def capacity(self) -> Capacity:
+        """How full it is. Must not block."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End; what was acknowledged stays where the medium keeps it."""
