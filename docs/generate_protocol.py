@@ -36,6 +36,7 @@ from kvd_proto.messages import (
     KvEvents,
     Lookups,
     Pin,
+    TierInfo,
     VmmHandle,
     VmmSegment,
 )
@@ -54,6 +55,7 @@ PARTS = (
         Lookups,
         KvEvents,
         ConfigChange,
+        TierInfo,
     ),
 )
 """Maps inside messages, which have no tag."""
@@ -166,6 +168,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         reuse_threshold=1,
         description_bytes=752,
         describe=True,
+        tiers=(TierInfo(name="disk", medium="disk", shared=False),),
     ),
     m.Detached(reason="rank 1 is gone"),
     m.LaneUp(device="host", incarnation=1, endpoint="ipc:///run/kvd/lane-host-1.sock"),

@@ -9,6 +9,8 @@ import msgspec
 
 from kvd.cli.options import runtime_dir_option, settings_options, sources
 from kvd.config.sources import DEFAULT, Sources
+from kvd.config.tiers import parse_tiers
+from kvd.errors import ConfigError
 from kvd.wire.tool import Control
 from kvd_proto.messages import (
     ConfigChange,
@@ -114,6 +116,15 @@ def check(*, file: Path) -> None:
       kvd config check new.toml && sudo install -m 644 new.toml /etc/kvd/kvd.toml
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     loaded = Sources(config=file, environment={}).load()
+    if loaded.settings.tier:
+        from kvd.tier.backends import check_tiers  # noqa: PLC0415  # few have one
+
+        try:
+            check_tiers(parse_tiers(loaded.settings.tier))
+        except ConfigError as error:
+            place = loaded.origins["tier"]
+            lines = [f"{place}: tier: {line}" for line in str(error).splitlines()]
+            raise ConfigError("\n".join(lines)) from error
     count = sum(origin != DEFAULT for origin in loaded.origins.values())
     print(f"{file}: ok, {count} {'setting' if count == 1 else 'settings'}")
 
@@ -130,6 +141,8 @@ def toml_value(value: Any) -> str:
     if isinstance(value, dict):
         parts = [f"{toml_value(key)} = {toml_value(item)}" for key, item in value.items()]
         return f"{{{', '.join(parts)}}}"
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
     return json.dumps(value)
 
 

@@ -58,6 +58,10 @@ def settings_options(function: F) -> F:
     )(function)
 
 
+def _joined(_context: click.Context, _option: click.Parameter, texts: tuple[str, ...]) -> Any:
+    return ";".join(texts) or None
+
+
 def _option(known: About) -> Callable[[F], F]:
     live = " Changes live." if known.live else ""
     return click.option(
@@ -66,6 +70,8 @@ def _option(known: About) -> Callable[[F], F]:
         # Text: values are checked where those of the file are, so that messages agree.
         metavar="|".join(known.choices) or known.metavar,
         help=f"{known.help}{live} [default: {known.default}]",
+        multiple=known.many,
+        callback=_joined if known.many else None,
         shell_complete=lambda _context, _option, begin: [
             word for word in known.choices if word.startswith(begin)
         ],

@@ -13,6 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from kvd.config.endpoints import EVENTS_NEED, REPLAY_NEEDS, parse_events, parse_replay
+from kvd.config.tiers import TIERS_NEED, parse_tiers, split_tiers
 from kvd.config.values import (
     QUOTA_NEEDS,
     Quota,
@@ -42,6 +43,7 @@ class About:
         wants: what a value must be, where the type cannot say it.
         check: raises SizeError, or ConfigError with the remedy, where a value is not that.
         parse: makes the value of a variable's or a flag's text; raises ConfigError.
+        many: a flag may be given several times; `parse` gets them with `;` between.
         key, hint, default: of the field: its name, its type with all annotations, its value
             where none is given.
     """
@@ -53,6 +55,7 @@ class About:
     wants: str = ""
     check: Callable[[Any], object] | None = None
     parse: Callable[[str], Any] | None = None
+    many: bool = False
     key: str = ""
     hint: Any = None
     default: Any = None
@@ -120,6 +123,7 @@ def known_in(settings: type[msgspec.Struct]) -> Iterator[About]:
 
 _PLACE = "Where the daemon lives"
 _POOL = "The pool"
+_TIERS = "Tiers below the pool"
 _TIME = "Deadlines"
 _LIMIT = "Limits"
 _WHO = "Who may connect"
@@ -241,6 +245,18 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             "N",
         ),
     ] = 262144  # a second of the most the broker was seen to write: docs/benchmarks.md
+    tier: Annotated[
+        list[str],
+        About(
+            "Where chunks go that the pool has no room for; asked in this order.",
+            _TIERS,
+            "TIER",
+            wants=TIERS_NEED,
+            check=parse_tiers,
+            parse=split_tiers,
+            many=True,
+        ),
+    ] = []  # msgspec makes a new one each time
     lease_seconds: Annotated[
         _Seconds,
         About("Longest time that a load may keep its chunks pinned.", _TIME, "SECONDS", live=True),

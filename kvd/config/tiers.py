@@ -13,15 +13,19 @@ from typing import Literal, TypeAlias
 
 from kvd.errors import ConfigError
 from kvd_proto.errors import SizeError
+from kvd_proto.messages import MAX_TIERS
 from kvd_proto.sizes import parse_size
 
 TIER_NEEDS = (
     "NAME:TARGET,key=value,… such as disk:/var/lib/kvd,size=500GiB or mooncake:master=HOST:50051"
 )
-MAX_TIERS = 4
+TIERS_NEED = (
+    f"a list of {TIER_NEEDS}; the flag may be given several times, the variable has ; between them"
+)
 Keep: TypeAlias = Literal["asked", "all", "never"]
 _KEEPS: tuple[Keep, ...] = ("asked", "all", "never")
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
+_BETWEEN = re.compile(r"\s*;\s*|\s+(?=[a-z][a-z0-9-]*:)")  # a target may have spaces
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,11 @@ class TierSetting:
     def size_bytes(self) -> int | None:
         """Its budget; None where none is given."""
         return parse_size(self.options["size"]) if "size" in self.options else None
+
+
+def split_tiers(text: str) -> list[str]:
+    """The tiers in one text, with semicolons or white space between."""
+    return [part for part in _BETWEEN.split(text.strip()) if part]
 
 
 def parse_tier(text: str) -> TierSetting:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.config.sources import Loaded, Sources
+from kvd.config.tiers import parse_tiers
 from kvd.daemon.allowed import AllowList
 from kvd.daemon.lane_process import FirstLanes, first_lanes
 from kvd.daemon.notify import Notifier
@@ -43,6 +44,10 @@ def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
     settings = loaded.settings
     first = first_lanes()
     try:
+        if settings.tier:
+            from kvd.tier.backends import check_tiers  # noqa: PLC0415  # few have one
+
+            check_tiers(parse_tiers(settings.tier))
         allowed = AllowList(settings.allow_users, settings.allow_groups)
         notifier = Notifier.from_environment(os.environ)
         runtime = RuntimeDir(Path(settings.runtime_dir))

@@ -29,6 +29,7 @@ MAX_RANKS = 64
 MAX_DESCRIPTORS = 253  # of one datagram: the kernel's own limit, SCM_MAX_FD
 MAX_SEGMENTS = 4096  # of one storage
 MAX_TEXT = 4096
+MAX_TIERS = 4  # below one pool
 
 Name: TypeAlias = Annotated[str, Meta(min_length=1, max_length=256)]
 Text: TypeAlias = Annotated[str, Meta(max_length=MAX_TEXT)]
@@ -287,6 +288,8 @@ class Step(Message, frozen=True, omit_defaults=True):
     pending: keys that were offered since then and found being written.
     not_yet: keys that were offered since then and not often enough to be worth a slot.
     refused: keys that were offered since then, for which no slot was at hand.
+    sought: keys that are wanted in memory, a prompt's head first: those that a tier holds are
+        brought up; where nobody knows, shared tiers are asked.
     """
 
     dropped: Keys = ()
@@ -304,6 +307,7 @@ class Step(Message, frozen=True, omit_defaults=True):
     pending: Offers = 0
     not_yet: Offers = 0
     refused: Offers = 0
+    sought: Keys = ()
 
 
 class Stepped(Message, frozen=True):
@@ -625,6 +629,19 @@ class Greeting(Message, frozen=True):
     pid: Count
 
 
+class TierInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A tier below the pool.
+
+    name: as the operator calls it, such as `disk`.
+    medium: `disk`, `remote` or `memory`.
+    shared: others put there, too, so that what it holds is known only by asking.
+    """
+
+    name: Name
+    medium: Name
+    shared: bool
+
+
 class Attached(Message, frozen=True):
     """Broker to every session of an engine whose ranks are all registered and served by lanes.
 
@@ -640,6 +657,8 @@ class Attached(Message, frozen=True):
     reuse_threshold: a scheduler gives a key a slot when it is offered for the n-th time.
     description_bytes: that a description may have to be kept; 0: none is.
     describe: the daemon needs descriptions, because it publishes events.
+    tiers: in the order in which they are asked: tier i is bit i and status i in the directory.
+        Empty in a temporary namespace.
     """
 
     namespace: bytes
@@ -649,6 +668,7 @@ class Attached(Message, frozen=True):
     reuse_threshold: Annotated[int, Meta(ge=1, le=1000)]
     description_bytes: Count
     describe: bool
+    tiers: Annotated[tuple[TierInfo, ...], Meta(max_length=MAX_TIERS)] = ()
 
 
 class Detached(Message, frozen=True):

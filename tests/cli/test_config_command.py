@@ -69,6 +69,22 @@ def test_check_says_all_that_is_wrong(file: Path) -> None:
     assert f"{file}: cannot be read" in done.output
 
 
+def test_check_asks_the_backends_of_tiers(file: Path) -> None:
+    """A tier of an unknown name is refused with the place and the names that there are."""
+    file.write_text('policy = "arc"\ntier = ["disc:/var/lib/kvd,size=1GiB"]\n')
+    done = kvd("config", "check", str(file))
+    assert done.exit_code == 1
+    place = f"{file}:2: tier: 'disc:/var/lib/kvd,size=1GiB'"
+    assert f"{place}: no tier is called disc; known are disk, memory, mooncake" in done.output
+
+
+def test_tiers_are_flags_one_after_the_other() -> None:
+    """--tier is given once for each, and the order stays."""
+    done = kvd("config", "show", "--tier", "disk:/a", "--tier", "memory:", "--json")
+    shown = json.loads(done.output)["settings"]["tier"]
+    assert (shown["value"], shown["from"]) == (["disk:/a", "memory:"], "--tier")
+
+
 @pytest.mark.parametrize("command", ["status", "drain", "selftest"])
 def test_tools_look_where_the_daemon_would_be(tmp_path: Path, command: str) -> None:
     """KVD_RUNTIME_DIR and the file's runtime_dir lead a tool as they lead the daemon."""

@@ -30,6 +30,9 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
             {"llama": {"floor": 0, "cap": "8 GiB"}, "é\x7f": {"cap": "5%"}},
         ]
     ),
+    "tier": st.sampled_from(
+        [["disk:/a,size=1GiB"], ["disk:/a b", "memory:,size=1MiB"], ["mooncake:master=[::1]:1"]]
+    ),
 }
 SOME = st.fixed_dictionaries({}, optional=VALUES)
 
@@ -48,6 +51,8 @@ def toml_of(values: dict[str, Any]) -> str:
 
 def text_of(value: Any) -> str:
     """A value as a variable or a flag says it."""
+    if isinstance(value, list):
+        return ";".join(value)
     return toml_value(value) if isinstance(value, dict) else str(value)
 
 
@@ -172,6 +177,34 @@ def test_quotas_are_sections_of_the_file_or_one_line_elsewhere(file: Path) -> No
     assert from_file.quotas(2**30) == {"org/llama": Quota(2**26, 2**29)}
     with pytest.raises(ConfigError, match=r"--quota: quota = 'llama': not TOML in one line.*needs"):
         Sources(flags={"quota": "llama"}, environment={}).load()
+
+
+def test_tiers_are_a_list_in_the_file_and_stand_side_by_side_elsewhere(file: Path) -> None:
+    """A semicolon or white space is between two of them; a target may have spaces."""
+    wanted = ["disk:/a b,size=1GiB", "memory:,late=1"]
+    file.write_text('tier = ["disk:/a b,size=1GiB", "memory:,late=1"]\n')
+    assert Sources(config=file, environment={}).load().settings.tier == wanted
+    for text in ("disk:/a b,size=1GiB;memory:,late=1", " disk:/a b,size=1GiB\n memory:,late=1 "):
+        environment = {"KVD_TIER": text, "KVD_CONFIG": "/dev/null"}
+        assert Sources(environment=environment).load().settings.tier == wanted
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('tier = ["disk"]', "'disk' is no tier; give NAME:TARGET"),
+        ('tier = ["disk:/a,keep=some"]', "keep=some is none of asked, all, never"),
+        ('tier = ["disk:/a", "disk:/a,size=1GiB"]', "is there twice"),
+        ('tier = ["a:", "b:", "c:", "d:", "e:"]', "5 tiers; at most 4"),
+        ('tier = "disk:/a"', "needs a list of"),
+        ('tier = ["disk:/a,size=much"]', "size=much"),
+    ],
+)
+def test_a_tier_that_cannot_be_is_refused(file: Path, text: str, words: str) -> None:
+    """Place, text and remedy are named."""
+    (line,) = problems(file, text + "\n")
+    assert line.startswith(f"{file}:1: tier = ")
+    assert words in line
 
 
 def test_variables_and_flags_are_named_in_errors(file: Path) -> None:
