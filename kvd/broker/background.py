@@ -58,10 +58,10 @@ class Background:
 
     @property
     def _unswept(self) -> Namespace | None:
-        """A namespace with slots that a reset has left; looked for in every turn of the loop."""
+        """A namespace that a reset has left something in; looked for in every turn of the loop."""
         if (namespaces := self._state.namespaces) is not None:
             for namespace in namespaces:
-                if namespace.table.slots.forgotten:
+                if not namespace.table.is_swept:
                     return namespace
         return None
 

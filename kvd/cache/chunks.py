@@ -379,12 +379,23 @@ class ChunkTable:
         return ResetDone(dropped=gone + len(writing), deferred=kept), writing + lent
 
     def sweep(self) -> None:
-        """Free some of the slots whose chunks a reset has dropped: a few milliseconds at most."""
+        """Free some of the slots whose chunks a reset has dropped: a few milliseconds at most.
+
+        And some of the tier table's places.
+        """
+        if self.directory.tiers is not None:
+            self.directory.tiers.sweep()
         for _ in range(EMPTY_PIECES):
             if self.slots.sweep(PIECE_SLOTS):
                 break
         if not self.slots.forgotten:
             self.give_back()
+
+    @property
+    def is_swept(self) -> bool:
+        """Nothing is left to do for `sweep`."""
+        tiers = self.directory.tiers
+        return not self.slots.forgotten and (tiers is None or tiers.is_swept)
 
     def remove(self, first: int, count: int, unused_for: float) -> int:
         """Drop the chunks in `count` slots from `first` on that were of no use for so many seconds.

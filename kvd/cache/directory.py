@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvd.cache.change_log import ChangeLog
 from kvd.cache.ledger import KeptChunks, Ledger
+from kvd.cache.tier_table import TierTable
 from kvd.errors import IntegrityError, LedgerDamaged
 from kvd_proto.changes import ChangeKind
 from kvd_proto.directory import (
@@ -100,6 +101,7 @@ class DirectoryWriter(DirectoryView):
         whole[: len(packed)] = packed
         super().__init__(buffer)
         self.changes: ChangeLog = ChangeLog(self._whole, header)
+        self.tiers: TierTable | None = TierTable(self._whole, header) if header.num_tiers else None
         self.ledger = ledger
         self._generation_base = self._highest = generation_base
         self._words = self._records.cast("Q")
@@ -393,6 +395,8 @@ class DirectoryWriter(DirectoryView):
     def check_integrity(self) -> None:
         """Raise IntegrityError where index, records and changes do not agree."""
         self.changes.check_integrity()
+        if self.tiers is not None:
+            self.tiers.check_integrity()
         entries = self._entries()
         seen: set[int] = set()
         for place in map(int, np.flatnonzero(entries)):

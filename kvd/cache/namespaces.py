@@ -23,6 +23,7 @@ from kvd.pool.pool import Pool
 from kvd_proto.changes import change_capacity
 from kvd_proto.directory import MAX_SLOTS, DirectoryHeader
 from kvd_proto.messages import ErrorCode
+from kvd_proto.tier_table import entries_for
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -104,6 +105,8 @@ class Namespaces:
         drop_buffers: lets go of all that was made for the namespace of this name.
         keeping: how chunks are kept for the next daemon, if they are.
         fill: the order in which the pool's memory comes; where it is left out, the daemon's.
+        num_tiers: below the pool. Temporary namespaces use none.
+        tier_bytes: of all tiers; None where nobody knows.
     """
 
     def __init__(
@@ -117,8 +120,12 @@ class Namespaces:
         drop_buffers: Callable[[str], None] = lambda _name: None,
         keeping: Keeping | None = None,
         fill: FillOrder | None = None,
+        num_tiers: int = 0,
+        tier_bytes: int | None = None,
     ) -> None:
         self.pool = Pool(cpu_bytes, fill)
+        self._num_tiers = num_tiers
+        self._tier_bytes = tier_bytes
         self._boot_id = boot_id
         self._make_buffer = make_buffer
         self._make_descriptions = make_descriptions
@@ -245,12 +252,16 @@ class Namespaces:
         *,
         temporary: bool = False,
     ) -> Namespace:
+        tiers = 0 if temporary else self._num_tiers
+        chunks = self._tier_bytes and self._tier_bytes // geometry.bytes_per_chunk
         header = DirectoryHeader.plan(
             geometry.num_slots,
             ns_id,
             self._boot_id,
             geometry.blocks_per_chunk,
             change_capacity(self.settings.change_ring),
+            tier_capacity=entries_for(chunks) if tiers else 0,
+            num_tiers=tiers,
         )
         buffer = self._make_buffer(ns_id.hex(), header.total_bytes)
         base = self._keeping.generation_base if self._keeping is not None else 0

@@ -21,7 +21,7 @@ CHANGE = struct.Struct("<QQQIHHHB49p4x")
 """A record of the ring. The key is preceded by its length, in a byte, and padded with zeros."""
 CHANGE_BYTES = CHANGE.size
 _NUMBER = itemgetter(0)
-HEAD_AT = 128  # in the header page, apart from the words that every lookup reads
+HEAD_AT = 192  # in the header page, apart from the words that every lookup reads
 MIN_CHANGES, MAX_CHANGES = 1024, 2**24
 
 Change: TypeAlias = tuple[int, int, int, int, int, int, int, int, bytes]

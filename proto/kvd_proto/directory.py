@@ -1,9 +1,10 @@
 """The directory: a table of chunks in shared memory, written by the broker alone.
 
 docs/protocol.md has its format: a header page, a record for every slot, an index with linear
-probing in which deletion shifts entries back, so that there are no tombstones, and the ring of
-changes (`kvd_proto.changes`). Only WRITING and READY chunks are in the index. A reset raises the
-floor above all generations so far: whatever was there is a miss at once, and leaves records and
+probing in which deletion shifts entries back, so that there are no tombstones, the ring of
+changes (`kvd_proto.changes`), and where there are tiers the tier table (`kvd_proto.tier_table`),
+which says what lies below the pool. Only WRITING and READY chunks are in the index. A reset raises
+the floor above all generations so far: whatever was there is a miss at once, and leaves records and
 index piece by piece afterwards. A chunk that has left the index while it is still being read is
 READY with a key of length 0.
 
@@ -30,12 +31,13 @@ import numpy.typing as npt
 
 from kvd_proto.changes import CHANGE_BYTES, MIN_CHANGES, ChangesView
 from kvd_proto.errors import DirectoryError
+from kvd_proto.tier_table import ENTRY_BYTES, MAX_TIERS, TierTableView, table_places
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
 MAGIC = b"kvd-dir\0"
-VERSION = 4
+VERSION = 5
 HEADER_BYTES = 4096
 RECORD_BYTES = 80
 KEY_BYTES = 48
@@ -47,9 +49,9 @@ NO_SHARE_YET = 0xFFFF
 MAX_BLOCKS = 0xFFFF  # of a chunk
 READ_STATE = struct.Struct("<Q12xB").unpack_from  # generation and state
 
-HEADER = struct.Struct("<8s6I3Q16s16s2IQ")
+HEADER = struct.Struct("<8s6I3Q16s16s2IQ2IQI4x")
 CHECK_WORD = struct.Struct("<I")
-FLOOR_AT = 112
+FLOOR_AT = 136
 RECORD = struct.Struct("<QQIBBHHH4x48s")
 SLOT_MASK = 0xFFFF_FFFF
 
@@ -107,6 +109,8 @@ class DirectoryHeader:
     blocks_per_chunk: int
     change_capacity: int = MIN_CHANGES
     probe_limit: int = PROBE_LIMIT
+    tier_capacity: int = 0
+    num_tiers: int = 0
 
     @classmethod
     def plan(
@@ -116,11 +120,15 @@ class DirectoryHeader:
         boot_id: bytes,
         blocks_per_chunk: int = 1,
         changes: int = MIN_CHANGES,
+        *,
+        tier_capacity: int = 0,
+        num_tiers: int = 0,
     ) -> Self:
         """The header of a directory of `num_slots` slots for chunks of so many blocks.
 
         The index capacity is the power of two that keeps its load at 0.75 or less. The ring
-        holds `changes` changes, a power of two.
+        holds `changes` changes, a power of two. Where there are tiers the table of what they hold
+        has `tier_capacity` homes, a power of two.
 
         Raises:
             DirectoryError: a count out of range, or ids that are not 16 bytes.
@@ -138,7 +146,11 @@ class DirectoryHeader:
         if changes.bit_count() != 1:
             raise DirectoryError(f"a ring holds a power of two of changes, not {changes}")
         capacity = 1 << (num_slots * 4 // 3).bit_length()
-        return cls(num_slots, capacity, namespace, boot_id, blocks_per_chunk, changes)
+        return cls(
+            *(num_slots, capacity, namespace, boot_id, blocks_per_chunk, changes),
+            tier_capacity=tier_capacity,
+            num_tiers=num_tiers,
+        )
 
     @property
     def records_offset(self) -> int:
@@ -156,9 +168,14 @@ class DirectoryHeader:
         return self.index_offset + self.index_capacity * 8
 
     @property
+    def tiers_offset(self) -> int:
+        """Bytes from the start to place 0 of the tier table."""
+        return self.changes_offset + self.change_capacity * CHANGE_BYTES
+
+    @property
     def total_bytes(self) -> int:
         """Size of the whole directory in bytes."""
-        return self.changes_offset + self.change_capacity * CHANGE_BYTES
+        return self.tiers_offset + table_places(self.tier_capacity, self.probe_limit) * ENTRY_BYTES
 
     def pack(self) -> bytes:
         """The header's bytes with their check word; zeros fill the page behind them."""
@@ -178,6 +195,10 @@ class DirectoryHeader:
             CHANGE_BYTES,
             self.change_capacity,
             self.changes_offset,
+            ENTRY_BYTES,
+            self.tier_capacity,
+            self.tiers_offset,
+            self.num_tiers,
         )
         return head + CHECK_WORD.pack(crc32(head))
 
@@ -202,12 +223,14 @@ class DirectoryHeader:
         (check,) = CHECK_WORD.unpack_from(buffer, HEADER.size)
         if check != crc32(buffer[: HEADER.size]):
             raise DirectoryError("the directory's header is damaged: its check word does not fit")
-        *places, ns, boot, change, changes, changes_at = rest
-        header = cls(slots, capacity, ns, boot, blocks, changes, limit)
+        *places, ns, boot, change, changes, changes_at, entry, homes, tiers_at, tiers = rest
+        header = cls(slots, capacity, ns, boot, blocks, changes, limit, homes, tiers)
         expected = [header.records_offset, header.index_offset, header.total_bytes]
         if (
-            (record, places, change) != (RECORD_BYTES, expected, CHANGE_BYTES)
-            or changes_at != header.changes_offset
+            (record, places, change, entry) != (RECORD_BYTES, expected, CHANGE_BYTES, ENTRY_BYTES)
+            or (changes_at, tiers_at) != (header.changes_offset, header.tiers_offset)
+            or homes.bit_count() > 1
+            or bool(homes) != (1 <= tiers <= MAX_TIERS)
             or capacity.bit_count() != 1
             or changes.bit_count() != 1
         ):
@@ -226,6 +249,7 @@ class DirectoryView:
     Attributes:
         header: its header, of which `num_slots`, `blocks_per_chunk` and `boot_id` are copies.
         changes: the ring of changes.
+        tiers: what lies below the pool; None where the daemon has no tiers.
 
     Raises:
         DirectoryError: the buffer is not a directory of this version.
@@ -242,6 +266,7 @@ class DirectoryView:
         self._floor = whole[FLOOR_AT : FLOOR_AT + 8].cast("Q")
         self._index = whole[head.index_offset : head.changes_offset].cast("Q")
         self.changes = ChangesView(whole, head.changes_offset, head.change_capacity)
+        self.tiers = self._view_tiers(whole)
         self._mask = head.index_capacity - 1
         self._limit = head.probe_limit
         self.num_slots = head.num_slots
@@ -258,6 +283,13 @@ class DirectoryView:
         self._heads: npt.NDArray[Any] = np.ndarray(
             (head.num_slots,), kind, buffer=whole, offset=at, strides=strides
         )
+
+    def _view_tiers(self, whole: memoryview) -> TierTableView | None:
+        head = self.header
+        if not head.num_tiers:
+            return None
+        at, homes, limit = head.tiers_offset, head.tier_capacity, head.probe_limit
+        return TierTableView(whole, at, homes, limit, head.num_tiers)
 
     def find(self, key: bytes) -> int:
         """The slot of a WRITING or READY chunk, or -1."""
@@ -395,6 +427,8 @@ class DirectoryView:
         self._columns.clear()
         self._heads = np.empty(0, "V1")
         self.changes.release()
+        if self.tiers is not None:
+            self.tiers.close()
         self._floor.release()
         self._index.release()
         self._records.release()

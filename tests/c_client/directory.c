@@ -7,8 +7,8 @@
 
 #include "wire.h"
 
-enum { VERSION = 4, RECORD_BYTES = 80, PAGE_BYTES = 4096, MAX_KEY_BYTES = 48 };
-enum { CHECKED_BYTES = 104, FLOOR_AT = 112 };
+enum { VERSION = 5, RECORD_BYTES = 80, PAGE_BYTES = 4096, MAX_KEY_BYTES = 48 };
+enum { CHECKED_BYTES = 128, FLOOR_AT = 136 };
 enum { WRITING = 1, READY = 2, LENT = 4 };
 
 static uint32_t crc32(const void *bytes, size_t size) {

@@ -1,0 +1,419 @@
+"""The tier table: which chunks lie below the pool."""
+
+import zlib
+from functools import cache
+from time import monotonic
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from msgspec.structs import replace
+
+from kvd.cache import tier_table
+from kvd.cache.directory import DirectoryWriter
+from kvd.cache.tier_table import MOST_ABSENT, TierTable
+from kvd.errors import IntegrityError
+from kvd_proto.directory import DirectoryHeader, DirectoryView
+from kvd_proto.errors import DirectoryError
+from kvd_proto.tier_table import (
+    ABSENT_MS,
+    ENTRY_BYTES,
+    MAX_TIER_ENTRIES,
+    MIN_TIER_ENTRIES,
+    UNKNOWN_ENTRIES,
+    TierPlace,
+    TierStatus,
+    TierTableView,
+    entries_for,
+)
+from tests.cache.tables import add, make_namespaces
+
+SPACE, BOOT = bytes(range(16)), bytes(range(16, 32))
+
+
+def make(
+    capacity: int = 64, num_tiers: int = 2, limit: int = 512
+) -> tuple[TierTable, TierTableView]:
+    """A tier table in a bytearray, and what readers have of it."""
+    header = DirectoryHeader(
+        *(4, 8, SPACE, BOOT, 4),
+        probe_limit=limit,
+        tier_capacity=capacity,
+        num_tiers=num_tiers,
+    )
+    buffer = bytearray(header.total_bytes)
+    writer, view = DirectoryWriter(buffer, header), DirectoryView(memoryview(buffer).toreadonly())
+    assert writer.tiers is not None
+    assert view.tiers is not None
+    return writer.tiers, view.tiers
+
+
+@cache
+def keys_at(home: int, capacity: int, count: int) -> list[bytes]:
+    """Keys with one home."""
+    names = (b"%d" % number for number in range(10**9))
+    return [next(n for n in names if zlib.crc32(n) % capacity == home) for _ in range(count)]
+
+
+def whole_table(view: TierTableView, piece: int = 7) -> dict[bytes, TierPlace]:
+    """All that tiers hold, as one sees it who looks from the last place to the first."""
+    ends = range(view.places, 0, -piece)
+    return dict(entry for end in ends for entry in view.held(max(0, end - piece), end))
+
+
+def test_a_directory_without_tiers_has_no_table() -> None:
+    """It costs no byte, and there is nothing to look up in."""
+    header = DirectoryHeader.plan(4, SPACE, BOOT)
+    assert header.total_bytes == header.tiers_offset
+    assert DirectoryWriter(bytearray(header.total_bytes), header).tiers is None
+
+
+def test_a_table_is_as_large_as_its_header_says() -> None:
+    """Behind the last home there is room for the longest run."""
+    header = DirectoryHeader.plan(4, SPACE, BOOT, tier_capacity=2**16, num_tiers=3)
+    assert header.total_bytes == header.tiers_offset + (2**16 + 512) * ENTRY_BYTES
+    assert DirectoryHeader.unpack(memoryview(header.pack() + bytes(header.total_bytes))) == header
+
+
+def test_namespaces_have_tables_where_there_are_tiers() -> None:
+    """Large enough for what tiers of this size may hold; a temporary one has none."""
+    for tier_bytes, entries in ((2**17 * 4096, 2**18), (None, UNKNOWN_ENTRIES)):
+        namespaces = make_namespaces(64 * 4096, num_tiers=2, tier_bytes=tier_bytes)
+        tiers = add(namespaces, 0, 4096).directory.tiers
+        assert tiers is not None
+        assert (tiers.num_tiers, tiers.capacity) == (2, entries)
+        assert add(namespaces, 1, 4096, temporary=True).directory.tiers is None
+
+
+@pytest.mark.parametrize(("capacity", "tiers"), [(48, 1), (0, 1), (64, 0), (64, 5), (0, 5)])
+def test_figures_that_contradict_each_other_are_refused(capacity: int, tiers: int) -> None:
+    """A capacity that is no power of two, or tiers without a table, are no directory."""
+    header = DirectoryHeader.plan(4, SPACE, BOOT, tier_capacity=capacity, num_tiers=tiers)
+    buffer = header.pack() + bytes(header.total_bytes)
+    with pytest.raises(DirectoryError):
+        DirectoryView(buffer)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "entries"),
+    [
+        (0, MIN_TIER_ENTRIES),
+        (100_000, 2**18),
+        (2**18 * 3 // 4, 2**18),
+        (10**9, MAX_TIER_ENTRIES),
+        (None, UNKNOWN_ENTRIES),
+    ],
+)
+def test_the_capacity_follows_from_the_tiers_sizes(chunks: int | None, entries: int) -> None:
+    """A power of two for a load of 0.75 or less, within bounds."""
+    assert entries_for(chunks) == entries
+
+
+def test_several_tiers_hold_the_same_blocks() -> None:
+    """An entry has a bit for each tier, and one set of blocks."""
+    table, view = make()
+    assert view.find(b"k") is None
+    assert table.hold(b"k", 1, 0, 4, 2)
+    assert view.find(b"k") == TierPlace(0b10, 0, 4, 2)
+    assert table.hold(b"k", 0, 0, 4, 2)
+    assert view.find(b"k") == TierPlace(0b11, 0, 4, 2)
+    assert table.release(b"k", 1)
+    assert not table.release(b"k", 1)
+    assert not table.release(b"other", 0)
+    assert view.find(b"k") == TierPlace(0b01, 0, 4, 2)
+    assert table.release(b"k", 0)
+    assert view.find(b"k") is None
+    assert len(table) == 0
+
+
+def test_a_tier_with_fewer_blocks_than_another_is_not_noted() -> None:
+    """More blocks take the entry, fewer leave it to the other tier, and others replace it."""
+    table, view = make()
+    table.hold(b"k", 0, 0, 4, 0)
+    assert table.hold(b"k", 1, 2, 2, 0)
+    assert view.find(b"k") == TierPlace(0b01, 0, 4, 0)
+    assert table.hold(b"k", 0, 1, 2, 0)
+    assert view.find(b"k") == TierPlace(0b01, 1, 2, 0)
+    assert table.hold(b"k", 1, 0, 4, 0)
+    assert view.find(b"k") == TierPlace(0b10, 0, 4, 0)
+    assert table.hold(b"k", 0, 0, 4, 1)
+    assert view.find(b"k") == TierPlace(0b01, 0, 4, 1)
+
+
+def test_what_no_tier_has_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place without tiers, until it is too long ago or a tier holds the chunk."""
+    table, view = make()
+    now = monotonic()
+    monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(now * 1e9))
+    table.absent(b"k", now)
+    table.absent(b"late", now - ABSENT_MS / 1000)
+    assert (view.find(b"k"), view.find(b"late")) == (TierPlace(0, 0, 0, 0), None)
+    table.absent(b"late", now)
+    assert view.find(b"late") == TierPlace(0, 0, 0, 0)
+    table.hold(b"k", 0, 1, 3, 0)
+    table.absent(b"k", now)
+    assert view.find(b"k") == TierPlace(1, 1, 3, 0)
+    table.check_integrity()
+
+
+def test_of_what_no_tier_has_the_oldest_is_forgotten() -> None:
+    """Only so many are known."""
+    table, view = make(2**13)
+    keys = [b"%d" % number for number in range(MOST_ABSENT + 2)]
+    for key in (*keys[:2], keys[0], *keys[2:]):
+        table.absent(key, monotonic())
+    known = [key for key in keys if view.find(key) is not None]
+    assert known == keys[2:]
+    table.check_integrity()
+
+
+def test_a_full_table_takes_no_more() -> None:
+    """Three quarters of its homes; what is there may change, and a place that is free is taken."""
+    table, view = make(64)
+    keys = [b"%d" % number for number in range(60)]
+    taken = [key for key in keys if table.hold(key, 0, 0, 4, 0)]
+    assert taken == keys[:48]
+    table.absent(keys[50], monotonic())
+    assert view.find(keys[50]) is None
+    assert table.hold(keys[0], 1, 0, 4, 0)
+    table.release(keys[7], 0)
+    assert table.hold(keys[50], 1, 0, 4, 0)
+    table.check_integrity()
+
+
+def test_a_crowded_home_takes_no_more() -> None:
+    """A chunk for which there is no place within the probe limit is not noted."""
+    table, view = make(64, limit=4)
+    keys = keys_at(63, 64, 5)
+    assert [table.hold(key, 0, 0, 4, 0) for key in keys] == [True] * 4 + [False]
+    assert whole_table(view).keys() == set(keys[:4])
+    table.forget()
+    assert table.hold(keys[4], 0, 0, 4, 0)
+    table.check_integrity()
+
+
+def test_a_tier_that_is_released_comes_back_when_it_is_swept() -> None:
+    """Its bits go piece by piece; until then nothing new of it is noted."""
+    table, view = make(2**16)
+    keys = [b"%d" % number for number in range(3000)]
+    for i, key in enumerate(keys):
+        table.hold(key, 0, 0, 4, 0)
+        if i % 3 == 0:
+            table.hold(key, 1, 0, 4, 0)
+    table.release_tier(0)
+    assert not table.hold(b"new", 0, 0, 4, 0)
+    assert not table.release(keys[0], 0)
+    sweeps = 0
+    while table.is_leaving(0):
+        table.sweep()
+        table.check_integrity()
+        sweeps += 1
+    assert sweeps > 1
+    assert whole_table(view, 9999) == dict.fromkeys(keys[::3], TierPlace(2, 0, 4, 0))
+    assert table.hold(b"new", 0, 0, 4, 0)
+    while not table.is_swept:
+        table.sweep()
+    table.check_integrity()
+
+
+def test_after_a_reset_nothing_is_there() -> None:
+    """At once for readers; the places are used again before they are swept, too."""
+    table, view = make()
+    keys = [b"%d" % number for number in range(48)]
+    for key in keys:
+        table.hold(key, 0, 0, 4, 0)
+    table.forget()
+    assert whole_table(view) == {}
+    assert not any(map(view.find, keys))
+    assert table.hold(keys[3], 1, 2, 2, 0)
+    assert whole_table(view) == {keys[3]: TierPlace(2, 2, 2, 0)}
+    table.check_integrity()
+    while not table.is_swept:
+        table.sweep()
+    table.check_integrity()
+    assert whole_table(view) == {keys[3]: TierPlace(2, 2, 2, 0)}
+
+
+def test_what_is_known_of_a_tier() -> None:
+    """Readers see the figures that were set, and zeros before."""
+    table, view = make()
+    assert view.status(1) == TierStatus(False, 0, 0, 0)
+    status = TierStatus(True, 1200, 3 * 10**9, 2**40)
+    table.set_status(1, status)
+    assert (view.status(0), view.status(1)) == (TierStatus(False, 0, 0, 0), status)
+    with pytest.raises(IndexError):
+        view.status(2)
+
+
+def test_integrity_is_checked() -> None:
+    """A byte that is not what was written is found."""
+    for at, wrong in ((0, 9), (1, 4), (2, 9), (4, 1), (24, 0)):
+        table, _ = make()
+        (key,) = keys_at(5, 64, 1)
+        table.hold(key, 0, 0, 4, 0)
+        table._bytes[5 * ENTRY_BYTES + at] = wrong
+        with pytest.raises(IntegrityError):
+            table.check_integrity()
+
+
+class Watched:
+    """Words of a table: after every store a reader looks."""
+
+    def __init__(self, words: memoryview, look: Any) -> None:
+        self._words = words
+        self._look = look
+
+    def __getitem__(self, where: int) -> int:
+        return self._words[where]
+
+    def __setitem__(self, where: int, value: int) -> None:
+        self._words[where] = value
+        self._look()
+
+
+TIERS = 3
+HOMES = 16
+KEYS = [
+    key
+    for home in (HOMES - 1, HOMES - 2, 0, 3)  # they crowd, also behind the last home
+    for key in keys_at(home, HOMES, 5)
+]
+BLOCKS = [(0, 4, 0), (1, 2, 0), (2, 2, 0), (0, 4, 1)]
+
+
+class TierTableMachine(RuleBasedStateMachine):
+    """The table beside a dict, with a reader that looks after every store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.view = make(HOMES, TIERS, limit=12)
+        self.model: dict[bytes, tuple[set[int], tuple[int, int, int]]] = {}
+        self.absent: list[bytes] = []
+        self.leaving: set[int] = set()
+        self.changing: set[bytes] = set()
+        self.table._words = Watched(self.table._words, self.look)  # type: ignore[assignment]
+
+    def places(self, tiers: set[int], blocks: tuple[int, int, int]) -> TierPlace:
+        """What a lookup says."""
+        return TierPlace(sum(1 << tier for tier in tiers), *blocks)
+
+    def look(self) -> None:
+        """While one key changes, each other one is missed or found as it is."""
+        for key in KEYS:
+            found = self.view.find(key)
+            if key in self.changing or found is None or self.leaving:
+                continue
+            if not found.tiers:
+                assert key in self.absent
+            else:
+                assert found == self.places(*self.model[key])
+
+    @rule(
+        key=st.sampled_from(KEYS),
+        tier=st.integers(0, TIERS - 1),
+        blocks=st.sampled_from(BLOCKS),
+    )
+    def hold(self, key: bytes, tier: int, blocks: tuple[int, int, int]) -> None:
+        """A tier has put a chunk."""
+        self.changing = {key}
+        done = self.table.hold(key, tier, *blocks)
+        if tier in self.leaving:
+            assert not done
+            return
+        if not done:
+            assert key not in self.model
+            return
+        if key in self.absent:
+            self.absent.remove(key)
+        tiers, held = self.model.get(key, (set(), blocks))
+        tiers -= self.leaving
+        if blocks == held:
+            tiers.add(tier)
+        elif (
+            tiers - {tier}
+            and blocks[2] == held[2]
+            and held[0] <= blocks[0]
+            and sum(blocks[:2]) <= sum(held[:2])
+        ):
+            tiers.discard(tier)
+        else:
+            tiers, held = {tier}, blocks
+        self.model[key] = tiers, held
+
+    @rule(key=st.sampled_from(KEYS), tier=st.integers(0, TIERS - 1))
+    def release(self, key: bytes, tier: int) -> None:
+        """A tier has dropped a chunk, or never had it."""
+        self.changing = {key}
+        tiers = self.model.get(key, (set(), ()))[0]
+        assert self.table.release(key, tier) == (tier in tiers)
+        tiers.discard(tier)
+        if not tiers:
+            self.model.pop(key, None)
+
+    @rule(key=st.sampled_from(KEYS))
+    def is_absent(self, key: bytes) -> None:
+        """No tier has it."""
+        self.changing = set(KEYS)  # the oldest one goes
+        self.table.absent(key, monotonic())
+        if key not in self.model and self.view.find(key) is not None:
+            self.absent = [each for each in self.absent if each != key] + [key]
+            self.absent = self.absent[-3:]
+
+    @rule()
+    def forget(self) -> None:
+        """The namespace is reset."""
+        self.changing = set(KEYS)
+        self.table.forget()
+        self.model.clear()
+        self.absent.clear()
+
+    @rule(tier=st.integers(0, TIERS - 1))
+    def release_tier(self, tier: int) -> None:
+        """A tier is gone, with all that it had."""
+        self.table.release_tier(tier)
+        self.leaving.add(tier)
+        for key, (tiers, _) in list(self.model.items()):
+            tiers.discard(tier)
+            if not tiers:
+                del self.model[key]
+
+    @rule()
+    def sweep(self) -> None:
+        """Some places are looked at; nobody sees a difference."""
+        self.changing = set()
+        self.table.sweep()
+        self.leaving = {tier for tier in self.leaving if self.table.is_leaving(tier)}
+
+    @invariant()
+    def agrees(self) -> None:
+        """Lookups, the whole table and its counts say what the dict says."""
+        gone = sum(1 << tier for tier in self.leaving)
+        for key in KEYS:
+            found = self.view.find(key)
+            if key in self.model:
+                assert found is not None
+                assert replace(found, tiers=found.tiers & ~gone) == self.places(*self.model[key])
+            elif found is not None and found.tiers & ~gone == 0:
+                assert found.tiers or key in self.absent
+            else:
+                assert found is None
+        if not self.leaving:
+            held = {key: self.places(*each) for key, each in self.model.items()}
+            assert whole_table(self.view, 5) == held
+            assert len(self.table) == len(held)
+        self.table.check_integrity()
+
+
+def test_the_table_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever happens, all is found where it was put, and a reader never sees another's place."""
+    monkeypatch.setattr(tier_table, "MOST_ABSENT", 3)
+    monkeypatch.setattr(tier_table, "LOOKED_AT", 5)
+    monkeypatch.setattr(tier_table, "SWEPT_AT_ONCE", 2)
+    run_state_machine_as_test(TierTableMachine, settings=settings(stateful_step_count=60))
