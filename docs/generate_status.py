@@ -17,6 +17,7 @@ SECTIONS = {
     "namespaces": "Namespaces",
     "engines": "Engines",
     "lanes": "Lanes",
+    "tiers": "Tiers",
     "publisher": "The publisher of KV events",
     "broker": "The broker",
     "events": "Events",

@@ -49,6 +49,7 @@ def status_report(
         namespaces=list(map(_namespace, namespaces)),
         engines=[_engine(engine, now) for engine in state.registry.engines.values()],
         lanes=[_lane(state, lane, now) for lane in state.lanes.values()],
+        tiers=[],
         publisher=_publisher(state.publisher, now),
         broker=_broker(state, usage, now),
         sessions=schema.Sessions(

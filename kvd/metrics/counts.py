@@ -46,6 +46,12 @@ LIMITS = (
     *CONNECTION_LIMITS,
 )
 """Settings and bounds at which the broker refuses."""
+PUT_OUTCOMES = ("ok", "full", "failed", "late", "gone")
+GET_OUTCOMES = ("ok", "absent", "corrupt", "failed", "late", "gone")
+ASK_OUTCOMES = ("ok", "absent", "failed", "late")
+"""How chunks of a tier's batches end: `kvd.wire.tiering.Outcome` in small letters."""
+BREAKER_REASONS = ("late", "failed", "corrupt", "lost")
+"""Why a tier is set aside."""
 
 SHARED_METRICS = {
     "store_answered_chunks_total": "Chunks that engines asked to store, by answer: accepted, there"
@@ -53,6 +59,9 @@ SHARED_METRICS = {
     "load_answered_chunks_total": "Chunks that engines asked to load, by whether they were found.",
     "descriptions_dropped_total": "Descriptions of stored chunks that are not kept, so that routers"
     " learn neither token ids nor parent of these chunks.",
+    "bytes_total": "Bytes of chunks that a tier kept (put) and gave back (get).",
+    "kvd_tier_queued_bytes": "Bytes of chunks on their way down to a tier (put) and up (get).",
+    "busy_seconds_total": "Time in which puts or gets of a tier were under way, one or several.",
     "evicted_chunks_total": "Chunks evicted to make room for others.",
     "removed_chunks_total": "Stored chunks dropped because an engine reset them or an operator"
     " cleared them.",
@@ -188,6 +197,19 @@ class ChunkCounts(Counts):
     leases_expired: int = counter(
         "Leases that ran out before their loads had ended", "leases_expired_total"
     )
+    promoted: int = counter(
+        "Chunks that came up from a tier and became READY", "promoted_chunks_total"
+    )
+    not_promoted: int = counter(
+        "Chunks that were to come up from a tier and did not: its get failed, came late, or was"
+        " given up when the tier was set aside",
+        "not_promoted_chunks_total",
+    )
+    undemoted: int = counter(
+        "Chunks that a tier wanted and that were evicted before their turn, or found no place in"
+        " the queue",
+        "undemoted_chunks_total",
+    )
     eviction_age: Histogram = histogram(
         "Seconds since a chunk was stored or last of use (pinned for a load, or named by a"
         " request that finished), when it was evicted; exact to a quarter of a second",
@@ -293,6 +315,68 @@ class LaneCounts(Counts):
         keys=CONNECTION_LIMITS,
     )
     restarts: int = counter("Processes that were lost and replaced", "lane_restarts_total")
+
+
+@dataclass(slots=True)
+class TierCounts(Counts):
+    """What a tier has done, all its processes together."""
+
+    puts: dict[str, int] = counters(
+        "Chunks that were given to the tier to keep, by outcome: `ok` (kept), `full`, `failed` (an"
+        " error of the medium), `late` (the deadline passed), `gone` (the chunk had left the pool)",
+        "put_chunks_total",
+        "outcome",
+        keys=PUT_OUTCOMES,
+    )
+    gets: dict[str, int] = counters(
+        "Chunks that were asked of the tier, by outcome: `ok` (its hits: they became READY in the"
+        " pool), `absent`, `corrupt` (not what was kept, and dropped), `failed`, `late`, `gone`"
+        " (not wanted any more)",
+        "get_chunks_total",
+        "outcome",
+        keys=GET_OUTCOMES,
+    )
+    asks: dict[str, int] = counters(
+        "Chunks of which a shared tier was asked whether it has them, by answer",
+        "asked_chunks_total",
+        "outcome",
+        keys=ASK_OUTCOMES,
+    )
+    put_bytes: int = counter("Bytes of chunks that it kept", "bytes_total", direction="put")
+    get_bytes: int = counter("Bytes of chunks that it gave back", "bytes_total", direction="get")
+    put_seconds: float = counter(
+        "Time in which puts were under way, one or several: `put_bytes` by this is its rate",
+        "busy_seconds_total",
+        start=0.0,
+        direction="put",
+    )
+    get_seconds: float = counter(
+        "Time in which gets were under way, one or several: `get_bytes` by this is its rate",
+        "busy_seconds_total",
+        start=0.0,
+        direction="get",
+    )
+    put_latency: Histogram = histogram(
+        "Seconds from the broker's order to the tier's answer, for each batch of puts",
+        "put_seconds",
+        STAGE_BOUNDS,
+    )
+    get_latency: Histogram = histogram(
+        "Seconds from the broker's order to the tier's answer, for each batch of gets",
+        "get_seconds",
+        STAGE_BOUNDS,
+    )
+    opened: dict[str, int] = counters(
+        "How often the breaker has set the tier aside, by reason: `late` (no progress), `failed`"
+        " (half of the last batches), `corrupt`, `lost` (its process ended)",
+        "breaker_opened_total",
+        "reason",
+        keys=BREAKER_REASONS,
+    )
+    dropped: int = counter(
+        "Chunks that the tier dropped by itself to make room for others", "dropped_chunks_total"
+    )
+    restarts: int = counter("Processes that were lost and replaced", "restarts_total")
 
 
 @dataclass(slots=True)

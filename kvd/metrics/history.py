@@ -12,7 +12,7 @@ from typing import Any
 from kvd.metrics.histogram import Histogram
 
 Report = Mapping[str, Any]
-_NAMES = {"lanes": "device", "engines": "name", "namespaces": "id"}
+_NAMES = {"lanes": "device", "engines": "name", "namespaces": "id", "tiers": "name"}
 
 
 class Span:

@@ -8,7 +8,14 @@ not frozen, which would double the time that a daemon's start takes to make them
 from dataclasses import dataclass
 from typing import Any
 
-from kvd.metrics.counts import BrokerCounts, ChunkCounts, EventCounts, LaneCounts, LookupCounts
+from kvd.metrics.counts import (
+    BrokerCounts,
+    ChunkCounts,
+    EventCounts,
+    LaneCounts,
+    LookupCounts,
+    TierCounts,
+)
 from kvd.metrics.declare import (
     Items,
     counter,
@@ -233,6 +240,49 @@ class Lane:
 
 
 @dataclass(slots=True, kw_only=True)
+class Tier:
+    """What keeps chunks below memory, in the order of the setting `tier`."""
+
+    name: str = shown("Its kind, such as `disk`; the second of one kind is `disk-2`")
+    setting: str = shown("As the operator wrote it")
+    medium: str = shown("What engines and routers call it: `disk`, `remote`, `memory`")
+    shared: bool = shown("Other daemons put and remove chunks there, too")
+    described: str = shown("How it works, as its process says; empty until one serves")
+    state: str = shown("`up`, `starting` (it never was up) or `down` (lost, and started again)")
+    up: bool = gauge("1 if the tier's process serves", "kvd_tier_up")
+    pid: int = shown("Of its process; 0 where none serves")
+    breaker: str = shown(
+        "`closed` (used), `open` (set aside: lookups miss what only it has) or `probing` (whether"
+        " it works again is tried)"
+    )
+    usable: bool = gauge("1 if chunks are put to it and got from it now", "kvd_tier_usable")
+    set_aside_seconds: float = gauge(
+        "How long the tier has been set aside; 0 where it is not", "kvd_tier_set_aside_seconds"
+    )
+    full: bool = gauge("1 while puts rest, because it has no room", "kvd_tier_full")
+    last_error: str = shown("The last error of its medium or process; empty where there was none")
+    total_bytes: int = gauge("Its budget; 0 where nobody knows", "kvd_tier_budget_bytes")
+    used_bytes: int = gauge("Bytes that it takes of its medium", "kvd_tier_used_bytes")
+    chunks: int = gauge("Chunks that it keeps, all namespaces together", "kvd_tier_chunks")
+    held_chunks: int = gauge(
+        "Chunks of open namespaces that the directories say it has", "kvd_tier_held_chunks"
+    )
+    queued_put_bytes: int = gauge(
+        "Bytes of chunks on their way down", "kvd_tier_queued_bytes", direction="put"
+    )
+    queued_get_bytes: int = gauge(
+        "Bytes of chunks on their way up", "kvd_tier_queued_bytes", direction="get"
+    )
+    latency_seconds: float = gauge(
+        "What a get takes apart from its bytes, by the last ones", "kvd_tier_latency_seconds"
+    )
+    bytes_per_second: float = gauge(
+        "How fast gets are, by the last ones; 0 before the first", "kvd_tier_bytes_per_second"
+    )
+    counters: TierCounts = part(prefix="kvd_tier_")
+
+
+@dataclass(slots=True, kw_only=True)
 class Publisher:
     """The daemon's own publisher of KV events."""
 
@@ -317,6 +367,7 @@ class Report:
         "kvd_engines",
     )
     lanes: list[Lane] = listed(Items(("device",), lambda lane: (lane["device"],)))
+    tiers: list[Tier] = listed(Items(("tier",), lambda tier: (tier["name"],)))
     publisher: Publisher | None = part("null where the setting `events` is off")
     broker: Broker = part()
     sessions: Sessions = part()

@@ -21,7 +21,17 @@ from tests.waiting import eventually
 
 DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 ROW = re.compile(r"^\| `(kvd_\w+)` \| \w+ \| (.*?) \| .* \|$", re.MULTILINE)
-LABELS = {"namespace", "model", "state", "answer", "device", "direction", "stage", "outcome"}
+LABELS = {
+    "tier",
+    "namespace",
+    "model",
+    "state",
+    "answer",
+    "device",
+    "direction",
+    "stage",
+    "outcome",
+}
 LOADS = {"direction": "load", "outcome": "ok"}
 REPORT = loaded_report(60.0)
 LABELS |= {

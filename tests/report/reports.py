@@ -15,6 +15,7 @@ from kvd.metrics.counts import (
     EventCounts,
     LaneCounts,
     LookupCounts,
+    TierCounts,
 )
 
 START = 1_700_000_000.0
@@ -103,6 +104,10 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
             _engine("qwen-0", "bb" * 16, 1, done),
         ],
         lanes=[_lane(name, done) for name in ("host", "cuda:" + "0f" * 16)],
+        tiers=[
+            _tier("disk", "disk", "disk:/var/lib/kvd,size=500GiB", done),
+            _tier("mooncake", "remote", "mooncake:master=10.0.0.1:50051", done),
+        ],
         publisher=schema.Publisher(
             address="tcp://127.0.0.1:5557",
             up=True,
@@ -194,6 +199,37 @@ def _lane(device: str, done: int) -> Any:
         pool_bytes=64 * GIB,
         usable_bytes=64 * GIB,
         counters=_lane_counts(done),
+    )
+
+
+def _tier(name: str, medium: str, setting: str, done: int) -> Any:
+    return part(
+        schema.Tier,
+        name=name,
+        setting=setting,
+        medium=medium,
+        shared=medium == "remote",
+        described="4 threads",
+        state="up",
+        up=True,
+        pid=4260,
+        breaker="closed",
+        usable=True,
+        total_bytes=500 * GIB,
+        used_bytes=100 * GIB,
+        chunks=5120,
+        held_chunks=5120,
+        latency_seconds=0.0004,
+        bytes_per_second=2.3e9,
+        counters=TierCounts(
+            puts={"ok": 10 * done},
+            gets={"ok": 5 * done, "absent": done},
+            put_bytes=2 * 10**8 * done,
+            get_bytes=10**8 * done,
+            put_seconds=0.05 * done,
+            get_seconds=0.05 * done,
+            get_latency=histogram(BOUNDS, 0, 0, 10 * done),  # type: ignore[arg-type]
+        ),
     )
 
 
