@@ -3,10 +3,8 @@
 The broker starts it before there is a pool, so that the imports are done when there is one.
 """
 
-import fcntl
 import logging
 import os
-import resource
 import select
 import socket
 from pathlib import Path
@@ -18,13 +16,13 @@ from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT
 from kvd.logs.setup import configure
+from kvd.machine.pool_lock import hold_pool, move_up
 from kvd.machine.process import raise_descriptor_limit
 from kvd.wire.link import LINK, BeginLane, LaneFailed
 from kvd.wire.seqpacket import Channel
 from kvd_proto.messages import HOST
 
 log = logging.getLogger("kvd.lane")
-_HIGH_NUMBER = 64
 
 
 def run(link_fd: int) -> int:
@@ -108,7 +106,7 @@ def open_lifeline() -> int:
     End of file then means that nothing of this process moves bytes any more.
 
     Raises:
-        LaneError: no descriptor is left.
+        PoolError: no descriptor is left.
     """
     read_end, write_end = os.pipe()
     moved = move_up(read_end)
@@ -117,38 +115,4 @@ def open_lifeline() -> int:
         os.close(lower)
     else:
         os.close(write_end)
-    return moved
-
-
-def hold_pool(pool_fd: int) -> None:
-    """Lock the pool's file for as long as anything of this process can write to it.
-
-    The next daemon waits for that. The lock is on a descriptor of this process's own, opened
-    like the lifeline before a device and with a number as low as there is; never closed.
-
-    Raises:
-        LaneError: a daemon that takes the pool over holds the lock: this one's is gone.
-    """
-    descriptor = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        raise LaneError("another daemon is taking the pool over") from error
-
-
-def move_up(descriptor: int) -> int:
-    """Give a descriptor that will be closed a high number.
-
-    Raises:
-        LaneError: there is none.
-    """
-    try:
-        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH_NUMBER)
-    except OSError as error:
-        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        raise LaneError(
-            f"no file descriptor from {_HIGH_NUMBER} on is to be had, the limit is {limit};"
-            " raise LimitNOFILE, or ulimit -n"
-        ) from error
-    os.close(descriptor)
     return moved

@@ -1,0 +1,104 @@
+"""Heads of records: what is sealed is found again, and whatever else is there is found out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.tier.contract import Space
+from kvd.tier.seal import HEAD_BYTES, Damaged, Sealed, check_of, seal, unseal
+
+HALF = st.integers(0, 2**16 - 1)
+SPACES = st.builds(
+    Space,
+    st.binary(min_size=16, max_size=16),
+    st.integers(0, 2**64 - 1),
+    st.lists(st.integers(1, 2**40), min_size=1, max_size=8).map(tuple),
+    st.just(4096),
+)
+KEYS = st.binary(min_size=1, max_size=48)
+SEALED = st.builds(
+    Sealed, st.tuples(HALF, HALF, HALF), st.integers(0, 2**64 - 1), st.binary(max_size=300)
+)
+SPACE = Space(b"n" * 16, 7, (4096, 100), HEAD_BYTES + 40)
+
+
+def sealed(space: Space, key: bytes, what: Sealed) -> bytes:
+    """The head that says this."""
+    return seal(space, key, what.coverage, what.check, what.description)
+
+
+@given(SPACES, KEYS, SEALED)
+def test_round_trip(space: Space, key: bytes, what: Sealed) -> None:
+    """A head says what was sealed, in the bytes that a space counts for it."""
+    head = sealed(space, key, what)
+    assert len(head) == HEAD_BYTES + len(what.description)
+    assert unseal(head, space, key) == what
+
+
+@given(SPACES, KEYS, SEALED, SPACES, KEYS)
+def test_it_is_good_for_one_chunk_only(
+    space: Space, key: bytes, what: Sealed, other: Space, another: bytes
+) -> None:
+    """The head of another key, namespace, epoch or size is damaged for this chunk."""
+    head = sealed(space, key, what)
+    if another != key:
+        with pytest.raises(Damaged):
+            unseal(head, space, another)
+    for changed in (
+        Space(other.id, space.epoch, space.share_bytes, 4096),
+        Space(space.id, other.epoch, space.share_bytes, 4096),
+        Space(space.id, space.epoch, other.share_bytes, 4096),
+    ):
+        if (changed.id, changed.epoch, changed.chunk_bytes) != (
+            space.id,
+            space.epoch,
+            space.chunk_bytes,
+        ):
+            with pytest.raises(Damaged):
+                unseal(head, changed, key)
+
+
+def test_every_single_bit_of_a_head_counts() -> None:
+    """A head with any one bit turned is damaged."""
+    head = sealed(SPACE, b"key", Sealed((1, 2, 3), 99, b"description"))
+    for bit in range(8 * len(head)):
+        turned = bytearray(head)
+        turned[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(Damaged):
+            unseal(bytes(turned), SPACE, b"key")
+
+
+@given(st.integers(1, 400), st.binary(max_size=20))
+def test_every_length_counts(cut: int, more: bytes) -> None:
+    """A head that is cut off or longer is damaged."""
+    head = sealed(SPACE, b"key", Sealed((0, 1, 0), 5, b"d" * 30))
+    with pytest.raises(Damaged):
+        unseal(head[:-cut], SPACE, b"key")
+    with pytest.raises(Damaged):
+        unseal(head + b"\0" + more, SPACE, b"key")
+
+
+@given(st.binary(max_size=400))
+def test_noise_is_no_head(noise: bytes) -> None:
+    """Arbitrary bytes are damaged, and raise nothing else."""
+    with pytest.raises(Damaged):
+        unseal(noise, SPACE, b"key")
+
+
+def test_every_single_bit_of_the_shares_counts() -> None:
+    """The check word of shares with any one bit turned is another one."""
+    whole = bytearray(range(256)) * 2
+    shares = memoryview(whole)[:300], memoryview(whole)[300:]
+    check = check_of(shares)
+    for bit in range(8 * len(whole)):
+        whole[bit // 8] ^= 1 << bit % 8
+        assert check_of(shares) != check
+        whole[bit // 8] ^= 1 << bit % 8
+    assert check_of(shares) == check
+
+
+@given(st.binary(min_size=1, max_size=200), st.integers(0, 200))
+def test_shares_are_read_one_after_the_other(whole: bytes, at: int) -> None:
+    """Where a chunk is divided does not matter to its check word."""
+    view = memoryview(whole)
+    assert check_of((view[:at], view[at:])) == check_of((view,))
