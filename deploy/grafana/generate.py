@@ -260,6 +260,52 @@ ROWS: dict[str, list[Panel]] = {
             ("kvd_lane_oldest_job_seconds{HERE}", "{{instance}} {{device}}"),
         ),
     ],
+    "Tiers": [
+        graph(
+            "Bytes per second",
+            "Bps",
+            "put: chunks that go down to a tier; get: chunks that come up.",
+            (_rate("kvd_tier_bytes_total", "tier", "direction"), "{{tier}} {{direction}}"),
+        ),
+        graph(
+            "Chunks got, by outcome",
+            "short",
+            "Per second. ok: a hit; corrupt: not what was kept, found by its checksum.",
+            (_rate("kvd_tier_get_chunks_total", "tier", "outcome"), "{{tier}} {{outcome}}"),
+            stack=True,
+        ),
+        graph(
+            "A batch of gets",
+            "s",
+            "From the broker's order to the tier's answer, over half an hour.",
+            *(
+                (_quantile(quantile, "kvd_tier_get_seconds_bucket", "tier"), f"{{{{tier}}}} {name}")
+                for quantile, name in ((0.5, "p50"), (0.99, "p99"))
+            ),
+        ),
+        graph(
+            "Room",
+            "bytes",
+            "What each tier takes of its medium, and its budget.",
+            ("kvd_tier_used_bytes{HERE}", "{{instance}} {{tier}} used"),
+            ("kvd_tier_budget_bytes{HERE}", "{{instance}} {{tier}} budget"),
+        ),
+        graph(
+            "Set aside",
+            "short",
+            "How often the breaker opened, per second and by reason, and whether a tier is usable.",
+            (_rate("kvd_tier_breaker_opened_total", "tier", "reason"), "{{tier}} {{reason}}"),
+            ("kvd_tier_usable{HERE}", "{{instance}} {{tier}} usable"),
+        ),
+        graph(
+            "Not kept in time",
+            "short",
+            "Per second: chunks that a tier wanted and that were evicted before their turn; and"
+            " chunks that were to come up and did not.",
+            (_rate("kvd_undemoted_chunks_total", "instance"), "{{instance}} not kept"),
+            (_rate("kvd_not_promoted_chunks_total", "instance"), "{{instance}} not come up"),
+        ),
+    ],
     "KV events": [
         graph(
             "Changes",

@@ -11,7 +11,7 @@ from rich.text import Text
 from kvd.cli import top_view
 from kvd.config.sources import DEFAULT
 from kvd.metrics.histogram import Histogram
-from kvd.metrics.words import NOTHING, duration, number, percent, several, size
+from kvd.metrics.words import NOTHING, duration, latency, number, percent, several, size
 
 _PIPED_COLUMNS = 10_000
 _REFUSED = ("present", "pending", "full", "quota", "not_yet", "draining")
@@ -33,9 +33,38 @@ def print_report(report: dict[str, Any]) -> None:
         ),
     )
     _console().print(top_view.lanes(report["lanes"]) if report["lanes"] else "Lanes: none")
+    if report["tiers"]:
+        _print_tiers(report["tiers"])
     print_namespaces(report["namespaces"])
     print_engines(report["engines"])
     _print_table("Since the start", (), _totals(report))
+
+
+def _print_tiers(tiers: list[dict[str, Any]]) -> None:
+    rows = []
+    for tier in tiers:
+        counts = tier["counters"]
+        gets = Histogram(**counts["get_latency"])
+        low, high = (latency(gets.quantile(q)) for q in (0.5, 0.99))
+        rows.append(
+            (
+                tier["name"],
+                top_view.tier_state(tier),
+                f"{size(tier['used_bytes'])} of {size(tier['total_bytes'] or None)}",
+                number(tier["chunks"]),
+                f"{number(counts['puts']['ok'])}, {size(counts['put_bytes'])}",
+                f"{number(counts['gets']['ok'])}, {size(counts['get_bytes'])}",
+                f"{low} / {high}",
+                several(sum(counts["opened"].values()), "time"),
+                tier["last_error"] or NOTHING,
+            )
+        )
+    columns = ("used", "chunks", "kept", "hits", "get p50 / p99", "set aside", "last error")
+    _print_table("Tiers", ("tier", "state", *columns), rows)
+    for tier in tiers:
+        how = f": {tier['described']}" if tier["described"] else ""
+        pid = f", pid {tier['pid']}" if tier["pid"] else ""
+        _console().print(Text(f"{tier['name']} is {tier['setting']}{pid}{how}", "dim"))
 
 
 def print_namespaces(namespaces: list[dict[str, Any]]) -> None:

@@ -20,6 +20,7 @@ NAME_CELLS = 20
 ENGINES = 12
 EVENTS = 8
 _FIXED_LINES = 18  # header, verdict, five rules, bar, throughput, heads of tables, stages
+_LINES_OF_TIERS = 2  # rule, head of the table
 _LINES_OF_ONE = 4  # a problem and its remedy
 _COUNTED = {"ready", "pinned"}  # of a namespace's chunks; the bar shows the others
 _SPARKS = "▁▂▃▄▅▆▇█"
@@ -39,13 +40,19 @@ def picture(history: History, restarts: int = 0, height: int | None = None) -> R
     """
     span = history.span()
     found = span.now["conditions"]
-    lists = [span.now["namespaces"], span.now["lanes"], span.now["engines"], span.now["events"]]
-    wanted = [*map(len, lists[:2]), min(len(lists[2]), ENGINES), min(len(lists[3]), EVENTS)]
+    below = span.now["tiers"]
+    lists = [span.now["namespaces"], span.now["lanes"], below]
+    most = [(span.now["engines"], ENGINES), (span.now["events"], EVENTS)]
+    wanted = [*map(len, lists), *(min(len(each), bound) for each, bound in most)]
     told = len(found)
     if height is not None:
-        told = min(told, max(1, (height - _FIXED_LINES - len(wanted)) // _LINES_OF_ONE))
-        wanted = shares(height - _FIXED_LINES - _LINES_OF_ONE * told, wanted)
-    namespaces, shown_lanes, engines, events = wanted
+        room = height - _FIXED_LINES - (_LINES_OF_TIERS if below else 0)
+        told = min(told, max(1, (room - sum(map(bool, wanted))) // _LINES_OF_ONE))
+        wanted = shares(room - _LINES_OF_ONE * told, wanted)
+    namespaces, shown_lanes, shown_tiers, engines, events = wanted
+    tiers_part: list[RenderableType] = []
+    if below:
+        tiers_part = [Rule("Tiers, the last minute", style="dim"), tiers(span, shown_tiers)]
     return Group(
         header(span.now, restarts),
         problems(span.now, told),
@@ -56,6 +63,7 @@ def picture(history: History, restarts: int = 0, height: int | None = None) -> R
         Rule("Lanes and their jobs", style="dim"),
         lanes(span.now["lanes"], shown_lanes),
         _stages(span),
+        *tiers_part,
         Rule("Engines", style="dim"),
         _engines(span, engines),
         Rule("Events", style="dim"),
@@ -238,6 +246,38 @@ def _stages(span: Span) -> Table:
             cells.append(f"{low} / {high}")
         table.add_row(direction, *cells)
     return table
+
+
+def tiers(span: Span, rows: int | None = None) -> Table:
+    """A line for each tier, or the first `rows` of them, with what it did meanwhile."""
+    table = _table("tier", "state", "used", "in", "out", "hits", "get p50 / p99")
+    for index, part in enumerate(span.parts("tiers")[:rows]):
+        tier = part.now
+        gets = part.histogram("counters", "get_latency")
+        low, high = (words.latency(gets.quantile(q)) for q in (0.5, 0.99))
+        table.add_row(
+            _name(tier["name"]),
+            tier_state(tier),
+            _used(tier),
+            *(words.rate(part.rate("counters", f"{way}_bytes")) for way in ("put", "get")),
+            words.number(part.rise("counters", "gets", "ok")),
+            f"{low} / {high}{_more(span.now['tiers'], rows, index)}",
+        )
+    return table
+
+
+def _used(tier: Report) -> str:
+    used, total = tier["used_bytes"], tier["total_bytes"]
+    return words.percent(used / total) if total else words.size(used)
+
+
+def tier_state(tier: Report) -> Text:
+    """Its process's state, unless its breaker or its room says more."""
+    if tier["state"] != "up":
+        return Text(tier["state"], "red" if tier["state"] == "down" else "yellow")
+    if tier["breaker"] != "closed":
+        return Text("set aside" if tier["breaker"] == "open" else "probing", "red")
+    return Text("full", "yellow") if tier["full"] else Text("up", "green")
 
 
 def _engines(span: Span, rows: int) -> RenderableType:

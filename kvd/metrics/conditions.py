@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvd.metrics import schema
+from kvd.metrics.counts import BREAKER_REASONS
 from kvd.metrics.history import Span
 from kvd.metrics.words import duration, latency, percent, several, size
 
@@ -26,6 +27,9 @@ NEARLY_ALL = 0.9
 REFUSED_SHARE = 0.05  # as the alert KvdStoresRefused
 YOUNG_SECONDS = 60.0
 LATE_SECONDS = 1.0  # as the alert KvdEventsLate
+ASIDE_SECONDS = 5.0  # a breaker that opens for a moment does what it is there for
+OFTEN = 3
+UNKEPT_SHARE = 0.1  # as the alert KvdTierLagging
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class Kind:
     find: Find
     text: str
     remedy: str
-    each: Literal["", "lanes", "engines", "namespaces"] = ""
+    each: Literal["", "lanes", "engines", "namespaces", "tiers"] = ""
 
 
 def conditions(span: Span) -> list[schema.Condition]:
@@ -148,6 +152,34 @@ def _late(publisher: Mapping[str, Any] | None) -> Case:
         return False
     lag = publisher["published"]["lag_max_seconds"]
     return lag > LATE_SECONDS and {"lag": latency(lag)}
+
+
+def _set_aside(tier: Span) -> Case:
+    seconds, error = tier.now["set_aside_seconds"], tier.now["last_error"].rstrip(".")
+    times = sum(tier.rise("counters", "opened", reason) for reason in BREAKER_REASONS)
+    if tier.now["state"] != "up" or (seconds <= ASIDE_SECONDS and times < OFTEN):
+        return False
+    since = f"has been set aside for {duration(seconds)}"
+    often = f"was set aside {several(times, 'time')} in the last minute"
+    how = since if seconds > ASIDE_SECONDS else often
+    return {"how": how, "error": f": {error}" if error else ""}
+
+
+def _tier_failed(tier: Span) -> Case:
+    times = tier.rise("counters", "puts", "failed") + tier.rise("counters", "gets", "failed")
+    error = tier.now["last_error"].rstrip(".")
+    return times > 0 and {"times": several(times, "chunk"), "error": f": {error}" if error else ""}
+
+
+def _tier_full(tier: Span) -> Case:
+    used, total = size(tier.now["used_bytes"]), size(tier.now["total_bytes"] or None)
+    return bool(tier.now["full"]) and {"used": used, "total": total}
+
+
+def _unkept(namespace: Span) -> Case:
+    left = namespace.rise("counters", "evicted") + namespace.rise("counters", "yielded")
+    unkept = namespace.rise("counters", "undemoted")
+    return unkept > UNKEPT_SHARE * left and {"times": several(unkept, "chunk")}
 
 
 def _young(namespace: Span) -> Case:
@@ -280,6 +312,53 @@ WARNINGS = (
         "Raise max_sessions in the configuration, or end engines that nobody needs.",
     ),
     Kind(
+        "tier starting",
+        _in_state("starting"),
+        "Tier {name} is starting{error}.",
+        "Wait some seconds; until then chunks that only it has are misses. If it stays so, run kvd"
+        " doctor.",
+        "tiers",
+    ),
+    Kind(
+        "tier down",
+        _in_state("down"),
+        "Tier {name} is down{error}.",
+        "kvd starts it again by itself; until then chunks that only it has are misses. If it stays"
+        " down, run kvd doctor and read the log: journalctl -u kvd.",
+        "tiers",
+    ),
+    Kind(
+        "tier set aside",
+        _set_aside,
+        "Tier {name} {how}{error}.",
+        "Chunks that only it has are misses, and it is tried again by itself. Look at its medium:"
+        " kvd doctor, iostat -x 1, dmesg; of a shared one at its master.",
+        "tiers",
+    ),
+    Kind(
+        "tier corrupt",
+        _rises("counters", "gets", "corrupt", word="chunk"),
+        "{times} that came from tier {name} in the last minute were not what had been kept there;"
+        " none of them was served.",
+        "The medium, its controller or memory is broken, or somebody writes there: look at dmesg"
+        " and smartctl, and take it out of the setting tier if it goes on.",
+        "tiers",
+    ),
+    Kind(
+        "tier failed",
+        _tier_failed,
+        "{times} of tier {name} failed in the last minute{error}.",
+        "Look at its medium: dmesg, smartctl -a; an empty directory starts an empty tier.",
+        "tiers",
+    ),
+    Kind(
+        "tier full",
+        _tier_full,
+        "Tier {name} has no room for more chunks; it takes {used} of {total}.",
+        "Make room on its file system, or lower its size; what it has is served.",
+        "tiers",
+    ),
+    Kind(
         "publisher down",
         _publisher_down,
         "The publisher of KV events is down{error}.",
@@ -334,6 +413,14 @@ HINTS = (
         " this load.",
         "A larger pool (cpu_bytes) keeps them longer; reuse_threshold = 2 stores only what"
         " is asked for twice.",
+        "namespaces",
+    ),
+    Kind(
+        "not kept in time",
+        _unkept,
+        "{times} of {model} left memory in the last minute before a tier had taken them.",
+        "The tier is slower than chunks come in: keep=asked, a larger queue, a faster medium, or a"
+        " larger pool.",
         "namespaces",
     ),
     Kind(

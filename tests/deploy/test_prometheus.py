@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvd.metrics.counts import DIRECTIONS, STAGES
+from kvd.metrics.counts import DIRECTIONS, GET_OUTCOMES, PUT_OUTCOMES, STAGES
 from kvd.metrics.schema import ROWS
 from kvd.report.exposition import Exposition
 from kvd_proto.messages import JobStatus
@@ -113,9 +113,9 @@ def test_values_of_labels_are_ones_that_exist() -> None:
         for label, value in row.shown.labels:
             known[label].add(value)
     known |= {
-        "direction": set(DIRECTIONS),
+        "direction": {*DIRECTIONS, "put", "get"},
         "stage": set(STAGES),
-        "outcome": {str(status) for status in JobStatus},
+        "outcome": {*map(str, JobStatus), *PUT_OUTCOMES, *GET_OUTCOMES},
         "check": {"pool"},
         "job": {"kvd"},
         "instance": {".*"},

@@ -40,6 +40,7 @@ SECTIONS = [
     "Throughput",
     "Hit rate",
     "Lanes",
+    "Tiers",
     "Jobs by stage",
     "Broker",
     "Engines",

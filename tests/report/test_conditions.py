@@ -10,10 +10,12 @@ from tests.report.reports import AGES, changed, empty_report, histogram, loaded_
 
 LATER = 60.0
 LANE = ("lanes", 1)
+SPACE = ("namespaces", 0, "counters")
 EVICTED = ("namespaces", 0, "counters", "eviction_age")
 
 PUBLISHED = ("engines", 0, "published")
 PUBLISHER = loaded_report(LATER)["publisher"]
+TIER = ("tiers", 0)
 FAILED = {"name": "pool", "ok": False, "text": "40 % pinned, 9 s left"}
 
 Change = tuple[tuple[str | int, ...], Any]
@@ -40,6 +42,13 @@ CASES: list[tuple[str, Change, list[str]]] = [
         (("publisher",), PUBLISHER | {"state": "down", "last_error": "signal 9"}),
         ["signal 9", "journalctl"],
     ),
+    ("tier starting", ((*TIER, "state"), "starting"), ["Tier disk"]),
+    ("tier down", ((*TIER, "state"), "down"), ["Tier disk", "kvd doctor"]),
+    ("tier set aside", ((*TIER, "set_aside_seconds"), 75.0), ["disk", "1 min 15 s", "iostat"]),
+    ("tier corrupt", ((*TIER, "counters", "gets", "corrupt"), 2), ["2 chunks", "disk", "smartctl"]),
+    ("tier failed", ((*TIER, "counters", "puts", "failed"), 1), ["1 chunk of tier disk"]),
+    ("tier full", ((*TIER, "full"), True), ["100 GiB of 500 GiB", "file system"]),
+    ("not kept in time", ((*SPACE, "undemoted"), 300), ["300 chunks of llama", "keep=asked"]),
     ("events late", (("publisher", "published", "lag_max_seconds"), 2.5), ["2.5 s", "CPU"]),
     ("events overrun", (("publisher", "published", "kv_event_overruns"), 3), ["3 times"]),
     ("replies dropped", ((*LANE, "counters", "dropped_replies"), 1), ["1 reply"]),
@@ -91,6 +100,16 @@ def test_ranks_may_start_apart_but_not_for_long() -> None:
     engine["sessions"][0]["seconds"] = 200.0
     (problem,) = conditions(Span(report))
     assert "Engine llama-70b-0 has waited 3 min 20 s for ranks 1, 3 of 4" in problem.text
+
+
+def test_a_breaker_that_opens_for_a_moment_is_no_news() -> None:
+    """A tier that is set aside for a moment is not told, one that is so again and again is."""
+    report = changed(loaded_report(LATER), *TIER, "set_aside_seconds", to=0.4)
+    once = changed(report, *TIER, "counters", "opened", "late", to=1)
+    assert conditions(Span(once, loaded_report(0.0))) == []
+    often = changed(once, *TIER, "counters", "opened", "failed", to=3)
+    (problem,) = conditions(Span(often, loaded_report(0.0)))
+    assert problem.text == "Tier disk was set aside 4 times in the last minute."
 
 
 def test_the_worst_comes_first() -> None:

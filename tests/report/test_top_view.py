@@ -16,7 +16,14 @@ from kvd.metrics.conditions import conditions
 from kvd.metrics.history import History, Span
 from tests.report.reports import GIB, START, changed, empty_report, loaded_report
 
-SECTIONS = ["Pool", "Throughput and hits", "Lanes and their jobs", "Engines", "Events"]
+SECTIONS = [
+    "Pool",
+    "Throughput and hits",
+    "Lanes and their jobs",
+    "Tiers, the last minute",
+    "Engines",
+    "Events",
+]
 
 
 def drawn(shown: RenderableType, width: int = 80) -> str:

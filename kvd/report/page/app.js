@@ -6,6 +6,7 @@ import { History } from "./history.js";
 import { showChecks, showEvents, showConditions, showState, stateOf } from "./overview.js";
 import { Pool } from "./pool.js";
 import { Stream } from "./stream.js";
+import { showTiers } from "./tiers.js";
 import { clock, duration } from "./words.js";
 import { showBroker, showEngines, showJobs, showLanes } from "./work.js";
 
@@ -62,6 +63,7 @@ function show() {
   pool.show(report);
   charts.show(history);
   showLanes(report);
+  showTiers(history);
   showJobs(history);
   showBroker(history);
   showEngines(history);
