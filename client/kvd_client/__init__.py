@@ -34,6 +34,7 @@ from kvd_client.errors import (
 from kvd_client.jobs import JobResult
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
+from kvd_client.seeking import NOT_BELOW, UNKNOWN
 from kvd_client.session import AttachState
 from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
 from kvd_client.timeline import Timeline
@@ -41,9 +42,12 @@ from kvd_client.worker import Worker
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.directory import LookupResult
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Fingerprint, JobStatus, Load, Store
+from kvd_proto.messages import Fingerprint, JobStatus, Load, Store, TierInfo
+from kvd_proto.tier_table import TierStatus
 
 __all__ = [
+    "NOT_BELOW",
+    "UNKNOWN",
     "AttachState",
     "ChunkBlocks",
     "CudaError",
@@ -66,6 +70,8 @@ __all__ = [
     "StoreTicket",
     "TensorRef",
     "TensorSpec",
+    "TierInfo",
+    "TierStatus",
     "Timeline",
     "Unavailable",
     "UnsupportedMemory",

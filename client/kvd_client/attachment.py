@@ -17,6 +17,7 @@ from kvd_client.decisions import Decisions
 from kvd_client.errors import DaemonLost
 from kvd_client.loans import Loan, Loans
 from kvd_client.reuse import ReuseFilter
+from kvd_client.seeking import Seeking
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError
@@ -55,6 +56,9 @@ class Attachment:
         answer: the daemon's to the attachment's first step.
         wake: has the keeper look at the line.
 
+    Attributes:
+        seeking: of the tiers; None where there are none.
+
     Raises:
         DaemonLost: the first step was refused.
     """
@@ -85,6 +89,8 @@ class Attachment:
         """Begin with nothing: what was lent or begun is void."""
         self._kept.loans.clear()
         self.decisions = Decisions(self.directory, self._kept.loans, self._kept.reuse)
+        table, tiers = self.directory.tiers, self.attached.tiers
+        self.seeking = Seeking(self.directory, table, tiers) if table and tiers else None
 
     # ----------------------------------------------------------------- to tell
 

@@ -48,6 +48,7 @@ class Outbox:
         self._pins: list[Pin] = []
         self._unpinned: list[int] = []
         self._used: list[bytes] = []
+        self._sought: list[bytes] = []
         self._items = len(self._dropped)
         self._present = self._pending = self._not_yet = self._refused = 0
 
@@ -135,6 +136,11 @@ class Outbox:
         self._add(len(keys))
         self._used[:0] = keys  # those of the last one come first
 
+    def seek(self, keys: Collection[bytes]) -> None:
+        """These are wanted in memory, a prompt's head first."""
+        self._add(len(keys))
+        self._sought.extend(keys)
+
     # --------------------------------------------------------------- take out
 
     @property
@@ -180,6 +186,7 @@ class Outbox:
             pending=self._pending,
             not_yet=self._not_yet,
             refused=self._refused,
+            sought=tuple(self._sought),
         )
         self._dropped = late
         for key in late:

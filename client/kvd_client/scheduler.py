@@ -28,7 +28,7 @@ from kvd_client.arguments import (
 )
 from kvd_client.attachment import Attachment
 from kvd_client.errors import UsageError
-from kvd_client.scheduler_changes import SchedulerChanges
+from kvd_client.scheduler_tiers import SchedulerTiers
 from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
 from kvd_proto.directory import MAX_SLOTS, LookupResult
 from kvd_proto.messages import (
@@ -43,7 +43,7 @@ _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HI
 _U4, _U8, _BOOL = np.dtype("<u4"), np.dtype("<u8"), np.dtype(np.bool_)
 
 
-class Scheduler(SchedulerChanges):
+class Scheduler(SchedulerTiers):
     """An engine's scheduler.
 
     Whatever happens to the daemon, no call of a step waits for it: neither lookups nor
@@ -238,6 +238,8 @@ class Scheduler(SchedulerChanges):
                 lease = next(self._serials)
                 lease_ms = max(1, round(lease_s * 1000))
                 there.decisions.outbox.pin(lease, lease_ms, chosen.slots, chosen.generations)
+                if there.seeking is not None:
+                    there.seeking.loaded(chosen.keys)
                 self._end_call(there)
         ticket = LoadTicket(
             keys=tuple(chosen.keys),
@@ -269,6 +271,36 @@ class Scheduler(SchedulerChanges):
         """Complete a ticket at its block's end, unless the session has ended, and all with it."""
         with contextlib.suppress(UsageError):
             complete()
+
+    # ------------------------------------------------------------------ tiers
+
+    def seek(self, keys: Collection[bytes]) -> int:
+        """Ask for chunks that are `below`, or may be, to be brought into memory.
+
+        The daemon is told with the step, and of each key once in two seconds at most, unless it was
+        loaded meanwhile. `lookup` says HIT_PENDING while a chunk is on its way up, then HIT, or
+        MISS again where it cannot be had; `take_ready` has news of it. Wait for it as long as it is
+        worth, and no longer: nothing is promised.
+
+        Args:
+            keys: a prompt's head first.
+
+        Returns:
+            Of how many the daemon is told now.
+        """
+        wanted = request_keys(keys)
+        self._check_open()
+        with self._state:
+            there = self._attachment
+            if there is None or (seeking := self._seeking) is None:
+                return 0
+            if not there.has_room(len(wanted)):
+                return 0
+            due = seeking.due(wanted, time.monotonic())
+            if due:
+                there.decisions.outbox.seek(due)
+                self._end_call(there)
+        return len(due)
 
     # ------------------------------------------------------------------ steps
 

@@ -14,6 +14,7 @@ from kvd_client.changes import Changes, Source
 from kvd_client.connection import Connection, Notice
 from kvd_client.lookups import LookupCounts
 from kvd_client.readiness import ReadyNews
+from kvd_client.seeking import Seeking
 from kvd_client.session import Session
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import (
@@ -65,6 +66,7 @@ class SchedulerSession(Session):
         # Replaced whenever that changes, so that a lookup tests nothing.
         self._find: Callable[..., LookupResult] = self._find_nothing
         self._begun: Container[bytes] = ()
+        self._seeking: Seeking | None = None
         self._counts = LookupCounts()
         self._reported: Lookups | None = None
         self._changes = Changes()
@@ -235,7 +237,7 @@ class SchedulerSession(Session):
         self._state = threading.Lock()
         self._ready_news.abandon()
         self._attachment = None
-        self._find, self._begun = self._find_nothing, ()
+        self._find, self._begun, self._seeking = self._find_nothing, (), None
         self._changes = Changes()
 
     def _attach(self, attachment: Attachment | None, ready_pipe: int = -1) -> None:
@@ -251,10 +253,11 @@ class SchedulerSession(Session):
         """Attach or detach, and choose what lookups read: a directory that can be loaded from."""
         there = None if self._owed is not None else attachment
         if there is None:
-            self._find, self._begun = self._find_nothing, ()
+            self._find, self._begun, self._seeking = self._find_nothing, (), None
             self._changes.switch(None)
         else:
             self._find, self._begun = there.directory.lookup, there.decisions.outbox.begun
+            self._seeking = there.seeking
             self._changes.switch(Source(there.directory, there.descriptions))
         self._attachment = attachment  # last: who sees this looks things up
 
