@@ -7,6 +7,7 @@ up, and a failed load is reported for its request, which vLLM then computes.
 import logging
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -156,6 +157,15 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         )
         return found
 
+    def _lookup(
+        self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None
+    ) -> int | None:
+        """Return how many tokens can be loaded; None while the request waits, such as for tiers."""
+        search = partial(super()._lookup, req_status, max_num_new_tokens)
+        if not self.manager.scheduler.tiers:
+            return search()
+        return self.manager.promotions.search(req_status.req_context, search)
+
     def _lookup_complete_chunks(
         self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None
     ) -> int | None:
@@ -187,6 +197,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         asked = self._asked.pop(request.request_id, None)
         if asked is not None:
             self.manager.scheduler.count_tokens(asked, min(asked, num_external_tokens))
+        self.manager.promotions.admitted(request.request_id)
         if num_external_tokens and self._ranges.parts:
             needed = self._ranges.needed(request.request_id, num_external_tokens)
             self.manager.need(request.request_id, needed)
@@ -201,6 +212,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Return a step's jobs. At its end it is known which requests have finished."""
         meta = super().build_connector_meta(scheduler_output)
+        self.manager.promotions.speed.scheduled(scheduler_output)
         self.manager.end_step()
         return meta
 
@@ -217,6 +229,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the jobs that ended in this step."""
+        self.manager.promotions.speed.ended()
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvdWorkerMetadata):
             for job_id in meta.failed_jobs:

@@ -37,6 +37,7 @@ from kvd_client import LookupResult as Found
 from kvd_client.arguments import Blocks
 from kvd_client.vllm import metrics
 from kvd_client.vllm.descriptions import ChunkDescriber
+from kvd_client.vllm.promotions import Promotions
 from kvd_client.vllm.ranges import BlockRanges
 from kvd_client.vllm.unpublished import Unpublished
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
@@ -72,12 +73,15 @@ class KvdOffloadingManager(OffloadingManager):
 
     Args:
         scheduler: the session with the daemon; closed by `shutdown`.
-        pending_timeout: seconds that a request waits for a chunk that is being stored.
+        pending_timeout: seconds that a request waits for chunks that are being stored, or come from
+            a tier below the daemon's memory.
+        seek_timeout: seconds that it waits for shared tiers to say whether they have a chunk.
         events: whether vLLM publishes KV events, and `take_changes` is asked in every step.
 
     Attributes:
         refused: by request, group and number of the chunks that were offered while no slot was at
             hand, to be offered again or given up.
+        promotions: requests that wait for tiers.
     """
 
     # Set by the connector's half, which has vLLM's state of the requests.
@@ -85,9 +89,17 @@ class KvdOffloadingManager(OffloadingManager):
     describer: ChunkDescriber
 
     def __init__(
-        self, scheduler: Scheduler, *, pending_timeout: float, events: bool = False
+        self,
+        scheduler: Scheduler,
+        *,
+        pending_timeout: float,
+        seek_timeout: float,
+        events: bool = False,
     ) -> None:
         self.scheduler = scheduler
+        self.promotions = Promotions(
+            scheduler, pending_timeout=pending_timeout, seek_timeout=seek_timeout
+        )
         self._pending_timeout = pending_timeout
         self._unpublished = Unpublished() if events else None
         self._tickets: dict[str, LoadTicket] = {}  # by request: it has one load at a time
@@ -125,6 +137,7 @@ class KvdOffloadingManager(OffloadingManager):
         self._no_loads.discard(req_id)
         self._pending_since.pop(req_id, None)
         self._needed.pop(req_id, None)
+        self.promotions.finished(req_id)
 
     def end_step(self) -> None:
         """Tell the daemon what was decided in this step, in one message that nobody waits for.
@@ -138,6 +151,7 @@ class KvdOffloadingManager(OffloadingManager):
             self._finished.clear()
             if self.scheduler.attached:
                 self.scheduler.request_finished(keys)
+        self.promotions.end_step()
         self.scheduler.end_step()
 
     def stop_loading(self, req_id: str) -> None:
@@ -148,12 +162,22 @@ class KvdOffloadingManager(OffloadingManager):
     # --------------------------------------------------------------- lookups
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """Look the key up in the mapped directory, without a message."""
-        found = self.scheduler.lookup(key, *self.ranges.least(key))
-        if found is _MISS or key in self._lacking or req_context.req_id in self._no_loads:
+        """Look the key up in the mapped directory, without a message.
+
+        A chunk in a tier below the daemon's memory is pending where it is worth to wait for it.
+        """
+        scheduler, blocks = self.scheduler, self.ranges.least(key)
+        found = scheduler.lookup(key, *blocks)
+        if key in self._lacking or req_context.req_id in self._no_loads:
             return LookupResult.MISS
         if found is _HIT:
             return LookupResult.HIT
+        if scheduler.tiers:
+            below = self.promotions.lookup(key, blocks, found, req_context)
+            if below is not None:
+                return below
+        if found is _MISS:
+            return LookupResult.MISS
         now = time.monotonic()
         since = self._pending_since.setdefault(req_context.req_id, now)
         waiting = now - since < self._pending_timeout
@@ -161,8 +185,12 @@ class KvdOffloadingManager(OffloadingManager):
 
     def lacking(self, needed: Mapping[OffloadKey, Blocks]) -> set[OffloadKey]:
         """Return the chunks that lack some of the blocks that are needed of them."""
-        lookup = self.scheduler.lookup
-        return {key for key, blocks in needed.items() if lookup(key, *blocks) is not _HIT}
+        lookup, rehearsed = self.scheduler.lookup, self.promotions.rehearsed
+        return {
+            key
+            for key, blocks in needed.items()
+            if lookup(key, *blocks) is not _HIT and not rehearsed(key, blocks)
+        }
 
     @contextmanager
     def missing(self) -> Iterator[set[OffloadKey]]:
@@ -172,9 +200,8 @@ class KvdOffloadingManager(OffloadingManager):
         self._lacking = set()
 
     def get_load_source(self, key: OffloadKey, req_context: ReqContext) -> CacheHitSource:
-        """Return that hits come from host memory."""
-        del key, req_context
-        return CacheHitSource.HOST
+        """Return where a hit came from: host memory, or the tier that the request waited for."""
+        return self.promotions.source(key, req_context)
 
     # ----------------------------------------------------------------- loads
 
@@ -312,6 +339,7 @@ class KvdOffloadingManager(OffloadingManager):
         self._used.clear()
         self._finished.clear()
         self.refused.clear()
+        self.promotions.clear()
         if self._unpublished is not None:
             self._unpublished.clear()
 
@@ -347,6 +375,8 @@ class KvdOffloadingManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats:
         """Return counters since the last call, and whether chunks can be found now."""
         stats, self._stats = self._stats, OffloadingConnectorStats()
+        for name, waits in self.promotions.take_counts().items():
+            stats.increase_counter(name, waits)
         stats.set_gauge(metrics.ATTACHED, int(self.scheduler.attached and self.scheduler.connected))
         return stats
 

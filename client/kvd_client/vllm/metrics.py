@@ -10,6 +10,8 @@ ATTACHED = "vllm:kv_offload_kvd_attached"
 LOAD_FAILURES = "vllm:kv_offload_kvd_load_failures"
 STORE_FAILURES = "vllm:kv_offload_kvd_store_failures"
 CHUNKS_REFUSED = "vllm:kv_offload_kvd_chunks_refused"
+TIER_WAITS = "vllm:kv_offload_kvd_tier_waits"
+TIER_WAITS_OVER = "vllm:kv_offload_kvd_tier_waits_over"
 
 DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     ATTACHED: OffloadingGaugeMetadata(
@@ -23,5 +25,11 @@ DEFINITIONS: dict[str, OffloadingMetricMetadata] = {
     ),
     CHUNKS_REFUSED: OffloadingCounterMetadata(
         documentation="Chunks that got no slot: no room in the pool, or too late an answer."
+    ),
+    TIER_WAITS: OffloadingCounterMetadata(
+        documentation="Requests that waited for chunks from a tier below the daemon's memory."
+    ),
+    TIER_WAITS_OVER: OffloadingCounterMetadata(
+        documentation="Of these, requests whose time was over before all of the chunks had come."
     ),
 }

@@ -44,7 +44,10 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         store_timeout: seconds after which a store is given up; at least load_timeout.
         preemption_timeout: seconds that the engine waits for a store whose blocks it reuses;
             then the store is void.
-        pending_timeout: seconds that a request waits for a chunk that is just being stored.
+        pending_timeout: seconds that a request waits for chunks that are just being stored, or come
+            from a tier below the daemon's memory.
+        seek_timeout: seconds that a request waits for shared tiers to say whether they have chunks
+            of which nobody knows.
         label: engines with different labels never share chunks.
         kv_layout: the physical layout of the KV cache that vLLM is asked for: one of its names;
             auto: with all layers of a block side by side, where no block has to be split; none:
@@ -60,6 +63,7 @@ class Options(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     store_timeout: Seconds = 30.0
     preemption_timeout: Seconds = 2.0
     pending_timeout: Seconds = 1.0
+    seek_timeout: Seconds = 0.05
     label: Annotated[str, Meta(max_length=256)] = ""
     kv_layout: str = "auto"
     events: bool = True

@@ -95,6 +95,7 @@ class KvdOffloadingSpec(OffloadingSpec):
         return KvdOffloadingManager(
             scheduler,
             pending_timeout=self.options.pending_timeout,
+            seek_timeout=self.options.seek_timeout,
             events=self.publishes,
         )
 

@@ -28,7 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor, UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
@@ -59,7 +59,9 @@ METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
         "update_state_after_alloc",
         "request blocks num_external_tokens",
     ),
-    # the search for what can be loaded, repeated without chunks that lack needed blocks
+    # the search for what can be loaded; repeated to see what tiers would save, and without chunks
+    # that lack needed blocks
+    (OffloadingConnectorScheduler, "_lookup", "req_status max_num_new_tokens"),
     (OffloadingConnectorScheduler, "_lookup_complete_chunks", "req_status max_num_new_tokens"),
     (OffloadingConnectorScheduler, "build_connector_meta", "scheduler_output"),
     # where refused chunks are offered again: what it stores is up to `next_stored_chunk_idx`
@@ -93,6 +95,11 @@ FIELDS: tuple[tuple[type, str], ...] = (
     (RequestGroupState, "block_ids next_stored_chunk_idx offload_keys"),
     (OffloadingWorkerMetadata, "completed_jobs transfer_stats"),
     (SchedulerOutput, "finished_req_ids"),
+    # how many tokens of prompts a step computes
+    (SchedulerOutput, "num_scheduled_tokens scheduled_new_reqs scheduled_cached_reqs"),
+    (SchedulerOutput, "total_num_scheduled_tokens"),
+    (NewRequestData, "req_id"),
+    (CachedRequestData, "req_ids num_output_tokens"),
     (KVConnectorOutput, "kv_connector_worker_meta failed_recving"),
     (KVConnectorTransferResults, "finished_recving failed_recving"),
     # where each layer's pages lie
