@@ -51,8 +51,8 @@ class Seeking:
         place = table.find(key)
         if place is None:
             return UNKNOWN if any(table.status(i).usable for i in self._shared) else NOT_BELOW
-        tiers, begin, held, _ = place
-        if not tiers or first < begin or begin + held < end:
+        tiers = place.tiers
+        if not tiers or not _covers((place.first, place.count), first, end):
             return NOT_BELOW
         there = directory.entry(key)
         if there is not None and there[2] == _READY and not _covers(there[3:], first, end):

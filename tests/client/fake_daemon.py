@@ -48,10 +48,12 @@ from kvd_proto.messages import (
     StatusReport,
     Step,
     Stepped,
+    TierInfo,
     Unregister,
     Wait,
     Welcome,
 )
+from kvd_proto.tier_table import MIN_TIER_ENTRIES, TierStatus
 from tests.waiting import PATIENCE
 
 NAMESPACE = b"namespace-16byte"
@@ -60,14 +62,18 @@ RECORD_BYTES = 256
 BLOCKS_PER_CHUNK = 2
 OWNER, OTHER = 1, 2  # who has the slots: the one engine, and others
 SECONDS = PATIENCE
+USABLE = TierStatus(usable=True, latency_us=0, bytes_per_second=0, queued_bytes=0)
 P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
 
 
-def make_directory(boot_id: bytes) -> tuple[int, DirectoryWriter]:
+def make_directory(boot_id: bytes, tiers: int) -> tuple[int, DirectoryWriter]:
     """A memory file with a directory of two chunks: `ready`, and `writing`, which is not yet."""
-    header = DirectoryHeader.plan(NUM_SLOTS, NAMESPACE, boot_id, BLOCKS_PER_CHUNK)
+    homes = MIN_TIER_ENTRIES if tiers else 0
+    header = DirectoryHeader.plan(
+        *(NUM_SLOTS, NAMESPACE, boot_id, BLOCKS_PER_CHUNK), tier_capacity=homes, num_tiers=tiers
+    )
     fd = os.memfd_create("directory", os.MFD_CLOEXEC)
     os.ftruncate(fd, header.total_bytes)
     directory = DirectoryWriter(mmap.mmap(fd, header.total_bytes), header)
@@ -77,6 +83,9 @@ def make_directory(boot_id: bytes) -> tuple[int, DirectoryWriter]:
     for slot in range(2):
         directory.add_share(slot, 0, 0, BLOCKS_PER_CHUNK, 0)
     directory.make_ready(0)
+    if directory.tiers is not None:
+        for tier in range(tiers):
+            directory.tiers.set_status(tier, USABLE)
     return fd, directory
 
 
@@ -116,6 +125,7 @@ class FakeDaemon:
         self.replies[Reset] = self._reset
         self.reuse_threshold = 1
         self.describe = False
+        self.tiers: tuple[TierInfo, ...] = ()  # that the next `attach` has; all usable
         self.descriptions: int | None = None  # descriptor of the file that is sent, not closed
         self.directory: DirectoryWriter | None = None  # before the first `attach`
         self.connections: dict[int, Connection] = {}
@@ -191,7 +201,7 @@ class FakeDaemon:
 
     def attach(self, *sessions: Session) -> None:
         """Tell every session that the engine is attached, and wait until these ones know it."""
-        fd, self.directory = make_directory(self.boot_id)
+        fd, self.directory = make_directory(self.boot_id, len(self.tiers))
         message = Attached(
             namespace=NAMESPACE,
             world_size=1,
@@ -200,6 +210,7 @@ class FakeDaemon:
             reuse_threshold=self.reuse_threshold,
             description_bytes=0 if self.descriptions is None else room(RECORD_BYTES),
             describe=self.describe,
+            tiers=self.tiers,
         )
         self.notify(message, (fd,) if self.descriptions is None else (fd, self.descriptions))
         os.close(fd)

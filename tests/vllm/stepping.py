@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvd_client import LookupResult, StoreAnswer, StoreTicket
+from kvd_client import LookupResult, StoreAnswer, StoreTicket, TierInfo
 from kvd_client.vllm import KvdOffloadingManager, KvdOffloadingSpec
 from kvd_client.vllm.connector import KvdConnectorScheduler
 from kvd_proto.change_reader import Differences, Place
@@ -31,6 +31,7 @@ class Lender:
     Attributes:
         loans: how many are at hand; None: none, and no answer yet.
         present: keys that are found.
+        tiers: none.
         offered: keys of each offer.
         described: descriptions of the accepted keys of each offer, where they are wanted.
         describes: whether they are.
@@ -40,6 +41,7 @@ class Lender:
 
     def __init__(self, loans: int | None) -> None:
         self.attached = self.connected = True
+        self.tiers: tuple[TierInfo, ...] = ()
         self.loans = loans
         self.present: set[bytes] = set()
         self.offered: list[tuple[bytes, ...]] = []
@@ -131,7 +133,9 @@ class Stepping:
         vllm_config, kv_cache_config, config = configured(
             folder, full(["a", "b"]), *windows, extra=extra, events=events
         )
-        self.manager = KvdOffloadingManager(scheduler, pending_timeout=1.0, events=events)
+        self.manager = KvdOffloadingManager(
+            scheduler, pending_timeout=1.0, seek_timeout=0.05, events=events
+        )
         spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
         monkeypatch.setattr(spec, "get_manager", lambda: self.manager)
         self.half = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)

@@ -64,7 +64,9 @@ def manager_of(
 ) -> KvdOffloadingManager:
     """A manager on this session, or the engine's own; chunks are whole."""
     scheduler = side if isinstance(side, Scheduler) else side.scheduler
-    manager = KvdOffloadingManager(scheduler, pending_timeout=pending_timeout, events=events)
+    manager = KvdOffloadingManager(
+        scheduler, pending_timeout=pending_timeout, seek_timeout=0.05, events=events
+    )
     manager.ranges = WholeChunks(FACTOR)
     groups: Any = SimpleNamespace(kv_group_configs=(), tokens_per_hash=BLOCK)
     manager.describer = ChunkDescriber(groups, {})  # it knows no request: nothing is described

@@ -46,6 +46,7 @@ from kvd_client.vllm.events import PoolEvents
 from kvd_client.vllm.identity import random_hash_seed
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import OptionsError, read_options
+from kvd_client.vllm.promotions import Search
 from kvd_client.vllm.ranges import BlockRanges
 from kvd_client.vllm.refused import RefusedChunks
 from kvd_client.vllm.spec import KvdOffloadingSpec
@@ -161,7 +162,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self, req_status: RequestOffloadState, max_num_new_tokens: int | None = None
     ) -> int | None:
         """Return how many tokens can be loaded; None while the request waits, such as for tiers."""
-        search = partial(super()._lookup, req_status, max_num_new_tokens)
+        search: Search = partial(super()._lookup, req_status, max_num_new_tokens)
         if not self.manager.scheduler.tiers:
             return search()
         return self.manager.promotions.search(req_status.req_context, search)

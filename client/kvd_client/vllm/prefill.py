@@ -72,7 +72,7 @@ class PrefillSpeed:
 def prompt_tokens(output: SchedulerOutput) -> int:
     """Return how many tokens of prompts are computed in a step."""
     scheduled = output.num_scheduled_tokens
-    tokens = sum(scheduled.get(new.req_id, 0) for new in output.scheduled_new_reqs)
+    tokens: int = sum(scheduled.get(new.req_id, 0) for new in output.scheduled_new_reqs)
     cached = output.scheduled_cached_reqs
     for req_id, answered in zip(cached.req_ids, cached.num_output_tokens, strict=True):
         if not answered:
