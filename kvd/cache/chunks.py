@@ -4,13 +4,14 @@ It is the only writer of its directory. The states of a slot::
 
     FREE -> LENT        `lending`: the scheduler may give the slot to a key by itself
     LENT -> WRITING     begin: it has done so, and no other chunk has the key
+    FREE -> WRITING     promote: a tier fills it
     LENT -> DRAINING    taken back, a share failed, the session is gone, reset; and where begin
                         came too late: when all shares are there, or the deadline has passed
     WRITING -> READY    share_done, with the last rank that was expected; begin, where that
-                        came before
+                        came before; promoted
     WRITING -> DRAINING a share failed, the store was dropped, the ticket's deadline passed,
-                        the session is gone, reset
-    DRAINING -> FREE    revoked: the lanes have nothing under way there
+                        the session is gone, reset; not_promoted
+    DRAINING -> FREE    revoked: the lanes, or the tier, have nothing under way there
     READY -> FREE       evicted, reset, or stored anew with more blocks. A reset chunk is not
                         found any more, and leaves its slot by `sweep`; one that is pinned is
                         doomed, that is, it leaves its slot at the last pin
@@ -19,10 +20,12 @@ Methods decide first and then act; none of them waits, and none raises for what 
 client may send.
 """
 
+import secrets
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from kvd.cache.candidates import Candidates, Demotable
 from kvd.cache.descriptions import DescriptionWriter
 from kvd.cache.directory import Blocks, DirectoryWriter, Refs, covers
 from kvd.cache.ledger import KeptChunks
@@ -33,7 +36,7 @@ from kvd.cache.uses import Uses
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
-from kvd_proto.directory import Entry, SlotState
+from kvd_proto.directory import TIER_OWNER, Entry, SlotState
 from kvd_proto.messages import ResetDone
 
 PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
@@ -57,6 +60,7 @@ class ChunkTable:
             knows them.
         lending: which of its slots schedulers have ahead of need.
         descriptions: where those of chunks are kept; None: nowhere.
+        demotable: which chunks are to go down to tiers; None where no tier wants any.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class ChunkTable:
         ledger = directory.ledger
         self.counts = ChunkCounts()
         self.descriptions: DescriptionWriter | None = None
+        self.demotable: Demotable | None = None
         self.stamps = np.zeros(geometry.num_slots, np.uint64) if ledger is None else ledger.stamps
         self.uses = Uses(self.stamps, pool)
         self._pool = pool
@@ -86,6 +91,8 @@ class ChunkTable:
             LedgerDamaged: they contradict each other.
             IntegrityError: they lie where another namespace's do.
         """
+        if not len(chunks):  # after a reset its epoch is all that a ledger has to say
+            return
         geometry = self.space.geometry
         masks = (
             np.uint64(1) << (chunks.slots % geometry.world_size).astype(np.uint64)
@@ -156,10 +163,8 @@ class ChunkTable:
                 complete.append(slot)
         if begun or raced:
             life.loans.used(owner, now)
-        life.started(begun, now + seconds)
-        self.uses.mark(begun)
-        for slot in complete:
-            life.finish(slot)
+        self._started(begun, now + seconds)
+        self._finish(complete)
         for slot in raced:
             if directory.ranks_done(slot) == writers(slot):
                 over.append(slot)
@@ -171,6 +176,18 @@ class ChunkTable:
         counts.stores_raced += len(raced)
         counts.stored += len(complete)
         return len(complete), life.call_in(over)
+
+    def _started(self, slots: list[int], deadline: float) -> None:
+        self.slots.started(slots, deadline)
+        self.uses.mark(slots)
+        if self.demotable is not None:
+            self.demotable.begun(slots)
+
+    def _finish(self, slots: list[int]) -> None:
+        for slot in slots:
+            self.slots.finish(slot)
+        if slots and self.demotable is not None:
+            self.demotable.ready(slots)
 
     def _describe(self, slot: int, generation: int, description: bytes) -> None:
         """Keep a description, or count why it is not kept: the store goes on without it."""
@@ -256,8 +273,8 @@ class ChunkTable:
             elif not covered:
                 failed[slot] = None
             elif done == expected:
-                life.finish(slot)
                 ready.append(slot)
+        self._finish(ready)
         self.counts.stored += len(ready)
         self.counts.stale_reports += stale
         return life.refs(ready), over + self._give_up(list(failed))
@@ -272,8 +289,109 @@ class ChunkTable:
         return self._give_up(list(gone))
 
     def _give_up(self, slots: Sequence[int]) -> Refs:
-        self.counts.dropped += len(slots)
+        filling = self.slots.filling
+        promotions = sum(slot in filling for slot in slots) if filling else 0
+        self.counts.not_promoted += promotions
+        self.counts.dropped += len(slots) - promotions
         return self.slots.give_up(slots)
+
+    # ------------------------------------------------------------------- tiers
+
+    def watch(self, *, ready: bool, asked: bool) -> None:
+        """From now on note what is to go down: what becomes READY, or what is asked for."""
+        self.demotable = (
+            Demotable(self.directory, self.counts, ready=ready, asked=asked)
+            if ready or asked
+            else None
+        )
+
+    @property
+    def on_ready(self) -> Candidates | None:
+        """Chunks that have become READY, to go down; None where no tier wants them."""
+        return self.demotable.on_ready if self.demotable is not None else None
+
+    @property
+    def on_asked(self) -> Candidates | None:
+        """Chunks that have been asked for, to go down; None where no tier wants them."""
+        return self.demotable.on_asked if self.demotable is not None else None
+
+    def promote(  # noqa: PLR0917 a promotion has these parts
+        self,
+        keys: Sequence[bytes],
+        tier: str,
+        now: float,
+        seconds: float,
+        most: int,
+        usable: int | None = None,
+    ) -> list[tuple[bytes, int, int]]:
+        """Give up to `most` of these keys slots that a tier is to fill, a prompt's head first.
+
+        Left out are keys that are here, or are being written, and those for which there is no
+        room. What is not `promoted` within `seconds` is given up, by `expire`; `reset` gives all
+        of them up. Such slots wait until `slots.revoked` or `slots.lane_lost` is called with the
+        name of the tier's process, `tier`, which no lane has; nobody else is asked. While the pool
+        is filled `usable` bytes of it can be used, and nothing is evicted.
+
+        Returns:
+            Key, slot and generation of each.
+        """
+        directory, life = self.directory, self.slots
+        missing = [key for key in dict.fromkeys(keys) if directory.find(key) < 0][:most]
+        if not missing:
+            return []
+        slots = self.lending.room(len(missing), now, usable)
+        generations = directory.lend(slots, TIER_OWNER)
+        found: list[tuple[bytes, int, int]] = []
+        unused: list[int] = []
+        for key, slot, generation in zip(missing, slots, generations, strict=False):
+            if directory.place(key, slot) == 0:
+                found.append((key, slot, generation))
+            else:
+                self.counts.index_full += 1
+                unused.append(slot)
+        life.unlend(unused)
+        begun = [slot for _, slot, _ in found]
+        life.fill(begun, tier, now + seconds)
+        self.uses.mark(begun)
+        return found
+
+    def promoted(  # noqa: PLR0917 a chunk has these parts
+        self,
+        slot: int,
+        generation: int,
+        first: int,
+        count: int,
+        group: int,
+        description: bytes = b"",
+    ) -> bool:
+        """A tier has filled a slot with these blocks, in the shares of all ranks: it is READY.
+
+        False where it was given up meanwhile, or is now, because no chunk has such blocks.
+        """
+        life, directory = self.slots, self.directory
+        if slot not in life.filling or directory.generation(slot) != generation:
+            return False
+        if not (first >= 0 and count > 0 and first + count <= directory.blocks_per_chunk):
+            self._give_up([slot])
+            return False
+        directory.fill(slot, self.space.geometry.writers(slot), first, count, group)
+        if description:
+            self._describe(slot, generation, description)
+        life.finish(slot)
+        self.counts.promoted += 1
+        if self.demotable is not None:
+            self.demotable.promoted(slot)
+        return True
+
+    def not_promoted(self, refs: Refs) -> Refs:
+        """Give up what a tier was to fill: those of these slots that it fills still.
+
+        They are DRAINING until the tier has answered or is gone, see `promote`.
+        """
+        filling, generation = self.slots.filling, self.directory.generation
+        there = [ref for ref in refs if ref[0] in filling and generation(ref[0]) == ref[1]]
+        self._give_up([slot for slot, _ in there])
+        return there
 
     # -------------------------------------------------------------------- loads
 
@@ -298,6 +416,8 @@ class ChunkTable:
             policy = life.policy  # which a chunk has left that a fuller store has replaced
             policy.refresh_all([slot for slot in reversed(pinned) if slot in policy])
             self.uses.mark(pinned)
+            if self.demotable is not None:
+                self.demotable.pinned(pinned)
         counts = self.counts
         counts.asked += len(slots)
         counts.hits += len(pinned)
@@ -331,6 +451,8 @@ class ChunkTable:
         # The tail of a prompt is useless without its head, so it has to look colder.
         self.slots.policy.use_all(slots[::-1])
         self.uses.mark(slots)
+        if self.demotable is not None:
+            self.demotable.finished(slots)
         return len(slots)
 
     # ------------------------------------------------------------- ends of things
@@ -340,7 +462,7 @@ class ChunkTable:
         self.uses.set_time(now)
         late = [slot for slot, deadline in self.slots.tickets.items() if deadline <= now]
         over = self.slots.call_in(self.slots.loans.expire(now))
-        self.counts.tickets_expired += len(late)
+        self.counts.tickets_expired += sum(slot not in self.slots.filling for slot in late)
         leases, unpinned = self.slots.leases.expire(now)
         self.counts.leases_expired += leases
         self.slots.unpinned(unpinned)
@@ -363,12 +485,17 @@ class ChunkTable:
     def reset(self, *, by_operator: bool = False) -> tuple[ResetDone, Refs]:
         """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
 
-        Slots are freed by `sweep`; those that are pinned go when their leases end. What was
-        offered and not stored yet keeps its count.
+        What tiers keep does not count any more either: the namespace has another epoch, which
+        they are to be told. Slots are freed by `sweep`; those that are pinned go when their leases
+        end. What was offered and not stored yet keeps its count.
 
         Returns:
             How many go now and how many when their leases end, and the slots to be revoked.
         """
+        # First of all: what is not here any more must not come up again, whenever a kill comes.
+        self.directory.take_epoch(1 + secrets.randbelow(2**63 - 1))
+        if self.directory.tiers is not None:
+            self.directory.tiers.forget()
         writing = self._give_up(list(self.slots.tickets))
         lent = self.lending.call_in_all()  # with their generations no chunk would be found any more
         gone, kept = self.slots.forget()

@@ -104,6 +104,7 @@ class DirectoryWriter(DirectoryView):
         self.tiers: TierTable | None = TierTable(self._whole, header) if header.num_tiers else None
         self.ledger = ledger
         self._generation_base = self._highest = generation_base
+        self._epoch = 0 if ledger is None else ledger.epoch
         self._words = self._records.cast("Q")
         self._halves = self._records.cast("H")
 
@@ -149,6 +150,17 @@ class DirectoryWriter(DirectoryView):
             self.ledger.forget(self._highest)
         self._floor[0] = self._generation_base = self._highest
         self.changes.write(ChangeKind.CLEARED, self._highest)
+
+    @property
+    def epoch(self) -> int:
+        """What tiers keep of the namespace counts under this epoch; 0 while none is known."""
+        return self._epoch
+
+    def take_epoch(self, epoch: int) -> None:
+        """Another epoch holds from now on, and for the next daemon."""
+        if self.ledger is not None:
+            self.ledger.take_epoch(epoch)
+        self._epoch = epoch
 
     def forgotten_slots(self, first: int, count: int) -> list[int]:
         """The READY slots among `count` from `first` on whose chunks do not count, ascending."""
@@ -285,6 +297,27 @@ class DirectoryWriter(DirectoryView):
         halves[at + 2] = group
         self._words[slot * _WORDS + _RANKS_DONE] = done
         return done, count
+
+    def fill(self, slot: int, ranks: int, first: int, count: int, group: int) -> None:
+        """Note that the shares of all these ranks, a bit mask, are there at once."""
+        at = slot * _HALVES + _BLOCKS
+        self._halves[at] = first
+        self._halves[at + 1] = count
+        self._halves[at + 2] = group
+        self._words[slot * _WORDS + _RANKS_DONE] = ranks
+
+    def chunk(self, slot: int, generation: int) -> tuple[bytes, int, int, int, int, int] | None:
+        """A chunk that lookups find READY in the slot with this generation; None: it has gone.
+
+        Returns:
+            Key, slot, generation, first block, count of blocks and group.
+        """
+        found, _, _, state, length, first, count, group, key = RECORD.unpack_from(
+            self._records, slot * RECORD_BYTES
+        )
+        if found != generation or generation <= self._floor[0] or state != _READY or not length:
+            return None
+        return key[:length], slot, generation, first, count, group
 
     def make_ready(self, slot: int) -> None:
         """WRITING -> READY: all of the chunk is in the pool."""

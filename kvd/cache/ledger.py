@@ -8,12 +8,14 @@ Little-endian. A header page, then the stamps, then the records::
 
     offset  type    header
          0  8 bytes magic "kvd-led" and a zero byte, written last: without it, nothing was kept
-         8  u32     version (3)
+         8  u32     version (4)
         12  u32     size of a record (80)
         16  u64     number of slots
         24  u32     length of the description
         28  u32     zlib.crc32 of bytes 8..28 and the description
         32          description: `Kept` as JSON
+     65520  u64     epoch of the namespace in tiers: what they keep of another one is nothing;
+                    0 while none is known
      65528  u64     floor: a record counts only where its generation is above it
 
     u64 for every slot: when its chunk was last of use, in microseconds; 0 for never
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 MAGIC = b"kvd-led\0"
-VERSION = 3
+VERSION = 4
 HEADER_BYTES = 65536  # the description of a thousand ranks fits
 RECORD_BYTES = 80
 _WORDS = RECORD_BYTES // 8
@@ -64,6 +66,7 @@ _HEAD = struct.Struct("<IIQI")
 _CHECK = struct.Struct("<I")
 _DESCRIPTION_AT = 32
 _FLOOR_AT = HEADER_BYTES - 8
+_EPOCH_AT = HEADER_BYTES - 16
 _RECORD = struct.Struct(f"<QIHHBxH4x{KEY_BYTES}s")
 _TAIL = struct.Struct("<I4x")
 _DTYPE = np.dtype(
@@ -128,6 +131,7 @@ class Ledger:
         self._whole = whole
         stamps_end = HEADER_BYTES + self.num_slots * 8
         self._floor = whole[_FLOOR_AT:HEADER_BYTES].cast("Q")
+        self._epoch = whole[_EPOCH_AT:_FLOOR_AT].cast("Q")
         self._records = whole[stamps_end : stamps_end + self.num_slots * RECORD_BYTES]
         self._words = self._records.cast("Q")
         self.stamps: npt.NDArray[np.uint64] = np.frombuffer(
@@ -144,10 +148,10 @@ class Ledger:
         whole = memoryview(buffer).cast("B")
         description = msgspec.json.encode(kept)
         end = _DESCRIPTION_AT + len(description)
-        if len(whole) < ledger_bytes(num_slots) or end > _FLOOR_AT:
+        if len(whole) < ledger_bytes(num_slots) or end > _EPOCH_AT:
             raise LedgerDamaged(
                 f"{len(whole)} bytes for a ledger of {ledger_bytes(num_slots)} bytes whose"
-                f" header has {end} of {_FLOOR_AT}"
+                f" header has {end} of {_EPOCH_AT}"
             )
         head = _HEAD.pack(VERSION, RECORD_BYTES, num_slots, len(description))
         whole[8 : 8 + len(head)] = head
@@ -175,6 +179,15 @@ class Ledger:
     def forget(self, floor: int) -> None:
         """Chunks of this generation or a lower one are none: one store, whatever their number."""
         self._floor[0] = floor
+
+    @property
+    def epoch(self) -> int:
+        """The namespace's epoch in tiers; 0 while none is known."""
+        return self._epoch[0]
+
+    def take_epoch(self, epoch: int) -> None:
+        """Keep an epoch, by one store."""
+        self._epoch[0] = epoch
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._table()["generation"] > np.uint64(self._floor[0])))
@@ -210,6 +223,7 @@ class Ledger:
         """Let go of the buffer. Nothing works afterwards."""
         self.stamps = np.zeros(0, np.uint64)
         self._floor.release()
+        self._epoch.release()
         self._words.release()
         self._records.release()
         self._whole.release()
@@ -228,7 +242,7 @@ def _read_header(whole: memoryview) -> tuple[Kept, int]:
         raise LedgerDamaged(f"ledger version {version}, {VERSION} is needed")
     (check,) = _CHECK.unpack_from(whole, 28)
     end = _DESCRIPTION_AT + length
-    if end > _FLOOR_AT or check != crc32(
+    if end > _EPOCH_AT or check != crc32(
         whole[_DESCRIPTION_AT:end], crc32(whole[8 : 8 + _HEAD.size])
     ):
         raise LedgerDamaged("the ledger's header is damaged: its check word does not fit")

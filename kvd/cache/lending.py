@@ -1,4 +1,4 @@
-"""Which slots a scheduler is lent ahead of need, and which loans are taken back."""
+"""Which slots a scheduler is lent ahead of need, or a tier fills; which loans are taken back."""
 
 from collections.abc import Callable
 
@@ -70,13 +70,35 @@ class Lending:
             held = self._pool.held_bytes(space) // sum(space.geometry.slot_bytes)
             more = min(need, max(1, held // parts) - have) - len(slots)
             if more > 0:
-                victims = self._slots.victims(more)
-                if victims:
-                    self._counts.eviction_age.observe_all(self._uses.ages(victims))
-                self._counts.evicted += len(victims)
-                self._slots.directory.free(victims)
-                slots += sorted(victims)
+                slots += self._evict(more)
         return slots, self._slots.lend(slots, owner, now)
+
+    def room(self, n: int, now: float, usable: int | None = None) -> list[int]:
+        """Up to `n` slots for chunks that come up from a tier, taken as loans are.
+
+        First of what is free, then others' columns, then chunks of this namespace that nobody
+        loads; nothing is evicted while only `usable` bytes of the pool can be used.
+        """
+        self._uses.set_time(now)
+        space = self._slots.space
+        while space.free_slots < n and self._slots.forgotten:
+            self._sweep()
+        self._pool.acquire(space, n, usable, evict=False)
+        slots = space.take(n, usable)
+        if len(slots) < n and usable is None:
+            self._pool.acquire(space, n - len(slots))
+            slots += space.take(n - len(slots))
+            slots += self._evict(n - len(slots))
+        return slots
+
+    def _evict(self, n: int) -> list[int]:
+        """Up to `n` slots of chunks of this namespace, which go for it."""
+        victims = self._slots.victims(n)
+        if victims:
+            self._counts.eviction_age.observe_all(self._uses.ages(victims))
+        self._counts.evicted += len(victims)
+        self._slots.directory.free(victims)
+        return sorted(victims)
 
     def call_in(self, owner: int) -> Refs:
         """Take back an owner's loans; slots to be revoked."""

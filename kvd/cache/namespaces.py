@@ -6,7 +6,7 @@ another one when `max_namespaces` are open. A temporary one, as that of a self-t
 else's, takes narrow columns, and goes with its last engine.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,7 @@ from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.directory import DirectoryWriter
 from kvd.cache.ledger import Kept, Ledger, ledger_bytes
 from kvd.config.settings import Settings
+from kvd.config.tiers import parse_tiers
 from kvd.errors import KvdError, LedgerDamaged, Refused
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.filling import FillOrder
@@ -54,6 +55,16 @@ def _in_words(geometry: Geometry) -> str:
     )
 
 
+def _sum(sizes: Iterable[int | None]) -> int | None:
+    """The sum, or None where one is not known."""
+    total = 0
+    for size in sizes:
+        if size is None:
+            return None
+        total += size
+    return total
+
+
 @dataclass(slots=True, eq=False)
 class Namespace:
     """Chunks that may be shared, and where they lie.
@@ -84,6 +95,15 @@ class Namespace:
         """The directory that clients and lanes read."""
         return self.table.directory
 
+    @property
+    def epoch(self) -> int:
+        """What tiers keep of it counts under this epoch; 0 while none is known."""
+        return self.directory.epoch
+
+    def take_epoch(self, epoch: int) -> None:
+        """A tier remembers an epoch: it holds from now on, and for the next daemon."""
+        self.directory.take_epoch(epoch)
+
     def __repr__(self) -> str:
         return (
             f"<Namespace {self.id.hex()[:8]} {self.label!r}, {self.engines} engines,"
@@ -105,8 +125,6 @@ class Namespaces:
         drop_buffers: lets go of all that was made for the namespace of this name.
         keeping: how chunks are kept for the next daemon, if they are.
         fill: the order in which the pool's memory comes; where it is left out, the daemon's.
-        num_tiers: below the pool. Temporary namespaces use none.
-        tier_bytes: of all tiers; None where nobody knows.
     """
 
     def __init__(
@@ -120,12 +138,11 @@ class Namespaces:
         drop_buffers: Callable[[str], None] = lambda _name: None,
         keeping: Keeping | None = None,
         fill: FillOrder | None = None,
-        num_tiers: int = 0,
-        tier_bytes: int | None = None,
     ) -> None:
         self.pool = Pool(cpu_bytes, fill)
-        self._num_tiers = num_tiers
-        self._tier_bytes = tier_bytes
+        tiers = parse_tiers(settings.tier)
+        self._num_tiers = len(tiers)
+        self._tier_bytes = _sum(tier.size_bytes for tier in tiers)
         self._boot_id = boot_id
         self._make_buffer = make_buffer
         self._make_descriptions = make_descriptions
@@ -252,8 +269,9 @@ class Namespaces:
         *,
         temporary: bool = False,
     ) -> Namespace:
-        tiers = 0 if temporary else self._num_tiers
-        chunks = self._tier_bytes and self._tier_bytes // geometry.bytes_per_chunk
+        tiers = 0 if temporary else self._num_tiers  # nobody would come back for what goes down
+        size = self._tier_bytes
+        chunks = None if size is None else size // geometry.bytes_per_chunk
         header = DirectoryHeader.plan(
             geometry.num_slots,
             ns_id,

@@ -8,8 +8,8 @@ A slot that is not FREE is in exactly one place besides the directory::
               doomed: it has left the index, and goes with the last lease that pins it
               forgotten: dropped by a reset, no longer found; `sweep` frees it
     DRAINING  draining: the lanes may have something under way there. It is FREE when every
-              lane has said that nothing writes there; loads need no such wait, for lanes
-              check the generation after the copy
+              lane has said that nothing writes there, or the tier that was to fill it;
+              loads need no such wait, for lanes check the generation after the copy
 
 Each method takes slots from one state to the next, in all places at once.
 """
@@ -25,7 +25,7 @@ from kvd.cache.loans import Loans
 from kvd.cache.policies import LruPolicy
 from kvd.errors import IntegrityError
 from kvd.pool.space import Space
-from kvd_proto.directory import SlotState
+from kvd_proto.directory import TIER_OWNER, SlotState
 
 _READY = int(SlotState.READY)
 
@@ -42,7 +42,8 @@ class Slots:
         self.leases = Leases()
         self.loans = Loans()
         self.tickets: dict[int, float] = {}  # WRITING slot -> deadline
-        self._draining: dict[int, set[str]] = {}  # slot -> lanes that may still write there
+        self.filling: dict[int, str] = {}  # those of them that a tier fills -> its name
+        self._draining: dict[int, set[str]] = {}  # slot -> lanes or tier that may still write there
         self._doomed: set[int] = set()
         self.forgotten = 0
         self._swept = 0  # where `sweep` goes on
@@ -57,6 +58,17 @@ class Slots:
         """These are WRITING now, a prompt's head first, which must be the last to be evicted."""
         self.tickets.update(dict.fromkeys(slots, deadline))
         self.policy.insert_all(slots[::-1])
+
+    def fill(self, slots: list[int], tier: str, deadline: float) -> None:
+        """These are WRITING now: a tier fills them. A prompt's head comes first."""
+        self.filling.update(dict.fromkeys(slots, tier))
+        self.started(slots, deadline)
+
+    def unlend(self, slots: list[int]) -> None:
+        """LENT -> FREE: these were given to nobody."""
+        for slot in slots:
+            self.directory.write_state(slot, SlotState.FREE)
+        self.space.give(slots)
 
     def call_in(self, slots: Sequence[int]) -> Refs:
         """LENT -> DRAINING: these are in no place of `loans` any more; what is to be revoked."""
@@ -89,18 +101,24 @@ class Slots:
     def finish(self, slot: int) -> None:
         """WRITING -> READY."""
         del self.tickets[slot]
+        self.filling.pop(slot, None)
         self.directory.make_ready(slot)
 
     def give_up(self, slots: Sequence[int]) -> Refs:
-        """WRITING -> DRAINING; what is to be revoked."""
-        directory = self.directory
+        """WRITING -> DRAINING; what is to be revoked by lanes: nothing that a tier fills."""
+        directory, filling = self.directory, self.filling
         for slot in slots:
             directory.write_state(slot, SlotState.DRAINING)
             directory.unindex(slot)
             self.policy.remove(slot)
             del self.tickets[slot]
         self._draining.update((slot, set()) for slot in slots)
-        return self.refs(slots)
+        if not filling:
+            return self.refs(slots)
+        for slot in slots:
+            if slot in filling:
+                self._draining[slot].add(filling.pop(slot))
+        return self.refs([slot for slot in slots if not self._draining[slot]])
 
     def wait_for(self, lanes: Collection[str], slots: Refs) -> None:
         """Only when each of these lanes has answered are these DRAINING slots FREE."""
@@ -110,7 +128,10 @@ class Slots:
             self._answered("", [slot for slot, _ in slots])
 
     def revoked(self, lane: str, slots: Ints, generations: Ints) -> int:
-        """A lane has nothing under way in these slots; how many are FREE now, from DRAINING."""
+        """A lane has nothing under way in these slots; how many are FREE now, from DRAINING.
+
+        Or a tier, by the name that `fill` was given.
+        """
         pairs = zip(map(int, slots), map(int, generations), strict=True)
         generation = self.directory.generation
         return self._answered(
@@ -118,7 +139,7 @@ class Slots:
         )
 
     def lane_lost(self, lane: str) -> None:
-        """A lane is gone, and writes nowhere any more."""
+        """A lane, or a tier, is gone, and writes nowhere any more."""
         self._answered(lane, list(self._draining))
 
     def _answered(self, lane: str, slots: Sequence[int]) -> int:
@@ -229,6 +250,9 @@ class Slots:
             raise IntegrityError(f"doomed slots without a pin: {self!r}")
         if sorted((*order, *forgotten)) != sorted(self.directory.indexed_slots()):
             raise IntegrityError("the index has a slot that has no place in the order of eviction")
+        tiers = [slot for slot in self.tickets if self.directory.owner(slot) == TIER_OWNER]
+        if sorted(tiers) != sorted(self.filling):
+            raise IntegrityError(f"tiers fill the slots {self.filling}, they own {tiers}")
         for owner, slot, generation in self.loans.entries():
             held = self.directory.owner(slot), self.directory.generation(slot)
             if held != (owner, generation):

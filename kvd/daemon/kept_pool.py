@@ -174,7 +174,7 @@ class KeptPool:
                 ledger = Ledger(buffer)
                 if ledger.kept.namespace != file.name.removesuffix(LEDGER):
                     raise LedgerDamaged(f"it is that of namespace {ledger.kept.namespace}")
-                if not len(ledger):
+                if not len(ledger) and not ledger.epoch:  # tiers may keep more of it
                     file.unlink()
                     del ledgers[file]
                     continue

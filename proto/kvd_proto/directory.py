@@ -46,6 +46,7 @@ FEW = 8
 MAX_SLOTS = 2**31 - 2
 PROBE_LIMIT = 512
 NO_SHARE_YET = 0xFFFF
+TIER_OWNER = 0xFFFF_FFFF  # of a slot that a tier fills
 MAX_BLOCKS = 0xFFFF  # of a chunk
 READ_STATE = struct.Struct("<Q12xB").unpack_from  # generation and state
 

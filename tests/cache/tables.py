@@ -25,11 +25,9 @@ def make_namespaces(
     fill: FillOrder | None = None,
     quotas: Mapping[str, Quota] | None = None,
     make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
-    num_tiers: int = 0,
-    tier_bytes: int | None = 0,
     **settings: Any,
 ) -> Namespaces:
-    """Return namespaces whose directories are bytearrays, with small tables of what tiers hold."""
+    """Return namespaces whose directories are bytearrays."""
     namespaces = Namespaces(
         cpu_bytes,
         Settings(**settings),
@@ -38,8 +36,6 @@ def make_namespaces(
         make_descriptions=make_descriptions,
         keeping=keeping,
         fill=fill,
-        num_tiers=num_tiers,
-        tier_bytes=tier_bytes,
     )
     namespaces.pool.set_quotas(quotas or {})
     return namespaces

@@ -84,8 +84,9 @@ def test_a_table_is_as_large_as_its_header_says() -> None:
 
 def test_namespaces_have_tables_where_there_are_tiers() -> None:
     """Large enough for what tiers of this size may hold; a temporary one has none."""
-    for tier_bytes, entries in ((2**17 * 4096, 2**18), (None, UNKNOWN_ENTRIES)):
-        namespaces = make_namespaces(64 * 4096, num_tiers=2, tier_bytes=tier_bytes)
+    known, unknown = "memory:,size=512MiB", "mooncake:master=host:1"
+    for second, entries in (("disk:/d,size=1MiB", 2**18), (unknown, UNKNOWN_ENTRIES)):
+        namespaces = make_namespaces(64 * 4096, tier=(known, second))
         tiers = add(namespaces, 0, 4096).directory.tiers
         assert tiers is not None
         assert (tiers.num_tiers, tiers.capacity) == (2, entries)
