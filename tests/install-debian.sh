@@ -4,6 +4,8 @@
 #   promtool                       alert rules                    tests/deploy
 #   systemd-analyze                the unit                       tests/deploy
 #   chromium                       the status page                tests/http
+#   ip, unshare, setpriv           nodes with own networks        tests/tier
+#   libibverbs librdmacm libnuma libcurl   Mooncake Store         tests/tier
 #   cc, libzmq, msgpack for C      clients in C                   tests/c_client, tests/wire
 #   buildah podman runc catatonit debootstrap   the image         make check-deploy
 set -eu
@@ -15,6 +17,12 @@ want prometheus promtool
 want systemd systemd-analyze
 want chromium chromium
 want gcc cc
+want iproute2 ip
+want util-linux unshare
+for library in libibverbs1:libibverbs.so.1 librdmacm1:librdmacm.so.1 libnuma1:libnuma.so.1 \
+  libcurl4:libcurl.so.4; do
+  ldconfig -p 2>/dev/null | grep -q "${library#*:}" || missing="$missing ${library%%:*}"
+done
 [ -e /usr/include/stdio.h ] || missing="$missing libc6-dev"
 [ -e /usr/include/zmq.h ] || missing="$missing libzmq3-dev"
 [ -e /usr/include/msgpack.h ] || missing="$missing libmsgpack-dev"

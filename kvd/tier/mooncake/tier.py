@@ -1,0 +1,233 @@
+"""Chunks as objects of Mooncake Store.
+
+An object is the length of the head, the head in room of fixed size, and the shares, which travel
+straight between the pool and the cluster. Its name is a hash over namespace, epoch, sizes and key:
+two nodes find each other's chunks only where bytes mean the same, and nobody learns a key from it.
+A name that is taken stays as it is: what has the same name is the same chunk.
+
+The epoch of a namespace is kept in the cluster, in an object of its own that is never evicted: a
+node that remembers none joins the newest. A node that was reset thereby never meets again what was
+stored before, though it may have forgotten its own reset.
+"""
+
+import hashlib
+import secrets
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import ClassVar, Self
+
+from kvd.errors import TierError
+from kvd.tier.contract import Capacity, Chunk, Options, Space, Tier
+from kvd.tier.mooncake.client import (
+    BAD_LENGTH,
+    DONE,
+    LEASE_EXPIRED,
+    NO_ROOM,
+    NOT_FOUND,
+    NOT_READY,
+    Client,
+    address_of,
+    check_installed,
+    only_code,
+    package_version,
+    piece_bytes,
+)
+from kvd.tier.mooncake.places import parse_places
+from kvd.wire.tiering import Outcome
+
+_LENGTH = struct.Struct("<I")
+_EPOCH = struct.Struct("<Q")
+_PUTS = {DONE: Outcome.OK, NO_ROOM: Outcome.FULL}
+_GETS = {
+    NOT_FOUND: Outcome.ABSENT,
+    NOT_READY: Outcome.ABSENT,
+    BAD_LENGTH: Outcome.CORRUPT,
+    LEASE_EXPIRED: Outcome.LATE,
+}
+_REMIND_SECONDS = 10.0
+_TRIES = 20  # to read what another writes at the same time
+_TRY_SECONDS = 0.05
+
+
+class MooncakeTier(Tier):
+    """``mooncake:master=HOST:PORT,…``; what else may be written: `Places`."""
+
+    shared: ClassVar[bool] = True
+    medium: ClassVar[str] = "remote"
+    threads = 4
+    batch_bytes = 16 * 2**20
+
+    def __init__(self, client: Client, described: str) -> None:
+        self._client = client
+        self.described = described
+        self._lock = threading.Lock()
+        self._epochs: dict[bytes, int] = {}  # of namespaces in use
+        self._reminded: dict[bytes, float] = {}
+
+    @classmethod
+    def check(cls, options: Options) -> None:
+        """See Tier."""
+        parse_places(options)
+        check_installed()
+
+    @classmethod
+    def open(cls, options: Options, pool: memoryview) -> Self:
+        """See Tier."""
+        places = parse_places(options)
+        client = Client(places, pool)
+        return cls(
+            client,
+            f"Mooncake Store at {places.master_text} ({package_version()}), {places.protocol},"
+            f" as {client.host}, contributing {places.segment_bytes} bytes",
+        )
+
+    def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
+        """See Tier."""
+        if not chunks or time.monotonic() > deadline:
+            return [Outcome.LATE] * len(chunks)
+        for space in {chunk.space.id: chunk.space for chunk in chunks}.values():
+            self._remind(space)
+        with self._heads(chunks) as (memory, address, begins):
+            for chunk, begin in zip(chunks, begins, strict=True):
+                _LENGTH.pack_into(memory, begin, len(chunk.head))
+                at = begin + _LENGTH.size
+                memory[at : at + len(chunk.head)] = chunk.head
+            codes = self._client.put(*_objects(chunks, address, begins))
+        self._raise_if_all_failed(codes, _PUTS)
+        return [_PUTS.get(code, Outcome.FAILED) for code in codes]
+
+    def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
+        """See Tier."""
+        if not chunks or time.monotonic() > deadline:
+            return [Outcome.LATE] * len(chunks)
+        outcomes = []
+        with self._heads(chunks) as (memory, address, begins):
+            codes = self._client.get(*_objects(chunks, address, begins))
+            self._raise_if_all_failed(codes, _GETS)
+            for chunk, begin, code in zip(chunks, begins, codes, strict=True):
+                outcome = _GETS.get(code, Outcome.FAILED if code < 0 else Outcome.OK)
+                if outcome is Outcome.OK:
+                    (length,) = _LENGTH.unpack_from(memory, begin)
+                    at = begin + _LENGTH.size
+                    if length > chunk.space.head_bytes:
+                        outcome = Outcome.CORRUPT
+                    else:
+                        chunk.head = bytes(memory[at : at + length])
+                outcomes.append(outcome)
+        wrong = [
+            name_of(chunk.space, chunk.key)
+            for chunk, outcome in zip(chunks, outcomes, strict=True)
+            if outcome is Outcome.CORRUPT
+        ]
+        if wrong:
+            self._client.remove(wrong)
+        return outcomes
+
+    def contains(self, space: Space, keys: Sequence[bytes], deadline: float) -> list[bool]:
+        """See Tier."""
+        if not keys or time.monotonic() > deadline:
+            return [False] * len(keys)
+        return self._client.exist([name_of(space, key) for key in keys])
+
+    def remove(self, space: Space, keys: Sequence[bytes]) -> None:
+        """See Tier."""
+        if keys:
+            self._client.remove([name_of(space, key) for key in keys])
+
+    def begin(self, space: Space) -> Space:
+        """See Tier. What the cluster keeps of other epochs is evicted in time."""
+        name = _epoch_name(space)
+        with self._lock:
+            before = self._epochs.get(space.id)
+        epoch = space.epoch
+        if not epoch:
+            epoch = before or self._join(name)
+        elif epoch != before:
+            # The namespace was in use: it is reset now, and who comes next is to know of it.
+            self._client.write_word(name, _EPOCH.pack(epoch), replace=before is not None)
+        with self._lock:
+            self._epochs[space.id] = epoch
+            self._reminded[space.id] = time.monotonic()
+        return replace(space, epoch=epoch)
+
+    def _join(self, name: str) -> int:
+        """The epoch that the cluster knows, or a new one that it knows from now on."""
+        for _ in range(_TRIES):
+            if (word := self._client.read_word(name)) is not None:
+                (epoch,) = _EPOCH.unpack(word)
+                return int(epoch)
+            drawn = 1 + secrets.randbelow(2**63)
+            self._client.write_word(name, _EPOCH.pack(drawn), replace=False)
+            time.sleep(_TRY_SECONDS)  # another may have been first: what it wrote holds
+        raise TierError("the epoch of a namespace is being written and does not come")
+
+    def _remind(self, space: Space) -> None:
+        """Write the epoch again where it was lost with the store that held it."""
+        now = time.monotonic()
+        with self._lock:
+            epoch = self._epochs.get(space.id)
+            if epoch is None or now < self._reminded[space.id] + _REMIND_SECONDS:
+                return
+            self._reminded[space.id] = now
+        self._client.write_word(_epoch_name(space), _EPOCH.pack(epoch), replace=False)
+
+    def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:  # noqa: ARG002  # nobody knows
+        """See Tier."""
+        return iter(())
+
+    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
+        """See Tier."""
+        return []
+
+    def capacity(self) -> Capacity:
+        """See Tier. Only the master knows, and it would have to be asked."""
+        return Capacity(0, 0, 0)
+
+    def close(self) -> None:
+        """See Tier."""
+        self._client.close()
+
+    @contextmanager
+    def _heads(self, chunks: Sequence[Chunk]) -> Iterator[tuple[memoryview, int, list[int]]]:
+        """Room for the heads of a batch: memory, where it begins, and where in it each is."""
+        begins, size = [], 0
+        for chunk in chunks:
+            begins.append(size)
+            size += piece_bytes(_LENGTH.size + chunk.space.head_bytes)
+        with self._client.buffer(size) as (memory, address):
+            yield memory, address, begins
+
+    def _raise_if_all_failed(self, codes: Sequence[int], known: Mapping[int, Outcome]) -> None:
+        code = only_code(codes)
+        if code is not None and code not in known:
+            raise TierError(f"{self._client.master_text}, or its stores: all failed (code {code})")
+
+    def __repr__(self) -> str:
+        return f"<MooncakeTier {self.described}, {len(self._epochs)} namespaces>"
+
+
+def name_of(space: Space, key: bytes) -> str:
+    """The name of a chunk's object: 64 hexadecimal digits."""
+    sizes = (space.epoch, space.head_bytes, *space.share_bytes)
+    said = struct.pack(f"<16sQ{len(sizes)}Q", space.id, len(sizes), *sizes) + key
+    return hashlib.blake2b(said, digest_size=32, person=b"kvd chunk").hexdigest()
+
+
+def _epoch_name(space: Space) -> str:
+    return hashlib.blake2b(space.id, digest_size=32, person=b"kvd epoch").hexdigest()
+
+
+def _objects(
+    chunks: Sequence[Chunk], address: int, begins: Sequence[int]
+) -> tuple[list[str], list[list[int]], list[list[int]]]:
+    """Names, and of each object addresses and sizes of its pieces: head, then shares."""
+    names, addresses, sizes = [], [], []
+    for chunk, begin in zip(chunks, begins, strict=True):
+        names.append(name_of(chunk.space, chunk.key))
+        addresses.append([address + begin, *map(address_of, chunk.shares)])
+        sizes.append([_LENGTH.size + chunk.space.head_bytes, *chunk.space.share_bytes])
+    return names, addresses, sizes

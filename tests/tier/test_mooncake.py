@@ -1,0 +1,234 @@
+"""The backend for Mooncake Store, against a real master and store in network namespaces."""
+
+import sys
+from collections.abc import Iterator
+from typing import ClassVar
+
+import pytest
+
+from kvd.errors import ConfigError, TierError
+from kvd.tier.contract import Chunk, Options, Tier
+from kvd.tier.mooncake import MooncakeTier
+from kvd.tier.mooncake.tier import name_of
+from kvd.wire.tiering import Outcome
+from tests.tier.areas import Area, is_whole, keys_of, space_of
+from tests.tier.conformance import Conformance, MakeTier, put_all, soon
+from tests.tier.mooncake_cluster import Cluster, why_not
+from tests.waiting import eventually
+
+OK, ABSENT = Outcome.OK, Outcome.ABSENT
+REASON = why_not()
+needs_cluster = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A master, a store, and a node on which this module's main thread is."""
+    with Cluster.running() as cluster, cluster.add_node("here").entered():
+        yield cluster
+
+
+class Openers:
+    """Opens the tier, and goes on with one that is open: to end one takes most of a second.
+
+    All share one pool: what a client has registered stays where it is.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self._options = Options("", {"master": cluster.master_address})
+        self.area = Area()
+        self._tier: MooncakeTier | None = None
+
+    def __call__(self, _budget: int = 0) -> MooncakeTier:
+        """An open one; another where the last was closed."""
+        if self._tier is None:
+            MooncakeTier.check(self._options)
+            tier = self._tier = MooncakeTier.open(self._options, self.area.memory)
+            close = tier.close
+
+            def forget() -> None:
+                self._tier = None
+                close()
+
+            tier.close = forget  # type: ignore[method-assign]
+        return self._tier
+
+    def end(self) -> None:
+        """Close what is open."""
+        if self._tier is not None:
+            self._tier.close()
+
+
+@pytest.fixture(scope="module")
+def openers(cluster: Cluster) -> Iterator[Openers]:
+    """What opens tiers on the cluster."""
+    made = Openers(cluster)
+    yield made
+    made.end()
+
+
+@needs_cluster
+class TestMooncake(Conformance):
+    """The conformance suite."""
+
+    shared: ClassVar[bool] = True
+
+    @pytest.fixture
+    def area(self, openers: Openers) -> Area:
+        """The module's; shares begin at pages."""
+        openers.area.align = 4096
+        return openers.area
+
+    @pytest.fixture
+    def make_tier(self, openers: Openers) -> MakeTier:
+        """An open tier, whose cluster is empty when a test begins."""
+        tier = openers()
+        tier._client._store.remove_all(True)
+        tier._epochs.clear()
+        return openers
+
+
+@needs_cluster
+class TestCluster:
+    """What is the cluster's own."""
+
+    @pytest.fixture
+    def tier(self, openers: Openers) -> MooncakeTier:
+        """An open tier on an empty cluster that knows no namespace."""
+        tier = openers()
+        tier._client._store.remove_all(True)
+        tier._epochs.clear()
+        return tier
+
+    def test_another_node_finds_it(self, tier: MooncakeTier, openers: Openers) -> None:
+        """What one client has put, another one gets, in the epoch that it finds in the cluster."""
+        space = tier.begin(space_of(70_000, 30, epoch=0))
+        assert space.epoch > 0
+        keys = keys_of("both", 6)
+        put_all(tier, openers.area.chunks(space, keys))
+        other_openers = Openers(openers.cluster)
+        other = other_openers()
+        again = other.begin(space_of(70_000, 30, epoch=0))
+        back = other_openers.area.empties(again, keys)
+        assert other.get(back, soon()) == [OK] * 6
+        assert all(map(is_whole, back))
+        assert again == space
+        # A reset here: who comes next joins the new epoch, who is there goes on in the old one.
+        reset = tier.begin(space_of(70_000, 30, epoch=5))
+        assert tier.contains(reset, keys, soon()) == [False] * 6
+        assert other.contains(again, keys, soon()) == [True] * 6
+        other._epochs.clear()
+        assert other.begin(space_of(70_000, 30, epoch=0)).epoch == 5
+        # A daemon that comes back with the epoch of before takes nobody along.
+        other._epochs.clear()
+        assert other.begin(space_of(70_000, 30, epoch=again.epoch)).epoch == again.epoch
+        other._epochs.clear()
+        assert other.begin(space_of(70_000, 30, epoch=0)).epoch == 5
+        other_openers.end()
+
+    def test_a_lost_epoch_is_written_again(self, tier: MooncakeTier, openers: Openers) -> None:
+        """Where the store that held it is gone, the next put brings the epoch back."""
+        space = tier.begin(space_of(4096, epoch=0))
+        tier._client._store.remove_all(True)
+        tier._reminded[space.id] -= 3600
+        put_all(tier, openers.area.chunks(space, keys_of("remind", 1)))
+        tier._epochs.clear()
+        assert tier.begin(space_of(4096, epoch=0)).epoch == space.epoch
+
+    def test_an_object_of_another_shape(self, tier: MooncakeTier, openers: Openers) -> None:
+        """One that is longer or damaged is CORRUPT and dropped; with other sizes none is there."""
+        space = tier.begin(space_of(4096))
+        keys = keys_of("shape", 3)
+        put_all(tier, openers.area.chunks(space, keys))
+        names = [name_of(space, key) for key in keys]
+        tier._client.remove(names[:2])
+        with tier._client.buffer(2**20) as (memory, address):
+            memory[:8] = b"\xff" * 8  # the length of the head
+            size = tier._client._store.get_size(names[2])
+            tier._client.put(names[:2], [[address]] * 2, [[size], [size + 1]])
+        back = openers.area.empties(space, keys)
+        assert tier.get(back, soon()) == [Outcome.CORRUPT, Outcome.CORRUPT, OK]
+        assert tier.contains(space, keys, soon()) == [False, False, True]
+        wider = space_of(4096, description=128)
+        assert tier.contains(wider, keys, soon()) == [False] * 3
+
+    def test_keys_do_not_leave(self) -> None:
+        """The name of an object shows nothing of its key, and differs with all that counts."""
+        space = space_of(4096)
+        others = [space_of(4096, epoch=2), space_of(4096, name=b"x" * 16), space_of(4095)]
+        names = {name_of(each, key) for each in (space, *others) for key in (b"a", b"ab")}
+        assert len(names) == 8
+        assert all(len(name) == 64 and b"secret".hex() not in name for name in names)
+        assert b"secret".hex() not in name_of(space, b"secret")
+
+
+@pytest.mark.parametrize(
+    ("target", "values", "needle"),
+    [
+        ("10.0.0.1:50051", {}, "it has no target; give mooncake:master=HOST:PORT"),
+        ("", {}, "it needs HOST:PORT of mooncake_master"),
+        ("", {"master": "10.0.0.1"}, "master=10.0.0.1: it needs HOST:PORT"),
+        ("", {"master": "m:0"}, "master=m:0: it needs"),
+        ("", {"master": "m:1", "size": "1GiB"}, "size=1GiB: the cluster's stores decide"),
+        ("", {"master": "m:1", "protocol": "nvlink"}, "protocol=nvlink is none of tcp, rdma"),
+        ("", {"master": "m:1", "devices": "mlx5_0"}, "devices=mlx5_0 needs protocol=rdma"),
+        ("", {"master": "m:1", "segment": "much"}, "segment=much"),
+        ("", {"master": "m:1", "colour": "red"}, "colour is none of"),
+    ],
+)
+def test_bad_options(target: str, values: dict[str, str], needle: str) -> None:
+    """An option that cannot work is named with its value and the remedy."""
+    with pytest.raises(ConfigError, match=needle):
+        MooncakeTier.check(Options(target, values))
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the package or a library of the system is missing, both say what to install."""
+    options = Options("", {"master": "127.0.0.1:1"})
+    monkeypatch.setattr("kvd.tier.mooncake.client.find_spec", lambda _name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'kvd-offload\[mooncake\]'"):
+        MooncakeTier.check(options)
+    monkeypatch.setitem(sys.modules, "mooncake.store", None)
+    monkeypatch.setitem(sys.modules, "mooncake", None)
+    with pytest.raises(TierError, match="libibverbs1, librdmacm1"):
+        MooncakeTier.open(options, Area(4096).memory)
+
+
+@needs_cluster
+def test_what_breaks_comes_back(openers: Openers) -> None:
+    """Without a store puts find no room; without a master all fails; then both serve again."""
+    tier, cluster, area = openers(), openers.cluster, openers.area
+    space = tier.begin(space_of(65536))
+    keys = keys_of("breaks", 4)
+    put_all(tier, area.chunks(space, keys))
+    cluster.kill_store()
+    with pytest.raises(TierError, match="all failed"):
+        tier.get(area.empties(space, keys), soon())
+    cluster.wait_segments(0)
+    assert tier.contains(space, keys, soon()) == [False] * 4
+    assert tier.put(area.chunks(space, keys), soon()) == [Outcome.FULL] * 4
+    cluster.start_store()
+    put_all(tier, area.chunks(space, keys))
+    cluster.kill_master()
+    with pytest.raises(TierError, match="code -90"):
+        tier.get(area.empties(space, keys), soon())
+    with pytest.raises(TierError, match="start mooncake_master"):
+        tier.contains(space, keys, soon())
+    with pytest.raises(TierError, match="start mooncake_master"):
+        MooncakeTier.open(Options("", {"master": cluster.master_address}), Area(4096).memory)
+    cluster.start_master()
+    cluster.wait_segments(1)
+    eventually(lambda: _got(tier, area.empties(space, keys)), lambda got: got == [ABSENT] * 4)
+    put_all(tier, area.chunks(space, keys))
+    back = area.empties(space, keys)
+    assert tier.get(back, soon()) == [OK] * 4
+    assert all(map(is_whole, back))
+
+
+def _got(tier: Tier, chunks: list[Chunk]) -> list[Outcome] | str:
+    """How a get ends; each connection of before fails once."""
+    try:
+        return tier.get(chunks, soon())
+    except TierError as error:
+        return str(error)
