@@ -27,7 +27,8 @@ from kvd_proto.messages import MAX_KEYS
 Search = Callable[[], int | None]
 """vLLM's search for what a request can load: tokens, or None where it is to be asked again."""
 
-_HIT, _MISS, _HIT_PENDING = Found.HIT, Found.MISS, Found.HIT_PENDING
+_HIT_PENDING = Found.HIT_PENDING
+_REFUSED = -3  # beside NOT_BELOW and UNKNOWN
 
 
 @dataclass(slots=True)
@@ -162,6 +163,8 @@ class Promotions:
             request: that looks it up.
         """
         number = self._tier(key, blocks, found, request)
+        if number == _REFUSED:
+            return LookupResult.MISS
         if self._rehearsing is not None:
             if number == NOT_BELOW:
                 return LookupResult.HIT if found is _HIT_PENDING else None
@@ -181,7 +184,10 @@ class Promotions:
     def _tier(
         self, key: OffloadKey, blocks: Blocks | tuple[()], found: Found, request: ReqContext
     ) -> int:
-        """Return the tier from which the chunk would come, or comes; `NOT_BELOW`, `UNKNOWN`."""
+        """Return the tier from which the chunk would come, or comes.
+
+        Or `NOT_BELOW`, `UNKNOWN`, or `_REFUSED` where the request may not load from that tier.
+        """
         number = self._scheduler.below(key, *blocks)
         if found is _HIT_PENDING and number < 0:  # a store, or the promotion of what was unknown
             number = self._sources.get(request.req_id, {}).get(key, NOT_BELOW)
@@ -189,11 +195,9 @@ class Promotions:
         if number == UNKNOWN:
             return number if self._askable(request) != NOT_BELOW else NOT_BELOW
         tiers = self._scheduler.tiers
-        if number != NOT_BELOW and (
-            number >= len(tiers) or not allowed(tiers[number], request.load_tier_filter)
-        ):
+        if number == NOT_BELOW or number >= len(tiers):
             return NOT_BELOW
-        return number
+        return number if allowed(tiers[number], request.load_tier_filter) else _REFUSED
 
     def _askable(self, request: ReqContext) -> int:
         """Return the first shared tier that the request may load from, or `NOT_BELOW`."""
