@@ -115,10 +115,11 @@ class Demotable:
 
     def pinned(self, slots: list[int]) -> None:
         """These READY chunks are about to be loaded."""
-        marks = self._marks
-        new = [slot for slot in slots if marks[slot] != _ASKED]
-        for slot in new:
-            marks[slot] = _ASKED
+        marks, new = self._marks, []
+        for slot in slots:
+            if marks[slot] != _ASKED:
+                marks[slot] = _ASKED
+                new.append(slot)
         if new and self.on_asked is not None:
             self.on_asked.add(new)
 

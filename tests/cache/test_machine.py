@@ -1,4 +1,4 @@
-"""Two namespaces in one pool, driven at random beside a plain-dict model."""
+"""Two namespaces in one pool, above a tier, driven at random beside a plain-dict model."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,7 +17,8 @@ from hypothesis.stateful import (
 from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.values import Quota
-from kvd_proto.directory import LookupResult
+from kvd_proto.directory import TIER_OWNER, LookupResult
+from kvd_proto.tier_table import TierPlace
 from tests.cache.followers import Follower, records
 from tests.cache.tables import add, make_namespaces, removed
 
@@ -26,6 +27,7 @@ OWNERS = (1, 2)
 SPACES = (0, 1)
 SHAPES = [((4096, 4096), 2, False), ((12288,), 3, True)]  # bytes of a slot, ranks, replicated
 TICKET = 20.0
+PROCESSES = ("tier 0 before", "tier 0 now")
 BLOCKS = 8  # of a chunk
 PARTS = [(0, BLOCKS), (0, BLOCKS), (2, 6), (5, 3), (0, 4)]
 KIB = 1024
@@ -51,6 +53,12 @@ class Chunk:
     blocks: set[int] = field(default_factory=lambda: set(range(BLOCKS)))
     ready: bool = False
     used: float = 0.0
+    tier: str = ""  # the process that fills it
+
+    @property
+    def ref(self) -> tuple[int, int]:
+        """Where it lies."""
+        return self.slot, self.generation
 
 
 @dataclass
@@ -89,6 +97,11 @@ class Model:
         self.chunks: dict[bytes, Chunk] = {}
         self.order: list[bytes] = []  # used longest ago first; may name keys that are gone
         self.draining: dict[int, int] = {}
+        self.filled: dict[int, tuple[int, str]] = {}  # DRAINING, and the tier that may write there
+        self.held: dict[bytes, tuple[int, int]] = {}  # by the tier, with these blocks
+        self.marks: dict[tuple[int, int], int] = {}  # 1: stored by a request that ended; 2: asked
+        self.on_ready: list[tuple[int, int]] = []
+        self.on_asked: list[tuple[int, int]] = []
         self.leases: dict[tuple[int, int], Lease] = {}  # by owner and number
         self.doomed: set[int] = set()
         self.loans: dict[int, Loan] = {}
@@ -114,10 +127,11 @@ class Model:
         return {slot % self.world_size} if self.replicated else set(range(self.world_size))
 
     def give_up(self, keys: list[bytes], refs: Refs) -> None:
-        """These WRITING chunks are DRAINING now, and exactly they were reported."""
+        """These WRITING chunks are DRAINING now, and exactly the stores were reported."""
         gone = [self.chunks.pop(key) for key in keys]
-        assert sorted(refs) == sorted((chunk.slot, chunk.generation) for chunk in gone)
+        assert sorted(refs) == sorted(chunk.ref for chunk in gone if not chunk.tier)
         self.draining.update(refs)
+        self.filled.update({c.slot: (c.generation, c.tier) for c in gone if c.tier})
 
     def call_in(self, slots: list[int], refs: Refs) -> None:
         """These LENT slots are DRAINING now, and exactly they were reported."""
@@ -150,8 +164,26 @@ class Model:
         return sorted(slot for slot, loan in self.loans.items() if loan.owner == owner)
 
     def writing(self) -> list[bytes]:
-        """Keys that are being written."""
-        return sorted(key for key, chunk in self.chunks.items() if not chunk.ready)
+        """Keys that engines are storing."""
+        return sorted(k for k, chunk in self.chunks.items() if not chunk.ready and not chunk.tier)
+
+    def coming(self) -> list[bytes]:
+        """Keys that come up from a tier."""
+        return sorted(k for k, chunk in self.chunks.items() if not chunk.ready and chunk.tier)
+
+    def ready(self, chunk: Chunk) -> None:
+        """All shares of a chunk are there, and its key is known."""
+        chunk.ready = True
+        self.seen.append(chunk.ref)
+        self.on_ready.append(chunk.ref)
+        if self.marks.get(chunk.ref) == 2:
+            self.on_asked.append(chunk.ref)
+
+    def ask(self, ref: tuple[int, int]) -> None:
+        """A READY chunk was asked for."""
+        if self.marks.get(ref) != 2:
+            self.marks[ref] = 2
+            self.on_asked.append(ref)
 
     def end_leases(self, numbers: list[tuple[int, int]]) -> None:
         """Leases end; doomed chunks that nobody pins any more go."""
@@ -189,6 +221,7 @@ class TableMachine(RuleBasedStateMachine):
 
     policy = "lru"
     quotas: Mapping[str, Quota] = QUOTAS[0]
+    tiers: tuple[str, ...] = ("memory:,size=1MiB",)
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,7 +234,7 @@ class TableMachine(RuleBasedStateMachine):
 
     def begin(self) -> Namespaces:
         """A pool, which is empty."""
-        return make_namespaces(64 * KIB, policy=self.policy, quotas=self.quotas)
+        return make_namespaces(64 * KIB, policy=self.policy, quotas=self.quotas, tier=self.tiers)
 
     def open(self, number: int) -> Namespace:
         """One of the two namespaces, which no engine uses yet."""
@@ -215,6 +248,7 @@ class TableMachine(RuleBasedStateMachine):
             blocks_per_chunk=BLOCKS,
         )
         self.namespaces.detach_engine(namespace)
+        namespace.table.watch(ready=True, asked=True)
         return namespace
 
     @rule(space=st.sampled_from(SPACES), attach=st.booleans())
@@ -258,7 +292,7 @@ class TableMachine(RuleBasedStateMachine):
             most = max(1, held // (4 * engines))
             room = space_.free_slots or any(map(model.evictable_here, model.chunks))
             assert have >= most or not room
-        taken = {*model.lent(), *model.draining, *model.doomed}
+        taken = {*model.lent(), *model.draining, *model.filled, *model.doomed}
         taken |= {chunk.slot for chunk in model.chunks.values()}
         assert not taken & set(slots)
         for slot, generation in zip(slots, generations, strict=True):
@@ -395,16 +429,10 @@ class TableMachine(RuleBasedStateMachine):
             k for k in begun if model.chunks[k].ranks == model.expected(model.chunks[k].slot)
         ]
         for key in at_once:
-            self.is_ready(model, model.chunks[key])
+            model.ready(model.chunks[key])
         assert ready == len(at_once)
         assert model.table.counts.stores_lost == lost
         model.call_in(over, revoke)
-
-    @staticmethod
-    def is_ready(model: Model, chunk: Chunk) -> None:
-        """All shares of a chunk are there, and its key is known."""
-        chunk.ready = True
-        model.seen.append((chunk.slot, chunk.generation))
 
     @rule(
         space=st.sampled_from(SPACES),
@@ -488,6 +516,8 @@ class TableMachine(RuleBasedStateMachine):
             return
         lease = Lease(owner, self.now + seconds, [slot for slot, _ in there])
         model.leases[owner, number] = lease
+        for ref in there:
+            model.ask(ref)
         model.end_leases([])
         here = [keys[ref] for ref in there if ref in keys]
         model.use(here)
@@ -518,7 +548,7 @@ class TableMachine(RuleBasedStateMachine):
             chunk.ranks.add(rank)
             if chunk.ranks != model.expected(chunk.slot):
                 continue
-            self.is_ready(model, chunk)
+            model.ready(chunk)
             ready.append((chunk.slot, chunk.generation))
         assert now_ready == ready
         model.give_up(failed, dropped)
@@ -633,7 +663,165 @@ class TableMachine(RuleBasedStateMachine):
         assert model.table.finished(keys) == len(here)
         model.use(here)
         for key in here:
-            model.chunks[key].used = self.now
+            chunk = model.chunks[key]
+            chunk.used = self.now
+            if chunk.ready and model.marks.get(chunk.ref) == 1:
+                model.ask(chunk.ref)
+            else:
+                model.marks[chunk.ref] = min(2, model.marks.get(chunk.ref, 0) + 1)
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        keys=keys_strategy,
+        tier=st.sampled_from(PROCESSES),
+        most=st.sampled_from([1, 3, 9]),
+    )
+    def promote(self, space: int, keys: list[bytes], tier: str, most: int) -> None:
+        """Chunks are to come up, some of which may be here."""
+        model, other = self.models[space], self.models[1 - space]
+        protected = other.protected_bytes(self.namespaces)
+        missing = [key for key in dict.fromkeys(keys) if key not in model.chunks][:most]
+        before = model.table.directory.changes.head
+        found = model.table.promote(keys, tier, self.now, TICKET, most)
+        evicted = removed(model.table, before)
+        other.forget_yielded()
+        assert other.protected_bytes(self.namespaces) >= protected
+        if self.policy == "lru":
+            assert evicted == [k for k in model.order if model.evictable_here(k)][: len(evicted)]
+        for key in evicted:
+            assert model.evictable(key)
+            del model.chunks[key]
+        assert [key for key, _, _ in found] == missing[: len(found)]
+        if len(found) < len(missing):
+            assert not model.table.space.free_slots
+            assert not any(map(model.evictable_here, model.chunks))
+        taken = {*model.lent(), *model.draining, *model.filled, *model.doomed}
+        taken |= {chunk.slot for chunk in model.chunks.values()}
+        for key, slot, generation in found:
+            assert slot not in taken
+            taken.add(slot)
+            chunk = Chunk(slot, generation, TIER_OWNER, self.now + TICKET, used=self.now, tier=tier)
+            model.chunks[key] = chunk
+            assert model.table.directory.owner(slot) == TIER_OWNER
+        model.use([key for key, _, _ in found])
+
+    @rule(
+        space=st.sampled_from(SPACES),
+        data=st.data(),
+        blocks=st.sampled_from([*PARTS, *PARTS, (0, 0), (4, 9)]),
+    )
+    def promoted(self, space: int, data: st.DataObject, blocks: tuple[int, int]) -> None:
+        """A tier has filled a slot, or one that was given up, or says what cannot be."""
+        model = self.models[space]
+        refs = [model.chunks[key].ref for key in model.coming()]
+        refs += [(slot, generation - 1) for slot, generation in refs]
+        refs += [(slot, generation) for slot, (generation, _) in model.filled.items()]
+        refs += [(chunk.slot, chunk.generation) for chunk in model.chunks.values() if chunk.ready]
+        if not refs:
+            return
+        ref = data.draw(st.sampled_from(sorted(refs)))
+        (key,) = [k for k in model.coming() if model.chunks[k].ref == ref] or [b""]
+        possible = 0 < blocks[1] <= BLOCKS - blocks[0]
+        assert model.table.promoted(*ref, *blocks, 0) == bool(key and possible)
+        if key and not possible:
+            model.give_up([key], [])
+        elif key:
+            self.came_up(model, key, part(*blocks))
+
+    @staticmethod
+    def came_up(model: Model, key: bytes, blocks: set[int]) -> None:
+        """A chunk that a tier has filled is READY; it is to go down where no tier has it."""
+        chunk = model.chunks[key]
+        chunk.blocks, chunk.tier = blocks, ""
+        model.marks[chunk.ref] = 2
+        model.ready(chunk)
+        if key in model.held:
+            del model.on_ready[-1], model.on_asked[-1]
+
+    @rule(space=st.sampled_from(SPACES), keys=keys_strategy)
+    def come_up(self, space: int, keys: list[bytes]) -> None:
+        """Chunks come up at once."""
+        self.promote(space=space, keys=keys, tier=PROCESSES[1], most=9)
+        model = self.models[space]
+        for key in model.coming():
+            assert model.table.promoted(*model.chunks[key].ref, 0, BLOCKS, 0)
+            self.came_up(model, key, part(0, BLOCKS))
+
+    @rule(space=st.sampled_from(SPACES), data=st.data())
+    def not_promoted(self, space: int, data: st.DataObject) -> None:
+        """Some do not come up; what is said of others changes nothing."""
+        model = self.models[space]
+        keys = {model.chunks[key].ref: key for key in model.coming()}
+        refs = [*keys, *((slot, generation - 1) for slot, generation in keys)]
+        refs += [(slot, generation) for slot, (generation, _) in model.filled.items()]
+        refs += [chunk.ref for chunk in model.chunks.values() if not chunk.tier]
+        if refs:
+            named = data.draw(st.lists(st.sampled_from(sorted(refs)), unique=True))
+            there = [ref for ref in named if ref in keys]
+            assert model.table.not_promoted(named) == there
+            model.give_up([keys[ref] for ref in there], [])
+
+    @rule(space=st.sampled_from(SPACES), tier=st.sampled_from(PROCESSES))
+    def tier_answers(self, space: int, tier: str) -> None:
+        """A tier's process has nothing under way in slots that were given up."""
+        model = self.models[space]
+        refs = [(slot, generation) for slot, (generation, _) in model.filled.items()]
+        theirs = [slot for slot, (_, name) in model.filled.items() if name == tier]
+        slots, generations = [slot for slot, _ in refs], [each for _, each in refs]
+        assert model.table.slots.revoked(tier, slots, generations) == len(theirs)
+        for slot in theirs:
+            del model.filled[slot]
+
+    @rule(tier=st.sampled_from(PROCESSES))
+    def tier_lost(self, tier: str) -> None:
+        """A tier's process dies."""
+        for space, model in enumerate(self.models):
+            self.drain(space=space)  # those that nobody has been told to wait for go with any
+            theirs = [key for key in model.coming() if model.chunks[key].tier == tier]
+            refs = [model.chunks[key].ref for key in theirs]
+            assert model.table.not_promoted(refs) == refs
+            model.give_up(theirs, [])
+            model.table.slots.lane_lost(tier)
+            for slot, (_, name) in list(model.filled.items()):
+                if name == tier:
+                    del model.filled[slot]
+
+    @rule(space=st.sampled_from(SPACES), key=st.sampled_from(KEYS), held=st.booleans())
+    @precondition(lambda self: self.tiers)
+    def tier_holds(self, space: int, key: bytes, held: bool) -> None:
+        """A tier says that it keeps a chunk, or not any more."""
+        model = self.models[space]
+        tiers = model.table.directory.tiers
+        assert tiers is not None
+        if held:
+            assert tiers.hold(key, 0, 0, BLOCKS, 0)
+            model.held[key] = 0, BLOCKS
+        else:
+            assert tiers.release(key, 0) == (model.held.pop(key, None) is not None)
+
+    @rule(space=st.sampled_from(SPACES), n=st.sampled_from([1, 2, 8]), asked=st.booleans())
+    def go_down(self, space: int, n: int, asked: bool) -> None:
+        """The broker asks what is to go down next."""
+        model = self.models[space]
+        table = model.table
+        queue, expected = (
+            (table.on_asked, model.on_asked) if asked else (table.on_ready, model.on_ready)
+        )
+        assert queue is not None
+        assert len(queue) == len(expected)
+        keys = {chunk.ref: key for key, chunk in model.chunks.items() if chunk.ready}
+        found: list[tuple[bytes, int, int, int, int, int]] = []
+        undemoted = table.counts.undemoted
+        for _ in range(min(2 * n, len(expected))):
+            if len(found) < n:
+                ref = expected.pop(0)
+                if ref in keys:
+                    blocks = model.chunks[keys[ref]].blocks
+                    found.append((keys[ref], *ref, min(blocks), len(blocks), 0))
+                else:
+                    undemoted += 1
+        assert queue.take(n) == found
+        assert table.counts.undemoted == undemoted
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 12.0]))
     def time_passes(self, seconds: float) -> None:
@@ -643,7 +831,8 @@ class TableMachine(RuleBasedStateMachine):
             refs = model.table.expire(self.now)
             over = [slot for slot, loan in model.raced.items() if loan.deadline <= self.now]
             model.call_in(over, refs[: len(over)])
-            late = [key for key in model.writing() if model.chunks[key].deadline <= self.now]
+            there = model.writing() + model.coming()
+            late = [key for key in there if model.chunks[key].deadline <= self.now]
             model.give_up(late, refs[len(over) :])
             ended = [n for n, lease in model.leases.items() if lease.deadline <= self.now]
             model.end_leases(ended)
@@ -663,13 +852,16 @@ class TableMachine(RuleBasedStateMachine):
     def reset(self, space: int) -> None:
         """A namespace is emptied."""
         model = self.models[space]
+        epoch = model.namespace.epoch
         outcome, revoke = model.table.reset()
+        assert model.namespace.epoch not in {0, epoch}
+        model.held.clear()
         pinned = model.pinned()
         ready = {chunk.slot for chunk in model.chunks.values() if chunk.ready}
         assert outcome.deferred == len(ready & pinned)
         writing = len(model.writing())
         assert outcome.dropped == len(ready) + writing - outcome.deferred
-        model.give_up(model.writing(), revoke[:writing])
+        model.give_up(model.writing() + model.coming(), revoke[:writing])
         model.call_in(list(model.lent()), revoke[writing:])
         model.doomed |= ready & pinned
         model.chunks.clear()
@@ -771,17 +963,22 @@ class TableMachine(RuleBasedStateMachine):
             assert table.slots.stats() == {
                 "ready": ready + len(model.doomed),
                 "lent": len(model.lent()),
-                "writing": len(model.writing()),
-                "draining": len(model.draining),
+                "writing": len(model.writing()) + len(model.coming()),
+                "draining": len(model.draining) + len(model.filled),
                 "pinned": len(model.pinned()),
                 "doomed": len(model.doomed),
             }
             assert table.slots.is_idle == (
                 not model.writing()
+                and not model.coming()
                 and not model.lent()
                 and not model.draining
+                and not model.filled
                 and not model.pinned()
             )
+            if (tiers := table.directory.tiers) is not None:
+                held = {key: TierPlace(1, *blocks, 0) for key, blocks in model.held.items()}
+                assert dict(tiers.held(0, tiers.places)) == held
             for slot, loan in model.lent().items():
                 assert table.directory.is_lent(slot, loan.generation)
 
@@ -790,12 +987,14 @@ class QuotaTableMachine(TableMachine):
     """The same with floors and caps, which may change."""
 
     quotas = QUOTAS[1]
+    tiers = ()  # whose table takes most of the time
 
 
 class ArcTableMachine(TableMachine):
     """The same with the other policy."""
 
     policy = "arc"
+    tiers = ()
 
 
 def test_tables_with_lru() -> None:
