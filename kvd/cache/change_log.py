@@ -1,7 +1,7 @@
 """The one writer of a directory's ring of changes (format: `kvd_proto.changes`).
 
-`DirectoryWriter` calls it after it has written the directory, and nobody else does. Nothing waits
-for readers: the ring is overwritten when it is full.
+`DirectoryWriter` and `TierTable` call it after they have written, and nobody else does. Nothing
+waits for readers: the ring is overwritten when it is full.
 """
 
 from time import monotonic_ns
@@ -14,6 +14,7 @@ from kvd_proto.changes import CHANGE, CHANGE_BYTES, ChangeKind, ChangesView
 from kvd_proto.directory import DirectoryHeader
 
 _PACK = CHANGE.pack_into
+_WITHOUT_KEY = (ChangeKind.CLEARED, ChangeKind.TIERS)
 CHANGE_DTYPE = np.dtype(
     [
         *(("number", "<u8"), ("time", "<u8"), ("generation", "<u8"), ("slot", "<u4")),
@@ -39,7 +40,7 @@ class ChangeLog(ChangesView):
     def write(  # noqa: PLR0917 a change has these parts
         self,
         kind: int,
-        generation: int,
+        generation: int = 0,
         slot: int = 0,
         first: int = 0,
         count: int = 0,
@@ -67,8 +68,8 @@ class ChangeLog(ChangesView):
         if self.head != self._last:
             raise IntegrityError(f"{self._last} changes were written: {self!r}")
         numbers = np.arange(self._last - len(held) + 1, self._last + 1)
-        kinds = (held["kind"] >= ChangeKind.READY) & (held["kind"] <= ChangeKind.CLEARED)
-        named = (held["key_len"] > 0) == (held["kind"] != ChangeKind.CLEARED)
+        kinds = (held["kind"] >= ChangeKind.READY) & (held["kind"] <= ChangeKind.TIERS)
+        named = (held["key_len"] > 0) == ~np.isin(held["kind"], _WITHOUT_KEY)
         if not ((held["number"] == numbers) & kinds & named).all():
             raise IntegrityError(f"a change is not where it belongs, or has no key: {self!r}")
         if (held["time"][1:] < held["time"][:-1]).any():

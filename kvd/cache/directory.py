@@ -101,7 +101,9 @@ class DirectoryWriter(DirectoryView):
         whole[: len(packed)] = packed
         super().__init__(buffer)
         self.changes: ChangeLog = ChangeLog(self._whole, header)
-        self.tiers: TierTable | None = TierTable(self._whole, header) if header.num_tiers else None
+        self.tiers: TierTable | None = None
+        if header.num_tiers:
+            self.tiers = TierTable(self._whole, header, self.changes)
         self.ledger = ledger
         self._generation_base = self._highest = generation_base
         self._epoch = 0 if ledger is None else ledger.epoch
@@ -448,7 +450,7 @@ class DirectoryWriter(DirectoryView):
     def _check_changes(self) -> None:
         """The last change of each slot that the ring holds must be what the directory says."""
         changes = self.changes.newest()
-        changes = changes[changes["kind"] != ChangeKind.CLEARED][::-1]
+        changes = changes[changes["kind"] < ChangeKind.CLEARED][::-1]
         slots, last = np.unique(changes["slot"], return_index=True)
         changes, indexed = changes[last], np.zeros(self.num_slots, bool)
         indexed[self.indexed_slots()] = True

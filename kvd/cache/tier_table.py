@@ -4,7 +4,8 @@ It knows what tiers have said that they hold, and for a while what shared tiers 
 do not. Nothing here moves a byte, and a wrong entry costs a miss.
 
 What goes all at once, by a reset (`forget`) or with a tier (`release_tier`), is old at first, and
-leaves its places by `sweep`, or where another chunk takes one.
+leaves its places by `sweep`, or where another chunk takes one. Readers of the ring are then told to
+look through the table (`ChangeKind.TIERS`); of one chunk they are told by itself.
 """
 
 from zlib import crc32
@@ -12,7 +13,9 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from kvd.cache.change_log import ChangeLog
 from kvd.errors import IntegrityError
+from kvd_proto.changes import ChangeKind
 from kvd_proto.directory import DirectoryHeader
 from kvd_proto.tier_table import (
     ABSENT,
@@ -35,6 +38,7 @@ LOOKED_AT = 32 * SWEPT_AT_ONCE  # places: less than one
 
 _PACK = BODY.pack_into
 _EPOCH = 0xFFFF_FFFF
+_KEPT, _RELEASED = int(ChangeKind.KEPT), int(ChangeKind.RELEASED)
 
 
 class TierTable(TierTableView):
@@ -45,12 +49,14 @@ class TierTable(TierTableView):
     Args:
         whole: the directory.
         header: the directory's; it has tiers.
+        changes: the directory's.
     """
 
-    def __init__(self, whole: memoryview, header: DirectoryHeader) -> None:
+    def __init__(self, whole: memoryview, header: DirectoryHeader, changes: ChangeLog) -> None:
         at, homes, limit = header.tiers_offset, header.tier_capacity, header.probe_limit
         whole[EPOCH_AT : EPOCH_AT + 8] = (1).to_bytes(8, "little")
         super().__init__(whole, at, homes, limit, header.num_tiers)
+        self._changes = changes
         self._most = homes * 3 // 4
         self._held = self._old = 0
         self._absent: dict[bytes, None] = {}  # asked longest ago first
@@ -83,19 +89,20 @@ class TierTable(TierTableView):
             word, blocks = words[at], words[at + 2]
             tiers = word >> 8 & 0xFF & ~self._leaving
             if blocks == first | count << 16 | group << 32:
-                tiers |= bit
-            elif (others := tiers & ~bit) and _is_part(blocks, first, count, group):
-                tiers = others
-            else:
-                self._write(at, hash32, key, HELD, bit, 0, first, count, group)
+                words[at] = word & ~0xFF00 | (tiers | bit) << 8
+                if not tiers:
+                    self._changes.write(_KEPT, 0, 0, first, count, group, key)
                 return True
-            words[at] = word & ~0xFF00 | tiers << 8
-            return True
-        if not self._make_room(at, spare):
+            if (others := tiers & ~bit) and _is_part(blocks, first, count, group):
+                words[at] = word & ~0xFF00 | others << 8
+                return True
+        elif not self._make_room(at, spare):
             return False
-        self._absent.pop(key, None)
-        self._held += 1
+        else:
+            self._absent.pop(key, None)
+            self._held += 1
         self._write(at if at >= 0 else spare, hash32, key, HELD, bit, 0, first, count, group)
+        self._changes.write(_KEPT, 0, 0, first, count, group, key)
         return True
 
     def release(self, key: bytes, tier: int) -> bool:
@@ -113,6 +120,7 @@ class TierTable(TierTableView):
         else:
             self._held -= 1
             self._remove(at)
+            self._changes.write(_RELEASED, 0, key=key)
         return True
 
     def absent(self, key: bytes, now: float) -> None:
@@ -216,6 +224,7 @@ class TierTable(TierTableView):
         self._old += self._held + len(self._absent)
         self._held = 0
         self._absent.clear()
+        self._changes.write(ChangeKind.TIERS)
 
     def release_tier(self, tier: int) -> None:
         """A tier holds nothing any more; `sweep` clears its bits, and `hold` takes none till then.
@@ -259,6 +268,7 @@ class TierTable(TierTableView):
             if self._left[tier] <= 0:
                 del self._left[tier]
                 self._leaving &= ~(1 << tier)
+                self._changes.write(ChangeKind.TIERS)
 
     def _columns(
         self, begin: int, end: int

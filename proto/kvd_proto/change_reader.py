@@ -1,4 +1,4 @@
-"""Follows what a directory holds: which READY chunks there are, as differences to what was said.
+"""Follows what a directory holds, as differences to what was said: READY chunks, and tiers' chunks.
 
 The ring of changes says what begins and ceases to be there. Who attaches, meets a new daemon, or
 has fallen behind the whole ring looks through the directory, piece by piece, while it goes on
@@ -7,9 +7,11 @@ reading the ring; at the end it takes back what it had said and has found nowher
 - The ring is read from the head that was there before the first piece: nothing is missed. A change
   that a piece has shown already is applied once more, which changes nothing.
 - A slot that changed while its piece was read counts by the ring only: what was read of it may be
-  of two chunks.
+  of two chunks. An entry of the tier table is always of one.
 - A removal names slot and generation. Of a chunk that has come again under the same key it does
-  not speak, and that chunk stays.
+  not speak, and that chunk stays. A tier's chunk is known by its key alone.
+- The tier table is read from its last place to its first, as entries move to lower places. Where
+  tiers' chunks go all at once it alone is looked through anew.
 
 Sans-I/O, like the directory's view. Nothing here waits, and each call does a bounded amount.
 """
@@ -18,23 +20,31 @@ import time
 from collections import ChainMap
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from kvd_proto.changes import Change, ChangeKind
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import ReaderFault
+from kvd_proto.tier_table import TierTableView
 
 PIECE_SLOTS = 512
+PIECE_PLACES = 512
 MOST_PIECES = 32  # in one call, of a directory that is nearly empty
+MOST_PLACES_PIECES = 256  # and of a tier table, of which an empty piece takes a few microseconds
 DEFAULT_LIMIT = 1000
 
-_READY, _REMOVED = int(ChangeKind.READY), int(ChangeKind.REMOVED)
+_READY, _REMOVED, _CLEARED = map(int, (ChangeKind.READY, ChangeKind.REMOVED, ChangeKind.CLEARED))
+_KEPT, _RELEASED = int(ChangeKind.KEPT), int(ChangeKind.RELEASED)
+
+NO_SLOT: Final = 0xFFFF_FFFF
+"""The slot, with generation 0, of a chunk in tiers."""
 
 
 class Place(NamedTuple):
-    """Where a READY chunk lies, and which of its blocks it holds: first..first + count - 1.
+    """Where a chunk lies, and which of its blocks it holds: first..first + count - 1.
 
-    time_ns: when it became READY, by CLOCK_MONOTONIC; 0 where it was found in the directory.
+    slot, generation: of a READY chunk; `NO_SLOT` and 0 of one in tiers.
+    time_ns: when it became so, by CLOCK_MONOTONIC; 0 where it was found in the directory.
     """
 
     slot: int
@@ -49,18 +59,119 @@ _PLACE = tuple.__new__
 
 @dataclass(slots=True)
 class Differences:
-    """What has changed of what is said, each key once.
+    """What has changed of what is said, each key once in the first two, and once in the others.
 
-    stored: chunks that are there, and were not said to be there, or at another place or with other
+    stored: chunks that are READY, and were not said to be, or at another place or with other
         blocks: such a key has not been removed in between.
-    removed: keys of chunks that were said to be there and are not.
+    removed: keys of chunks that were said to be READY and are not.
+    kept: chunks that lie in tiers, and were not said to, or with other blocks.
+    released: keys of chunks that were said to lie in tiers and lie in none.
     """
 
     stored: dict[bytes, Place] = field(default_factory=dict)
     removed: list[bytes] = field(default_factory=list)
+    kept: dict[bytes, Place] = field(default_factory=dict)
+    released: list[bytes] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.stored or self.removed)
+        return bool(self.stored or self.removed or self.kept or self.released)
+
+    def __len__(self) -> int:
+        return len(self.stored) + len(self.removed) + len(self.kept) + len(self.released)
+
+
+class Book:
+    """What is said of chunks in memory, or of those in tiers.
+
+    No key is in two of the first three.
+
+    Attributes:
+        said: what is said, and true as far as is known.
+        unconfirmed: what was said before a directory is looked through, and not found in it yet.
+        gone: what is known to be gone and still said: it is taken back piece by piece.
+        next: where the snapshot goes on; None: all was seen.
+        end: the change after which the snapshot is complete.
+    """
+
+    __slots__ = ("end", "gone", "next", "said", "unconfirmed")
+
+    def __init__(self) -> None:
+        self.said: dict[bytes, Place] = {}
+        self.unconfirmed: dict[bytes, Place] = {}
+        self.gone: dict[bytes, Place] = {}
+        self.next: int | None = None
+        self.end = 0
+
+    @property
+    def all(self) -> Mapping[bytes, Place]:
+        """All that was said and was not taken back."""
+        return ChainMap(self.said, self.unconfirmed, self.gone)
+
+    def place(self, key: bytes) -> Place | None:
+        """Where a chunk is said to be; None: it is not."""
+        return self.said.get(key) or self.unconfirmed.get(key) or self.gone.get(key)
+
+    def claim(self, key: bytes) -> Place | None:
+        """Take a chunk out of those that may have to be taken back."""
+        return self.unconfirmed.pop(key, None) or self.gone.pop(key, None)
+
+    def begin(self, at: int) -> None:
+        """All that is said is to be found again, from here on."""
+        self.unconfirmed = _joined(self.unconfirmed, self.said)
+        self.said = {}
+        self.next = at
+
+    def withdraw(self) -> None:
+        """All that is said is gone, unless it is found in a snapshot that goes on."""
+        self.gone = _joined(self.gone, _joined(self.unconfirmed, self.said))
+        self.unconfirmed, self.said = {}, {}
+
+    def settle(self, position: int) -> None:
+        """What a snapshot that is complete has not found is gone."""
+        if self.unconfirmed and self.next is None and position >= self.end:
+            self.gone = _joined(self.gone, self.unconfirmed)
+            self.unconfirmed = {}
+
+    def net(
+        self, before: dict[bytes, Place | None], limit: int
+    ) -> tuple[dict[bytes, Place], list[bytes]]:
+        """What is there now, and what is not any more.
+
+        Args:
+            before: what was said of each key that was touched.
+            limit: chunks that are taken back at most, besides those that were touched.
+        """
+        stored: dict[bytes, Place] = {}
+        removed = []
+        for key, was in before.items():
+            now = self.said.get(key) or self.unconfirmed.get(key)
+            if now is not None:
+                if was is None or now[:4] != was[:4]:
+                    stored[key] = now
+            elif was is None:
+                self.gone.pop(key, None)  # it came and went within this call
+            elif key not in self.gone:
+                removed.append(key)
+        gone = self.gone
+        removed += [gone.popitem()[0] for _ in range(min(limit, len(gone)))]
+        return stored, removed
+
+    def __len__(self) -> int:
+        return len(self.said) + len(self.unconfirmed) + len(self.gone)
+
+    def check_integrity(self) -> None:
+        """Raise ReaderFault where what is held contradicts itself."""
+        said, unconfirmed, gone = self.said.keys(), self.unconfirmed.keys(), self.gone.keys()
+        twice = (said & unconfirmed) | (said & gone) | (unconfirmed & gone)
+        if twice:
+            raise ReaderFault(f"{len(twice)} chunks are said twice: {self!r}")
+        if b"" in self.all:
+            raise ReaderFault(f"a chunk has no key: {self!r}")
+
+    def __repr__(self) -> str:
+        snapshot = "" if self.next is None else f", snapshot at {self.next}"
+        counts = f"{len(self.said)} said, {len(self.unconfirmed)} unconfirmed"
+        return f"<{counts}, {len(self.gone)} gone{snapshot}>"
 
 
 class ChangeReader:
@@ -77,15 +188,9 @@ class ChangeReader:
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
-        # No key is in two of these. What was said of a directory before and was not found in this
-        # one yet is unconfirmed; what is known to be gone is taken back piece by piece.
-        self._said: dict[bytes, Place] = {}
-        self._unconfirmed: dict[bytes, Place] = {}
-        self._gone: dict[bytes, Place] = {}
+        self._memory, self._tiers = Book(), Book()
         self._directory: DirectoryView | None = None
         self._position = 0  # the number of the last change that was applied
-        self._next_slot: int | None = None  # of the snapshot; None: all were seen
-        self._snapshot_end = 0  # the change after which the snapshot is complete
         self._lag_ns = 0
         self.changes = 0
         self.snapshots = 0
@@ -93,27 +198,30 @@ class ChangeReader:
 
     @property
     def said(self) -> Mapping[bytes, Place]:
-        """All that was said to be there and was not taken back."""
-        return ChainMap(self._said, self._unconfirmed, self._gone)
+        """All that was said to be READY and was not taken back."""
+        return self._memory.all
 
-    def place(self, key: bytes) -> Place | None:
-        """Where a chunk is said to be; None: it is not."""
-        return self._said.get(key) or self._unconfirmed.get(key) or self._gone.get(key)
+    @property
+    def kept(self) -> Mapping[bytes, Place]:
+        """All that was said to lie in tiers and was not taken back."""
+        return self._tiers.all
 
     @property
     def waiting(self) -> bool:
         """Whether `take` would find something to do."""
-        if self._gone:
+        memory, tiers = self._memory, self._tiers
+        if memory.gone or tiers.gone:
             return True
         there = self._directory
         return there is not None and (
-            self._next_slot is not None
-            or bool(self._unconfirmed)
+            memory.next is not None
+            or tiers.next is not None
+            or bool(memory.unconfirmed or tiers.unconfirmed)
             or there.changes.head != self._position
         )
 
     def __len__(self) -> int:
-        return len(self._said) + len(self._unconfirmed) + len(self._gone)
+        return len(self._memory) + len(self._tiers)
 
     def take_lag(self) -> int:
         """The longest time in ns from a change until it was taken, since the last call."""
@@ -129,30 +237,30 @@ class ChangeReader:
 
     def leave(self) -> None:
         """Read no directory from now on. What was said stays said."""
-        self._directory = self._next_slot = None
+        self._directory = self._memory.next = self._tiers.next = None
 
-    def forget(self) -> list[bytes]:
-        """Take everything back; the keys. Of a directory that is followed all is said anew."""
-        removed = list(self.said)
-        self._said, self._unconfirmed, self._gone = {}, {}, {}
+    def forget(self) -> None:
+        """Take everything back. Of a directory that is followed all is said anew."""
+        self._memory, self._tiers = Book(), Book()
         if self._directory is not None:
             self._begin_snapshot(self._directory)
-        return removed
 
     def withdraw(self) -> None:
         """Take everything back, by and by: the next calls of `take` say so.
 
         What is found meanwhile in a directory that is followed stays said.
         """
-        self._gone = _joined(self._gone, _joined(self._unconfirmed, self._said))
-        self._unconfirmed, self._said = {}, {}
+        self._memory.withdraw()
+        self._tiers.withdraw()
 
     def _begin_snapshot(self, directory: DirectoryView) -> None:
         self.snapshots += 1
-        self._unconfirmed = _joined(self._unconfirmed, self._said)
-        self._said = {}
         self._position = directory.changes.head
-        self._next_slot = 0
+        self._memory.begin(0)
+        self._begin_tiers(directory)
+
+    def _begin_tiers(self, directory: DirectoryView) -> None:
+        self._tiers.begin(0 if directory.tiers is None else directory.tiers.places)
 
     # -------------------------------------------------------------------- take
 
@@ -161,40 +269,29 @@ class ChangeReader:
 
         Args:
             limit: changes that are read at most, chunks that are found in the directory, up to a
-                piece more, and chunks that are taken back.
+                piece more, and chunks that are taken back of memory, and as many of tiers.
         """
         before: dict[bytes, Place | None] = {}
-        if self._directory is not None:
-            self._read_ring(self._directory, limit, before)
-            if (begin := self._next_slot) is not None:
-                self._look_through(self._directory, begin, limit, before)
-            elif self._unconfirmed and self._position >= self._snapshot_end:
-                self._gone = _joined(self._gone, self._unconfirmed)
-                self._unconfirmed = {}
-        differences = self._net(before)
-        gone = self._gone
-        for _ in range(min(limit, len(gone))):
-            differences.removed.append(gone.popitem()[0])
-        return differences
-
-    def _net(self, before: dict[bytes, Place | None]) -> Differences:
-        """What `before`, which holds what was said of each key that was touched, has become."""
-        said = self._said.get
-        stored: dict[bytes, Place] = {}
-        removed = []
-        for key, was in before.items():
-            now = said(key) or self._unconfirmed.get(key)
-            if now is not None:
-                if was is None or now[:4] != was[:4]:
-                    stored[key] = now
-            elif was is None:
-                self._gone.pop(key, None)  # it came and went within this call
-            elif key not in self._gone:
-                removed.append(key)
-        return Differences(stored, removed)
+        below: dict[bytes, Place | None] = {}
+        memory, tiers, directory = self._memory, self._tiers, self._directory
+        if directory is not None:
+            self._read_ring(directory, limit, before, below)
+            if memory.next is not None:
+                self._look_through(directory, memory.next, limit, before)
+            elif tiers.next is not None:
+                self._look_below(directory, tiers.next, limit, below)
+            memory.settle(self._position)
+            tiers.settle(self._position)
+        if not (below or tiers.gone):
+            return Differences(*memory.net(before, limit))
+        return Differences(*memory.net(before, limit), *tiers.net(below, limit))
 
     def _read_ring(
-        self, directory: DirectoryView, limit: int, before: dict[bytes, Place | None]
+        self,
+        directory: DirectoryView,
+        limit: int,
+        before: dict[bytes, Place | None],
+        below: dict[bytes, Place | None],
     ) -> None:
         changes = directory.changes.read(self._position, limit)
         if changes is None:
@@ -203,35 +300,46 @@ class ChangeReader:
         elif changes:
             self._lag_ns = max(self._lag_ns, self._clock() - changes[0][1])
             self.changes += len(changes)
-            self._apply(changes, before)
+            self._apply(directory, changes, before, below)
             self._position = changes[-1][0]
 
-    def _apply(self, changes: list[Change], before: dict[bytes, Place | None]) -> None:
-        said, touch = self._said, before.setdefault
+    def _apply(
+        self,
+        directory: DirectoryView,
+        changes: list[Change],
+        before: dict[bytes, Place | None],
+        below: dict[bytes, Place | None],
+    ) -> None:
+        memory, tiers = self._memory, self._tiers
+        said, touch = memory.said, before.setdefault
         for _, time_ns, generation, slot, first, count, _group, kind, key in changes:
             if kind == _READY:
                 was = said.get(key)
-                if was is None and (self._unconfirmed or self._gone):
-                    was = self._claim(key)
+                if was is None and (memory.unconfirmed or memory.gone):
+                    was = memory.claim(key)
                 touch(key, was)
                 said[key] = _PLACE(Place, (slot, generation, first, count, time_ns))
             elif kind == _REMOVED:
                 was = said.get(key)
-                if was is None and (self._unconfirmed or self._gone):
-                    was = self.place(key)
+                if was is None and (memory.unconfirmed or memory.gone):
+                    was = memory.place(key)
                 if was is not None and was[1] == generation and was[0] == slot:
                     touch(key, was)
                     if said.pop(key, None) is None:
-                        self._claim(key)
-            else:
+                        memory.claim(key)
+            elif kind == _KEPT:
+                below.setdefault(key, tiers.said.get(key) or tiers.claim(key))
+                tiers.said[key] = _PLACE(Place, (NO_SLOT, 0, first, count, time_ns))
+            elif kind == _RELEASED:
+                was = tiers.said.pop(key, None) or tiers.claim(key)
+                if was is not None:
+                    below.setdefault(key, was)
+            elif kind == _CLEARED:
                 # Whatever became READY after it comes after it in the ring, too.
-                self._gone = _joined(self._gone, _joined(self._unconfirmed, said))
-                self._unconfirmed, self._said = {}, {}
-                said = self._said
-
-    def _claim(self, key: bytes) -> Place | None:
-        """Take a chunk out of those that may have to be taken back."""
-        return self._unconfirmed.pop(key, None) or self._gone.pop(key, None)
+                memory.withdraw()
+                said = memory.said
+            else:
+                self._begin_tiers(directory)
 
     # ---------------------------------------------------------------- snapshot
 
@@ -239,7 +347,7 @@ class ChangeReader:
         self, directory: DirectoryView, begin: int, limit: int, before: dict[bytes, Place | None]
     ) -> None:
         """Confirm or add what the slots from `begin` on hold."""
-        found, ring = 0, directory.changes
+        found, ring, memory = 0, directory.changes, self._memory
         for _ in range(MOST_PIECES):
             head = ring.head
             chunks = directory.ready_chunks(begin, begin + PIECE_SLOTS)
@@ -250,18 +358,18 @@ class ChangeReader:
                 return
             for slot, generation, first, count, key in chunks:
                 if slot not in changed:
-                    was = self._said.get(key) or self._claim(key)
+                    was = memory.said.get(key) or memory.claim(key)
                     before.setdefault(key, was)
                     time_ns = 0 if was is None or was[:2] != (slot, generation) else was[4]
-                    self._said[key] = Place(slot, generation, first, count, time_ns)
+                    memory.said[key] = Place(slot, generation, first, count, time_ns)
             found += len(chunks)
             begin += PIECE_SLOTS
             if begin >= directory.num_slots:
-                self._next_slot, self._snapshot_end = None, ring.head
+                memory.next, memory.end = None, ring.head
                 return
             if found >= limit:
                 break
-        self._next_slot = begin
+        memory.next = begin
 
     @staticmethod
     def _changed_slots(directory: DirectoryView, since: int) -> set[int] | None:
@@ -273,31 +381,55 @@ class ChangeReader:
             changes = ring.read(since, head - since)
             if changes is None:
                 return None
-            slots.update(change[3] for change in changes)
+            slots.update(change[3] for change in changes if change[7] <= _CLEARED)
             since += len(changes)
         return slots
+
+    def _look_below(
+        self, directory: DirectoryView, end: int, limit: int, below: dict[bytes, Place | None]
+    ) -> None:
+        """Confirm or add what the tier table's places below `end` have, the last ones first."""
+        found, tiers, table = 0, self._tiers, directory.tiers
+        for _ in range(MOST_PLACES_PIECES):
+            if end <= 0 or table is None:
+                tiers.next, tiers.end = None, directory.changes.head
+                return
+            begin = max(0, end - PIECE_PLACES)
+            found += self._confirm(table, begin, end, below)
+            end = begin
+            if found >= limit:
+                break
+        tiers.next = end
+
+    def _confirm(
+        self, table: TierTableView, begin: int, end: int, below: dict[bytes, Place | None]
+    ) -> int:
+        """Say what some places have; how many chunks that are."""
+        tiers, held = self._tiers, table.held(begin, end)
+        for key, place in held:
+            first, count = place.first, place.count
+            was = tiers.said.get(key) or tiers.claim(key)
+            below.setdefault(key, was)
+            time_ns = 0 if was is None or was[2:4] != (first, count) else was[4]
+            tiers.said[key] = Place(NO_SLOT, 0, first, count, time_ns)
+        return len(held)
 
     # --------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
         """Raise ReaderFault where what is held contradicts itself."""
-        said, unconfirmed, gone = self._said.keys(), self._unconfirmed.keys(), self._gone.keys()
-        twice = (said & unconfirmed) | (said & gone) | (unconfirmed & gone)
-        if twice:
-            raise ReaderFault(f"{len(twice)} chunks are said twice: {self!r}")
-        if self._directory is None and self._next_slot is not None:
-            raise ReaderFault(f"a snapshot of nothing: {self!r}")
+        for book in (self._memory, self._tiers):
+            book.check_integrity()
+            if self._directory is None and book.next is not None:
+                raise ReaderFault(f"a snapshot of nothing: {self!r}")
         if self._directory is not None and self._position > self._directory.changes.head:
             raise ReaderFault(f"ahead of the ring: {self!r}")
-        if b"" in self.said:
-            raise ReaderFault(f"a chunk has no key: {self!r}")
 
     def __repr__(self) -> str:
         where = "nothing" if self._directory is None else repr(self._directory.changes)
-        snapshot = "" if self._next_slot is None else f", snapshot at slot {self._next_slot}"
         return (
-            f"<ChangeReader at change {self._position} of {where}: {len(self._said)} chunks,"
-            f" {len(self._unconfirmed)} unconfirmed, {len(self._gone)} gone{snapshot}>"
+            f"<ChangeReader at change {self._position} of {where}:"
+            f" in memory {self._memory!r}, in tiers {self._tiers!r}>"
         )
 
 

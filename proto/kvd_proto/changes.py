@@ -1,11 +1,13 @@
 """The ring of changes, which lies in the directory's file behind the index.
 
 A change is that a chunk that lookups find as READY begins to be there, or ceases to be; and that
-all chunks were dropped at once. The n-th change of a directory has number n, from 1 on, and lies
-at index (n - 1) % capacity of the ring. The word `head`, in the directory's header page, is the
-number of the last change that is written whole.
+all chunks were dropped at once. Where there are tiers, changes also say which chunks lie in one or
+more of them: those are other changes, as a chunk may be in memory, below it, or both. The n-th
+change of a directory has number n, from 1 on, and lies at index (n - 1) % capacity of the ring. The
+word `head`, in the directory's header page, is the number of the last change that is written whole.
 
-The broker writes the directory's record and index first, then the change, then head. So who reads
+The broker writes the directory's record and index, or the tier table's entry, first, then the
+change, then head. So who reads
 head, then the directory, and then the ring from that head on, misses nothing; what it sees twice
 it may apply twice. Nobody waits for a reader: one that falls behind by the whole ring is told so
 by `read`, and has to look through the directory again.
@@ -26,8 +28,8 @@ MIN_CHANGES, MAX_CHANGES = 1024, 2**24
 
 Change: TypeAlias = tuple[int, int, int, int, int, int, int, int, bytes]
 """Number, time in ns of CLOCK_MONOTONIC, generation, slot, first block, count of blocks, group,
-`ChangeKind` and key; a plain tuple, because thousands are read in a moment. Of CLEARED only number,
-time, generation and kind say something."""
+`ChangeKind` and key; a plain tuple, because thousands are read in a moment. What a kind
+says nothing of is 0."""
 
 
 class ChangeKind(IntEnum):
@@ -36,6 +38,9 @@ class ChangeKind(IntEnum):
     READY = 1  # lookups find the chunk from now on
     REMOVED = 2  # they do not any more
     CLEARED = 3  # no chunk is there any more whose generation is not above this one
+    KEPT = 4  # tiers hold these blocks of the chunk from now on: none did, or other blocks
+    RELEASED = 5  # no tier holds the chunk any more
+    TIERS = 6  # what tiers hold is to be looked up anew in the tier table
 
 
 def change_capacity(records: int) -> int:

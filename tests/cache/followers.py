@@ -59,6 +59,8 @@ class Follower:
         assert changes is not None
         for change in changes:
             key = change[-1]
+            if change[-2] > ChangeKind.CLEARED:
+                continue  # of tiers
             if change[-2] != ChangeKind.CLEARED:
                 assert (key in self.said) == (change[-2] == ChangeKind.REMOVED)
             before = self.said.copy()

@@ -1,5 +1,6 @@
 """A directory that is changed by plain operations, also while somebody reads a piece of it."""
 
+from dataclasses import replace
 from typing import TypeAlias
 from zlib import crc32
 
@@ -9,21 +10,31 @@ from hypothesis import strategies as st
 from kvd.cache.directory import DirectoryWriter
 from kvd.cache.ledger import KeptChunks
 from kvd_proto.directory import DirectoryHeader, DirectoryView, SlotState
+from kvd_proto.tier_table import TierPlace, TierTableView
 
 KEYS = [bytes([97 + i]) * (1 + 3 * i) for i in range(12)]
 SLOTS = 24
 RING = 8  # changes
+LIMIT = 32  # places where a key may be
+HOMES = 16  # of the tier table: several keys have one
+TIERS = 2
 COVERAGES = [(0, 4), (0, 4), (2, 2), (1, 3)]
 
 Operation: TypeAlias = tuple[str, int, int]
-"""A word, which key, and which coverage. A swap puts the key before into this one's slot."""
+"""A word, which key, and which coverage. A swap puts the key before into this one's slot. Of tiers
+the coverage says which one, too."""
 
 Found: TypeAlias = dict[bytes, tuple[int, int, int, int]]
 """Slot, generation, first block and count of blocks of chunks."""
 
 operations = st.tuples(
     st.sampled_from(
-        ["store"] * 6 + ["drop"] * 3 + ["swap", "swap", "doom", "doom", "sweep", "clear"]
+        ["store"] * 6
+        + ["drop"] * 3
+        + ["swap", "swap", "doom", "doom", "sweep", "clear"]
+        + ["keep"] * 5
+        + ["release"] * 3
+        + ["forget", "leave", "sweep"]
     ),
     st.integers(0, len(KEYS) - 1),
     st.integers(0, len(COVERAGES) - 1),
@@ -39,9 +50,14 @@ class Changing:
     def open(self, *, warm: bool) -> None:
         """A new daemon's directory, without the chunks of the one before or with them."""
         kept = self.kept() if warm else None
-        header = DirectoryHeader.plan(SLOTS, bytes(16), bytes(16), 4, changes=RING)
+        header = DirectoryHeader.plan(
+            *(SLOTS, bytes(16), bytes(16), 4, RING), tier_capacity=HOMES, num_tiers=TIERS
+        )
+        header = replace(header, probe_limit=LIMIT)
         self.buffer = bytearray(header.total_bytes)
         self.writer = DirectoryWriter(self.buffer, header)
+        assert self.writer.tiers is not None
+        self.tiers = self.writer.tiers
         if kept is not None:
             self.writer.restore(kept, np.ones(len(kept), np.uint64))
 
@@ -57,6 +73,13 @@ class Changing:
             for key, entry in entries
             if entry is not None and entry[2] == SlotState.READY
         }
+
+    def below(self) -> dict[bytes, tuple[int, int]]:
+        """First block and count of blocks of what tiers hold, once those that leave have left."""
+        while not self.tiers.is_swept:
+            self.tiers.sweep()
+        places = {key: self.tiers.find(key) for key in KEYS}
+        return {key: (place.first, place.count) for key, place in places.items() if place}
 
     def kept(self) -> KeptChunks:
         """As a ledger keeps them."""
@@ -91,6 +114,15 @@ class Changing:
             self.writer.forget()
         elif word == "sweep":
             self._sweep()
+            self.tiers.sweep()
+        elif word == "keep":
+            self.tiers.hold(KEYS[key], coverage % TIERS, *COVERAGES[coverage], 0)
+        elif word == "release":
+            self.tiers.release(KEYS[key], coverage % TIERS)
+        elif word == "forget":
+            self.tiers.forget()
+        elif word == "leave":
+            self.tiers.release_tier(coverage % TIERS)
 
     def _store(self, key: bytes, coverage: tuple[int, int]) -> None:
         writer = self.writer
@@ -125,6 +157,18 @@ class InterruptedView(DirectoryView):
         self._changing, self._buffer = changing, changing.buffer
         self.meanwhile: list[Operation] = []
 
+    def _view_tiers(self, whole: memoryview) -> TierTableView:
+        head = self.header
+        places = head.tiers_offset, head.tier_capacity, head.probe_limit
+        return InterruptedTable(self, whole, *places)
+
+    def happen(self) -> bool:
+        """Something changes now; whether anything did."""
+        if self.meanwhile:
+            self._changing.apply(self.meanwhile.pop(0))
+            return True
+        return False
+
     def is_of(self, changing: Changing) -> bool:
         """Whether it shows the directory of now."""
         return self._buffer is changing.buffer
@@ -134,9 +178,27 @@ class InterruptedView(DirectoryView):
         found = []
         for slot in range(begin, min(end, self.num_slots)):
             here = super().ready_chunks(slot, slot + 1)
-            if self.meanwhile:
-                self._changing.apply(self.meanwhile.pop(0))
+            if self.happen():
                 for _, generation, first, count, _ in super().ready_chunks(slot, slot + 1):
                     here = [(slot, generation, first, count, key) for *_, key in here]
+            found += here
+        return found
+
+
+class InterruptedTable(TierTableView):
+    """A tier table that changes after each place that has an entry, while it is looked through."""
+
+    def __init__(
+        self, view: InterruptedView, whole: memoryview, offset: int, capacity: int, limit: int
+    ) -> None:
+        super().__init__(whole, offset, capacity, limit, TIERS)
+        self._view = view
+
+    def held(self, begin: int, end: int) -> list[tuple[bytes, TierPlace]]:
+        """The same, place by place."""
+        found = []
+        for place in reversed(range(begin, end)):
+            if here := super().held(place, place + 1):
+                self._view.happen()
             found += here
         return found

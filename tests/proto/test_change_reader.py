@@ -23,6 +23,7 @@ class Listener:
     def __init__(self) -> None:
         self.reader = ChangeReader(clock=lambda: 2**63)
         self.told: dict[bytes, Place] = {}
+        self.below: dict[bytes, Place] = {}
         self.view: InterruptedView | None = None
 
     def attach(self, changing: Changing) -> None:
@@ -35,15 +36,8 @@ class Listener:
         if self.view is not None:
             self.view.meanwhile = meanwhile or []
         differences = self.reader.take(limit)
-        for key in differences.removed:
-            assert self.told.pop(key, None) is not None, f"{key!r} was removed, and was not said"
-        for key, place in differences.stored.items():
-            was = self.told.get(key)
-            assert was is None or was[:4] != place[:4], f"{key!r} was stored twice at {place}"
-            self.told[key] = place
-        removed = set(differences.removed)
-        assert len(removed) == len(differences.removed), "a key was removed twice"
-        assert not removed & differences.stored.keys(), "a key was removed and stored"
+        _apply(self.told, differences.stored, differences.removed)
+        _apply(self.below, differences.kept, differences.released)
         return differences
 
     def settle(self) -> None:
@@ -55,11 +49,26 @@ class Listener:
         raise AssertionError(f"never done: {self.reader!r}")
 
 
+def _apply(told: dict[bytes, Place], stored: dict[bytes, Place], gone: list[bytes]) -> None:
+    """What differences of memory or of tiers make of what was told before."""
+    for key in gone:
+        assert told.pop(key, None) is not None, f"{key!r} was removed, and was not said"
+    for key, place in stored.items():
+        was = told.get(key)
+        assert was is None or was[:4] != place[:4], f"{key!r} was stored twice at {place}"
+        told[key] = place
+    removed = set(gone)
+    assert len(removed) == len(gone), "a key was removed twice"
+    assert not removed & stored.keys(), "a key was removed and stored"
+
+
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot has several pieces, and a call reads one or two of them."""
     monkeypatch.setattr(change_reader, "PIECE_SLOTS", 5)
     monkeypatch.setattr(change_reader, "MOST_PIECES", 2)
+    monkeypatch.setattr(change_reader, "PIECE_PLACES", 5)
+    monkeypatch.setattr(change_reader, "MOST_PLACES_PIECES", 7)  # of 10
 
 
 class ReadersMachine(RuleBasedStateMachine):
@@ -105,9 +114,9 @@ class ReadersMachine(RuleBasedStateMachine):
     def forget(self, reader: int) -> None:
         """A reader takes all back."""
         listener = self.listeners[reader]
-        removed = listener.reader.forget()
-        assert sorted(removed) == sorted(listener.told)
+        listener.reader.forget()
         listener.told.clear()
+        listener.below.clear()
 
     @rule(reader=readers, limit=st.integers(1, 12))
     def take(self, reader: int, limit: int) -> None:
@@ -139,10 +148,11 @@ class ReadersMachine(RuleBasedStateMachine):
 
     def at_rest(self, listener: Listener) -> None:
         """What one reader says, is told and finds are the same."""
+        found, below = self.changing.found(), self.changing.below()
         listener.settle()
-        found = self.changing.found()
         assert {key: place[:4] for key, place in listener.told.items()} == found
         assert {key: place[:4] for key, place in listener.reader.said.items()} == found
+        assert {key: place[2:4] for key, place in listener.below.items()} == below
         assert not listener.reader.take()
 
     @invariant()
@@ -152,6 +162,7 @@ class ReadersMachine(RuleBasedStateMachine):
         for listener in self.listeners:
             listener.reader.check_integrity()
             assert listener.reader.said.keys() == listener.told.keys()
+            assert listener.reader.kept.keys() == listener.below.keys()
 
     def teardown(self) -> None:
         """At last all are right."""
