@@ -1,0 +1,70 @@
+"""What the ring of changes tells of tiers."""
+
+from kvd.cache.directory import DirectoryWriter
+from kvd_proto.changes import ChangeKind
+from kvd_proto.directory import DirectoryHeader
+from tests.cache.test_changes import become_ready
+
+KEPT, RELEASED, TIERS = ChangeKind.KEPT, ChangeKind.RELEASED, ChangeKind.TIERS
+A, B = b"a", b"b"
+
+
+def make(num_tiers: int) -> DirectoryWriter:
+    """A directory with so many tiers."""
+    header = DirectoryHeader.plan(
+        *(4, bytes(16), bytes(16), 4), tier_capacity=16 if num_tiers else 0, num_tiers=num_tiers
+    )
+    return DirectoryWriter(bytearray(header.total_bytes), header)
+
+
+def told(writer: DirectoryWriter, after: int = 0) -> list[tuple[object, ...]]:
+    """First block, count, group, kind and key of the changes after this one."""
+    changes = writer.changes.read(after, 100)
+    assert changes is not None
+    return [change[4:] for change in changes]
+
+
+def test_a_chunk_is_kept_from_its_first_tier_to_its_last() -> None:
+    """The first tier that holds a chunk is a change, and the last one that does not any more."""
+    writer = make(2)
+    tiers = writer.tiers
+    assert tiers is not None
+    tiers.hold(A, 0, 1, 3, 5)
+    tiers.hold(A, 1, 1, 3, 5)
+    tiers.hold(A, 1, 2, 1, 5)  # less than the other tier has: not noted
+    tiers.absent(B, 1.0)
+    tiers.release(A, 1)
+    tiers.release(B, 0)
+    assert told(writer) == [(1, 3, 5, KEPT, A)]
+    tiers.hold(A, 1, 0, 4, 5)
+    tiers.release(A, 0)
+    tiers.release(A, 1)
+    assert told(writer, 1) == [(0, 4, 5, KEPT, A), (0, 0, 0, RELEASED, A)]
+    writer.check_integrity()
+
+
+def test_chunks_that_go_together_are_one_change() -> None:
+    """A reset, and the end of a tier's leaving, say that the table is to be looked through."""
+    writer = make(2)
+    tiers = writer.tiers
+    assert tiers is not None
+    tiers.hold(A, 0, 0, 4, 0)
+    tiers.hold(B, 1, 0, 4, 0)
+    tiers.release_tier(0)
+    assert not told(writer, 2)
+    tiers.hold(A, 1, 0, 4, 0)  # what held it until now means nothing any more
+    while not tiers.is_swept:
+        tiers.sweep()
+    tiers.forget()
+    assert told(writer, 2) == [(0, 4, 0, KEPT, A), (0, 0, 0, TIERS, b""), (0, 0, 0, TIERS, b"")]
+    assert not tiers.held(0, tiers.places)
+    writer.check_integrity()
+
+
+def test_without_tiers_nothing_is_told_of_them() -> None:
+    """Stores, removals and a reset are the changes that they were."""
+    writer = make(0)
+    become_ready(writer, A, 0)
+    writer.free([0])
+    writer.forget()
+    assert [change[3] for change in told(writer)] == [1, 2, 3]
