@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvd.errors import PlanError
+from kvd.metrics.words import latency, rate
 from kvd.plan.figures import DTYPE_BYTES, Plan, PlanInputs, make_plan
 from kvd.plan.fragments import SMALL_BYTES, describe
 from kvd.plan.model import read_model
@@ -28,6 +29,8 @@ _Count = click.IntRange(min=1)
     help="Of the cache; auto is the model's own, 32-bit models in 16 bits.",
 )
 @click.option("--cpu-bytes", default="64GiB", help="Size of the pool.")
+@click.option("--tier-bytes", default="0", help="Size of all tiers below the pool.")
+@click.option("--tier-bandwidth", help="Bytes a second that come up from them, such as 2.3GB.")
 @click.option("--blocks-per-chunk", type=_Count, default=1, help="Blocks that make a chunk.")
 @click.option("--gpu-blocks", type=_Count, help="Blocks that the engine measured.")
 @click.option("--block-override", type=_Count, help="Blocks that the operator set instead.")
@@ -40,16 +43,30 @@ _Count = click.IntRange(min=1)
 )
 @click.option("--max-seq-len", type=_Count, help="Fail if a request this long can never fit.")
 @click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
-def plan(*, config: Path, cpu_bytes: str, as_json: bool, **options: Any) -> None:
+def plan(
+    *,
+    config: Path,
+    cpu_bytes: str,
+    tier_bytes: str,
+    tier_bandwidth: str | None,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Work out sizes from a model's CONFIG: a Hugging Face config.json or its folder.
 
     \b
     Examples:
       kvd plan Meta-Llama-3-70B/ --tp 8 --cpu-bytes 512GiB --blocks-per-chunk 8
+      kvd plan config.json --cpu-bytes 64GiB --tier-bytes 500GiB --tier-bandwidth 2.3GB
       kvd plan config.json --gpu-blocks 20000 --block-override 4000
       kvd plan config.json --json | jq .pool_tokens
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    inputs = PlanInputs(cpu_bytes=parse_size(cpu_bytes), **options)
+    inputs = PlanInputs(
+        cpu_bytes=parse_size(cpu_bytes),
+        tier_bytes=parse_size(tier_bytes),
+        tier_bandwidth=None if tier_bandwidth is None else parse_size(tier_bandwidth) or None,
+        **options,
+    )
     result = make_plan(read_model(_load(config)), inputs)
     if as_json:
         print(json.dumps(asdict(inputs) | asdict(result), indent=2))
@@ -96,6 +113,9 @@ def _print_table(result: Plan, inputs: PlanInputs) -> None:
     )
     table.add_row("chunks", f"{result.num_chunks:,}", f"pool of {format_size(inputs.cpu_bytes)}")
     table.add_row("tokens in the pool", f"{result.pool_tokens:,}", "all groups stored")
+    if inputs.tier_bytes:
+        for name, text, remark in _tier_rows(result, inputs):
+            table.add_row(name, text, remark)
     for layout in ("LBHNC", "BLHNC"):
         found = [group.fragments[layout] for group in result.groups]
         number, size = describe(found)
@@ -110,3 +130,27 @@ def _print_table(result: Plan, inputs: PlanInputs) -> None:
             limit = " (the model's limit)" if length == result.max_positions else ""
             table.add_row(name, f"{length:,}", f"{blocks:,} GPU blocks{limit}")
     Console().print(table)
+
+
+def _tier_rows(result: Plan, inputs: PlanInputs) -> list[tuple[str, str, str]]:
+    size = format_size(inputs.tier_bytes)
+    table = format_size(result.tier_table_bytes)
+    rows = [
+        (
+            "chunks in tiers",
+            f"{result.tier_chunks:,}",
+            f"{size}; {table} of memory to know of them",
+        ),
+        ("tokens in tiers", f"{result.tier_tokens:,}", "all groups stored"),
+    ]
+    if result.promotion_seconds is not None and result.tier_tokens_per_second is not None:
+        speed = f"at {rate(inputs.tier_bandwidth)}"
+        rows += [
+            ("a chunk comes up in", latency(result.promotion_seconds), speed),
+            (
+                "tokens a second",
+                f"{result.tier_tokens_per_second:,.0f}",
+                "from tiers; worth it where computing is slower",
+            ),
+        ]
+    return rows

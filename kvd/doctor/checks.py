@@ -5,13 +5,13 @@ import platform
 import stat
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 
 import psutil
 
 from kvd.daemon.runtime_dir import MAX_DIRECTORY_BYTES
 from kvd.doctor.facts import Facts
+from kvd.doctor.findings import Finding, Said, fail, ok, warn
+from kvd.doctor.tier_checks import said_of_tier
 from kvd.lane.devices.cuda import driver
 from kvd.machine.trust import danger
 from kvd_proto.sizes import format_size
@@ -21,25 +21,6 @@ FILES_PER_SESSION = 4  # control socket, pidfd, and what a worker hands over
 SPARE_FILES = 256
 
 
-class Level(StrEnum):
-    """How bad a finding is: a failure is a daemon that does not start, or not as asked for."""
-
-    OK = "ok"
-    WARN = "warn"
-    FAIL = "fail"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What was looked at, what was found with its figures, and what to do; empty for nothing."""
-
-    name: str
-    level: Level
-    text: str
-    remedy: str = ""
-
-
-Said = tuple[Level, str, str]
 Check = Callable[[Facts], Iterator[Said]]
 CHECKS: dict[str, Check] = {}
 """Every check by the name of its findings, in the order of the functions below."""
@@ -48,21 +29,6 @@ CHECKS: dict[str, Check] = {}
 def check(name: str) -> Callable[[Check], Check]:
     """The function judges what is shown under this name."""
     return lambda function: CHECKS.setdefault(name, function)
-
-
-def ok(text: str) -> Said:
-    """All is well."""
-    return Level.OK, text, ""
-
-
-def warn(text: str, remedy: str) -> Said:
-    """It works, less well than it could."""
-    return Level.WARN, text, remedy
-
-
-def fail(text: str, remedy: str) -> Said:
-    """A daemon does not start, or not with what was asked for."""
-    return Level.FAIL, text, remedy
 
 
 @check("machine")
@@ -348,6 +314,13 @@ def runtime_dir(facts: Facts) -> Iterator[Said]:
     else:
         owner = f"uid {here.status.st_uid} gid {here.status.st_gid}"
         yield ok(f"{name}: mode {stat.S_IMODE(mode):04o}, {owner}")
+
+
+@check("tier")
+def tiers(facts: Facts) -> Iterator[Said]:
+    """Each tier: its disk or its store is there, is what it seems, and has room."""
+    for tier in facts.tiers:
+        yield from said_of_tier(tier)
 
 
 @check("daemon")

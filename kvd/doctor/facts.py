@@ -21,6 +21,7 @@ from kvd.config.settings import Settings
 from kvd.config.values import Listen, parse_listen
 from kvd.daemon.addresses import bind_tcp
 from kvd.doctor.gpus import Gpus, ask_gpus, run_python
+from kvd.doctor.tiers import TierFacts, ask
 from kvd.errors import ConfigError, NotRunning
 from kvd.machine.numa import gpu_nodes
 from kvd.machine.room import MemoryLimit, memory_limit
@@ -231,6 +232,11 @@ class Facts:
             if serves and process.pid not in (self.daemon, os.getpid()):
                 found[process.pid] = " ".join(words[at:])[:200]
         return found
+
+    @cached_property
+    def tiers(self) -> list[TierFacts]:
+        """What lies below the pool."""
+        return [ask(text) for text in self.settings.tier]
 
     @cached_property
     def port_problem(self) -> str:

@@ -19,6 +19,7 @@ from kvd_proto.capacity import (
     size_pool,
 )
 from kvd_proto.layout import validate_layout
+from kvd_proto.tier_table import ENTRY_BYTES, entries_for
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -34,6 +35,7 @@ DTYPE_BYTES = {
 class PlanInputs:
     """What is to be planned for.
 
+    tier_bytes: of all tiers below the pool. tier_bandwidth: bytes a second that come up from them.
     gpu_blocks: blocks that the engine measured; block_override: what the
     operator set instead. Without either, requests are not planned.
     """
@@ -47,6 +49,8 @@ class PlanInputs:
     block_override: int | None = None
     batched_tokens: int = DEFAULT_BATCHED_TOKENS
     max_seq_len: int | None = None
+    tier_bytes: int = 0
+    tier_bandwidth: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,10 @@ class Plan:
 
     layers: of attention; state_layers: the others. block_size: in tokens; more than asked for
     where a state needs it. bytes_per_token: of the attention layers, without padding.
+    tier_chunks, tier_tokens: of all tiers, without what a medium takes beside the chunks' bytes;
+    tier_table_bytes: shared memory that knowing of them takes. promotion_seconds: of one chunk
+    at `tier_bandwidth`, without the medium's latency; tier_tokens_per_second: that come up, so
+    what an engine computes faster is not worth it. Both None without a bandwidth.
     pool_tokens: with every group's chunks stored. A longest request is in tokens, None where
     the blocks are not known.
     """
@@ -91,6 +99,11 @@ class Plan:
     bytes_per_chunk: int
     num_chunks: int
     pool_tokens: int
+    tier_chunks: int
+    tier_tokens: int
+    tier_table_bytes: int
+    promotion_seconds: float | None
+    tier_tokens_per_second: float | None
     max_positions: int | None
     longest_request: int | None
     longest_request_with_override: int | None
@@ -120,6 +133,8 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
     copies = 1 if model.replicated else inputs.tensor_parallel
     tokens_per_chunk = block_size * inputs.blocks_per_chunk
     _check_longest(model, groups, inputs)
+    chunk_bytes, bandwidth = sizes.bytes_per_chunk, inputs.tier_bandwidth
+    tier_chunks = inputs.tier_bytes // chunk_bytes
     return Plan(
         model=model.name,
         attention=model.attention,
@@ -148,6 +163,13 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
         bytes_per_chunk=sizes.bytes_per_chunk,
         num_chunks=sizes.num_chunks,
         pool_tokens=sizes.num_chunks // len(groups) * tokens_per_chunk,
+        tier_chunks=tier_chunks,
+        tier_tokens=tier_chunks // len(groups) * tokens_per_chunk,
+        tier_table_bytes=entries_for(tier_chunks) * ENTRY_BYTES if tier_chunks else 0,
+        promotion_seconds=chunk_bytes / bandwidth if bandwidth else None,
+        tier_tokens_per_second=(
+            bandwidth / (chunk_bytes * len(groups)) * tokens_per_chunk if bandwidth else None
+        ),
         max_positions=model.max_positions,
         longest_request=_longest(model, groups, inputs, inputs.gpu_blocks),
         longest_request_with_override=_longest(model, groups, inputs, inputs.block_override),

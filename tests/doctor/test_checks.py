@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 
 from kvd.config.settings import Settings
-from kvd.doctor.checks import CHECKS, Finding, Level, examine
+from kvd.config.tiers import parse_tier
+from kvd.doctor.checks import CHECKS, examine
 from kvd.doctor.facts import Facts, Filesystem, RuntimeFacts
+from kvd.doctor.findings import Finding, Level
 from kvd.doctor.gpus import Gpu, Gpus
+from kvd.doctor.tiers import DiskFacts, StoreFacts, TierFacts
 from kvd.machine.room import MemoryLimit
 
 GIB = 2**30
-QUIET = {"swap", "other daemon", "KV events"}  # say nothing where nothing is wrong
+QUIET = {"swap", "other daemon", "tier", "KV events"}  # say nothing where nothing is wrong
 H200 = Gpu("ab" * 16, "NVIDIA H200", "0000:17:00.0", ipc=True, descriptors=True)
 
 
@@ -46,6 +49,7 @@ HEALTHY = {
     "gpu_nodes": (),
     "gpus": GPUS,
     "others": {},
+    "tiers": [],
     "port_problem": "",
     "events_problem": "",
 }
@@ -107,6 +111,47 @@ def gpus(**changes: Any) -> dict[str, Any]:
     return {"gpus": replace(GPUS, **changes)}
 
 
+NVME = DiskFacts(
+    exists=True,
+    filesystem="xfs",
+    mounted_at="/var/lib/kvd",
+    source="/dev/nvme0n1p1",
+    device="nvme0n1",
+    medium="NVMe",
+    size=1000 * GIB,
+    free=900 * GIB,
+    writable=True,
+    direct=True,
+    written=3.1e9,
+    read=2.3e9,
+)
+
+
+def disk(hung: str = "", **changes: Any) -> dict[str, Any]:
+    """A disk below the pool."""
+    setting = parse_tier("disk:/var/lib/kvd/tier,size=500GiB")
+    return {"tiers": [TierFacts(setting=setting, hung=hung, disk=replace(NVME, **changes))]}
+
+
+def store(**given: str) -> dict[str, Any]:
+    """A shared store below the pool."""
+    setting = parse_tier("mooncake:master=10.0.0.1:50051")
+    found = StoreFacts(master="10.0.0.1:50051", package="mooncake 1", **given)
+    return {"tiers": [TierFacts(setting=setting, store=found)]}
+
+
+def test_a_tier_that_is_well_is_told_with_its_figures() -> None:
+    """Mount, device, room, speed and io_uring of a disk; package and master of a store."""
+    found = {each.name: each for each in examine(machine(**disk(uring="not permitted")))}["tier"]
+    assert found.level is Level.OK
+    for word in ("xfs at /var/lib/kvd of /dev/nvme0n1p1 (nvme0n1, NVMe)", "900 GiB of 1000 GiB"):
+        assert word in found.text
+    assert "write 3.1 GB/s and read 2.3 GB/s" in found.text
+    assert "io_uring: not permitted" in found.text
+    found = {each.name: each for each in examine(machine(**store()))}["tier"]
+    assert (found.level, "takes connections" in found.text) == (Level.OK, True)
+
+
 DOWN = {"name": "lane down", "level": "error", "text": "Lane host is down.", "remedy": "Wait."}
 REPORT = {"version": "kvd 0.1.0", "pid": 7, "ready": False, "conditions": [DOWN]}
 BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
@@ -142,6 +187,16 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("daemon", Level.WARN, "Lane host is down", runtime(holder=7, report=REPORT)),
     ("daemon", Level.FAIL, "silent", runtime(holder=7, silence="silent")),
     ("other daemon", Level.WARN, "kvd serve", {"others": {9: "kvd serve"}}),
+    ("tier", Level.FAIL, "hangs", disk(hung="writing and reading a file in /var/lib/kvd")),
+    ("tier", Level.FAIL, "ReadWritePaths=/var/lib/kvd/tier", disk(writable=False)),
+    ("tier", Level.WARN, "cpu_bytes", disk(medium="memory", filesystem="tmpfs", direct=False)),
+    ("tier", Level.WARN, "over a network", disk(medium="network", filesystem="nfs4")),
+    ("tier", Level.WARN, "rotating disk", disk(medium="rotating", device="sda")),
+    ("tier", Level.WARN, "findmnt", disk(mounted_at="/")),
+    ("tier", Level.WARN, "O_DIRECT", disk(direct=False, written=None, read=None)),
+    ("tier", Level.WARN, "size=398GiB at most", disk(free=400 * GIB, held=30 * GIB)),
+    ("tier", Level.FAIL, "kvd-offload[mooncake]", store(missing="No module named 'mooncake'")),
+    ("tier", Level.FAIL, "mooncake_master", store(refused="Connection refused")),
     ("HTTP", Level.FAIL, "in use", {"port_problem": "in use"}),
     ("KV events", Level.FAIL, "in use", {"events_problem": "in use"}),
 ]

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from kvd.cli import cli
 from kvd.errors import PlanError
 from kvd.plan.model import read_model
-from tests.plan.planning import planned
+from tests.plan.planning import GIB, planned
 
 LLAMA = {
     "model_type": "llama",
@@ -278,3 +278,28 @@ def test_budgets_and_lengths_that_cannot_work_are_refused(folder: Path) -> None:
     assert "available are 100" in err
     assert "101 blocks by the override" in err
     assert "give --gpu-blocks" in run(str(folder), *long)[2]
+
+
+def test_tiers_are_counted_in() -> None:
+    """Chunks and tokens below the pool, the table that knows them, and how fast they come up."""
+    result = planned(LLAMA, tier_bytes=500 * GIB, tier_bandwidth=2 * 10**9)
+    assert result.tier_chunks == 256_000
+    assert result.tier_tokens == 256_000 * 16
+    assert result.tier_table_bytes == 72 * 2**19
+    assert result.promotion_seconds == pytest.approx(2 * 2**20 / 2e9)
+    assert result.tier_tokens_per_second == pytest.approx(2e9 / result.bytes_per_token)
+    without = planned(LLAMA)
+    assert (without.tier_chunks, without.tier_table_bytes) == (0, 0)
+    assert without.tier_tokens_per_second is None
+
+
+def test_the_command_tells_of_tiers(tmp_path: Path) -> None:
+    """Sizes and rates are taken as people write them, and shown where there is a tier."""
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(LLAMA))
+    told = ["plan", str(config), "--tier-bytes", "500GiB", "--tier-bandwidth", "2GB"]
+    done = CliRunner().invoke(cli, told)
+    assert done.exit_code == 0, done.output
+    for figure in ("256,000", "500 GiB", "2 GB/s", "1.05 ms", "15,259"):
+        assert figure in done.output
+    assert "tiers" not in CliRunner().invoke(cli, ["plan", str(config)]).output

@@ -1,0 +1,318 @@
+"""What lies below the pool, looked at by a process of its own: a disk that hangs hangs who asks.
+
+That process tells what it finds as it goes, a line each, so that what it stood at is known when
+its time is up. It is killed then and not waited for: what hangs in the kernel may not die.
+"""
+
+import contextlib
+import ctypes
+import errno
+import importlib
+import importlib.metadata
+import json
+import mmap
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from kvd.config.tiers import TierSetting, parse_tier
+from kvd.errors import ConfigError
+from kvd.tier.backends import check_tiers, options_of
+
+PATIENCE_SECONDS = 8.0
+PROBE_SECONDS = 0.1  # to write, and as long to read
+PROBE_BYTES = 256 * 2**20
+BLOCK_BYTES = 2**20
+PROBE_THREADS = 4
+CONNECT_SECONDS = 2.0
+MEMORY = frozenset(("tmpfs", "ramfs", "hugetlbfs"))
+NETWORK = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "lustre", "beegfs"))
+_IO_URING_SETUP = 425  # on every architecture that Linux got it on
+_MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
+_MOUNTS = Path("/proc/self/mountinfo")
+_BLOCK_DEVICES = Path("/sys/dev/block")
+
+Facts = dict[str, Any]
+
+left_behind: list[subprocess.Popen[bytes]] = []
+"""Processes that were killed, and have ended or hang in the kernel."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskFacts:
+    """Where a directory lies, and how fast that is.
+
+    exists: the directory is there; else the rest is of the nearest one above it that is.
+    filesystem, mounted_at, source: of its mount. device: the disk's name; empty where it has none.
+    medium: `NVMe`, `SSD`, `rotating`, `virtual disk`, `memory`, `network`, or `unknown`.
+    held: bytes that the directory's files take. free, size: of the file system.
+    direct: it takes I/O past the page cache. written, read: bytes a second, None if not measured.
+    uring: why io_uring cannot be used; empty where it can.
+    """
+
+    exists: bool = False
+    filesystem: str = ""
+    mounted_at: str = ""
+    source: str = ""
+    device: str = ""
+    medium: str = "unknown"
+    size: int = 0
+    free: int = 0
+    held: int = 0
+    writable: bool = False
+    direct: bool = False
+    written: float | None = None
+    read: float | None = None
+    uring: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreFacts:
+    """A shared store. package: its version; missing: why it cannot be used; refused: the master."""
+
+    package: str = ""
+    missing: str = ""
+    master: str = ""
+    refused: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierFacts:
+    """One configured tier.
+
+    problem: why it cannot be, or could not be looked at.
+    hung: what was being done when the time was up; empty where it was not.
+    """
+
+    setting: TierSetting
+    problem: str = ""
+    hung: str = ""
+    disk: DiskFacts | None = None
+    store: StoreFacts | None = None
+
+
+def ask(text: str) -> TierFacts:
+    """Look at a tier, in bounded time.
+
+    Raises:
+        ConfigError: the text is no tier.
+        OSError: no process can be started.
+    """
+    setting = parse_tier(text)
+    try:
+        check_tiers([setting])
+    except ConfigError as error:
+        return TierFacts(setting=setting, problem=str(error))
+    said, problem, hung = _run([sys.executable, "-m", "kvd.doctor.tiers", text])
+    found: Facts = {}
+    for line in said.decode(errors="replace").splitlines():
+        if line.startswith("{"):  # what a library prints is not ours
+            found |= json.loads(line)
+    doing = found.pop("doing", "starting")
+    disk = msgspec.convert(found, DiskFacts) if setting.kind == "disk" else None
+    store = msgspec.convert(found, StoreFacts) if setting.kind == "mooncake" else None
+    return TierFacts(
+        setting=setting, problem=problem, hung=doing if hung else "", disk=disk, store=store
+    )
+
+
+def floor_bytes(setting: TierSetting, filesystem_bytes: int) -> int:
+    """What a disk tier leaves free of a file system of this size."""
+    from kvd.tier.disk.options import DiskOptions  # noqa: PLC0415  # few have one
+
+    return DiskOptions.parse(options_of(setting)).floor_of(filesystem_bytes)
+
+
+def _run(command: list[str]) -> tuple[bytes, str, bool]:
+    """What a process has printed, how it failed, and whether its time was up first."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+    try:
+        said, complained = process.communicate(timeout=PATIENCE_SECONDS)
+    except subprocess.TimeoutExpired as late:
+        process.kill()
+        left_behind.append(process)
+        for end in (process.stdout, process.stderr):
+            if end is not None:
+                end.close()
+        return late.stdout or b"", "", True
+    last = complained.decode(errors="replace").strip().rpartition("\n")[2]
+    return said, (last or f"exit status {process.returncode}") if process.returncode else "", False
+
+
+# ---------------------------------------------------- in the process of its own
+
+
+def main() -> None:
+    """Print what is found of the tier that the command line names."""
+    setting = parse_tier(sys.argv[1])
+    looks = {"disk": look_at_disk, "mooncake": look_at_store}
+    for found in looks.get(setting.kind, lambda _: iter(()))(setting):
+        sys.stdout.write(json.dumps(found) + "\n")
+        sys.stdout.flush()
+
+
+def look_at_disk(setting: TierSetting) -> Iterator[Facts]:
+    """Yield what is so of a directory, piece by piece: names of `DiskFacts`, and `doing`."""
+    wanted = Path(setting.target)
+    yield {"uring": uring_problem(), "doing": f"looking at {wanted}"}
+    yield _mount(wanted)  # by its name alone, so that what hangs is known by its mount
+    wanted = wanted.resolve()
+    yield _mount(wanted)
+    place = next(each for each in (wanted, *wanted.parents) if each.is_dir())
+    yield {"exists": place == wanted, "doing": f"asking the file system of {place} for its room"}
+    room = os.statvfs(place)
+    yield {"size": room.f_blocks * room.f_frsize, "free": room.f_bavail * room.f_frsize}
+    yield {
+        "held": _held(wanted) if place == wanted else 0,
+        "writable": os.access(place, os.W_OK | os.X_OK),
+        "doing": f"writing and reading a file in {place}",
+    }
+    if os.access(place, os.W_OK | os.X_OK):
+        yield probe(place, room.f_bavail * room.f_frsize)
+
+
+def _mount(place: Path) -> Facts:
+    """The mount that a path lies on, without touching it, and the device below."""
+    found: list[str] = []
+    for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        words = line.split()
+        at = words[4].encode("latin-1", "replace").decode("unicode_escape")
+        if place.is_relative_to(at) and (not found or len(at) >= len(found[4])):
+            found = [*words[:4], at, *words[5:]]
+    kind, source = found[found.index("-") + 1 : found.index("-") + 3]
+    told: Facts = {"filesystem": kind, "mounted_at": found[4], "source": source}
+    if kind in MEMORY:
+        return told | {"medium": "memory"}
+    if kind in NETWORK:
+        return told | {"medium": "network"}
+    number = found[2]
+    if number.startswith("0:") and source.startswith("/dev/"):
+        status = Path(source).stat()
+        number = f"{os.major(status.st_rdev)}:{os.minor(status.st_rdev)}"
+    return told | _device(_BLOCK_DEVICES / number)
+
+
+def _device(entry: Path) -> Facts:
+    """What a block device is; one that is made of others is what its first one is."""
+    if not entry.exists():
+        return {}
+    device = entry.resolve()
+    if (device / "partition").exists():
+        device = device.parent
+    slaves = sorted((device / "slaves").glob("*"))
+    if slaves:
+        return _device(slaves[0])
+    if device.name.startswith("nvme"):
+        medium = "NVMe"
+    elif device.name.startswith(("vd", "xvd")):  # which say that they rotate, whatever is below
+        medium = "virtual disk"
+    else:
+        flag = (device / "queue/rotational").read_text(encoding="ascii").strip()
+        medium = "rotating" if flag == "1" else "SSD"
+    return {"device": device.name, "medium": medium}
+
+
+def _held(place: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(place):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(folder, name)).st_blocks * 512  # noqa: PTH118
+    return total
+
+
+def uring_problem() -> str:
+    """Why this process may not use io_uring; empty where it may."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    # Without parameters it fails with EFAULT, after it was decided whether it is allowed.
+    libc.syscall(ctypes.c_long(_IO_URING_SETUP), 1, None)
+    code = ctypes.get_errno()
+    if code == errno.EFAULT:
+        return ""
+    if code == errno.ENOSYS:
+        return "this kernel has none"
+    return f"{os.strerror(code)}: seccomp, as Docker's default profile, or io_uring_disabled"
+
+
+def probe(place: Path, free: int) -> Facts:
+    """Write and read a file without a name for a moment, past the page cache, as a tier does."""
+    try:
+        file = _open_unnamed(place, os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return {"direct": False}
+    blocks = max(PROBE_THREADS, min(PROBE_BYTES, free // 100) // BLOCK_BYTES)
+    try:
+        written, rate = _rate(file, blocks, write=True)
+        return {"direct": True, "written": rate, "read": _rate(file, written, write=False)[1]}
+    finally:
+        os.close(file)
+
+
+def _open_unnamed(place: Path, flags: int) -> int:
+    try:
+        return os.open(place, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    except OSError as error:
+        if error.errno not in {errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT}:
+            raise
+    path = place / f".kvd-doctor-{os.getpid()}"
+    file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    path.unlink()
+    return file
+
+
+def _rate(file: int, blocks: int, *, write: bool) -> tuple[int, float]:
+    """How many blocks, and bytes a second; at most `blocks`, each once, for a moment."""
+    turn, begin = count(), time.perf_counter()
+    move = os.pwritev if write else os.preadv
+
+    def work(_: int) -> int:
+        moved = 0
+        with mmap.mmap(-1, BLOCK_BYTES) as buffer:
+            buffer[:] = os.urandom(BLOCK_BYTES)
+            for block in turn:
+                if block >= blocks or (moved and time.perf_counter() - begin > PROBE_SECONDS):
+                    return moved
+                move(file, [buffer], block * BLOCK_BYTES)
+                moved += 1
+        return moved
+
+    with ThreadPoolExecutor(PROBE_THREADS) as threads:
+        moved = sum(threads.map(work, range(PROBE_THREADS)))
+    return moved, moved * BLOCK_BYTES / (time.perf_counter() - begin)
+
+
+def look_at_store(setting: TierSetting) -> Iterator[Facts]:
+    """Yield what is so of Mooncake's package and master: names of `StoreFacts`, and `doing`."""
+    master = setting.options["master"]
+    yield {"master": master, "doing": f"connecting to {master}"}
+    host, _, port = master.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+    except OSError as error:
+        yield {"refused": str(error)}
+    yield {"doing": "importing mooncake.store"}
+    try:
+        importlib.import_module("mooncake.store")
+    except ImportError as error:
+        yield {"missing": str(error)}
+        return
+    for name in _MOONCAKE:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield {"package": f"{name} {importlib.metadata.version(name)}"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""What the doctor finds below the pool, on this machine's own disk and on one that hangs."""
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd.config.tiers import parse_tier
+from kvd.doctor import tiers
+from kvd.doctor.tiers import DiskFacts, TierFacts, ask, look_at_disk, look_at_store
+from tests.slowfs import slow_filesystem
+from tests.waiting import PATIENCE
+
+
+def disk_of(facts: TierFacts) -> DiskFacts:
+    """What was found of a disk."""
+    assert facts.disk is not None
+    return facts.disk
+
+
+def test_a_directory_is_seen_where_it_lies_and_keeps_nothing(tmp_path: Path) -> None:
+    """Mount, room and speed are those of the directory's file system, and no file is left."""
+    facts = ask(f"disk:{tmp_path}/tier,size=1GiB")
+    assert (facts.problem, facts.hung) == ("", "")
+    found, room = disk_of(facts), os.statvfs(tmp_path)
+    assert found.size == room.f_blocks * room.f_frsize
+    assert tmp_path.is_relative_to(found.mounted_at)
+    assert (found.exists, found.writable, found.held) == (False, True, 0)
+    if found.direct:
+        assert found.written
+        assert found.read
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_the_tier_takes_already_is_counted(tmp_path: Path) -> None:
+    """Files in the directory are room that the tier has."""
+    folder = tmp_path / "tier"
+    folder.mkdir()
+    (folder / "slab").write_bytes(bytes(1 << 20))
+    found = disk_of(ask(f"disk:{folder},size=1GiB"))
+    assert found.exists
+    assert found.held >= 1 << 20
+
+
+def test_memory_is_not_taken_for_a_disk() -> None:
+    """A directory in /dev/shm is memory."""
+    found = disk_of(ask("disk:/dev/shm/kvd-doctor-tier,size=1GiB"))
+    assert (found.filesystem, found.medium) == ("tmpfs", "memory")
+
+
+def test_a_disk_that_hangs_does_not_hang_the_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that never answers is named by its mount, and by what was asked of it."""
+    monkeypatch.setattr(tiers, "PATIENCE_SECONDS", 2.0)
+    with slow_filesystem(tmp_path / "slow") as slow:
+        facts = ask(f"disk:{slow.file},size=1GiB")
+        assert facts.hung == f"looking at {slow.file}"
+        assert disk_of(facts).mounted_at == str(slow.file.parent)
+        assert disk_of(facts).filesystem == "fuse"
+    (process,) = tiers.left_behind  # it ends with the mount
+    tiers.left_behind.clear()
+    assert process.wait(PATIENCE) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("device", "rotational", "medium"),
+    [("nvme1n1", "0", "NVMe"), ("sda", "1", "rotating"), ("sdb", "0", "SSD"), ("vda", "1", "")],
+)
+def test_the_kind_of_a_disk_is_the_kernels_word(
+    tmp_path: Path, device: str, rotational: str, medium: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A partition is its disk, a mapped device is what it is made of, virtual disks are so."""
+    disk = tmp_path / "devices" / device
+    (disk / "queue").mkdir(parents=True)
+    (disk / "queue/rotational").write_text(f"{rotational}\n")
+    part = disk / f"{device}1"
+    part.mkdir()
+    (part / "partition").write_text("1\n")
+    mapped = tmp_path / "devices/dm-0/slaves"
+    mapped.mkdir(parents=True)
+    (mapped / part.name).symlink_to(part)
+    numbers = tmp_path / "block"
+    numbers.mkdir()
+    (numbers / "253:0").symlink_to(mapped.parent)
+    mounts = tmp_path / "mountinfo"
+    mounts.write_text(
+        "27 1 254:0 / / rw - ext4 /dev/root rw\n"
+        "90 27 253:0 / /data/of\\040kvd rw,noatime shared:1 - xfs /dev/mapper/fast rw\n"
+    )
+    monkeypatch.setattr(tiers, "_MOUNTS", mounts)
+    monkeypatch.setattr(tiers, "_BLOCK_DEVICES", numbers)
+    found: dict[str, Any] = {}
+    for said in look_at_disk(parse_tier("disk:/data/of kvd/tier,size=1GiB")):
+        found |= said
+        if "mounted_at" in found:
+            break
+    assert (found["mounted_at"], found["filesystem"]) == ("/data/of kvd", "xfs")
+    assert (found["device"], found["medium"]) == (device, medium or "virtual disk")
+
+
+def test_a_master_that_answers_and_one_that_does_not() -> None:
+    """A shared store's master is connected to."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        master = f"127.0.0.1:{listener.getsockname()[1]}"
+        found = list(look_at_store(parse_tier(f"mooncake:master={master}")))
+        assert not any("refused" in each for each in found)
+    found = list(look_at_store(parse_tier(f"mooncake:master={master}")))
+    assert any("refused" in each for each in found)
+
+
+def test_a_process_that_fails_is_a_finding() -> None:
+    """Why nothing could be found is told by the last line that it wrote."""
+    said, problem, hung = tiers._run([sys.executable, "-c", "print('{}'); raise OSError('no')"])
+    assert (json.loads(said), problem, hung) == ({}, "OSError: no", False)
