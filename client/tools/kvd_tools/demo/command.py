@@ -20,11 +20,13 @@ from kvd_tools.demo.plan import BLOCKS_PER_CHUNK
 from kvd_tools.demo.processes import Daemon, Ranks
 from kvd_tools.demo.rank import ENGINE, Setup
 from kvd_tools.demo.report import Summary, memcpy_rate, summarize, table
+from kvd_tools.demo.tiers import NO_FIGURES, settled_figures
 from kvd_tools.demo.workload import Prompt, conversations, distinct_pieces
 from kvd_tools.errors import check_installed
 
 MAX_WORLD_SIZE = 16
 POOL_SHARE = 0.4  # of the working set, so that chunks are evicted
+TIER_POOL_SHARE = 0.15  # with a tier, so that many come up again
 MAX_POOL_BYTES = 2**30  # unless --cpu-bytes says otherwise
 MIN_BLOCKS = 256
 ATTACH_SECONDS = 30.0
@@ -60,6 +62,14 @@ LOOK_SECONDS = 0.5
     help="Size of the pool, such as 256MiB [default: less than the working set]",
 )
 @click.option(
+    "--tier",
+    "tiers",
+    multiple=True,
+    metavar="TIER",
+    help="Keep chunks there that the pool has no room for, such as disk:/tmp/tier,size=1GiB; may be"
+    " given again.",
+)
+@click.option(
     "--corrupt",
     is_flag=True,
     help="Flip one bit of the first block that rank 0 stores, to see it found.",
@@ -71,9 +81,13 @@ def demo(
     json_file: TextIO | None,
     seed: int,
     cpu_size: str | None,
+    tiers: tuple[str, ...],
     corrupt: bool,
 ) -> None:
     """Store and load KV bytes through a private daemon, and verify every byte that comes back.
+
+    With a tier the pool is small, and what was evicted comes up from the tier. What a tier keeps
+    stays there: another run finds it.
 
     Exit status 1 if any byte is wrong.
 
@@ -81,6 +95,7 @@ def demo(
     Examples:
       kvd demo
       kvd demo --world-size 4 --requests 100 --json out.json
+      kvd demo --tier disk:/tmp/tier,size=1GiB
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     console = Console()
     try:
@@ -88,7 +103,7 @@ def demo(
         cpu_bytes = None if cpu_size is None else parse_size(cpu_size)
         prompts = list(conversations(count, seed))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        summary = _run(prompts, world_size, cpu_bytes, console, corrupt=corrupt)
+        summary = _run(prompts, world_size, cpu_bytes, tiers, console, corrupt=corrupt)
     except (KvdClientError, SizeError) as error:
         raise click.ClickException(str(error)) from error
     console.print(table(summary))
@@ -107,6 +122,7 @@ def _run(
     prompts: list[Prompt],
     world_size: int,
     cpu_bytes: int | None,
+    tiers: tuple[str, ...],
     console: Console,
     *,
     corrupt: bool,
@@ -116,10 +132,11 @@ def _run(
     if cpu_bytes is None:
         bytes_per_chunk = sum(STRIDES) * BLOCKS_PER_CHUNK * world_size
         # Both groups' chunks; the window's are about three of every `STEP_CHUNKS`.
-        chunks = int(POOL_SHARE * 2 * distinct_pieces(prompts)) + 4
+        share = TIER_POOL_SHARE if tiers else POOL_SHARE
+        chunks = int(share * 2 * distinct_pieces(prompts)) + 4
         cpu_bytes = min(chunks * bytes_per_chunk, MAX_POOL_BYTES)
     memcpy_gbps = memcpy_rate()
-    with Daemon(cpu_bytes) as daemon:
+    with Daemon(cpu_bytes, tiers) as daemon:
         setups = [
             Setup(daemon.runtime_dir, rank, world_size, num_blocks, corrupt and not rank)
             for rank in range(world_size)
@@ -139,8 +156,10 @@ def _run(
                 engine.serve(prompt)
             engine.drain()
             wall_seconds = time.perf_counter() - started
+            tier_figures = settled_figures(scheduler) if tiers else NO_FIGURES
             engine.counts["strayed_bytes"] = ranks.stop()
     others: Summary = {
+        **tier_figures,
         "memcpy_GBps": round(memcpy_gbps, 3),
         "wall_seconds": round(wall_seconds, 3),
         "world_size": world_size,

@@ -29,6 +29,7 @@ from kvd_tools.demo.plan import (
 )
 from kvd_tools.demo.processes import Ranks
 from kvd_tools.demo.rank import Finished, Step
+from kvd_tools.demo.tiers import bring_up
 from kvd_tools.demo.workload import Prompt
 from kvd_tools.errors import DemoError
 
@@ -92,6 +93,7 @@ class Engine:
         self._free = deque(self._blocks)
         self._jobs: dict[int, _Job] = {}
         self._last_job = 0
+        self._has_tiers = bool(scheduler.tiers)
         self.counts: Counter[str] = Counter()
         self.job_ns: list[int] = []
 
@@ -122,6 +124,8 @@ class Engine:
     def _reuse(self, request: _Request) -> int:
         """Load the longest prefix that is there; return how many chunks."""
         prompt = request.prompt
+        if self._has_tiers:
+            bring_up(self._scheduler, prompt)
         prefix = takewhile(self._is_there, (chunk_key(piece, FULL) for piece in prompt))
         hit = longest_hit(
             len(list(prefix)),

@@ -33,13 +33,14 @@ class Daemon:
 
     Args:
         cpu_bytes: of the pool.
+        tiers: below it, as `kvd serve --tier` takes them.
         more_bytes: that the caller wants in `place` beside it.
 
     Attributes:
         place: a temporary folder for sockets, log and pool; removed with the context.
     """
 
-    def __init__(self, cpu_bytes: int, more_bytes: int = 0) -> None:
+    def __init__(self, cpu_bytes: int, tiers: Sequence[str] = (), more_bytes: int = 0) -> None:
         parent = None
         with contextlib.suppress(OSError):
             room = shutil.disk_usage(SHARED_MEMORY).free > cpu_bytes + more_bytes
@@ -54,6 +55,7 @@ class Daemon:
         self._command += ["kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
         self._command += ["--cpu-bytes", str(cpu_bytes), "--pool-dir", str(self.place)]
         self._command += ["--keep-pool", "no"]  # it goes with the place
+        self._command += [f"--tier={tier}" for tier in tiers]
         self._command += ["--http-listen", "off"]  # several demos may run on one machine
 
     def __enter__(self) -> Self:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 MEMCPY_BYTES = 64 * 2**20
 MEMCPY_RUNS = 5
+NOTHING = "\N{EN DASH}"
 MEANING = {
     "requests": "prompts served",
     "lookups": "keys looked up in shared memory",
@@ -24,6 +25,10 @@ MEANING = {
     "strayed_bytes": "bytes changed where nothing may be written",
     "store_GBps": "ranks to pool, the lane's copy time",
     "load_GBps": "pool to ranks, the lane's copy time",
+    "tier_stored_chunks": "chunks that tiers keep; nothing without --tier",
+    "tier_loaded_chunks": "chunks that came up from tiers",
+    "tier_in_GBps": "pool to tiers, while any was on its way",
+    "tier_out_GBps": "tiers to pool, while any was on its way",
     "memcpy_GBps": "one contiguous copy, for comparison",
     "jobs": "stores and loads, each rank's counted",
     "job_p50_us": "submitted to seen finished, median",
@@ -35,7 +40,7 @@ MEANING = {
 }
 """The figures, in their order. Chunks count once, bytes and jobs once a rank."""
 
-Summary = dict[str, int | float | str]
+Summary = dict[str, int | float | str | None]
 
 
 def memcpy_rate() -> float:
@@ -51,7 +56,7 @@ def memcpy_rate() -> float:
 
 
 def summarize(
-    counts: Counter[str], job_ns: Sequence[int], others: Mapping[str, int | float | str]
+    counts: Counter[str], job_ns: Sequence[int], others: Mapping[str, int | float | str | None]
 ) -> Summary:
     """Return the flat object of the JSON file; rates in 1e9 bytes a second."""
     p50, p99 = np.percentile(job_ns or [0], [50, 99]) / 1e3
@@ -75,5 +80,6 @@ def table(summary: Summary) -> Table:
     made.columns[1].justify = "right"
     for name, value in summary.items():
         text = f"{value:,}" if isinstance(value, int) else str(value)
+        text = NOTHING if value is None else text
         made.add_row(name, text, MEANING[name])
     return made
