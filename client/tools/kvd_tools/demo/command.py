@@ -136,7 +136,7 @@ def _run(
         chunks = int(share * 2 * distinct_pieces(prompts)) + 4
         cpu_bytes = min(chunks * bytes_per_chunk, MAX_POOL_BYTES)
     memcpy_gbps = memcpy_rate()
-    with Daemon(cpu_bytes, tiers) as daemon:
+    with Daemon(cpu_bytes, tiers=tiers) as daemon:
         setups = [
             Setup(daemon.runtime_dir, rank, world_size, num_blocks, corrupt and not rank)
             for rank in range(world_size)

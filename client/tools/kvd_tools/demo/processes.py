@@ -33,14 +33,14 @@ class Daemon:
 
     Args:
         cpu_bytes: of the pool.
-        tiers: below it, as `kvd serve --tier` takes them.
         more_bytes: that the caller wants in `place` beside it.
+        tiers: below the pool, as `kvd serve --tier` takes them.
 
     Attributes:
         place: a temporary folder for sockets, log and pool; removed with the context.
     """
 
-    def __init__(self, cpu_bytes: int, tiers: Sequence[str] = (), more_bytes: int = 0) -> None:
+    def __init__(self, cpu_bytes: int, more_bytes: int = 0, tiers: Sequence[str] = ()) -> None:
         parent = None
         with contextlib.suppress(OSError):
             room = shutil.disk_usage(SHARED_MEMORY).free > cpu_bytes + more_bytes
