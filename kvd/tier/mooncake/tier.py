@@ -58,7 +58,7 @@ class MooncakeTier(Tier):
 
     shared: ClassVar[bool] = True
     medium: ClassVar[str] = "remote"
-    threads = 4
+    threads = 2
     batch_bytes = 16 * 2**20
 
     def __init__(self, client: Client, described: str) -> None:

@@ -1,0 +1,152 @@
+"""kvd's tier on Mooncake Store beside plain calls of Mooncake's client, of the same bytes.
+
+A master, a store and the client run in network namespaces of their own on this machine (as root),
+over TCP. Rounds alternate; figures are medians, and the ratio is the median of the rounds' ratios.
+kvd's include what its tier process does around the backend: checksums, seals, comparing. Prints a
+table and writes bench/out/shared_tier.json.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvd.tier.contract import Chunk, Options
+from kvd.tier.mooncake import MooncakeTier
+from kvd.tier.mooncake.client import address_of
+from kvd.tier.seal import check_of, seal, unseal
+from kvd.wire.tiering import Outcome
+from tests.tier.areas import Area, keys_of, space_of
+from tests.tier.mooncake_cluster import Cluster, why_not
+
+OUT = Path(__file__).parent / "out" / "shared_tier.json"
+AREA_BYTES, SHARES = 256 * 2**20, 2
+DESCRIPTION = bytes(200)
+LATE = 60.0
+
+
+class Sides:
+    """Both ways of one client, on chunks of one size."""
+
+    def __init__(self, tier: MooncakeTier, area: Area, chunk_bytes: int, threads: int) -> None:
+        self._tier = tier
+        self._space = tier.begin(space_of(*(chunk_bytes // SHARES,) * SHARES, description=256))
+        count = AREA_BYTES // 4 // chunk_bytes
+        keys = keys_of(f"bench-{chunk_bytes}-{threads}", count)
+        self._chunks = area.chunks(self._space, keys)
+        self._back = area.empties(self._space, keys)
+        self._names = [f"plain-{key.decode()}" for key in keys]
+        self._batch = max(1, tier.batch_bytes // chunk_bytes)
+        self._pool = ThreadPoolExecutor(threads)
+        self.nbytes = count * chunk_bytes
+
+    def kvd_put(self, at: int) -> None:
+        """As kvd.tier.service does: checksum, seal, put."""
+        chunks = self._chunks[at : at + self._batch]
+        for chunk in chunks:
+            chunk.check = check_of(chunk.shares)
+            chunk.head = seal(self._space, chunk.key, (0, 16, 0), chunk.check, DESCRIPTION)
+        done = self._tier.put(chunks, time.monotonic() + LATE)
+        assert done == [Outcome.OK] * len(chunks), done
+
+    def kvd_get(self, at: int) -> None:
+        """As kvd.tier.service does: get, open the seal, compare."""
+        chunks = self._back[at : at + self._batch]
+        done = self._tier.get(chunks, time.monotonic() + LATE)
+        assert done == [Outcome.OK] * len(chunks), done
+        for chunk in chunks:
+            assert check_of(chunk.shares) == unseal(chunk.head, self._space, chunk.key).check
+
+    def plain_put(self, at: int) -> None:
+        """The shares of a chunk are an object."""
+        store = self._tier._client._store  # noqa: SLF001  # the same client, called directly
+        assert set(store.batch_put_from_multi_buffers(*self._objects(self._chunks, at))) == {0}
+
+    def plain_get(self, at: int) -> None:
+        """The same, back."""
+        store = self._tier._client._store  # noqa: SLF001  # the same client, called directly
+        assert min(store.batch_get_into_multi_buffers(*self._objects(self._back, at))) > 0
+
+    def _objects(
+        self, chunks: Sequence[Chunk], at: int
+    ) -> tuple[list[str], list[list[int]], list[list[int]]]:
+        some = chunks[at : at + self._batch]
+        return (
+            self._names[at : at + self._batch],
+            [[address_of(share) for share in chunk.shares] for chunk in some],
+            [[len(share) for share in chunk.shares] for chunk in some],
+        )
+
+    def seconds(self, work: Callable[[int], None]) -> float:
+        """Of one pass over all chunks."""
+        begin = time.perf_counter()
+        list(self._pool.map(work, range(0, len(self._chunks), self._batch)))
+        return time.perf_counter() - begin
+
+    def clear(self) -> None:
+        """An empty cluster."""
+        self._tier._client._store.remove_all(True)  # noqa: SLF001  # of the bench alone
+
+
+def compared(sides: Sides, rounds: int) -> dict[str, float]:
+    """GB/s of both, in both directions, and how they compare."""
+    taken: dict[str, list[float]] = {}
+    for number in range(rounds + 1):  # the first warms up
+        names = ("kvd", "plain") if number % 2 else ("plain", "kvd")
+        for name in names:
+            for way in ("put", "get"):
+                seconds = sides.seconds(getattr(sides, f"{name}_{way}"))
+                if number:
+                    taken.setdefault(f"{name}_{way}", []).append(seconds)
+            sides.clear()
+    figures = {
+        f"{name}_GBps": sides.nbytes / statistics.median(seconds) / 1e9
+        for name, seconds in taken.items()
+    }
+    for way in ("put", "get"):
+        pairs = zip(taken[f"plain_{way}"], taken[f"kvd_{way}"], strict=True)
+        figures[f"{way}_ratio"] = statistics.median(plain / kvd for plain, kvd in pairs)
+    return figures
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=31)
+    rounds = parser.parse_args().rounds
+    if reason := why_not():
+        raise SystemExit(f"no Mooncake cluster can be started here: {reason}")
+    columns = [f"{name}_{way}_GBps" for way in ("put", "get") for name in ("plain", "kvd")]
+    columns += ["put_ratio", "get_ratio"]
+    table = Table("chunk", "threads", *(name.replace("_", " ") for name in columns))
+    found = {}
+    with (
+        Cluster.running(megabytes=1024) as cluster,
+        cluster.add_node("bench").entered(),
+    ):
+        area = Area(AREA_BYTES)
+        tier = MooncakeTier.open(Options("", {"master": cluster.master_address}), area.memory)
+        for chunk_bytes in (2**20, 4 * 2**20, 16 * 2**20):
+            for threads in (1, tier.threads):
+                sides = Sides(tier, area, chunk_bytes, threads)
+                figures = compared(sides, rounds)
+                found[f"{chunk_bytes // 2**10}KiB-{threads}"] = figures
+                cells = (f"{figures[name]:.2f}" for name in columns)
+                table.add_row(f"{chunk_bytes // 2**10} KiB", str(threads), *cells)
+        tier.close()
+    Console().print(table)
+    OUT.parent.mkdir(exist_ok=True)
+    machine = {"cpus": os.cpu_count(), "kernel": platform.release(), "rounds": rounds}
+    OUT.write_text(json.dumps({"machine": machine, "figures": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
