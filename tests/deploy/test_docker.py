@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from kvd.config.settings import KNOWN, Settings
+from kvd.config.tiers import parse_tiers
+from kvd.tier.backends import check_tiers
 from tests.deploy.places import ROOT, run
 
 DOCKER = ROOT / "docker"
@@ -23,7 +25,7 @@ def services() -> dict[str, dict[str, Any]]:
     return found["services"]
 
 
-@pytest.mark.parametrize("name", ["Dockerfile", "vllm.Dockerfile"])
+@pytest.mark.parametrize("name", ["Dockerfile", "vllm.Dockerfile", "mooncake.Dockerfile"])
 def test_hadolint_has_nothing_to_say(name: str) -> None:
     """No rule of hadolint is broken, and none is switched off."""
     hadolint = str(Path(sys.executable).parent / "hadolint")
@@ -32,10 +34,10 @@ def test_hadolint_has_nothing_to_say(name: str) -> None:
     assert "hadolint ignore" not in (DOCKER / name).read_text()
 
 
-def test_the_compose_file_follows_the_schema(tmp_path: Path) -> None:
-    """The schema of the Compose specification accepts it, and would see a mistake."""
+def test_the_compose_files_follow_the_schema(tmp_path: Path) -> None:
+    """The schema of the Compose specification accepts them, and would see a mistake."""
     check = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec"]
-    good = run(*check, str(DOCKER / "compose.yaml"))
+    good = run(*check, str(DOCKER / "compose.yaml"), str(DOCKER / "compose.mooncake.yaml"))
     assert good.returncode == 0, good.stdout
     wrong = tmp_path / "compose.yaml"
     wrong.write_text((DOCKER / "compose.yaml").read_text().replace("shm_size:", "shmsize:"))
@@ -80,6 +82,26 @@ def test_variables_are_settings(services: dict[str, dict[str, Any]]) -> None:
     """Every KVD_ variable in image and compose file is one that kvd reads."""
     names = set(re.findall(r"KVD_[A-Z_]+(?==)", DOCKERFILE)) | set(services["kvd"]["environment"])
     assert names <= {known.variable for known in KNOWN.values()}
+
+
+def test_a_mooncake_cluster_is_closed_to_others() -> None:
+    """Its network leads nowhere else, nothing is published, and kvd is told where the master is."""
+    text = (DOCKER / "compose.mooncake.yaml").read_text()
+    found = yaml.safe_load(text)
+    assert found["networks"] == {"mooncake": {"internal": True}}
+    services = found["services"]
+    for name, service in services.items():
+        assert service["networks"] == ["mooncake"], name
+        assert "ports" not in service, name
+        assert name == "kvd" or service["cap_drop"] == ["ALL"]
+        assert name == "kvd" or service["read_only"] is True
+    (setting,) = re.findall(r"KVD_TIER: \$\{KVD_TIER:-(.+)\}", text)
+    (tier,) = parse_tiers([setting])
+    check_tiers([tier])
+    host, _, port = tier.options["master"].partition(":")
+    assert f"--rpc_port={port}" in services[host]["command"]
+    assert f"--master_server_address={host}:{port}" in services["mooncake-store"]["command"]
+    assert "KVD_TIER" in {known.variable for known in KNOWN.values()}
 
 
 def test_the_user_of_the_image_is_one_number_everywhere(

@@ -1,5 +1,6 @@
 """The manifests: against the API's schemas, the image, and each other."""
 
+import re
 from typing import Any
 
 import kubernetes_validate
@@ -8,11 +9,13 @@ import yaml
 
 from kvd.config.settings import Settings
 from kvd.config.sources import Sources
+from kvd.config.tiers import parse_tiers
+from kvd.tier.backends import check_tiers
 from kvd_proto.sizes import parse_size
 from tests.deploy.places import DEPLOY
 
 KUBERNETES = DEPLOY / "kubernetes"
-FILES = ("daemonset.yaml", "engine.yaml", "sidecar.yaml")
+FILES = ("daemonset.yaml", "engine.yaml", "mooncake.yaml", "sidecar.yaml")
 GIB = 2**30
 
 
@@ -148,3 +151,37 @@ def test_engines_share_the_sockets_read_only_and_not_the_pool(name: str) -> None
     if name == "sidecar.yaml":
         pool = {mount["mountPath"]: mount["name"] for mount in kvd_container(name)["volumeMounts"]}
         assert pool["/dev/shm"] != mounts["/dev/shm"]["name"]
+
+
+def test_a_mooncake_cluster_is_found_and_closed_to_others() -> None:
+    """Stores and kvd are told the master's service; all run without rights, closed to others."""
+    objects = {
+        (each["kind"], each["metadata"]["name"]): each for each in documents("mooncake.yaml")
+    }
+    service = objects["Service", "mooncake-master"]
+    port = service["spec"]["ports"][0]["port"]
+    address = f"mooncake-master.{service['metadata']['namespace']}.svc:{port}"
+    pods = {
+        name: objects[kind, name]["spec"]["template"]
+        for kind, name in (("Deployment", "mooncake-master"), ("DaemonSet", "mooncake-store"))
+    }
+    (store,) = pods["mooncake-store"]["spec"]["containers"]
+    (master,) = pods["mooncake-master"]["spec"]["containers"]
+    assert f"--master_server_address={address}" in store["args"]
+    assert f"--rpc_port={port}" in master["args"]
+    text = (KUBERNETES / "mooncake.yaml").read_text()
+    (setting,) = re.findall(r'^#   tier = \["(.+)"\]$', text, re.MULTILINE)
+    (tier,) = parse_tiers([setting])
+    assert tier.options["master"] == address
+    check_tiers([tier])
+    (gives,) = (arg for arg in store["args"] if arg.startswith("--global_segment_size="))
+    segment = parse_size(gives.partition("=")[2].replace(" GB", "GiB"))
+    assert size(store["resources"]["limits"]["memory"]) >= segment + 4 * GIB
+    selector = objects["NetworkPolicy", "mooncake"]["spec"]["podSelector"]["matchExpressions"][0]
+    assert {*pods, "kvd"} == set(selector["values"])
+    for name, template in pods.items():
+        assert template["metadata"]["labels"]["app.kubernetes.io/name"] == name
+        security = template["spec"]["containers"][0]["securityContext"]
+        assert security["readOnlyRootFilesystem"] is True
+        assert security["capabilities"] == {"drop": ["ALL"]}
+        assert template["spec"]["securityContext"]["runAsUser"] == 9330
