@@ -1,0 +1,371 @@
+"""Which chunk lies in which slot, and whose slot is next. No I/O.
+
+Slots of one size form a ring over their slabs. A hand goes round it: it takes the slot of a chunk
+that nobody asked for since it came by, and passes over the others once: CLOCK, which is FIFO with
+lazy promotion (Yang et al., "FIFO can be better than LRU: the power of lazy promotion and quick
+demotion", HotOS 2023). So neighbours are freed together, and are written in one call.
+
+Where another size of slots has a slab that was of no use for longer than what the hand would take,
+that slab goes as a whole, so that no model's chunks outlive their use because they are larger.
+"""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvd.errors import IntegrityError
+from kvd.tier.disk import records
+from kvd.tier.disk.records import Record
+from kvd.tier.disk.slabs import BUSY, DOOMED, FREE, HELD, MAX_SLOTS, Slab
+
+
+Taken = tuple[Slab, int]
+"""A slot that is taken: a slab, which may be dropped meanwhile, and a slot of it."""
+
+
+def place_of(slab: int, slot: int) -> int:
+    """Return a slot's place: one number for slab and slot."""
+    return slab * MAX_SLOTS + slot
+
+
+def split(place: int) -> tuple[int, int]:
+    """Return slab and slot of a place."""
+    return divmod(place, MAX_SLOTS)
+
+
+@dataclass(slots=True)
+class Held:
+    """The chunks of one namespace.
+
+    Attributes:
+        name: its id.
+        epoch: that counts.
+        places: of each key.
+    """
+
+    name: bytes
+    epoch: int
+    places: dict[bytes, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Ring:
+    """The slots of one size: slabs in the order in which they came, free places, the hand."""
+
+    slabs: list[Slab] = field(default_factory=list)
+    free: deque[int] = field(default_factory=deque)
+    slab: int = 0
+    slot: int = 0
+
+    def step(self) -> tuple[Slab, int]:
+        """Return the slot at the hand, and move on."""
+        slab, slot = self.slabs[self.slab], self.slot
+        self.slot += 1
+        if self.slot == slab.slots:
+            self.slot, self.slab = 0, (self.slab + 1) % len(self.slabs)
+        return slab, slot
+
+    def set_hand(self, place: int) -> None:
+        """Let the hand come to what follows a place next."""
+        number, slot = split(place)
+        self.slab = next(i for i, slab in enumerate(self.slabs) if slab.number == number)
+        self.slot = slot
+        self.step()
+
+    def remove(self, slab: Slab) -> None:
+        """A slab is there no more."""
+        at = self.slabs.index(slab)
+        self.slabs.remove(slab)
+        if at < self.slab:
+            self.slab -= 1
+        elif at == self.slab:
+            self.slot = 0
+        if self.slab >= len(self.slabs):
+            self.slab = self.slot = 0
+        self.free = deque(place for place in self.free if split(place)[0] != slab.number)
+
+
+class Space:
+    """All slabs, and what is in them. Its owner takes one lock around each call.
+
+    Attributes:
+        slabs: by number.
+        held: namespaces by number.
+        sequence: of the latest put or get.
+    """
+
+    def __init__(self, slabs: Sequence[Slab] = (), held: Mapping[int, Held] | None = None) -> None:
+        self.slabs = {slab.number: slab for slab in slabs}
+        self.held = dict(held or {})
+        self.sequence = max((slab.used for slab in slabs), default=0)
+        self._rings: dict[int, _Ring] = {}
+        self._readers: dict[int, int] = {}
+        self._gone: dict[bytes, list[bytes]] = {}
+        for slab in slabs:
+            ring = self._rings.setdefault(slab.slot_bytes, _Ring())
+            ring.slabs.append(slab)
+            states = np.frombuffer(slab.states, "u1")
+            ring.free.extend((place_of(slab.number, 0) + np.flatnonzero(states == FREE)).tolist())
+        for ring in self._rings.values():
+            latest = max(ring.slabs, key=lambda slab: slab.used)
+            raw = np.frombuffer(latest.mirror, records.RECORD)
+            slots = np.frombuffer(latest.states, "u1") == HELD
+            slot = int(np.argmax(np.where(slots, raw["sequence"], 0)))
+            ring.set_hand(place_of(latest.number, slot))
+
+    # ------------------------------------------------------------ how full
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the files of all slabs."""
+        return sum(slab.nbytes for slab in self.slabs.values())
+
+    def used(self) -> tuple[int, int]:
+        """Chunks, and bytes of the slots that they are in."""
+        pairs = [(slab.states.count(HELD), slab.slot_bytes) for slab in self.slabs.values()]
+        return sum(n for n, _ in pairs), sum(n * nbytes for n, nbytes in pairs)
+
+    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
+        """Namespaces and keys of what went by itself since the last call."""
+        gone, self._gone = self._gone, {}
+        return list(gone.items())
+
+    # ------------------------------------------------------------ slabs
+
+    def add(self, slab: Slab) -> None:
+        """A new slab, all of whose slots are free."""
+        self.slabs[slab.number] = slab
+        ring = self._rings.setdefault(slab.slot_bytes, _Ring())
+        ring.slabs.append(slab)
+        ring.free.extend(range(place_of(slab.number, 0), place_of(slab.number, slab.slots)))
+        slab.used = self.sequence
+
+    def drop(self, slab: Slab) -> None:
+        """A slab goes with all that is in it; its reads and writes may still be under way."""
+        if self.slabs.pop(slab.number, None) is None:
+            return
+        self._rings[slab.slot_bytes].remove(slab)
+        if not self._rings[slab.slot_bytes].slabs:
+            del self._rings[slab.slot_bytes]
+        for slot in range(slab.slots):
+            if slab.states[slot] == HELD:
+                self._forget(slab, slot)
+                slab.states[slot] = FREE
+
+    def oldest(self, besides: int = 0) -> Slab | None:
+        """The slab that was of no use for longest, of those that nothing is read or written in.
+
+        Slots of `besides` bytes count only where the hand would take a later one.
+        """
+        ring = self._rings.get(besides)
+        limit = self._next_use(ring) if ring else None
+        slabs = (slab for slab in self.slabs.values() if slab.slot_bytes != besides)
+        idle = [slab for slab in slabs if not slab.pins]
+        found = min(idle, key=lambda slab: slab.used, default=None)
+        if found is None or (limit is not None and found.used >= limit):
+            return None
+        return found
+
+    def _next_use(self, ring: _Ring) -> int:
+        """The sequence of the chunk at the hand."""
+        slab = ring.slabs[ring.slab]
+        return records.read(slab.mirror, ring.slot).sequence
+
+    # ------------------------------------------------------------ slots to write
+
+    def free(self, slot_bytes: int) -> int:
+        """How many slots of this size are free."""
+        ring = self._rings.get(slot_bytes)
+        return len(ring.free) if ring else 0
+
+    def has(self, slot_bytes: int) -> bool:
+        """Whether there is a slab of such slots."""
+        return slot_bytes in self._rings
+
+    def take_free(self, slot_bytes: int, count: int) -> list[Taken]:
+        """Take up to so many free slots, to be written; neighbours where there are some."""
+        ring = self._rings.get(slot_bytes)
+        if ring is None:
+            return []
+        return [self._take(ring.free.popleft()) for _ in range(min(count, len(ring.free)))]
+
+    def evict(self, slot_bytes: int, count: int) -> list[Taken]:
+        """Take up to so many slots whose chunks go for that, to be written. They are gone now."""
+        ring = self._rings.get(slot_bytes)
+        taken: list[Taken] = []
+        steps = 2 * sum(slab.slots for slab in ring.slabs) if ring else 0
+        while ring and steps and len(taken) < count:
+            steps -= 1
+            slab, slot = ring.step()
+            place = place_of(slab.number, slot)
+            if slab.states[slot] != HELD or place in self._readers:
+                continue
+            if slab.visited[slot]:
+                slab.visited[slot] = 0
+                continue
+            self._forget(slab, slot)
+            taken.append(self._take(place))
+        return taken
+
+    def _take(self, place: int) -> Taken:
+        number, slot = split(place)
+        slab = self.slabs[number]
+        slab.states[slot], slab.visited[slot] = BUSY, 0
+        slab.pins += 1
+        return slab, slot
+
+    def next_sequence(self) -> int:
+        """The number of the next put."""
+        self.sequence += 1
+        return self.sequence
+
+    def written(self, slab: Slab, slot: int, record: Record) -> Taken | None:
+        """A slot that was taken holds a chunk, whose record is written.
+
+        Returns:
+            The slot that held the same key before, as `remove` does.
+        """
+        slab.pins -= 1
+        if slab.number not in self.slabs:
+            return None
+        held, place = self.held[record.number], place_of(slab.number, slot)
+        if held.epoch != record.epoch:
+            self._set_free(slab, slot)
+            return None
+        before = self.remove(record.number, record.key)
+        held.places[record.key] = place
+        slab.states[slot] = HELD
+        slab.used = max(slab.used, record.sequence)
+        return before
+
+    def not_written(self, slab: Slab, slot: int) -> None:
+        """A slot that was taken holds nothing, and neither does its record."""
+        slab.pins -= 1
+        if slab.number in self.slabs:
+            self._set_free(slab, slot)
+
+    # ------------------------------------------------------------ chunks
+
+    def find(self, number: int, key: bytes) -> tuple[Slab, int, Record] | None:
+        """Where a chunk lies, and its record."""
+        place = self.held[number].places.get(key)
+        if place is None:
+            return None
+        at, slot = split(place)
+        slab = self.slabs[at]
+        return slab, slot, records.read(slab.mirror, slot)
+
+    def pin(self, slab: Slab, slot: int) -> None:
+        """A held slot is about to be read, and was asked for: nobody writes there meanwhile."""
+        place = place_of(slab.number, slot)
+        self._readers[place] = self._readers.get(place, 0) + 1
+        slab.visited[slot] = 1
+        slab.pins += 1
+        slab.used = self.sequence = self.sequence + 1
+
+    def unpin(self, slab: Slab, slot: int) -> Taken | None:
+        """It was read.
+
+        Returns:
+            The slot, if its chunk was dropped meanwhile: as `remove` does.
+        """
+        place = place_of(slab.number, slot)
+        self._readers[place] -= 1
+        slab.pins -= 1
+        if self._readers[place]:
+            return None
+        del self._readers[place]
+        if slab.states[slot] != DOOMED or slab.number not in self.slabs:
+            return None
+        return self._take(place)
+
+    def lost(self, slab: Slab, slot: int) -> None:
+        """A pinned slot does not hold what it was to hold: the chunk is dropped."""
+        if slab.number in self.slabs and slab.states[slot] == HELD:
+            self._forget(slab, slot)
+            slab.states[slot] = DOOMED
+
+    def remove(self, number: int, key: bytes) -> Taken | None:
+        """Drop a chunk.
+
+        Returns:
+            Its slot, taken: its record is to be erased, then it is `not_written`. None where it is
+            not there, or still read.
+        """
+        place = self.held[number].places.pop(key, None)
+        if place is None:
+            return None
+        if place in self._readers:
+            at, slot = split(place)
+            self.slabs[at].states[slot] = DOOMED
+            return None
+        return self._take(place)
+
+    def begin(self, number: int, name: bytes, epoch: int) -> list[int]:
+        """A namespace is used with this epoch: what it has of another one counts no more.
+
+        Returns:
+            The places of that, to be freed by `release`, piece by piece.
+        """
+        before = self.held.get(number)
+        if before is not None and before.epoch == epoch:
+            return []
+        self.held[number] = Held(name, epoch)
+        return sorted(before.places.values()) if before else []
+
+    def release(self, places: Sequence[int]) -> None:
+        """Free slots whose records count no more, where nobody has taken them yet."""
+        for place in places:
+            at, slot = split(place)
+            slab = self.slabs.get(at)
+            if slab is None or slab.states[slot] != HELD:
+                continue
+            number, key = records.owner(slab.mirror, slot)
+            if self.held[number].places.get(key) == place:
+                continue
+            if place in self._readers:
+                slab.states[slot] = DOOMED
+            else:
+                self._set_free(slab, slot)
+
+    def _set_free(self, slab: Slab, slot: int) -> None:
+        slab.states[slot] = FREE
+        self._rings[slab.slot_bytes].free.append(place_of(slab.number, slot))
+
+    def _forget(self, slab: Slab, slot: int) -> None:
+        number, key = records.owner(slab.mirror, slot)
+        held = self.held[number]
+        if held.places.get(key) == place_of(slab.number, slot):  # else of an epoch before
+            del held.places[key]
+            self._gone.setdefault(held.name, []).append(key)
+
+    # ------------------------------------------------------------ invariants
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError where chunks, slots and rings do not agree."""
+        places = [place for held in self.held.values() for place in held.places.values()]
+        states = {
+            place_of(slab.number, slot): state
+            for slab in self.slabs.values()
+            for slot, state in enumerate(slab.states)
+        }
+        if sorted(places) != [place for place, state in sorted(states.items()) if state == HELD]:
+            raise IntegrityError("the places of chunks are not the held slots")
+        for number, held in self.held.items():
+            for key, place in held.places.items():
+                at, slot = split(place)
+                if records.owner(self.slabs[at].mirror, slot) != (number, key):
+                    raise IntegrityError(f"slot {slot} of slab {at} does not hold {key.hex()}")
+        free = sorted(place for ring in self._rings.values() for place in ring.free)
+        if free != [place for place, state in sorted(states.items()) if state == FREE]:
+            raise IntegrityError("the free places are not the free slots")
+        for slab in self.slabs.values():
+            readers = sum(n for place, n in self._readers.items() if split(place)[0] == slab.number)
+            if slab.pins != readers + slab.states.count(BUSY):
+                raise IntegrityError(f"{slab!r} has {slab.pins} pins, {readers} readers")
+
+    def __repr__(self) -> str:
+        chunks, nbytes = self.used()
+        return f"<Space {len(self.slabs)} slabs, {chunks} chunks in {nbytes} bytes>"
