@@ -20,7 +20,7 @@ Encodeds = Annotated[tuple[Encoded, ...], Meta(max_length=MAX_BATCH)]
 class Outcome(IntEnum):
     """How the put or get of one chunk ended."""
 
-    OK = 0  # a put: a get finds it from now on, and of a tier that keeps, after a power loss too
+    OK = 0  # a put: a get finds it from now on; a tier that keeps, also once it was killed
     ABSENT = 1  # a get: it is not there, or not any more
     FULL = 2  # a put: no room, and none can be made
     CORRUPT = 3  # a get: what was read is not what was put; the backend has dropped it

@@ -31,21 +31,22 @@ class Growth:
 
     Args:
         home: their directory.
+        space: all slabs.
+        lock: that is taken around each call of `space`.
         size: the budget.
         floor: free bytes of the file system that are left alone.
         alignment: how files are opened.
-        space: all slabs.
-        lock: that is taken around each call of `space`.
     """
 
     def __init__(
         self,
         home: Home,
+        space: Space,
+        lock: threading.Lock,
+        *,
         size: int,
         floor: int,
         alignment: Alignment,
-        space: Space,
-        lock: threading.Lock,
     ) -> None:
         self._home, self._floor, self._alignment = home, floor, alignment
         self._space, self._lock = space, lock
@@ -55,6 +56,7 @@ class Growth:
         self._retired: list[Slab] = []
         self._said = ""
         self._pause_until = 0.0
+        self._look_at = 0.0
         self._next = max([0, *home.slabs()]) + 1
 
     def shrink(self) -> int:
@@ -69,6 +71,29 @@ class Growth:
                 self._space.drop(slab)
             self.discard(slab)
             removed += 1
+
+    def keep_floor(self) -> None:
+        """Remove the slab longest of no use where others have filled the file system; now and then.
+
+        So the tier gives room back, a slab a second at most, before the file system is full.
+        """
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _PAUSE
+        if self._home.filesystem_bytes()[1] >= self._floor:
+            return
+        with self._lock:
+            slab = self._space.oldest()
+            if slab is not None:
+                self._space.drop(slab)
+        if slab is not None:
+            self.discard(slab)
+            self._say(
+                f"others have filled the file system: {format_size(self._floor)} are to stay free"
+                " (floor), so chunks are dropped, a slab a second; make room, or give a smaller"
+                " size or floor"
+            )
 
     def grow(self, slot_bytes: int) -> bool:
         """Make a slab of such slots, perhaps in the place of another one that is older.

@@ -62,7 +62,7 @@ class Home:
 
     def _mark(self) -> None:
         """Make the directory ours where it is empty, and see that it is ours where it is not."""
-        names = set(os.listdir(self.fd)) - _NOBODYS
+        names = self._names() - _NOBODYS
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
         if MARK in names:
             fd = os.open(MARK, os.O_RDONLY | flags, dir_fd=self.fd)
@@ -91,9 +91,12 @@ class Home:
             os.close(fd)
         os.fsync(self.fd)
 
+    def _names(self) -> set[str]:
+        return set(os.listdir(self.fd))  # noqa: PTH208  # of a descriptor
+
     def slabs(self) -> list[int]:
         """Numbers of the slabs that have left any file here, ascending."""
-        found = (_OURS.fullmatch(name) for name in os.listdir(self.fd))
+        found = (_OURS.fullmatch(name) for name in self._names())
         return sorted({int(match[1]) for match in found if match})
 
     def has(self, name: str) -> bool:
@@ -106,7 +109,7 @@ class Home:
 
     def aside_bytes(self) -> int:
         """Bytes of the files that were set aside."""
-        names = [name for name in os.listdir(self.fd) if name.endswith(_ASIDE)]
+        names = [name for name in self._names() if name.endswith(_ASIDE)]
         return sum(
             os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512 for name in names
         )

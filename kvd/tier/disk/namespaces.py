@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import os
-from collections.abc import Set
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from zlib import crc32
 
@@ -54,7 +54,7 @@ class Namespaces:
             self._last = max((known.number for known in self._known.values()), default=0)
         except (ValueError, KeyError, TypeError) as error:
             os.rename(NAME, f"{NAME}.damaged", src_dir_fd=folder, dst_dir_fd=folder)
-            _log.error(  # noqa: TRY400  # what is wrong is in the text
+            _log.error(
                 "disk: the table of namespaces is damaged (%s): it was renamed to %s.damaged, and"
                 " the chunks on this disk are lost",
                 error,
@@ -69,7 +69,7 @@ class Namespaces:
         """Id and epoch of each number."""
         return {known.number: (name, known.epoch) for name, known in self._known.items()}
 
-    def begin(self, namespace: bytes, epoch: int, in_use: Set[int]) -> Known:
+    def begin(self, namespace: bytes, epoch: int, in_use: AbstractSet[int]) -> Known:
         """Note that a namespace is used, durably where that is new; epoch 0: the last one goes on.
 
         `in_use` are the numbers that have chunks.

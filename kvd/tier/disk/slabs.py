@@ -46,7 +46,7 @@ class Slab:
         pins: reads and writes under way.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0917  # made by the two functions below
         self, number: int, identity: int, slot_bytes: int, file: int, index: int, raw: bytes
     ) -> None:
         self.number = number

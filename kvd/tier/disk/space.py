@@ -20,7 +20,6 @@ from kvd.tier.disk import records
 from kvd.tier.disk.records import Record
 from kvd.tier.disk.slabs import BUSY, DOOMED, FREE, HELD, MAX_SLOTS, Slab
 
-
 Taken = tuple[Slab, int]
 """A slot that is taken: a slab, which may be dropped meanwhile, and a slot of it."""
 

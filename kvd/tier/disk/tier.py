@@ -55,16 +55,21 @@ class DiskTier(Tier):
     def __init__(self, options: DiskOptions, home: Home) -> None:
         self._options, self._home = options, home
         self.threads = options.threads
+        self._closed = False
         self._lock = threading.Lock()
         self._beginning = threading.Lock()
         try:
             kind = Filesystem.of(options.directory).kind
             self._alignment = Alignment(1, 1) if kind == "tmpfs" else Alignment.of(home.fd)
             self._namespaces = Namespaces(home.fd)
-            self._floor = options.floor_of(home.filesystem_bytes()[0])
             self._slots = self._load()
             self._growth = Growth(
-                home, options.size, self._floor, self._alignment, self._slots, self._lock
+                home,
+                self._slots,
+                self._lock,
+                size=options.size,
+                floor=options.floor_of(home.filesystem_bytes()[0]),
+                alignment=self._alignment,
             )
             removed = self._growth.shrink()
         except OSError as error:
@@ -131,7 +136,7 @@ class DiskTier(Tier):
             if isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ELOOP):
                 raise
             slabs.set_aside(folder, number)
-            _log.error(  # noqa: TRY400  # what is wrong is in the text
+            _log.error(
                 "disk: %s.slab is damaged (%s): it and its index were renamed to .damaged, count"
                 " against the tier's size, and may be removed",
                 name,
@@ -143,6 +148,7 @@ class DiskTier(Tier):
 
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
         """Write chunks that are not there yet; see `Tier.put`."""
+        self._growth.keep_floor()
         outcomes = [Outcome.FULL] * len(chunks)
         wanted: dict[int, list[int]] = {}
         with self._lock:
@@ -378,6 +384,9 @@ class DiskTier(Tier):
 
     def close(self) -> None:
         """Have the medium keep what was written, and let another process use the directory."""
+        if self._closed:
+            return
+        self._closed = True
         for slab in self._slots.slabs.values():
             with contextlib.suppress(OSError):  # it is said where it is met
                 slab.sync()
