@@ -15,11 +15,13 @@ def named(requirements: list[str]) -> set[str]:
 
 
 def test_the_table_names_what_a_daemon_and_an_engine_install() -> None:
-    """Base, daemon and cuda: no package without a reason, and no reason without a package."""
+    """No package of a daemon's or an engine's without a reason, no reason without a package."""
     rows = re.findall(r"^\| `([\w.-]+)` \| (\w+) \| (.+) \| (.+) \|$", PAGE, re.MULTILINE)
     told = {(name, extra) for name, extra, _, _ in rows}
     extras = PROJECT["optional-dependencies"]
     wanted = {(name, "base") for name in named(PROJECT["dependencies"])}
-    wanted |= {(name, extra) for extra in ("daemon", "cuda") for name in named(extras[extra])}
+    wanted |= {
+        (name, extra) for extra in ("daemon", "mooncake", "cuda") for name in named(extras[extra])
+    }
     assert told == wanted
     assert len(rows) == len(told)
