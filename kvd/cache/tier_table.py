@@ -8,6 +8,7 @@ leaves its places by `sweep`, or where another chunk takes one. Readers of the r
 look through the table (`ChangeKind.TIERS`); of one chunk they are told by itself.
 """
 
+from collections.abc import Sequence
 from zlib import crc32
 
 import numpy as np
@@ -34,6 +35,7 @@ from kvd_proto.tier_table import (
 
 MOST_ABSENT = 4096
 SWEPT_AT_ONCE = 1024  # entries: two or three milliseconds
+STEPS = 16  # that `hold_all` goes from the keys' homes; few keys have to go further
 LOOKED_AT = 32 * SWEPT_AT_ONCE  # places: less than one
 
 _PACK = BODY.pack_into
@@ -218,6 +220,69 @@ class TierTable(TierTableView):
 
     # ------------------------------------------------------------------- many
 
+    def hold_all(
+        self,
+        keys: Sequence[bytes],
+        tier: int,
+        first: npt.NDArray[np.integer],
+        count: npt.NDArray[np.integer],
+        groups: npt.NDArray[np.integer],
+    ) -> int:
+        """`hold` these, [n] each: what a tier has found at its start, thousands at a time.
+
+        Returns:
+            How many are noted.
+        """
+        n, bit = len(keys), 1 << tier
+        rest = range(n)
+        if not self._leaving & bit and self._held + self._old + len(self._absent) + n < self._most:
+            written, rest = self._fill(keys, bit, _blocks(first, count, groups))
+            self._held += written
+        noted = n - len(rest)
+        for i in rest:
+            noted += self.hold(keys[i], tier, int(first[i]), int(count[i]), int(groups[i]))
+        return noted
+
+    def _fill(
+        self, keys: Sequence[bytes], bit: int, blocks: npt.NDArray[np.uint64]
+    ) -> tuple[int, list[int]]:
+        """Write entries for keys that have none, as far as empty places are near their homes.
+
+        All keys go from their homes on at the same time, place by place. Of those that meet at an
+        empty one the first takes it; so no place between an entry and its home is empty.
+
+        Returns:
+            How many were written; and which keys were not, some of which have entries.
+        """
+        table, _ = self._columns(0, self.places)
+        words = np.frombuffer(self._bytes, np.uint64).reshape(-1, WORDS)
+        hashes = np.fromiter(map(crc32, keys), np.uint64, len(keys))
+        lengths = np.fromiter(map(len, keys), np.uint64, len(keys))
+        same = hashes << np.uint64(32) | lengths << np.uint64(16)
+        padded = np.frombuffer(b"".join(key.ljust(KEY_BYTES, b"\0") for key in keys), np.uint8)
+        padded = padded.reshape(-1, KEY_BYTES)
+        places = (hashes & np.uint64(self._mask)).astype(np.int64)
+        left, met = np.arange(len(keys)), []
+        for _ in range(min(STEPS, self._limit)):
+            there = words[places[left], 0]
+            known = there & np.uint64(SAME) == same[left]
+            met += left[known].tolist()
+            empty = np.flatnonzero(there == 0)
+            at, firsts = np.unique(places[left[empty]], return_index=True)
+            taken = empty[firsts]
+            mine = left[taken]
+            words[at, 1] = self._epoch[0]
+            words[at, 2] = blocks[mine]
+            table[at, -KEY_BYTES:] = padded[mine]
+            words[at, 0] = same[mine] | np.uint64(bit << 8 | HELD)  # readers see it from here on
+            places[left[there != 0]] += 1
+            known[taken] = True
+            left = left[~known]
+            if not len(left):
+                break
+        rest = [*met, *left.tolist()]
+        return len(keys) - len(rest), rest
+
     def forget(self) -> None:
         """Nothing that is here counts any more, for readers at once."""
         self._epoch[0] += 1
@@ -350,6 +415,18 @@ class TierTable(TierTableView):
             f"<TierTable {self._held} held, {len(self._absent)} absent, {self._old} old of"
             f" {self.capacity}>"
         )
+
+
+def _blocks(
+    first: npt.NDArray[np.integer], count: npt.NDArray[np.integer], groups: npt.NDArray[np.integer]
+) -> npt.NDArray[np.uint64]:
+    """The third words of entries: [n]."""
+    words = (column.astype(np.uint64) for column in (first, count, groups))
+    held, held_count, group = words
+    packed: npt.NDArray[np.uint64] = (
+        held | held_count << np.uint64(16) | group << np.uint64(32)
+    )
+    return packed
 
 
 def _is_part(blocks: int, first: int, count: int, group: int) -> bool:
