@@ -228,13 +228,15 @@ class TierTable(TierTableView):
         count: npt.NDArray[np.integer],
         groups: npt.NDArray[np.integer],
     ) -> int:
-        """`hold` these, [n] each: what a tier has found at its start, thousands at a time.
+        """`hold` these, [n] each: what a tier has found at its start, hundreds at a time.
+
+        Readers of the ring are not told of all; `tell` them when it was the last.
 
         Returns:
             How many are noted.
         """
         n, bit = len(keys), 1 << tier
-        rest = range(n)
+        rest: Sequence[int] = range(n)
         if not self._leaving & bit and self._held + self._old + len(self._absent) + n < self._most:
             written, rest = self._fill(keys, bit, _blocks(first, count, groups))
             self._held += written
@@ -283,13 +285,17 @@ class TierTable(TierTableView):
         rest = [*met, *left.tolist()]
         return len(keys) - len(rest), rest
 
+    def tell(self) -> None:
+        """Tell readers of the ring to look through the table."""
+        self._changes.write(ChangeKind.TIERS)
+
     def forget(self) -> None:
         """Nothing that is here counts any more, for readers at once."""
         self._epoch[0] += 1
         self._old += self._held + len(self._absent)
         self._held = 0
         self._absent.clear()
-        self._changes.write(ChangeKind.TIERS)
+        self.tell()
 
     def release_tier(self, tier: int) -> None:
         """A tier holds nothing any more; `sweep` clears its bits, and `hold` takes none till then.
@@ -333,7 +339,7 @@ class TierTable(TierTableView):
             if self._left[tier] <= 0:
                 del self._left[tier]
                 self._leaving &= ~(1 << tier)
-                self._changes.write(ChangeKind.TIERS)
+                self.tell()
 
     def _columns(
         self, begin: int, end: int
@@ -423,9 +429,7 @@ def _blocks(
     """The third words of entries: [n]."""
     words = (column.astype(np.uint64) for column in (first, count, groups))
     held, held_count, group = words
-    packed: npt.NDArray[np.uint64] = (
-        held | held_count << np.uint64(16) | group << np.uint64(32)
-    )
+    packed: npt.NDArray[np.uint64] = held | held_count << np.uint64(16) | group << np.uint64(32)
     return packed
 
 

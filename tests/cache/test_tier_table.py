@@ -5,6 +5,7 @@ from functools import cache
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -161,6 +162,27 @@ def test_what_no_tier_has_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) 
     table.hold(b"k", 0, 1, 3, 0)
     table.absent(b"k", now)
     assert view.find(b"k") == TierPlace(1, 1, 3, 0)
+    table.check_integrity()
+
+
+def test_what_a_tier_finds_at_its_start_is_noted_at_once() -> None:
+    """Thousands of chunks, some of which are there; all that fit are found by readers."""
+    table, view = make(2**13)
+    keys = [b"%d" % number for number in range(6200)]
+    for key in keys[:300:3]:
+        table.hold(key, 1, 0, 4, 0)
+    table.absent(keys[1], monotonic())
+    count, zeros = np.arange(1, 3001) % 4 + 1, np.zeros(3000, np.int64)
+    head = table._changes.head
+    assert table.hold_all(keys[:3000], 0, zeros, count, zeros + 7) == 3000
+    assert table._changes.head - head < 1000
+    table.check_integrity()
+    assert len(table) == 3000
+    held = {key: TierPlace(1, 0, i % 4 + 1, 7) for i, key in enumerate(keys[:3000], 1)}
+    assert whole_table(view, 999) == held
+    assert all(view.find(key) == place for key, place in held.items())
+    more = np.zeros(3200, np.int64)
+    assert table.hold_all(keys[3000:], 0, more, more + 4, more) == 2**13 * 3 // 4 - 3000
     table.check_integrity()
 
 
@@ -331,6 +353,10 @@ class TierTableMachine(RuleBasedStateMachine):
         if not done:
             assert key not in self.model
             return
+        self.noted(key, tier, blocks)
+
+    def noted(self, key: bytes, tier: int, blocks: tuple[int, int, int]) -> None:
+        """A tier's blocks of a chunk were taken in."""
         if key in self.absent:
             self.absent.remove(key)
         tiers, held = self.model.get(key, (set(), blocks))
@@ -348,6 +374,23 @@ class TierTableMachine(RuleBasedStateMachine):
             tiers, held = {tier}, blocks
         self.model[key] = tiers, held
 
+    @rule(
+        keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=5),
+        tier=st.integers(0, TIERS - 1),
+        blocks=st.sampled_from(BLOCKS),
+    )
+    def hold_all(self, keys: list[bytes], tier: int, blocks: tuple[int, int, int]) -> None:
+        """A tier has found chunks at its start."""
+        self.changing = set(keys)
+        columns = [np.full(len(keys), each, "u2") for each in blocks]
+        done = self.table.hold_all(keys, tier, *columns)
+        for key in keys:
+            place = self.view.find(key)
+            if tier not in self.leaving and place is not None and place.tiers:
+                self.noted(key, tier, blocks)
+                done -= 1
+        assert done == 0
+
     @rule(key=st.sampled_from(KEYS), tier=st.integers(0, TIERS - 1))
     def release(self, key: bytes, tier: int) -> None:
         """A tier has dropped a chunk, or never had it."""
@@ -363,7 +406,8 @@ class TierTableMachine(RuleBasedStateMachine):
         """No tier has it."""
         self.changing = set(KEYS)  # the oldest one goes
         self.table.absent(key, monotonic())
-        if key not in self.model and self.view.find(key) is not None:
+        place = self.view.find(key)
+        if place is not None and not place.tiers:
             self.absent = [each for each in self.absent if each != key] + [key]
             self.absent = self.absent[-3:]
 
