@@ -101,6 +101,9 @@ def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
             reuse_threshold=namespace.reuse_threshold,
             description_bytes=0 if descriptions is None else descriptions.room,
             describe=state.publisher is not None,
+            tiers=tuple(tier.info for tier in state.tiers)
+            if namespace.directory.tiers is not None
+            else (),
         ),
         DirectoryFd(namespace.id, engine.number if schedules else None),
     )

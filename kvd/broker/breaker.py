@@ -35,15 +35,14 @@ class Signal(StrEnum):
     """What has been seen of it."""
 
     LATE = "late"
-    FAILING = "failing"
+    FAILED = "failed"  # half of the last batches, or the probe
     CORRUPT = "corrupt"
     LOST = "lost"
-    REFUSED = "refused"  # the probe failed
     DUE = "due"  # the pause is over, and it is idle
     PROVEN = "proven"  # the probe went well
 
 
-_BAD = (Signal.LATE, Signal.FAILING, Signal.CORRUPT, Signal.LOST, Signal.REFUSED)
+_BAD = (Signal.LATE, Signal.FAILED, Signal.CORRUPT, Signal.LOST)
 TABLE: dict[tuple[State, Signal], State] = {
     **{(State.CLOSED, signal): State.OPEN for signal in _BAD},
     **{(State.PROBING, signal): State.OPEN for signal in _BAD},
@@ -58,20 +57,23 @@ class Breaker:
 
     Args:
         late_seconds: without progress, while something is outstanding.
+        opened: counts by signal how often it opened.
 
     Attributes:
         state: see `State`.
         why: it opened last; empty where it never did.
         since: when it got into this state.
+        opened_at: when it was closed last, where it is not.
         retry_at: when an open one may be probed.
         moved_at: when anything moved last, or was sent to an idle tier.
     """
 
-    def __init__(self, late_seconds: float) -> None:
+    def __init__(self, late_seconds: float, opened: dict[str, int] | None = None) -> None:
         self.late_seconds = late_seconds
+        self.opened = {} if opened is None else opened
         self.state = State.CLOSED
         self.why = ""
-        self.since = self.retry_at = self.moved_at = 0.0
+        self.since = self.opened_at = self.retry_at = self.moved_at = 0.0
         self._pause = FIRST_PAUSE / 2
         self._failed: deque[bool] = deque(maxlen=RECENT_BATCHES)
         self._corrupt: deque[float] = deque(maxlen=MOST_CORRUPT)
@@ -92,20 +94,22 @@ class Breaker:
         """A chunk's transfer or a batch has ended, well or not."""
         self.moved_at = now
 
-    def held_up(self, seconds: float) -> None:
+    def held_up(self, seconds: float, now: float) -> None:
         """For so long whoever watches saw nothing: that is not the tier's doing."""
-        self.moved_at += seconds
+        self.moved_at = min(now, self.moved_at + seconds)
 
     def ended(self, now: float, *, failed: bool) -> None:
         """A batch has ended: those of a closed one are counted, a probe decides."""
         if self.state is State.PROBING:
-            self.signal(Signal.REFUSED if failed else Signal.PROVEN, now, "its probe failed")
+            self.signal(Signal.FAILED if failed else Signal.PROVEN, now, "its probe failed")
+            return
+        if not self.closed:  # it was sent before
             return
         self._failed.append(failed)
         bad = sum(self._failed)
         if bad >= FEWEST_FAILED and 2 * bad >= len(self._failed):
             text = f"{bad} of its last {len(self._failed)} batches failed"
-            self.signal(Signal.FAILING, now, text)
+            self.signal(Signal.FAILED, now, text)
 
     def corrupt(self, now: float) -> None:
         """A chunk was not what had been stored."""
@@ -137,6 +141,9 @@ class Breaker:
             self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE)
             self.retry_at = now + self._pause
             self.why = why
+            if self.closed:  # a probe that fails is no second time
+                self.opened_at = now
+                self.opened[signal.value] = self.opened.get(signal.value, 0) + 1
             self._failed.clear()
             self._corrupt.clear()
         self.state, self.since = after, now

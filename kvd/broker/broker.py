@@ -23,6 +23,8 @@ from kvd.broker.sessions import Peer, Registry, Request, Session
 from kvd.broker.state import BrokerState
 from kvd.broker.status_report import status_report
 from kvd.broker.supervision import Supervision
+from kvd.broker.tiering import Tiering
+from kvd.broker.tiers import Tiers
 from kvd.config.sources import Loaded
 from kvd.errors import Refused
 from kvd.metrics import schema
@@ -62,6 +64,7 @@ class Broker:
         devices: names of the devices that have a lane from the start.
         started: when the daemon started, in unix seconds.
         usage: reads the time and this process's figures.
+        tiers: below the pool, in order.
     """
 
     def __init__(
@@ -74,6 +77,7 @@ class Broker:
         devices: Iterable[str],
         started: float = 0.0,
         usage: Callable[[], ProcessUsage] = ProcessUsage,
+        tiers: Tiers = (),
     ) -> None:
         settings = loaded.settings
         self.state = BrokerState(
@@ -83,6 +87,7 @@ class Broker:
             usage,
             lanes={device: Lane(device) for device in devices},
             started=started,
+            tiers=tiers,
         )
         self.version = version
         self._history = History()
@@ -93,6 +98,7 @@ class Broker:
         self.registration = Registration(self.state, self.background)
         self.supervision = Supervision(self.state, self.registration)
         self.publishing = Publishing(self.state)
+        self.tiering = Tiering(self.state)
         self.reloading = Reloading(self.state, loaded)
         self._handlers: dict[type[Message], Handler] = {
             Hello: self._hello,
@@ -100,8 +106,8 @@ class Broker:
             Unregister: self.registration.unregister,
             Ping: self._ping,
             Status: self._status,
-            **Caching(self.state).handlers(),
-            **Operations(self.state, self.background).handlers(),
+            **Caching(self.state, self.tiering).handlers(),
+            **Operations(self.state, self.background, self.tiering).handlers(),
             **self.reloading.handlers(),
         }
 
@@ -119,7 +125,7 @@ class Broker:
         """End the daemon: take no new stores, and have lanes finish what they have."""
         self.state.stopping = True
         stop: list[Effect] = [ToLane(device, StopLane()) for device in self.state.lanes]
-        return [Event("stopping: a signal came"), *stop]
+        return [Event("stopping: a signal came"), *stop, *self.tiering.stop()]
 
     def note(self, event: Event, time: float) -> None:
         """Keep an event for reports, numbered from 1 on; `time` in unix seconds."""

@@ -10,6 +10,7 @@ from kvd.broker.effects import ChunksReady, Effect
 from kvd.broker.operations import Handler
 from kvd.broker.sessions import Engine, Request, Session
 from kvd.broker.state import BrokerState
+from kvd.broker.tiering import Tiering
 from kvd.cache.directory import Blocks
 from kvd.cache.namespaces import Namespace
 from kvd.errors import Refused
@@ -35,8 +36,9 @@ _Slots: TypeAlias = tuple[list[int], list[int]]  # with their generations
 class Caching:
     """Decisions about engines' chunks."""
 
-    def __init__(self, state: BrokerState) -> None:
+    def __init__(self, state: BrokerState, tiering: Tiering) -> None:
         self._state = state
+        self._tiering = tiering
 
     def handlers(self) -> dict[type[Message], Handler]:
         """Return who serves which request; each refuses engines that are not complete."""
@@ -88,6 +90,8 @@ class Caching:
             effects += state.revoke(namespace, revoke)
         if ready:
             effects.append(ChunksReady(owner))
+        if message.sought:
+            effects += self._tiering.promotion.seek(namespace, owner, message.sought, now)
         return [request.reply(lent), *effects]
 
     def _pin(self, pin: Pin, pinned: _Slots, namespace: Namespace, owner: int, now: float) -> None:
@@ -153,6 +157,7 @@ class Caching:
             if done.deferred:
                 text += f"; {done.deferred} more go when their leases end"
             effects.append(request.session.event(text))
+        effects += self._tiering.reset(namespace)
         return [*effects, *self._state.revoke(namespace, slots)]
 
 

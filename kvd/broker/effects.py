@@ -38,7 +38,7 @@ class SessionFds(msgspec.Struct, frozen=True):
 
 
 class NamespaceFds(msgspec.Struct, frozen=True):
-    """All that publishes a namespace needs: its directory and, where they are, its descriptions."""
+    """A namespace's directory and, where they are, its descriptions."""
 
     namespace: bytes
 
@@ -75,6 +75,20 @@ class ToPublisher(msgspec.Struct, frozen=True):
 
     message: Message
     fd: FdName | None = None
+
+
+class ToTier(msgspec.Struct, frozen=True):
+    """Send a message over the link of a tier's process, by the tier's place in the order."""
+
+    tier: int
+    message: Message
+    fd: FdName | None = None
+
+
+class KillTier(msgspec.Struct, frozen=True):
+    """End a tier's process; its end is reported back as lost, when it has ended."""
+
+    tier: int
 
 
 class StartLane(msgspec.Struct, frozen=True):
@@ -135,6 +149,8 @@ Effect: TypeAlias = (
     | Notify
     | ToLane
     | ToPublisher
+    | ToTier
+    | KillTier
     | StartLane
     | DropLane
     | KillLane

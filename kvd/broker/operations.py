@@ -12,6 +12,7 @@ from kvd.broker.background import Background, Task
 from kvd.broker.effects import Effect, Event
 from kvd.broker.sessions import Peer, Request
 from kvd.broker.state import BrokerState, OperatorDrain
+from kvd.broker.tiering import Tiering
 from kvd.cache.chunks import EMPTY_PIECES, PIECE_SLOTS
 from kvd.cache.namespaces import Namespace
 from kvd.errors import IntegrityError, Refused
@@ -39,8 +40,9 @@ Handler = Callable[[Request[Any]], list[Effect]]
 class Operations:
     """Decisions about operators' requests; `background` does what takes long."""
 
-    def __init__(self, state: BrokerState, background: Background) -> None:
+    def __init__(self, state: BrokerState, background: Background, tiering: Tiering) -> None:
         self._state = state
+        self._tiering = tiering
         self._background = background
 
     def handlers(self) -> dict[type[Message], Handler]:
@@ -102,6 +104,7 @@ class Operations:
             nbytes += done.dropped * namespace.geometry.bytes_per_chunk
             deferred += done.deferred
             effects += self._state.revoke(namespace, slots)
+            effects += self._tiering.reset(namespace)
         if self._state.namespaces is not None:
             for namespace in self._state.namespaces.closable():
                 if namespace in namespaces:

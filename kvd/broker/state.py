@@ -9,6 +9,7 @@ from kvd.broker.kv_events import Publisher
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import Progress, RecentMax
 from kvd.broker.sessions import Engine, Peer, Registry, Session
+from kvd.broker.tiers import Tiers
 from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.settings import Settings
@@ -39,6 +40,7 @@ class BrokerState:
     `failed_lanes` holds when a device's lane could last not start, and why.
     `gone_lanes` are the counts of lanes that were let go, `lookups` and `kv_events` those of all
     engines. `publisher` is the daemon's own publisher of KV events, if it has one.
+    `tiers` are those below the pool, in order.
 
     `stopping`: a signal has come and lanes end, which nothing undoes; `drain` is undone by Resume.
 
@@ -61,6 +63,7 @@ class BrokerState:
     lookups: LookupCounts = field(default_factory=LookupCounts)
     kv_events: EventCounts = field(default_factory=EventCounts)
     publisher: Publisher | None = None
+    tiers: Tiers = ()
     recent_lag: RecentMax = field(default_factory=RecentMax)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     progress: Progress = field(default_factory=Progress)

@@ -13,6 +13,7 @@ from kvd.broker.lanes import Lane
 from kvd.broker.operations import by, drain_report
 from kvd.broker.sessions import Engine
 from kvd.broker.state import BrokerState
+from kvd.broker.tiers import Tier
 from kvd.cache.namespaces import Namespace
 from kvd.metrics import schema
 from kvd.metrics.conditions import conditions
@@ -49,7 +50,7 @@ def status_report(
         namespaces=list(map(_namespace, namespaces)),
         engines=[_engine(engine, now) for engine in state.registry.engines.values()],
         lanes=[_lane(state, lane, now) for lane in state.lanes.values()],
-        tiers=[],
+        tiers=[_tier(state, tier, now) for tier in state.tiers],
         publisher=_publisher(state.publisher, now),
         broker=_broker(state, usage, now),
         sessions=schema.Sessions(
@@ -172,6 +173,36 @@ def _lane(state: BrokerState, lane: Lane, now: float) -> schema.Lane:
         pins=lane.pins,
         pin_error=lane.pool_error,
         counters=lane.counters,
+    )
+
+
+def _tier(state: BrokerState, tier: Tier, now: float) -> schema.Tier:
+    held = sum(
+        len(tiers) for each in state.open_namespaces if (tiers := each.directory.tiers) is not None
+    )
+    return schema.Tier(
+        name=tier.name,
+        setting=tier.setting.text,
+        medium=tier.info.medium,
+        shared=tier.info.shared,
+        described=tier.described,
+        state="up" if tier.up else "down" if tier.was_up else "starting",
+        up=tier.up,
+        pid=tier.pid,
+        breaker=tier.breaker.state.value,
+        usable=tier.in_use,
+        set_aside_seconds=0.0 if tier.breaker.closed else round(now - tier.breaker.opened_at, 3),
+        full=now < tier.full_until,
+        last_error=tier.last_error or tier.breaker.why,
+        total_bytes=tier.total_bytes,
+        used_bytes=tier.used_bytes,
+        chunks=tier.chunks,
+        held_chunks=held,
+        queued_put_bytes=tier.put_bytes,
+        queued_get_bytes=tier.get_bytes,
+        latency_seconds=tier.pace.latency_us / 1e6,
+        bytes_per_second=float(tier.pace.bytes_per_second),
+        counters=tier.counts,
     )
 
 

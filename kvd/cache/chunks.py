@@ -20,7 +20,6 @@ Methods decide first and then act; none of them waits, and none raises for what 
 client may send.
 """
 
-import secrets
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -36,6 +35,7 @@ from kvd.cache.uses import Uses
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
+from kvd.wire.tiering import new_epoch
 from kvd_proto.directory import TIER_OWNER, Entry, SlotState
 from kvd_proto.messages import ResetDone
 
@@ -493,7 +493,7 @@ class ChunkTable:
             How many go now and how many when their leases end, and the slots to be revoked.
         """
         # First of all: what is not here any more must not come up again, whenever a kill comes.
-        self.directory.take_epoch(1 + secrets.randbelow(2**63 - 1))
+        self.directory.take_epoch(new_epoch())
         if self.directory.tiers is not None:
             self.directory.tiers.forget()
         writing = self._give_up(list(self.slots.tickets))

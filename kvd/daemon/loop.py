@@ -7,11 +7,13 @@ call of the core, and carries the effects out.
 
 import contextlib
 import logging
+import math
 import os
 import select
 import signal
 import socket
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -27,6 +29,7 @@ from kvd.broker.effects import (
     Event,
     FdName,
     KillLane,
+    KillTier,
     LifelineFd,
     NamespaceFds,
     Notify,
@@ -36,8 +39,10 @@ from kvd.broker.effects import (
     StartLane,
     ToLane,
     ToPublisher,
+    ToTier,
 )
 from kvd.broker.kv_events import Publisher
+from kvd.broker.tiers import Tier
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources
@@ -52,6 +57,7 @@ from kvd.daemon.publisher_process import PublisherProcess
 from kvd.daemon.request_socket import Requests
 from kvd.daemon.shared import DirectoryMemory, ReadyPipes
 from kvd.daemon.start import Begun
+from kvd.daemon.tier_processes import TierProcesses
 from kvd.errors import PoolError, Refused
 from kvd.machine.process import Standstill
 from kvd.machine.process_usage import UsageReader
@@ -74,6 +80,7 @@ class Service:
         sources: where they came from, to read them again.
         version: name and version of the daemon.
         begun: what there is already.
+        tiers: below the pool, in order.
         cold: begin without the kept pool.
 
     Raises:
@@ -81,7 +88,14 @@ class Service:
     """
 
     def __init__(
-        self, loaded: Loaded, sources: Sources, version: str, begun: Begun, *, cold: bool = False
+        self,
+        loaded: Loaded,
+        sources: Sources,
+        version: str,
+        begun: Begun,
+        *,
+        tiers: Sequence[Tier] = (),
+        cold: bool = False,
     ) -> None:
         settings = loaded.settings
         self._config = ConfigReader(sources)
@@ -118,7 +132,9 @@ class Service:
             devices=[lane.device for lane in begun.first.processes],
             started=time.time(),
             usage=self._usage.read,
+            tiers=tiers,
         )
+        self._tiers = TierProcesses(self.core, self._poller, self._carry_out)
         self._publisher = PublisherProcess(
             self._runtime.path, settings, self.core.publishing, self._poller, self._carry_out
         )
@@ -166,15 +182,18 @@ class Service:
         if self._polled:
             self.core.loop_turned(now - self._polled)
         patience = HELD_UP_SECONDS if self._held_up else max(0.0, self._next_tick - now)
+        if tiers := self.core.state.tiers:
+            patience = min(patience, self._tiers.patience(now))
         if busy or router.pending:
             patience = 0.0
+        look_at = now + patience if tiers else math.inf
         self._standstill.waits(now, patience)
         ready = dict(self._poller.poll(patience))
         now = self._polled = time.monotonic()
         if stood_still := self._standstill.woke(now):
             self._note(Event(stood_still, "warning"))
         router.look(ready)
-        due = ready or now >= self._next_tick or busy or self._held_up
+        due = ready or now >= min(self._next_tick, look_at) or busy or self._held_up
         if due:
             self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
         if router.pending:
@@ -203,6 +222,8 @@ class Service:
         self._connections.flush()
         self._http.turn(ready, now)
         self._publisher.turn(ready, now)
+        if self.core.state.tiers:
+            self._tiers.turn(ready, now)
         self._start_lanes(now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
 
@@ -213,6 +234,8 @@ class Service:
         if pool is not None and not self._held_up and not self.core.state.stopping:
             self._kept_pool.settle()
             self._lanes.start_due(pool, now)
+            if pool.ready:  # they write into it, and what is not there yet may be nowhere
+                self._tiers.start_due(pool, now)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it is awake already
@@ -293,6 +316,8 @@ class Service:
                     self._lanes.send(effect.device, effect.message, self._resolve(effect.fd))
                 case ToPublisher():
                     self._publisher.tell(effect, self._resolve(effect.fd))
+                case ToTier():
+                    self._tiers.send(effect, self._resolve(effect.fd))
                 case StartLane():
                     self._lanes.add(effect.device)
                 case DropLane():
@@ -307,6 +332,8 @@ class Service:
         match effect:
             case OpenPool():
                 self._open_sized(effect)
+            case KillTier():
+                self._tiers.kill(effect.tier)
             case DropFds():
                 if connection := self._connections.open.get(effect.session):
                     connection.drop_fds()
@@ -368,6 +395,7 @@ class Service:
         self._connections.close()
         self._requests.close()
         self._lanes.close()
+        self._tiers.close()
         self._publisher.close()
         if self._pool is not None:
             self._pool.close()

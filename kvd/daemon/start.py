@@ -8,6 +8,7 @@ import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvd.config.sources import Loaded, Sources
 from kvd.config.tiers import parse_tiers
@@ -18,6 +19,9 @@ from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.errors import KvdError
 from kvd.machine.process import starting
 
+if TYPE_CHECKING:
+    from kvd.broker.tiers import Tier
+
 
 @dataclass(frozen=True, slots=True)
 class Begun:
@@ -27,6 +31,19 @@ class Begun:
     notifier: Notifier
     runtime: RuntimeDir
     first: FirstLanes
+
+
+def _tiers(texts: list[str]) -> "list[Tier]":
+    """The tiers of the setting, which their backends have looked at."""
+    if not texts:
+        return []
+    from kvd.broker.tiers import tiers_of  # noqa: PLC0415
+    from kvd.tier.backends import backend, check_tiers  # noqa: PLC0415
+
+    settings = parse_tiers(texts)
+    check_tiers(settings)
+    found = [(setting, backend(setting)) for setting in settings]
+    return tiers_of((setting, kind.medium, kind.shared) for setting, kind in found)
 
 
 def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
@@ -44,10 +61,6 @@ def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
     settings = loaded.settings
     first = first_lanes()
     try:
-        if settings.tier:
-            from kvd.tier.backends import check_tiers  # noqa: PLC0415  # few have one
-
-            check_tiers(parse_tiers(settings.tier))
         allowed = AllowList(settings.allow_users, settings.allow_groups)
         notifier = Notifier.from_environment(os.environ)
         runtime = RuntimeDir(Path(settings.runtime_dir))
@@ -56,7 +69,9 @@ def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
         with starting():
             from kvd.daemon.loop import Service  # noqa: PLC0415
 
-            service = Service(loaded, sources, version, begun, cold=cold)
+            service = Service(
+                loaded, sources, version, begun, tiers=_tiers(settings.tier), cold=cold
+            )
     except OSError as error:
         if error.errno not in {errno.EMFILE, errno.ENFILE}:
             raise

@@ -4,6 +4,8 @@ They travel as those between broker and lanes do; see `kvd.wire.link`. A batch h
 one answer. Columns have one item for each chunk of the batch.
 """
 
+import secrets
+import time
 from enum import IntEnum
 from typing import Annotated
 
@@ -59,6 +61,14 @@ class TierFailed(Message, frozen=True):
     """Tier → broker, instead of TierReady: it cannot be used now, and why."""
 
     error: Text
+
+
+def new_epoch() -> int:
+    """An epoch that no other is equal to, and that is greater than those drawn before.
+
+    Milliseconds since 1970 in the upper bits, so of two that tiers remember the later is known.
+    """
+    return time.time_ns() // 1_000_000 << 21 | secrets.randbits(21)
 
 
 class OpenSpace(Message, frozen=True):

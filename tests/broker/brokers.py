@@ -11,9 +11,11 @@ from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, OpenPool, Reply
 from kvd.broker.sessions import Peer, Session
+from kvd.broker.tiers import tiers_of
 from kvd.cache.namespaces import Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded
+from kvd.config.tiers import parse_tiers
 from kvd.errors import Refused
 from kvd.wire.link import (
     Imported,
@@ -54,7 +56,13 @@ def make_broker(
 ) -> Broker:
     """Return a broker whose pool, unless its size is ``auto``, is open and allocated."""
     chosen = Settings(runtime_dir="/nowhere", cpu_bytes=cpu_bytes, **settings)
-    broker = Broker(Loaded(chosen), boot_id=bytes(16), version="test", pid=1, devices=devices)
+    tiers = tiers_of(
+        (each, "remote" if each.kind == "mooncake" else each.kind, each.kind == "mooncake")
+        for each in parse_tiers(chosen.tier)
+    )
+    broker = Broker(
+        Loaded(chosen), boot_id=bytes(16), version="test", pid=1, devices=devices, tiers=tiers
+    )
     if chosen.pool_bytes is not None:
         open_pool(broker, chosen.pool_bytes)
         broker.pool_allocated(allocated)

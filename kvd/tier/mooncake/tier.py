@@ -11,7 +11,6 @@ stored before, though it may have forgotten its own reset.
 """
 
 import hashlib
-import secrets
 import struct
 import threading
 import time
@@ -37,7 +36,7 @@ from kvd.tier.mooncake.client import (
     piece_bytes,
 )
 from kvd.tier.mooncake.places import parse_places
-from kvd.wire.tiering import Outcome
+from kvd.wire.tiering import Outcome, new_epoch
 
 _LENGTH = struct.Struct("<I")
 _EPOCH = struct.Struct("<Q")
@@ -160,7 +159,7 @@ class MooncakeTier(Tier):
             if (word := self._client.read_word(name)) is not None:
                 (epoch,) = _EPOCH.unpack(word)
                 return int(epoch)
-            drawn = 1 + secrets.randbelow(2**63)
+            drawn = new_epoch()
             self._client.write_word(name, _EPOCH.pack(drawn), replace=False)
             time.sleep(_TRY_SECONDS)  # another may have been first: what it wrote holds
         raise TierError("the epoch of a namespace is being written and does not come")

@@ -1,0 +1,417 @@
+"""What follows when a tier's process answers, falls silent or ends; and which namespaces it has.
+
+The broker decides and never waits: while anything is under way it looks every `LOOK_SECONDS`, and
+a tier that does not move is set aside (`kvd.broker.breaker`). The worst that a tier can cause is a
+miss: the slots that it may still write to, alone, are kept from other use until it has ended.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
+
+from kvd.broker.breaker import Signal, State
+from kvd.broker.demotion import Demotion
+from kvd.broker.effects import Effect, Event, KillTier, NamespaceFds, ToTier
+from kvd.broker.promotion import Promotion
+from kvd.broker.state import BrokerState
+from kvd.broker.tiers import Batch, Opening, Tier
+from kvd.cache.namespaces import Namespace
+from kvd.wire.tiering import (
+    Ask,
+    CloseSpace,
+    Done,
+    Get,
+    Gone,
+    Held,
+    NewEpoch,
+    OpenSpace,
+    Outcome,
+    Put,
+    SpaceOpened,
+    StopTier,
+    TierFailed,
+    TierPing,
+    TierPong,
+    TierReady,
+)
+from kvd_proto.messages import Message
+
+LOOK_SECONDS = 0.05
+SPACES_SECONDS = 0.25
+TELL_SECONDS = 0.01
+IDLE_PING_SECONDS = 1.0
+STUCK_SECONDS = 10.0  # without progress: its process is replaced
+START_SECONDS = 120.0
+HELD_A_TURN = 512  # keys of a scan: two or three milliseconds
+
+_Scanned: TypeAlias = tuple[Tier, str, Namespace, Held]
+
+
+class Tiering:
+    """Decisions about tiers."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self.demotion = Demotion(state)
+        self.promotion = Promotion(state)
+        self._scanned: deque[_Scanned] = deque()
+        self._scanned_at = 0  # how far the first of them was taken in
+        self._adopted: set[Namespace] = set()  # their epoch is a tier's
+        self._looked = self._next_spaces = self._next_tell = 0.0
+        self._handlers: dict[type[Message], Callable[..., list[Effect]]] = {
+            TierReady: self._ready,
+            TierFailed: self._failed,
+            SpaceOpened: self._opened,
+            Held: self._held,
+            Gone: self._gone,
+            Done: self._done,
+            TierPong: self._pong,
+        }
+
+    # ----------------------------------------------------------------- processes
+
+    def begun(self, index: int, pid: int, now: float) -> None:
+        """A process was started, and knows of nothing."""
+        tier = self._state.tiers[index]
+        tier.started = now
+        tier.process = f"tier {index} pid {pid}"
+
+    def received(self, index: int, message: Message, now: float) -> list[Effect]:
+        """A tier's process has sent a message."""
+        tier = self._state.tiers[index]
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            return [_event(tier, f"sent {type(message).__name__}", "error")]
+        effects = handler(tier, message, now)
+        return effects + self._follow(tier, now)
+
+    def lost(self, index: int, reason: str, now: float) -> list[Effect]:
+        """A process has ended: nothing of it moves, and what it held is not known any more."""
+        tier = self._state.tiers[index]
+        served = tier.pid > 0
+        tier.breaker.lost(now, f"its process ended: {reason}")
+        effects = self._follow(tier, now) + self.promotion.give_up(tier)
+        batches = tier.forget()
+        self.promotion.lost(tier, batches)
+        if served:
+            tier.last_error = reason
+            tier.counts.restarts += 1
+            effects.append(_event(tier, f"is lost: {reason}; it is started again", "error"))
+        elif not tier.last_error:
+            tier.last_error = reason
+        self._scanned = deque(each for each in self._scanned if each[0] is not tier)
+        self._scanned_at = 0
+        if not tier.info.shared:
+            for namespace in self._state.open_namespaces:
+                if (tiers := namespace.directory.tiers) is not None:
+                    tiers.release_tier(tier.index)
+        self._tell()
+        return effects
+
+    def stop(self) -> list[Effect]:
+        """The daemon ends."""
+        return [ToTier(tier.index, StopTier()) for tier in self._state.tiers if tier.up]
+
+    def _ready(self, tier: Tier, message: TierReady, now: float) -> list[Effect]:
+        tier.pid, tier.described, tier.was_up = message.pid, message.described, True
+        tier.total_bytes, tier.used_bytes = message.total_bytes, message.used_bytes
+        tier.chunks = message.chunks
+        tier.next_ping = now + IDLE_PING_SECONDS
+        text = f"is up (pid {message.pid}): {message.described or tier.setting.text}"
+        return [_event(tier, text), *self._spaces(tier)]
+
+    def _failed(self, tier: Tier, message: TierFailed, now: float) -> list[Effect]:
+        del now
+        new, tier.last_error = tier.last_error != message.error, message.error
+        told = [_event(tier, f"cannot be used: {message.error}", "error")] if new else []
+        return [*told, KillTier(tier.index)]
+
+    def _pong(self, tier: Tier, message: TierPong, now: float) -> list[Effect]:
+        if message.progress > tier.progress:
+            tier.breaker.moved(now)
+        tier.progress, tier.pinged = message.progress, None
+        tier.total_bytes, tier.used_bytes = message.total_bytes, message.used_bytes
+        tier.chunks = message.chunks
+        return []
+
+    # ---------------------------------------------------------------- namespaces
+
+    def _spaces(self, tier: Tier) -> list[Effect]:
+        """Tell a process of namespaces that are in use, and of those that are closed."""
+        effects: list[Effect] = []
+        for namespace in [each for each in tier.spaces if not self._state.is_open(each)]:
+            del tier.spaces[namespace]
+            effects.append(ToTier(tier.index, CloseSpace(namespace=namespace.id)))
+        for namespace in self._state.open_namespaces:
+            tiers = namespace.directory.tiers
+            # Before an engine is attached nobody knows how long descriptions are.
+            if namespace in tier.spaces or tiers is None or not namespace.engines:
+                continue
+            if tiers.is_leaving(tier.index):
+                continue
+            geometry, table = namespace.geometry, namespace.table
+            self.demotion.watch(namespace)
+            tier.spaces[namespace] = Opening(namespace.epoch)
+            arenas = range(len(geometry.slot_bytes))
+            order = OpenSpace(
+                namespace=namespace.id,
+                epoch=namespace.epoch,
+                slot_bytes=geometry.slot_bytes,
+                arena_bases=tuple(map(geometry.arena_base, arenas)),
+                num_slots=geometry.num_slots,
+                description_bytes=0 if table.descriptions is None else table.descriptions.room,
+            )
+            effects.append(ToTier(tier.index, order, NamespaceFds(namespace.id)))
+        return effects
+
+    def _opened(self, tier: Tier, message: SpaceOpened, now: float) -> list[Effect]:
+        """A process serves a namespace, and may remember a reset that the daemon does not.
+
+        The daemon's own epoch holds; where it has none, the latest that a tier remembers.
+        """
+        del now
+        namespace = self._state.namespace(message.namespace)
+        opening = tier.spaces.get(namespace) if namespace is not None else None
+        if namespace is None or opening is None or opening.answered:
+            return []
+        effects: list[Effect] = []
+        opening.answered = True
+        ours, theirs = namespace.epoch, message.epoch
+        if theirs > ours and (not ours or namespace in self._adopted):
+            if ours and namespace.directory.tiers is not None:
+                namespace.directory.tiers.forget()
+            namespace.take_epoch(theirs)
+            self._adopted.add(namespace)
+            # Those that have not answered yet are told when they have.
+            others = [each for each in self._answered(namespace) if each is not tier]
+            effects = _new_epoch(namespace, others)
+        elif theirs != ours:
+            effects = _new_epoch(namespace, [tier])
+        self._settle(namespace)
+        return effects
+
+    def _settle(self, namespace: Namespace) -> None:
+        """Begin to use tiers that have answered.
+
+        A shared one waits for the others where the daemon has no epoch of its own: it would find
+        what was there before a reset that they remember.
+        """
+        answered = self._answered(namespace)
+        known = all(tier in answered for tier in self._state.tiers if not tier.info.shared)
+        known = known or (namespace.epoch > 0 and namespace not in self._adopted)
+        for tier in self._state.tiers:
+            if (opening := tier.spaces.get(namespace)) is not None:
+                opening.used = opening.answered and (known or not tier.info.shared)
+        self._tell()
+
+    def reset(self, namespace: Namespace) -> list[Effect]:
+        """A namespace was reset, and has another epoch."""
+        self._adopted.discard(namespace)
+        told = [tier for tier in self._state.tiers if namespace in tier.spaces]
+        return _new_epoch(namespace, told)
+
+    def _answered(self, namespace: Namespace) -> list[Tier]:
+        openings = ((tier, tier.spaces.get(namespace)) for tier in self._state.tiers)
+        return [tier for tier, opening in openings if opening is not None and opening.answered]
+
+    # ------------------------------------------------------------------ contents
+
+    def _held(self, tier: Tier, message: Held, now: float) -> list[Effect]:
+        del now
+        namespace = self._state.namespace(message.namespace)
+        if namespace is not None and message.keys:
+            self._scanned.append((tier, tier.process, namespace, message))
+        return []
+
+    def _take_in(self) -> None:
+        """Note some of what scans have found."""
+        tier, process, namespace, held = self._scanned[0]
+        tiers = namespace.directory.tiers
+        begin, end = self._scanned_at, self._scanned_at + HELD_A_TURN
+        if (
+            tiers is not None
+            and process == tier.process
+            and held.epoch == namespace.epoch
+            and self._state.is_open(namespace)
+        ):
+            columns = (held.first.numpy(), held.count.numpy(), held.groups.numpy())
+            parts = [column[begin:end].tolist() for column in columns]
+            hold, index = tiers.hold, tier.index
+            for key, first, count, group in zip(held.keys[begin:end], *parts, strict=True):
+                hold(key, index, first, count, group)
+        else:
+            end = len(held.keys)
+        self._scanned_at = end
+        if end >= len(held.keys):
+            self._scanned.popleft()
+            self._scanned_at = 0
+
+    def _gone(self, tier: Tier, message: Gone, now: float) -> list[Effect]:
+        del now
+        tier.counts.dropped += len(message.keys)
+        namespace = self._state.namespace(message.namespace)
+        if namespace is not None and (tiers := namespace.directory.tiers) is not None:
+            for key in message.keys:
+                tiers.release(key, tier.index)
+        return []
+
+    def _done(self, tier: Tier, done: Done, now: float) -> list[Effect]:
+        outcomes, order = done.outcomes.tolist(), tier.batches.get(done.number)
+        if order is None or len(outcomes) != len(order.order.keys) or tier.killed:
+            return [] if tier.killed else self._kill(tier, f"its answer {done!r} fits no order")
+        batch = tier.ended(done.number, now)
+        tier.breaker.moved(now)
+        if done.error:
+            tier.last_error = done.error
+        bad = sum(code in _BAD for code in outcomes)
+        effects = self._take(tier, batch, done, now) if batch is not None else []
+        tier.breaker.ended(now, failed=2 * bad >= len(outcomes))
+        # What follows an answer goes on at once, and not after the next look.
+        return effects + self.promotion.work(now) + self.demotion.work(now)
+
+    def _take(self, tier: Tier, batch: Batch, done: Done, now: float) -> list[Effect]:
+        if not self._state.is_open(batch.namespace):
+            return []
+        match batch.order:
+            case Put():
+                return self.demotion.done(tier, batch, batch.order, done, now)
+            case Get() if batch.given_up:
+                self.promotion.late(tier, batch)
+                return []
+            case Get():
+                return self.promotion.done(tier, batch, batch.order, done, now)
+            case Ask():
+                return self.promotion.answered(tier, batch, batch.order, done, now)
+
+    # ---------------------------------------------------------------------- time
+
+    def due(self, now: float) -> float:
+        """Seconds until `turn` has something to do, as far as nothing arrives; at most a tick."""
+        if not self._state.tiers:
+            return SPACES_SECONDS
+        if self._scanned or (self.promotion.waiting and not self.promotion.blocked):
+            return 0.0
+        if not self.demotion.blocked and self.demotion.waiting(now):
+            return self.demotion.pause(now)
+        watched = any(tier.batches or not tier.breaker.closed for tier in self._state.tiers)
+        if watched or self.promotion.waiting or self.demotion.blocked:
+            return max(0.0, min(LOOK_SECONDS, self._looked + LOOK_SECONDS - now))
+        return SPACES_SECONDS
+
+    def turn(self, now: float) -> list[Effect]:
+        """Do what is due."""
+        if not self._state.tiers or self._state.stopping:
+            return []
+        effects: list[Effect] = []
+        if now >= self._looked + LOOK_SECONDS:
+            away, self._looked = now - self._looked - 2 * LOOK_SECONDS, now
+            for tier in self._state.tiers:
+                if away > 0:
+                    tier.breaker.held_up(away, now)
+                effects += self._look(tier, now)
+        if now >= self._next_spaces:
+            self._next_spaces = now + SPACES_SECONDS
+            self._adopted = set(filter(self._state.is_open, self._adopted))
+            self.promotion.prune()
+            for tier in self._state.tiers:
+                if tier.up:
+                    effects += self._spaces(tier)
+        if self._scanned:
+            self._take_in()
+        if self.promotion.waiting:
+            effects += self.promotion.work(now)
+        effects += self.demotion.work(now)
+        if now >= self._next_tell:
+            self._next_tell = now + TELL_SECONDS
+            self._tell()
+        return effects
+
+    def _look(self, tier: Tier, now: float) -> list[Effect]:
+        """See whether a tier is late, stuck, or to be tried again."""
+        breaker, effects = tier.breaker, list[Effect]()
+        if not tier.up:
+            if tier.started is None or now - tier.started < START_SECONDS or tier.killed:
+                return []
+            return self._kill(tier, f"it has not begun to serve in {START_SECONDS:.0f} s")
+        outstanding = bool(tier.batches)
+        silent = now - tier.pinged if tier.pinged is not None else 0.0
+        breaker.look(now, outstanding=outstanding)
+        if silent > max(IDLE_PING_SECONDS, breaker.late_seconds):
+            breaker.signal(Signal.LATE, now, f"its process has not answered for {silent:.1f} s")
+        stuck = max(silent, now - breaker.moved_at if outstanding else 0.0)
+        if stuck > STUCK_SECONDS:
+            effects += self._kill(tier, f"nothing has moved for {stuck:.1f} s")
+            return effects + self._follow(tier, now)
+        if tier.pinged is None and (outstanding or now >= tier.next_ping):
+            tier.pinged, tier.next_ping = now, now + IDLE_PING_SECONDS
+            effects.append(ToTier(tier.index, TierPing()))
+        return effects + self._follow(tier, now)
+
+    def _follow(self, tier: Tier, now: float) -> list[Effect]:
+        """Act where the breaker's state is another than before."""
+        before, tier.seen = tier.seen, tier.breaker.state
+        if before is tier.seen:
+            return []
+        effects: list[Effect] = []
+        if tier.seen is State.OPEN:
+            gets = (batch for batch in tier.gets() if not batch.given_up)
+            for batch in gets:
+                tier.trial = batch.namespace, batch.order.keys[0]
+                break
+            effects = self.promotion.give_up(tier)
+            if before is State.CLOSED:
+                text = f"is set aside: {tier.breaker.why}; engines miss what it holds meanwhile"
+                effects.append(_event(tier, text, "warning"))
+        elif tier.seen is State.PROBING:
+            effects = self._probe(tier, now)
+        else:
+            effects.append(_event(tier, "is used again"))
+        self._tell()
+        return effects
+
+    def _probe(self, tier: Tier, now: float) -> list[Effect]:
+        """Try a tier with one order, the last that was given up if there is one."""
+        effects: list[Effect] = []
+        spaces = [namespace for namespace, opening in tier.spaces.items() if opening.used]
+        if tier.info.shared and spaces:
+            effects = self.promotion.probe(tier, spaces[0], now)
+        elif tier.trial is not None and tier.trial[0] in spaces:
+            namespace, key = tier.trial
+            effects = self.promotion.get(tier, namespace, [key], (), now)
+        tier.trial = None
+        effects = effects or self.demotion.probe(tier, now)
+        if not tier.batches:  # there is nothing to try it with, nor to lose
+            tier.breaker.signal(Signal.PROVEN, now)
+            effects += self._follow(tier, now)
+        return effects
+
+    def _kill(self, tier: Tier, why: str) -> list[Effect]:
+        """Have a process end; nobody waits for that, and its slots stay till then."""
+        tier.killed = True
+        return [_event(tier, f"is killed: {why}", "error"), KillTier(tier.index)]
+
+    def _tell(self) -> None:
+        """Write what is known of tiers into the directories, where it has changed."""
+        for namespace in self._state.open_namespaces:
+            if (tiers := namespace.directory.tiers) is None:
+                continue
+            waiting = self.promotion.waiting_bytes(namespace)
+            for tier in self._state.tiers:
+                status = tier.status(namespace, waiting)
+                if tiers.status(tier.index) != status:
+                    tiers.set_status(tier.index, status)
+
+    def __repr__(self) -> str:
+        return f"<Tiering of {self._state.tiers!r}>"
+
+
+def _new_epoch(namespace: Namespace, tiers: Iterable[Tier]) -> list[Effect]:
+    order = NewEpoch(namespace=namespace.id, epoch=namespace.epoch)
+    return [ToTier(tier.index, order) for tier in tiers]
+
+
+_BAD = {int(Outcome.FAILED), int(Outcome.LATE)}
+
+
+def _event(tier: Tier, text: str, level: str = "info") -> Event:
+    return Event(f"tier {tier.name} {text}", level, {"tier": tier.name})

@@ -1,0 +1,152 @@
+"""The processes of tiers: start, read, write, restart, end.
+
+The broker never waits for one. One that does not read its orders is killed; one that has been
+killed and does not die, because its medium hangs, is left alone: the next is started when it has.
+"""
+
+import contextlib
+import logging
+import select
+import time
+from collections.abc import Callable, Sequence
+
+from kvd.broker.broker import Broker
+from kvd.broker.effects import Effect, ToTier
+from kvd.broker.tiers import Tier
+from kvd.daemon.child import ChildProcess
+from kvd.daemon.memory import PoolMemory
+from kvd.errors import BadDatagram, ChannelFull
+from kvd.wire.seqpacket import close_all
+from kvd.wire.tiering import TIERING, BeginTier, TierReady
+from kvd_proto.errors import DecodeError
+from kvd_proto.messages import Message
+
+log = logging.getLogger("kvd.daemon")
+_PAUSE_SECONDS = 0.25
+_END_SECONDS = 2.0
+_MESSAGES_A_TURN = 64
+
+
+class TierProcesses:
+    """One process for each tier, in order.
+
+    Args:
+        core: is told of messages, and of each process's beginning and end.
+        poller: where links and ends are registered.
+        carry_out: carries effects out.
+    """
+
+    def __init__(
+        self, core: Broker, poller: select.epoll, carry_out: Callable[[list[Effect]], None]
+    ) -> None:
+        self._core = core
+        self._carry_out = carry_out
+        self._children = [self._child(tier, poller) for tier in core.state.tiers]
+        self._unread: set[int] = set()
+
+    @staticmethod
+    def _child(tier: Tier, poller: select.epoll) -> ChildProcess:
+        child = ChildProcess("kvd.tier", f"tier {tier.name}", poller, _PAUSE_SECONDS)
+        child.fields = {"tier": tier.name}
+        return child
+
+    def patience(self, now: float) -> float:
+        """Seconds until something is due, as far as nothing arrives."""
+        return 0.0 if self._unread else self._core.tiering.due(now)
+
+    def start_due(self, pool: PoolMemory, now: float) -> None:
+        """Start every process that does not run and whose pause is over."""
+        settings = self._core.state.settings
+        for index, child in enumerate(self._children):
+            if child.running or now < child.start_at or not child.spawn([], now):
+                continue
+            self._core.tiering.begun(index, child.pid, now)
+            begin = BeginTier(
+                index=index,
+                setting=self._core.state.tiers[index].setting.text,
+                pool_bytes=pool.nbytes,
+                log_level=settings.log_level,
+                log_style=settings.log_format,
+            )
+            self._send(index, begin, [pool.fd])
+
+    def turn(self, ready: dict[int, int], now: float) -> None:
+        """Read what tiers have sent, notice those that have ended, do what is due."""
+        unread, self._unread = self._unread, set()
+        for index, child in enumerate(self._children):
+            if child.link is not None:
+                with contextlib.suppress(EOFError):  # what it sent before is read, and its end
+                    if child.link.wants_write:
+                        child.link.flush()
+                if child.link.fileno() in ready or index in unread:
+                    self._receive(index, child, now)
+            if child.pidfd in ready:
+                self._carry_out(self._core.tiering.lost(index, child.reap(now), now))
+        self._carry_out(self._core.tiering.turn(now))
+
+    def _receive(self, index: int, child: ChildProcess, now: float) -> None:
+        """Take in some of what has come; more of it in the next turn of the loop."""
+        for _ in range(_MESSAGES_A_TURN):
+            try:
+                received = child.link.recv() if child.link is not None else None
+                if received is None:
+                    return
+                close_all(received[1])
+                _, message = TIERING.decode(received[0])
+            except EOFError:
+                child.hang_up()
+                return
+            except (DecodeError, BadDatagram):
+                log.exception("%s sent what is no message", child.name, extra=child.fields)
+                child.kill()
+                return
+            if isinstance(message, TierReady):
+                child.served = True
+            self._carry_out(self._core.tiering.received(index, message, now))
+        self._unread.add(index)
+
+    def send(self, effect: ToTier, fds: Sequence[int]) -> None:
+        """Write to a tier."""
+        self._send(effect.tier, effect.message, fds)
+
+    def _send(self, index: int, message: Message, fds: Sequence[int]) -> None:
+        child = self._children[index]
+        if child.link is None:
+            return
+        try:
+            child.link.send(TIERING.encode(message), fds)
+        except (ChannelFull, EOFError, OSError) as error:
+            log.error("%s does not read (%s)", child.name, error, extra=child.fields)  # noqa: TRY400  # the text has the reason
+            child.kill()
+
+    def kill(self, index: int) -> None:
+        """End a process without asking."""
+        self._children[index].kill()
+
+    def close(self) -> None:
+        """End all, those that were told to stop after a moment, and wait for none that hangs."""
+        self._wait()
+        for child in self._children:
+            child.hang_up()
+        for child in self._wait():
+            log.error(
+                "%s, pid %d, does not end: its medium hangs; the next daemon starts when it has"
+                " ended", child.name, child.pid, extra=child.fields,
+            )  # fmt: skip
+
+    def _wait(self) -> list[ChildProcess]:
+        """Reap those that end within a moment; return the others."""
+        end = time.monotonic() + _END_SECONDS
+        left = [child for child in self._children if child.running]
+        while left and (rest := end - time.monotonic()) > 0:
+            poll = select.poll()
+            for child in left:
+                poll.register(child.pidfd, select.POLLIN)
+            ended = dict(poll.poll(rest * 1000))
+            for child in [each for each in left if each.pidfd in ended]:
+                child.reap(0.0)
+                left.remove(child)
+        return left
+
+    def __repr__(self) -> str:
+        return f"<TierProcesses {self._children}>"

@@ -1,0 +1,286 @@
+"""A broker with tiers whose processes a test plays: what they are told, and what they answer."""
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from kvd.broker.effects import ChunksReady, Effect, Event, KillTier, ToTier
+from kvd.broker.tiers import Tier
+from kvd.wire.tiering import (
+    Ask,
+    CloseSpace,
+    Done,
+    Drop,
+    Get,
+    Held,
+    NewEpoch,
+    OpenSpace,
+    Outcome,
+    Put,
+    SpaceOpened,
+    TierPing,
+    TierPong,
+    TierReady,
+)
+from kvd_proto.arrays import IntArray
+from kvd_proto.directory import LookupResult
+from kvd_proto.messages import Message
+from tests.broker.test_steps import Bench, Ref, pin
+
+STEP = 0.05
+
+
+class FakeTier:
+    """A tier's process: it has chunks by namespace, epoch and key, and answers when it is told.
+
+    hangs: it answers nothing. epochs: by namespace, what it remembers.
+    """
+
+    def __init__(self, bench: "TierBench", index: int) -> None:
+        self.bench = bench
+        self.index = index
+        self.kept: dict[tuple[bytes, int, bytes], tuple[int, int, int, bytes]] = {}
+        self.epochs: dict[bytes, int] = {}
+        self.told: list[Message] = []
+        self.waiting: list[Put | Get | Ask] = []
+        self.hangs = False
+        self.spoils: Outcome | None = None
+        self.progress = 0
+        self.pinged = False
+
+    @property
+    def tier(self) -> Tier:
+        """What the broker knows of it."""
+        return self.bench.broker.state.tiers[self.index]
+
+    def start(self) -> None:
+        """A process begins, and serves."""
+        pid = 100 + self.index
+        self.bench.broker.tiering.begun(self.index, pid, self.bench.now)
+        ready = TierReady(
+            pid=pid,
+            medium="disk",
+            shared=False,
+            described="",
+            total_bytes=0,
+            used_bytes=0,
+            chunks=0,
+        )
+        self.say(ready)
+
+    def say(self, message: Message) -> None:
+        """It sends a message."""
+        bench = self.bench
+        bench.carry_out(bench.broker.tiering.received(self.index, message, bench.now))
+
+    def end(self) -> None:
+        """Its process ends."""
+        bench = self.bench
+        self.waiting.clear()
+        bench.carry_out(bench.broker.tiering.lost(self.index, "killed", bench.now))
+
+    def take(self, message: Message) -> None:
+        """It is told something."""
+        self.told.append(message)
+        match message:
+            case OpenSpace(namespace=namespace, epoch=epoch):
+                self.epochs[namespace] = epoch or self.epochs.get(namespace, 0)
+                if not self.hangs:
+                    self.opened(namespace)
+            case NewEpoch(namespace=namespace, epoch=epoch):
+                self.epochs[namespace] = epoch
+            case TierPing():
+                self.pinged = True
+                if not self.hangs:
+                    self.pong()
+            case Put() | Get() | Ask():
+                self.waiting.append(message)
+            case Drop(namespace=namespace, keys=keys):
+                for key in keys:
+                    self.kept.pop((namespace, self.epochs[namespace], key), None)
+            case CloseSpace():
+                pass
+
+    def pong(self) -> None:
+        """It answers a ping."""
+        self.pinged = False
+        self.say(pong(self.progress))
+
+    def opened(self, namespace: bytes) -> None:
+        """It serves a namespace, and says what it has of it."""
+        epoch = self.epochs[namespace]
+        self.say(SpaceOpened(namespace=namespace, epoch=epoch))
+        mine = {
+            key: it for (of, at, key), it in self.kept.items() if (of, at) == (namespace, epoch)
+        }
+        self.say(held(namespace, epoch, mine))
+
+    def answer(self) -> list[Put | Get | Ask]:
+        """It does what it was told, as far as it does not hang; what that was."""
+        if self.hangs:
+            return []
+        if self.pinged:
+            self.pong()
+        orders, self.waiting = self.waiting, []
+        for order in orders:
+            self.progress += len(order.keys)
+            self.say(self._done(order))
+        return orders
+
+    def _done(self, order: Put | Get | Ask) -> Done:
+        namespace = order.namespace
+        epoch = self.epochs[namespace]
+        outcomes, found = [], []
+        for i, key in enumerate(order.keys):
+            there = self.kept.get((namespace, epoch, key))
+            if isinstance(order, Put):
+                blocks = order.first.tolist()[i], order.count.tolist()[i], order.groups.tolist()[i]
+                if self.spoils is None:
+                    self.kept[namespace, epoch, key] = (*blocks, b"")
+                outcome = Outcome.OK if self.spoils is None else self.spoils
+            elif there is None:
+                outcome = Outcome.ABSENT
+            else:
+                outcome = Outcome.OK if self.spoils is None else self.spoils
+            outcomes.append(outcome)
+            found.append(there if there and outcome is Outcome.OK else (0, 0, 0, b""))
+        return done(order, outcomes, found if isinstance(order, Get) else [])
+
+
+class TierBench(Bench):
+    """A broker with a lane, tiers and an engine of one rank, at a time that a test lets pass.
+
+    now: seconds; of all of them, so that a test can have directories read that clock, too.
+    """
+
+    now: ClassVar[float] = 1.0
+
+    def __init__(self, *tiers: str, chunks: int = 64, **settings: Any) -> None:
+        type(self).now = 1.0
+        self.woken: list[int] = []
+        self.events: list[Event] = []
+        self.killed: list[int] = []
+        self.fakes: list[FakeTier] = []
+        super().__init__(chunks, tier=list(tiers), **settings)
+        self.fakes = [FakeTier(self, index) for index in range(len(tiers))]
+        for fake in self.fakes:
+            fake.start()
+        self.turn()
+
+    @property
+    def namespace(self) -> Any:
+        """The engine's."""
+        return self.engine(self.scheduler).namespace
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """What the broker wants done."""
+        for effect in effects:
+            match effect:
+                case ToTier(tier=index, message=message):
+                    self.fakes[index].take(message)
+                case KillTier(tier=index):
+                    self.killed.append(index)
+                case ChunksReady(engine=engine):
+                    self.woken.append(engine)
+                case Event():
+                    self.events.append(effect)
+        self.answer(effects)
+
+    def turn(self, seconds: float = 0.0) -> None:
+        """Time passes, and the broker looks around."""
+        end = self.now + seconds
+        while True:
+            self.carry_out(self.broker.tiering.turn(self.now))
+            while self.broker.background.busy:
+                self.carry_out(self.broker.background.work())
+            if self.now >= end:
+                return
+            type(self).now = min(end, self.now + STEP)
+
+    def run(self, seconds: float = 1.0) -> None:
+        """Time passes, and tiers do what they are told."""
+        end = self.now + seconds
+        while self.now < end:
+            self.turn(STEP)
+            for fake in self.fakes:
+                fake.answer()
+
+    def store(self, *keys: bytes) -> list[Ref]:
+        """These are READY; nobody has asked for them yet."""
+        refs = self.step(wanted=len(keys) + 1, now=self.now)[0]
+        loans = self.table().slots.loans.of(self.engine(self.scheduler).number)
+        refs = list(loans.items())[: len(keys)]
+        self.begin(list(keys), refs, now=self.now)
+        self.share(refs)
+        return refs
+
+    def load(self, refs: Sequence[Ref]) -> None:
+        """An engine loads these chunks."""
+        number = self.number = getattr(self, "number", 0) + 1
+        self.step(pins=(pin(number, list(refs)),), now=self.now)
+        self.step(unpinned=(number,), now=self.now)
+
+    def keep(self, *keys: bytes) -> None:
+        """These are in the tiers that want what was asked for, and in memory."""
+        self.load(self.store(*keys))
+        self.run()
+
+    def evict(self) -> None:
+        """Memory holds no chunk any more."""
+        self.table().remove(0, self.namespace.geometry.num_slots, 0.0)
+
+    def seek(self, *keys: bytes) -> None:
+        """The scheduler wants these."""
+        self.carry_out(self.step(sought=keys, now=self.now)[1])
+
+    def lookup(self, *keys: bytes) -> list[LookupResult]:
+        """What lookups answer."""
+        found: list[LookupResult] = self.namespace.directory.lookup_many(list(keys))
+        return found
+
+    def below(self, key: bytes) -> int | None:
+        """Bits of the tiers that the directory names; None: none."""
+        place = self.namespace.directory.tiers.find(key)
+        return None if place is None else place.tiers
+
+    def check(self) -> None:
+        """What the broker believes contradicts itself nowhere."""
+        self.broker.state.check_integrity()
+
+
+def pong(progress: int) -> TierPong:
+    """An answer to a ping."""
+    return TierPong(
+        progress=progress, busy=0, queued_bytes=0, total_bytes=2**30, used_bytes=0, chunks=0
+    )
+
+
+def done(
+    order: Put | Get | Ask,
+    outcomes: Sequence[Outcome],
+    found: Sequence[tuple[int, int, int, bytes]] = (),
+) -> Done:
+    """The answer to an order."""
+    return Done(
+        number=order.number,
+        outcomes=IntArray.of(list(map(int, outcomes)), "u1"),
+        first=IntArray.of([it[0] for it in found], "u2"),
+        count=IntArray.of([it[1] for it in found], "u2"),
+        groups=IntArray.of([it[2] for it in found], "u2"),
+        descriptions=tuple(it[3] for it in found),
+        nanoseconds=1000,
+        waited=0,
+        error="",
+    )
+
+
+def held(namespace: bytes, epoch: int, kept: dict[bytes, tuple[int, int, int, bytes]]) -> Held:
+    """What a scan has found."""
+    return Held(
+        namespace=namespace,
+        epoch=epoch,
+        keys=tuple(kept),
+        first=IntArray.of([it[0] for it in kept.values()], "u2"),
+        count=IntArray.of([it[1] for it in kept.values()], "u2"),
+        groups=IntArray.of([it[2] for it in kept.values()], "u2"),
+        last=True,
+    )

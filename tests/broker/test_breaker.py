@@ -1,0 +1,181 @@
+"""The circuit breaker of a tier: when it opens and closes, and that its table is complete."""
+
+import itertools
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.broker.breaker import (
+    FIRST_PAUSE,
+    LONGEST_PAUSE,
+    QUIET_SECONDS,
+    TABLE,
+    Breaker,
+    Signal,
+    State,
+)
+
+LATE = 0.2
+
+
+def opened(signal: Signal = Signal.LATE) -> Breaker:
+    """One that opened at 100 s."""
+    breaker = Breaker(LATE)
+    breaker.signal(signal, 100.0, "a test")
+    return breaker
+
+
+def test_what_is_outstanding_and_does_not_move_opens_it() -> None:
+    """After `late_seconds` without progress, and not while something moves or nothing is due."""
+    breaker = Breaker(LATE)
+    breaker.look(50.0, outstanding=False)
+    breaker.sent(100.0, idle=True)
+    breaker.look(100.19, outstanding=True)
+    breaker.moved(100.19)
+    breaker.sent(100.3, idle=False)
+    breaker.look(100.38, outstanding=True)
+    assert breaker.closed
+    breaker.look(100.4, outstanding=True)
+    assert (breaker.state, breaker.why) == (State.OPEN, "nothing moved for 0.21 s")
+    assert breaker.opened == {"late": 1}
+
+
+def test_time_in_which_nobody_watched_is_not_the_tiers() -> None:
+    """A daemon that stood still itself sets nobody aside for it."""
+    breaker = Breaker(LATE)
+    breaker.sent(100.0, idle=True)
+    breaker.held_up(9.0, 109.1)
+    breaker.look(109.1, outstanding=True)
+    assert breaker.closed
+
+
+@pytest.mark.parametrize(("failed", "opens"), [(3, False), (4, True)])
+def test_half_of_the_last_batches_open_it(failed: int, opens: bool) -> None:
+    """Four at least, so that one error of a tier that is used little costs nothing."""
+    breaker = Breaker(LATE)
+    for _ in range(4):
+        breaker.ended(1.0, failed=False)
+    for _ in range(failed):
+        breaker.ended(2.0, failed=True)
+    assert (breaker.state is State.OPEN) is opens
+
+
+def test_errors_that_are_few_among_many_do_not_open_it() -> None:
+    """Seven of sixteen stay below half, however long that goes on."""
+    breaker = Breaker(LATE)
+    for i in range(160):
+        breaker.ended(float(i), failed=i % 16 >= 9)
+    assert breaker.closed
+
+
+def test_three_corrupt_chunks_in_a_minute_open_it() -> None:
+    """Three in more than a minute do not."""
+    breaker = Breaker(LATE)
+    for now in (0.0, 31.0, 62.0, 93.0):
+        breaker.corrupt(now)
+    assert breaker.closed
+    breaker.corrupt(123.0)
+    assert breaker.closed
+    breaker.corrupt(124.0)
+    assert (breaker.state, breaker.opened) == (State.OPEN, {"corrupt": 1})
+
+
+def test_it_is_probed_after_the_pause_when_it_is_idle() -> None:
+    """Not while it has not ended what it had begun."""
+    breaker = opened()
+    states = []
+    for after, outstanding in ((0.0, True), (-0.1, False), (0.0, False)):
+        breaker.look(100.0 + FIRST_PAUSE + after, outstanding=outstanding)
+        states.append(breaker.state)
+    assert states == [State.OPEN, State.OPEN, State.PROBING]
+
+
+def test_pauses_double_up_to_five_seconds_and_begin_anew_after_a_quiet_time() -> None:
+    """A probe that fails, or one that closes it for a moment only, makes the next one later."""
+    breaker, now, pauses = opened(), 100.0, []
+    for _ in range(8):
+        pauses.append(breaker.retry_at - now)
+        now = breaker.retry_at
+        breaker.look(now, outstanding=False)
+        breaker.ended(now, failed=True)
+    assert pauses == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE) for i in range(8)]
+    assert breaker.opened == {"late": 1}
+    now = breaker.retry_at
+    breaker.look(now, outstanding=False)
+    breaker.ended(now, failed=False)
+    assert breaker.closed
+    breaker.lost(now + 1, "it ended")
+    assert breaker.retry_at == now + 1 + LONGEST_PAUSE
+    now = breaker.retry_at
+    breaker.look(now, outstanding=False)
+    breaker.ended(now, failed=False)
+    breaker.lost(now + QUIET_SECONDS, "it ended")
+    assert breaker.retry_at == now + QUIET_SECONDS + FIRST_PAUSE
+
+
+def test_what_ends_while_it_is_open_says_nothing() -> None:
+    """Batches that were sent before it opened neither close it nor open it again."""
+    breaker = opened()
+    for _ in range(20):
+        breaker.ended(100.1, failed=True)
+    breaker.look(101.0, outstanding=False)
+    breaker.ended(101.0, failed=False)
+    assert breaker.closed
+    breaker.ended(101.1, failed=True)
+    assert breaker.closed
+
+
+def test_every_pair_is_in_the_table_or_changes_nothing() -> None:
+    """Whatever is seen in whatever state: the state is the table's."""
+    for state, signal in itertools.product(State, Signal):
+        breaker = Breaker(LATE)
+        breaker.state = state
+        breaker.signal(signal, 1.0)
+        assert breaker.state is TABLE.get((state, signal), state)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(
+                ["sent", "moved", "good", "bad", "corrupt", "lost", "busy", "idle", "away"]
+            ),
+            st.floats(0.0, 3.0),
+        ),
+        max_size=60,
+    )
+)
+def test_it_is_never_used_but_by_way_of_a_probe(events: list[tuple[str, float]]) -> None:
+    """It closes from probing only, opens at once for what is bad, and pauses within bounds."""
+    breaker, now = Breaker(LATE), 100.0
+    for what, seconds in events:
+        now += seconds
+        before, due = breaker.state, breaker.retry_at
+        match what:
+            case "sent":
+                breaker.sent(now, idle=True)
+            case "moved":
+                breaker.moved(now)
+            case "good" | "bad":
+                breaker.ended(now, failed=what == "bad")
+            case "corrupt":
+                breaker.corrupt(now)
+            case "lost":
+                breaker.lost(now, "it ended")
+            case "busy" | "idle":
+                breaker.look(now, outstanding=what == "busy")
+            case _:
+                breaker.held_up(seconds, now)
+        after = breaker.state
+        assert breaker.moved_at <= now
+        if what == "lost":
+            assert after is State.OPEN
+        if after is not before:
+            assert (before, after) in {(a, b) for (a, _), b in TABLE.items()}
+            assert breaker.since == now
+        if after is State.PROBING and before is State.OPEN:
+            assert now >= due
+        if after is State.OPEN and before is not State.OPEN:
+            assert FIRST_PAUSE <= breaker.retry_at - now + 1e-9 <= LONGEST_PAUSE + 1e-6
+            assert breaker.why

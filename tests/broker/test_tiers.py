@@ -1,0 +1,570 @@
+"""What goes down to tiers and comes up from them, and tiers that hang, err or end."""
+
+from typing import Any
+
+import pytest
+
+from kvd.broker.breaker import State
+from kvd.broker.effects import Notify
+from kvd.broker.tiering import STUCK_SECONDS
+from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, NewEpoch, OpenSpace, Outcome, Put
+from kvd_proto.directory import LookupResult
+from kvd_proto.messages import Attached, Clear, Drain, Reset, TierInfo
+from tests.broker.brokers import join, mapped, register
+from tests.broker.fake_tier import STEP, FakeTier, TierBench, done, held
+from tests.broker.test_steps import bring_up
+
+DISK, SHARED = "disk:/a", "mooncake:master=a:1"
+HIT, PENDING, MISS = LookupResult.HIT, LookupResult.HIT_PENDING, LookupResult.MISS
+
+
+@pytest.fixture(autouse=True)
+def one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Directories read the time that tests let pass."""
+    monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(TierBench.now * 1e9))
+
+
+def bench_of(*tiers: str, chunks: int = 64) -> tuple[TierBench, FakeTier]:
+    """A broker with these tiers, and the first of them."""
+    bench = TierBench(*tiers, chunks=chunks)
+    return bench, bench.fakes[0]
+
+
+def keys_told(fake: FakeTier, kind: type[Put | Get | Ask]) -> list[bytes]:
+    """Keys of all orders of this kind that a tier was given."""
+    return [key for order in fake.told if isinstance(order, kind) for key in order.keys]
+
+
+# -------------------------------------------------------------------------- down
+
+
+def test_what_was_asked_for_goes_down_and_is_found_there() -> None:
+    """A chunk that was only stored stays out; the directory names the tier when it has answered."""
+    bench, disk = bench_of(DISK)
+    refs = bench.store(b"a", b"b")
+    bench.load(refs[:1])
+    bench.run()
+    assert keys_told(disk, Put) == [b"a"]
+    assert (bench.below(b"a"), bench.below(b"b")) == (1, None)
+    assert disk.tier.counts.puts["ok"] == 1
+    bench.load(refs[:1])
+    bench.run()
+    assert keys_told(disk, Put) == [b"a"]
+    bench.check()
+
+
+@pytest.mark.parametrize(("keep", "told"), [("all", [b"a"]), ("never", [])])
+def test_keep_says_what_goes_down(keep: str, told: list[bytes]) -> None:
+    """All that becomes READY, or nothing, even of what was asked for."""
+    bench, disk = bench_of(f"{DISK},keep={keep}")
+    refs = bench.store(b"a")
+    bench.run()
+    assert keys_told(disk, Put) == told
+    bench.load(refs)
+    bench.run()
+    assert keys_told(disk, Put) == told
+
+
+def test_bytes_on_their_way_down_are_bounded() -> None:
+    """A tier that does not answer is given `queue` bytes and no more; the rest waits."""
+    bench, disk = bench_of(f"{DISK},queue=16KiB,late=60")
+    bench.load(bench.store(*(bytes([i]) for i in range(10))))
+    bench.turn(1.0)
+    assert len(keys_told(disk, Put)) == 4
+    assert disk.tier.put_bytes == 16384
+    bench.run(2.0)
+    assert len(keys_told(disk, Put)) == 10
+    assert disk.tier.put_bytes == 0
+
+
+def test_a_full_tier_is_given_nothing_for_a_while() -> None:
+    """It is not set aside for that, and is tried again."""
+    bench, disk = bench_of(DISK)
+    disk.spoils = Outcome.FULL
+    bench.load(bench.store(b"a"))
+    bench.run(0.3)
+    assert bench.below(b"a") is None
+    bench.load(bench.store(b"b"))
+    bench.run(0.3)
+    assert keys_told(disk, Put) == [b"a"]
+    assert disk.tier.in_use
+    disk.spoils = None
+    bench.run(1.0)
+    assert keys_told(disk, Put) == [b"a", b"b"]
+    assert bench.below(b"b") == 1
+
+
+def test_each_of_two_tiers_gets_what_it_wants() -> None:
+    """One that keeps all and one that keeps what was asked for: a chunk may be in both."""
+    bench = TierBench(f"{DISK},keep=all", "memory:")
+    refs = bench.store(b"a", b"b")
+    bench.run()
+    assert [bench.below(key) for key in (b"a", b"b")] == [1, 1]
+    bench.load(refs[1:])
+    bench.run()
+    assert [bench.below(key) for key in (b"a", b"b")] == [1, 3]
+
+
+def test_a_put_that_was_under_way_at_a_reset_is_not_found() -> None:
+    """What is kept under the old epoch is nothing."""
+    bench, disk = bench_of(DISK)
+    bench.load(bench.store(b"a"))
+    bench.turn(STEP)
+    (order,) = disk.waiting
+    bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+    disk.waiting.clear()
+    disk.say(done(order, [Outcome.OK]))
+    assert bench.below(b"a") is None
+    bench.check()
+
+
+# ---------------------------------------------------------------------------- up
+
+
+def test_what_is_sought_comes_up_and_wakes_the_engine() -> None:
+    """Pending from the step on, then there with its blocks; the engine is told."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a", b"b")
+    bench.evict()
+    assert bench.lookup(b"a", b"b") == [MISS, MISS]
+    bench.seek(b"a", b"b")
+    assert bench.lookup(b"a", b"b") == [PENDING, PENDING]
+    bench.woken.clear()
+    bench.run(STEP)
+    assert bench.lookup(b"a", b"b") == [HIT, HIT]
+    assert bench.woken == [bench.engine(bench.scheduler).number]
+    assert disk.tier.counts.gets["ok"] == 2
+    assert disk.tier.counts.get_bytes == 8192
+    assert disk.tier.pace.bytes_per_second > 0
+    assert keys_told(disk, Put) == [b"a", b"b"]  # and not once more, when it is asked for
+    bench.check()
+
+
+def test_what_is_here_or_nowhere_is_not_asked_of_a_tier() -> None:
+    """READY and unknown keys cost a tier that is not shared nothing."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a")
+    bench.seek(b"a", b"x")
+    bench.run()
+    assert keys_told(disk, Get) == keys_told(disk, Ask) == []
+
+
+def test_a_key_that_is_coming_is_asked_for_once_and_wakes_all_who_seek_it() -> None:
+    """A second engine that seeks it while it comes is told, too."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a")
+    bench.evict()
+    second = bring_second(bench)
+    bench.seek(b"a")
+    bench.carry_out(bench.step(second, sought=(b"a",), now=bench.now)[1])
+    bench.woken.clear()
+    bench.run(STEP)
+    assert keys_told(disk, Get) == [b"a"]
+    numbers = [bench.engine(session).number for session in (bench.scheduler, second)]
+    assert sorted(bench.woken) == sorted(numbers)
+
+
+def bring_second(bench: TierBench) -> Any:
+    """The scheduler of another engine of the same model."""
+    return bring_up(bench.broker, "other")
+
+
+@pytest.mark.parametrize("outcome", [Outcome.ABSENT, Outcome.CORRUPT, Outcome.FAILED, Outcome.LATE])
+def test_a_get_that_fails_is_a_miss_and_its_slot_is_free(outcome: Outcome) -> None:
+    """What is not there, or not right, is forgotten; what could not be read may be there still."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a")
+    bench.evict()
+    disk.spoils = outcome
+    bench.seek(b"a")
+    bench.run(STEP)
+    assert bench.lookup(b"a") == [MISS]
+    assert bench.table().slots.stats()["draining"] == 0
+    gone = outcome in {Outcome.ABSENT, Outcome.CORRUPT}
+    assert bench.below(b"a") == (None if gone else 1)
+    assert disk.tier.counts.gets[outcome.name.lower()] == 1
+    corrupt = [event for event in bench.events if "is not what was put there" in event.text]
+    assert len(corrupt) == (outcome is Outcome.CORRUPT)
+    bench.check()
+
+
+def test_promotions_take_a_quarter_of_what_is_held_and_the_rest_waits_its_turn() -> None:
+    """All of a long prompt comes up, its head first, a part at a time."""
+    bench, disk = bench_of(f"{DISK},late=60")
+    keys = [bytes([i]) for i in range(40)]
+    bench.keep(*keys)
+    bench.evict()
+    bench.seek(*keys)
+    first = keys_told(disk, Get)
+    assert first == keys[: len(first)]
+    assert len(first) == 64 // 4
+    bench.run()
+    assert keys_told(disk, Get) == keys
+    assert bench.lookup(*keys) == [HIT] * 40
+    bench.check()
+
+
+def test_what_finds_no_room_for_two_seconds_is_forgotten() -> None:
+    """Nobody waits for it any more."""
+    bench, disk = bench_of(f"{DISK},late=60,queue=4KiB")
+    bench.keep(b"a")
+    bench.keep(b"b")
+    bench.evict()
+    bench.seek(b"a", b"b")
+    assert keys_told(disk, Get) == [b"a"]
+    bench.turn(2.5)
+    disk.answer()
+    bench.run()
+    assert keys_told(disk, Get) == [b"a"]
+    assert bench.lookup(b"b") == [MISS]
+
+
+def test_nothing_comes_up_while_the_daemon_is_drained() -> None:
+    """A promotion is a store."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a")
+    bench.evict()
+    bench.broker.request(join(bench.broker, "tool"), 2, Drain(), bench.now)
+    bench.seek(b"a")
+    bench.run()
+    assert keys_told(disk, Get) == []
+
+
+def test_the_first_tier_that_has_a_chunk_and_is_in_use_gives_it() -> None:
+    """The order is the settings'; one that is set aside is passed over."""
+    bench = TierBench(DISK, "memory:")
+    first, second = bench.fakes
+    bench.keep(b"a", b"b")
+    bench.evict()
+    bench.seek(b"a")
+    bench.run(STEP)
+    assert (keys_told(first, Get), keys_told(second, Get)) == ([b"a"], [])
+    first.end()
+    bench.seek(b"b")
+    bench.run(STEP)
+    assert keys_told(second, Get) == [b"b"]
+    assert bench.lookup(b"a", b"b") == [HIT, HIT]
+
+
+# ------------------------------------------------------------------------ shared
+
+
+def test_a_shared_tier_is_asked_and_what_is_there_comes_up_at_once() -> None:
+    """Pending in the turn of the answer; what is absent is known as that for a while."""
+    bench, shared = bench_of(SHARED)
+    epoch = shared.epochs[bench.namespace.id]
+    shared.kept[bench.namespace.id, epoch, b"a"] = 0, 1, 0, b""
+    bench.seek(b"a", b"x")
+    assert keys_told(shared, Ask) == [b"a", b"x"]
+    bench.seek(b"a", b"x")
+    assert keys_told(shared, Ask) == [b"a", b"x"]
+    shared.answer()
+    assert bench.lookup(b"a", b"x") == [PENDING, MISS]
+    assert bench.below(b"x") == 0
+    shared.answer()
+    assert bench.lookup(b"a") == [HIT]
+    assert bench.below(b"a") == 1
+    assert dict(shared.tier.counts.asks)["absent"] == 1
+    bench.check()
+
+
+def test_a_second_shared_tier_is_asked_for_what_the_first_does_not_have() -> None:
+    """Absent is what none of them has."""
+    bench = TierBench(SHARED, "mooncake:master=b:1")
+    first, second = bench.fakes
+    second.kept[bench.namespace.id, second.epochs[bench.namespace.id], b"a"] = 0, 1, 0, b""
+    bench.seek(b"a", b"x")
+    first.answer()
+    assert bench.below(b"x") is None
+    second.answer()
+    assert bench.below(b"x") == 0
+    second.answer()
+    assert bench.lookup(b"a") == [HIT]
+
+
+def test_what_a_shared_tier_lost_meanwhile_is_a_miss_that_is_known() -> None:
+    """Others remove there, too: a chunk that it was thought to have is gone."""
+    bench, shared = bench_of(SHARED)
+    bench.keep(b"a")
+    bench.evict()
+    shared.kept.clear()
+    bench.seek(b"a")
+    bench.run(STEP)
+    assert bench.lookup(b"a") == [MISS]
+    assert bench.below(b"a") == 0
+
+
+# ------------------------------------------------------------------------ faults
+
+
+def test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended() -> None:
+    """Lookups miss at once, the medium may still write: no slot is used before its answer."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a", b"b")
+    bench.evict()
+    disk.hangs = True
+    bench.seek(b"a", b"b")
+    assert bench.lookup(b"a", b"b") == [PENDING, PENDING]
+    assert bench.namespace.directory.tiers.status(0).usable
+    bench.woken.clear()
+    bench.turn(0.2 + 2 * STEP)
+    assert disk.tier.breaker.state is State.OPEN
+    assert bench.lookup(b"a", b"b") == [MISS, MISS]
+    assert not bench.namespace.directory.tiers.status(0).usable
+    assert bench.woken == [bench.engine(bench.scheduler).number]
+    assert bench.table().slots.stats()["draining"] == 2
+    bench.check()
+    bench.seek(b"a")
+    assert keys_told(disk, Get) == [b"a", b"b"]
+    disk.hangs = False
+    disk.answer()
+    assert bench.table().slots.stats()["draining"] == 0
+    bench.run(1.0)
+    assert disk.tier.in_use
+    bench.seek(b"a", b"b")
+    bench.run(STEP)
+    assert bench.lookup(b"a", b"b") == [HIT, HIT]
+    bench.check()
+
+
+def test_a_tier_that_moves_slowly_stays_in_use() -> None:
+    """Progress of single chunks counts, however long the batch takes."""
+    bench, disk = bench_of(DISK)
+    bench.load(bench.store(b"a", b"b"))
+    for _ in range(40):
+        disk.progress += 1
+        bench.turn(STEP)
+    assert disk.tier.in_use
+
+
+def test_one_that_is_stuck_is_killed_and_its_slots_are_free_when_it_is_dead() -> None:
+    """After ten seconds without progress; it may take its time to die."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a")
+    bench.evict()
+    disk.hangs = True
+    bench.seek(b"a")
+    bench.turn(STUCK_SECONDS + 1.0)
+    assert bench.killed == [0]
+    assert bench.table().slots.stats()["draining"] == 1
+    bench.turn(10.0)
+    assert bench.killed == [0]
+    disk.end()
+    assert bench.table().slots.stats()["draining"] == 0
+    bench.turn()
+    assert bench.below(b"a") is None
+    disk.hangs = False
+    disk.start()
+    bench.run(6.0)
+    assert disk.tier.in_use
+    assert bench.below(b"a") == 1
+    assert disk.tier.counts.restarts == 1
+    bench.check()
+
+
+def test_a_process_that_falls_silent_with_nothing_to_do_is_set_aside() -> None:
+    """It would be late with the first order, so it gets none."""
+    bench, disk = bench_of(DISK)
+    disk.hangs = True
+    bench.turn(3.0)
+    assert disk.tier.breaker.state is State.OPEN
+    bench.turn(STUCK_SECONDS)
+    assert bench.killed == [0]
+
+
+def test_what_a_lost_process_was_told_is_given_up() -> None:
+    """Its slots are free at once, and what it kept is known again when the next one has said so."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a")
+    bench.evict()
+    bench.seek(b"a")
+    bench.load(bench.store(b"c"))
+    disk.end()
+    stats = bench.table().slots.stats()
+    assert (stats["draining"], stats["writing"]) == (0, 0)
+    assert disk.tier.put_bytes == disk.tier.get_bytes == 0
+    assert bench.lookup(b"a") == [MISS]
+    disk.start()
+    bench.run(2.0)
+    bench.seek(b"a")
+    bench.run(STEP)
+    assert bench.lookup(b"a") == [HIT]
+    bench.check()
+
+
+def test_half_of_the_batches_failing_sets_it_aside_and_one_that_works_brings_it_back() -> None:
+    """The probe is a chunk that waits to go down, and engines are not bothered with it."""
+    bench, disk = bench_of(DISK)
+    disk.spoils = Outcome.FAILED
+    for i in range(6):
+        bench.load(bench.store(bytes([i])))
+        bench.run(STEP)
+    assert disk.tier.breaker.state is not State.CLOSED
+    assert disk.tier.counts.opened["failed"] == 1
+    bench.load(bench.store(b"x", b"y"))
+    bench.run(1.0)
+    assert disk.tier.counts.opened["failed"] == 1
+    disk.spoils = None
+    bench.load(bench.store(b"z"))
+    bench.run(10.0)
+    assert disk.tier.in_use
+
+
+def test_an_answer_that_fits_no_order_ends_the_process() -> None:
+    """Nothing of it is believed."""
+    bench, disk = bench_of(DISK)
+    bench.load(bench.store(b"a", b"b"))
+    bench.turn(STEP)
+    (order,) = disk.waiting
+    disk.say(done(order, [Outcome.OK]))
+    assert bench.killed == [0]
+    disk.end()
+    assert bench.below(b"a") is None
+    bench.check()
+
+
+# ------------------------------------------------------------------- namespaces
+
+
+def test_a_scan_is_taken_in_piece_by_piece_and_between_other_work() -> None:
+    """Ten thousand chunks need many turns, and all are found in the end."""
+    bench, disk = bench_of(DISK)
+    namespace = bench.namespace
+    found = {i.to_bytes(4): (0, 1, 0, b"") for i in range(10_000)}
+    disk.say(held(namespace.id, namespace.epoch, found))
+    turns = 0
+    while not bench.below((9999).to_bytes(4)):
+        assert bench.broker.tiering.due(bench.now) == 0.0
+        bench.turn()
+        turns += 1
+    assert turns >= 10
+    assert len(namespace.directory.tiers) == 10_000
+
+
+def test_a_scan_of_another_epoch_is_nothing() -> None:
+    """It was under way when the namespace was reset."""
+    bench, disk = bench_of(DISK)
+    disk.say(held(bench.namespace.id, 77, {b"a": (0, 1, 0, b"")}))
+    bench.turn(STEP)
+    assert bench.below(b"a") is None
+
+
+def test_what_a_tier_has_dropped_is_not_found() -> None:
+    """It makes room by itself, and says so."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a")
+    disk.say(Gone(namespace=bench.namespace.id, keys=(b"a", b"x")))
+    assert bench.below(b"a") is None
+    assert disk.tier.counts.dropped == 2
+
+
+@pytest.mark.parametrize("by", ["engine", "operator"])
+def test_a_reset_gives_all_tiers_a_new_epoch(by: str) -> None:
+    """What they hold is found no more, and a restarted process brings it back no more."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a")
+    if by == "engine":
+        bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+    else:
+        tool = join(bench.broker, "tool")
+        bench.carry_out(bench.broker.request(tool, 2, Clear(namespace=None), bench.now))
+    epoch = bench.namespace.epoch
+    assert epoch > 0
+    assert disk.told[-1] == NewEpoch(namespace=bench.namespace.id, epoch=epoch)
+    assert bench.below(b"a") is None
+    bench.seek(b"a")
+    bench.run()
+    assert keys_told(disk, Get) == []
+    disk.end()
+    disk.start()
+    bench.run(2.0)
+    assert bench.below(b"a") is None
+    bench.check()
+
+
+def test_the_latest_reset_that_a_tier_remembers_holds() -> None:
+    """A daemon without a ledger asks: of two that differ the later, and the other is told."""
+    bench = TierBench(DISK, "memory:", SHARED)
+    disk, memory, shared = bench.fakes
+    namespace = bench.namespace
+    for fake, epoch in ((disk, 7), (memory, 9), (shared, 8)):
+        fake.end()
+        fake.hangs = True
+        fake.start()
+        fake.epochs[namespace.id] = epoch
+    bench.turn(0.5)
+    assert namespace.epoch == 0
+    disk.epochs[namespace.id] = 7
+    disk.opened(namespace.id)
+    assert namespace.epoch == 7
+    shared.epochs[namespace.id] = 8
+    shared.opened(namespace.id)
+    assert namespace.epoch == 8
+    assert not shared.tier.spaces[namespace].used  # memory may remember a later one
+    memory.epochs[namespace.id] = 9
+    memory.opened(namespace.id)
+    assert namespace.epoch == 9
+    assert [fake.epochs[namespace.id] for fake in bench.fakes] == [9, 9, 9]
+    assert all(fake.tier.spaces[namespace].used for fake in bench.fakes)
+
+
+def test_tiers_are_told_of_namespaces_that_close() -> None:
+    """What they keep stays, and is found when the namespace is used again."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a")
+    identity = bench.namespace.id
+    namespaces = bench.broker.state.namespaces
+    assert namespaces is not None
+    for session in list(bench.broker.state.registry.sessions.values()):
+        bench.carry_out(bench.broker.lost(session))
+    bench.turn(1.0)
+    (namespace,) = namespaces.closable()
+    namespaces.close(namespace)
+    bench.turn(0.5)
+    assert disk.told[-1] == CloseSpace(namespace=identity)
+    bench.scheduler = bring_up(bench.broker)
+    bench.turn(0.5)
+    assert isinstance(disk.told[-1], OpenSpace)
+    assert bench.below(b"a") == 1
+
+
+def test_engines_are_told_of_the_tiers_and_temporary_ones_have_none() -> None:
+    """In order, with medium and whether they are shared; a self-test leaves nothing behind."""
+    bench = TierBench(DISK, SHARED, "disk:/b")
+    names = [(it.name, it.medium, it.shared) for it in attached(bench, "second")]
+    assert names == [
+        ("disk", "disk", False),
+        ("mooncake", "remote", True),
+        ("disk-2", "disk", False),
+    ]
+    assert attached(bench, "third", temporary=True) == ()
+
+
+def attached(bench: TierBench, engine: str, **fields: Any) -> tuple[TierInfo, ...]:
+    """The tiers that an engine is told of that attaches now."""
+    worker = join(bench.broker, "worker", engine)
+    bench.broker.request(worker, 2, register(**fields), bench.now, 2)
+    notices = [
+        effect.message for effect in mapped(bench.broker, worker) if isinstance(effect, Notify)
+    ]
+    (notice,) = [message for message in notices if isinstance(message, Attached)]
+    return notice.tiers
+
+
+def test_a_table_that_is_full_has_a_tier_drop_what_nobody_would_find(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tier's room is for what can be found."""
+    bench, disk = bench_of(DISK)
+    monkeypatch.setattr(type(bench.namespace.directory.tiers), "hold", lambda *_: False)
+    bench.keep(b"a")
+    assert Drop(namespace=bench.namespace.id, keys=(b"a",)) in disk.told
+
+
+def test_without_tiers_nothing_is_looked_at() -> None:
+    """A daemon without the setting does as ever."""
+    bench = TierBench()
+    assert bench.namespace.directory.tiers is None
+    bench.seek(b"a")
+    assert bench.broker.tiering.turn(5.0) == []
+    assert bench.broker.tiering.due(5.0) > 0
