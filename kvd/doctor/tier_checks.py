@@ -11,6 +11,7 @@ from kvd.doctor.tiers import (
     DiskFacts,
     StoreFacts,
     TierFacts,
+    floor_bytes,
 )
 from kvd.metrics.words import rate
 from kvd_proto.sizes import format_size
@@ -80,10 +81,11 @@ def _disk_problems(setting: TierSetting, disk: DiskFacts) -> Iterator[tuple[str,
         yield "this is the root file system", f"{remedy} is left to the system"
     elif not disk.direct:
         yield "it takes no I/O past the page cache (O_DIRECT)", "ext4 or xfs on a local disk"
-    room = disk.free + disk.held
+    floor = floor_bytes(setting, disk.size)
+    room = max(0, disk.free + disk.held - floor)
     if setting.size_bytes is not None and setting.size_bytes > room:
         size = format_size(setting.size_bytes)
-        what = f"its size of {size} cannot be reached"
+        what = f"its size of {size} cannot be reached: {format_size(floor)} are left to others"
         yield what, f"size={room // 2**30}GiB at most, or make room"
 
 

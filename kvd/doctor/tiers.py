@@ -27,7 +27,7 @@ import msgspec
 
 from kvd.config.tiers import TierSetting, parse_tier
 from kvd.errors import ConfigError
-from kvd.tier.backends import check_tiers
+from kvd.tier.backends import check_tiers, options_of
 
 PATIENCE_SECONDS = 8.0
 PROBE_SECONDS = 0.1  # to write, and as long to read
@@ -124,6 +124,13 @@ def ask(text: str) -> TierFacts:
     return TierFacts(
         setting=setting, problem=problem, hung=doing if hung else "", disk=disk, store=store
     )
+
+
+def floor_bytes(setting: TierSetting, filesystem_bytes: int) -> int:
+    """What a disk tier leaves free of a file system of this size."""
+    from kvd.tier.disk.options import DiskOptions  # noqa: PLC0415  # few have one
+
+    return DiskOptions.parse(options_of(setting)).floor_of(filesystem_bytes)
 
 
 def _run(command: list[str]) -> tuple[bytes, str, bool]:

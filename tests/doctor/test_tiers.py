@@ -17,12 +17,6 @@ from tests.slowfs import slow_filesystem
 from tests.waiting import PATIENCE
 
 
-@pytest.fixture(autouse=True)
-def any_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is written for a backend is its own to check, and not looked at here."""
-    monkeypatch.setattr(tiers, "check_tiers", lambda _: None)
-
-
 def disk_of(facts: TierFacts) -> DiskFacts:
     """What was found of a disk."""
     assert facts.disk is not None
@@ -118,6 +112,13 @@ def test_a_master_that_answers_and_one_that_does_not() -> None:
         assert not any("refused" in each for each in found)
     found = list(look_at_store(parse_tier(f"mooncake:master={master}")))
     assert any("refused" in each for each in found)
+
+
+def test_what_is_written_wrongly_is_a_finding() -> None:
+    """A backend's own check has its say, and nothing is looked at."""
+    facts = ask("disk:relative,size=1GiB")
+    assert "absolute" in facts.problem
+    assert facts.disk is None
 
 
 def test_a_process_that_fails_is_a_finding() -> None:

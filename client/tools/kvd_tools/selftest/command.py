@@ -11,6 +11,7 @@ from typing import Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from kvd_client.errors import KvdClientError
 from kvd_client.scheduler import Scheduler
@@ -20,6 +21,9 @@ from kvd_proto.sizes import parse_duration
 from kvd_tools.selftest.bench import ANSWER_SECONDS, Bench
 from kvd_tools.selftest.blocks import visible_devices
 from kvd_tools.selftest.steps import run
+from kvd_tools.selftest.tiers import line, look_at_tiers
+
+Told = Sequence[dict[str, Any]]
 
 
 @click.command()
@@ -56,8 +60,11 @@ def selftest(*, runtime_dir: Path, devices: tuple[str, ...], timeout: str, as_js
     pool only chunks used longest ago go for it, those that lie in one thousandth
     of the pool and the rest of their columns of its grid.
 
-    Exit status 1 if a step failed; it is named. A daemon that drains refuses
-    stores, so that its self-test fails and says so.
+    Of each tier below the pool it is told what the daemon says; no bytes go through
+    it, for what a test stores is kept by none.
+
+    Exit status 1 if a step failed, which is named, or if a tier is not used. A daemon
+    that drains refuses stores, so that its self-test fails and says so.
 
     \b
     Examples:
@@ -67,20 +74,22 @@ def selftest(*, runtime_dir: Path, devices: tuple[str, ...], timeout: str, as_js
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     try:
         seconds = parse_duration(timeout)
-        report = _test(runtime_dir, devices, min(max(seconds, 1.0), 600.0))
+        report, tiers = _test(runtime_dir, devices, min(max(seconds, 1.0), 600.0))
     except SizeError as error:
         raise click.BadParameter(str(error), param_hint="--timeout") from error
     except KvdClientError as error:
         raise click.ClickException(str(error)) from error
-    good = all(lane["ok"] for lane in report)
+    good = all(each["ok"] for each in (*report, *tiers))
     if as_json:
-        print(json.dumps({"runtime_dir": str(runtime_dir), "ok": good, "lanes": report}, indent=2))
+        told = {"runtime_dir": str(runtime_dir), "ok": good, "lanes": report, "tiers": tiers}
+        print(json.dumps(told, indent=2))
     else:
-        _print(report, Console())
+        _print(report, tiers, Console())
     sys.exit(0 if good else 1)
 
 
-def _test(runtime_dir: Path, wanted: Sequence[str], timeout: float) -> list[dict[str, Any]]:
+def _test(runtime_dir: Path, wanted: Sequence[str], timeout: float) -> tuple[Told, Told]:
+    """Of each lane, and of each tier."""
     with Scheduler(runtime_dir, f"selftest-{os.getpid()}", deadline=ANSWER_SECONDS) as observer:
         status = observer.status()
         if not status:
@@ -93,10 +102,11 @@ def _test(runtime_dir: Path, wanted: Sequence[str], timeout: float) -> list[dict
                 "the pool has no size yet: cpu_bytes is auto, and no engine has registered; start"
                 " an engine first, or give the daemon --cpu-bytes"
             )
-        return [
+        lanes = [
             _test_lane(runtime_dir, device, observer, status["pool"]["cpu_bytes"], timeout)
             for device in _devices(status, wanted)
         ]
+        return lanes, look_at_tiers(observer, timeout)
 
 
 def _devices(status: dict[str, Any], wanted: Sequence[str]) -> list[str]:
@@ -138,8 +148,8 @@ def _test_lane(
     }
 
 
-def _print(lanes: Sequence[dict[str, Any]], console: Console) -> None:
-    """Print a table of the steps for each lane, and a line with what it measured."""
+def _print(lanes: Told, tiers: Told, console: Console) -> None:
+    """Print a table of the steps for each lane with what it measured, and a line for each tier."""
     for lane in lanes:
         device = lane["device"]
         table = Table("step", "", "seen", "seconds", title=f"lane {device}")
@@ -155,3 +165,5 @@ def _print(lanes: Sequence[dict[str, Any]], console: Console) -> None:
                 f"{device}: {kind} {gbps:.2f} GB/s,"
                 f" {milliseconds:.2f} ms a job of {lane['job_bytes']} bytes"
             )
+    for tier in tiers:
+        console.print(Text(line(tier), "" if tier["ok"] else "bold red"))

@@ -1,0 +1,43 @@
+"""What demo and self-test tell of tiers, from reports."""
+
+from typing import Any
+
+from kvd_tools.demo.report import MEANING
+from kvd_tools.demo.tiers import NO_FIGURES, figures
+from kvd_tools.selftest.tiers import line, told
+from tests.report.reports import changed, loaded_report
+
+TIERS: list[dict[str, Any]] = loaded_report(60.0)["tiers"]
+
+
+def test_the_demos_figures_are_those_of_all_tiers() -> None:
+    """Chunks add up over tiers, a rate is of the time in which anything was on its way."""
+    made = figures([tier["counters"] for tier in TIERS])
+    assert made == {
+        "tier_stored_chunks": 2 * 600,
+        "tier_loaded_chunks": 2 * 300,
+        "tier_in_GBps": 4.0,
+        "tier_out_GBps": 2.0,
+    }
+    assert NO_FIGURES.keys() == made.keys() <= MEANING.keys()
+
+
+def test_nothing_is_made_up_without_a_tier_or_a_transfer() -> None:
+    """Without a tier every figure is null; without a transfer no rate is zero."""
+    assert figures([]) == NO_FIGURES
+    counts = TIERS[0]["counters"] | {"get_bytes": 0, "get_seconds": 0.0}
+    assert figures([counts])["tier_out_GBps"] is None
+
+
+def test_the_self_test_tells_whether_a_tier_is_used() -> None:
+    """A tier that serves and is not set aside is well; the figures are the daemon's."""
+    well = told(TIERS[0])
+    assert (well["ok"], well["stored"], well["loaded"], well["corrupt"]) == (True, 600, 300, 0)
+    assert line(well) == (
+        "tier disk: up, 5,120 chunks; since the start 600 stored, 300 loaded, 0 corrupt"
+    )
+    aside = changed(TIERS[0], "usable", to=False) | {"breaker": "open", "last_error": "EIO"}
+    assert not told(aside)["ok"]
+    assert "breaker open" in line(told(aside))
+    assert line(told(aside)).endswith("last error: EIO")
+    assert not told(changed(TIERS[0], "up", to=False))["ok"]
