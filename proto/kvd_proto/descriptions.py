@@ -217,25 +217,30 @@ class DescriptionsView:
 
         None: it has none, or not any more, or what is there is damaged.
         """
+        encoded = self.read_encoded(slot, generation)
+        try:
+            return decode(encoded) if encoded else None
+        except DescriptionError:
+            return None
+
+    def read_encoded(self, slot: int, generation: int) -> bytes:
+        """Return the bytes that `read` decodes; empty where there are none, or damaged ones."""
         size = self.record_bytes
         if not size or not 0 <= slot < MAX_SLOTS:
-            return None
+            return b""
         try:
             record = os.pread(self._fd, size, place(slot, size))
         except (OSError, OverflowError):
-            return None
+            return b""
         if len(record) < RECORD_HEADER_BYTES:
-            return None
+            return b""
         found, check, length = _RECORD.unpack_from(record)
         encoded = record[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + length]
-        if found != generation or not length or len(encoded) != length:
-            return None
+        if found != generation or len(encoded) != length:
+            return b""
         if check != crc32(encoded, crc32(_COVERED.pack(slot, generation, length))):
-            return None
-        try:
-            return decode(encoded)
-        except DescriptionError:
-            return None
+            return b""
+        return encoded
 
     def __repr__(self) -> str:
         return f"<DescriptionsView of records of {self.record_bytes} bytes>"

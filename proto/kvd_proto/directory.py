@@ -388,6 +388,22 @@ class DirectoryView:
         found, state = READ_STATE(self._records, slot * RECORD_BYTES)
         return bool(state == _LENT and found == generation)
 
+    def holds(self, slot: int, generation: int, state: SlotState, key: bytes) -> bool:
+        """Whether the slot, any number, holds this chunk in this state, and it was not forgotten.
+
+        Says so by the record alone, where a look-up by key is a hint.
+        """
+        if not 0 <= slot < self.num_slots or not 0 < len(key) <= KEY_BYTES:
+            return False
+        found, is_in, length, _, _, name = KEY_READERS[len(key)](self._records, slot * RECORD_BYTES)
+        return bool(
+            found == generation
+            and is_in == state
+            and length == len(key)
+            and name == key
+            and generation > self._floor[0]
+        )
+
     def heads(self, slots: "array[int]") -> bytes:
         """The records of these slots at one moment, without their keys: see `HEAD_DTYPE`.
 

@@ -1,0 +1,18 @@
+"""`python -m kvd.tier LINK_FD`: a tier's process, which only the broker starts."""
+
+import sys
+
+from kvd.machine.process import starting, tie_to_parent
+
+
+def main() -> int:
+    """Serve until the broker is done; the exit status."""
+    tie_to_parent()  # before the imports that take long
+    with starting():
+        from kvd.tier.process import run  # noqa: PLC0415
+
+    return run(int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

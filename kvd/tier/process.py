@@ -1,0 +1,93 @@
+"""A tier's process: it waits for its orders, opens its medium, and serves.
+
+The broker starts it before there is a pool, so that the imports are done when there is one.
+"""
+
+import logging
+import os
+import select
+import socket
+import sys
+
+from kvd.config.tiers import parse_tier
+from kvd.errors import ChannelFull, KvdError, TierError
+from kvd.logs.setup import configure
+from kvd.machine.pool_lock import hold_pool, move_up
+from kvd.machine.process import raise_descriptor_limit
+from kvd.tier.backends import backend, options_of
+from kvd.tier.batches import TEXT_LIMIT
+from kvd.tier.pool_map import map_pool
+from kvd.tier.service import TierService
+from kvd.wire.seqpacket import Channel
+from kvd.wire.tiering import TIERING, BeginTier, TierFailed
+
+log = logging.getLogger("kvd.tier")
+_SWITCH_SECONDS = 0.0005  # a thread that computes holds up the loop for as long
+
+
+def run(link_fd: int) -> int:
+    """Serve until the broker is done; the exit status."""
+    link = Channel(socket.socket(fileno=link_fd))
+    try:
+        begin, pool_fd = _wait(link)
+    except EOFError:  # the broker had no use for it
+        return 0
+    kind = begin.setting.partition(":")[0]
+    name = f"tier {begin.index} ({kind})"
+    configure(begin.log_level, begin.log_style, f"tier {kind}#{begin.index}", tier=begin.index)
+    raise_descriptor_limit()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    try:
+        service = _service(link, begin, pool_fd, name)
+    except Exception as error:
+        if not isinstance(error, KvdError | OSError):
+            log.exception("%s: a bug in the backend", name)
+        text = str(error) or repr(error)
+        try:  # for the broker's log and the report
+            link.send(TIERING.encode(TierFailed(error=text[:TEXT_LIMIT])))
+        except (EOFError, ChannelFull):
+            log.error("%s does not start: %s", name, text)  # noqa: TRY400  # no bug: no traceback
+        return 1
+    try:
+        service.run()
+    except KvdError:
+        log.exception("%s ends", name)
+        return 1
+    return 0
+
+
+def _service(link: Channel, begin: BeginTier, pool_fd: int, name: str) -> TierService:
+    """Open the medium.
+
+    Raises:
+        KvdError: it cannot be used now, or what the operator wrote cannot work.
+    """
+    pool_fd = move_up(pool_fd)
+    hold_pool(pool_fd)
+    setting = parse_tier(begin.setting)
+    pool = map_pool(pool_fd, begin.pool_bytes)
+    os.close(pool_fd)
+    kind = backend(setting)
+    options = options_of(setting)
+    kind.check(options)
+    tier = kind.open(options, pool)
+    log.info("%s: %s; %s", name, setting.text, tier.described)
+    return TierService(link, tier, pool, name)
+
+
+def _wait(link: Channel) -> tuple[BeginTier, int]:
+    """Return the first order and the pool's file, once they come.
+
+    Raises:
+        EOFError: the broker has ended, or ends this process.
+        TierError: it is another order: a bug in kvd.
+    """
+    received = None
+    while received is None:
+        select.select([link], [], [])
+        received = link.recv()
+    _, order = TIERING.decode(received[0])
+    if not isinstance(order, BeginTier):
+        raise TierError(f"{type(order).__name__} came before BeginTier")
+    (pool_fd,) = received[1]
+    return order, pool_fd

@@ -1,0 +1,171 @@
+"""A tier's process, started as the broker starts it."""
+
+import fcntl
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import pytest
+
+from kvd.wire.seqpacket import Channel
+from kvd.wire.tiering import (
+    TIERING,
+    BeginTier,
+    StopTier,
+    TierFailed,
+    TierPing,
+    TierPong,
+    TierReady,
+)
+from kvd_proto.messages import Message
+from tests.processes import python
+from tests.waiting import PATIENCE
+
+POOL_BYTES = 2**20
+
+
+class Process:
+    """`python -m kvd.tier` and the broker's end of its link."""
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            number = theirs.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "kvd.tier", str(number)],
+                pass_fds=[number],
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        self.link = Channel(ours)
+        self.pool = os.memfd_create("kvd-test-pool")
+        os.ftruncate(self.pool, POOL_BYTES)
+
+    def begin(self, setting: str, *, pool_bytes: int = POOL_BYTES) -> Message:
+        """Say what it is; its first message."""
+        order = BeginTier(
+            index=1, setting=setting, pool_bytes=pool_bytes, log_level="info", log_style="json"
+        )
+        self.link.send(TIERING.encode(order), (self.pool,))
+        return self.receive()
+
+    def receive(self) -> Message:
+        """The next message."""
+        end = time.monotonic() + PATIENCE
+        while (received := self.link.recv()) is None:
+            assert select.select([self.link], [], [], end - time.monotonic())[0]
+        return TIERING.decode(received[0])[1]
+
+    def locked(self) -> bool:
+        """Whether the next daemon would wait for the pool."""
+        descriptor = os.open(f"/proc/self/fd/{self.pool}", os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(descriptor)
+        return False
+
+    def end(self) -> tuple[int, str]:
+        """Its exit status and its log, once it has ended."""
+        _, log = self.process.communicate(timeout=PATIENCE)
+        return self.process.returncode, log
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.process.kill()
+        self.process.communicate(timeout=PATIENCE)
+        self.link.close()
+        os.close(self.pool)
+
+
+@pytest.fixture
+def process() -> Iterator[Process]:
+    """A process that has no order yet."""
+    with Process() as started:
+        yield started
+
+
+def test_its_life(process: Process) -> None:
+    """It serves, holds the pool's lock as long as it lives, and ends with status 0 when told."""
+    ready = process.begin("memory:,size=1MiB,keep=all")
+    assert isinstance(ready, TierReady), ready
+    assert (ready.pid, ready.total_bytes) == (process.process.pid, 2**20)
+    assert process.locked()
+    process.link.send(TIERING.encode(TierPing()))
+    assert isinstance(process.receive(), TierPong)
+    process.link.send(TIERING.encode(StopTier()))
+    code, log = process.end()
+    assert code == 0
+    assert "test double" in log
+    assert not process.locked()
+
+
+def test_the_brokers_end(process: Process) -> None:
+    """It ends when the broker closes its link, with and without an order before."""
+    process.begin("memory:,size=1MiB")
+    process.link.close()
+    assert process.end()[0] == 0
+    with Process() as other:
+        other.link.close()
+        assert other.end()[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("setting", "needle"),
+    [
+        ("memory:,size=much", "size=much"),
+        ("memory:,lose=3", "lose=3"),
+        ("cloud:here", "no tier is called cloud"),
+        ("nothing", "is no tier"),
+    ],
+)
+def test_a_setting_that_cannot_work(process: Process, setting: str, needle: str) -> None:
+    """It says why it does not serve, and ends with status 1."""
+    failed = process.begin(setting)
+    assert isinstance(failed, TierFailed)
+    assert needle in failed.error
+    assert process.end()[0] == 1
+
+
+def test_a_pool_that_is_too_small(process: Process) -> None:
+    """A pool's file smaller than was said is refused."""
+    failed = process.begin("memory:", pool_bytes=POOL_BYTES + 1)
+    assert isinstance(failed, TierFailed)
+    assert f"{POOL_BYTES} bytes, {POOL_BYTES + 1} were promised" in failed.error
+
+
+def test_a_pool_that_is_taken_over(process: Process) -> None:
+    """Where another daemon has the pool's lock, it does not serve."""
+    descriptor = os.open(f"/proc/self/fd/{process.pool}", os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        failed = process.begin("memory:")
+    finally:
+        os.close(descriptor)
+    assert isinstance(failed, TierFailed)
+    assert "another daemon" in failed.error
+
+
+def test_what_it_imports() -> None:
+    """The process with the double behind it imports no torch, click, zmq or HTTP server."""
+    code = (
+        "import sys, kvd.tier.process, kvd.tier.memory\n"
+        "print(sorted({'torch', 'click', 'zmq', 'uvicorn', 'mooncake'} & set(sys.modules)))"
+    )
+    done = python("-c", code)
+    assert done.stdout == "[]\n", done.stderr

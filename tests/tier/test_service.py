@@ -1,0 +1,635 @@
+"""The service of a tier's process, between the double in memory and a broker made by hand."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvd.errors import TierError
+from kvd.tier.contract import Capacity, Chunk, Options, Space
+from kvd.tier.memory import MemoryTier
+from kvd.tier.seal import seal, unseal
+from kvd.wire.tiering import (
+    Ask,
+    CloseSpace,
+    Done,
+    Drop,
+    Gone,
+    Held,
+    NewEpoch,
+    Outcome,
+    SpaceOpened,
+    StopTier,
+    TierReady,
+)
+from kvd_proto.arrays import IntArray
+from kvd_proto.directory import SlotState
+from tests.tier.areas import POISON
+from tests.tier.broker import SHARES, FakeBroker, content, coverage, described
+from tests.waiting import eventually
+
+OK, ABSENT, GONE = Outcome.OK, Outcome.ABSENT, Outcome.GONE
+POISONED = bytes((POISON,)) * sum(SHARES)
+
+
+def memory(**values: str) -> MemoryTier:
+    """A double with these options."""
+    return MemoryTier.open(Options("", values), memoryview(b""))
+
+
+@pytest.fixture
+def tier() -> MemoryTier:
+    """A double that does nothing but keep."""
+    return memory()
+
+
+@pytest.fixture
+def broker(tier: MemoryTier) -> Iterator[FakeBroker]:
+    """A service around the double; its first namespace is open with epoch 1."""
+    with FakeBroker(tier) as made:
+        made.spaces[0].open()
+        assert made.held() == {}
+        yield made
+
+
+class Hooked(MemoryTier):
+    """A double that calls the test before it does something."""
+
+    before_put: Callable[[], object] | None = None
+    after_put: Callable[[], object] | None = None
+    before_get: Callable[[], object] | None = None
+    after_get: Callable[[Sequence[Chunk]], object] | None = None
+
+    def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
+        """See Tier."""
+        if self.before_put:
+            self.before_put()
+        outcomes = super().put(chunks, deadline)
+        if self.after_put:
+            self.after_put()
+        return outcomes
+
+    def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
+        """See Tier."""
+        if self.before_get:
+            self.before_get()
+        outcomes = super().get(chunks, deadline)
+        if self.after_get:
+            self.after_get(chunks)
+        return outcomes
+
+
+def test_it_says_what_it_is(broker: FakeBroker) -> None:
+    """The first message tells pid, medium and how full the medium is."""
+    ready = broker.ready
+    assert isinstance(ready, TierReady)
+    assert (ready.pid, ready.medium, ready.shared) == (os.getpid(), "memory", False)
+    assert (ready.total_bytes, ready.used_bytes, ready.chunks) == (64 * 2**20, 0, 0)
+
+
+def test_down_and_up(broker: FakeBroker) -> None:
+    """What goes down from one slot comes up into another, with coverage and description."""
+    space = broker.spaces[0]
+    keys = [bytes((1, i)) * 3 for i in range(5)]
+    rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
+    put = broker.done(space.put(1, rows))
+    assert put.number == 1
+    assert put.outcomes.tolist() == [OK] * 5
+    up = [(key, slot, space.expect(slot, key)) for slot, key in enumerate(keys, 8)]
+    done = broker.done(space.get(2, up))
+    assert (done.number, done.outcomes.tolist()) == (2, [OK] * 5)
+    assert [space.read(slot) for _, slot, _ in up] == [content(key) for key in keys]
+    columns = done.first.tolist(), done.count.tolist(), done.groups.tolist()
+    assert list(zip(*columns, strict=True)) == [coverage(key) for key in keys]
+    assert list(done.descriptions) == [described(key) for key in keys]
+    assert done.nanoseconds > 0
+
+
+def test_without_descriptions(broker: FakeBroker) -> None:
+    """A namespace without descriptions has empty ones."""
+    space = broker.spaces[1]
+    broker.send(space.order(), (space.fd,))
+    broker.wait_for(SpaceOpened)
+    row = (b"k", 0, space.store(0, b"k"))
+    assert broker.outcomes(space.put(1, [row])) == [OK]
+    done = broker.done(space.get(2, [(b"k", 1, space.expect(1, b"k"))]))
+    assert (done.outcomes.tolist(), done.descriptions) == ([OK], (b"",))
+
+
+def test_what_is_not_there(broker: FakeBroker) -> None:
+    """A get of a key that was never put is ABSENT and leaves the slot alone."""
+    space = broker.spaces[0]
+    assert broker.outcomes(space.get(1, [(b"k", 3, space.expect(3, b"k"))])) == [ABSENT]
+    assert space.read(3) == POISONED
+
+
+@pytest.mark.parametrize(
+    "state", [SlotState.FREE, SlotState.WRITING, SlotState.DRAINING, SlotState.LENT]
+)
+def test_a_put_looks_first(broker: FakeBroker, tier: MemoryTier, state: SlotState) -> None:
+    """A slot that is not READY with this key and generation is not put: GONE."""
+    space = broker.spaces[0]
+    generation = space.store(0, b"k")
+    space.set(0, state, b"k", generation)
+    other = (b"other", 1, space.store(1, b"key"))
+    old = (b"old", 2, space.store(2, b"old") - 1)
+    outside = [(b"far", slot, 1) for slot in (16, 2**32 - 1)]
+    rows = [(b"k", 0, generation), other, old, *outside]
+    assert broker.outcomes(space.put(1, rows)) == [GONE] * 5
+    assert tier.capacity().chunks == 0
+
+
+@pytest.mark.parametrize(
+    "state", [SlotState.FREE, SlotState.READY, SlotState.DRAINING, SlotState.LENT]
+)
+def test_a_get_looks_first(broker: FakeBroker, state: SlotState) -> None:
+    """A slot that is not WRITING with this key and generation is not written: GONE."""
+    space = broker.spaces[0]
+    assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
+    generation = space.expect(1, b"k")
+    space.set(1, state, b"k", generation)
+    other = (b"k", 2, space.expect(2, b"another"))
+    old = (b"k", 3, space.expect(3, b"k") - 1)
+    assert broker.outcomes(space.get(2, [(b"k", 1, generation), other, old])) == [GONE] * 3
+    assert [space.read(slot) for slot in (1, 2, 3)] == [POISONED] * 3
+
+
+def test_a_put_looks_afterwards() -> None:
+    """A slot that moves on while its chunk is put: GONE, and nothing is kept."""
+    tier = Hooked(Options("", {}))
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        row = (b"k", 0, space.store(0, b"k"))
+        tier.after_put = lambda: space.store(0, b"new")
+        assert broker.outcomes(space.put(1, [row])) == [GONE]
+        assert tier.capacity().chunks == 0
+
+
+def test_bytes_that_change_under_a_put() -> None:
+    """A record with bytes of another chunk is CORRUPT when it is got, and dropped."""
+    tier = Hooked(Options("", {}))
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        row = (b"k", 0, space.store(0, b"k"))
+        tier.before_put = lambda: space.write(0, content(b"other"))
+        assert broker.outcomes(space.put(1, [row])) == [OK]
+        get = broker.done(space.get(2, [(b"k", 1, space.expect(1, b"k"))]))
+        assert get.outcomes.tolist() == [Outcome.CORRUPT]
+        assert "check word" in get.error
+        assert broker.outcomes(space.get(3, [(b"k", 1, space.expect(1, b"k"))])) == [ABSENT]
+
+
+def test_a_get_looks_afterwards() -> None:
+    """A slot that was given up while it was filled: GONE."""
+    tier = Hooked(Options("", {}))
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
+        generation = space.expect(1, b"k")
+        tier.before_get = lambda: space.set(1, SlotState.DRAINING, b"k", generation)
+        assert broker.outcomes(space.get(2, [(b"k", 1, generation)])) == [GONE]
+
+
+def test_every_wrong_record_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Wrong bytes, a wrong head and another chunk's head are CORRUPT, logged, and dropped."""
+    tier = Hooked(Options("", {}))
+    heads = [b"", b"\0" * 100]
+
+    def turn_bit(chunks: Sequence[Chunk]) -> None:
+        chunks[0].shares[1][999] ^= 0x80
+
+    def swap_heads(chunks: Sequence[Chunk]) -> None:
+        chunks[0].head, chunks[1].head = chunks[1].head, chunks[0].head
+
+    def cut_head(chunks: Sequence[Chunk]) -> None:
+        chunks[0].head, chunks[1].head = heads
+
+    with FakeBroker(tier) as broker, caplog.at_level(logging.WARNING):
+        space = broker.spaces[0]
+        space.open()
+        for number, (break_it, wrong) in enumerate([(turn_bit, 1), (swap_heads, 2), (cut_head, 2)]):
+            rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate((b"a", b"b"))]
+            assert broker.outcomes(space.put(number, rows)) == [OK, OK]
+            tier.after_get = break_it
+            up = [(key, slot, space.expect(slot, key)) for slot, key in ((8, b"a"), (9, b"b"))]
+            outcomes = broker.outcomes(space.get(number, up))
+            assert outcomes == [Outcome.CORRUPT] * wrong + [OK] * (2 - wrong)
+            assert tier.capacity().chunks == 2 - wrong
+            tier.after_get = None
+        assert caplog.text.count("a damaged record is dropped, key") == 5
+
+
+def test_asking(broker: FakeBroker) -> None:
+    """An Ask says for each key whether it is there."""
+    space = broker.spaces[0]
+    assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
+    ask = Ask(number=2, namespace=space.name, keys=(b"x", b"k", b"y"), deadline_ms=60_000)
+    assert broker.outcomes(ask) == [ABSENT, OK, ABSENT]
+
+
+def test_dropping(broker: FakeBroker, tier: MemoryTier) -> None:
+    """A Drop removes the chunks; those that are not there are no error."""
+    space = broker.spaces[0]
+    rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate((b"a", b"b"))]
+    assert broker.outcomes(space.put(1, rows)) == [OK, OK]
+    broker.send(Drop(namespace=space.name, keys=(b"a", b"never")))
+    eventually(lambda: tier.capacity().chunks, lambda left: left == 1)
+    again = (b"a", 2, space.store(2, b"a"))
+    eventually(lambda: broker.outcomes(space.put(2, [again])), lambda found: found == [OK])
+
+
+def test_what_is_held_is_told() -> None:
+    """Opening a namespace tells all that is kept of it, in pieces."""
+    tier = memory()
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        assert space.open(epoch=5) == 5
+        assert broker.held() == {}
+        keys = [bytes((2, i)) for i in range(10)]
+        rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
+        assert broker.outcomes(space.put(1, rows)) == [OK] * 10
+        broker.send(CloseSpace(namespace=space.name))
+        assert space.open(epoch=0) == 5
+        assert broker.held() == {key: coverage(key) for key in keys}
+
+
+def test_a_long_scan_in_small_messages() -> None:
+    """A scan of many chunks comes in messages that a datagram holds, and orders between them."""
+
+    class Many(MemoryTier):
+        def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
+            del space
+            for at in range(0, 20_000, 5_000):
+                yield [(b"%047d" % i, (1, 2, 3)) for i in range(at, at + 5_000)]
+
+    with FakeBroker(Many(Options("", {}))) as broker:
+        broker.spaces[0].open()
+        assert broker.pong()
+        found = broker.held()
+    assert found == {b"%047d" % i: (1, 2, 3) for i in range(20_000)}
+
+
+def test_a_scan_that_fails_ends(caplog: pytest.LogCaptureFixture) -> None:
+    """A scan that raises ends with what it found."""
+
+    class Broken(MemoryTier):
+        def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
+            yield [(b"k", (0, 1, 0))]
+            raise TierError(f"{space.epoch}: the index cannot be read")
+
+    with FakeBroker(Broken(Options("", {}))) as broker:
+        broker.spaces[0].open()
+        assert broker.held() == {b"k": (0, 1, 0)}
+    assert "ends early" in caplog.text
+
+
+def test_what_is_evicted_is_told() -> None:
+    """What the backend drops by itself is reported after the put that it was dropped for."""
+    size = 4 * (sum(SHARES) + 200)
+    tier = memory(size=str(size))
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        keys = [bytes((3, i)) for i in range(8)]
+        for slot, key in enumerate(keys):
+            assert broker.outcomes(space.put(slot, [(key, slot, space.store(slot, key))])) == [OK]
+        gone: set[bytes] = set()
+        while len(gone) < 4:
+            message = broker.wait_for(Gone)
+            assert message.namespace == space.name
+            gone |= set(message.keys)
+        assert gone == set(keys[:4])
+        assert broker.pong().chunks == 4
+
+
+def test_another_epoch(broker: FakeBroker, tier: MemoryTier) -> None:
+    """After a reset nothing of before is found, and orders that follow it work."""
+    space = broker.spaces[0]
+    assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
+    broker.send(NewEpoch(namespace=space.name, epoch=99))
+    assert broker.outcomes(space.get(2, [(b"k", 1, space.expect(1, b"k"))])) == [ABSENT]
+    assert tier.capacity().chunks == 0
+    assert broker.outcomes(space.put(3, [(b"k", 0, space.store(0, b"k"))])) == [OK]
+    done = broker.done(space.get(4, [(b"k", 1, space.expect(1, b"k"))]))
+    assert done.outcomes.tolist() == [OK]
+
+
+def test_a_reset_while_batches_run() -> None:
+    """A put and a get that a reset overtakes are GONE, and nothing of them is kept."""
+    tier = Hooked(Options("", {}))
+    inside, go_on = threading.Semaphore(0), threading.Event()
+
+    def hold() -> None:
+        inside.release()
+        go_on.wait()
+
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
+        tier.after_put = tier.before_get = hold
+        broker.send(space.put(2, [(b"m", 1, space.store(1, b"m"))]))
+        broker.send(space.get(3, [(b"k", 2, space.expect(2, b"k"))]))
+        inside.acquire()
+        inside.acquire()
+        broker.send(NewEpoch(namespace=space.name, epoch=7))
+        broker.pong()
+        go_on.set()
+        dones = [broker.wait_for(Done) for _ in range(2)]
+        ends = {done.number: done.outcomes.tolist() for done in dones}
+        assert ends[2] == [GONE]
+        assert ends[3] in ([GONE], [ABSENT])
+        assert tier.capacity().chunks == 0
+
+
+def test_puts_leave_a_thread_for_gets() -> None:
+    """While puts hang in all threads that they may have, gets are served."""
+    tier = Hooked(Options("", {}))
+    go_on = threading.Event()
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        assert broker.outcomes(space.put(0, [(b"k", 0, space.store(0, b"k"))])) == [OK]
+        tier.before_put = go_on.wait
+        for number in range(1, 8):
+            key = bytes((4, number))
+            broker.send(space.put(number, [(key, number, space.store(number, key))]))
+        done = broker.done(space.get(9, [(b"k", 10, space.expect(10, b"k"))]))
+        assert (done.number, done.outcomes.tolist()) == (9, [OK])
+        pong = broker.pong()
+        assert pong.busy == tier.threads - 1
+        assert pong.queued_bytes == (7 - pong.busy) * sum(SHARES)
+        go_on.set()
+        assert [broker.wait_for(Done).outcomes.tolist() for _ in range(7)] == [[OK]] * 7
+        assert broker.pong().progress == 9
+
+
+def test_a_batch_has_one_end(tier: MemoryTier) -> None:
+    """A batch above `batch_bytes` is divided among threads and answered once, in its order."""
+    tier.batch_bytes = 2 * sum(SHARES)
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        keys = [bytes((5, i)) for i in range(9)]
+        rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
+        rows[4] = (b"\5other", 4, rows[4][2])
+        assert broker.outcomes(space.put(1, rows)) == [OK] * 4 + [GONE] + [OK] * 4
+        assert broker.pong().progress == 9
+        assert broker.others == [] or not any(isinstance(m, Done) for m in broker.others)
+
+
+def test_while_everything_hangs(tmp_path: Path) -> None:
+    """Pings are answered, and what waits for threads ends at its deadline: LATE."""
+    hang = tmp_path / "hang"
+    tier = memory(hang=str(hang))
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        hang.touch()
+        held = [(bytes((6, i)), i, space.expect(i, bytes((6, i)))) for i in range(tier.threads)]
+        for number, row in enumerate(held):
+            broker.send(space.get(number, [row]))
+        eventually(lambda: broker.pong().busy, lambda busy: busy == tier.threads)
+        late = broker.done(space.get(50, [(b"k", 10, space.expect(10, b"k"))], deadline_ms=1))
+        assert (late.number, late.outcomes.tolist()) == (50, [Outcome.LATE])
+        given_up = space.expect(11, b"m")
+        broker.send(space.get(51, [(b"m", 11, given_up)]))
+        space.set(11, SlotState.DRAINING, b"m", given_up)
+        done = broker.wait_for(Done)
+        assert (done.number, done.outcomes.tolist()) == (51, [GONE])
+        assert broker.pong().progress == 2
+        hang.unlink()
+        ends = {broker.wait_for(Done).number for _ in held}
+        assert ends == set(range(tier.threads))
+
+
+def test_a_deadline_in_the_past(broker: FakeBroker, tier: MemoryTier) -> None:
+    """An order whose deadline has passed is LATE."""
+    space = broker.spaces[0]
+    row = (b"k", 0, space.store(0, b"k"))
+    assert broker.outcomes(space.put(1, [row], deadline_ms=0)) == [Outcome.LATE]
+    assert tier.capacity().chunks == 0
+
+
+@pytest.mark.parametrize("error", [TierError("no disk"), ValueError("a bug"), OSError(5, "EIO")])
+def test_a_backend_that_raises(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+    """Whatever a backend raises, the batch FAILED, the log says why, and the next one works."""
+    tier = Hooked(Options("", {}))
+
+    def fail() -> None:
+        raise error
+
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        row = (b"k", 0, space.store(0, b"k"))
+        tier.before_put = fail
+        done = broker.done(space.put(1, [row]))
+        assert done.outcomes.tolist() == [Outcome.FAILED]
+        assert str(error.args[-1]) in done.error
+        assert str(error.args[-1]) in caplog.text
+        tier.before_put = None
+        assert broker.outcomes(space.put(2, [row])) == [OK]
+
+
+def test_a_backend_that_answers_too_little() -> None:
+    """Outcomes that are not one for each chunk fail the batch."""
+
+    class Short(MemoryTier):
+        def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
+            return super().put(chunks, deadline)[:-1]
+
+    with FakeBroker(Short(Options("", {}))) as broker:
+        space = broker.spaces[0]
+        space.open()
+        done = broker.done(space.put(1, [(b"k", 0, space.store(0, b"k"))]))
+        assert done.outcomes.tolist() == [Outcome.FAILED]
+        assert "answers for 0 of 1" in done.error
+
+
+def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None:
+    """Its orders FAILED, others work, and it is tried again until it begins."""
+
+    class Refusing(MemoryTier):
+        fails = True
+
+        def begin(self, space: Space) -> Space:
+            if self.fails and space.id.startswith(b"A"):
+                raise TierError("no room for an epoch")
+            return super().begin(space)
+
+    tier = Refusing(Options("", {}))
+    with FakeBroker(tier) as broker:
+        bad, good = broker.spaces
+        broker.send(bad.order(), (bad.fd,))
+        done = broker.done(bad.put(1, [(b"k", 0, bad.store(0, b"k"))]))
+        assert done.outcomes.tolist() == [Outcome.FAILED]
+        assert "no room for an epoch" in done.error
+        good.open()
+        assert broker.outcomes(good.put(2, [(b"k", 0, good.store(0, b"k"))])) == [OK]
+        tier.fails = False
+        assert broker.wait_for(SpaceOpened).namespace == bad.name
+        assert broker.outcomes(bad.put(3, [(b"k", 0, bad.store(0, b"k"))])) == [OK]
+    assert caplog.text.count("cannot begin") == 1
+
+
+def test_malformed_orders(broker: FakeBroker, tier: MemoryTier) -> None:
+    """What a bug in the broker could send is refused in the log, and the next order works."""
+    space = broker.spaces[0]
+    row = (b"k", 0, space.store(0, b"k"))
+    good = space.put(1, [row])
+    short = IntArray.of([], "u4")
+    for order in (
+        msgspec.structs.replace(good, slots=short),
+        msgspec.structs.replace(good, generations=short),
+        msgspec.structs.replace(good, groups=IntArray.of([2**16], "u4")),
+        msgspec.structs.replace(good, keys=(b"k",) * 2000),
+    ):
+        done = broker.done(order)
+        assert set(done.outcomes.tolist()) == {Outcome.FAILED}
+        assert "a bug in kvd" in done.error
+    unknown = msgspec.structs.replace(good, namespace=b"?" * 16)
+    assert broker.outcomes(unknown) == [GONE]
+    broker.link.send(b"noise")
+    broker.send(CloseSpace(namespace=b"?" * 16))
+    broker.send(NewEpoch(namespace=b"?" * 16, epoch=4))
+    broker.send(SpaceOpened(namespace=space.name, epoch=4))
+    for changes in (
+        {"arena_bases": (0,)},
+        {"arena_bases": (2**40, 2**40)},
+        {"slot_bytes": (0, 0)},
+        {"num_slots": 2**20},
+    ):
+        other = broker.spaces[1]
+        broad = msgspec.structs.replace(other.order(), **changes)
+        broker.send(broad, (other.fd,))
+    broker.send(broker.spaces[1].order())
+    broker.send(broker.spaces[1].order(), (broker.spaces[1].described,))
+    assert broker.outcomes(space.put(2, [row])) == [OK]
+    assert tier.capacity().chunks == 1
+    assert broker.outcomes(space.put(3, [])) == []
+
+
+def test_orders_before_it_has_begun(tmp_path: Path) -> None:
+    """Orders for a namespace that is still beginning wait for that."""
+    hang = tmp_path / "hang"
+    hang.touch()
+    with FakeBroker(memory(hang=str(hang))) as broker:
+        space = broker.spaces[0]
+        broker.send(space.order(), (space.fd,))
+        broker.send(space.put(1, [(b"k", 0, space.store(0, b"k"))]))
+        assert broker.pong().busy == 0
+        hang.unlink()
+        assert broker.wait_for(SpaceOpened)
+        assert broker.wait_for(Done).outcomes.tolist() == [OK]
+
+
+def test_a_reset_before_it_has_begun(tmp_path: Path) -> None:
+    """A namespace that is reset while it begins is answered once, with its last epoch."""
+    hang = tmp_path / "hang"
+    hang.touch()
+    with FakeBroker(memory(hang=str(hang))) as broker:
+        space = broker.spaces[0]
+        broker.send(space.order(epoch=1), (space.fd,))
+        broker.send(NewEpoch(namespace=space.name, epoch=2))
+        broker.pong()
+        hang.unlink()
+        assert broker.wait_for(SpaceOpened).epoch == 2
+        assert broker.wait_for(Held).epoch == 2
+        assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
+
+
+def test_long_descriptions_fit_a_datagram() -> None:
+    """Descriptions beyond what an answer holds are left out; the chunks are there."""
+    tier = Hooked(Options("", {}))
+
+    def enlarge(chunks: Sequence[Chunk]) -> None:
+        for chunk in chunks:
+            said = unseal(chunk.head, chunk.space, chunk.key)
+            chunk.head = seal(chunk.space, chunk.key, said.coverage, said.check, bytes(50_000))
+
+    tier.after_get = enlarge
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        keys = [bytes((7, i)) for i in range(6)]
+        rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
+        assert broker.outcomes(space.put(1, rows)) == [OK] * 6
+        up = [(key, slot, space.expect(slot, key)) for slot, key in enumerate(keys, 8)]
+        done = broker.done(space.get(2, up))
+        assert done.outcomes.tolist() == [OK] * 6
+        assert [len(one) for one in done.descriptions] == [50_000] * 2 + [0] * 4
+
+
+def test_stopping() -> None:
+    """It finishes what a thread is in, begins nothing more, answers for all, and closes."""
+    closed = threading.Event()
+
+    class Closing(Hooked):
+        def close(self) -> None:
+            closed.set()
+
+    tier = Closing(Options("", {}))
+    inside, go_on = threading.Semaphore(0), threading.Event()
+
+    def hold() -> None:
+        inside.release()
+        go_on.wait()
+
+    tier.before_put = hold
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        for number in range(6):
+            key = bytes((8, number))
+            broker.send(space.put(number, [(key, number, space.store(number, key))]))
+        for _ in range(tier.threads - 1):
+            inside.acquire()
+        broker.send(StopTier())
+        late = [broker.wait_for(Done).outcomes.tolist() for _ in range(6 - tier.threads + 1)]
+        assert late == [[Outcome.LATE]] * len(late)
+        go_on.set()
+        broker.join()
+        ends = [broker.wait_for(Done).outcomes.tolist() for _ in range(tier.threads - 1)]
+        assert ends == [[OK]] * len(ends)
+        assert closed.is_set()
+
+
+def test_the_end_of_the_broker(tmp_path: Path) -> None:
+    """When the broker's end of the link closes, the service ends, also while a thread hangs."""
+    hang = tmp_path / "hang"
+    broker = FakeBroker(memory(hang=str(hang)))
+    with broker:
+        space = broker.spaces[0]
+        space.open()
+        hang.touch()
+        broker.send(space.get(1, [(b"k", 0, space.expect(0, b"k"))]))
+        eventually(lambda: broker.pong().busy, lambda busy: busy == 1)
+    hang.unlink()
+
+
+def test_capacity_is_asked_elsewhere() -> None:
+    """A backend whose capacity hangs keeps no ping waiting."""
+    go_on = threading.Event()
+
+    class Slow(MemoryTier):
+        slow = False
+
+        def capacity(self) -> Capacity:
+            if self.slow:
+                go_on.wait()
+            return super().capacity()
+
+    tier = Slow(Options("", {}))
+    with FakeBroker(tier) as broker:
+        tier.slow = True
+        assert broker.pong().chunks == 0
+        assert broker.pong().chunks == 0
+        go_on.set()
