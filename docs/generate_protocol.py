@@ -40,6 +40,7 @@ from kvd_proto.messages import (
     VmmHandle,
     VmmSegment,
 )
+from kvd_proto.tier_table import ENTRY_BYTES, TierStatus
 
 FILE = Path(__file__).parent / "protocol.md"
 MARKER = "<!-- generated below this line by docs/generate_protocol.py -->"
@@ -78,9 +79,9 @@ JOB = {
 }
 """Life of a job, in its lane."""
 SLOT = {
-    "free": {"lend": "lent"},
+    "free": {"lend": "lent", "promote": "writing"},
     "lent": {"begin": "writing", "take_back": "draining"},
-    "writing": {"all_shares": "ready", "give_up": "draining"},
+    "writing": {"all_shares": "ready", "promoted": "ready", "give_up": "draining"},
     "ready": {"evict": "free"},
     "draining": {"revoked": "free"},
 }
@@ -376,12 +377,14 @@ def _diagram(title: str, table: Mapping[Any, Mapping[Any, str]]) -> list[str]:
 
 
 def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
-    """A directory of five slots for chunks of four blocks, and keys to look up.
+    """A directory of five slots for chunks of four blocks above two tiers, and keys to look up.
 
     All are at one home, the last one is not there. The first key is there twice: what was there
-    before a reset does not count. The third has half of its blocks.
+    before a reset does not count. The third has half of its blocks. The last two lie in tiers.
     """
-    header = DirectoryHeader.plan(5, bytes(range(32, 48)), BOOT_ID, blocks_per_chunk=4)
+    header = DirectoryHeader.plan(
+        5, bytes(range(32, 48)), BOOT_ID, blocks_per_chunk=4, tier_capacity=8, num_tiers=2
+    )
     writer = DirectoryWriter(bytearray(header.total_bytes), header)
     mask = writer.header.index_capacity - 1
     names = (b"chunk-%d" % number for number in range(1000))
@@ -395,6 +398,10 @@ def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
     writer.make_ready(2)
     writer.add_share(1, 0, 2, 2, 1)
     writer.make_ready(1)
+    if (tiers := writer.tiers) is not None:
+        tiers.hold(keys[2], 0, 0, 4, 1)
+        tiers.hold(keys[3], 1, 1, 3, 1)
+        tiers.set_status(0, TierStatus(True, 900, 2_300_000_000, 4_194_304))
     _set_times(writer)
     return writer, keys
 
@@ -442,6 +449,26 @@ def _lookup(writer: DirectoryWriter, key: bytes) -> str:
     return f"| `{key.decode()}` | 0x{hash32:08x} | {home} | {steps} | {state} | {result.name} |"
 
 
+def _below(writer: DirectoryWriter, key: bytes) -> str:
+    """A row of the table: the walk through the tier table that finds a key, or not."""
+    head, whole = writer.header, memoryview(writer._whole)  # noqa: SLF001  # its bytes are shown
+    hash32, home = crc32(key), crc32(key) % head.tier_capacity
+    place, walk = home, []
+    while word := int.from_bytes(whole[head.tiers_offset + ENTRY_BYTES * place :][:8], "little"):
+        same = "same hash" if word >> 32 == hash32 else "another hash"
+        walk.append(f"{place}: 0x{word:016x}, {same}")
+        if word >> 32 == hash32:
+            break
+        place += 1
+    else:
+        walk.append(f"{place}: zero, not there")
+    found = writer.tiers.find(key) if writer.tiers is not None else None
+    where = ""
+    if found is not None:
+        where = f"tiers {found.tiers:#04b}, blocks {found.first} to {found.first + found.count - 1}"
+    return f"| `{key.decode()}` | {home} | {'; '.join(walk)} | {where} |"
+
+
 def _directory() -> list[str]:
     writer, keys = _example_directory()
     head, whole = writer.header, bytes(writer._whole)  # noqa: SLF001  # its bytes are shown
@@ -450,7 +477,8 @@ def _directory() -> list[str]:
     intro = (
         f"{head.num_slots} slots, {head.index_capacity} index entries from byte"
         f" {head.index_offset} on, a ring of {head.change_capacity} changes from byte"
-        f" {head.changes_offset} on, {head.total_bytes} bytes in all. Rows of 16 bytes that are not"
+        f" {head.changes_offset} on, a tier table of {head.tier_capacity} homes from byte"
+        f" {head.tiers_offset} on, {head.total_bytes} bytes in all. Rows of 16 bytes that are not"
         " all zero, in hex:"
     )
     return [
@@ -460,6 +488,12 @@ def _directory() -> list[str]:
         "| key | crc32 | home | index entries | record | result |",
         "|---|---|---|---|---|---|",
         *(_lookup(writer, key) for key in keys),
+        "",
+        "Below the pool:",
+        "",
+        "| key | home | entries of the tier table | where |",
+        "|---|---|---|---|",
+        *(_below(writer, key) for key in keys),
     ]
 
 

@@ -312,6 +312,28 @@ def test_a_reset_gives_the_namespace_another_epoch() -> None:
     assert again.table.slots.stats()["ready"] == 0
 
 
+def test_a_kill_during_a_reset_brings_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When chunks are forgotten the next daemon knows the new epoch already, and readers too."""
+    daemons = Daemons()
+    namespaces, _ = daemons.start()
+    namespace = add(namespaces, 0, PAGE)
+    store(namespace.table, names(2))
+    ledger, tiers = namespace.directory.ledger, namespace.directory.tiers
+    assert ledger is not None
+    assert tiers is not None
+    tiers.hold(b"below", 0, 0, 1, 0)
+    forget, seen = ledger.forget, []
+
+    def look(floor: int) -> None:
+        seen.append((ledger.epoch, len(ledger), tiers.find(b"below")))
+        forget(floor)
+
+    monkeypatch.setattr(ledger, "forget", look)
+    namespace.table.reset()
+    assert seen == [(namespace.epoch, 2, None)]
+    assert namespace.epoch > 0
+
+
 def test_an_epoch_that_a_tier_remembers_is_kept() -> None:
     """The next daemon knows it; without a ledger it holds as long as the daemon."""
     daemons = Daemons()
