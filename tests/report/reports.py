@@ -10,6 +10,8 @@ import msgspec
 from kvd.metrics import schema
 from kvd.metrics.counts import (
     DIRECTIONS,
+    GET_OUTCOMES,
+    PUT_OUTCOMES,
     STAGES,
     ChunkCounts,
     EventCounts,
@@ -222,8 +224,8 @@ def _tier(name: str, medium: str, setting: str, done: int) -> Any:
         latency_seconds=0.0004,
         bytes_per_second=2.3e9,
         counters=TierCounts(
-            puts={"ok": 10 * done},
-            gets={"ok": 5 * done, "absent": done},
+            puts=dict.fromkeys(PUT_OUTCOMES, 0) | {"ok": 10 * done},
+            gets=dict.fromkeys(GET_OUTCOMES, 0) | {"ok": 5 * done, "absent": done},
             put_bytes=2 * 10**8 * done,
             get_bytes=10**8 * done,
             put_seconds=0.05 * done,
