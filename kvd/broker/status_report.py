@@ -50,7 +50,7 @@ def status_report(
         namespaces=list(map(_namespace, namespaces)),
         engines=[_engine(engine, now) for engine in state.registry.engines.values()],
         lanes=[_lane(state, lane, now) for lane in state.lanes.values()],
-        tiers=[_tier(state, tier, now) for tier in state.tiers],
+        tiers=[_tier(tier, now) for tier in state.tiers],
         publisher=_publisher(state.publisher, now),
         broker=_broker(state, usage, now),
         sessions=schema.Sessions(
@@ -87,7 +87,7 @@ def _pool(state: BrokerState) -> schema.Pool:
 
 def _namespace(namespace: Namespace) -> schema.Namespace:
     geometry, chunks = namespace.geometry, namespace.table.slots.stats()
-    nbytes = geometry.bytes_per_chunk
+    nbytes, tiers = geometry.bytes_per_chunk, namespace.directory.tiers
     return schema.Namespace(
         id=namespace.id.hex(),
         model=namespace.label,
@@ -98,6 +98,7 @@ def _namespace(namespace: Namespace) -> schema.Namespace:
         tokens_per_chunk=namespace.tokens_per_chunk,
         num_chunks=geometry.num_slots,
         held_bytes=namespace.table.held_bytes,
+        tier_chunks=0 if tiers is None else len(tiers),
         directory_bytes=namespace.directory.header.total_bytes,
         ready_bytes=chunks["ready"] * nbytes,
         lent_bytes=chunks["lent"] * nbytes,
@@ -176,10 +177,7 @@ def _lane(state: BrokerState, lane: Lane, now: float) -> schema.Lane:
     )
 
 
-def _tier(state: BrokerState, tier: Tier, now: float) -> schema.Tier:
-    held = sum(
-        len(tiers) for each in state.open_namespaces if (tiers := each.directory.tiers) is not None
-    )
+def _tier(tier: Tier, now: float) -> schema.Tier:
     return schema.Tier(
         name=tier.name,
         setting=tier.setting.text,
@@ -197,7 +195,6 @@ def _tier(state: BrokerState, tier: Tier, now: float) -> schema.Tier:
         total_bytes=tier.total_bytes,
         used_bytes=tier.used_bytes,
         chunks=tier.chunks,
-        held_chunks=held,
         queued_put_bytes=tier.put_bytes,
         queued_get_bytes=tier.get_bytes,
         latency_seconds=tier.pace.latency_us / 1e6,

@@ -145,6 +145,10 @@ class Namespace:
     held_bytes: int = gauge(
         "Bytes of the pool that the namespace holds, used or not", "kvd_namespace_held_bytes"
     )
+    tier_chunks: int = gauge(
+        "Chunks of the namespace that tiers are known to have; what a shared one has nobody counts",
+        "kvd_namespace_tier_chunks",
+    )
     directory_bytes: int = shown("Bytes of its directory, which is not part of the pool")
     ready_bytes: int = gauge("Bytes of `chunks.ready`", "kvd_namespace_bytes", state="ready")
     lent_bytes: int = gauge("Bytes of `chunks.lent`", "kvd_namespace_bytes", state="lent")
@@ -264,9 +268,6 @@ class Tier:
     total_bytes: int = gauge("Its budget; 0 where nobody knows", "kvd_tier_budget_bytes")
     used_bytes: int = gauge("Bytes that it takes of its medium", "kvd_tier_used_bytes")
     chunks: int = gauge("Chunks that it keeps, all namespaces together", "kvd_tier_chunks")
-    held_chunks: int = gauge(
-        "Chunks of open namespaces that the directories say it has", "kvd_tier_held_chunks"
-    )
     queued_put_bytes: int = gauge(
         "Bytes of chunks on their way down", "kvd_tier_queued_bytes", direction="put"
     )

@@ -220,7 +220,6 @@ def _tier(name: str, medium: str, setting: str, done: int) -> Any:
         total_bytes=500 * GIB,
         used_bytes=100 * GIB,
         chunks=5120,
-        held_chunks=5120,
         latency_seconds=0.0004,
         bytes_per_second=2.3e9,
         counters=TierCounts(
