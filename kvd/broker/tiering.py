@@ -42,7 +42,7 @@ TELL_SECONDS = 0.01
 IDLE_PING_SECONDS = 1.0
 STUCK_SECONDS = 10.0  # without progress: its process is replaced
 START_SECONDS = 120.0
-HELD_A_TURN = 512  # keys of a scan: two or three milliseconds
+HELD_A_TURN = 1024  # keys of a scan: one or two milliseconds
 
 _Scanned: TypeAlias = tuple[Tier, str, Namespace, Held]
 
@@ -219,7 +219,7 @@ class Tiering:
     def _held(self, tier: Tier, message: Held, now: float) -> list[Effect]:
         del now
         namespace = self._state.namespace(message.namespace)
-        if namespace is not None and message.keys:
+        if namespace is not None and (message.keys or message.last):
             self._scanned.append((tier, tier.process, namespace, message))
         return []
 
@@ -235,10 +235,10 @@ class Tiering:
             and self._state.is_open(namespace)
         ):
             columns = (held.first.numpy(), held.count.numpy(), held.groups.numpy())
-            parts = [column[begin:end].tolist() for column in columns]
-            hold, index = tiers.hold, tier.index
-            for key, first, count, group in zip(held.keys[begin:end], *parts, strict=True):
-                hold(key, index, first, count, group)
+            first, count, groups = (column[begin:end] for column in columns)
+            tiers.hold_all(held.keys[begin:end], tier.index, first, count, groups)
+            if held.last and end >= len(held.keys):
+                tiers.tell()
         else:
             end = len(held.keys)
         self._scanned_at = end
