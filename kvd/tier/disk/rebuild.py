@@ -1,7 +1,6 @@
 """What lies in slabs that an earlier process has written, from their records: vectorised."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +11,6 @@ from kvd.tier.disk.slabs import FREE, HELD, Slab
 from kvd.tier.disk.space import Held, place_of, split
 
 _NUMBERS = 2**16  # that a record can have
-_FOUND = np.dtype([("record", RECORD), ("place", "<i8")])
-Found = npt.NDArray[Any]  # of _FOUND
 
 
 def rebuild(
@@ -33,53 +30,60 @@ def rebuild(
     held = {number: Held(name, epoch) for number, (name, epoch) in known.items()}
     for number, (_, epoch) in known.items():
         epochs[number], is_known[number] = epoch, True
+    by_number = {slab.number: slab for slab in slabs}
     wrong: list[int] = []
-    pieces = [np.empty(0, _FOUND)]
     for slab in slabs:
         raw = np.frombuffer(slab.mirror, RECORD)
         numbers = raw["number"]
         counts = records.whole(raw, slab.identity) & is_known[numbers]
         counts &= epochs[numbers] == raw["epoch"]
         written = raw.view("<u8").reshape(slab.slots, -1).any(axis=1)
-        wrong += _places(slab, written & ~counts).tolist()
-        piece = np.empty(int(counts.sum()), _FOUND)
-        piece["record"], piece["place"] = raw[counts], _places(slab, counts)
-        slab.used = int(piece["record"]["sequence"].max(initial=0))
+        wrong += (place_of(slab.number, 0) + np.flatnonzero(written & ~counts)).tolist()
+        slab.used = int(raw["sequence"][counts].max(initial=0))
         np.frombuffer(slab.states, "u1")[counts] = HELD
-        pieces.append(piece)
-    found = np.concatenate(pieces)
-    found = found[np.argsort(found["record"]["sequence"], kind="stable")]
-    for number in np.unique(found["record"]["number"]).tolist():
-        _enter(held[number], found[found["record"]["number"] == number])
-    if sum(len(each.places) for each in held.values()) < len(found):
-        older = _older(found, held.values())
-        by_number = {slab.number: slab for slab in slabs}
-        for place in older:
-            number, slot = split(place)
-            by_number[number].states[slot] = FREE
-        wrong += older
+        lengths = raw["key_len"]
+        for number in np.unique(numbers[counts]).tolist():
+            mine = counts & (numbers == number)
+            for length in np.unique(lengths[mine]).tolist():
+                slots = np.flatnonzero(mine & (lengths == length))
+                wrong += _enter(held[number].places, slab, slots, length, by_number)
+    for place in wrong:
+        at, slot = split(place)
+        by_number[at].states[slot] = FREE
     return held, wrong
 
 
-def _places(slab: Slab, flags: records.Flags) -> npt.NDArray[np.int64]:
-    places: npt.NDArray[np.int64] = place_of(slab.number, 0) + np.flatnonzero(flags)
-    return places
-
-
-def _enter(held: Held, found: Found) -> None:
-    """Enter chunks of one namespace, of which the latest comes last and stays."""
-    lengths = found["record"]["key_len"]
-    for length in np.unique(lengths).tolist():
-        some = found[lengths == length]
-        keys = np.ascontiguousarray(some["record"]["key"]).view("u1").reshape(len(some), -1)
-        cut = np.ascontiguousarray(keys[:, :length]).view(f"V{length}")[:, 0]
-        held.places.update(zip(cut.tolist(), some["place"].tolist(), strict=True))
-
-
-def _older(found: Found, held: "Sequence[Held] | Any") -> list[int]:
-    latest = [np.fromiter(each.places.values(), "<i8", len(each.places)) for each in held]
-    older: list[int] = np.setdiff1d(found["place"], np.concatenate(latest)).tolist()
+def _enter(
+    places: dict[bytes, int],
+    slab: Slab,
+    slots: npt.NDArray[np.int64],
+    length: int,
+    slabs: Mapping[int, Slab],
+) -> list[int]:
+    """Enter chunks of one namespace with keys of one length; return places of older ones."""
+    padded = np.frombuffer(slab.mirror, RECORD)["key"][slots].view("u1").reshape(len(slots), -1)
+    keys = np.ascontiguousarray(padded[:, :length]).view(f"V{length}")[:, 0].tolist()
+    found = (place_of(slab.number, 0) + slots).tolist()
+    if places.keys().isdisjoint(keys):
+        before = len(places)
+        places.update(zip(keys, found, strict=True))
+        if len(places) == before + len(keys):
+            return []
+        for key in keys:
+            places.pop(key, None)
+    older: list[int] = []  # a process has ended between writing one and erasing the other
+    for key, place in zip(keys, found, strict=True):
+        other = places.setdefault(key, place)
+        if other != place:
+            latest = max(place, other, key=lambda at: _sequence(slabs, at))
+            older.append(place + other - latest)
+            places[key] = latest
     return older
+
+
+def _sequence(slabs: Mapping[int, Slab], place: int) -> int:
+    at, slot = split(place)
+    return records.read(slabs[at].mirror, slot).sequence
 
 
 def chunks_of(

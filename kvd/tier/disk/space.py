@@ -167,10 +167,16 @@ class Space:
             return None
         return found
 
-    def _next_use(self, ring: _Ring) -> int:
-        """The sequence of the chunk at the hand."""
-        slab = ring.slabs[ring.slab]
-        return records.read(slab.mirror, ring.slot).sequence
+    def _next_use(self, ring: _Ring) -> int | None:
+        """The sequence of the chunk that the hand comes to next; None where there is none."""
+        slot = ring.slot
+        for turn in range(len(ring.slabs) + 1):  # the first slab again, for what is before the hand
+            slab = ring.slabs[(ring.slab + turn) % len(ring.slabs)]
+            at = slab.states.find(HELD, slot)
+            if at >= 0:
+                return records.read(slab.mirror, at).sequence
+            slot = 0
+        return None
 
     # ------------------------------------------------------------ slots to write
 
