@@ -7,6 +7,7 @@
 #   ip, unshare, setpriv           nodes with own networks        tests/tier
 #   libibverbs librdmacm libnuma libcurl   Mooncake Store         tests/tier
 #   cc, libzmq, msgpack for C      clients in C                   tests/c_client, tests/wire
+#   fio                            a disk tier's speed          bench/disk.py
 #   buildah podman runc catatonit debootstrap   the image         make check-deploy
 set -eu
 missing=
@@ -17,6 +18,7 @@ want prometheus promtool
 want systemd systemd-analyze
 want chromium chromium
 want gcc cc
+want fio fio
 want iproute2 ip
 want util-linux unshare
 for library in libibverbs1:libibverbs.so.1 librdmacm1:librdmacm.so.1 libnuma1:libnuma.so.1 \

@@ -6,6 +6,7 @@ first, so a slab without one is left over and holds nothing.
 """
 
 import contextlib
+import errno
 import os
 import secrets
 import stat
@@ -147,7 +148,6 @@ def create(folder: int, number: int, slots: int, slot_bytes: int, flags: int) ->
         os.posix_fallocate(index, 0, len(whole))
         if os.pwrite(index, whole, 0) != len(whole):
             raise OSError(f"{index_name} was written in part")
-        os.fdatasync(index)
         os.rename(name + _NEW, index_name, src_dir_fd=folder, dst_dir_fd=folder)
         undo.pop_all()
     return Slab(number, identity, slot_bytes, file, index, raw)
@@ -157,6 +157,7 @@ def load(folder: int, number: int, flags: int) -> Slab:
     """Open a slab that is there, with the records that it has.
 
     Raises:
+        FileNotFoundError: a file is missing, or a power loss has kept the index from the medium.
         OSError: of the medium.
         ValueError: it is damaged; says how.
     """
@@ -169,6 +170,8 @@ def load(folder: int, number: int, flags: int) -> Slab:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError("it is no regular file")
         raw = _read(index, os.fstat(index).st_size)
+        if not any(raw[: records.HEADER_BYTES]):
+            raise FileNotFoundError(errno.ENOENT, "its index was never written")
         slots, slot_bytes, identity = records.parse_header(raw)
         length = slots * RECORD_BYTES
         if slots > MAX_SLOTS or len(raw) < records.HEADER_BYTES + length:

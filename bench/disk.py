@@ -1,0 +1,213 @@
+"""The disk tier beside fio, on one device, with files of one size, block size and depth.
+
+``python bench/disk.py DIRECTORY [--bytes 2GiB] [--rounds 5] [--records 1000000]``. Each round fills
+new files and reads them once, fio and kvd in turn, through O_DIRECT; figures are medians of the
+rounds. A chunk is one block; kvd has a tail of 4 KiB beside each, which does not count as bytes.
+"""
+
+import argparse
+import json
+import mmap
+import random
+import resource
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+from harness import MIB, Figures, median
+
+from kvd.tier.contract import Chunk, Options, Space
+from kvd.tier.disk import DiskTier, records
+from kvd.tier.seal import check_of
+from kvd.wire.tiering import Outcome
+from kvd_proto.sizes import parse_size
+
+THREADS = 4
+POOL = 64 * MIB
+KEY = 34
+REBUILDS = 3
+SLOTS = 20_000  # of a slab in the rebuild
+SLOT_BYTES = 4096
+Taken = tuple[float, float]  # GB/s, and ms of processor a GB
+
+
+def _fio(folder: Path, nbytes: int, block: int) -> Iterator[Taken]:
+    file = folder / "fio"
+    for direction in ("write", "read"):
+        before = _cpu(resource.RUSAGE_CHILDREN)
+        told = subprocess.run(
+            [
+                *("fio", "--name=t", f"--filename={file}", f"--bs={block}", "--direct=1"),
+                *(f"--rw={direction}", "--ioengine=psync", f"--numjobs={THREADS}"),
+                *(f"--size={nbytes // THREADS}", f"--offset_increment={nbytes // THREADS}"),
+                *(f"--filesize={nbytes}", "--fallocate=posix", "--thread"),
+                *("--group_reporting", "--output-format=json"),
+            ],
+            check=True,
+            stdout=subprocess.PIPE,
+        ).stdout
+        cpu = _cpu(resource.RUSAGE_CHILDREN) - before
+        yield json.loads(told)["jobs"][0][direction]["bw_bytes"] / 1e9, cpu / nbytes * 1e12
+    file.unlink()
+
+
+class _Side:
+    """kvd with chunks of one block, so many in a batch."""
+
+    def __init__(self, folder: Path, nbytes: int, block: int, batch: int, *, checked: bool) -> None:
+        self.checked = checked
+        self.memory = memoryview(mmap.mmap(-1, POOL))
+        self.memory[:] = random.Random(0).randbytes(MIB) * (POOL // MIB)
+        options = Options(
+            str(folder / "tier"), {"size": str(nbytes * 5 // 4), "floor": "1GiB", "threads": "4"}
+        )
+        self.tier = DiskTier.open(options, self.memory)
+        self.space = self.tier.begin(Space(b"n" * 16, 1, (block,), 256))
+        self.batches = [
+            [self._chunk(number, block) for number in range(at, at + batch)]
+            for at in range(0, nbytes // block, batch)
+        ]
+
+    def _chunk(self, number: int, block: int) -> Chunk:
+        at = number * block % POOL
+        key = number.to_bytes(8, "little").ljust(KEY, b".")
+        share = self.memory[at : at + block]
+        return Chunk(self.space, key, (share,), b"h" * 200, (0, 1, 0), number)
+
+    def run(self, nbytes: int, work: Callable[[list[Chunk], float], list[Outcome]]) -> Taken:
+        """All batches, from as many threads as the service has."""
+        left, lock = iter(self.batches), threading.Lock()
+        problems: list[str] = []
+
+        def turn() -> None:
+            while True:
+                with lock:
+                    batch = next(left, None)
+                if batch is None:
+                    return
+                if set(work(batch, time.monotonic() + 60)) != {Outcome.OK}:
+                    problems.append("a batch did not go well")
+                if self.checked:
+                    for chunk in batch:
+                        check_of(chunk.shares)
+
+        threads = [threading.Thread(target=turn) for _ in range(THREADS)]
+        before, started = _cpu(resource.RUSAGE_SELF), time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        took, cpu = time.perf_counter() - started, _cpu(resource.RUSAGE_SELF) - before
+        if problems:
+            raise RuntimeError(problems[0])
+        return nbytes / took / 1e9, cpu / nbytes * 1e12
+
+
+def _kvd(folder: Path, nbytes: int, block: int, batch: int, *, checked: bool) -> Iterator[Taken]:
+    side = _Side(folder, nbytes, block, batch, checked=checked)
+    yield side.run(nbytes, side.tier.put)
+    yield side.run(nbytes, side.tier.get)
+    side.tier.close()
+    shutil.rmtree(folder / "tier")
+
+
+def _cpu(who: int) -> float:
+    used = resource.getrusage(who)
+    return used.ru_utime + used.ru_stime
+
+
+def measure(folder: Path, nbytes: int, rounds: int) -> Figures:
+    """GB/s and ms of processor a GB, of each side; and the ratio of medians to fio."""
+    sides: dict[str, Callable[[], Iterator[Taken]]] = {
+        "fio_1MiB": lambda: _fio(folder, nbytes, MIB),
+        "kvd_1MiB": lambda: _kvd(folder, nbytes, MIB, 1, checked=False),
+        "kvd_1MiB_checked": lambda: _kvd(folder, nbytes, MIB, 1, checked=True),
+        "fio_4MiB": lambda: _fio(folder, nbytes, 4 * MIB),
+        "kvd_4x1MiB": lambda: _kvd(folder, nbytes, MIB, 4, checked=False),
+        "kvd_4x1MiB_checked": lambda: _kvd(folder, nbytes, MIB, 4, checked=True),
+        "kvd_64x64KiB": lambda: _kvd(folder, nbytes, MIB // 16, 64, checked=False),
+    }
+    taken: dict[str, list[list[Taken]]] = {name: [] for name in sides}
+    for turn in range(rounds):
+        order = list(sides)
+        for name in order[turn % len(order) :] + order[: turn % len(order)]:
+            taken[name].append(list(sides[name]()))
+    figures: Figures = {}
+    for name, all_rounds in taken.items():
+        for direction, which in (("write", 0), ("read", 1)):
+            speeds, cpus = zip(*(pair[which] for pair in all_rounds), strict=True)
+            figures[f"{name}_{direction}_GBps"] = median(speeds)
+            figures[f"{name}_{direction}_cpu_ms_per_GB"] = median(cpus)
+            if name.startswith("kvd"):
+                beside = "fio_1MiB" if "kvd_1MiB" in name else "fio_4MiB"
+                figures[f"{name}_{direction}_of_fio"] = median(
+                    own[which][0] / theirs[which][0]
+                    for own, theirs in zip(all_rounds, taken[beside], strict=True)
+                )
+    return figures
+
+
+def measure_rebuild(folder: Path, count: int) -> Figures:
+    """Seconds until a directory of so many records is open; the slabs' bytes are holes."""
+    place = folder / "rebuild"
+    options = Options(str(place), {"size": str(count * SLOT_BYTES * 2), "floor": "0"})
+    tier = DiskTier.open(options, memoryview(b""))
+    space = tier.begin(Space(b"n" * 16, 5, (3000,), 256))
+    tier.close()
+    for number, at in enumerate(range(0, count, SLOTS), 1):
+        slots = min(SLOTS, count - at)
+        written = [
+            records.Record(
+                i + 1, 5, 0, 3000, 100, (0, 1, 0), 1, i.to_bytes(8, "big").rjust(KEY, b".")
+            )
+            for i in range(at, at + slots)
+        ]
+        raw = records.header(slots, SLOT_BYTES, number) + records.packed(written, number, 0)
+        (place / f"{number:06}.index").write_bytes(raw)
+        with (place / f"{number:06}.slab").open("wb") as file:
+            file.truncate(slots * SLOT_BYTES)
+    took, cpus, scans = [], [], []
+    for _ in range(REBUILDS):
+        before, started = _cpu(resource.RUSAGE_SELF), time.perf_counter()
+        tier = DiskTier.open(options, memoryview(b""))
+        took.append(time.perf_counter() - started)
+        cpus.append(_cpu(resource.RUSAGE_SELF) - before)
+        started = time.perf_counter()
+        if sum(map(len, tier.scan(space))) != count:
+            raise RuntimeError("not all records are found")
+        scans.append(time.perf_counter() - started)
+        tier.close()
+    shutil.rmtree(place)
+    return {
+        "rebuild_records": count,
+        "rebuild_seconds": median(took),
+        "rebuild_cpu_seconds": median(cpus),
+        "scan_seconds": median(scans),
+    }
+
+
+def main() -> None:
+    """Print all figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path, help="on the device; a folder is made in it")
+    parser.add_argument("--bytes", type=parse_size, default="2GiB", help="of the files of a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--records", type=int, default=1_000_000)
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="kvd-bench-disk-", dir=arguments.directory))
+    try:
+        figures = measure_rebuild(folder, arguments.records) if arguments.records else {}
+        figures |= measure(folder, arguments.bytes, arguments.rounds) if arguments.rounds else {}
+    finally:
+        shutil.rmtree(folder)
+    for name, value in figures.items():
+        print(f"{name:45} {float(np.round(value, 3)):>12g}")
+
+
+if __name__ == "__main__":
+    main()
