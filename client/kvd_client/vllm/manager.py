@@ -168,6 +168,8 @@ class KvdOffloadingManager(OffloadingManager):
         """
         scheduler, blocks = self.scheduler, self.ranges.least(key)
         found = scheduler.lookup(key, *blocks)
+        if found is _MISS and not scheduler.tiers:
+            return LookupResult.MISS
         if key in self._lacking or req_context.req_id in self._no_loads:
             return LookupResult.MISS
         if found is _HIT:
