@@ -127,12 +127,15 @@ def started(
             at = {"host": "tcp://localhost", "port": port, "mp_transfer_mode": LMCACHE_MODE}
             extra = {f"lmcache.mp.{name}": value for name, value in at.items()}
             transfer = _transfer("LMCacheMPConnector", extra)
-        options = _options(model, transfer, moments.path)
+        options = engine_options(model, transfer, {MOMENTS_FILE: str(moments.path)})
         engine = stack.enter_context(EngineProcess(options, place / "engine.log", python))
         yield Started(variant, engine, moments, daemon)
 
 
-def _options(model: Path, transfer: Mapping[str, Any] | None, moments: Path) -> EngineOptions:
+def engine_options(
+    model: Path, transfer: Mapping[str, Any] | None, env: Mapping[str, str] | None = None
+) -> EngineOptions:
+    """An engine of `MODEL` with this connector, and more of an environment."""
     packages = (kvd_client, kvd_proto, kvd_tools)
     roots = (Path(__file__).parent, *(Path(package.__path__[0]).parent for package in packages))
     return EngineOptions(
@@ -142,7 +145,7 @@ def _options(model: Path, transfer: Mapping[str, Any] | None, moments: Path) -> 
         block_size=BLOCK_TOKENS,
         dtype="bfloat16",
         kv_transfer=transfer,
-        env=ONE_PROCESS | {"PYTHONPATH": ":".join(map(str, roots)), MOMENTS_FILE: str(moments)},
+        env={**ONE_PROCESS, "PYTHONPATH": ":".join(map(str, roots)), **(env or {})},
         threads=max(1, len(os.sched_getaffinity(0)) - 1),
         args=[
             "--max-num-batched-tokens",
