@@ -32,7 +32,7 @@ from tests.waiting import eventually
 CHUNK_BYTES, CHUNK_TOKENS = 128 * 1024, 64  # of two blocks, in four layers of two heads of 32
 PROMPTS = 20
 CHUNKS = PROMPTS * CACHED_TOKENS // CHUNK_TOKENS
-POOL_CHUNKS = CHUNKS // 4
+POOL_CHUNKS, MOST_CHUNKS = CHUNKS // 4, CHUNKS * 3 // 4
 ROUNDS = 10  # of asking all prompts, until one came from the tier
 SOURCES = "vllm:prompt_tokens_cached_by_source"
 
@@ -84,10 +84,13 @@ class Tiered:
         return answers
 
     def fill(self) -> None:
-        """Store all prompts; the tier has all of their chunks."""
-        self.ask()
-        wait_stored(self.daemon)
-        eventually(self.tier, lambda tier: tier["chunks"] >= CHUNKS)
+        """Store all prompts. The tier has what was not evicted before its turn: most of it."""
+        for _ in range(ROUNDS):
+            self.ask()
+            wait_stored(self.daemon)
+            if self.tier()["chunks"] >= MOST_CHUNKS:
+                return
+        pytest.fail(f"most chunks are not kept: {self.tier()}")
 
     def wait_loads(self, source: str, engine: EngineProcess | None = None) -> None:
         """Ask until tokens have come from there."""
@@ -136,7 +139,7 @@ def test_prompts_that_left_memory_come_back_from_disk(start: Start, tmp_path: Pa
     tiered.daemon.process.send_signal(signal.SIGTERM)
     tiered.daemon.process.wait()
     again = start(setting)
-    eventually(again.tier, lambda tier: tier["held_chunks"] >= CHUNKS)
+    eventually(again.tier, lambda tier: tier["held_chunks"] >= MOST_CHUNKS)
     again.wait_loads("disk")
 
 
