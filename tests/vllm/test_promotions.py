@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 
 from kvd_client import NOT_BELOW, UNKNOWN, LookupResult, TierInfo, TierStatus
 from kvd_client.vllm import metrics
+from kvd_client.vllm.promotions import TRIED_CHUNKS, TRY_SECONDS
 from tests.vllm.configs import BLOCK, window
 from tests.vllm.stepping import Lender, Stepping
 
@@ -211,9 +212,21 @@ def test_only_what_would_be_computed_otherwise_counts(
     engine.session.present = set(keys[:4])
     engine.session.held = dict.fromkeys(keys, 0)
     engine.session.status = [TierStatus(True, round(latency * 1e6), 10**9, 0)]
-    assert engine.ask("r") == (WAITS if waits else hits(4))
-    assert engine.session.sought == ([keys[4:]] if waits else [])
-    assert engine.ask("r") == (WAITS if waits else hits(4))
+    for _ in range(2):
+        assert engine.ask("r") == (WAITS if waits else hits(4))
+
+
+def test_a_tier_that_is_too_slow_is_tried_now_and_then(make: MakeEngine) -> None:
+    """Some chunks come up that nobody waits for, so that its figures are renewed."""
+    engine = make(Tiered(DISK))
+    engine.session.status = [TierStatus(True, 10**9, 10**9, 0)]
+    names = "first", "second", "third"
+    keys = [engine.add(name, 40) for name in names]
+    engine.session.held = {key: 0 for own in keys for key in own}
+    for name, later in zip(names, (0.0, TRY_SECONDS - 0.1, 0.1), strict=True):
+        engine.now += later
+        assert engine.ask(name) == hits(0)
+    assert engine.session.sought == [keys[0][:TRIED_CHUNKS], keys[2][:TRIED_CHUNKS]]
 
 
 def test_what_waits_at_the_tier_counts_also_that_of_the_same_step(make: MakeEngine) -> None:

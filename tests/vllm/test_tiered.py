@@ -139,7 +139,7 @@ def test_prompts_that_left_memory_come_back_from_disk(start: Start, tmp_path: Pa
     tiered.daemon.process.send_signal(signal.SIGTERM)
     tiered.daemon.process.wait()
     again = start(setting)
-    eventually(again.tier, lambda tier: tier["held_chunks"] >= MOST_CHUNKS)
+    eventually(again.tier, lambda tier: tier["chunks"] >= MOST_CHUNKS)
     again.wait_loads("disk")
 
 

@@ -24,6 +24,9 @@ from kvd_client.vllm.prefill import PrefillSpeed
 from kvd_client.vllm.tiers import allowed, patience, promotion_seconds, source
 from kvd_proto.messages import MAX_KEYS
 
+TRY_SECONDS = 1.0  # between chunks that are sought to see whether a tier has become faster
+TRIED_CHUNKS = 16
+
 Search = Callable[[], int | None]
 """vLLM's search for what a request can load: tokens, or None where it is to be asked again."""
 
@@ -76,6 +79,7 @@ class Promotions:
         self._met: dict[OffloadKey, int] = {}  # by this search: chunks in tiers
         self._rehearsing: bool | None = None  # whether chunks in tiers count as hits; None: neither
         self._sought: dict[int, int] = {}  # in this step, bytes by tier
+        self._tried = -TRY_SECONDS
 
     # ---------------------------------------------------------------- searches
 
@@ -97,12 +101,26 @@ class Promotions:
             else:  # now it is known what is there
                 waiting.seconds, waiting.asking = seconds, False
             if not seconds:
+                self._try(request, [key for key, number in met.items() if number != UNKNOWN])
                 return self._search(search)
-        keys = list(met)
-        ends = [request.get_offload_key_position(key) or 0 for key in keys]
-        order = sorted(range(len(keys)), key=ends.__getitem__)[:MAX_KEYS]
-        self._scheduler.seek([keys[at] for at in order])
+        self._seek(request, list(met), MAX_KEYS)
         return None
+
+    def _seek(self, request: ReqContext, keys: list[OffloadKey], most: int) -> None:
+        """Seek these, a prompt's head first."""
+        ends = [request.get_offload_key_position(key) or 0 for key in keys]
+        order = sorted(range(len(keys)), key=ends.__getitem__)[:most]
+        self._scheduler.seek([keys[at] for at in order])
+
+    def _try(self, request: ReqContext, keys: list[OffloadKey]) -> None:
+        """Seek some chunks, now and then, that nobody waits for.
+
+        A tier's figures come from promotions: one that was slow once would never be used again.
+        """
+        now = time.monotonic()
+        if keys and now >= self._tried + TRY_SECONDS:
+            self._tried = now
+            self._seek(request, keys, TRIED_CHUNKS)
 
     def _search(self, search: Search) -> int | None:
         self._met = {}
