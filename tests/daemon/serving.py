@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,16 +78,23 @@ StartDaemon = Callable[..., Daemon]
 
 @contextmanager
 def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
-    """Starts daemons (by default in `runtime_dir`, 64 MiB) and ends them with the block."""
+    """Starts daemons (by default in `runtime_dir`, 64 MiB) and ends them with the block.
+
+    before: of the command, what starts it elsewhere and is the daemon's process in the end.
+    """
     daemons: list[Daemon] = []
 
     def start(
-        *extra: str, cpu_bytes: str = "64MiB", where: Path | None = None, ready: bool = True
+        *extra: str,
+        cpu_bytes: str = "64MiB",
+        where: Path | None = None,
+        ready: bool = True,
+        before: Sequence[str] = (),
     ) -> Daemon:
         path = where or runtime_dir
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.parent / f"{path.name}-{len(daemons)}.log"
-        command = [sys.executable, *SERVE, "--runtime-dir", str(path)]
+        command = [*before, sys.executable, *SERVE, "--runtime-dir", str(path)]
         command += ["--cpu-bytes", cpu_bytes, "--http-listen", "off", "--keep-pool", "no", *extra]
         with log.open("w") as sink:
             process = subprocess.Popen(command, stderr=sink, text=True, env=os.environ | {})

@@ -9,7 +9,8 @@ import mmap
 import os
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -42,6 +43,7 @@ _LIMITS = {
 }
 _CONNECT_SECONDS = 1.0  # when it begins
 _PROBE_SECONDS = 0.2  # after the master was away
+_AT_ONCE_SECONDS, _STALE_CONNECTIONS = 0.1, 4
 _BUFFER_BYTES = 2**20
 _PIECE_BYTES = 64  # a piece of a buffer begins at a cache line
 
@@ -116,13 +118,11 @@ class Client:
 
     def put(self, names: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> Any:
         """Write objects from pieces of registered memory; those that are there stay as they are."""
-        self._ask_first()
-        return self._seen(self._store.batch_put_from_multi_buffers(names, addresses, sizes))
+        return self._call(self._store.batch_put_from_multi_buffers, names, addresses, sizes)
 
     def get(self, names: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> Any:
         """Read objects into pieces of registered memory: bytes of each, or a code below 0."""
-        self._ask_first()
-        return self._seen(self._store.batch_get_into_multi_buffers(names, addresses, sizes))
+        return self._call(self._store.batch_get_into_multi_buffers, names, addresses, sizes)
 
     def exist(self, names: list[str]) -> list[bool]:
         """Which of these are there.
@@ -130,8 +130,7 @@ class Client:
         Raises:
             TierError: nobody could be asked.
         """
-        self._ask_first()
-        found: list[int] = self._seen(self._store.batch_is_exist(names))
+        found: list[int] = self._call(self._store.batch_is_exist, names)
         if all(code < 0 for code in found):
             raise TierError(f"{self.master_text} does not say what is there (code {found[0]})")
         return [code == 1 for code in found]
@@ -142,8 +141,7 @@ class Client:
         Raises:
             TierError: nobody could be asked.
         """
-        self._ask_first()
-        codes = self._seen(self._store.batch_remove(names, True))  # positional only
+        codes = self._call(self._store.batch_remove, names, True)  # its `force`
         if any(code in MASTER_AWAY for code in codes):
             raise TierError(f"{self.master_text} does not answer; nothing was removed")
 
@@ -167,11 +165,10 @@ class Client:
         Raises:
             TierError: it is not written.
         """
-        self._ask_first()
         write = self._store.batch_upsert_from if replace else self._store.batch_put_from
         with self.buffer(8) as (memory, address):
             memory[:8] = word
-            (code,) = self._seen(write([name], [address], [8], self._pinned))
+            (code,) = self._call(write, [name], [address], [8], self._pinned)
         if code != DONE:
             raise TierError(
                 f"{self.master_text}: an object of 8 bytes cannot be written (code {code});"
@@ -213,14 +210,21 @@ class Client:
                 " must be allowed to lock them: LimitMEMLOCK=infinity, or ulimit -l unlimited"
             )
 
-    def _seen(self, codes: Any) -> Any:
-        """Remember whether the master was there."""
-        self._away = any(code in MASTER_AWAY for code in codes)
-        return codes
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the library. All its calls may be made twice.
 
-    def _ask_first(self) -> None:
-        if self._away:
-            self._reach(_PROBE_SECONDS)
+        Connections that it has kept of a master that has ended since fail at once, one after the
+        other, also when the master is back.
+        """
+        for _ in range(_STALE_CONNECTIONS):
+            if self._away:
+                self._reach(_PROBE_SECONDS)
+            begin = time.monotonic()
+            codes = method(*arguments)
+            self._away = any(code in MASTER_AWAY for code in codes)
+            if not self._away or time.monotonic() - begin > _AT_ONCE_SECONDS:
+                break
+        return codes
 
     def _reach(self, seconds: float) -> str:
         """Connect to the master; this node's address on the way there."""

@@ -1,0 +1,197 @@
+"""Two daemons as two nodes of a Mooncake cluster, with an engine each; all of it breaks."""
+
+import itertools
+import signal
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd_client import LookupResult
+from kvd_client.seeking import NOT_BELOW
+from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.daemon.serving import Daemon, StartDaemon, started_daemons
+from tests.tier.mooncake_cluster import Cluster, Node, why_not
+from tests.waiting import eventually
+
+REASON = why_not()
+pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
+
+
+@dataclass
+class Place:
+    """A node: its network, its daemon and its engine."""
+
+    node: Node
+    daemon: Daemon
+    engine: Engine
+
+    @property
+    def tier(self) -> dict[str, Any]:
+        """What the daemon's status says of its tier."""
+        (tier,) = self.daemon.status()["tiers"]
+        found: dict[str, Any] = tier
+        return found
+
+    def wait_closed(self) -> None:
+        """Until the breaker has closed by itself."""
+        eventually(lambda: self.tier["breaker"], "closed".__eq__)
+
+    def keep(self, keys: list[bytes]) -> None:
+        """Store, ask for what was stored, and wait until the cluster has it."""
+        before = self.tier["counters"]["puts"]["ok"]
+        assert self.engine.store(keys) == keys
+        wait_hit(self.engine, keys)
+        assert self.engine.load(keys) == (len(keys), 0)
+        eventually(
+            lambda: self.tier["counters"]["puts"]["ok"], lambda now: now >= before + len(keys)
+        )
+
+    def bring(self, keys: list[bytes]) -> None:
+        """Seek chunks until all are in memory, and compare their bytes."""
+
+        def sought() -> list[LookupResult]:
+            self.engine.scheduler.seek(keys)
+            return self.engine.scheduler.lookup_many(keys)
+
+        eventually(sought, {LookupResult.HIT}.issuperset)
+        assert self.engine.load(keys) == (len(keys), 0)
+
+    def opened(self) -> int:
+        """How often the breaker has opened."""
+        return sum(self.tier["counters"]["opened"].values())
+
+    def ask_until_open(self) -> None:
+        """Go on as an engine does, with one prompt after another, until the tier is set aside."""
+        before, turn = self.opened(), itertools.count()
+
+        def asked() -> int:
+            self.engine.scheduler.seek(keys_of(f"{before}-ask-{next(turn)}", 1))
+            return self.opened()
+
+        eventually(asked, lambda now: now > before)
+
+    def misses(self, keys: list[bytes]) -> None:
+        """What cannot be had is sought, and is a miss in the end."""
+        self.engine.scheduler.seek(keys)
+        eventually(lambda: self.engine.scheduler.lookup_many(keys), {LookupResult.MISS}.issuperset)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """A master and a store."""
+    with Cluster.running(megabytes=256) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def start(cluster: Cluster) -> Iterator[StartDaemon]:
+    """Starts daemons, each in a node of its own."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
+        started_daemons(Path(path) / "run") as start,
+    ):
+
+        def start_in(node: Node, *extra: str) -> Daemon:
+            tier = f"mooncake:master={cluster.master_address}"
+            where = Path(path) / node.name / "run"
+            return start("--tier", tier, *extra, where=where, before=node.command())
+
+        yield start_in
+
+
+def place(cluster: Cluster, start: StartDaemon, name: str) -> Iterator[Place]:
+    """A node with daemon and engine."""
+    node = cluster.add_node(name)
+    daemon = start(node)
+    with Engine(daemon.runtime_dir, f"engine-{name}").wait_attached() as engine:
+        found = Place(node, daemon, engine)
+        eventually(lambda: found.tier["usable"])
+        yield found
+
+
+@pytest.fixture(scope="module")
+def here(cluster: Cluster, start: StartDaemon) -> Iterator[Place]:
+    """A node that computes."""
+    yield from place(cluster, start, "here")
+
+
+@pytest.fixture(scope="module")
+def there(cluster: Cluster, start: StartDaemon) -> Iterator[Place]:
+    """Another node, which has computed nothing."""
+    yield from place(cluster, start, "there")
+
+
+def test_what_one_stored_the_other_loads(here: Place, there: Place) -> None:
+    """Chunks that one node kept in the cluster come up on the other, with every byte."""
+    keys = keys_of("shared", 6)
+    here.keep(keys)
+    there.bring(keys)
+    assert there.tier["counters"]["gets"]["ok"] >= 6
+    assert there.tier["medium"] == "remote"
+    assert here.tier["counters"]["gets"]["ok"] == 0  # its own copy wins
+    there.misses(keys_of("nobody", 3))
+
+
+def test_a_store_is_lost(cluster: Cluster, here: Place, there: Place) -> None:
+    """What the dead store held is missed, memory goes on, and with another one all serves again."""
+    keys, own = keys_of("lost", 4), keys_of("memory-s", 4)
+    here.keep(keys)
+    there.engine.store(own)
+    cluster.kill_store()
+    cluster.wait_segments(0)
+    there.misses(keys)
+    wait_hit(there.engine, own)
+    assert there.engine.load(own) == (4, 0)
+    cluster.start_store(1)
+    again = keys_of("found", 4)
+    eventually(lambda: not here.tier["full"])
+    here.keep(again)
+    there.bring(again)
+
+
+def test_the_master_is_lost(cluster: Cluster, here: Place, there: Place) -> None:
+    """Its death is misses and an open breaker; when it is back, the breaker closes by itself."""
+    keys, own = keys_of("master", 4), keys_of("memory-m", 4)
+    here.keep(keys)
+    there.engine.store(own)
+    wait_hit(there.engine, own)
+    cluster.kill_master()
+    there.ask_until_open()
+    there.misses(keys)
+    assert there.engine.scheduler.below(keys[0]) == NOT_BELOW
+    assert there.engine.load(own) == (4, 0)
+    cluster.start_master()
+    cluster.wait_segments(1)
+    there.wait_closed()
+    here.wait_closed()
+    again = keys_of("master-again", 4)
+    here.keep(again)
+    there.bring(again)
+
+
+def test_a_partition(cluster: Cluster, here: Place, there: Place) -> None:
+    """A node that is cut off goes on with its memory, and finds what was stored when it is back."""
+    keys, own = keys_of("cut", 4), keys_of("memory-p", 4)
+    here.keep(keys)
+    there.engine.store(own)
+    wait_hit(there.engine, own)
+    cluster.cut(there.node)
+    there.ask_until_open()
+    there.misses(keys)
+    assert there.engine.load(own) == (4, 0)
+    cluster.mend(there.node)
+    there.wait_closed()
+    there.bring(keys)
+
+
+def test_the_node_that_stored_is_lost(here: Place, there: Place) -> None:
+    """What a node kept before it was killed is found by the others."""
+    keys = keys_of("survive", 5)
+    here.keep(keys)
+    here.engine.close()
+    here.daemon.stop(signal.SIGKILL)
+    there.bring(keys)
