@@ -95,7 +95,7 @@ class Changes:
         with self._lock:
             self._follow()
             differences = self._reader.take(limit)
-            self._published += len(differences.stored) + len(differences.removed)
+            self._published += len(differences)
             return differences
 
     def repeat(self) -> None:

@@ -17,13 +17,16 @@ from kvd.broker.effects import Effect, ToPublisher
 from kvd.broker.publishing import Publishing
 from kvd.config.endpoints import Endpoint, parse_events, parse_replay
 from kvd.config.settings import Settings
+from kvd.config.tiers import parse_tiers
 from kvd.config.values import Listen
 from kvd.daemon.addresses import bind_tcp, bind_unix
 from kvd.daemon.child import ChildProcess
 from kvd.errors import ChannelFull, ConfigError
+from kvd.tier.backends import backend
 from kvd.wire.listener import Listener
 from kvd.wire.publishing import PUBLISHING, BeginPublisher, PublisherReport
 from kvd.wire.seqpacket import close_all
+from kvd_proto.announcements import locality
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import Message
 
@@ -84,7 +87,11 @@ class PublisherProcess:
             raise
         self.address = f"connect:{at}" if events.connects else at
         self._begin = BeginPublisher(
-            events=at, connects=events.connects, replay=replay_at, note=str(self._note)
+            events=at,
+            connects=events.connects,
+            replay=replay_at,
+            note=str(self._note),
+            locality=locality(backend(tier).medium for tier in parse_tiers(settings.tier)),
         )
         log.info("KV events on %s%s", self.address, f", replay on {replay_at}" if replay_at else "")
 

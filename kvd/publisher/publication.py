@@ -14,7 +14,8 @@ from itertools import islice
 
 from kvd.publisher.topics import Topic
 from kvd.publisher.wire import MAX_HASHES, Message, encode_event
-from kvd_proto.announcer import Announcer, RemovedBlocks, StoredBlocks
+from kvd_proto.announcements import Announcement, RemovedBlocks, StoredBlocks
+from kvd_proto.announcer import Announcer
 from kvd_proto.change_reader import ChangeReader
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView
@@ -46,6 +47,7 @@ class Publication:
         directory: of the namespace.
         descriptions: of its chunks; None: there are none.
         clock: CLOCK_MONOTONIC in ns, by which changes are dated.
+        locality: of what lies in tiers; None: some are near and some are not.
 
     Attributes:
         topics: by the names of the engines whose they are.
@@ -57,7 +59,9 @@ class Publication:
         directory: DirectoryView,
         descriptions: DescriptionsView | None,
         clock: Callable[[], int],
+        locality: str | None = None,
     ) -> None:
+        self._locality = locality
         self._reader = ChangeReader(clock)
         self._reader.follow(directory)
         self._announcer = Announcer(
@@ -98,11 +102,11 @@ class Publication:
         differences = self._reader.take(CHANGES_AT_ONCE)
         if not differences and not self._announcer.waiting:
             return []
-        self.published += len(differences.stored) + len(differences.removed)
+        self.published += len(differences)
         blocks = self._announcer.announce(differences)
-        events = list(map(encode_event, blocks))
+        events = list(map(self._encode, blocks))
         if self._telling is not None:
-            self._telling.meanwhile += again(blocks)
+            self._telling.meanwhile += self._again(blocks)
         return [each for topic in self.topics.values() for each in topic.messages(events)]
 
     def _begin(self, now: float) -> None:
@@ -117,7 +121,7 @@ class Publication:
         if telling is None:
             return []
         size = max(1, PIECE // max(1, len(telling.topics)))
-        events = again(list(islice(telling.rest, size)))
+        events = self._again(list(islice(telling.rest, size)))
         if not events:
             events, self._telling = telling.meanwhile, None
         return [each for topic in telling.topics for each in topic.messages(events)]
@@ -130,23 +134,29 @@ class Publication:
         return topic, topic.messages(self._removals())
 
     def _removals(self) -> Iterator[bytes]:
-        hashes: dict[int, list[bytes]] = {}
-        for group, block_hash in self._announcer.announced:
-            hashes.setdefault(group, []).append(block_hash)
-        for group, gone in hashes.items():
+        hashes: dict[tuple[int, bool], list[bytes]] = {}
+        for group, block_hash, below in self._announcer.announced:
+            hashes.setdefault((group, below), []).append(block_hash)
+        for (group, below), gone in hashes.items():
             for begin in range(0, len(gone), MAX_HASHES):
                 part = tuple(gone[begin : begin + MAX_HASHES])
-                yield encode_event(RemovedBlocks(part, group))
+                yield self._encode(RemovedBlocks(part, group, below))
+
+    def _encode(self, blocks: Announcement) -> bytes:
+        return encode_event(blocks, self._locality)
+
+    def _again(self, blocks: Sequence[Announcement]) -> list[bytes]:
+        """Return the events that say these blocks once more: stored ones are taken back before.
+
+        But those without tokens, which no router counts: they are another tier of a block that a
+        router knows, and one that was told that they are gone may know it no more.
+        """
+        events = []
+        for each in blocks:
+            if isinstance(each, StoredBlocks) and each.tokens:
+                events.append(self._encode(RemovedBlocks(each.hashes, each.group, each.below)))
+            events.append(self._encode(each))
+        return events
 
     def __repr__(self) -> str:
         return f"<Publication on {list(self.topics.values())} of {self._reader!r}>"
-
-
-def again(blocks: Sequence[StoredBlocks | RemovedBlocks]) -> list[bytes]:
-    """Return the events that say these blocks once more: stored ones are taken back before."""
-    events = []
-    for each in blocks:
-        if isinstance(each, StoredBlocks):
-            events.append(encode_event(RemovedBlocks(each.hashes, each.group)))
-        events.append(encode_event(each))
-    return events

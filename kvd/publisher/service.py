@@ -75,6 +75,7 @@ class Service:
 
     def __init__(self, link: Channel, begin: BeginPublisher, fds: tuple[int, ...]) -> None:
         self._link = link
+        self._locality = begin.locality
         self._note = Note(Path(begin.note))  # waits until the publisher before has ended
         self._sockets = Sockets(begin, fds)
         self._topics = Topics(time.time)
@@ -163,7 +164,7 @@ class Service:
             close_all(fds)
         else:
             try:
-                opened = _map(fds)
+                opened = _map(fds, self._locality)
             except (DirectoryError, OSError, ValueError) as error:
                 log.error("engine %s: nothing is published: %s", order.engine, error)  # noqa: TRY400  # the text has the reason
                 return
@@ -230,8 +231,13 @@ def _figures(opened: Opened) -> tuple[int, int, int]:
     return publication.published, publication.snapshots, publication.overruns
 
 
-def _map(fds: tuple[int, ...]) -> Opened:
-    """Map a namespace's directory and take its descriptions, where they are."""
+def _map(fds: tuple[int, ...], locality: str | None) -> Opened:
+    """Map a namespace's directory and take its descriptions, where they are.
+
+    Args:
+        fds: of both.
+        locality: of what lies in tiers.
+    """
     directory_fd, *rest = fds
     descriptions_fd = rest[0] if rest else -1
     try:
@@ -243,5 +249,5 @@ def _map(fds: tuple[int, ...]) -> Opened:
     finally:
         os.close(directory_fd)
     descriptions = DescriptionsView(descriptions_fd) if rest else None
-    publication = Publication(directory, descriptions, time.monotonic_ns)
+    publication = Publication(directory, descriptions, time.monotonic_ns, locality)
     return Opened(publication, directory, memory, descriptions_fd)

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvd_proto.announcer import RemovedBlocks, StoredBlocks
+from kvd_proto.announcements import Announcement, RemovedBlocks
 
 MEDIUM, LOCALITY, OWNERSHIP = "CPU", "LOCAL", "kvd"
+MEDIUM_BELOW = "STORAGE"
 MAX_BATCH_BYTES = 16 * 1024  # of events, where a batch has several
 MAX_HASHES = 512  # of a removal
 END = (-1).to_bytes(8, "big", signed=True)
@@ -84,12 +85,13 @@ def hash_number(block_hash: bytes) -> int:
     return int.from_bytes(block_hash[-8:], "big")
 
 
-def encode_event(blocks: StoredBlocks | RemovedBlocks) -> bytes:
-    """Return the event that says this."""
+def encode_event(blocks: Announcement, locality_below: str | None = LOCALITY) -> bytes:
+    """Return the event that says this; `locality_below` is that of blocks in tiers."""
+    medium, locality = (MEDIUM_BELOW, locality_below) if blocks.below else (MEDIUM, LOCALITY)
     hashes = [hash_number(each) for each in blocks.hashes]
     event: BlockStored | BlockRemoved
     if isinstance(blocks, RemovedBlocks):
-        event = BlockRemoved(hashes, MEDIUM, blocks.group, LOCALITY, OWNERSHIP)
+        event = BlockRemoved(hashes, medium, blocks.group, locality, OWNERSHIP)
     else:
         event = BlockStored(
             block_hashes=hashes,
@@ -97,13 +99,13 @@ def encode_event(blocks: StoredBlocks | RemovedBlocks) -> bytes:
             token_ids=array("I", blocks.tokens).tolist(),
             block_size=blocks.block_size,
             lora_id=None,  # replaced by the name
-            medium=MEDIUM,
+            medium=medium,
             lora_name=blocks.lora,
             extra_keys=blocks.extra,
             group_idx=blocks.group,
             kv_cache_spec_kind=blocks.kind or None,
             kv_cache_spec_sliding_window=blocks.window,
-            locality=LOCALITY,
+            locality=locality,
             ownership=OWNERSHIP,
         )
     return _encode(event)

@@ -15,12 +15,14 @@ class BeginPublisher(Message, frozen=True):
     connects: connect to it; then there is no socket for it.
     replay: where requests for replay come; empty: nowhere, and there is no socket.
     note: path of the file that says what was published and not taken back.
+    locality: of what lies in tiers, as events have it; None: they are of both kinds.
     """
 
     events: Text
     connects: bool
     replay: Text
     note: Text
+    locality: Text | None
 
 
 class PublishEngine(Message, frozen=True):

@@ -8,69 +8,59 @@ also count how often a block was stored and removed (Dynamo, llm-d): whatever is
 removed just before, so that the count stays one.
 
 `kvd_proto.chains` says of which blocks the chain is there.
+
+What lies in tiers is told of its own, as of another medium: a router has a block until it is in no
+medium any more. A chain may go on from one medium in the other. The description of a chunk is read
+while the chunk is in memory, and kept as long as tiers hold it. Where it was not there to be read
+the chunk is told by its key alone, until it comes into memory again.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
-from kvd_proto.chains import Block, Chains, each
+from kvd_proto.announcements import (
+    BELOW,
+    Announcement,
+    Offer,
+    RemovedBlocks,
+    StoredBlocks,
+    below,
+    offer_of,
+    removed,
+    runs,
+    stored_blocks,
+)
+from kvd_proto.chains import WHOLE, Block, Chains, each
 from kvd_proto.change_reader import Differences, Place
-from kvd_proto.descriptions import Description
+from kvd_proto.descriptions import Description, decode, encode
 from kvd_proto.errors import ReaderFault
 
 MOST_REPEATED = 500
 """Runs of blocks that one call tells again; the next calls go on."""
 
-_GROUP_BYTES = 4
-_TOKEN_BYTES = 4
-
-
-class StoredBlocks(NamedTuple):
-    """Blocks that are there, each the parent of the next.
-
-    Without a description, of a chunk that nobody described, there is one hash, the tokens are
-    empty and `block_size` is 0. The other fields are those of `Description`.
-    """
-
-    hashes: tuple[bytes, ...]
-    parent: bytes
-    tokens: bytes
-    block_size: int
-    group: int
-    kind: str = ""
-    window: int | None = None
-    lora: str | None = None
-    extra: tuple[tuple[Any, ...] | None, ...] | None = None
-
-
-class RemovedBlocks(NamedTuple):
-    """Blocks of one group that are not there any more."""
-
-    hashes: tuple[bytes, ...]
-    group: int
-
-
-Announcement: TypeAlias = StoredBlocks | RemovedBlocks
 Describe: TypeAlias = Callable[[Place], Description | None]
 
 
 class _Chunk:
-    """A chunk that is told: where it lies, and its blocks, which follow each other."""
+    """A chunk that is told: where it lies, and its blocks, which follow each other.
 
-    __slots__ = ("blocks", "place")
+    encoded: of a chunk in tiers its description, where it is known.
+    """
 
-    def __init__(self, place: Place, blocks: tuple[Block, ...]) -> None:
-        self.place, self.blocks = place, blocks
+    __slots__ = ("blocks", "encoded", "place")
 
+    def __init__(self, place: Place, blocks: tuple[Block, ...], encoded: bytes | None) -> None:
+        self.place, self.blocks, self.encoded = place, blocks, encoded
 
-class _Offer(NamedTuple):
-    """A chunk that is to be told."""
+    @property
+    def is_bare(self) -> bool:
+        """It lies in tiers, and nothing is known of it but its key."""
+        return self.encoded is None and self.blocks[0].group >= BELOW
 
-    place: Place
-    description: Description | None
-    group: int
-    hashes: tuple[bytes, ...]
-    parent: bytes | None
+    @property
+    def kept_description(self) -> Description | None:
+        """Of a chunk in tiers, where it is known."""
+        return None if self.encoded is None else decode(self.encoded)
 
 
 class Announcer:
@@ -82,7 +72,8 @@ class Announcer:
 
     def __init__(self, describe: Describe) -> None:
         self._describe = describe
-        self._chunks: dict[bytes, _Chunk] = {}
+        self._chunks: dict[bytes, _Chunk] = {}  # by key; those in tiers by `below` of it
+        self._bare: set[bytes] = set()  # chunks in tiers that are told by their keys alone
         self._chains = Chains()
 
     @property
@@ -91,9 +82,13 @@ class Announcer:
         return bool(self._chains.due)
 
     @property
-    def announced(self) -> Iterator[tuple[int, bytes]]:
-        """Group and hash of every block that is told; nothing may be announced meanwhile."""
-        return ((block.group, block.hash) for block in self._chains)
+    def announced(self) -> Iterator[tuple[int, bytes, bool]]:
+        """Group and hash of every block that is told, and whether that is of one in tiers.
+
+        Nothing may be announced meanwhile.
+        """
+        for block in self._chains:
+            yield block.group & ~BELOW, block.hash, block.group >= BELOW
 
     def announce(self, differences: Differences) -> list[Announcement]:
         """Return what is to be told, in this order: what was stored, parents first, then removed.
@@ -101,15 +96,22 @@ class Announcer:
         Call it also without differences while it is `waiting`.
         """
         told: list[Announcement] = []
-        if differences.stored:
-            offers = {key: self._offer(key, place) for key, place in differences.stored.items()}
+        if differences.stored or differences.kept:
+            describe = self._describe
+            offers = {
+                key: offer_of(key, place, describe(place), 0)
+                for key, place in differences.stored.items()
+            }
+            if self._bare or differences.kept:
+                offers |= self._offers_below(differences, offers)
             self._tell_all(offers, told)
         gone: dict[int, list[bytes]] = {}
-        for key in differences.removed:
-            chunk = self._chunks.pop(key, None)
-            if chunk is not None:
-                self._let_go(key, chunk.blocks, gone)
-        told += [RemovedBlocks(tuple(hashes), group) for group, hashes in gone.items()]
+        if differences.released:
+            names = list(map(below, differences.released))
+            self._bare.difference_update(names)
+            self._end(names, gone)
+        self._end(differences.removed, gone)
+        told += removed(gone)
         if self._chains.due:
             self._tell_again(told)
         return told
@@ -121,7 +123,8 @@ class Announcer:
         they add may be left out, too.
         """
         done: set[Block] = set()
-        for first in list(self._chunks):
+        # What is told by its key alone is another tier of a block that routers know: it comes last.
+        for first in sorted(self._chunks, key=self._bare.__contains__):
             path = [first]
             on_path = {first}
             while path:
@@ -136,27 +139,40 @@ class Announcer:
                     continue
                 rest = [block not in done for block in chunk.blocks]
                 offer = self._offer_of(chunk) if any(rest) else None
+                if offer is None and chunk.is_bare:
+                    offer = _bare_offer(chunk)
                 if offer is not None:
                     done.update(chunk.blocks)
-                    for run in _runs(rest):
-                        yield _stored(offer, *run)
+                    for run in runs(rest):
+                        yield stored_blocks(offer, *run)
 
     # ------------------------------------------------------------------ stored
 
-    def _offer(self, key: bytes, place: Place) -> _Offer:
-        description = self._describe(place)
-        if description is not None:
-            first, end = place.first, place.first + place.count
-            hashes = description.hashes[first:end]
-            if len(hashes) == 1 or (hashes and len(set(hashes)) == len(hashes)):
-                parent = description.hashes[first - 1] if first else description.parent
-                return _Offer(place, description, description.group, hashes, parent)
-        if len(key) > _GROUP_BYTES:
-            group = int.from_bytes(key[-_GROUP_BYTES:], "big")
-            return _Offer(place, None, group, (key[:-_GROUP_BYTES],), None)
-        return _Offer(place, None, 0, (key,), None)
+    def _offers_below(
+        self, differences: Differences, offers: dict[bytes, Offer]
+    ) -> dict[bytes, Offer]:
+        """Chunks that tiers keep, and those of which more is known now that they are in memory.
 
-    def _tell_all(self, offers: dict[bytes, _Offer], told: list[Announcement]) -> None:
+        Args:
+            differences: of which `kept` counts.
+            offers: of chunks in memory.
+        """
+        found: dict[bytes, Offer] = {}
+        for key, place in differences.kept.items():
+            offer, name = offers.get(key), below(key)
+            description = None if offer is None else offer.description
+            if offer is None and (chunk := self._chunks.get(key)) is not None:
+                description = self._describe(chunk.place)
+            if description is None and (chunk := self._chunks.get(name)) is not None:
+                description = chunk.kept_description
+            found[name] = offer_of(key, place, description, BELOW)
+        for key, offer in offers.items():
+            name = below(key)
+            if name in self._bare and name not in found and offer.description is not None:
+                found[name] = offer_of(key, self._chunks[name].place, offer.description, BELOW)
+        return found
+
+    def _tell_all(self, offers: dict[bytes, Offer], told: list[Announcement]) -> None:
         """Tell these chunks: before each those that have its parent."""
         owners: dict[bytes, list[bytes]] | None = None
         done: set[bytes] = set()
@@ -186,7 +202,7 @@ class Announcer:
                     done.add(each)
                     self._tell(each, offers[each], told)
 
-    def _tell(self, key: bytes, offer: _Offer, told: list[Announcement]) -> None:
+    def _tell(self, key: bytes, offer: Offer, told: list[Announcement]) -> None:
         """Tell the blocks of a chunk that are not told yet; those that it has no more are not."""
         chains, group, parent = self._chains, offer.group, offer.parent
         old = self._chunks.get(key)
@@ -199,22 +215,38 @@ class Announcer:
             elif block.parent is None and parent is not None:
                 is_new = True  # until now nothing was known but its hash
                 chains.describe(block, parent)
-                told.append(RemovedBlocks((block_hash,), group))
+                told += removed({group: [block_hash]})
+            elif block.level < WHOLE:
+                chains.due.append(block)  # nobody could describe it, maybe, when its chain came
             chains.hold(block, key)
             held.append(block)
             new.append(is_new)
             if parent is not None:
                 parent = block_hash
-        self._chunks[key] = _Chunk(offer.place, tuple(held))
-        for begin, end in _runs(new):
-            told.append(_stored(offer, begin, end))
+        encoded = None
+        if group >= BELOW:
+            if offer.description is None:
+                self._bare.add(key)
+            else:
+                self._bare.discard(key)
+                encoded = encode(offer.description)
+        self._chunks[key] = _Chunk(offer.place, tuple(held), encoded)
+        for begin, end in runs(new):
+            told.append(stored_blocks(offer, begin, end))
         if old is not None:
             rest = [block for block in old.blocks if block not in held]
             gone: dict[int, list[bytes]] = {}
             self._let_go(key, rest, gone)
-            told += [RemovedBlocks(tuple(hashes), group) for group, hashes in gone.items()]
+            told += removed(gone)
 
     # ----------------------------------------------------------------- removed
+
+    def _end(self, names: Iterable[bytes], gone: dict[int, list[bytes]]) -> None:
+        """These chunks are there no more."""
+        for name in names:
+            chunk = self._chunks.pop(name, None)
+            if chunk is not None:
+                self._let_go(name, chunk.blocks, gone)
 
     def _let_go(self, key: bytes, blocks: Sequence[Block], gone: dict[int, list[bytes]]) -> None:
         """A chunk has these blocks no more; collect those that no chunk has."""
@@ -232,27 +264,28 @@ class Announcer:
             if block.holders is None or chains.level(block) <= block.level:
                 continue
             left -= 1
-            chunk = self._chunks[next(each(block.holders))]
-            offer = self._offer_of(chunk)
-            if offer is None:
+            name = self._holder(block)
+            chunk = None if name is None else self._chunks[name]
+            offer = None if chunk is None else self._offer_of(chunk)
+            if chunk is None or offer is None:
                 continue  # it is on its way out, or nobody can read what is known of it
             begin = end = chunk.blocks.index(block)
             while end < len(chunk.blocks) and chains.rise(chunk.blocks[end]):
                 end += 1
-            stored = _stored(offer, begin, end)
-            told += (RemovedBlocks(stored.hashes, stored.group), stored)
+            stored = stored_blocks(offer, begin, end)
+            told += (RemovedBlocks(stored.hashes, stored.group, stored.below), stored)
 
-    def _offer_of(self, chunk: _Chunk) -> _Offer | None:
+    def _offer_of(self, chunk: _Chunk) -> Offer | None:
         """A chunk as it was told; None where what was known of it cannot be read any more."""
         first, place = chunk.blocks[0], chunk.place
         hashes = tuple(block.hash for block in chunk.blocks)
         if first.parent is None:
-            return _Offer(place, None, first.group, hashes, None)
-        description = self._describe(place)
+            return _bare_offer(chunk)
+        description = chunk.kept_description or self._describe(place)
         end = place.first + place.count
         if description is None or description.hashes[place.first : end] != hashes:
             return None
-        return _Offer(place, description, first.group, hashes, first.parent)
+        return Offer(place, description, first.group, hashes, first.parent)
 
     def _holder_before(self, chunk: _Chunk, done: set[Block]) -> bytes | None:
         """A chunk whose blocks come before this one's and are not done."""
@@ -262,8 +295,12 @@ class Announcer:
         for group in (first.group, *self._chains.groups):
             before = self._chains.get(group, first.parent)
             if before is not None and before not in done:
-                return next(each(before.holders))
+                return self._holder(before)
         return None
+
+    def _holder(self, block: Block) -> bytes | None:
+        """A chunk that has this block and may be described; None: none."""
+        return next((name for name in each(block.holders) if name not in self._bare), None)
 
     # --------------------------------------------------------------- integrity
 
@@ -273,12 +310,23 @@ class Announcer:
         held = {(block, key) for block in self._chains for key in each(block.holders)}
         if held != {(b, key) for key, chunk in self._chunks.items() for b in chunk.blocks}:
             raise ReaderFault(f"chunks and blocks do not agree: {self!r}")
+        for name, chunk in self._chunks.items():
+            if chunk.is_bare != (name in self._bare):
+                raise ReaderFault(f"{name.hex()} has a description, or has none: {self!r}")
+        if not self._bare <= self._chunks.keys():
+            raise ReaderFault(f"chunks without description are not told: {self!r}")
 
     def __repr__(self) -> str:
         return f"<Announcer of {len(self._chunks)} chunks: {self._chains!r}>"
 
 
-def _owners(offers: dict[bytes, _Offer]) -> dict[bytes, list[bytes]]:
+def _bare_offer(chunk: _Chunk) -> Offer:
+    """A chunk of which only the hashes are told."""
+    hashes = tuple(block.hash for block in chunk.blocks)
+    return Offer(chunk.place, None, chunk.blocks[0].group, hashes, None)
+
+
+def _owners(offers: dict[bytes, Offer]) -> dict[bytes, list[bytes]]:
     """The keys of the chunks that have a block, by its hash."""
     owners: dict[bytes, list[bytes]] = {}
     for key, offer in offers.items():
@@ -286,36 +334,3 @@ def _owners(offers: dict[bytes, _Offer]) -> dict[bytes, list[bytes]]:
             for block_hash in offer.hashes:
                 owners.setdefault(block_hash, []).append(key)
     return owners
-
-
-def _runs(which: list[bool]) -> Iterator[tuple[int, int]]:
-    """First index and end of each run of true ones."""
-    begin = None
-    for i, wanted in enumerate([*which, False]):
-        if wanted and begin is None:
-            begin = i
-        elif not wanted and begin is not None:
-            yield begin, i
-            begin = None
-
-
-def _stored(offer: _Offer, begin: int, end: int) -> StoredBlocks:
-    """Some of a chunk's blocks that are held."""
-    hashes, description = offer.hashes[begin:end], offer.description
-    if description is None:
-        return StoredBlocks(hashes, b"", b"", 0, offer.group)
-    parent = offer.hashes[begin - 1] if begin else offer.parent or b""
-    begin, end = offer.place.first + begin, offer.place.first + end
-    size = description.block_size
-    extra = None if description.extra is None else description.extra[begin:end]
-    return StoredBlocks(
-        hashes,
-        parent,
-        description.tokens[begin * size * _TOKEN_BYTES : end * size * _TOKEN_BYTES],
-        size,
-        offer.group,
-        description.kind,
-        description.window,
-        description.lora,
-        extra,
-    )

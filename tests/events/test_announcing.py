@@ -6,7 +6,8 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_proto.announcer import Announcer, RemovedBlocks, StoredBlocks
+from kvd_proto.announcements import RemovedBlocks, StoredBlocks
+from kvd_proto.announcer import Announcer
 from kvd_proto.change_reader import Differences, Place
 from kvd_proto.descriptions import Description, decode
 from tests.events.content import CHUNKS, FACTOR, Chunk, chunks, conversation

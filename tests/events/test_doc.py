@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from kvd.publisher.wire import CLEARED, encode_event, payloads
-from kvd_proto.announcer import RemovedBlocks, StoredBlocks
+from kvd_proto.announcements import RemovedBlocks, StoredBlocks
 from tests.routers.vectors import PAYLOADS
 
 PAGE = Path(__file__).parents[2] / "docs" / "events.md"

@@ -16,16 +16,25 @@ from hypothesis.stateful import (
 )
 
 from kvd_proto import announcer as announcer_module
-from kvd_proto.announcer import Announcement, Announcer, RemovedBlocks, StoredBlocks
-from kvd_proto.change_reader import Differences, Place
+from kvd_proto.announcements import Announcement, RemovedBlocks, StoredBlocks
+from kvd_proto.announcer import Announcer
+from kvd_proto.change_reader import NO_SLOT, Differences, Place
 from kvd_proto.descriptions import Description
 
 BLOCK_SIZE = 2
 NODES = 14
 GROUPS = 2
 
+BELOW = 100
+MEDIA = (*range(GROUPS), *range(BELOW, BELOW + GROUPS))
+
 Name = tuple[int, bytes]
-"""A block: its group and its hash."""
+"""A block: its group, to which `BELOW` is added where it lies in tiers, and its hash."""
+
+
+def group_of(told: Announcement) -> int:
+    """As in a name."""
+    return told.group + BELOW * told.below
 
 
 def block_hash(node: int) -> bytes:
@@ -66,11 +75,14 @@ class CountingRouter:
         """Count one."""
         by = 1 if isinstance(told, StoredBlocks) else -1
         for each in told.hashes:
-            self.counts[told.group, each] += by
+            self.counts[group_of(told), each] += by
 
 
 class HashRouter:
-    """As llm-d: a block whose parent has no hash that it knows is dropped, whatever the group."""
+    """As llm-d: a block whose parent has no hash that it knows is dropped, whatever the group.
+
+    One without tokens is another tier of a block that it knows.
+    """
 
     def __init__(self) -> None:
         self.groups: dict[bytes, set[int]] = {}
@@ -79,12 +91,15 @@ class HashRouter:
         """Add or remove."""
         if isinstance(told, RemovedBlocks):
             for each in told.hashes:
-                self.groups.get(each, set()).discard(told.group)
+                self.groups.get(each, set()).discard(group_of(told))
                 if not self.groups.get(each, {0}):
                     del self.groups[each]
-        elif told.tokens and (not told.parent or told.parent in self.groups):
+        elif not told.tokens:
+            for each in self.groups.keys() & told.hashes:
+                self.groups[each].add(group_of(told))
+        elif not told.parent or told.parent in self.groups:
             for each in told.hashes:
-                self.groups.setdefault(each, set()).add(told.group)
+                self.groups.setdefault(each, set()).add(group_of(told))
 
     @property
     def blocks(self) -> set[Name]:
@@ -102,11 +117,11 @@ class TreeRouter:
         """Add or remove."""
         if isinstance(told, RemovedBlocks):
             for each in told.hashes:
-                self._remove((told.group, each))
-        elif told.tokens and (not told.parent or (told.group, told.parent) in self.parents):
+                self._remove((group_of(told), each))
+        elif told.tokens and (not told.parent or (group_of(told), told.parent) in self.parents):
             parent = told.parent
             for each in told.hashes:
-                self.parents[told.group, each] = parent
+                self.parents[group_of(told), each] = parent
                 parent = each
 
     def _remove(self, name: Name) -> None:
@@ -123,6 +138,8 @@ class RoutersMachine(RuleBasedStateMachine):
         super().__init__()
         self.descriptions: dict[Place, Description] = {}
         self.said: dict[bytes, Place] = {}
+        self.kept: dict[bytes, tuple[int, int, int]] = {}  # node, blocks before, in all; in tiers
+        self.bare: set[bytes] = set()  # of these, those of which nothing is known
         self.announcer = Announcer(self.descriptions.get)
         self.counting, self.hashes, self.tree = CountingRouter(), HashRouter(), TreeRouter()
         self.generation = 0
@@ -164,9 +181,17 @@ class RoutersMachine(RuleBasedStateMachine):
     @rule(
         stored=st.lists(chunks, max_size=6),
         removed=st.lists(st.integers(0, 100), max_size=3),
+        kept=st.lists(chunks, max_size=4),
+        released=st.lists(st.integers(0, 100), max_size=3),
     )
-    def announce(self, stored: list[tuple[int, int, int]], removed: list[int]) -> None:
-        """Some chunks came, or came again with other blocks, and some went."""
+    def announce(
+        self,
+        stored: list[tuple[int, int, int]],
+        removed: list[int],
+        kept: list[tuple[int, int, int]],
+        released: list[int],
+    ) -> None:
+        """Some chunks came, or came again with other blocks, and some went; in tiers, too."""
         differences = Differences()
         for choice in removed:
             if self.said:
@@ -179,7 +204,33 @@ class RoutersMachine(RuleBasedStateMachine):
                 place = self.place(node, group, cut)
                 self.descriptions.pop(self.said.get(key, place), None) if key in self.said else 0
                 self.said[key] = differences.stored[key] = place
+        for choice in released:
+            if self.kept:
+                key = list(self.kept)[choice % len(self.kept)]
+                del self.kept[key]
+                self.bare.discard(key)
+                differences.released.append(key)
+        for node, group, cut in kept:
+            key = key_of(node, group)
+            if key not in differences.released:
+                self.keep(key, node, cut, differences)
+        self.bare -= {key for key in differences.stored if self.is_described(key)}
         self.hear(self.announcer.announce(differences))
+
+    def keep(self, key: bytes, node: int, cut: int, differences: Differences) -> None:
+        """Tiers hold a chunk without some of its first blocks."""
+        path, _ = self.nodes(node)
+        first = min(cut, len(path) - 1)
+        if not self.is_described(key) and (key not in self.kept or key in self.bare):
+            self.bare.add(key)
+        else:
+            self.bare.discard(key)
+        self.kept[key] = node, first, len(path) - first
+        differences.kept[key] = Place(NO_SLOT, 0, first, len(path) - first, 0)
+
+    def is_described(self, key: bytes) -> bool:
+        """Whether a chunk is in memory, with a description."""
+        return key in self.said and self.said[key] in self.descriptions
 
     @rule()
     def go_on(self) -> None:
@@ -194,11 +245,11 @@ class RoutersMachine(RuleBasedStateMachine):
         for each in told:
             late.hear(each)
             tree.hear(each)
-        names = [(each.group, block) for each in told for block in each.hashes]
+        names = [(group_of(each), block) for each in told for block in each.hashes]
         assert len(names) == len(set(names))
         assert set(names) == self.blocks()
-        assert set(tree.parents) == self.chained(whole=True)
-        if len({group for group, _ in names}) < GROUPS:
+        self.check_tree(tree)
+        if len({group for group, _ in names}) < GROUPS and not self.kept:
             assert late.blocks == self.chained(whole=False)
 
     def hear(self, told: list[Announcement]) -> None:
@@ -217,16 +268,29 @@ class RoutersMachine(RuleBasedStateMachine):
             path, _ = self.nodes(place.slot)
             part = path[place.first :] if place.slot not in self.untold else [place.slot]
             found |= {(group, block_hash(node)) for node in part}
+        for key, (node, first, _) in self.kept.items():
+            group = int.from_bytes(key[-4:], "big") + BELOW
+            path, _ = self.nodes(node)
+            part = [node] if key in self.bare else path[first:]
+            found |= {(group, block_hash(each)) for each in part}
+        return found
+
+    def described(self) -> set[Name]:
+        """Those of which more than the hash is told, by chunks that are there."""
+        bare, kept = self.bare, self.kept
+        self.kept = {key: place for key, place in kept.items() if key not in bare}
+        found = {name for name in self.blocks() if name[1][0] - 65 not in self.untold}
+        self.kept = kept
         return found
 
     def chained(self, *, whole: bool) -> set[Name]:
         """Those whose chain is there: in their own group, or in any."""
-        there = {name for name in self.blocks() if name[1][0] - 65 not in self.untold}
+        there = self.described()
         chained: set[Name] = set()
         for node in range(NODES):
             before = self.parents[node]
-            for group in range(GROUPS):
-                groups = [group] if whole else range(GROUPS)
+            for group in MEDIA:
+                groups = [group] if whole else MEDIA
                 if (group, block_hash(node)) in there and (
                     before is None or any((g, block_hash(before)) in chained for g in groups)
                 ):
@@ -239,7 +303,8 @@ class RoutersMachine(RuleBasedStateMachine):
         self.announcer.check_integrity()
         assert +self.counting.counts == Counter(dict.fromkeys(self.blocks(), 1))
         assert min(self.counting.counts.values(), default=0) >= 0
-        assert set(self.announcer.announced) == self.blocks()
+        announced = {(group + BELOW * low, each) for group, each, low in self.announcer.announced}
+        assert announced == self.blocks()
 
     def teardown(self) -> None:
         """At last routers that need parents have every block whose chain is there."""
@@ -249,7 +314,18 @@ class RoutersMachine(RuleBasedStateMachine):
             self.hear(self.announcer.announce(Differences()))
         # It keeps what follows a block that has gone: a lookup does not get there.
         assert self.chained(whole=False) <= self.hashes.blocks <= self.blocks()
-        assert set(self.tree.parents) == self.chained(whole=True)
+        self.check_tree(self.tree)
+
+    def check_tree(self, tree: TreeRouter) -> None:
+        """It has what it can have.
+
+        A block in tiers that was described by a chunk that is gone may be there or not.
+        """
+        found, chained = set(tree.parents), self.chained(whole=True)
+        assert {name for name in found if name[0] < BELOW} == {
+            name for name in chained if name[0] < BELOW
+        }
+        assert chained <= found <= self.blocks()
 
 
 def check_payload(told: StoredBlocks) -> None:
@@ -311,6 +387,50 @@ def test_a_description_that_comes_later_is_told() -> None:
         (RemovedBlocks, one),
         (StoredBlocks, one),
     ]
+
+
+def below(first: int = 0) -> Place:
+    """A chunk in tiers, without some of its four blocks."""
+    return Place(NO_SLOT, 0, first, 4 - first, 0)
+
+
+def test_a_chunk_is_told_of_each_medium() -> None:
+    """What is in memory and in tiers is told twice, and taken back of one without the other."""
+    announcer, told = tell({0: describe([0], None)})
+    kept = announcer.announce(Differences(kept={key_of(0): below()}))
+    assert kept == [told[0]._replace(below=True)]
+    gone = announcer.announce(Differences(removed=[key_of(0)]))
+    assert gone == [RemovedBlocks((block_hash(0),), 0)]
+    assert list(announcer.everything()) == kept
+    gone = announcer.announce(Differences(released=[key_of(0)]))
+    assert gone == [RemovedBlocks((block_hash(0),), 0, below=True)]
+    assert not list(announcer.announced)
+
+
+def test_a_chunk_that_goes_from_memory_to_tiers_is_told_before_it_is_taken_back() -> None:
+    """A router never has less than is there, and the description is what it was."""
+    found = {Place(0, 1, 0, 1, 0): describe([0], None)}
+    announcer = Announcer(found.get)
+    told = announcer.announce(Differences({key_of(0): next(iter(found))}))
+    moved = announcer.announce(Differences(removed=[key_of(0)], kept={key_of(0): below()}))
+    assert moved == [told[0]._replace(below=True), RemovedBlocks((block_hash(0),), 0)]
+
+
+def test_a_chunk_that_comes_up_is_described_again() -> None:
+    """What was told by its key alone is told with tokens when it is in memory again."""
+    found: dict[Place, Description] = {}
+    announcer = Announcer(found.get)
+    told = announcer.announce(Differences(kept={key_of(1): below()}))
+    assert told == [StoredBlocks((block_hash(1),), b"", b"", 0, 0, below=True)]
+    found[Place(0, 1, 0, 1, 0)] = describe([1], 0)
+    told = announcer.announce(Differences({key_of(1): Place(0, 1, 0, 1, 0)}))
+    assert [(type(each), each.below) for each in told] == [
+        (StoredBlocks, False),
+        (RemovedBlocks, True),
+        (StoredBlocks, True),
+    ]
+    assert isinstance(told[2], StoredBlocks)
+    assert told[2].tokens == tokens_of([1])
 
 
 def test_blocks_of_several_chunks_are_told_once() -> None:

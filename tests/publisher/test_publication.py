@@ -18,6 +18,7 @@ from kvd.publisher import publication as publication_module
 from kvd.publisher.publication import Publication
 from kvd.publisher.topics import Topics
 from kvd.publisher.wire import Message, topic
+from kvd_proto.announcements import below as below_name
 from kvd_proto.descriptions import Description
 from tests.proto.changing import KEYS, Changing, Operation, operations
 from tests.routers.blocks import BlockSet
@@ -137,6 +138,8 @@ class Publishing(RuleBasedStateMachine):
         for router in self.routers:
             for index in router.indexes:
                 assert not index.held(name if isinstance(index, LlmdIndex) else f"kv@{name}@m")
+                if isinstance(index, DynamoIndex):
+                    assert not index.held(f"kv@{name}@m", "disk")
 
     @rule()
     def subscribe(self) -> None:
@@ -148,6 +151,7 @@ class Publishing(RuleBasedStateMachine):
     @rule()
     def rest(self) -> None:
         """Nothing changes until everything is said: each router believes what is there."""
+        self.changing.below()
         for _ in range(400):
             self.now += 0.3
             self.send(self.publication.turn(self.now))
@@ -156,27 +160,47 @@ class Publishing(RuleBasedStateMachine):
                 break
         else:
             raise AssertionError(f"there is no end: {self.publication}")
-        there = {
-            hash_of(KEYS.index(key), block)
-            for key, (_, _, first, count) in self.changing.found().items()
-            for block in range(first, first + count)
-        }
-        found = set(map(low64, there))
-        chained = set(map(prompt_of, filter(lambda each: self.chain_is_there(each, there), there)))
-        prompts = set(map(prompt_of, there))
+        memory, kept, bare = self.media()
+        there = memory | kept
         for name in ENGINES:
             used = name in self.publication.topics
             for router in self.routers:
                 plain, llmd, dynamo = router.indexes
                 at = f"kv@{name}@m"
-                assert {block.hash for block in plain.held(at)} == (found if used else set())
-                assert dynamo.held(at) == (found if used else set())
-                held = {key for key, *_ in llmd.held(name)}
-                wanted, possible = (
-                    {llmd.chain("m", prompt)[-1] for prompt in some if used}
-                    for some in (chained, prompts)
-                )
-                assert wanted <= held <= possible
+                said = {(block.medium, block.hash) for block in plain.held(at)}
+                promised = {(tier, key) for key, tier, _ in llmd.held(name)}
+                for medium, tier, blocks in (("CPU", "host", memory), ("STORAGE", "disk", kept)):
+                    found = set(map(low64, blocks)) if used else set()
+                    assert dynamo.held(at, tier) == found
+                    said -= {(medium, each) for each in found}
+                    chained = {each for each in blocks if self.chain_is_there(each, there)}
+                    wanted, possible = (
+                        {(medium.lower(), llmd.chain("m", prompt_of(each))[-1]) for each in some}
+                        for some in ((chained, blocks) if used else (set(), set()))
+                    )
+                    mine = {each for each in promised if each[0] == medium.lower()}
+                    assert wanted <= mine <= possible
+                assert said == ({("STORAGE", low64(each)) for each in bare} if used else set())
+
+    def media(self) -> tuple[set[bytes], set[bytes], set[bytes]]:
+        """Blocks in memory, in tiers, and what chunks in tiers without description are told by.
+
+        A chunk that is in memory, too, has a description.
+        """
+        found, below = self.changing.found(), self.changing.below()
+        without = {key for key in below if below_name(key) in self.publication._announcer._bare}
+        assert not without & found.keys()
+        memory = {key: place[2:] for key, place in found.items()}
+        described = {key: place for key, place in below.items() if key not in without}
+        in_memory, in_tiers = (
+            {
+                hash_of(KEYS.index(key), block)
+                for key, (first, count) in some.items()
+                for block in range(first, first + count)
+            }
+            for some in (memory, described)
+        )
+        return in_memory, in_tiers, {key[:-4] or key for key in without}
 
     @staticmethod
     def chain_is_there(block: bytes, there: set[bytes]) -> bool:

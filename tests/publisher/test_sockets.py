@@ -45,7 +45,9 @@ def sockets(tmp_path: Path) -> Iterator[Sockets]:
         listener.listen()
         fds.append(listener.detach())
         endpoints.append(f"ipc://{tmp_path / name}")
-    begin = BeginPublisher(events=endpoints[0], connects=False, replay=endpoints[1], note="")
+    begin = BeginPublisher(
+        events=endpoints[0], connects=False, replay=endpoints[1], note="", locality=None
+    )
     made = Sockets(begin, fds)
     for each in (made.events, made.replay):
         assert each is not None

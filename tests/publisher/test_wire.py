@@ -15,7 +15,7 @@ from kvd.publisher.wire import (
     payloads,
     topic,
 )
-from kvd_proto.announcer import RemovedBlocks, StoredBlocks
+from kvd_proto.announcements import RemovedBlocks, StoredBlocks
 from tests.publisher.vectors import BLOCKS, PAYLOADS, TIME
 from tests.routers.wire import decode
 

@@ -2,7 +2,7 @@
 
 from array import array
 
-from kvd_proto.announcer import RemovedBlocks, StoredBlocks
+from kvd_proto.announcements import RemovedBlocks, StoredBlocks
 
 TIME = 1764000000.25
 
@@ -47,6 +47,10 @@ BLOCKS: dict[str, list[StoredBlocks | RemovedBlocks]] = {
         StoredBlocks((_hash(14),), b"", b"", 0, 1, "", None, None, None),
         RemovedBlocks((_hash(14), _hash(15)), 1),
     ],
+    "in tiers": [
+        StoredBlocks((_hash(16),), b"", _tokens(1), 1, 2, "full_attention", below=True),
+        RemovedBlocks((_hash(16),), 2, below=True),
+    ],
 }
 
 PAYLOADS: dict[str, str] = {
@@ -73,6 +77,15 @@ PAYLOADS: dict[str, str] = {
         "616c697479a54c4f43414ca96f776e657273686970a36b766486a474797065ac426c6f636b52656d6f766564"
         "ac626c6f636b5f686173686573920e0fa66d656469756da3435055a967726f75705f69647801a86c6f63616c"
         "697479a54c4f43414ca96f776e657273686970a36b766400"
+    ),
+    "in tiers": (
+        "93cb41da492040100000928ca474797065ab426c6f636b53746f726564ac626c6f636b5f6861736865739110"
+        "b1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f6964739101aa626c6f636b5f73697a6501a7"
+        "6c6f72615f6964c0a66d656469756da753544f52414745a96c6f72615f6e616d65c0a967726f75705f696478"
+        "02b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6ea86c6f63616c697479"
+        "a54c4f43414ca96f776e657273686970a36b766486a474797065ac426c6f636b52656d6f766564ac626c6f63"
+        "6b5f6861736865739110a66d656469756da753544f52414745a967726f75705f69647802a86c6f63616c6974"
+        "79a54c4f43414ca96f776e657273686970a36b766400"
     ),
     "cleared": ("93cb41da4920401000009181a474797065b0416c6c426c6f636b73436c656172656400"),
 }

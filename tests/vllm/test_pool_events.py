@@ -11,9 +11,10 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvd_client.vllm.events import PoolEvents, hashes_in_events, to_event
-from kvd_proto.announcer import RemovedBlocks, StoredBlocks
-from kvd_proto.change_reader import Differences, Place
+from kvd_proto.announcements import RemovedBlocks, StoredBlocks
+from kvd_proto.change_reader import NO_SLOT, Differences, Place
 from kvd_proto.descriptions import Description
+from kvd_proto.messages import TierInfo
 from tests.routers.vectors import PAYLOADS
 
 TIME = 1764000000.0
@@ -50,6 +51,7 @@ class Pool:
         self.scheduler = self
         self.coming = Differences()
         self.repeated = 0
+        self.tiers: tuple[TierInfo, ...] = ()
 
     def description(self, place: Place) -> Description | None:
         """See Scheduler."""
@@ -146,6 +148,30 @@ def test_each_change_is_told_once() -> None:
     pool.coming.removed.append(key_of(12))
     assert events.take() == [BlockRemoved([12], "CPU", 0, "LOCAL", "kvd")]
     assert not events.take()
+
+
+def test_a_chunk_in_tiers_is_told_of_on_its_own() -> None:
+    """Another medium, with where its tiers are, also while the daemon is away that told of them."""
+    pool = Pool(described(11))
+    pool.tiers = tuple(
+        TierInfo(name=medium, medium=medium, shared=medium == "remote")
+        for medium in ("disk", "remote")
+    )
+    events = events_of(pool)
+    pool.coming.stored.update(pool.there([0]))
+    pool.coming.kept[key_of(11)] = Place(NO_SLOT, 0, 0, 1, 0)
+    in_memory, below = events.take()
+    assert isinstance(in_memory, BlockStored)
+    assert isinstance(below, BlockStored)
+    assert (in_memory.medium, in_memory.locality) == ("CPU", "LOCAL")
+    assert (below.medium, below.locality) == ("STORAGE", None)
+    assert (below.block_hashes, below.token_ids) == ([11], [1, 2, 3, 4])
+    pool.tiers = pool.tiers[1:]
+    pool.coming.removed.append(key_of(11))
+    assert events.take() == [BlockRemoved([11], "CPU", 0, "LOCAL", "kvd")]
+    pool.tiers = ()
+    pool.coming.released.append(key_of(11))
+    assert events.take() == [BlockRemoved([11], "STORAGE", 0, "REMOTE", "kvd")]
 
 
 def test_a_chunk_without_a_description_is_told_by_its_key() -> None:

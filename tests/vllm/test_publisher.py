@@ -5,6 +5,8 @@ from array import array
 import msgspec
 import pytest
 from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,
@@ -14,15 +16,16 @@ from vllm.distributed.kv_events import (
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvd.publisher.wire import CLEARED, encode_event, payloads
-from kvd_proto.announcer import RemovedBlocks, StoredBlocks
+from kvd_proto.announcements import RemovedBlocks, StoredBlocks
 from tests.publisher.vectors import BLOCKS, PAYLOADS, TIME
 
 
 def vllm_event(blocks: StoredBlocks | RemovedBlocks) -> KVCacheEvent:
     """The event as vLLM has it."""
+    medium = MEDIUM_STORAGE if blocks.below else MEDIUM_CPU
     hashes = [maybe_convert_block_hash(BlockHash(each)) for each in blocks.hashes]
     if isinstance(blocks, RemovedBlocks):
-        return BlockRemoved(hashes, "CPU", blocks.group, "LOCAL", "kvd")
+        return BlockRemoved(hashes, medium, blocks.group, "LOCAL", "kvd")
     parent = maybe_convert_block_hash(BlockHash(blocks.parent)) if blocks.parent else None
     return BlockStored(
         block_hashes=hashes,
@@ -30,7 +33,7 @@ def vllm_event(blocks: StoredBlocks | RemovedBlocks) -> KVCacheEvent:
         token_ids=array("I", blocks.tokens).tolist(),
         block_size=blocks.block_size,
         lora_id=None,
-        medium="CPU",
+        medium=medium,
         lora_name=blocks.lora,
         extra_keys=None if blocks.extra is None else list(blocks.extra),
         group_idx=blocks.group,

@@ -6,14 +6,21 @@ They speak of every chunk that this engine can load, whether or not it has ever 
 from array import array
 from collections.abc import Callable
 
-from vllm.distributed.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, KVCacheEvent
+from vllm.distributed.kv_events import (
+    MEDIUM_CPU,
+    MEDIUM_STORAGE,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+)
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import Locality
 
 from kvd_client.vllm.manager import OWNERSHIP, KvdOffloadingManager
 from kvd_client.vllm.upstream import require
-from kvd_proto.announcer import Announcer, RemovedBlocks, StoredBlocks
+from kvd_proto.announcements import Announcement, RemovedBlocks, locality
+from kvd_proto.announcer import Announcer
 
 _LOCAL = Locality.LOCAL.value
 
@@ -29,6 +36,7 @@ class PoolEvents:
         self._manager = manager
         self._announcer = Announcer(manager.scheduler.description)
         self._external = hashes_in_events()
+        self._locality: str | None = _LOCAL  # of tiers
         self._gpu: BlockPool | None = None
         self._gpu_cache: object = None
 
@@ -49,7 +57,10 @@ class PoolEvents:
         changes = self._manager.take_changes()
         if not changes and not self._announcer.waiting:
             return []
-        return [to_event(blocks, self._external) for blocks in self._announcer.announce(changes)]
+        if tiers := self._manager.scheduler.tiers:  # none are known while the daemon is away
+            self._locality = locality(tier.medium for tier in tiers)
+        announced = self._announcer.announce(changes)
+        return [to_event(blocks, self._external, self._locality) for blocks in announced]
 
     def _was_reset(self) -> bool:
         """Whether the engine's own prefix cache is another than at the last call."""
@@ -67,24 +78,33 @@ def hashes_in_events() -> Callable[[bytes], int | bytes]:
 
 
 def to_event(
-    blocks: StoredBlocks | RemovedBlocks, external: Callable[[bytes], int | bytes]
+    blocks: Announcement,
+    external: Callable[[bytes], int | bytes],
+    locality_below: str | None = _LOCAL,
 ) -> BlockStored | BlockRemoved:
-    """Return vLLM's event for these blocks; `external` is of `hashes_in_events`."""
+    """Return vLLM's event for these blocks.
+
+    Args:
+        blocks: in memory or in tiers.
+        external: of `hashes_in_events`.
+        locality_below: of blocks in tiers.
+    """
+    medium, near = (MEDIUM_STORAGE, locality_below) if blocks.below else (MEDIUM_CPU, _LOCAL)
     hashes = list(map(external, blocks.hashes))
     if isinstance(blocks, RemovedBlocks):
-        return BlockRemoved(hashes, MEDIUM_CPU, blocks.group, _LOCAL, OWNERSHIP)
+        return BlockRemoved(hashes, medium, blocks.group, near, OWNERSHIP)
     return BlockStored(
         hashes,
         external(blocks.parent) if blocks.parent else None,
         array("I", blocks.tokens).tolist(),
         blocks.block_size,
         None,  # the adapter's number, which its name has replaced
-        MEDIUM_CPU,
+        medium,
         blocks.lora,
         None if blocks.extra is None else list(blocks.extra),
         blocks.group,
         blocks.kind or None,
         blocks.window,
-        _LOCAL,
+        near,
         OWNERSHIP,
     )

@@ -41,6 +41,7 @@ from kvd_client.vllm.promotions import Promotions
 from kvd_client.vllm.ranges import BlockRanges
 from kvd_client.vllm.unpublished import Unpublished
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
+from kvd_proto.announcements import locality
 from kvd_proto.change_reader import Differences
 from kvd_proto.messages import MAX_KEYS
 
@@ -363,13 +364,21 @@ class KvdOffloadingManager(OffloadingManager):
         if self._unpublished is None:
             return
         changes = self.take_changes()
-        for keys, removed in ((changes.removed, True), (list(changes.stored), False)):
+        near = locality(tier.medium for tier in self.scheduler.tiers)
+        below = None if near is None else Locality(near)
+        told = (
+            (changes.removed, Medium.CPU, True),
+            (changes.released, Medium.STORAGE, True),
+            (changes.stored, Medium.CPU, False),
+            (changes.kept, Medium.STORAGE, False),
+        )
+        for keys, medium, removed in told:
             if keys:
                 yield OffloadingEvent(
                     keys=[OffloadKey(key) for key in keys],
-                    medium=Medium.CPU,
+                    medium=medium,
                     removed=removed,
-                    locality=Locality.LOCAL,
+                    locality=Locality.LOCAL if medium is Medium.CPU else below,
                     ownership=OWNERSHIP,
                     removal_expected=True,
                 )
