@@ -136,20 +136,26 @@ class Operations:
         return []
 
     def _check_all(self, request: Request[Check]) -> Task:
-        """Check that the tables agree, slots of a namespace at a time.
+        """Check that the tables agree, slots of a namespace at a time, then what tiers hold of it.
 
         Each slot is looked at in one moment, so what changes between two pieces does no harm.
         Where few chunks are kept everything is checked once more in one moment, with what
         takes longer: the division of the pool, overlaps, the indexes of sessions.
         """
-        chunks = 0
+        chunks = below = 0
         try:
             for namespace in self._state.open_namespaces:
                 for position in range(0, namespace.geometry.num_slots, CHECK_SLOTS):
                     if self._state.is_open(namespace):
                         chunks += namespace.table.slots.check_slots(position, CHECK_SLOTS)
                         yield []
-            whole = chunks <= WHOLE_CHUNKS
+                if (tiers := namespace.directory.tiers) is None:
+                    continue
+                for position in range(0, tiers.places, CHECK_SLOTS):
+                    if self._state.is_open(namespace):
+                        below += tiers.check_places(position, position + CHECK_SLOTS)
+                        yield []
+            whole = chunks + below <= WHOLE_CHUNKS
             if whole:
                 self._state.check_integrity()
         except IntegrityError as error:

@@ -388,33 +388,44 @@ class TierTable(TierTableView):
     def check_integrity(self) -> None:
         """Raise IntegrityError where an entry cannot be found, or counts are wrong."""
         words, epoch = self._words, self._epoch[0]
-        seen: dict[bytes, int] = {}
-        old = 0
-        table, _ = self._columns(0, self.places)
+        self.check_places(0, self.places)
+        states: dict[bytes, int] = {}
+        table, halves = self._columns(0, self.places)
         occupied = table[:, 0] != 0
-        for place in np.flatnonzero(occupied).tolist():
+        current = np.flatnonzero(occupied & (halves[:, 2] == epoch))
+        for at in (current * WORDS).tolist():
+            states[self._key(at)] = words[at] & 0xFF
+        held = sum(state == HELD for state in states.values())
+        absent = {key for key, state in states.items() if state == ABSENT}
+        old = int(np.count_nonzero(occupied)) - len(current)
+        if len(states) != len(current):
+            raise IntegrityError(f"a key has two entries: {self!r}")
+        if (held, old) != (self._held, self._old) or absent != self._absent.keys():
+            raise IntegrityError(f"{held} chunks are held, {len(absent)} not, {old} old: {self!r}")
+
+    def check_places(self, begin: int, end: int) -> int:
+        """How many entries these places have; IntegrityError where one is not as it should be."""
+        words, epoch = self._words, self._epoch[0]
+        table, _ = self._columns(begin, min(end, self.places))
+        places = (np.flatnonzero(table[:, 0]) + begin).tolist()
+        for place in places:
             at = place * WORDS
             word, key = words[at], self._key(at)
             home = word >> 32 & self._mask
             if crc32(key) != word >> 32 or not 0 < len(key) <= KEY_BYTES:
                 raise IntegrityError(f"the entry at place {place} has another key: {self!r}")
-            if not home <= place < home + self._limit or not occupied[home:place].all():
+            if not home <= place < home + self._limit or not all(words[home * WORDS : at : WORDS]):
                 raise IntegrityError(f"the entry at place {place} cannot be found: {self!r}")
             if words[at + 1] & _EPOCH != epoch:
-                old += 1
                 continue
             state, tiers = word & 0xFF, word >> 8 & 0xFF
-            if state not in {HELD, ABSENT} or (state == HELD) != bool(tiers) or key in seen:
+            if state not in {HELD, ABSENT} or (state == HELD) != bool(tiers):
                 raise IntegrityError(
                     f"the entry at place {place} has state {state}, tiers {tiers}: {self!r}"
                 )
             if tiers >> self.num_tiers:
                 raise IntegrityError(f"the entry at place {place} has tiers {tiers}: {self!r}")
-            seen[key] = state
-        held = sum(state == HELD for state in seen.values())
-        absent = {key for key, state in seen.items() if state == ABSENT}
-        if (held, old) != (self._held, self._old) or absent != self._absent.keys():
-            raise IntegrityError(f"{held} chunks are held, {len(absent)} not, {old} old: {self!r}")
+        return len(places)
 
     def __repr__(self) -> str:
         return (

@@ -5,10 +5,12 @@ import sys
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 
 from kvd.broker.background import MAX_TASKS
 from kvd.broker.effects import Event, Reply
+from kvd.broker.operations import CHECK_SLOTS, WHOLE_CHUNKS
 from kvd.broker.sessions import Peer, Session
 from kvd.cache.chunks import PIECE_SLOTS
 from kvd.cache.namespaces import Namespace, Namespaces
@@ -55,9 +57,9 @@ OPERATIONS = [
 class Bench:
     """A broker with one namespace and sessions of every kind."""
 
-    def __init__(self, chunks: int = 64, policy: str = "lru") -> None:
+    def __init__(self, chunks: int = 64, policy: str = "lru", tier: tuple[str, ...] = ()) -> None:
         self.now = 100.0
-        self.broker = make_broker(chunks * PAGE, devices=[], policy=policy)
+        self.broker = make_broker(chunks * PAGE, devices=[], policy=policy, tier=list(tier))
         self.events: list[str] = []
         self.turns = 0
         self.tool = self.session("tool")
@@ -337,6 +339,29 @@ def test_a_check_goes_in_pieces(bench: Bench) -> None:
     (reply,) = [each.message for each in found]
     assert isinstance(reply, Checked)
     assert "slot 2000 is READY" in reply.violation
+
+
+def test_a_check_looks_at_what_tiers_hold() -> None:
+    """In pieces, and where it is much not in one moment; what is wrong is found."""
+    bench = Bench(tier=("memory:,size=1MiB",))
+    tiers = bench.namespace().directory.tiers
+    assert tiers is not None
+    for number in range(WHOLE_CHUNKS + 1):
+        tiers.hold(b"%d" % number, 0, 0, 1, 0)
+    assert bench.ask(Check()) == Checked(violation="", chunks=0, whole=False)
+    assert bench.turns >= tiers.places // CHECK_SLOTS
+    for number in range(9):
+        tiers.release(b"%d" % number, 0)
+    assert bench.ask(Check()) == Checked(violation="", chunks=0, whole=True)
+    place = np.flatnonzero(tiers._columns(0, tiers.places)[0][:, 0])[7]
+    tiers._columns(0, tiers.places)[0][place, 1] = 2  # a tier that there is not
+    bench.broker.request(bench.tool, 8, Check(), bench.now)
+    found: list[Reply] = []
+    while not found:
+        found = replies(bench.broker.background.work())
+    (reply,) = [each.message for each in found]
+    assert isinstance(reply, Checked)
+    assert f"the entry at place {place} has tiers 2" in reply.violation
 
 
 @pytest.mark.parametrize("policy", ["lru", "arc"])
