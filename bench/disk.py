@@ -1,8 +1,10 @@
 """The disk tier beside fio, on one device, with files of one size, block size and depth.
 
-``python bench/disk.py DIRECTORY [--bytes 2GiB] [--rounds 5] [--records 1000000]``. Each round fills
-new files and reads them once, fio and kvd in turn, through O_DIRECT; figures are medians of the
-rounds. A chunk is one block; kvd has a tail of 4 KiB beside each, which does not count as bytes.
+``python bench/disk.py DIRECTORY [--bytes 2GiB] [--rounds 5] [--records 1000000]``. Each round
+writes files over that are full, as a tier's are after a while, and reads them; fio and kvd in turn,
+through O_DIRECT; figures are medians of the rounds. kvd evicts for each chunk that it writes, and
+has a tail of 4 KiB beside each, which does not count as bytes. ``checked``: with the xxh3-64 that
+the tier's process computes of each chunk.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from harness import MIB, Figures, median
@@ -38,22 +41,29 @@ Taken = tuple[float, float]  # GB/s, and ms of processor a GB
 
 def _fio(folder: Path, nbytes: int, block: int) -> Iterator[Taken]:
     file = folder / "fio"
+    _fio_run(file, "write", nbytes, 4 * MIB)
     for direction in ("write", "read"):
-        before = _cpu(resource.RUSAGE_CHILDREN)
-        told = subprocess.run(
-            [
-                *("fio", "--name=t", f"--filename={file}", f"--bs={block}", "--direct=1"),
-                *(f"--rw={direction}", "--ioengine=psync", f"--numjobs={THREADS}"),
-                *(f"--size={nbytes // THREADS}", f"--offset_increment={nbytes // THREADS}"),
-                *(f"--filesize={nbytes}", "--fallocate=posix", "--thread"),
-                *("--group_reporting", "--output-format=json"),
-            ],
-            check=True,
-            stdout=subprocess.PIPE,
-        ).stdout
-        cpu = _cpu(resource.RUSAGE_CHILDREN) - before
-        yield json.loads(told)["jobs"][0][direction]["bw_bytes"] / 1e9, cpu / nbytes * 1e12
+        job = _fio_run(file, direction, nbytes, block)
+        seconds = job[direction]["runtime"] / 1e3
+        cpu = THREADS * seconds * (job["usr_cpu"] + job["sys_cpu"]) / 100
+        yield job[direction]["bw_bytes"] / 1e9, cpu / nbytes * 1e12
     file.unlink()
+
+
+def _fio_run(file: Path, direction: str, nbytes: int, block: int) -> dict[str, Any]:
+    told = subprocess.run(
+        [
+            *("fio", "--name=t", f"--filename={file}", f"--bs={block}", "--direct=1"),
+            *(f"--rw={direction}", "--ioengine=psync", f"--numjobs={THREADS}"),
+            *(f"--size={nbytes // THREADS}", f"--offset_increment={nbytes // THREADS}"),
+            *(f"--filesize={nbytes}", "--fallocate=posix", "--thread"),
+            *("--group_reporting", "--output-format=json"),
+        ],
+        check=True,
+        stdout=subprocess.PIPE,
+    ).stdout
+    job: dict[str, Any] = json.loads(told)["jobs"][0]
+    return job
 
 
 class _Side:
@@ -64,13 +74,18 @@ class _Side:
         self.memory = memoryview(mmap.mmap(-1, POOL))
         self.memory[:] = random.Random(0).randbytes(MIB) * (POOL // MIB)
         options = Options(
-            str(folder / "tier"), {"size": str(nbytes * 5 // 4), "floor": "1GiB", "threads": "4"}
+            str(folder / "tier"), {"size": str(nbytes), "floor": "1GiB", "threads": "4"}
         )
         self.tier = DiskTier.open(options, self.memory)
         self.space = self.tier.begin(Space(b"n" * 16, 1, (block,), 256))
-        self.batches = [
-            [self._chunk(number, block) for number in range(at, at + batch)]
-            for at in range(0, nbytes // block, batch)
+        count = nbytes * 7 // 8 // block // batch * batch  # slabs have tails, too
+        self.nbytes = count * block
+        self.sets = [
+            [
+                [self._chunk(number, block) for number in range(at, at + batch)]
+                for at in range(begin, begin + count, batch)
+            ]
+            for begin in (0, count)
         ]
 
     def _chunk(self, number: int, block: int) -> Chunk:
@@ -79,9 +94,9 @@ class _Side:
         share = self.memory[at : at + block]
         return Chunk(self.space, key, (share,), b"h" * 200, (0, 1, 0), number)
 
-    def run(self, nbytes: int, work: Callable[[list[Chunk], float], list[Outcome]]) -> Taken:
-        """All batches, from as many threads as the service has."""
-        left, lock = iter(self.batches), threading.Lock()
+    def run(self, which: int, work: Callable[[list[Chunk], float], list[Outcome]]) -> Taken:
+        """All batches of a set, from as many threads as the service has."""
+        left, lock = iter(self.sets[which]), threading.Lock()
         problems: list[str] = []
 
         def turn() -> None:
@@ -105,13 +120,14 @@ class _Side:
         took, cpu = time.perf_counter() - started, _cpu(resource.RUSAGE_SELF) - before
         if problems:
             raise RuntimeError(problems[0])
-        return nbytes / took / 1e9, cpu / nbytes * 1e12
+        return self.nbytes / took / 1e9, cpu / self.nbytes * 1e12
 
 
 def _kvd(folder: Path, nbytes: int, block: int, batch: int, *, checked: bool) -> Iterator[Taken]:
     side = _Side(folder, nbytes, block, batch, checked=checked)
-    yield side.run(nbytes, side.tier.put)
-    yield side.run(nbytes, side.tier.get)
+    side.run(0, side.tier.put)
+    yield side.run(1, side.tier.put)
+    yield side.run(1, side.tier.get)
     side.tier.close()
     shutil.rmtree(folder / "tier")
 

@@ -18,6 +18,7 @@ _SHARE = 64  # of the budget: a slab
 _MOST_BYTES = 2**30
 _MOST_SLABS = 1024  # where slabs of so many bytes would be more
 _LEAST_PART = 4  # of a slab: what is left of the budget is worth one
+_PUTS_BETWEEN = 64  # looks for room, where there was none: a look takes a while with many slabs
 _PAUSE = 1.0  # seconds after an error of the medium
 
 
@@ -57,6 +58,7 @@ class Growth:
         self._said = ""
         self._pause_until = 0.0
         self._look_at = 0.0
+        self._full_until: dict[int, int] = {}  # sequence, by bytes of a slot
         self._next = max([0, *home.slabs()]) + 1
 
     def shrink(self) -> int:
@@ -106,7 +108,10 @@ class Growth:
                 with self._lock:
                     if self._space.free(slot_bytes):  # another thread was here
                         return True
+                    known = self._space.has(slot_bytes)
                 if time.monotonic() < self._pause_until:
+                    return False
+                if known and self._space.sequence < self._full_until.get(slot_bytes, 0):
                     return False
                 slots, lack = self._affordable(slot_bytes)
                 if slots:
@@ -116,6 +121,7 @@ class Growth:
                     if slab is not None:
                         self._space.drop(slab)
                 if slab is None:
+                    self._full_until[slot_bytes] = self._space.sequence + _PUTS_BETWEEN
                     self._say(lack)
                     return False
                 self.discard(slab)
@@ -166,6 +172,7 @@ class Growth:
 
     def discard(self, slab: Slab) -> None:
         """Remove the files of a slab that was dropped, and close them when nobody uses them."""
+        self._full_until.clear()
         with contextlib.suppress(OSError):  # it is empty, or gone already
             slabs.remove(self._home.fd, slab.number)
         self._retired.append(slab)

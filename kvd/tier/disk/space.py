@@ -20,6 +20,7 @@ from kvd.tier.disk import records
 from kvd.tier.disk.records import Record
 from kvd.tier.disk.slabs import BUSY, DOOMED, FREE, HELD, MAX_SLOTS, Slab
 
+_MOST_SPARED = 4096  # chunks that were asked for, by one call: it holds the lock
 Taken = tuple[Slab, int]
 """A slot that is taken: a slab, which may be dropped meanwhile, and a slot of it."""
 
@@ -57,6 +58,12 @@ class _Ring:
     free: deque[int] = field(default_factory=deque)
     slab: int = 0
     slot: int = 0
+    slots: int = 0
+
+    def add(self, slab: Slab) -> None:
+        """A slab comes last."""
+        self.slabs.append(slab)
+        self.slots += slab.slots
 
     def step(self) -> tuple[Slab, int]:
         """Return the slot at the hand, and move on."""
@@ -77,6 +84,7 @@ class _Ring:
         """A slab is there no more."""
         at = self.slabs.index(slab)
         self.slabs.remove(slab)
+        self.slots -= slab.slots
         if at < self.slab:
             self.slab -= 1
         elif at == self.slab:
@@ -93,18 +101,20 @@ class Space:
         slabs: by number.
         held: namespaces by number.
         sequence: of the latest put or get.
+        nbytes: of the files of all slabs.
     """
 
     def __init__(self, slabs: Sequence[Slab] = (), held: Mapping[int, Held] | None = None) -> None:
         self.slabs = {slab.number: slab for slab in slabs}
         self.held = dict(held or {})
+        self.nbytes = sum(slab.nbytes for slab in slabs)
         self.sequence = max((slab.used for slab in slabs), default=0)
         self._rings: dict[int, _Ring] = {}
         self._readers: dict[int, int] = {}
         self._gone: dict[bytes, list[bytes]] = {}
         for slab in slabs:
             ring = self._rings.setdefault(slab.slot_bytes, _Ring())
-            ring.slabs.append(slab)
+            ring.add(slab)
             states = np.frombuffer(slab.states, "u1")
             ring.free.extend((place_of(slab.number, 0) + np.flatnonzero(states == FREE)).tolist())
         for ring in self._rings.values():
@@ -115,11 +125,6 @@ class Space:
             ring.set_hand(place_of(latest.number, slot))
 
     # ------------------------------------------------------------ how full
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the files of all slabs."""
-        return sum(slab.nbytes for slab in self.slabs.values())
 
     def used(self) -> tuple[int, int]:
         """Chunks, and bytes of the slots that they are in."""
@@ -136,8 +141,9 @@ class Space:
     def add(self, slab: Slab) -> None:
         """A new slab, all of whose slots are free."""
         self.slabs[slab.number] = slab
+        self.nbytes += slab.nbytes
         ring = self._rings.setdefault(slab.slot_bytes, _Ring())
-        ring.slabs.append(slab)
+        ring.add(slab)
         ring.free.extend(range(place_of(slab.number, 0), place_of(slab.number, slab.slots)))
         slab.used = self.sequence
 
@@ -145,6 +151,7 @@ class Space:
         """A slab goes with all that is in it; its reads and writes may still be under way."""
         if self.slabs.pop(slab.number, None) is None:
             return
+        self.nbytes -= slab.nbytes
         self._rings[slab.slot_bytes].remove(slab)
         if not self._rings[slab.slot_bytes].slabs:
             del self._rings[slab.slot_bytes]
@@ -200,15 +207,17 @@ class Space:
         """Take up to so many slots whose chunks go for that, to be written. They are gone now."""
         ring = self._rings.get(slot_bytes)
         taken: list[Taken] = []
-        steps = 2 * sum(slab.slots for slab in ring.slabs) if ring else 0
+        steps = 2 * ring.slots if ring else 0
+        spared = 0
         while ring and steps and len(taken) < count:
             steps -= 1
             slab, slot = ring.step()
             place = place_of(slab.number, slot)
             if slab.states[slot] != HELD or place in self._readers:
                 continue
-            if slab.visited[slot]:
+            if slab.visited[slot] and spared < _MOST_SPARED:
                 slab.visited[slot] = 0
+                spared += 1
                 continue
             self._forget(slab, slot)
             taken.append(self._take(place))
@@ -356,6 +365,8 @@ class Space:
             for slab in self.slabs.values()
             for slot, state in enumerate(slab.states)
         }
+        if self.nbytes != sum(slab.nbytes for slab in self.slabs.values()):
+            raise IntegrityError(f"{self.nbytes} bytes are not those of the slabs")
         if sorted(places) != [place for place, state in sorted(states.items()) if state == HELD]:
             raise IntegrityError("the places of chunks are not the held slots")
         for number, held in self.held.items():
