@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop fuzz soak events-exact
+.PHONY: help demo test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop tier-kills fuzz soak events-exact
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -94,6 +94,9 @@ test-explore: $(STAMP) ## property tests with thousands of random examples
 
 restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to repeat), check every chunk
 	PYTHONPATH=. $(BIN)/python tests/soak/restart_loop.py $(or $(KILLS),200) $(SEED)
+
+tier-kills: $(STAMP) ## kill -9 daemon or disk tier in mid-write PASSES times (SEED=n to repeat), check every kept chunk
+	PYTHONPATH=. $(BIN)/python -m tests.tier.kills $(or $(PASSES),200) $(SEED)
 
 fuzz: $(STAMP) ## mutated sessions for SECONDS against codec, broker and a live daemon (SEED=n to repeat)
 	PYTHONPATH=. $(BIN)/python tests/fuzz/run.py $(or $(SECONDS),600) $(SEED)

@@ -184,7 +184,7 @@ def refused(order: Put | Get | Ask, outcome: Outcome, error: str) -> Done:
         first=zeros,
         count=zeros,
         groups=zeros,
-        descriptions=(),
+        descriptions=(b"",) * min(len(order.keys), MAX_BATCH) if isinstance(order, Get) else (),
         nanoseconds=0,
         waited=0,
         error=error[:TEXT_LIMIT],

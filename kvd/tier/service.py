@@ -324,6 +324,7 @@ class TierService:
             return
         self._failed.pop(asked.id, None)
         place.space = event.space
+        self._tidy()  # another epoch has made room
         if not place.answered:  # a new epoch needs no answer
             place.answered = True
             self._send(SpaceOpened(namespace=asked.id, epoch=event.space.epoch))

@@ -1,0 +1,13 @@
+"""A short run of `make tier-kills`."""
+
+from tests.tier.kills import run
+
+
+def test_what_was_acknowledged_survives_kills() -> None:
+    """Daemon and tier are killed ten times: no wrong byte, no kept chunk is lost, none is back."""
+    tally = run(10, seed=17)
+    assert not tally.violations
+    assert tally.daemon_kills + tally.tier_kills == 10
+    assert tally.clears
+    assert tally.found_again >= tally.acknowledged > 0
+    assert tally.corrupt == 0
