@@ -212,10 +212,11 @@ def chromium() -> Iterator[Any]:
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[Daemon]:
-    """A daemon with two engines of two models at work, one with a hostile name."""
+    """A daemon with a tier and two engines of two models at work, one with a hostile name."""
+    options = ("--http-listen", "127.0.0.1:0", "--tier", "memory:,size=256MiB,keep=all")
     models = (MODELS[0], "gemma-3-27b") if PICTURE else MODELS
     with (
-        daemon_left_clean("--http-listen", "127.0.0.1:0", cpu_bytes="256MiB") as daemon,
+        daemon_left_clean(*options, cpu_bytes="256MiB") as daemon,
         engines_at_work(daemon.runtime_dir, *models),
     ):
         yield daemon
@@ -246,6 +247,7 @@ def test_everything_is_there_and_moves(tab: OpenTab, busy: Daemon, size: dict[st
     assert page.text("#state") == "Ready"
     assert "llama-70b-0" in page.text("#engines-table")
     assert "host" in page.text("#lanes-table")
+    page.until("document.querySelector('#tiers-table tbody')?.textContent.includes('up')")
     page.until("document.querySelectorAll('#pool-picture rect').length > 10")
     shown = page.text("#rate-in")
     page.until(f"document.getElementById('rate-in').textContent !== {json.dumps(shown)}")

@@ -86,7 +86,23 @@ def test_every_loaded_byte_is_verified(tmp_path: Path) -> None:
     assert figures["hit_chunks"] == figures["loaded_chunks"] > 0
     assert figures["evicted_chunks"] > 0
     assert figures["verified_bytes"] > 0
+    assert figures["tier_stored_chunks"] is figures["tier_out_GBps"] is None
     assert "bytes are right" in done.stdout
+
+
+def test_what_a_small_pool_has_no_room_for_comes_up_from_a_tier(tmp_path: Path) -> None:
+    """With a disk below the pool every byte is right, chunks go down and come up again."""
+    out, tier = tmp_path / "out.json", tmp_path / "tier"
+    count = ["--requests", "60", "--seed", "3"]
+    told = ["--tier", f"disk:{tier},size=512MiB,late=30", "--json", str(out)]
+    done = demo(*count, *told)
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(out.read_text())
+    assert figures["mismatched_bytes"] == figures["strayed_bytes"] == 0
+    assert figures["tier_stored_chunks"] > 0
+    assert figures["tier_loaded_chunks"] > 0
+    assert figures["tier_in_GBps"] > 0
+    assert figures["tier_out_GBps"] > 0
 
 
 def test_a_wrong_byte_is_found(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ MEANING = {
     "strayed_bytes": "bytes changed where nothing may be written",
     "store_GBps": "ranks to pool, the lane's copy time",
     "load_GBps": "pool to ranks, the lane's copy time",
-    "tier_stored_chunks": "chunks that tiers keep; nothing without --tier",
+    "tier_stored_chunks": "chunks that tiers took, with --tier",
     "tier_loaded_chunks": "chunks that came up from tiers",
     "tier_in_GBps": "pool to tiers, while any was on its way",
     "tier_out_GBps": "tiers to pool, while any was on its way",
