@@ -11,7 +11,7 @@ from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, daemon_left_clean, run_kvd
 from tests.waiting import eventually
 
-TIER = "memory:,size=64MiB,keep=all,late=30"
+TIER = "memory:,size=64MiB,late=30"
 CHUNKS = 8
 
 
@@ -19,12 +19,16 @@ CHUNKS = 8
 def daemon() -> Iterator[Daemon]:
     """A daemon with a tier that has taken the chunks of an engine."""
     with daemon_left_clean("--tier", TIER) as daemon:
-        eventually(lambda: tier_of(daemon)["up"])
         with Engine(daemon.runtime_dir) as engine:
             keys = keys_of("tier figures", CHUNKS)
             engine.wait_attached().store(keys)
             wait_hit(engine, keys)
-            eventually(lambda: tier_of(daemon)["counters"]["puts"]["ok"] == CHUNKS)
+
+            def kept() -> bool:
+                engine.load(keys)  # so that they are asked for
+                return bool(tier_of(daemon)["counters"]["puts"]["ok"] == CHUNKS)
+
+            eventually(kept)
         yield daemon
 
 
