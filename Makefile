@@ -104,8 +104,8 @@ fuzz: $(STAMP) ## mutated sessions for SECONDS against codec, broker and a live 
 soak: $(STAMP) ## break everything at random for SECONDS while engines work (SEED=n to repeat)
 	PYTHONPATH=. $(BIN)/python tests/chaos/run.py $(or $(SECONDS),1800) $(SEED)
 
-events-exact: $(STAMP) ## compare what routers are told with what is cached, PASSES times (SEED=n to repeat)
-	PYTHONPATH=. $(BIN)/python -m tests.events.exactness $(or $(PASSES),20) $(SEED)
+events-exact: $(STAMP) ## compare what routers are told with what is cached, PASSES times (SEED=n to repeat, TIER=1 with a tier)
+	PYTHONPATH=. $(BIN)/python -m tests.events.exactness $(or $(PASSES),20) $(SEED) $(if $(TIER),--tier)
 
 gpu: ## CUDA tests and benchmark on a real GPU; WHEELS=folder for missing packages
 gpu-explore: ## what a CUDA lane's defaults should be, measured on a real GPU

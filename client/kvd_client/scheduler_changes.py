@@ -26,6 +26,8 @@ class SchedulerChanges(SchedulerSession):
     def take_changes(self, limit: int = DEFAULT_LIMIT) -> Differences:
         """Return which chunks have become READY since the last call, and which are not any more.
 
+        And which ones lie in tiers now, and which in none any more.
+
         Whoever stored or dropped them: what was returned so far, put together, is what a lookup
         finds. A reset takes all of it back. While the engine is not attached nothing changes, for
         `ABSENT_SECONDS`; then all is taken back. Read in this thread, from shared memory: it never

@@ -3,7 +3,8 @@
     python -m tests.events.engine_process PIPE RUNTIME_DIR ENGINE MODEL RANKS SEED
 
 While it runs it stores parts of its model's conversations, which it describes, and uses them. It
-keeps the set of chunks that `Scheduler.take_changes` tells of.
+keeps the sets of chunks that `Scheduler.take_changes` tells of, in memory and in tiers. Where the
+daemon has tiers it seeks some of what it uses there.
 """
 
 import random
@@ -19,6 +20,7 @@ from tests.events.content import CHUNKS, CONVERSATIONS, FACTOR, KINDS, Chunk, co
 NAP_SECONDS = 0.005
 BLOCKS = CHUNKS * FACTOR + 1  # one is the null block
 PARTIAL = 0.2  # so many of a window's stores begin with the last block of a chunk
+SOUGHT = 0.3  # of conversations, below the pool
 JOB_SECONDS = 10.0  # a lane may have been killed meanwhile
 
 
@@ -37,6 +39,7 @@ class Member:
         self._random = random.Random(seed)
         self._running = False
         self._held: set[bytes] = set()
+        self._below: set[bytes] = set()
 
     def live(self) -> None:
         """Until it is told to end, or nobody tells it anything any more."""
@@ -58,7 +61,8 @@ class Member:
         if command == "reset":
             scheduler.reset()
         elif command == "held":
-            self._pipe.send((scheduler.attached and not scheduler.changes_waiting, self._held))
+            complete = scheduler.attached and not scheduler.changes_waiting
+            self._pipe.send((complete, self._held, self._below))
         else:
             self._running = command == "run"
             self._pipe.send(command)
@@ -69,6 +73,8 @@ class Member:
         changes = scheduler.take_changes()
         self._held.difference_update(changes.removed)
         self._held.update(changes.stored)
+        self._below.difference_update(changes.released)
+        self._below.update(changes.kept)
 
     def _turn(self) -> None:
         """Store the beginning of a conversation, as far as there is room, and use all of it."""
@@ -78,6 +84,8 @@ class Member:
         chunks = conversation(engine.model, number, group)[: chance.randint(1, CHUNKS)]
         missing = FACTOR - 1 if group and chance.random() < PARTIAL else 0
         keys = [chunk.key for chunk in chunks]
+        if engine.scheduler.tiers and chance.random() < SOUGHT:
+            engine.scheduler.seek(keys)
         ranges = [(missing, FACTOR - missing), *[(0, FACTOR)] * (len(keys) - 1)]
         described = [chunk.description() for chunk in chunks]
         ticket = engine.scheduler.prepare_store(keys, ranges, described)

@@ -14,11 +14,11 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 
 from tests.daemon.serving import run_kvd
-from tests.events.world import CONFIG, World, made
+from tests.events.world import CONFIG, WITH_TIER, World, made
 from tests.processes import frozen, kill_and_wait
 from tests.waiting import eventually
 
@@ -78,6 +78,15 @@ def _overrun(world: World, pid: int, who: Callable[[World], int]) -> None:
     eventually(lambda: who(world) > before)
 
 
+def _kill_tier(world: World) -> None:
+    kill_and_wait(world.tier_pid())
+
+
+def _stop_tier(world: World) -> None:
+    with frozen(world.tier_pid()):
+        world.churn(CHURN)
+
+
 def _stop_publisher(world: World) -> None:
     _overrun(
         world,
@@ -134,13 +143,21 @@ DONE: dict[str, Do] = {
 """What is done while engines store, by its name in the table."""
 
 
+DONE_BELOW: dict[str, Do] = {
+    "kill -9 of the tier, whose chunks go": _kill_tier,
+    "the tier stands still": _stop_tier,
+}
+"""And where there is a tier."""
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What was done, and what the indexes had when all was quiet.
 
     Attributes:
         done: its name.
-        chunks, blocks: that all directories had.
+        chunks, blocks: that all directories had in memory.
+        below: chunks that their tiers held.
         changes: that their rings had meanwhile, at least.
         events: that were published meanwhile.
         differences: keys, by kind of index.
@@ -150,6 +167,7 @@ class Row:
     done: str
     chunks: int
     blocks: int
+    below: int
     changes: int
     events: int
     differences: dict[str, int]
@@ -157,13 +175,14 @@ class Row:
 
     def line(self) -> str:
         """For the table."""
-        counts = [self.chunks, self.blocks, self.changes, self.events, *self.differences.values()]
+        sizes = self.chunks, self.blocks, self.below, self.changes, self.events
+        counts = [*sizes, *self.differences.values()]
         return f"{self.done:46}" + "".join(f"{count:>9,}" for count in counts)
 
 
 def head_line() -> str:
     """Above the rows."""
-    names = ["chunks", "blocks", "changes", "events", "set", "llm-d", "Dynamo", "take_ch."]
+    names = ["chunks", "blocks", "below", "changes", "events", "set", "llm-d", "Dynamo", "take_ch."]
     return f"{'done':46}" + "".join(f"{name:>9}" for name in names)
 
 
@@ -173,7 +192,7 @@ def one(world: World, name: str) -> Row:
     changes = world.changes
     world.churn(CHURN)
     events = sum(each.events for each in world.subscribers.values())
-    DONE[name](world)
+    (DONE | DONE_BELOW)[name](world)
     world.churn(CHURN)
     world.rest()
     began = time.monotonic()
@@ -187,6 +206,7 @@ def one(world: World, name: str) -> Row:
         done=name,
         chunks=sum(len(each.keys) for each in expected),
         blocks=sum(len(each.plain) for each in expected),
+        below=sum(len(each.below.keys) for each in expected),
         changes=world.changes - changes,
         events=sum(each.events for each in world.subscribers.values()) - events,
         differences=differences,
@@ -194,17 +214,24 @@ def one(world: World, name: str) -> Row:
     )
 
 
-def exactness(passes: int, seed: int) -> list[Row]:
-    """All that can be done, as often as asked for; after the first pass in an order by chance."""
+def exactness(passes: int, seed: int, done: Collection[str], *, tier: bool = False) -> list[Row]:
+    """All of this, as often as asked for; after the first pass in an order by chance.
+
+    Args:
+        passes: how often.
+        seed: of engines and order.
+        done: its names.
+        tier: the daemon has one.
+    """
     rows = []
     print(head_line(), flush=True)
     chance = random.Random(seed)
-    with made(seed) as world:
+    with made(seed, WITH_TIER if tier else CONFIG) as world:
         world.start_daemon()
         world.subscribe("early")
         _start_engines(world)
         for number in range(passes):
-            names = list(DONE)
+            names = list(done)
             if number:
                 chance.shuffle(names)
             for name in names:
@@ -220,11 +247,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("passes", type=int, nargs="?", default=1)
     parser.add_argument("seed", type=int, nargs="?", default=None)
+    parser.add_argument("--tier", action="store_true", help="the daemon has a tier")
     chosen = parser.parse_args()
     seed = random.SystemRandom().randrange(2**31) if chosen.seed is None else chosen.seed
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # whoever is ended ends what it started
     print(f"seed {seed}, {chosen.passes} passes", flush=True)
-    rows = exactness(chosen.passes, seed)
+    done = DONE | DONE_BELOW if chosen.tier else DONE
+    rows = exactness(chosen.passes, seed, done, tier=chosen.tier)
     wrong = [asdict(row) for row in rows if any(row.differences.values())]
     total = {"rows": len(rows), "changes": sum(row.changes for row in rows), "wrong": wrong}
     print(json.dumps(total))

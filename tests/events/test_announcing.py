@@ -103,7 +103,7 @@ class Told:
 
     def differences(self) -> dict[str, int]:
         """By kind of index."""
-        expected = Expected.of(MODEL, self.there, self.indexes[0].llmd)
+        expected = Expected.of(MODEL, self.there, {}, self.indexes[0].llmd)
         total: dict[str, int] = {}
         for indexes in self.indexes:
             for kind, count in indexes.differences(TOPIC, expected).items():

@@ -2,17 +2,36 @@
 
 import pytest
 
-from tests.events.exactness import DONE, exactness
+from tests.events.exactness import DONE, DONE_BELOW, exactness
 
 SEED = 2026
+BELOW = (
+    "nothing",
+    "reset by an engine",
+    "an engine leaves, a subscriber comes",
+    "another engine comes",
+    "the publisher stands still, its rings overrun",
+    "kill -9 of the broker, warm restart",
+    *DONE_BELOW,
+)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_indexes_fed_with_published_bytes_equal_the_directory() -> None:
     """Whatever is done, all indexes and schedulers have the directory's keys, and no other."""
-    rows = exactness(1, SEED)
+    rows = exactness(1, SEED, DONE)
     assert [row.done for row in rows] == list(DONE)
     for row in rows:
         assert not any(row.differences.values()), row
     assert all(row.chunks and row.events for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_indexes_know_what_lies_in_tiers() -> None:
+    """The same with a tier: its chunks are said as another medium's, and taken back with them."""
+    rows = exactness(1, SEED, BELOW, tier=True)
+    for row in rows:
+        assert not any(row.differences.values()), row
+    assert all(row.below for row in rows)

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvd_proto.changes import HEAD_AT
 from tests.chaos.processes import Config, Daemon, Process
 from tests.daemon.slots import directory_fd
-from tests.events.expected import Expected, held
+from tests.events.expected import Expected, held, held_below
 from tests.events.subscriber import Subscriber, address_in
 from tests.processes import children_running
 from tests.waiting import eventually
@@ -24,6 +24,10 @@ CONFIG: Config = {
     "keep-pool": "yes",
     "quota": '{left = {cap = "60%"}, right = {floor = "25%"}}',
 }
+
+
+WITH_TIER: Config = CONFIG | {"tier": "memory:,size=8MiB,keep=all"}
+"""The tier has room for a third more than the pool, and drops the oldest for each further one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +84,12 @@ class EngineProcess(Process):
         assert self._pipe is not None
         return self._pipe.recv()
 
-    def held(self) -> set[bytes] | None:
-        """The chunks that its scheduler was told of; None while there is more to take."""
+    def held(self) -> tuple[set[bytes], set[bytes]] | None:
+        """What its scheduler was told of, in memory and in tiers; None: there is more to take."""
         answer = self.ask("held")
         assert isinstance(answer, tuple)
-        complete, keys = answer
-        return keys if complete else None
+        complete, keys, below = answer
+        return (keys, below) if complete else None
 
     def kill(self) -> None:
         """End it by SIGKILL."""
@@ -101,6 +105,7 @@ class World:
         folder: of the run.
         pool_dir: of the daemon's pool.
         seed: of the engines' choices.
+        config: of the daemon.
 
     Attributes:
         engines: by name.
@@ -108,8 +113,9 @@ class World:
         changes: of rings, that were waited for.
     """
 
-    def __init__(self, folder: Path, pool_dir: Path, seed: int) -> None:
+    def __init__(self, folder: Path, pool_dir: Path, seed: int, config: Config) -> None:
         self.folder = folder
+        self.config = config
         self.address = address_in(folder)
         self.daemon = Daemon(folder, pool_dir, {})
         self.engines = {
@@ -123,7 +129,7 @@ class World:
     def start_daemon(self, *, cold: bool = False) -> None:
         """The next daemon."""
         self._forget_directories()
-        self.daemon.start(CONFIG | {"events": self.address}, *["--cold"] * cold)
+        self.daemon.start(self.config | {"events": self.address}, *["--cold"] * cold)
 
     def subscribe(self, name: str) -> None:
         """A subscriber that knows nothing yet."""
@@ -152,6 +158,10 @@ class World:
         """The daemon's publisher, once there is one."""
         found = eventually(lambda: children_running(self.daemon.pid, "kvd.publisher"))
         return found[0].pid
+
+    def tier_pid(self) -> int:
+        """The process of the daemon's tier, once there is one."""
+        return eventually(lambda: children_running(self.daemon.pid, "kvd.tier"))[0].pid
 
     # ---------------------------------------------------------------- looking
 
@@ -193,8 +203,10 @@ class World:
         """By model, of which an engine runs: what its directory has."""
         index = next(iter(self.subscribers.values())).indexes.llmd
         return {
-            model: Expected.of(model, held(self._whole(engine)), index)
-            for model, engine in self._one_of_each().items()
+            model: Expected.of(model, held(whole), held_below(whole), index)
+            for model, whole in (
+                (model, self._whole(engine)) for model, engine in self._one_of_each().items()
+            )
         }
 
     def _whole(self, engine: str) -> bytes:
@@ -221,8 +233,9 @@ class World:
             there = expected[engine.spec.model] if engine.running else Expected()
             if engine.running:
                 told = engine.held()
-                waiting = len(there.keys) + 1
-                total["take_changes"] += waiting if told is None else len(told ^ there.keys)
+                keys, below = told or (set(), set())
+                total["take_changes"] += len(keys ^ there.keys) + len(below ^ there.below.keys)
+                total["take_changes"] += told is None
             for subscriber in self.subscribers.values():
                 for kind, count in subscriber.indexes.differences(engine.spec.topic, there).items():
                     total[kind] += count
@@ -248,11 +261,11 @@ def _is_there(fd: int | None) -> bool:
 
 
 @contextmanager
-def made(seed: int) -> Iterator[World]:
+def made(seed: int, config: Config) -> Iterator[World]:
     """A world in folders of its own, gone with the block."""
     folder = Path(tempfile.mkdtemp(prefix="kvd-", dir="/tmp"))  # socket paths are short
     pool_dir = Path(tempfile.mkdtemp(prefix="kvd-events-", dir="/dev/shm"))
-    world = World(folder, pool_dir, seed)
+    world = World(folder, pool_dir, seed, config)
     try:
         yield world
     finally:
