@@ -29,10 +29,9 @@ class Demotion:
         self.blocked = False  # what waits cannot go on before a put has ended
 
     def watch(self, namespace: Namespace) -> None:
-        """Have a namespace's table note what is to go down, from its first opening on."""
+        """Have a namespace's table note what is to go down."""
         keeps = {tier.setting.keep for tier in self._state.tiers}
-        if namespace.table.demotable is None:
-            namespace.table.watch(ready="all" in keeps, asked="asked" in keeps)
+        namespace.table.watch(ready="all" in keeps, asked="asked" in keeps)
 
     def waiting(self, now: float) -> bool:
         """Whether a chunk waits that some tier would take."""

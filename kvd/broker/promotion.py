@@ -26,7 +26,9 @@ from kvd_proto.arrays import IntArray
 KEYS_A_TURN = 512  # that are looked at: one or two milliseconds
 MOST_SOUGHT = 65536  # keys of a namespace that wait
 SOUGHT_SECONDS = 2.0  # after so long nobody waits for them any more
+DESCRIBED_BYTES = 128 * 1024
 ASK_KEYS = 1024
+SPARE_SECONDS = 0.25  # loans that were not used for so long make room
 SLOT_SECONDS = 30.0  # a slot that is not filled by then is given up, whatever the tier does
 REACH_PART = 4  # of the pool: see the module's text
 
@@ -178,7 +180,10 @@ class Promotion:
         wanted: dict[bytes, _Sought],
         now: float,
     ) -> list[Effect]:
-        piece = max(1, min(BATCH_CHUNKS, BATCH_BYTES // namespace.geometry.bytes_per_chunk))
+        piece, table = BATCH_BYTES // namespace.geometry.bytes_per_chunk, namespace.table
+        if table.descriptions is not None:  # all of them fit the answer
+            piece = min(piece, DESCRIBED_BYTES // (table.descriptions.room + 64))
+        piece = max(1, min(BATCH_CHUNKS, piece))
         keys, effects = list(wanted), list[Effect]()
         for begin in range(0, len(keys), piece):
             part = keys[begin : begin + piece]
@@ -189,7 +194,16 @@ class Promotion:
                 again = [key for key in keys[begin:] if find(key) < 0]
                 waiting.keys.extendleft(wanted[key] for key in reversed(again))
                 self.blocked = True
+                effects += self._call_in(now) if again else []
                 break
+        return effects
+
+    def _call_in(self, now: float) -> list[Effect]:
+        """Take back slots that are on loan and of no use there; they are free in a moment."""
+        effects: list[Effect] = []
+        for each in self._state.open_namespaces:
+            refs = each.table.lending.call_in_spare(now - SPARE_SECONDS)
+            effects += self._state.revoke(each, refs)
         return effects
 
     def get(

@@ -57,6 +57,7 @@ class Tiering:
         self._scanned: deque[_Scanned] = deque()
         self._scanned_at = 0  # how far the first of them was taken in
         self._adopted: set[Namespace] = set()  # their epoch is a tier's
+        self._watched: set[Namespace] = set()  # those that engines have used
         self._looked = self._next_spaces = self._next_tell = 0.0
         self._handlers: dict[type[Message], Callable[..., list[Effect]]] = {
             TierReady: self._ready,
@@ -150,7 +151,6 @@ class Tiering:
             if tiers.is_leaving(tier.index):
                 continue
             geometry, table = namespace.geometry, namespace.table
-            self.demotion.watch(namespace)
             tier.spaces[namespace] = Opening(namespace.epoch)
             arenas = range(len(geometry.slot_bytes))
             order = OpenSpace(
@@ -309,9 +309,10 @@ class Tiering:
                 if away > 0:
                     tier.breaker.held_up(away, now)
                 effects += self._look(tier, now)
-        if now >= self._next_spaces:
+        if self._watch_new() or now >= self._next_spaces:
             self._next_spaces = now + SPACES_SECONDS
             self._adopted = set(filter(self._state.is_open, self._adopted))
+            self._watched = set(filter(self._state.is_open, self._watched))
             self.promotion.prune()
             for tier in self._state.tiers:
                 if tier.up:
@@ -325,6 +326,20 @@ class Tiering:
             self._next_tell = now + TELL_SECONDS
             self._tell()
         return effects
+
+    def _watch_new(self) -> bool:
+        """Note of namespaces that an engine has begun to use what is to go down; are there any?"""
+        new = [
+            namespace
+            for namespace in self._state.open_namespaces
+            if namespace.engines
+            and namespace.directory.tiers is not None
+            and namespace not in self._watched
+        ]
+        for namespace in new:
+            self._watched.add(namespace)
+            self.demotion.watch(namespace)
+        return bool(new)
 
     def _look(self, tier: Tier, now: float) -> list[Effect]:
         """See whether a tier is late, stuck, or to be tried again."""

@@ -81,7 +81,9 @@ class TierProcesses:
                 if child.link.fileno() in ready or index in unread:
                     self._receive(index, child, now)
             if child.pidfd in ready:
-                self._carry_out(self._core.tiering.lost(index, child.reap(now), now))
+                reason = child.reap(now)
+                if not self._core.state.stopping:
+                    self._carry_out(self._core.tiering.lost(index, reason, now))
         self._carry_out(self._core.tiering.turn(now))
 
     def _receive(self, index: int, child: ChildProcess, now: float) -> None:

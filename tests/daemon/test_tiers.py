@@ -1,0 +1,306 @@
+"""Whole daemons with tiers below a pool that is too small: what goes down comes back as it was."""
+
+import contextlib
+import itertools
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd_client import LookupResult
+from tests.conftest import StartDaemon
+from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.daemon.serving import Daemon
+from tests.waiting import eventually
+
+POOL = "1MiB"  # 64 chunks
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+MEMORY = "memory:,size=64MiB,keep=all,late=5"
+
+
+def tiers_of(daemon: Daemon) -> list[dict[str, Any]]:
+    """What the daemon says of its tiers."""
+    tiers: list[dict[str, Any]] = daemon.status()["tiers"]
+    return tiers
+
+
+def tier_of(daemon: Daemon, index: int = 0) -> dict[str, Any]:
+    """What it says of one."""
+    return tiers_of(daemon)[index]
+
+
+def wait_tier(daemon: Daemon, index: int = 0, **wanted: Any) -> dict[str, Any]:
+    """One tier, once these fields are so."""
+    return eventually(
+        lambda: tier_of(daemon, index),
+        lambda tier: all(tier[key] == value for key, value in wanted.items()),
+    )
+
+
+def wait_down(engine: Engine, keys: Sequence[bytes]) -> None:
+    """Until the directory says that a tier has all of these."""
+    below = engine.scheduler.below
+    eventually(lambda: [below(key) for key in keys], lambda found: min(found) >= 0)
+
+
+def engine_of(daemon: Daemon, **more: Any) -> Engine:
+    """An engine of one rank that is attached."""
+    return Engine(daemon.runtime_dir, world_size=1, **more).wait_attached()
+
+
+def wait_usable(engine: Engine) -> None:
+    """Until the directory says that all tiers may be used."""
+    scheduler = engine.scheduler
+    eventually(
+        lambda: list(map(scheduler.tier_status, range(len(scheduler.tiers)))),
+        lambda found: found and all(each is not None and each.usable for each in found),
+    )
+
+
+_floods = itertools.count()
+
+
+def push_out(engine: Engine, keys: Sequence[bytes]) -> None:
+    """Store others until memory has none of these."""
+    while any(answer is not MISS for answer in engine.scheduler.lookup_many(keys)):
+        engine.store(keys_of(f"flood-{next(_floods)}", 8), must=False)
+
+
+def bring_up(engine: Engine, keys: Sequence[bytes]) -> None:
+    """Seek these until they are in memory."""
+
+    def sought() -> list[LookupResult]:
+        engine.scheduler.seek(keys)
+        return engine.scheduler.lookup_many(keys)
+
+    eventually(sought, {HIT}.issuperset)
+
+
+def comes_back(engine: Engine, keys: list[bytes]) -> None:
+    """These are brought up and loaded, byte for byte."""
+    bring_up(engine, keys)
+    assert engine.load(keys) == (len(keys), 0)
+
+
+@pytest.fixture
+def hang(tmp_path: Path) -> Path:
+    """While this file exists the tier hangs."""
+    return tmp_path / "hang"
+
+
+@contextlib.contextmanager
+def kept(
+    daemon: Daemon, name: str = "kept", chunks: int = 8
+) -> Iterator[tuple[Engine, list[bytes]]]:
+    """An engine, and keys of chunks that are in the first tier and not in memory."""
+    with engine_of(daemon) as engine:
+        keys = keys_of(name, chunks)
+        wait_usable(engine)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        wait_down(engine, keys)
+        push_out(engine, keys)
+        yield engine, keys
+
+
+def test_chunks_that_memory_has_no_room_for_come_back(start_daemon: StartDaemon) -> None:
+    """Stored, pushed out of a small pool, sought, loaded: the bytes are the same."""
+    daemon = start_daemon("--tier", MEMORY, cpu_bytes=POOL)
+    with kept(daemon) as (engine, keys):
+        assert [engine.scheduler.below(key) for key in keys] == [0] * 8
+        comes_back(engine, keys)
+    tier = tier_of(daemon)
+    assert tier["counters"]["gets"]["ok"] >= 8
+    assert tier["counters"]["get_bytes"] >= 8 * 16384
+    assert (tier["state"], tier["breaker"], tier["medium"]) == ("up", "closed", "memory")
+
+
+def test_only_what_was_asked_for_goes_down_where_nothing_else_is_said(
+    start_daemon: StartDaemon,
+) -> None:
+    """A chunk that is loaded once goes, one that is only stored does not."""
+    daemon = start_daemon("--tier", "memory:,size=64MiB,late=5", cpu_bytes=POOL)
+    with engine_of(daemon) as engine:
+        asked, stored = keys_of("asked", 2), keys_of("stored", 2)
+        wait_usable(engine)
+        engine.store([*asked, *stored])
+        wait_hit(engine, [*asked, *stored])
+        assert engine.load(asked) == (2, 0)
+        wait_down(engine, asked)
+        push_out(engine, [*asked, *stored])
+        comes_back(engine, asked)
+        assert [engine.scheduler.below(key) for key in stored] == [-1, -1]
+
+
+def test_a_tier_that_hangs_costs_misses_and_is_used_again_by_itself(
+    start_daemon: StartDaemon, hang: Path
+) -> None:
+    """Lookups miss, stores and loads from memory go on; afterwards all that it has is there."""
+    daemon = start_daemon(
+        "--tier", f"memory:,size=64MiB,keep=all,late=0.5,hang={hang}", cpu_bytes=POOL
+    )
+    with kept(daemon) as (engine, keys):
+        hang.touch()
+        engine.scheduler.seek(keys)
+        wait_tier(daemon, usable=False)
+        eventually(lambda: engine.scheduler.lookup_many(keys), {MISS}.issuperset)
+        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+        others = keys_of("others", 4)
+        engine.store(others)
+        wait_hit(engine, others)
+        assert engine.load(others) == (4, 0)
+        hang.unlink()
+        wait_usable(engine)
+        comes_back(engine, keys)
+    assert sum(tier_of(daemon)["counters"]["opened"].values()) >= 1
+
+
+def test_chunks_that_come_back_wrong_are_misses(start_daemon: StartDaemon) -> None:
+    """None is loaded, each is counted and dropped, and the tier is set aside."""
+    daemon = start_daemon("--tier", f"{MEMORY},corrupt=1", cpu_bytes=POOL)
+    with kept(daemon) as (engine, keys):
+        for key in keys[:4]:
+            engine.scheduler.seek([key])
+        eventually(lambda: tier_of(daemon)["counters"]["gets"]["corrupt"], lambda n: n >= 3)
+        eventually(lambda: engine.scheduler.lookup_many(keys), {MISS}.issuperset)
+    assert tier_of(daemon)["counters"]["opened"]["corrupt"] >= 1
+    assert "is not what was put there" in daemon.wait_log("is set aside: 3 chunks")
+
+
+def test_chunks_that_a_tier_has_lost_are_misses(start_daemon: StartDaemon) -> None:
+    """It said that it keeps them and does not: each is found out once."""
+    daemon = start_daemon("--tier", f"{MEMORY},lose=1", cpu_bytes=POOL)
+    with kept(daemon) as (engine, keys):
+        engine.scheduler.seek(keys)
+        eventually(lambda: tier_of(daemon)["counters"]["gets"]["absent"], lambda n: n >= 8)
+        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+        assert {MISS}.issuperset(engine.scheduler.lookup_many(keys))
+
+
+def test_a_tier_that_is_killed_is_started_again(start_daemon: StartDaemon) -> None:
+    """This one forgets all; what is stored afterwards comes back from the next process."""
+    daemon = start_daemon("--tier", MEMORY, cpu_bytes=POOL)
+    with kept(daemon) as (engine, keys):
+        os.kill(tier_of(daemon)["pid"], signal.SIGKILL)
+        eventually(lambda: tier_of(daemon)["counters"]["restarts"], lambda n: n == 1)
+        wait_usable(engine)
+        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+    with kept(daemon, "again") as (engine, keys):
+        comes_back(engine, keys)
+
+
+def test_a_process_that_stands_still_is_set_aside_and_goes_on(start_daemon: StartDaemon) -> None:
+    """SIGSTOP: it answers nothing, and nobody waits for it."""
+    daemon = start_daemon("--tier", "memory:,size=64MiB,keep=all,late=0.5", cpu_bytes=POOL)
+    with kept(daemon) as (engine, keys):
+        pid = tier_of(daemon)["pid"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            engine.scheduler.seek(keys)
+            wait_tier(daemon, usable=False)
+            eventually(lambda: engine.scheduler.lookup_many(keys), {MISS}.issuperset)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_usable(engine)
+        comes_back(engine, keys)
+
+
+def test_a_reset_forgets_what_tiers_have(start_daemon: StartDaemon) -> None:
+    """Nothing of before comes up, not even after the tier's process is another one."""
+    daemon = start_daemon("--tier", MEMORY, cpu_bytes=POOL)
+    with kept(daemon) as (engine, keys):
+        engine.scheduler.reset()
+        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+        engine.scheduler.seek(keys)
+        fresh = keys_of("fresh", 8)
+        engine.store(fresh)
+        wait_hit(engine, fresh)
+        wait_down(engine, fresh)
+        push_out(engine, fresh)
+        comes_back(engine, fresh)
+        assert {MISS}.issuperset(engine.scheduler.lookup_many(keys))
+
+
+def test_a_tier_that_is_full_drops_what_is_oldest_and_says_so(start_daemon: StartDaemon) -> None:
+    """It holds the last of many chunks; those that it dropped are not sought there."""
+    daemon = start_daemon("--tier", "memory:,size=512KiB,keep=all,late=5", cpu_bytes=POOL)
+    with engine_of(daemon) as engine:
+        wait_usable(engine)
+        keys = keys_of("many", 64)
+        for begin in range(0, 64, 8):
+            engine.store(keys[begin : begin + 8])
+        counters = eventually(
+            lambda: tier_of(daemon)["counters"], lambda found: found["dropped"] >= 30
+        )
+        assert counters["puts"]["ok"] >= 60
+        push_out(engine, keys)
+        eventually(lambda: engine.scheduler.below(keys[0]), lambda below: below == -1)
+
+
+def test_two_tiers_are_filled_and_the_second_helps_out(
+    start_daemon: StartDaemon, hang: Path, tmp_path: Path
+) -> None:
+    """While the first hangs, what both have comes from the second."""
+    daemon = start_daemon(
+        *("--tier", f"memory:,size=32MiB,keep=all,late=0.5,hang={hang}"),
+        *("--tier", f"disk:{tmp_path / 'slabs'},size=256MiB,keep=all,late=5"),
+        cpu_bytes=POOL,
+    )
+    with kept(daemon) as (engine, keys):
+        eventually(lambda: tier_of(daemon, 1)["counters"]["puts"]["ok"], lambda n: n >= 8)
+        hang.touch()
+        engine.scheduler.seek(keys)
+        wait_tier(daemon, 0, usable=False)
+        eventually(lambda: engine.scheduler.below(keys[0]), lambda tier: tier == 1)
+        comes_back(engine, keys)
+        assert tier_of(daemon, 1)["counters"]["gets"]["ok"] >= 8
+
+
+def test_a_new_daemon_with_an_empty_pool_finds_what_a_disk_has(
+    start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    """Killed, with its pool gone: chunks come back from the disk, and after a reset none does."""
+    disk = ("--tier", f"disk:{tmp_path / 'slabs'},size=256MiB,keep=all,late=5")
+    daemon = start_daemon(*disk, cpu_bytes=POOL)
+    with kept(daemon) as (_, keys):
+        pass
+    daemon.process.kill()
+    daemon.process.wait()
+    daemon = start_daemon(*disk, cpu_bytes=POOL)
+    with engine_of(daemon) as engine:
+        wait_down(engine, keys)
+        comes_back(engine, keys)
+        engine.scheduler.reset()
+    daemon.stop()
+    daemon = start_daemon(*disk, cpu_bytes=POOL)
+    with engine_of(daemon) as engine:
+        wait_usable(engine)
+        fresh = keys_of("fresh", 8)
+        engine.store(fresh)
+        wait_down(engine, fresh)
+        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+
+
+def test_a_wrong_option_ends_the_start_with_the_remedy(start_daemon: StartDaemon) -> None:
+    """One clear error, before anything is begun."""
+    daemon = start_daemon("--tier", "memory:,sice=1GiB", cpu_bytes=POOL, ready=False)
+    assert daemon.process.wait() != 0
+    assert "sice is none of" in daemon.log.read_text()
+
+
+def test_a_daemon_that_stops_ends_its_tiers(start_daemon: StartDaemon, hang: Path) -> None:
+    """Also one whose tier hangs does not wait for it."""
+    daemon = start_daemon(
+        "--tier", f"memory:,size=64MiB,keep=all,late=0.5,hang={hang}", cpu_bytes=POOL
+    )
+    with kept(daemon) as (engine, keys):
+        pid = tier_of(daemon)["pid"]
+        hang.touch()
+        engine.scheduler.seek(keys)
+        wait_tier(daemon, usable=False)
+        assert daemon.stop() == 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
