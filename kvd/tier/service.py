@@ -170,6 +170,7 @@ class TierService:
             case TierPing():
                 self._answer_ping()
             case NewEpoch() if place := self._places.get(order.namespace):
+                self._refuse_early(order.namespace, Outcome.GONE)
                 self._begin(place, order.epoch)
             case CloseSpace() if order.namespace in self._places:
                 self._close(order.namespace)
@@ -182,9 +183,8 @@ class TierService:
         self._stopping = True
         for part in self._workers.take_all():
             self._ended(part)
-        for batch in [batch for batches in self._early.values() for batch in batches]:
-            self._refuse(batch, Outcome.LATE, "")
-        self._early.clear()
+        for namespace in list(self._early):
+            self._refuse_early(namespace, Outcome.LATE)
 
     def _open(self, order: OpenSpace, fds: tuple[int, ...]) -> None:
         if order.namespace in self._places:
@@ -207,8 +207,7 @@ class TierService:
         place.space = None
         self._failed.pop(namespace, None)
         self._retries.pop(namespace, None)
-        for batch in self._early.pop(namespace, ()):
-            self._refuse(batch, Outcome.GONE, "")
+        self._refuse_early(namespace, Outcome.GONE)
 
     def _carry_out(self, order: Put | Get | Ask) -> None:
         place = self._places.get(order.namespace)
@@ -302,6 +301,10 @@ class TierService:
         if batch.kind is Kind.PUT:
             self._tidy()
 
+    def _refuse_early(self, namespace: bytes, outcome: Outcome, error: str = "") -> None:
+        for batch in self._early.pop(namespace, ()):
+            self._refuse(batch, outcome, error)
+
     def _refuse(self, batch: Batch, outcome: Outcome, error: str) -> None:
         batch.fail(outcome, error)
         self._progress += len(batch.keys)
@@ -319,8 +322,7 @@ class TierService:
                 )
             self._failed[asked.id] = event.error
             self._retries[asked.id] = time.monotonic() + _AGAIN_SECONDS
-            for batch in self._early.pop(asked.id, ()):
-                self._refuse(batch, Outcome.FAILED, event.error)
+            self._refuse_early(asked.id, Outcome.FAILED, event.error)
             return
         self._failed.pop(asked.id, None)
         place.space = event.space

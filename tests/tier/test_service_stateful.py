@@ -1,0 +1,236 @@
+"""The service against a model of a broker: resets, drops, reuse of slots, failures, in any order.
+
+The model knows what each key's chunk must be. A get that is OK brings exactly that, whatever
+happened before; and what was acknowledged and never dropped is there.
+"""
+
+import tempfile
+from pathlib import Path
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvd.tier.contract import Options
+from kvd.tier.memory import MemoryTier
+from kvd.wire.tiering import (
+    Ask,
+    CloseSpace,
+    Done,
+    Drop,
+    Gone,
+    NewEpoch,
+    Outcome,
+    StopTier,
+)
+from kvd_proto.directory import SlotState
+from tests.tier.broker import SHARES, SLOTS, FakeBroker, Namespace, content, coverage, described
+from tests.waiting import eventually
+
+OK, ABSENT, GONE, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.GONE, Outcome.FAILED
+KEYS = [bytes((97 + i,)) * (1 + 5 * i) for i in range(8)]
+KEY = st.sampled_from(KEYS)
+SLOT = st.integers(0, SLOTS - 1)
+BATCH = st.lists(st.tuples(KEY, SLOT), min_size=1, max_size=5, unique_by=lambda row: row[1])
+WHERE = st.integers(0, 1)
+ROOM = 10 * (sum(SHARES) + 200)  # chunks
+
+
+class Service(RuleBasedStateMachine):
+    """A broker with two namespaces, and what it may rely on.
+
+    The double in memory drops the oldest chunk where it has no room, loses, breaks and fails as
+    the example says.
+    """
+
+    corrupt = "0"
+    fail = "0"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = tempfile.TemporaryDirectory()
+        self.hang = Path(self.folder.name) / "hang"
+        options = {"size": str(ROOM), "corrupt": self.corrupt, "fail": self.fail}
+        tier = MemoryTier.open(Options("", options | {"hang": str(self.hang)}), memoryview(b""))
+        tier.batch_bytes = 2 * sum(SHARES)
+        self.tier = tier
+        self.broker = FakeBroker(tier).__enter__()
+        self.number = 0
+        self.epochs = [1, 1]
+        self.held: list[set[bytes]] = [set(), set()]  # acknowledged, and not dropped since
+        self.doubted: set[bytes] = set()  # whose Drop may not be carried out yet
+        for space in self.broker.spaces:
+            space.open()
+            assert self.broker.held() == {}
+
+    def space(self, where: int) -> Namespace:
+        """One of the namespaces."""
+        return self.broker.spaces[where]
+
+    def wait_for_tidiness(self) -> None:
+        """Until all that the backend dropped was told, and nothing is left to do."""
+        eventually(lambda: self.broker.pong().chunks, lambda n: n == self.tier.capacity().chunks)
+        for message in [each for each in self.broker.others if isinstance(each, Gone)]:
+            self.broker.others.remove(message)
+            where = [space.name for space in self.broker.spaces].index(message.namespace)
+            self.held[where] -= set(message.keys)
+
+    @rule(where=WHERE, rows=BATCH)
+    def put(self, where: int, rows: list[tuple[bytes, int]]) -> None:
+        """Chunks are stored in slots and go down; each is OK, refused, or failed with a reason."""
+        space = self.space(where)
+        columns = [(key, slot, space.store(slot, key)) for key, slot in rows]
+        self.number += 1
+        done = self.broker.done(space.put(self.number, columns))
+        assert done.number == self.number
+        for (key, _), code in zip(rows, done.outcomes.tolist(), strict=True):
+            assert code in (OK, FAILED) or (code == GONE and self.doubted)
+            assert code != FAILED or (done.error and self.fail != "0")
+            if code == OK:
+                self.held[where].add(key)
+
+    @rule(where=WHERE, rows=BATCH, used=st.sets(SLOT))
+    def put_what_moves_on(self, where: int, rows: list[tuple[bytes, int]], used: set[int]) -> None:
+        """Slots that hold another chunk by the time of the order are GONE."""
+        space = self.space(where)
+        columns = [(key, slot, space.store(slot, key)) for key, slot in rows]
+        for slot in used:
+            space.store(slot, b"another", salt=1)
+        self.number += 1
+        done = self.broker.done(space.put(self.number, columns))
+        for (key, slot), code in zip(rows, done.outcomes.tolist(), strict=True):
+            if slot in used:
+                assert code in (GONE, FAILED)
+            elif code == OK:
+                self.held[where].add(key)
+
+    @rule(where=WHERE, rows=BATCH)
+    def get(self, where: int, rows: list[tuple[bytes, int]]) -> None:
+        """Chunks come up whole, with coverage and description, or not at all."""
+        space = self.space(where)
+        columns = [(key, slot, space.expect(slot, key)) for key, slot in rows]
+        self.number += 1
+        done = self.broker.done(space.get(self.number, columns))
+        assert done.number == self.number
+        parts = done.first.tolist(), done.count.tolist(), done.groups.tolist()
+        found = zip(rows, done.outcomes.tolist(), zip(*parts, strict=True), strict=True)
+        allowed = {OK, ABSENT}
+        if self.corrupt != "0":
+            allowed.add(Outcome.CORRUPT)
+        if self.fail != "0":
+            allowed.add(FAILED)
+        for at, ((key, slot), code, covered) in enumerate(found):
+            assert code in allowed
+            if code == OK:
+                assert space.read(slot) == content(key)
+                assert covered == coverage(key)
+                assert done.descriptions[at] == described(key)
+            elif code == ABSENT:
+                self.wait_for_tidiness()
+                assert key not in self.held[where]
+            elif code == Outcome.CORRUPT:
+                self.held[where].discard(key)
+
+    @rule(where=WHERE, keys=st.lists(KEY, min_size=1, max_size=4))
+    def ask(self, where: int, keys: list[bytes]) -> None:
+        """What is held is there."""
+        self.number += 1
+        order = Ask(
+            number=self.number,
+            namespace=self.space(where).name,
+            keys=tuple(keys),
+            deadline_ms=60_000,
+        )
+        outcomes = self.broker.outcomes(order)
+        self.wait_for_tidiness()
+        for key, outcome in zip(keys, outcomes, strict=True):
+            assert outcome in (OK, ABSENT, FAILED)
+            assert outcome is not ABSENT or key not in self.held[where]
+
+    @rule(where=WHERE, keys=st.sets(KEY, min_size=1, max_size=3))
+    def drop(self, where: int, keys: set[bytes]) -> None:
+        """Chunks that the broker has dropped are not held any more."""
+        self.broker.send(Drop(namespace=self.space(where).name, keys=tuple(sorted(keys))))
+        self.held[where] -= keys
+        self.doubted |= keys
+
+    @rule(where=WHERE)
+    def reset(self, where: int) -> None:
+        """A namespace has another epoch: nothing is held."""
+        self.epochs[where] += 1
+        order = NewEpoch(namespace=self.space(where).name, epoch=self.epochs[where])
+        self.broker.send(order)
+        self.held[where].clear()
+
+    @rule(where=WHERE, known=st.booleans())
+    def close_and_open(self, where: int, known: bool) -> None:
+        """A namespace that is opened again has its epoch, and a scan tells all that is held."""
+        space = self.space(where)
+        self.broker.pong()
+        self.broker.send(CloseSpace(namespace=space.name))
+        epoch = space.open(epoch=self.epochs[where] if known else 0)
+        assert epoch == self.epochs[where]
+        told = self.broker.held()
+        self.wait_for_tidiness()
+        assert told.keys() >= self.held[where]
+        assert all(covered == coverage(key) for key, covered in told.items())
+
+    @precondition(lambda self: not self.hang.exists())
+    @rule(where=WHERE, rows=BATCH, again=BATCH)
+    def reset_while_it_hangs(
+        self, where: int, rows: list[tuple[bytes, int]], again: list[tuple[bytes, int]]
+    ) -> None:
+        """Batches that a reset overtakes end, and nothing of theirs is found afterwards."""
+        space = self.space(where)
+        self.hang.touch()
+        orders = [
+            space.put(self.number + 1, [(k, s, space.store(s, k)) for k, s in rows]),
+            space.get(self.number + 2, [(k, s, space.expect(s, k)) for k, s in again]),
+        ]
+        for order in orders:
+            self.broker.send(order)
+        self.number += 2
+        self.reset(where)
+        self.broker.pong()
+        self.hang.unlink()
+        for _ in orders:
+            assert OK not in self.broker.wait_for(Done).outcomes.tolist()
+
+    @rule(where=WHERE, slot=SLOT, key=KEY)
+    def late(self, where: int, slot: int, key: bytes) -> None:
+        """An order whose deadline has passed is LATE and touches nothing."""
+        space = self.space(where)
+        generation = space.expect(slot, key)
+        before = space.read(slot)
+        self.number += 1
+        order = space.get(self.number, [(key, slot, generation)], deadline_ms=0)
+        assert self.broker.outcomes(order) == [Outcome.LATE]
+        assert space.read(slot) == before
+        space.set(slot, SlotState.FREE)
+
+    @invariant()
+    def pings_are_answered(self) -> None:
+        """Nothing waits when nothing is under way, and no answer is left over."""
+        pong = self.broker.pong()
+        assert (pong.busy, pong.queued_bytes) == (0, 0)
+        assert not [each for each in self.broker.others if isinstance(each, Done)]
+
+    def teardown(self) -> None:
+        """End the service."""
+        self.hang.unlink(missing_ok=True)
+        self.broker.send(StopTier())
+        self.broker.__exit__(None, None, None)
+        self.folder.cleanup()
+
+
+class BreakingService(Service):
+    """The same with a medium that turns bits and fails."""
+
+    corrupt = "0.2"
+    fail = "0.1"
+
+
+TestService = Service.TestCase
+TestService.settings = settings(max_examples=25, stateful_step_count=25)
+TestBreakingService = BreakingService.TestCase
+TestBreakingService.settings = settings(max_examples=25, stateful_step_count=25)
