@@ -13,6 +13,7 @@ import events
 import latency
 import looking_up
 import starting
+import tiers
 from harness import Figures
 from rich.console import Console
 from rich.table import Table
@@ -25,6 +26,7 @@ SECTIONS = {
     "one-chunk jobs": latency.measure,
     "copying": copying.measure,
     "KV events": events.measure,
+    "tiers": tiers.measure,
 }
 GOALS = {
     "host_store_ratio": "at least 0.8 of the best copy in one process",
@@ -46,6 +48,8 @@ GOALS = {
     "host_store_first_GBps": "into pool pages never touched before",
     "event_broker_us": "at most 2, the broker's for each change",
     "event_read_us": "at most 1, a scheduler's for each change: 1 % of its step at 10,000 a second",
+    "tier_hit_p99_ratio": "at most 1.05: loads from memory with a tier, beside none",
+    "hanging_tier_hit_p99_ratio": "the same while the tier hangs",
     "memcpy_GBps": "contiguous, one thread",
 }
 

@@ -219,6 +219,21 @@ def test_what_finds_no_room_for_two_seconds_is_forgotten() -> None:
     assert bench.lookup(b"b") == [MISS]
 
 
+def test_loans_that_are_of_no_use_make_room_for_what_comes_up() -> None:
+    """An empty pool that is all on loan: what a tier holds of before comes up all the same."""
+    bench, disk = bench_of(DISK, chunks=16)
+    bench.keep(b"a", b"b")
+    bench.evict()
+    bench.step(wanted=4096, now=bench.now)
+    assert bench.table().slots.stats()["lent"] == 16
+    bench.turn(0.5)
+    bench.seek(b"a", b"b")
+    assert keys_told(disk, Get) == []
+    bench.run()
+    assert bench.lookup(b"a", b"b") == [HIT, HIT]
+    bench.check()
+
+
 def test_nothing_comes_up_while_the_daemon_is_drained() -> None:
     """A promotion is a store."""
     bench, disk = bench_of(DISK)
