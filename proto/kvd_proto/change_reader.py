@@ -142,18 +142,19 @@ class Book:
             limit: chunks that are taken back at most, besides those that were touched.
         """
         stored: dict[bytes, Place] = {}
-        removed = []
+        removed: list[bytes] = []
+        said, unconfirmed, gone = self.said.get, self.unconfirmed.get, self.gone
         for key, was in before.items():
-            now = self.said.get(key) or self.unconfirmed.get(key)
+            now = said(key) or unconfirmed(key)
             if now is not None:
                 if was is None or now[:4] != was[:4]:
                     stored[key] = now
             elif was is None:
-                self.gone.pop(key, None)  # it came and went within this call
-            elif key not in self.gone:
+                gone.pop(key, None)  # it came and went within this call
+            elif key not in gone:
                 removed.append(key)
-        gone = self.gone
-        removed += [gone.popitem()[0] for _ in range(min(limit, len(gone)))]
+        if gone:
+            removed += [gone.popitem()[0] for _ in range(min(limit, len(gone)))]
         return stored, removed
 
     def __len__(self) -> int:
@@ -280,8 +281,9 @@ class ChangeReader:
                 self._look_through(directory, memory.next, limit, before)
             elif tiers.next is not None:
                 self._look_below(directory, tiers.next, limit, below)
-            memory.settle(self._position)
-            tiers.settle(self._position)
+            if memory.unconfirmed or tiers.unconfirmed:
+                memory.settle(self._position)
+                tiers.settle(self._position)
         if not (below or tiers.gone):
             return Differences(*memory.net(before, limit))
         return Differences(*memory.net(before, limit), *tiers.net(below, limit))
