@@ -102,10 +102,9 @@ class Pace:
         self._seconds += max(0.0, now - self._from)
         self._from = now
         self._bytes += nbytes
-        rate, enough = self.bytes_per_second, self._seconds > 0
-        if rate:
-            enough = self._bytes >= RATE_BYTES or self._seconds >= RATE_SECONDS
-        if enough:
+        rate = self.bytes_per_second
+        enough = not rate or self._bytes >= RATE_BYTES or self._seconds >= RATE_SECONDS
+        if enough and self._seconds > 0:  # two answers may be taken in the same turn
             found = int(self._bytes / self._seconds)
             self.bytes_per_second = (rate + found) // 2 if rate else found
             self._bytes, self._seconds = 0, 0.0

@@ -1,0 +1,16 @@
+"""How fast a tier's gets are, by the last ones."""
+
+import pytest
+
+from kvd.broker.tiers import RATE_BYTES, Pace
+
+
+def test_bytes_that_come_in_the_same_moment_count_together() -> None:
+    """Answers of several batches are taken in one turn, with one time: no rate is made of none."""
+    pace = Pace()
+    pace.begin(10.0)
+    for _ in range(3):
+        pace.observe(RATE_BYTES, 12.0, 10.0)
+    assert pace.bytes_per_second == RATE_BYTES / 2
+    pace.observe(RATE_BYTES, 13.0, None)
+    assert pace.bytes_per_second == pytest.approx((RATE_BYTES / 2 + 3 * RATE_BYTES) // 2)
