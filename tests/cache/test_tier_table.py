@@ -1,7 +1,12 @@
 """The tier table: which chunks lie below the pool."""
 
+import mmap
+import random
+import subprocess
+import sys
 import zlib
 from functools import cache
+from pathlib import Path
 from time import monotonic
 from typing import Any
 
@@ -34,6 +39,7 @@ from kvd_proto.tier_table import (
     TierTableView,
     entries_for,
 )
+from tests.cache import tier_reader
 from tests.cache.tables import add, make_namespaces
 
 SPACE, BOOT = bytes(range(16)), bytes(range(16, 32))
@@ -286,6 +292,30 @@ def test_integrity_is_checked() -> None:
             table.check_integrity()
 
 
+def test_another_process_reads_while_entries_move(tmp_path: Path) -> None:
+    """It takes no entry for another's, and who looks at all misses none that stays."""
+    header = DirectoryHeader(*(4, 8, SPACE, BOOT, 4), tier_capacity=tier_reader.HOMES, num_tiers=2)
+    file = tmp_path / "directory"
+    with file.open("wb+") as opened:
+        opened.truncate(header.total_bytes)
+        table = DirectoryWriter(mmap.mmap(opened.fileno(), 0), header).tiers
+    assert table is not None
+    come_and_go = [key for key in tier_reader.KEYS if key not in tier_reader.STAY]
+    for key in tier_reader.STAY:
+        table.hold(key, 0, *tier_reader.blocks(key))
+    command = [sys.executable, "-m", "tests.cache.tier_reader", str(file), "300"]
+    chance = random.Random(17)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as reader:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "reads\n"
+        while reader.poll() is None:
+            for key in chance.sample(come_and_go, 40):
+                if not table.release(key, 0):
+                    table.hold(key, 0, *tier_reader.blocks(key))
+        assert reader.returncode == 0, reader.stdout.read()
+    table.check_integrity()
+
+
 class Watched:
     """Words of a table: after every store a reader looks."""
 
@@ -312,7 +342,10 @@ BLOCKS = [(0, 4, 0), (1, 2, 0), (2, 2, 0), (0, 4, 1)]
 
 
 class TierTableMachine(RuleBasedStateMachine):
-    """The table beside a dict, with a reader that looks after every store."""
+    """The table beside a dict, with readers that look after every store.
+
+    One looks all keys up; the other looks through the table, a place at a time.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -321,6 +354,9 @@ class TierTableMachine(RuleBasedStateMachine):
         self.absent: list[bytes] = []
         self.leaving: set[int] = set()
         self.changing: set[bytes] = set()
+        self.next_place = 0
+        self.seen: set[bytes] = set()
+        self.stays: set[bytes] = set()
         self.table._words = Watched(self.table._words, self.look)  # type: ignore[assignment]
 
     def places(self, tiers: set[int], blocks: tuple[int, int, int]) -> TierPlace:
@@ -337,6 +373,23 @@ class TierTableMachine(RuleBasedStateMachine):
                 assert key in self.absent
             else:
                 assert found == self.places(*self.model[key])
+        self.look_through()
+
+    def look_through(self) -> None:
+        """Whoever goes from the last place to the first sees each key that has stayed."""
+        self.stays -= self.changing
+        if self.leaving:
+            self.stays.clear()
+        if not self.next_place:
+            assert self.stays <= self.seen
+            self.seen.clear()
+            self.stays = self.model.keys() - self.changing
+            self.next_place = self.view.places
+        self.next_place -= 1
+        for key, place in self.view.held(self.next_place, self.next_place + 1):
+            if key not in self.changing and not self.leaving:
+                assert place == self.places(*self.model[key])
+            self.seen.add(key)
 
     @rule(
         key=st.sampled_from(KEYS),
@@ -404,7 +457,7 @@ class TierTableMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS))
     def is_absent(self, key: bytes) -> None:
         """No tier has it."""
-        self.changing = set(KEYS)  # the oldest one goes
+        self.changing = {key, *self.absent}  # the oldest one goes
         self.table.absent(key, monotonic())
         place = self.view.find(key)
         if place is not None and not place.tiers:
@@ -416,6 +469,7 @@ class TierTableMachine(RuleBasedStateMachine):
         """The namespace is reset."""
         self.changing = set(KEYS)
         self.table.forget()
+        self.stays.clear()
         self.model.clear()
         self.absent.clear()
 
@@ -424,6 +478,7 @@ class TierTableMachine(RuleBasedStateMachine):
         """A tier is gone, with all that it had."""
         self.table.release_tier(tier)
         self.leaving.add(tier)
+        self.stays.clear()
         for key, (tiers, _) in list(self.model.items()):
             tiers.discard(tier)
             if not tiers:
@@ -434,6 +489,7 @@ class TierTableMachine(RuleBasedStateMachine):
         """Some places are looked at; nobody sees a difference."""
         self.changing = set()
         self.table.sweep()
+        self.look_through()
         self.leaving = {tier for tier in self.leaving if self.table.is_leaving(tier)}
 
     @invariant()
