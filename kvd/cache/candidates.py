@@ -86,9 +86,12 @@ class Demotable:
         self.on_ready = Candidates(directory, counts) if ready else None
         self.on_asked = Candidates(directory, counts) if asked else None
         marks = np.zeros(directory.num_slots, np.uint8)
-        for state in (SlotState.WRITING, SlotState.READY):  # who used these nobody knows
-            marks[directory.slots_in(state)] = _STORED
+        there = directory.slots_in(SlotState.READY)
+        for slots in (directory.slots_in(SlotState.WRITING), there):  # who used these nobody knows
+            marks[slots] = _STORED
         self._marks = marks.data
+        if self.on_ready is not None:  # those of the daemon before
+            self.on_ready.add(there[-MOST:])
 
     def begun(self, slots: list[int]) -> None:
         """A request stores chunks here."""

@@ -362,14 +362,14 @@ def test_what_came_up_is_kept_for_the_next_daemon() -> None:
     again.table.check_integrity()
 
 
-def test_what_the_daemon_before_has_left_goes_down_when_it_is_used() -> None:
-    """Its first use is taken for the second request."""
+def test_what_the_daemon_before_has_left_goes_down() -> None:
+    """At once where all is to go down; else its first use is taken for the second request."""
     daemons = Daemons()
     namespaces, _ = daemons.start()
     store(add(namespaces, 0, PAGE).table, names(2))
     _, again = daemons.start()
     assert again is not None
     again.table.watch(ready=True, asked=True)
-    assert waiting(again.table.on_ready) == []
+    assert waiting(again.table.on_ready) == names(2)
     again.table.finished(names(1))
     assert waiting(again.table.on_asked) == names(1)
