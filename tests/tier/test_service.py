@@ -532,14 +532,15 @@ def test_orders_before_it_has_begun(tmp_path: Path) -> None:
 
 
 def test_a_reset_before_it_has_begun(tmp_path: Path) -> None:
-    """A namespace that is reset while it begins is answered once, with its last epoch."""
+    """A namespace that is reset while it begins is answered once; orders of before are GONE."""
     hang = tmp_path / "hang"
     hang.touch()
     with FakeBroker(memory(hang=str(hang))) as broker:
         space = broker.spaces[0]
         broker.send(space.order(epoch=1), (space.fd,))
+        broker.send(space.put(0, [(b"k", 0, space.store(0, b"k"))]))
         broker.send(NewEpoch(namespace=space.name, epoch=2))
-        broker.pong()
+        assert broker.wait_for(Done).outcomes.tolist() == [GONE]
         hang.unlink()
         assert broker.wait_for(SpaceOpened).epoch == 2
         assert broker.wait_for(Held).epoch == 2
