@@ -7,7 +7,7 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop tier-kills fuzz soak events-exact
+.PHONY: help demo demo-cluster test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop tier-kills fuzz soak events-exact
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,6 +32,9 @@ demo: $(STAMP) ## two ranks store and load verified KV bytes through one daemon
 
 demo-vllm: $(VLLM_STAMP) ## vLLM on a CPU, with a cache too small, then restarted
 	$(VLLM)/bin/kvd demo-vllm
+
+demo-cluster: $(VLLM_STAMP) ## vLLM on two nodes that share a Mooncake Store; as root, for network namespaces
+	PYTHONPATH=. $(VLLM)/bin/python -m tests.tier.demo_cluster
 
 test: $(STAMP) ## every test that needs no GPU and no engine
 	$(BIN)/python -m pytest -n 2 --dist loadfile

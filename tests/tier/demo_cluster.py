@@ -1,0 +1,126 @@
+"""`make demo-cluster`: vLLM on two nodes that share a Mooncake Store.
+
+Time to first token on the second node: of prompts that it computes, that its own pool has, and
+that the first node has computed and stored. All on this machine: two daemons with pools of their
+own, a master and a store, each node in a network namespace; vLLM on the CPU, one engine at a time.
+Every answer is compared, token for token. Exit status 1 where one differs or nothing was found.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median
+
+from kvd_proto.sizes import format_size
+from kvd_tools.demo_vllm.engine import Answer, EngineProcess
+from kvd_tools.demo_vllm.options import EngineOptions
+from kvd_tools.demo_vllm.scenario import ANSWER_TOKENS, Scenario
+from tests.daemon.serving import Daemon, started_daemons
+from tests.tier.mooncake_cluster import Cluster, why_not
+from tests.waiting import eventually
+
+LAYERS, PROMPTS, PROMPT_TOKENS = 18, 4, 2000
+ATTACHED, HITS = "vllm:kv_offload_kvd_attached", "vllm:external_prefix_cache_hits"
+
+
+def serve(name: str, engine: EngineProcess, prompts: list[list[int]]) -> list[Answer]:
+    """Every prompt, one after another; prints how long the first tokens took."""
+    before = engine.metric(HITS)
+    answers = [engine.generate([prompt], ANSWER_TOKENS)[0] for prompt in prompts]
+    seconds = [answer.first_token_seconds for answer in answers]
+    hits = int(engine.metric(HITS) - before)
+    each = " ".join(f"{one:.2f}" for one in seconds)
+    print(f"{name:<34}{median(seconds):6.3f} s  {hits:>7,} tokens found  {each}", flush=True)
+    return answers
+
+
+def attach(engine: EngineProcess, prompt: list[int]) -> None:
+    """Do everything once, with the daemon behind it."""
+
+    def attached() -> float:
+        engine.generate([prompt], ANSWER_TOKENS)  # vLLM renews the metric with every step
+        return engine.metric(ATTACHED)
+
+    eventually(attached)
+
+
+def wait_kept(daemon: Daemon) -> int:
+    """Until nothing more is on its way to the cluster; how many chunks it has kept."""
+
+    def under_way() -> tuple[int, int]:
+        (tier,) = daemon.status()["tiers"]
+        (namespace,) = daemon.status()["namespaces"]
+        kept: int = tier["counters"]["puts"]["ok"]
+        return namespace["chunks"]["ready"] - kept, kept
+
+    return eventually(under_way, lambda found: found[0] <= 0)[1]
+
+
+def run(prompts: int, tokens: int) -> bool:
+    """Run it; whether all was found and the same."""
+    scenario = Scenario(LAYERS, 2 * prompts, tokens)
+    first, *every = scenario.make_prompts()
+    shared, own = every[:prompts], every[prompts:]
+    needed = (prompts + 1) * scenario.longest * scenario.token_bytes
+    pool = scenario.pool_bytes
+    print(
+        f"model: dense, {LAYERS} layers, random weights; {format_size(scenario.token_bytes)} of KV"
+        f" per token\npools: {format_size(pool)} on each node; load: prompts of {tokens:,} tokens\n"
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
+        Cluster.running(megabytes=int(needed * 1.5) >> 20) as cluster,
+        started_daemons(Path(path) / "run") as start,
+    ):
+        place = Path(path)
+        daemons, options = [], []
+        for name in ("a", "b"):
+            node = cluster.add_node(name)
+            tier = f"mooncake:master={cluster.master_address},keep=all"
+            where = place / name / "run"
+            daemon = start("--tier", tier, cpu_bytes=str(pool), where=where, before=node.command())
+            daemons.append(daemon)
+            options.append(scenario.write_options(place, daemon.runtime_dir))
+        with engine_of(options[0], place / "engine-a.log", first) as engine:
+            stored = serve("A: computed", engine, shared)
+            print(f"A: {wait_kept(daemons[0]):,} chunks are kept in Mooncake Store\n", flush=True)
+        with engine_of(options[1], place / "engine-b.log", first) as engine:
+            computed = serve("B: computed", engine, own)
+            again = serve("B: from its own pool", engine, own)
+            loaded = serve("B: from A, through Mooncake Store", engine, shared)
+        (tier_of_b,) = daemons[1].status()["tiers"]
+    times = [median(answer.first_token_seconds for answer in some) for some in (computed, loaded)]
+    same = [a.tokens for a in stored + computed] == [a.tokens for a in loaded + again]
+    found = tier_of_b["counters"]["gets"]["ok"]
+    print(
+        f"\nFirst token on B: computing takes {times[0] / times[1]:.1f} times as long as loading"
+        f" what A stored ({found:,} chunks, {format_size(tier_of_b['counters']['get_bytes'])})."
+        f" Answers are {'the same' if same else 'NOT THE SAME'}, token for token."
+    )
+    return same and found > 0
+
+
+@contextmanager
+def engine_of(options: EngineOptions, log: Path, prompt: list[int]) -> Iterator[EngineProcess]:
+    """An engine that has done everything once."""
+    with EngineProcess(options, log) as engine:
+        attach(engine, prompt)
+        yield engine
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--prompt-tokens", type=int, default=PROMPT_TOKENS)
+    arguments = parser.parse_args()
+    if reason := why_not():
+        raise SystemExit(f"no Mooncake cluster can be started here: {reason}")
+    sys.exit(not run(arguments.prompts, arguments.prompt_tokens))
+
+
+if __name__ == "__main__":
+    main()
