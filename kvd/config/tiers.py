@@ -13,7 +13,6 @@ from typing import Literal, TypeAlias
 
 from kvd.errors import ConfigError
 from kvd_proto.errors import SizeError
-from kvd_proto.messages import MAX_TIERS
 from kvd_proto.sizes import parse_size
 
 TIER_NEEDS = (
@@ -22,6 +21,7 @@ TIER_NEEDS = (
 TIERS_NEED = (
     f"a list of {TIER_NEEDS}; the flag may be given several times, the variable has ; between them"
 )
+MAX_TIERS = 4  # that of kvd_proto.messages, which a start imports later
 Keep: TypeAlias = Literal["asked", "all", "never"]
 _KEEPS: tuple[Keep, ...] = ("asked", "all", "never")
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
