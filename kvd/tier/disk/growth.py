@@ -97,8 +97,10 @@ class Growth:
                 " size or floor"
             )
 
-    def grow(self, slot_bytes: int) -> bool:
+    def grow(self, slot_bytes: int, *, urgent: bool = False) -> bool:
         """Make a slab of such slots, perhaps in the place of another one that is older.
+
+        `urgent`: no chunk in such slots can go, so it is looked for room in any case.
 
         Returns:
             Whether there are free slots now.
@@ -111,7 +113,11 @@ class Growth:
                     known = self._space.has(slot_bytes)
                 if time.monotonic() < self._pause_until:
                     return False
-                if known and self._space.sequence < self._full_until.get(slot_bytes, 0):
+                if (
+                    known
+                    and not urgent
+                    and self._space.sequence < self._full_until.get(slot_bytes, 0)
+                ):
                     return False
                 slots, lack = self._affordable(slot_bytes)
                 if slots:

@@ -201,6 +201,9 @@ class DiskTier(Tier):
                 victims = self._slots.evict(nbytes, count - len(taken))
             self._erase(victims)  # or half of a chunk would lie under another one's record
             taken += victims
+        while len(taken) < count and self._growth.grow(nbytes, urgent=True):
+            with self._lock:
+                taken += self._slots.take_free(nbytes, count - len(taken))
         return taken
 
     def _write(
