@@ -65,7 +65,7 @@ def test_the_commands_tell_of_a_tier(daemon: Daemon) -> None:
     assert "Tiers, the last minute" in run_kvd(*command).stdout
     tested = run_kvd("selftest", "--json", "--runtime-dir", str(daemon.runtime_dir))
     (tier,) = json.loads(tested.stdout)["tiers"]
-    assert tested.returncode == 0
+    assert tested.returncode == 0, tested.stdout
     assert (tier["name"], tier["ok"], tier["stored"]) == ("memory", True, CHUNKS)
 
 

