@@ -63,7 +63,9 @@ def test_the_commands_tell_of_a_tier(daemon: Daemon) -> None:
     assert f"memory is {TIER}, pid {tier_of(daemon)['pid']}" in told
     command = ("top", "--once", "--interval", "0.1", "--runtime-dir", str(daemon.runtime_dir))
     assert "Tiers, the last minute" in run_kvd(*command).stdout
-    tested = run_kvd("selftest", "--json", "--runtime-dir", str(daemon.runtime_dir))
+    # The host alone: the double of CUDA's driver may be in this process.
+    command = ("selftest", "--device", "host", "--json", "--runtime-dir", str(daemon.runtime_dir))
+    tested = run_kvd(*command)
     (tier,) = json.loads(tested.stdout)["tiers"]
     assert tested.returncode == 0, tested.stdout
     assert (tier["name"], tier["ok"], tier["stored"]) == ("memory", True, CHUNKS)
