@@ -77,7 +77,7 @@ class TierService:
         self._gone_later: dict[Batch, list[Gone]] = {}
         self._capacity = tier.capacity()
         self._progress = 0
-        self._tidying = self._stopping = False
+        self._tidying = self._tidy_again = self._stopping = False
         self._workers = Workers(Transfers(tier, name), tier.threads, self._tell)
         self._clerk = Clerk(tier, self._tell)
 
@@ -260,6 +260,11 @@ class TierService:
         self._tidy()
 
     def _tidy(self) -> None:
+        """Ask what the backend has dropped; again, if it is being asked: it may have dropped more.
+
+        Without that, what the last put of several dropped would be told at the next ping only.
+        """
+        self._tidy_again = self._tidying
         if not self._tidying:
             self._tidying = True
             self._clerk.tidy()
@@ -282,8 +287,10 @@ class TierService:
                 case Dropped():
                     self._dropping -= Counter((event.namespace, key) for key in event.keys)
                 case Tidied():
-                    self._tidying = False
                     self._capacity = event.capacity or self._capacity
+                    self._tidying = False
+                    if self._tidy_again:
+                        self._tidy()
                 case Held():
                     self._held(event)
                 case Gone():

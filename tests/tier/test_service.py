@@ -306,7 +306,32 @@ def test_what_is_evicted_is_told() -> None:
             assert message.namespace == space.name
             gone |= set(message.keys)
         assert gone == set(keys[:4])
-        assert broker.pong().chunks == 4
+        eventually(lambda: broker.pong().chunks, lambda chunks: chunks == 4)
+
+
+def test_what_is_evicted_while_evictions_are_asked_for_is_told() -> None:
+    """A chunk that is dropped while the backend is being asked is reported without a ping."""
+    inside, go_on = threading.Event(), threading.Event()
+
+    class Slow(MemoryTier):
+        slow = False
+
+        def capacity(self) -> Capacity:
+            if self.slow:
+                inside.set()
+                go_on.wait()
+            return super().capacity()
+
+    tier = Slow(Options("", {"size": str(sum(SHARES) + 200)}))
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        tier.slow = True
+        assert broker.outcomes(space.put(1, [(b"a", 0, space.store(0, b"a"))])) == [OK]
+        inside.wait()
+        assert broker.outcomes(space.put(2, [(b"b", 1, space.store(1, b"b"))])) == [OK]
+        go_on.set()
+        assert broker.wait_for(Gone).keys == (b"a",)
 
 
 def test_another_epoch(broker: FakeBroker, tier: MemoryTier) -> None:
