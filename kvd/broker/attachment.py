@@ -89,7 +89,7 @@ def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
     namespace = engine.namespace
     if namespace is None:
         raise KvdError(f"{engine!r} is not attached")
-    geometry, descriptions = namespace.geometry, namespace.table.descriptions
+    geometry = namespace.geometry
     schedules = engine.sessions[session].kind == "scheduler"
     return Notify(
         session,
@@ -99,7 +99,7 @@ def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
             bytes_per_chunk=sum(geometry.slot_bytes),
             num_chunks=geometry.num_slots,
             reuse_threshold=namespace.reuse_threshold,
-            description_bytes=0 if descriptions is None else descriptions.room,
+            description_bytes=namespace.table.descriptions.room,
             describe=state.publisher is not None,
             tiers=tuple(tier.info for tier in state.tiers)
             if namespace.directory.tiers is not None

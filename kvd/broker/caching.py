@@ -58,9 +58,9 @@ class Caching:
         table, owner, state = namespace.table, engine.number, self._state
         revoke, ready = [], 0
         if message.dropped:
-            revoke += table.drop(message.dropped, owner)
+            revoke += table.stores.drop(message.dropped, owner)
         if message.keys:
-            ready, over = table.begin(
+            ready, over = table.stores.begin(
                 message.keys,
                 slots,
                 generations,
@@ -74,11 +74,11 @@ class Caching:
         for pin, pinned in zip(message.pins, pins, strict=True):
             self._pin(pin, pinned, namespace, owner, now)
         for number in message.unpinned:
-            table.unpin(number, owner)
+            table.loads.unpin(number, owner)
         if message.used:
-            table.finished(message.used)
+            table.loads.finished(message.used)
         if message.present or message.pending or message.not_yet or message.refused:
-            table.note_offers(
+            table.stores.note_offered(
                 message.present,
                 message.pending,
                 message.not_yet,
@@ -98,10 +98,10 @@ class Caching:
         table, settings = namespace.table, self._state.settings
         if table.slots.leases.held_by(owner) >= settings.max_leases:
             self._state.reached("max_leases")
-            table.refuse_pin(len(pin.slots))
+            table.loads.refuse_pin(len(pin.slots))
             return
         seconds = min(pin.lease_ms / 1000, settings.lease_seconds)
-        table.pin(pin.lease, *pinned, owner, now, seconds)
+        table.loads.pin(pin.lease, *pinned, owner, now, seconds)
 
     def _lend(
         self, engine: Engine, namespace: Namespace, message: Step, now: float

@@ -181,8 +181,8 @@ class Promotion:
         now: float,
     ) -> list[Effect]:
         piece, table = BATCH_BYTES // namespace.geometry.bytes_per_chunk, namespace.table
-        if table.descriptions is not None:  # all of them fit the answer
-            piece = min(piece, DESCRIBED_BYTES // (table.descriptions.room + 64))
+        if room := table.descriptions.room:  # all of them fit the answer
+            piece = min(piece, DESCRIBED_BYTES // (room + 64))
         piece = max(1, min(BATCH_CHUNKS, piece))
         keys, effects = list(wanted), list[Effect]()
         for begin in range(0, len(keys), piece):
@@ -216,7 +216,7 @@ class Promotion:
     ) -> list[Effect]:
         """Have a tier fill slots with these chunks, as far as slots are to be had."""
         usable = None if self._state.pool_usable else self._state.pinned_bytes
-        taken = namespace.table.promote(
+        taken = namespace.table.promotions.begin(
             keys, tier.process, now, SLOT_SECONDS, len(keys), usable=usable
         )
         if not taken:
@@ -289,7 +289,7 @@ class Promotion:
             if outcome is Outcome.OK:
                 blocks = columns[0][i], columns[1][i], columns[2][i]
                 counts.get_bytes += nbytes
-                if table.promoted(*ref, *blocks, done.descriptions[i]):
+                if table.promotions.done(*ref, *blocks, done.descriptions[i]):
                     ready += 1
                     if current and tiers is not None:
                         tiers.hold(key, tier.index, *blocks)
@@ -307,7 +307,7 @@ class Promotion:
                 )
                 effects.append(Event(text, "error", {"tier": tier.name}))
                 tier.breaker.corrupt(now)
-        table.not_promoted(failed)
+        table.promotions.give_up(failed)
         _free(tier, batch)
         if ready:
             tier.pace.observe(ready * nbytes, now, batch.sent if batch.alone else None)
@@ -354,7 +354,7 @@ class Promotion:
             elif isinstance(batch.order, Get) and not batch.given_up:
                 batch.given_up = True
                 self._settle(batch)
-                batch.namespace.table.not_promoted(batch.refs)
+                batch.namespace.table.promotions.give_up(batch.refs)
             engines |= batch.engines
             batch.engines = set()
         return [*map(ChunksReady, sorted(engines))]

@@ -106,7 +106,7 @@ class Supervision:
         engine = session.engine if session is not None else None
         if engine is None or engine.namespace is None or engine.namespace.id != message.namespace:
             return []  # its engine is gone, and with it these writes
-        ready, dropped = engine.namespace.table.share_done(
+        ready, dropped = engine.namespace.table.stores.share_done(
             engine.number,
             message.rank,
             message.slots.tolist(),

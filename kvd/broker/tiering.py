@@ -159,7 +159,7 @@ class Tiering:
                 slot_bytes=geometry.slot_bytes,
                 arena_bases=tuple(map(geometry.arena_base, arenas)),
                 num_slots=geometry.num_slots,
-                description_bytes=0 if table.descriptions is None else table.descriptions.room,
+                description_bytes=table.descriptions.room,
             )
             effects.append(ToTier(tier.index, order, NamespaceFds(namespace.id)))
         return effects

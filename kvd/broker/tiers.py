@@ -153,7 +153,7 @@ class Tier:
         self.killed = False
         self.started: float | None = None  # when its process was; None: there is none
         self.pid = 0  # 0: no process serves
-        self.process = ""  # what its slots wait for, see `ChunkTable.promote`
+        self.process = ""  # what its slots wait for, see `Promotions.begin`
         self.total_bytes = self.used_bytes = self.chunks = 0
         self.progress = 0
         self.pinged: float | None = None  # when it was last asked, and has not answered

@@ -211,8 +211,9 @@ class Namespaces:
             except KvdError:
                 self._drop_buffers(ns_id.hex())
                 raise
-        if known.table.descriptions is None and record_bytes and not temporary:
-            known.table.descriptions = self._make_descriptions(ns_id.hex(), record_bytes)
+        descriptions = known.table.descriptions
+        if descriptions.writer is None and record_bytes and not temporary:
+            descriptions.writer = self._make_descriptions(ns_id.hex(), record_bytes)
         return known
 
     def _new_ledger(self, ns_id: bytes, label: str, geometry: Geometry) -> Ledger | None:

@@ -19,11 +19,13 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvd.cache.candidates import Demotable
 from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.leases import Leases
 from kvd.cache.loans import Loans
 from kvd.cache.policies import LruPolicy
 from kvd.errors import IntegrityError
+from kvd.metrics.counts import ChunkCounts
 from kvd.pool.space import Space
 from kvd_proto.directory import TIER_OWNER, SlotState
 
@@ -33,12 +35,20 @@ Ints = Sequence[int] | npt.NDArray[np.integer]
 
 
 class Slots:
-    """The slots of one namespace. `space` is where they come from and go back to."""
+    """The slots of one namespace. `space` is where they come from and go back to.
 
-    def __init__(self, directory: DirectoryWriter, policy: LruPolicy, space: Space) -> None:
+    Attributes:
+        demotable: which chunks are to go down to tiers; None where no tier wants any.
+    """
+
+    def __init__(
+        self, directory: DirectoryWriter, policy: LruPolicy, space: Space, counts: ChunkCounts
+    ) -> None:
         self.directory = directory
         self.policy = policy
         self.space = space
+        self.demotable: Demotable | None = None
+        self._counts = counts
         self.leases = Leases()
         self.loans = Loans()
         self.tickets: dict[int, float] = {}  # WRITING slot -> deadline
@@ -106,18 +116,17 @@ class Slots:
 
     def give_up(self, slots: Sequence[int]) -> Refs:
         """WRITING -> DRAINING; what is to be revoked by lanes: nothing that a tier fills."""
-        directory, filling = self.directory, self.filling
         for slot in slots:
-            directory.write_state(slot, SlotState.DRAINING)
-            directory.unindex(slot)
+            self.directory.write_state(slot, SlotState.DRAINING)
+            self.directory.unindex(slot)
             self.policy.remove(slot)
             del self.tickets[slot]
         self._draining.update((slot, set()) for slot in slots)
-        if not filling:
-            return self.refs(slots)
-        for slot in slots:
-            if slot in filling:
-                self._draining[slot].add(filling.pop(slot))
+        filled = [slot for slot in slots if slot in self.filling]
+        for slot in filled:
+            self._draining[slot].add(self.filling.pop(slot))
+        self._counts.not_promoted += len(filled)
+        self._counts.dropped += len(slots) - len(filled)
         return self.refs([slot for slot in slots if not self._draining[slot]])
 
     def wait_for(self, lanes: Collection[str], slots: Refs) -> None:

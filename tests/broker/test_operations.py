@@ -179,8 +179,8 @@ def test_a_drain_counts_what_began_before_it(bench: Bench) -> None:
     bench.now += 1
     tables.pin(table, [b"a"], bench.now, 60.0, number=2)
     assert bench.ask(Drain()) == Drained(stores=3, leases=1)
-    table.unpin(1, OWNER)
-    refs = table.drop([b"c", b"d", b"e"], OWNER)
+    table.loads.unpin(1, OWNER)
+    refs = table.stores.drop([b"c", b"d", b"e"], OWNER)
     assert bench.ask(Drain()) == Drained(stores=3, leases=0)  # they are being called back
     bench.broker.state.revoke(namespace, refs)
     assert bench.ask(Drain()) == Drained(stores=0, leases=0)
@@ -216,7 +216,7 @@ def test_clear_drops_everything(bench: Bench) -> None:
     assert bench.ask(Clear()) == Cleared(chunks=3, bytes=3 * 4096, deferred=2)
     assert all(one.directory.find(key) < 0 for key in (b"a", b"b", b"c", b"d"))
     assert one.table.slots.stats()["doomed"] == 2
-    one.table.unpin(1, OWNER)
+    one.table.loads.unpin(1, OWNER)
     assert set(one.table.slots.stats().values()) == {0}
     assert [space.id for space in bench.namespaces] == [one.id]  # nobody uses the other one
     assert one.table.counts.removed == 3
@@ -256,8 +256,8 @@ def test_evict_drops_what_was_of_no_use_for_so_long(bench: Bench) -> None:
     bench.now += 40
     bench.broker.tick(bench.now)
     tables.pin(table, [b"loaded"], bench.now, number=2)
-    table.unpin(2, OWNER)
-    table.finished([b"used"])
+    table.loads.unpin(2, OWNER)
+    table.loads.finished([b"used"])
     bench.now += 10
     evict = Clear(unused_seconds=30.0, namespace=namespace.id)
     assert bench.ask(evict) == Cleared(chunks=1, bytes=4096, deferred=0)
@@ -396,7 +396,7 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     assert table.slots.stats()["ready"] == 3
     assert table.counts.reset == len(keys)
     assert table.counts.removed == 0
-    assert table.unpin(1, OWNER)
+    assert table.loads.unpin(1, OWNER)
     assert table.slots.stats()["doomed"] == 0
 
 

@@ -116,7 +116,7 @@ def begin(
         some, wanted = wanted[: len(loans)], wanted[len(loans) :]
         slots, generations = map(list, zip(*loans, strict=True))
         parts = [blocks] * len(some) if blocks is not None else []
-        table.begin(some, slots, generations, owner, now, parts, seconds=seconds)
+        table.stores.begin(some, slots, generations, owner, now, parts, seconds=seconds)
         begun.keys += some
         begun.slots += slots
         begun.generations += generations
@@ -144,7 +144,7 @@ def finish(table: ChunkTable, begun: Begun, blocks: Blocks | None = None) -> Non
     n, (first, count) = len(begun.slots), blocks or (0, table.directory.blocks_per_chunk)
     refs = begun.slots, begun.generations
     for rank in range(table.space.geometry.world_size):
-        table.share_done(1, rank, *refs, [first] * n, [count] * n, [0] * n, ok=True)
+        table.stores.share_done(1, rank, *refs, [first] * n, [count] * n, [0] * n, ok=True)
 
 
 def pin(
@@ -160,5 +160,5 @@ def pin(
     found = [entry for key in keys if (entry := table.directory.entry(key)) is not None]
     refs = [(slot, generation) for slot, generation, state, *_ in found if state == SlotState.READY]
     slots, generations = [slot for slot, _ in refs], [generation for _, generation in refs]
-    table.pin(number, slots, generations, owner, now, seconds)
+    table.loads.pin(number, slots, generations, owner, now, seconds)
     return refs

@@ -35,7 +35,7 @@ def make() -> tuple[ChunkTable, Writer]:
         *(0, PAGE),
         record_bytes=64,
     ).table
-    assert table.descriptions is writer
+    assert table.descriptions.writer is writer
     writer.table = table
     return table, writer
 
@@ -45,7 +45,7 @@ def begin(
 ) -> tuple[list[int], list[int]]:
     """Begin stores; slots and generations."""
     slots, generations = table.lending.lend(1, len(keys), 1, 0.0)
-    table.begin(keys, slots, generations, 1, 0.0, descriptions=descriptions)
+    table.stores.begin(keys, slots, generations, 1, 0.0, descriptions=descriptions)
     return list(slots), list(generations)
 
 
@@ -64,8 +64,8 @@ def test_a_store_whose_shares_came_first_is_described_before_it_is_ready() -> No
     """Begin makes it READY, with its description there."""
     table, writer = make()
     slots, generations = table.lending.lend(1, 1, 1, 0.0)
-    table.share_done(1, 0, slots, generations, [0], [1], [0], ok=True)
-    ready, _ = table.begin(names(1), slots, generations, 1, 0.0, descriptions=[b"of it"])
+    table.stores.share_done(1, 0, slots, generations, [0], [1], [0], ok=True)
+    ready, _ = table.stores.begin(names(1), slots, generations, 1, 0.0, descriptions=[b"of it"])
     assert ready == 1
     assert [state for *_, state in writer.written] == [SlotState.WRITING]
 
@@ -76,8 +76,8 @@ def test_a_store_that_is_lost_or_comes_second_writes_nothing() -> None:
     (key,) = names(1)
     store(table, [key])
     slots, generations = table.lending.lend(1, 1, 1, 0.0)
-    table.begin([key], slots, generations, 1, 0.0, descriptions=[b"second"])
-    table.begin([b"lost"], [0], [10**6], 1, 0.0, descriptions=[b"lost"])
+    table.stores.begin([key], slots, generations, 1, 0.0, descriptions=[b"second"])
+    table.stores.begin([b"lost"], [0], [10**6], 1, 0.0, descriptions=[b"lost"])
     assert (table.counts.stores_raced, table.counts.stores_lost) == (1, 1)
     assert not writer.written
 
@@ -94,7 +94,9 @@ def test_what_is_too_long_or_finds_no_room_is_counted_and_the_store_goes_on() ->
     assert counts.descriptions_no_room == 1
     for slots, generations in (refs, more):
         n = len(slots)
-        ready, _ = table.share_done(1, 0, slots, generations, [0] * n, [1] * n, [0] * n, ok=True)
+        ready, _ = table.stores.share_done(
+            1, 0, slots, generations, [0] * n, [1] * n, [0] * n, ok=True
+        )
         assert len(ready) == n
 
 

@@ -30,7 +30,7 @@ def begin(
 ) -> tuple[int, list[Ref]]:
     """Keys get these slots; how many chunks are READY now, and what is to be revoked."""
     slots, generations = [slot for slot, _ in refs], [generation for _, generation in refs]
-    return table.begin(keys, slots, generations, owner, 0.0, blocks, seconds=5.0)
+    return table.stores.begin(keys, slots, generations, owner, 0.0, blocks, seconds=5.0)
 
 
 def share(
@@ -45,7 +45,7 @@ def share(
     """A lane reports a rank's share of these slots."""
     n, (first, count) = len(refs), blocks
     slots, generations = [slot for slot, _ in refs], [generation for _, generation in refs]
-    return table.share_done(
+    return table.stores.share_done(
         owner, rank, slots, generations, [first] * n, [count] * n, [0] * n, ok=ok
     )
 
@@ -229,7 +229,7 @@ def test_idle_loans_are_taken_back() -> None:
     """Who has used one since keeps the rest; who asks for it keeps its own."""
     table = make_table(64)
     mine, theirs = lend(table, 8), lend(table, 8, owner=2)
-    table.begin([b"a"], [mine[0][0]], [mine[0][1]], 1, 5.0)
+    table.stores.begin([b"a"], [mine[0][0]], [mine[0][1]], 1, 5.0)
     assert table.lending.call_in_spare(4.0, but=2) == []
     assert table.lending.call_in_spare(4.0) == theirs
     assert all(table.directory.state(slot) == SlotState.DRAINING for slot, _ in theirs)
@@ -266,7 +266,7 @@ def test_an_owners_end_leaves_nothing() -> None:
     refs = lend(table, 4)
     begin(table, [b"x", b"y"], refs[:2])
     slot = table.directory.find(b"x")
-    table.pin(1, [slot], [table.directory.generation(slot)], 1, 0.0, 9.0)
+    table.loads.pin(1, [slot], [table.directory.generation(slot)], 1, 0.0, 9.0)
     writing, others = table.drop_owner(1)
     assert writing == refs[1:2]
     assert sorted(others) == sorted([refs[0], *refs[2:]])
@@ -282,7 +282,7 @@ def test_only_the_owners_stores_are_dropped() -> None:
     (mine,), (theirs,) = lend(table, 1), lend(table, 1, owner=2)
     begin(table, [b"mine"], [mine])
     begin(table, [b"theirs"], [theirs], owner=2)
-    assert table.drop([b"ready", b"theirs", b"none", b"mine", b"mine"], 1) == [mine]
+    assert table.stores.drop([b"ready", b"theirs", b"none", b"mine", b"mine"], 1) == [mine]
     assert table.directory.lookup_many([b"ready", b"mine", b"theirs"]) == [1, 0, 2]
     table.check_integrity()
 
@@ -294,16 +294,16 @@ def test_a_pin_keeps_what_is_still_there() -> None:
     refs = [(slot, 1) for slot in map(table.directory.find, names(3))]
     table.slots.drop([refs[1][0]])
     given = [*refs, (refs[0][0], 2), (7, 1), (2**40, 1)]
-    table.pin(5, [s for s, _ in given], [g for _, g in given], 1, 0.0, 9.0)
+    table.loads.pin(5, [s for s, _ in given], [g for _, g in given], 1, 0.0, 9.0)
     assert set(table.slots.leases.pins) == {refs[0][0], refs[2][0]}
     assert (table.counts.asked, table.counts.hits, table.counts.pins_late) == (6, 2, 4)
     table.reset()
     assert table.slots.stats()["doomed"] == 2
-    table.pin(6, [refs[0][0]], [1], 1, 0.0, 9.0)
+    table.loads.pin(6, [refs[0][0]], [1], 1, 0.0, 9.0)
     assert table.counts.pins_late == 5
-    assert not table.unpin(6, 1)
-    assert not table.unpin(5, 2)
-    assert table.unpin(5, 1)
+    assert not table.loads.unpin(6, 1)
+    assert not table.loads.unpin(5, 2)
+    assert table.loads.unpin(5, 1)
     assert table.slots.stats()["doomed"] == 0
     table.check_integrity()
 
@@ -313,12 +313,12 @@ def test_a_lease_number_that_comes_again_ends_the_lease_of_before() -> None:
     table = make_table(8)
     store(table, names(2))
     a, b = (table.directory.find(key) for key in names(2))
-    table.pin(1, [a], [1], 1, 0.0, 9.0)
-    table.pin(1, [a, b], [1, 1], 1, 0.0, 9.0)
+    table.loads.pin(1, [a], [1], 1, 0.0, 9.0)
+    table.loads.pin(1, [a, b], [1, 1], 1, 0.0, 9.0)
     assert table.slots.leases.pins == {a: 1, b: 1}
-    table.pin(1, [b], [1], 1, 0.0, 9.0)
+    table.loads.pin(1, [b], [1], 1, 0.0, 9.0)
     assert table.slots.leases.pins == {b: 1}
-    table.pin(1, [b], [1], 2, 0.0, 9.0)
+    table.loads.pin(1, [b], [1], 2, 0.0, 9.0)
     assert table.slots.leases.pins == {b: 2}
     table.check_integrity()
 
@@ -330,7 +330,7 @@ def test_loans_keep_nobody_from_a_fair_share() -> None:
     columns, width = old.space.geometry.columns, old.space.geometry.column_slots
     keys = names(columns * width)
     store(old, keys)
-    old.finished([key for key in keys if old.directory.find(key) % width])
+    old.loads.finished([key for key in keys if old.directory.find(key) % width])
     refs = lend(old, 64)
     assert len({slot // width for slot, _ in refs}) == columns  # one of each column, and others
     assert lend(new, 8, owner=2) == []

@@ -344,7 +344,7 @@ class TableMachine(RuleBasedStateMachine):
         if not model.loans_of(owner):
             self.lend(space=space, owner=owner, wanted=8, engines=1)
         gone = [k for k in model.writing() if k in dropped and model.chunks[k].owner == owner]
-        model.give_up(gone, model.table.drop(dropped, owner))
+        model.give_up(gone, model.table.stores.drop(dropped, owner))
         refs = [(slot, model.loans[slot].generation) for slot in model.loans_of(owner)]
         self.give(model, keys, refs[: len(keys)], owner, blocks)
         self.lend(space=space, owner=owner, wanted=8, engines=1)
@@ -393,7 +393,7 @@ class TableMachine(RuleBasedStateMachine):
         keys, refs = keys[: len(refs)], refs[: len(keys)]
         whole = blocks == (0, BLOCKS)
         lost = model.table.counts.stores_lost
-        ready, revoke = model.table.begin(
+        ready, revoke = model.table.stores.begin(
             keys,
             [slot for slot, _ in refs],
             [generation for _, generation in refs],
@@ -458,7 +458,7 @@ class TableMachine(RuleBasedStateMachine):
     def report_lent(model: Model, slot: int, rank: int, blocks: tuple[int, int]) -> None:
         """A share in a LENT slot."""
         loan, rank = model.lent()[slot], rank % model.world_size
-        ready, revoke = model.table.share_done(
+        ready, revoke = model.table.stores.share_done(
             *(loan.owner, rank, [slot], [loan.generation]),
             *([blocks[0]], [blocks[1]], [0]),
             ok=True,
@@ -511,7 +511,7 @@ class TableMachine(RuleBasedStateMachine):
             or (ref[0] in model.doomed and directory.generation(ref[0]) == ref[1] > directory.floor)
         ]
         slots, generations = [slot for slot, _ in named], [generation for _, generation in named]
-        model.table.pin(number, slots, generations, owner, self.now, seconds)
+        model.table.loads.pin(number, slots, generations, owner, self.now, seconds)
         if not there:
             return
         lease = Lease(owner, self.now + seconds, [slot for slot, _ in there])
@@ -527,7 +527,7 @@ class TableMachine(RuleBasedStateMachine):
     def report(self, model: Model, keys: list[bytes], rank: int, first: int, count: int) -> None:
         """A lane reports one rank's share of WRITING chunks of one owner; count 0: it failed."""
         chunks = [model.chunks[key] for key in keys]
-        now_ready, dropped = model.table.share_done(
+        now_ready, dropped = model.table.stores.share_done(
             chunks[0].owner,
             rank,
             np.array([chunk.slot for chunk in chunks], "u4"),
@@ -581,7 +581,7 @@ class TableMachine(RuleBasedStateMachine):
         refs += [(slot, loan.generation, loan.owner) for slot, loan in model.lent().items()]
         if refs:
             slot, generation, owner = data.draw(st.sampled_from(sorted(refs)))
-            outcome = model.table.share_done(
+            outcome = model.table.stores.share_done(
                 owner + 10 * (what == "own"),
                 0,
                 [slot + 1000 * (what == "slot")],
@@ -648,7 +648,7 @@ class TableMachine(RuleBasedStateMachine):
         model = self.models[space]
         _, number = data.draw(st.sampled_from([(0, 0), *sorted(model.leases)]))
         mine = (owner, number) in model.leases
-        assert model.table.unpin(number, owner) == mine
+        assert model.table.loads.unpin(number, owner) == mine
         if mine:
             model.end_leases([(owner, number)])
 
@@ -660,7 +660,7 @@ class TableMachine(RuleBasedStateMachine):
         """
         model = self.models[space]
         here = [key for key in dict.fromkeys(keys) if key in model.chunks]
-        assert model.table.finished(keys) == len(here)
+        assert model.table.loads.finished(keys) == len(here)
         model.use(here)
         for key in here:
             chunk = model.chunks[key]
@@ -682,7 +682,7 @@ class TableMachine(RuleBasedStateMachine):
         protected = other.protected_bytes(self.namespaces)
         missing = [key for key in dict.fromkeys(keys) if key not in model.chunks][:most]
         before = model.table.directory.changes.head
-        found = model.table.promote(keys, tier, self.now, TICKET, most)
+        found = model.table.promotions.begin(keys, tier, self.now, TICKET, most)
         evicted = removed(model.table, before)
         other.forget_yielded()
         assert other.protected_bytes(self.namespaces) >= protected
@@ -722,7 +722,7 @@ class TableMachine(RuleBasedStateMachine):
         ref = data.draw(st.sampled_from(sorted(refs)))
         (key,) = [k for k in model.coming() if model.chunks[k].ref == ref] or [b""]
         possible = 0 < blocks[1] <= BLOCKS - blocks[0]
-        assert model.table.promoted(*ref, *blocks, 0) == bool(key and possible)
+        assert model.table.promotions.done(*ref, *blocks, 0) == bool(key and possible)
         if key and not possible:
             model.give_up([key], [])
         elif key:
@@ -744,7 +744,7 @@ class TableMachine(RuleBasedStateMachine):
         self.promote(space=space, keys=keys, tier=PROCESSES[1], most=9)
         model = self.models[space]
         for key in model.coming():
-            assert model.table.promoted(*model.chunks[key].ref, 0, BLOCKS, 0)
+            assert model.table.promotions.done(*model.chunks[key].ref, 0, BLOCKS, 0)
             self.came_up(model, key, part(0, BLOCKS))
 
     @rule(space=st.sampled_from(SPACES), data=st.data())
@@ -758,7 +758,7 @@ class TableMachine(RuleBasedStateMachine):
         if refs:
             named = data.draw(st.lists(st.sampled_from(sorted(refs)), unique=True))
             there = [ref for ref in named if ref in keys]
-            assert model.table.not_promoted(named) == there
+            assert model.table.promotions.give_up(named) == there
             model.give_up([keys[ref] for ref in there], [])
 
     @rule(space=st.sampled_from(SPACES), tier=st.sampled_from(PROCESSES))
@@ -779,7 +779,7 @@ class TableMachine(RuleBasedStateMachine):
             self.drain(space=space)  # those that nobody has been told to wait for go with any
             theirs = [key for key in model.coming() if model.chunks[key].tier == tier]
             refs = [model.chunks[key].ref for key in theirs]
-            assert model.table.not_promoted(refs) == refs
+            assert model.table.promotions.give_up(refs) == refs
             model.give_up(theirs, [])
             model.table.slots.lane_lost(tier)
             for slot, (_, name) in list(model.filled.items()):

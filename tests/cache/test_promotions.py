@@ -28,7 +28,7 @@ TWO = (*ONE, "disk:/somewhere,size=1MiB")
 
 def promote(table: ChunkTable, keys: list[bytes], now: float = 0.0, most: int = 99) -> Refs:
     """Let a tier fill these; the slots that it got."""
-    return [(slot, each) for _, slot, each in table.promote(keys, TIER, now, 10.0, most)]
+    return [(slot, each) for _, slot, each in table.promotions.begin(keys, TIER, now, 10.0, most)]
 
 
 def drained(table: ChunkTable, refs: Refs, name: str = TIER) -> int:
@@ -50,13 +50,13 @@ def test_a_chunk_comes_up() -> None:
     assert table.directory.lookup(b"k") is LookupResult.HIT_PENDING
     assert table.directory.owner(slot) == TIER_OWNER
     table.check_integrity()
-    assert table.promoted(slot, generation, 1, 3, 0)
+    assert table.promotions.done(slot, generation, 1, 3, 0)
     assert table.directory.lookup(b"k", 1, 3) is LookupResult.HIT
     assert table.directory.lookup(b"k", 0, 4) is LookupResult.MISS
     assert table.directory.ranks_done(slot) == 0b11
     assert table.directory.changes.head == before + 1
     assert (table.counts.promoted, table.counts.stored) == (1, 0)
-    assert not table.promoted(slot, generation, 1, 3, 0)
+    assert not table.promotions.done(slot, generation, 1, 3, 0)
     table.check_integrity()
 
 
@@ -65,7 +65,7 @@ def test_of_a_replicated_chunk_one_rank_has_the_share() -> None:
     namespaces = make_namespaces(8 * PAGE, tier=ONE)
     table = add(namespaces, 0, PAGE, replicated=True, blocks_per_chunk=4).table
     for slot, generation in promote(table, names(2)):
-        table.promoted(slot, generation, 0, 4, 0)
+        table.promotions.done(slot, generation, 0, 4, 0)
         assert table.directory.ranks_done(slot) == 1 << slot % 2
 
 
@@ -75,9 +75,9 @@ def test_what_is_here_does_not_come_up() -> None:
     store(table, [b"ready"])
     begin(table, [b"writing"])
     keys = [b"new", b"ready", b"writing", b"new", b"other"]
-    found = table.promote(keys, TIER, 0.0, 10.0, 9)
+    found = table.promotions.begin(keys, TIER, 0.0, 10.0, 9)
     assert [key for key, _, _ in found] == [b"new", b"other"]
-    assert table.promote(keys, TIER, 0.0, 10.0, 9) == []
+    assert table.promotions.begin(keys, TIER, 0.0, 10.0, 9) == []
 
 
 def test_no_more_come_up_than_asked_for() -> None:
@@ -106,7 +106,7 @@ def test_nothing_is_evicted_while_the_pool_is_filled() -> None:
     """Only what is free inside the part that can be used is taken."""
     table = make_table(4, tier=ONE)
     store(table, names(4))
-    assert table.promote(names(2, 10), TIER, 0.0, 10.0, 2, 4 * PAGE) == []
+    assert table.promotions.begin(names(2, 10), TIER, 0.0, 10.0, 2, 4 * PAGE) == []
     assert table.counts.evicted == 0
 
 
@@ -115,9 +115,9 @@ def test_what_did_not_come_up_waits_for_its_tier() -> None:
     table = make_table(4, tier=ONE)
     refs = promote(table, names(3))
     stale = [(refs[0][0], refs[0][1] - 1), (99, 1)]
-    assert table.not_promoted(refs[:2] + stale) == refs[:2]
+    assert table.promotions.give_up(refs[:2] + stale) == refs[:2]
     assert table.directory.lookup_many(names(3)) == [0, 0, LookupResult.HIT_PENDING]
-    assert not table.promoted(*refs[0], 0, 4, 0)
+    assert not table.promotions.done(*refs[0], 0, 4, 0)
     assert drained(table, refs, "host") == 0
     table.slots.lane_lost("host")
     assert table.slots.stats()["draining"] == 2
@@ -134,7 +134,7 @@ def test_blocks_that_no_chunk_has_do_not_come_up() -> None:
     table = make_table(4, tier=ONE)
     for blocks in ((0, 0), (0, 5), (4, 1), (-1, 2)):
         ((slot, generation),) = promote(table, [b"k"])
-        assert not table.promoted(slot, generation, *blocks, 0)
+        assert not table.promotions.done(slot, generation, *blocks, 0)
         assert table.directory.state(slot) == SlotState.DRAINING
         assert drained(table, [(slot, generation)]) == 1
     table.check_integrity()
@@ -163,7 +163,7 @@ def test_a_reset_gives_up_what_comes_up() -> None:
     assert done.dropped == 1
     assert (begun.slots[0], begun.generations[0]) in revoke
     assert not {slot for slot, _ in refs} & {slot for slot, _ in revoke}
-    assert not table.promoted(*refs[0], 0, 4, 0)
+    assert not table.promotions.done(*refs[0], 0, 4, 0)
     assert tiers.find(b"k") is None
     assert drained(table, refs) == 2
     while not table.is_swept:
@@ -176,9 +176,9 @@ def test_a_store_loses_against_what_comes_up() -> None:
     table = make_table(4, tier=ONE)
     (refs, generations) = table.lending.lend(1, 1, 1, 0.0)
     ((slot, generation),) = promote(table, [b"k"])
-    assert table.begin([b"k"], refs, generations, 1, 0.0) == (0, [])
+    assert table.stores.begin([b"k"], refs, generations, 1, 0.0) == (0, [])
     assert table.counts.stores_raced == 1
-    assert table.promoted(slot, generation, 0, 4, 0)
+    assert table.promotions.done(slot, generation, 0, 4, 0)
     assert table.directory.find(b"k") == slot
     table.check_integrity()
 
@@ -199,7 +199,7 @@ def test_chunks_that_became_ready_are_to_go_down() -> None:
     assert waiting(queue) == names(3, 10)
     assert table.counts.undemoted == table.counts.evicted == 2
     table.watch(ready=False, asked=False)
-    assert table.demotable is None
+    assert table.slots.demotable is None
 
 
 def test_chunks_that_were_asked_for_are_to_go_down() -> None:
@@ -207,13 +207,13 @@ def test_chunks_that_were_asked_for_are_to_go_down() -> None:
     table = make_table(8, tier=ONE)
     table.watch(ready=False, asked=True)
     store(table, names(3))
-    table.finished(names(3))
+    table.loads.finished(names(3))
     assert waiting(table.on_asked) == []
     pin(table, names(1))
-    table.finished(names(2))
+    table.loads.finished(names(2))
     assert waiting(table.on_asked) == names(2)
     pin(table, names(2), number=2)
-    table.finished(names(2))
+    table.loads.finished(names(2))
     assert waiting(table.on_asked) == []
     assert table.on_ready is None
 
@@ -223,8 +223,8 @@ def test_a_chunk_asked_for_before_it_was_ready_is_to_go_down_then() -> None:
     table = make_table(4, tier=ONE)
     table.watch(ready=False, asked=True)
     begun = begin(table, names(1))
-    table.finished(names(1))
-    table.finished(names(1))
+    table.loads.finished(names(1))
+    table.loads.finished(names(1))
     assert waiting(table.on_asked) == []
     finish(table, begun)
     assert waiting(table.on_asked) == names(1)
@@ -236,12 +236,12 @@ def test_a_slot_forgets_what_its_chunk_before_was_asked_for() -> None:
     table.watch(ready=False, asked=True)
     store(table, [b"old"])
     pin(table, [b"old"])
-    table.unpin(1, 1)
+    table.loads.unpin(1, 1)
     store(table, [b"new"])
     assert waiting(table.on_asked) == []
-    table.finished([b"new"])
+    table.loads.finished([b"new"])
     assert waiting(table.on_asked) == []
-    table.finished([b"new"])
+    table.loads.finished([b"new"])
     assert waiting(table.on_asked) == [b"new"]
 
 
@@ -254,7 +254,7 @@ def test_what_came_up_goes_down_only_to_tiers_that_lack_it() -> None:
         assert tiers is not None
         tiers.hold(b"k", 0, 0, 4, 0)
         ((slot, generation),) = promote(table, [b"k"])
-        table.promoted(slot, generation, 0, 4, 0)
+        table.promotions.done(slot, generation, 0, 4, 0)
         assert waiting(table.on_asked) == expected
         pin(table, [b"k"])
         assert waiting(table.on_asked) == []
@@ -353,7 +353,7 @@ def test_what_came_up_is_kept_for_the_next_daemon() -> None:
     namespaces, _ = daemons.start()
     table = add(namespaces, 0, PAGE, blocks_per_chunk=4).table
     refs = promote(table, names(2))
-    table.promoted(*refs[0], 1, 2, 3)
+    table.promotions.done(*refs[0], 1, 2, 3)
     _, again = daemons.start()
     assert again is not None
     assert again.directory.lookup_many(names(2)) == [LookupResult.MISS] * 2  # it lacks blocks
@@ -371,5 +371,5 @@ def test_what_the_daemon_before_has_left_goes_down() -> None:
     assert again is not None
     again.table.watch(ready=True, asked=True)
     assert waiting(again.table.on_ready) == names(2)
-    again.table.finished(names(1))
+    again.table.loads.finished(names(1))
     assert waiting(again.table.on_asked) == names(1)

@@ -23,7 +23,7 @@ def test_what_is_pinned_stays() -> None:
     assert begin(table, names(2, first=100)).evicted == [b"key 7", b"key 6"]
     begun = begin(table, names(4, first=200))
     assert (begun.keys, begun.evicted) == (names(1, first=200), [b"key 5"])
-    assert table.unpin(1, 1)
+    assert table.loads.unpin(1, 1)
     table.check_integrity()
 
 
@@ -34,8 +34,8 @@ def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) ->
     store(table, names(2))
     pin(table, names(2), 1.0)
     parts = [begin(table, names(2, first=first), 2.0) for first in (2, 4)]
-    table.unpin(1, 1)
-    assert table.finished([*names(2), *names(4, first=2)]) == 6
+    table.loads.unpin(1, 1)
+    assert table.loads.finished([*names(2), *names(4, first=2)]) == 6
     for part in reversed(parts):
         finish(table, part)
     order = [store(table, names(1, first=10 + n)).evicted[0] for n in range(6)]
@@ -67,7 +67,7 @@ def test_a_reset_spares_what_is_being_read() -> None:
     ((slot, generation),) = pin(table, [b"key 1"])
     assert table.reset()[0].deferred == 1
     assert is_ready(table, slot, generation)
-    assert table.unpin(1, 1)
+    assert table.loads.unpin(1, 1)
     assert not is_ready(table, slot, generation)
 
 
@@ -80,13 +80,13 @@ def test_a_part_of_a_chunk_gives_way_to_a_fuller_store() -> None:
     whole = begin(table, [b"a"])
     assert table.directory.lookup(b"a") is LookupResult.HIT_PENDING
     assert is_ready(table, slot, generation)
-    table.pin(2, [slot], [generation], 2, 0.0, 9.0)  # by who saw the part before
+    table.loads.pin(2, [slot], [generation], 2, 0.0, 9.0)  # by who saw the part before
     assert table.slots.leases.pins == {slot: 2}
     finish(table, whole)
     assert table.directory.lookup(b"a") is LookupResult.HIT
-    assert table.unpin(1, 1)
+    assert table.loads.unpin(1, 1)
     assert table.slots.stats()["doomed"] == 1
-    assert table.unpin(2, 2)
+    assert table.loads.unpin(2, 2)
     assert table.slots.stats()["ready"] == table.counts.replaced == 1
     assert table.counts.stores_raced == 0
     table.check_integrity()

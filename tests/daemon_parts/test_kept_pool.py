@@ -186,10 +186,10 @@ def store_described(table: ChunkTable, keys: list[bytes]) -> list[int]:
     slots, generations = table.lending.lend(1, len(keys), 1, 0.0)
     slots, generations = list(slots), list(generations)
     encoded = [encode(description(key)) for key in keys]
-    table.begin(keys, slots, generations, 1, 0.0, descriptions=encoded)
+    table.stores.begin(keys, slots, generations, 1, 0.0, descriptions=encoded)
     n = len(slots)
     for rank in range(table.space.geometry.world_size):
-        table.share_done(1, rank, slots, generations, [0] * n, [1] * n, [0] * n, ok=True)
+        table.stores.share_done(1, rank, slots, generations, [0] * n, [1] * n, [0] * n, ok=True)
     return slots
 
 
@@ -928,7 +928,7 @@ def test_a_file_that_cannot_be_made_is_tried_again_at_the_next_engine(
     life = start()
     monkeypatch.setattr(os, "open", failing(errno.EMFILE, ".descriptions"))
     namespace = life.open()
-    assert namespace.table.descriptions is None
+    assert namespace.table.descriptions.writer is None
     assert "stored without descriptions" in caplog.text
     assert "raise LimitNOFILE" in caplog.text
     monkeypatch.undo()

@@ -83,7 +83,7 @@ def test_the_coldest_column_goes_first() -> None:
     old = add(namespaces, 1, PAGE)
     for first in range(0, 256, 2):
         store(old, first, 2)
-    old.table.finished([b"key %d" % number for number in range(4)])
+    old.table.loads.finished([b"key %d" % number for number in range(4)])
     new = add(namespaces, 2, PAGE)
     assert store(new, 0, 2) == 2
     gone = [n for n in range(256) if old.directory.find(b"key %d" % n) < 0]
@@ -214,7 +214,7 @@ def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
     assert namespaces.closable() == []
     namespaces.detach_engine(passing)
     assert namespaces.closable() == []
-    passing.table.unpin(1, 1)
+    passing.table.loads.unpin(1, 1)
     assert namespaces.closable() == [passing]
     namespaces.close(passing)
     assert namespaces.closed_counts.stored == 4
@@ -267,7 +267,7 @@ def test_a_lowered_cap_holds_at_once_for_what_is_not_in_use() -> None:
     namespaces.pool.set_quotas({"model 1": Quota(cap_bytes=256 * 1024)})
     assert 256 * 1024 < held(namespaces, model) <= MIB
     assert all(model.directory.find(key) >= 0 for key in recent)
-    model.table.unpin(1, 1)
+    model.table.loads.unpin(1, 1)
     namespaces.pool.trim()
     assert held(namespaces, model) <= 256 * 1024
     namespaces.check_integrity()
