@@ -5,11 +5,10 @@ The broker starts it before there is a pool, so that the imports are done when t
 
 import logging
 import os
-import select
 import socket
 from pathlib import Path
 
-from kvd.errors import ChannelFull, KvdError, LaneError
+from kvd.errors import ChannelFull, KvdError
 from kvd.lane.devices.device import Device
 from kvd.lane.devices.host import HostDevice
 from kvd.lane.loop import LaneService
@@ -18,6 +17,7 @@ from kvd.lane.reports import TEXT_LIMIT
 from kvd.logs.setup import configure
 from kvd.machine.pool_lock import hold_pool, move_up
 from kvd.machine.process import raise_descriptor_limit
+from kvd.wire.first_order import first_order
 from kvd.wire.link import LINK, BeginLane, LaneFailed
 from kvd.wire.seqpacket import Channel
 from kvd_proto.messages import HOST
@@ -29,7 +29,7 @@ def run(link_fd: int) -> int:
     """Serve until the broker is done; the exit status."""
     link = Channel(socket.socket(fileno=link_fd))
     try:
-        begin, pool_fd = _wait(link)
+        begin, (pool_fd,) = first_order(link, LINK, BeginLane)
     except EOFError:  # the broker had no use for it
         return 0
     name = f"lane {begin.device}#{begin.incarnation}"
@@ -62,24 +62,6 @@ def run(link_fd: int) -> int:
         log.exception("the lane ends")
         return 1
     return 0
-
-
-def _wait(link: Channel) -> tuple[BeginLane, int]:
-    """Return the first order and the pool's file, once they come.
-
-    Raises:
-        EOFError: the broker has ended, or ends this process.
-        LaneError: it is another order: a bug in kvd.
-    """
-    received = None
-    while received is None:
-        select.select([link], [], [])
-        received = link.recv()
-    _, order = LINK.decode(received[0])
-    if not isinstance(order, BeginLane):
-        raise LaneError(f"{type(order).__name__} came before BeginLane")
-    (pool_fd,) = received[1]
-    return order, pool_fd
 
 
 def _device(begin: BeginLane, pool_fd: int) -> Device:

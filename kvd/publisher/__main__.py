@@ -2,7 +2,6 @@
 
 import gc
 import logging
-import select
 import signal
 import socket
 import sys
@@ -12,6 +11,7 @@ import zmq
 from kvd.logs.setup import configure_child
 from kvd.machine.process import be_spared_last
 from kvd.publisher.service import Service
+from kvd.wire.first_order import first_order
 from kvd.wire.publishing import PUBLISHING, BeginPublisher
 from kvd.wire.seqpacket import Channel
 
@@ -30,18 +30,12 @@ def main() -> int:
     gc.set_threshold(*gc.get_threshold()[:2], _NEVER)
     configure_child("publisher")
     link = Channel(socket.socket(fileno=int(sys.argv[1])))
-    received = None
     try:
-        while received is None:
-            select.select([link], [], [])
-            received = link.recv()
+        begin, fds = first_order(link, PUBLISHING, BeginPublisher)
     except EOFError:  # the broker has just ended
         return 0
-    _, begin = PUBLISHING.decode(received[0])
-    if not isinstance(begin, BeginPublisher):
-        raise TypeError(f"{type(begin).__name__} came before BeginPublisher")
     try:
-        service = Service(link, begin, received[1])
+        service = Service(link, begin, fds)
     except (zmq.ZMQError, OSError) as error:
         log.error("KV events cannot be published on %s: %s", begin.events, error)  # noqa: TRY400  # the text has the reason
         return 1

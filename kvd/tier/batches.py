@@ -8,7 +8,7 @@ from enum import Enum, auto
 
 from kvd.errors import TierError
 from kvd.tier.contract import Space
-from kvd.tier.pool_map import Place
+from kvd.tier.place import Place
 from kvd.wire.tiering import MAX_BATCH, Ask, Done, Get, Outcome, Put
 from kvd_proto.arrays import IntArray
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from kvd.errors import TierError
 from kvd.tier.contract import Capacity, Space, Tier
-from kvd.tier.pool_map import Place
+from kvd.tier.place import Place
 from kvd.wire.tiering import Gone, Held
 from kvd_proto.arrays import IntArray
 

@@ -5,19 +5,19 @@ The broker starts it before there is a pool, so that the imports are done when t
 
 import logging
 import os
-import select
 import socket
 import sys
 
 from kvd.config.tiers import parse_tier
-from kvd.errors import ChannelFull, KvdError, TierError
+from kvd.errors import ChannelFull, KvdError
 from kvd.logs.setup import configure
 from kvd.machine.pool_lock import hold_pool, move_up
+from kvd.machine.pool_map import map_pool
 from kvd.machine.process import raise_descriptor_limit
 from kvd.tier.backends import backend, options_of
 from kvd.tier.batches import TEXT_LIMIT
-from kvd.tier.pool_map import map_pool
 from kvd.tier.service import TierService
+from kvd.wire.first_order import first_order
 from kvd.wire.seqpacket import Channel
 from kvd.wire.tiering import TIERING, BeginTier, TierFailed
 
@@ -29,7 +29,7 @@ def run(link_fd: int) -> int:
     """Serve until the broker is done; the exit status."""
     link = Channel(socket.socket(fileno=link_fd))
     try:
-        begin, pool_fd = _wait(link)
+        begin, (pool_fd,) = first_order(link, TIERING, BeginTier)
     except EOFError:  # the broker had no use for it
         return 0
     kind = begin.setting.partition(":")[0]
@@ -73,21 +73,3 @@ def _service(link: Channel, begin: BeginTier, pool_fd: int, name: str) -> TierSe
     tier = kind.open(options, pool)
     log.info("%s: %s; %s", name, setting.text, tier.described)
     return TierService(link, tier, pool, name)
-
-
-def _wait(link: Channel) -> tuple[BeginTier, int]:
-    """Return the first order and the pool's file, once they come.
-
-    Raises:
-        EOFError: the broker has ended, or ends this process.
-        TierError: it is another order: a bug in kvd.
-    """
-    received = None
-    while received is None:
-        select.select([link], [], [])
-        received = link.recv()
-    _, order = TIERING.decode(received[0])
-    if not isinstance(order, BeginTier):
-        raise TierError(f"{type(order).__name__} came before BeginTier")
-    (pool_fd,) = received[1]
-    return order, pool_fd

@@ -16,7 +16,7 @@ from kvd.errors import BadDatagram, TierError
 from kvd.tier.batches import Batch, Kind, Part, refused
 from kvd.tier.clerk import Begun, Clerk, Dropped, Event, Tidied
 from kvd.tier.contract import Space, Tier
-from kvd.tier.pool_map import Place
+from kvd.tier.place import Place
 from kvd.tier.transfers import Transfers
 from kvd.tier.workers import Workers
 from kvd.wire.seqpacket import Channel, close_all

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvd.errors import ImportFailed, LaneError
+from kvd.errors import ImportFailed, PoolError
 from kvd.lane.devices.device import Direction
 from kvd.lane.devices.host import HostDevice
 from kvd.lane.workers import open_control_page
@@ -117,7 +117,7 @@ def test_a_run_outside_the_memory_fails_alone(host: HostRig) -> None:
 
 def test_a_pool_file_smaller_than_promised_is_refused(host: HostRig) -> None:
     """Mapping more than there is would end in SIGBUS later; it ends in an error now."""
-    with pytest.raises(LaneError, match="1048576 bytes"):
+    with pytest.raises(PoolError, match="1048576 bytes"):
         HostDevice(host.pool.fd, 2**21)
 
 

@@ -20,8 +20,6 @@ conformance suite in tests/lane/device_contract.py checks for every backend:
   can leave a mapping.
 """
 
-import mmap
-import os
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
@@ -32,7 +30,6 @@ from typing import Any, NewType, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd.errors import LaneError
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 
@@ -221,18 +218,3 @@ class Device(ABC):
         Raises:
             LaneError: transfers are in flight.
         """
-
-
-def map_pool(pool_fd: int, pool_bytes: int) -> memoryview:
-    """Map the pool's file; the descriptor stays the caller's.
-
-    Raises:
-        LaneError: the file is smaller than `pool_bytes`, or cannot be mapped.
-    """
-    have = os.fstat(pool_fd).st_size
-    if have < pool_bytes:
-        raise LaneError(f"the pool's file has {have} bytes, {pool_bytes} were promised")
-    try:
-        return memoryview(mmap.mmap(pool_fd, pool_bytes))
-    except (OSError, ValueError) as error:
-        raise LaneError(f"the pool's {pool_bytes} bytes cannot be mapped: {error}") from error

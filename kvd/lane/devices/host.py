@@ -24,9 +24,9 @@ from kvd.lane.devices.device import (
     MemoryId,
     Moves,
     Transfer,
-    map_pool,
 )
 from kvd.lane.devices.pretouch import Pretouch, PretouchPresent
+from kvd.machine.pool_map import map_pool
 from kvd.machine.trust import size_of
 from kvd.pool.filling import FillOrder
 from kvd_proto.copies import Copies
@@ -64,7 +64,7 @@ class HostDevice(Device):
         pool_bytes: its size.
 
     Raises:
-        LaneError: the pool's file is smaller than `pool_bytes`, or cannot be mapped.
+        PoolError: the pool's file is smaller than `pool_bytes`, or cannot be mapped.
     """
 
     piece_bytes: Mapping[Direction, int] = {

@@ -49,7 +49,7 @@ class CudaDevice(Device):
 
     Raises:
         CudaMissing: no driver, no bindings, or no such device.
-        LaneError: the pool's file is smaller than `pool_bytes`, or cannot be mapped.
+        PoolError: the pool's file is smaller than `pool_bytes`, or cannot be mapped.
         CudaError: the device cannot be set up. Nothing stays mapped or pinned.
     """
 

@@ -27,8 +27,8 @@ import numpy as np
 from kvd.errors import LaneError
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.driver import Addresses, Context, Undo
-from kvd.lane.devices.device import map_pool
 from kvd.lane.devices.pretouch import Pretouch
+from kvd.machine.pool_map import map_pool
 from kvd.pool.filling import FillOrder, piece_bytes_for
 
 _log = logging.getLogger(__name__)
@@ -57,7 +57,7 @@ class PinnedPool:
             the pieces in which the broker fills the pool.
 
     Raises:
-        LaneError: a file that is too small or cannot be mapped.
+        PoolError: a file that is too small or cannot be mapped.
     """
 
     def __init__(

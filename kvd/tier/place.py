@@ -1,4 +1,4 @@
-"""The pool and the namespaces in it, as a tier's process maps them."""
+"""A namespace's slots and directory, as a tier's process sees them."""
 
 import mmap
 import os
@@ -12,21 +12,6 @@ from kvd.wire.tiering import OpenSpace
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView, SlotState
 from kvd_proto.errors import DirectoryError
-
-
-def map_pool(pool_fd: int, pool_bytes: int) -> memoryview:
-    """Map the pool's file, writable; the descriptor stays the caller's.
-
-    Raises:
-        TierError: the file is smaller than `pool_bytes`, or cannot be mapped.
-    """
-    have = os.fstat(pool_fd).st_size
-    if have < pool_bytes:
-        raise TierError(f"the pool's file has {have} bytes, {pool_bytes} were promised")
-    try:
-        return memoryview(mmap.mmap(pool_fd, pool_bytes))
-    except (OSError, ValueError) as error:
-        raise TierError(f"the pool's {pool_bytes} bytes cannot be mapped: {error}") from error
 
 
 class Place:
