@@ -97,13 +97,17 @@ class Pool:
                 for column in space.claimed
                 if column not in busy
             ]
-            leaving = sum(len(s.column_extents[c]) for s in group.spaces for c in s.leaving)
-            for lent, *_, column, space in sorted(columns, key=lambda entry: entry[:5]):
-                if group.room + leaving >= 0:
+            columns.sort(key=lambda entry: entry[:5])
+            for lent, *_, column, space in columns:
+                if group.room >= 0:
                     break
                 if not lent:
                     self._empty_out(space, column)
-                elif column not in space.leaving:
+            leaving = sum(len(s.column_extents[c]) for s in group.spaces for c in s.leaving)
+            for lent, *_, column, space in columns:
+                if group.room + leaving >= 0:
+                    break
+                if lent and column not in space.leaving:
                     space.leave(column, LOOKS)
                     leaving += len(space.column_extents[column])
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -997,16 +998,29 @@ class ArcTableMachine(TableMachine):
     tiers = ()
 
 
+@pytest.mark.hypothesis
 def test_tables_with_lru() -> None:
     """Under LRU, two namespaces in one pool behave as the model says after every step."""
     run_state_machine_as_test(TableMachine, settings=settings(stateful_step_count=60))
 
 
+@pytest.mark.hypothesis
 def test_tables_with_arc() -> None:
     """Under ARC, two namespaces in one pool behave as the model says after every step."""
     run_state_machine_as_test(ArcTableMachine, settings=settings(stateful_step_count=60))
 
 
+@pytest.mark.hypothesis
 def test_tables_with_quotas() -> None:
     """After every step no cap is passed, and no floor was touched by another model."""
     run_state_machine_as_test(QuotaTableMachine, settings=settings(stateful_step_count=60))
+
+
+def test_a_column_that_goes_at_once_is_not_counted_as_one_that_leaves() -> None:
+    """A cap below what is held is reached as soon as loans are back, also beside a taker."""
+    machine = QuotaTableMachine()
+    whole = (0, BLOCKS)
+    machine.race(space=1, keys=[b"A"], blocks=(whole, whole), early=[], late=[])
+    machine.lend(space=0, owner=1, wanted=1, engines=1)
+    machine.set_quotas(number=3)
+    machine.agrees()

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from hypothesis import settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 
@@ -128,11 +129,13 @@ class ArcReopening(Reopening):
     policy = "arc"
 
 
+@pytest.mark.hypothesis
 def test_every_moment_is_a_good_one_to_be_killed() -> None:
     """Under LRU, whatever was written last, the ledgers hold whole chunks in their own slots."""
     run_state_machine_as_test(Reopening, settings=settings(stateful_step_count=40, max_examples=25))
 
 
+@pytest.mark.hypothesis
 def test_every_moment_is_a_good_one_under_arc() -> None:
     """The same under ARC, which orders otherwise."""
     run_state_machine_as_test(

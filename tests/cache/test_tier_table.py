@@ -512,6 +512,7 @@ class TierTableMachine(RuleBasedStateMachine):
         self.table.check_integrity()
 
 
+@pytest.mark.hypothesis
 def test_the_table_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens, all is found where it was put, and a reader never sees another's place."""
     monkeypatch.setattr(tier_table, "MOST_ABSENT", 3)

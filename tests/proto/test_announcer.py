@@ -339,6 +339,7 @@ def check_payload(told: StoredBlocks) -> None:
         assert (told.parent, told.block_size, len(told.hashes)) == (b"", 0, 1)
 
 
+@pytest.mark.hypothesis
 def test_routers_have_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes and goes in which order, each kind of router has what it can have."""
     monkeypatch.setattr(announcer_module, "MOST_REPEATED", 2)

@@ -293,6 +293,7 @@ def test_the_lag_is_the_oldest_changes() -> None:
     assert listener.take().stored[A].time_ns == changes[0][1]
 
 
+@pytest.mark.hypothesis
 def test_readers_say_what_lookups_find() -> None:
     """Differences, applied one by one, are what lookups find, whatever comes between two calls."""
     run_state_machine_as_test(

@@ -225,6 +225,7 @@ class Publishing(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("piece", [1, 5])
+@pytest.mark.hypothesis
 def test_every_router_believes_what_is_there(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """Plain sets, llm-d's and Dynamo's rules; late subscribers, engines that come and leave."""
     monkeypatch.setattr(publication_module, "PIECE", piece)
