@@ -96,7 +96,7 @@ test-explore: $(STAMP) ## property tests with thousands of random examples
 	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=explore -o faulthandler_timeout=3600 -o timeout=4000
 
 restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to repeat), check every chunk
-	PYTHONPATH=. $(BIN)/python tests/soak/restart_loop.py $(or $(KILLS),200) $(SEED)
+	PYTHONPATH=. $(BIN)/python -m tests.soak.restart_loop $(or $(KILLS),200) $(SEED)
 
 tier-kills: $(STAMP) ## kill -9 daemon or disk tier in mid-write PASSES times (SEED=n to repeat), check every kept chunk
 	PYTHONPATH=. $(BIN)/python -m tests.tier.kills $(or $(PASSES),200) $(SEED)

@@ -17,28 +17,24 @@ slots to lend, in the answer to a step, may be gone.
 The last line of the output is JSON.
 """
 
-import json
-import random
 import signal
 import sys
-import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from kvd_client import LookupResult
+from kvd_client.attachment import Attachment
 from kvd_client.connection import Connection
-from kvd_proto.descriptions import encode
-from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryView, SlotState
-from tests.daemon.engines import Engine, described, keys_of, make_layout, read_descriptions
-from tests.daemon.serving import Daemon, StartDaemon, started_daemons
+from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, SlotState
+from tests.daemon.engines import described, read_descriptions
+from tests.daemon.serving import Daemon
+from tests.soak import kill_loop
+from tests.soak.kill_loop import BATCH, KillLoop
 
 POOL = str(4 * 2**20)
-KEYS = 160
-BATCH = 12
 LONGEST = 0.6
 GENTLE = 0.1  # of the ends are SIGTERM
 KEPT = ("generation", "ranks_done", "first", "count", "group")
@@ -47,50 +43,33 @@ Record = tuple[int, ...]
 
 
 @dataclass
-class Tally:
+class Tally(kill_loop.Tally):
     """What was done and seen."""
 
     kills: int = 0
     stops: int = 0
-    stores: int = 0
-    loads: int = 0
     kept: int = 0
-    described: int = 0
     completing: int = 0
     evicting: int = 0
-    verified_bytes: int = 0
     ready_ms: list[int] = field(default_factory=list)
-    violations: list[str] = field(default_factory=list)
 
     def report(self) -> dict[str, object]:
         """As one JSON object; the time from exec to attached engines as median and maximum."""
         times = sorted(self.ready_ms)
-        return asdict(self) | {
-            "violations": len(self.violations),
-            "first_violations": self.violations[:5],
-            "ready_ms": [times[len(times) // 2], times[-1]] if times else [],
-        }
+        ready_ms = [times[len(times) // 2], times[-1]] if times else []
+        return super().report() | {"ready_ms": ready_ms}
 
 
-class Client:
-    """An engine, the keys it uses, and the directory that it sees."""
+class Client(kill_loop.Client):
+    """One that also knows what its scheduler has told, and the records of the directory."""
 
-    def __init__(self, runtime_dir: Path, name: str, *, replicated: bool) -> None:
-        page = 8192 if replicated else 4096
-        layout = make_layout(page=page, replicated=replicated)
-        self.engine = Engine(runtime_dir, name=name, model=name, layout=layout, events=True)
-        self.keys = keys_of(name, KEYS)
-        self.directory: DirectoryView | None = None
-        self.line: Connection | None = None
-        ranks = len(self.engine.workers)
-        self.chunk_bytes = 2 * 2 * page * ranks
+    line: Connection | None = None
 
-    def attach(self, daemon: Daemon) -> None:
+    def attach(self, daemon: Daemon) -> Attachment:
         """Until the directory of this daemon is here."""
-        attached = self.engine.wait_attached(daemon).scheduler._attachment
-        assert attached is not None
-        self.directory = attached.directory
+        attached = super().attach(daemon)
         self.line = attached.line
+        return attached
 
     @property
     def asking(self) -> bool:
@@ -109,23 +88,14 @@ class Client:
         }
 
 
-class Loop:
-    """The daemon, its engines, and what has become of them."""
+class Loop(KillLoop[Client, Tally]):
+    """A daemon that keeps its pool."""
 
-    def __init__(self, start: StartDaemon, runtime_dir: Path, seed: int) -> None:
-        self.start = start
-        self.random = random.Random(seed)
-        self.tally = Tally()
-        self.daemon = self.begin()
-        self.clients = [
-            Client(runtime_dir, "split", replicated=False),
-            Client(runtime_dir, "alike", replicated=True),
-        ]
-        for client in self.clients:
-            client.attach(self.daemon)
+    KEYS = 160
+    LOADS = 0.5
 
     def begin(self) -> Daemon:
-        """The next daemon; nobody waits for it here."""
+        """The next daemon, with the pool of the one before."""
         return self.start("--keep-pool", "yes", cpu_bytes=POOL, ready=False)
 
     def turn(self) -> None:
@@ -146,40 +116,10 @@ class Loop:
         writing = [client.records(SlotState.WRITING) for client in self.clients]
         self.daemon = self.begin()
         began = time.monotonic()
-        for client in self.clients:
-            client.attach(self.daemon)
+        self.attach()
         self.tally.ready_ms.append(int((time.monotonic() - began) * 1000))
         for client, were, wrote in zip(self.clients, ready, writing, strict=True):
             self.look(client, were, wrote, asking=asking)
-
-    def step(self) -> None:
-        """One store or load of some keys, which may fail in every way but a wrong byte."""
-        client = self.random.choice(self.clients)
-        at = self.random.randrange(KEYS - BATCH)
-        keys = client.keys[at : at + self.random.randint(1, BATCH)]
-        if self.random.random() < 0.5:
-            self.load(client, keys)
-            return
-        engine = client.engine
-        descriptions = [encode(described(key)) for key in keys]
-        ticket = engine.scheduler.prepare_store(keys, descriptions=descriptions)
-        if ticket.keys:
-            blocks = engine.fill(ticket.keys, 1)
-            jobs = engine.submit(
-                "store", list(engine.workers), blocks, ticket.slots, ticket.generations
-            )
-            engine.results(jobs)
-            engine.scheduler.complete_store(ticket)
-            self.tally.stores += len(ticket.keys)
-
-    def load(self, client: Client, keys: list[bytes]) -> int:
-        """Load what is there; how many chunks came, every byte of them looked at."""
-        found, wrong = client.engine.load(keys)
-        self.tally.loads += found
-        self.tally.verified_bytes += found * client.chunk_bytes
-        if wrong:
-            self.tally.violations.append(f"{wrong} wrong bytes among {keys[0]!r} and following")
-        return found
 
     def look(
         self, client: Client, were: dict[bytes, Record], wrote: dict[bytes, Record], *, asking: bool
@@ -190,58 +130,31 @@ class Loop:
         if missing and asking:
             self.tally.evicting += len(missing)
         elif missing:
-            self.tally.violations.append(f"{len(missing)} READY chunks are gone: {min(missing)!r}")
+            self.wrong(f"{len(missing)} READY chunks are gone: {min(missing)!r}")
         for key in now.keys() - were.keys():
             record = wrote.get(key)
             if record is None or not record[1] or now[key] != record:
-                self.tally.violations.append(f"{key!r} is a hit that never was READY")
+                self.wrong(f"{key!r} is a hit that never was READY")
             self.tally.completing += 1
         self.tally.kept += len(now)
         scheduler = client.engine.scheduler
         for key in client.keys:
             if (scheduler.lookup(key) is LookupResult.HIT) != (key in now):
-                self.tally.violations.append(f"{key!r} is looked up wrongly")
+                self.wrong(f"{key!r} is looked up wrongly")
         kept = sorted(now)
         for key, description in zip(kept, read_descriptions(scheduler, kept), strict=True):
             if description != described(key):
-                self.tally.violations.append(f"{key!r} is described wrongly: {description}")
+                self.wrong(f"{key!r} is described wrongly: {description}")
             self.tally.described += 1
         loaded = sum(self.load(client, kept[at : at + BATCH]) for at in range(0, len(kept), BATCH))
         if loaded != len(kept):
-            self.tally.violations.append(f"{len(kept) - loaded} kept chunks cannot be loaded")
-
-    def close(self) -> None:
-        """End the engines; the daemons end with their context."""
-        for client in self.clients:
-            client.engine.close()
+            self.wrong(f"{len(kept) - loaded} kept chunks cannot be loaded")
 
 
 def run(kills: int, seed: int) -> Tally:
     """End the daemon so many times."""
-    with tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path:  # short
-        runtime_dir = Path(path) / "run"
-        with started_daemons(runtime_dir) as start:
-            loop = Loop(start, runtime_dir, seed)
-            try:
-                for _ in range(kills):
-                    loop.turn()
-            finally:
-                loop.close()
-            return loop.tally
-
-
-def main() -> int:
-    """The command line: kills and seed."""
-    kills = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.SystemRandom().randrange(2**31)
-    print(f"kills {kills}, seed {seed}", flush=True)
-    began = time.monotonic()
-    tally = run(kills, seed)
-    print(
-        json.dumps({"seconds": round(time.monotonic() - began, 1), "seed": seed} | tally.report())
-    )
-    return 1 if tally.violations else 0
+    return kill_loop.play(lambda start, path: Loop(start, path, seed, Tally(), Client), kills)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kill_loop.main(run))

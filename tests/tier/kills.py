@@ -15,13 +15,11 @@ is large enough. Every daemon begins with an empty pool. After each end
 The last line of the output is JSON.
 """
 
-import json
-import random
 import sys
 import tempfile
 import threading
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -29,18 +27,16 @@ import psutil
 from kvd.wire.tool import Control
 from kvd_client import LookupResult
 from kvd_client.seeking import NOT_BELOW
-from kvd_proto.descriptions import encode
-from kvd_proto.directory import DirectoryView
 from kvd_proto.messages import Clear, Cleared
-from tests.daemon.engines import Engine, described, keys_of, make_layout, read_descriptions
-from tests.daemon.serving import Daemon, StartDaemon, started_daemons
+from tests.daemon.engines import described, keys_of, read_descriptions
+from tests.daemon.serving import Daemon, StartDaemon
 from tests.processes import kill_and_wait
+from tests.soak import kill_loop
+from tests.soak.kill_loop import BATCH, KillLoop
 from tests.waiting import PATIENCE, PAUSE, eventually
 
 POOL = str(8 * 2**20)
 DISK = "128MiB"
-KEYS = 240
-BATCH = 12
 LONGEST = 0.5
 TIER_ALONE = 0.5  # of the ends are the tier's process's
 CLEARED = 0.5  # of the turns begin with nothing
@@ -48,47 +44,20 @@ SEEK_SECONDS = 5.0
 
 
 @dataclass
-class Tally:
+class Tally(kill_loop.Tally):
     """What was done and seen."""
 
     daemon_kills: int = 0
     tier_kills: int = 0
-    stores: int = 0
-    loads: int = 0
     clears: int = 0
     acknowledged: int = 0
     unacknowledged: int = 0
     found_again: int = 0
-    described: int = 0
-    verified_bytes: int = 0
     corrupt: int = 0
-    violations: list[str] = field(default_factory=list)
-
-    def report(self) -> dict[str, object]:
-        """As one JSON object."""
-        return asdict(self) | {
-            "violations": len(self.violations),
-            "first_violations": self.violations[:5],
-        }
 
 
-class Client:
-    """An engine, the keys it uses, and the directory that it sees."""
-
-    def __init__(self, runtime_dir: Path, name: str, *, replicated: bool) -> None:
-        page = 8192 if replicated else 4096
-        layout = make_layout(page=page, replicated=replicated)
-        self.engine = Engine(runtime_dir, name=name, model=name, layout=layout, events=True)
-        self.name = name
-        self.keys = keys_of(name, KEYS)
-        self.directory: DirectoryView | None = None
-        self.chunk_bytes = 2 * 2 * page * len(self.engine.workers)
-
-    def attach(self, daemon: Daemon) -> None:
-        """Until the directory of this daemon is here."""
-        attached = self.engine.wait_attached(daemon).scheduler._attachment
-        assert attached is not None
-        self.directory = attached.directory
+class Client(kill_loop.Client):
+    """One that also knows what the tier has, and has it brought up."""
 
     def kept(self) -> set[bytes]:
         """What the tier has acknowledged, as the directory says it."""
@@ -116,20 +85,15 @@ class Client:
             time.sleep(PAUSE)
 
 
-class Loop:
-    """The daemon with its tier, the engines, and what has become of them."""
+class Loop(KillLoop[Client, Tally]):
+    """A daemon with a disk tier."""
+
+    KEYS = 240
+    LOADS = 0.4
 
     def __init__(self, start: StartDaemon, runtime_dir: Path, disk: Path, seed: int) -> None:
-        self.start = start
         self.disk = disk
-        self.random = random.Random(seed)
-        self.tally = Tally()
-        self.daemon = self.begin()
-        self.clients = [
-            Client(runtime_dir, "split", replicated=False),
-            Client(runtime_dir, "alike", replicated=True),
-        ]
-        self.attach()
+        super().__init__(start, runtime_dir, seed, Tally(), Client)
 
     def begin(self) -> Daemon:
         """The next daemon, with an empty pool."""
@@ -138,8 +102,7 @@ class Loop:
 
     def attach(self) -> None:
         """Until the directory of this daemon is here, and its tier serves."""
-        for client in self.clients:
-            client.attach(self.daemon)
+        super().attach()
         self.tier()
 
     def tier(self) -> psutil.Process:
@@ -158,7 +121,7 @@ class Loop:
         eventually(lambda: self.daemon.status()["tiers"][0]["chunks"], lambda left: not left)
         self.tally.clears += 1
         for client in self.clients:
-            client.keys = keys_of(f"{client.name}-{self.tally.clears}", KEYS)
+            client.keys = keys_of(f"{client.name}-{self.tally.clears}", self.KEYS)
 
     def turn(self) -> None:
         """Store and load until something is killed, then have it back, then look."""
@@ -196,37 +159,9 @@ class Loop:
         for client, were in zip(self.clients, kept, strict=True):
             self.look(client, were)
 
-    def step(self) -> None:
-        """One store or load of some keys, which may fail in every way but a wrong byte."""
-        client = self.random.choice(self.clients)
-        at = self.random.randrange(KEYS - BATCH)
-        keys = client.keys[at : at + self.random.randint(1, BATCH)]
-        if self.random.random() < 0.4:
-            self.load(client, client.bring_up(keys, seconds=0.05))
-            return
-        engine = client.engine
-        ticket = engine.scheduler.prepare_store(
-            keys, descriptions=[encode(described(key)) for key in keys]
-        )
-        if ticket.keys:
-            blocks = engine.fill(ticket.keys, 1)
-            jobs = engine.submit(
-                "store", list(engine.workers), blocks, ticket.slots, ticket.generations
-            )
-            engine.results(jobs)
-            engine.scheduler.complete_store(ticket)
-            self.tally.stores += len(ticket.keys)
-
-    def load(self, client: Client, keys: list[bytes]) -> int:
-        """Load what is there; how many chunks came, every byte of them looked at."""
-        if not keys:
-            return 0
-        found, wrong = client.engine.load(keys)
-        self.tally.loads += found
-        self.tally.verified_bytes += found * client.chunk_bytes
-        if wrong:
-            self.tally.violations.append(f"{wrong} wrong bytes among {keys[0]!r} and following")
-        return found
+    def wanted(self, client: Client, keys: list[bytes]) -> list[bytes]:
+        """Those that come up at once."""
+        return client.bring_up(keys, seconds=0.05)
 
     def look(self, client: Client, were: set[bytes]) -> None:
         """Hold what the tier has now against what it had acknowledged."""
@@ -235,10 +170,10 @@ class Loop:
         while (missing := were - client.kept()) and time.monotonic() < end:
             time.sleep(PAUSE)
         if missing:
-            self.tally.violations.append(f"{len(missing)} kept chunks are lost: {min(missing)!r}")
+            self.wrong(f"{len(missing)} kept chunks are lost: {min(missing)!r}")
         now = client.kept()
         if cleared := now.difference(client.keys):
-            self.tally.violations.append(f"{len(cleared)} are back: {min(cleared)!r}")
+            self.wrong(f"{len(cleared)} are back: {min(cleared)!r}")
         self.tally.unacknowledged += len(now - were)
         keys = sorted(now.intersection(client.keys))
         for at in range(0, len(keys), BATCH):
@@ -255,49 +190,20 @@ class Loop:
             told = read_descriptions(client.engine.scheduler, up)
             for key, description in zip(up, told, strict=True):
                 if description is not None and description != described(key):
-                    self.tally.violations.append(f"{key!r} is described wrongly")
+                    self.wrong(f"{key!r} is described wrongly")
                 self.tally.described += description is not None
             if up and self.load(client, up) == len(up):
                 self.tally.found_again += len(up)
                 left = [key for key in left if key not in up]
         if left:
-            self.tally.violations.append(f"{len(left)} kept chunks do not come up: {left[0]!r}")
-
-    def close(self) -> None:
-        """End the engines; the daemons end with their context."""
-        for client in self.clients:
-            client.engine.close()
+            self.wrong(f"{len(left)} kept chunks do not come up: {left[0]!r}")
 
 
 def run(passes: int, seed: int) -> Tally:
     """End daemon or tier so many times."""
-    with (
-        tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,  # short
-        tempfile.TemporaryDirectory(prefix="kvd-tier-", dir="/var/tmp") as disk,  # no tmpfs
-    ):
-        runtime_dir = Path(path) / "run"
-        with started_daemons(runtime_dir) as start:
-            loop = Loop(start, runtime_dir, Path(disk), seed)
-            try:
-                for _ in range(passes):
-                    loop.turn()
-            finally:
-                loop.close()
-            return loop.tally
-
-
-def main() -> int:
-    """The command line: passes and seed."""
-    passes = int(sys.argv[1]) if len(sys.argv) > 1 else 200
-    seed = int(sys.argv[2]) if len(sys.argv) > 2 else random.SystemRandom().randrange(2**31)
-    print(f"passes {passes}, seed {seed}", flush=True)
-    began = time.monotonic()
-    tally = run(passes, seed)
-    print(
-        json.dumps({"seconds": round(time.monotonic() - began, 1), "seed": seed} | tally.report())
-    )
-    return 1 if tally.violations else 0
+    with tempfile.TemporaryDirectory(prefix="kvd-tier-", dir="/var/tmp") as disk:  # no tmpfs
+        return kill_loop.play(lambda start, path: Loop(start, path, Path(disk), seed), passes)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(kill_loop.main(run))
