@@ -50,7 +50,7 @@ class PoolError(KvdError):
 
 
 class LedgerDamaged(KvdError):
-    """What was kept of a namespace cannot be believed: it starts empty."""
+    """What was kept for this daemon cannot be believed: it begins without."""
 
 
 class ChannelFull(KvdError):

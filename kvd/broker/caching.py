@@ -19,6 +19,7 @@ from kvd_proto.messages import (
     NO_GENERATIONS,
     NO_ITEMS,
     NO_SLOTS,
+    Error,
     ErrorCode,
     Message,
     Pin,
@@ -150,8 +151,10 @@ class Caching:
     def _reset(self, request: Request[Reset]) -> list[Effect]:
         """Answer at once: nothing of before is found any more; slots are freed afterwards."""
         _, namespace = _attached(request.session)
-        done, slots = namespace.table.reset()
-        effects: list[Effect] = [request.reply(done)]
+        done, slots, lack = self._state.reset(namespace)
+        # It asks again, and finds nothing until it has its answer.
+        reply = Error.of(ErrorCode.NOT_READY, lack) if lack else done
+        effects: list[Effect] = [request.reply(reply)]
         if not namespace.temporary:  # that of a self-test concerns nobody else
             text = f"{request.session.who} reset its namespace: {done.dropped} chunks dropped"
             if done.deferred:

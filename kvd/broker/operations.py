@@ -24,6 +24,7 @@ from kvd_proto.messages import (
     Cleared,
     Drain,
     Drained,
+    Error,
     ErrorCode,
     Message,
     Resume,
@@ -98,8 +99,10 @@ class Operations:
             return []
         chunks = nbytes = deferred = 0
         effects: list[Effect] = []
+        lacks = dict[str, None]()
         for namespace in namespaces:
-            done, slots = namespace.table.reset(by_operator=True)
+            done, slots, lack = self._state.reset(namespace, by_operator=True)
+            lacks.update({lack: None} if lack else {})
             chunks += done.dropped
             nbytes += done.dropped * namespace.geometry.bytes_per_chunk
             deferred += done.deferred
@@ -109,7 +112,11 @@ class Operations:
             for namespace in self._state.namespaces.closable():
                 if namespace in namespaces:
                     self._state.namespaces.close(namespace)
-        return effects + _cleared(request, f"{which} cleared by {who}", chunks, nbytes, deferred)
+        cleared = _cleared(request, f"{which} cleared by {who}", chunks, nbytes, deferred)
+        if lacks:
+            error = Error.of(ErrorCode.NOT_READY, "; ".join(lacks))
+            cleared[0] = request.reply(error)
+        return effects + cleared
 
     def _clear_old(
         self, request: Request[Clear], seconds: float, namespaces: Sequence[Namespace], what: str

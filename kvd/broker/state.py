@@ -18,7 +18,7 @@ from kvd.metrics.counts import BrokerCounts, EventCounts, LaneCounts, LookupCoun
 from kvd.metrics.schema import Event
 from kvd.wire.link import Revoke, UnbindWorker
 from kvd_proto.arrays import IntArray
-from kvd_proto.messages import Detached
+from kvd_proto.messages import Detached, ResetDone
 
 MAX_EVENTS = 200
 REVOKE_AT_ONCE = 4096  # slots of 12 bytes each, well inside one datagram of the link
@@ -170,6 +170,14 @@ class BrokerState:
             )
             effects += [ToLane(device, message) for device in devices]
         return effects
+
+    def reset(
+        self, namespace: Namespace, *, by_operator: bool = False
+    ) -> tuple[ResetDone, Refs, str]:
+        """Drop every chunk of an open namespace; see `Namespaces.reset`."""
+        if self.namespaces is None:
+            raise IntegrityError(f"{namespace!r} is in no pool")
+        return self.namespaces.reset(namespace, by_operator=by_operator)
 
     def detach(self, engine: Engine, reason: str) -> tuple[list[Effect], int]:
         """Detach an engine that is no longer complete: give up its writes, notify its sessions.

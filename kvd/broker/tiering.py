@@ -56,7 +56,7 @@ class Tiering:
         self.promotion = Promotion(state)
         self._scanned: deque[_Scanned] = deque()
         self._scanned_at = 0  # how far the first of them was taken in
-        self._adopted: set[Namespace] = set()  # their epoch is a tier's
+        self._adopted: set[Namespace] = set()  # their epoch is not of this daemon's own
         self._watched: set[Namespace] = set()  # those that engines have used
         self._looked = self._next_spaces = self._next_tell = 0.0
         self._handlers: dict[type[Message], Callable[..., list[Effect]]] = {
@@ -151,11 +151,12 @@ class Tiering:
             if tiers.is_leaving(tier.index):
                 continue
             geometry, table = namespace.geometry, namespace.table
-            tier.spaces[namespace] = Opening(namespace.epoch)
+            epoch = 0 if namespace.inherited else namespace.epoch
+            tier.spaces[namespace] = Opening(epoch)
             arenas = range(len(geometry.slot_bytes))
             order = OpenSpace(
                 namespace=namespace.id,
-                epoch=namespace.epoch,
+                epoch=epoch,
                 slot_bytes=geometry.slot_bytes,
                 arena_bases=tuple(map(geometry.arena_base, arenas)),
                 num_slots=geometry.num_slots,
@@ -167,7 +168,8 @@ class Tiering:
     def _opened(self, tier: Tier, message: SpaceOpened, now: float) -> list[Effect]:
         """A process serves a namespace, and may remember a reset that the daemon does not.
 
-        The daemon's own epoch holds; where it has none, the latest that a tier remembers.
+        The daemon's own epoch holds; where it has none, the latest that a tier remembers, and none
+        older than the last reset that daemons remember.
         """
         del now
         namespace = self._state.namespace(message.namespace)
@@ -176,6 +178,9 @@ class Tiering:
             return []
         effects: list[Effect] = []
         opening.answered = True
+        if namespace.inherited:
+            namespace.inherited = False
+            self._adopted.add(namespace)
         ours, theirs = namespace.epoch, message.epoch
         if theirs > ours and (not ours or namespace in self._adopted):
             if ours and namespace.directory.tiers is not None:
@@ -207,6 +212,7 @@ class Tiering:
     def reset(self, namespace: Namespace) -> list[Effect]:
         """A namespace was reset, and has another epoch."""
         self._adopted.discard(namespace)
+        namespace.inherited = False
         told = [tier for tier in self._state.tiers if namespace in tier.spaces]
         return _new_epoch(namespace, told)
 

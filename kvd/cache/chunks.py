@@ -156,18 +156,20 @@ class ChunkTable:
         writing = [slot for slot in self.slots.tickets if owned_by(slot) == owner]
         return self.slots.give_up(writing), self.slots.call_in(raced) + self.lending.call_in(owner)
 
-    def reset(self, *, by_operator: bool = False) -> tuple[ResetDone, Refs]:
+    def reset(self, *, by_operator: bool = False, above: int = 0) -> tuple[ResetDone, Refs]:
         """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
 
-        What tiers keep does not count any more either: the namespace has another epoch, which
-        they are to be told. Slots are freed by `sweep`; those that are pinned go when their leases
-        end. What was offered and not stored yet keeps its count.
+        What tiers keep does not count any more either: the namespace has another epoch, greater
+        than its last one and than `above`, which they are to be told. Slots are freed by `sweep`;
+        those that are pinned go when their leases end. What was offered and not stored yet keeps
+        its count.
 
         Returns:
             How many go now and how many when their leases end, and the slots to be revoked.
         """
         # First of all: what is not here any more must not come up again, whenever a kill comes.
-        self.directory.take_epoch(new_epoch())
+        # Greater also where the clock was set back.
+        self.directory.take_epoch(max(new_epoch(), self.directory.epoch + 1, above + 1))
         if self.directory.tiers is not None:
             self.directory.tiers.forget()
         writing = self.slots.give_up(list(self.slots.tickets))

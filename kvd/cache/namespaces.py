@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.descriptions import MakeDescriptions
-from kvd.cache.directory import DirectoryWriter
+from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.ledger import Kept, Ledger, ledger_bytes
+from kvd.cache.resets import Resets
 from kvd.config.settings import Settings
 from kvd.config.tiers import parse_tiers
 from kvd.errors import KvdError, LedgerDamaged, Refused
@@ -23,7 +24,7 @@ from kvd.pool.geometry import COLUMN_EXTENTS, Geometry
 from kvd.pool.pool import Pool
 from kvd_proto.changes import change_capacity
 from kvd_proto.directory import MAX_SLOTS, DirectoryHeader
-from kvd_proto.messages import ErrorCode
+from kvd_proto.messages import ErrorCode, ResetDone
 from kvd_proto.tier_table import entries_for
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ class Namespace:
     engines: how many are attached.
     tokens_per_chunk: None where it is not known or the groups differ.
     reuse_threshold: a key gets a slot at its n-th offer.
+    inherited: its epoch is of a reset before it was opened; a tier may know of a later one.
     """
 
     id: bytes
@@ -84,6 +86,7 @@ class Namespace:
     engines: int = 0
     tokens_per_chunk: int | None = None
     reuse_threshold: int = 1
+    inherited: bool = False
 
     @property
     def geometry(self) -> Geometry:
@@ -101,7 +104,7 @@ class Namespace:
         return self.directory.epoch
 
     def take_epoch(self, epoch: int) -> None:
-        """A tier remembers an epoch: it holds from now on, and for the next daemon."""
+        """Somebody remembers an epoch: it holds from now on, and for the next daemon."""
         self.directory.take_epoch(epoch)
 
     def __repr__(self) -> str:
@@ -125,6 +128,7 @@ class Namespaces:
         drop_buffers: lets go of all that was made for the namespace of this name.
         keeping: how chunks are kept for the next daemon, if they are.
         fill: the order in which the pool's memory comes; where it is left out, the daemon's.
+        resets: which namespaces were reset, by this daemon and those before.
     """
 
     def __init__(
@@ -138,8 +142,10 @@ class Namespaces:
         drop_buffers: Callable[[str], None] = lambda _name: None,
         keeping: Keeping | None = None,
         fill: FillOrder | None = None,
+        resets: Resets | None = None,
     ) -> None:
         self.pool = Pool(cpu_bytes, fill)
+        self._resets = Resets() if resets is None else resets
         tiers = parse_tiers(settings.tier)
         self._num_tiers = len(tiers)
         self._tier_bytes = _sum(tier.size_bytes for tier in tiers)
@@ -211,6 +217,9 @@ class Namespaces:
             except KvdError:
                 self._drop_buffers(ns_id.hex())
                 raise
+            if not temporary and (epoch := self._resets.oldest(ns_id.hex())):
+                known.take_epoch(epoch)
+                known.inherited = True
         descriptions = known.table.descriptions
         if descriptions.writer is None and record_bytes and not temporary:
             descriptions.writer = self._make_descriptions(ns_id.hex(), record_bytes)
@@ -231,6 +240,10 @@ class Namespaces:
         )
         buffer = self._keeping.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
         return Ledger.create(buffer, geometry.num_slots, kept)
+
+    def is_outdated(self, ledger: Ledger) -> bool:
+        """Whether its namespace was reset while another pool was in use."""
+        return ledger.epoch < self._resets.epoch(ledger.kept.namespace)
 
     def reopen(self, ledger: Ledger) -> Namespace:
         """Open a namespace of the previous daemon with all chunks of its ledger.
@@ -339,6 +352,21 @@ class Namespaces:
 
     def __len__(self) -> int:
         return len(self._open)
+
+    def reset(
+        self, namespace: Namespace, *, by_operator: bool = False
+    ) -> tuple[ResetDone, Refs, str]:
+        """Drop every chunk of a namespace, also as far as the next daemon is concerned.
+
+        Returns:
+            As `ChunkTable.reset`, and why the next daemon may find again what tiers keep; empty
+            where it will not.
+        """
+        above = self._resets.oldest(namespace.id.hex())
+        done, slots = namespace.table.reset(by_operator=by_operator, above=above)
+        if namespace.temporary:  # no tier has any of it
+            return done, slots, ""
+        return done, slots, self._resets.note(namespace.id.hex(), namespace.epoch)
 
     def make_room(self) -> None:
         """Where no more may be open, close the oldest that may go.

@@ -178,6 +178,15 @@ class KeptPool:
                     file.unlink()
                     del ledgers[file]
                     continue
+                if namespaces.is_outdated(ledger):
+                    log.warning(
+                        "%s: its namespace was reset while another pool was in use: its chunks are"
+                        " not used",
+                        file,
+                    )
+                    file.unlink()
+                    del ledgers[file]
+                    continue
                 namespace = namespaces.reopen(ledger)
             except LedgerDamaged as error:
                 self._files.set_aside(file, str(error))

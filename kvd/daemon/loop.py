@@ -55,6 +55,7 @@ from kvd.daemon.lane_processes import Lanes
 from kvd.daemon.memory import PoolMemory
 from kvd.daemon.publisher_process import PublisherProcess
 from kvd.daemon.request_socket import Requests
+from kvd.daemon.reset_file import ResetFile
 from kvd.daemon.shared import DirectoryMemory, ReadyPipes
 from kvd.daemon.start import Begun
 from kvd.daemon.tier_processes import TierProcesses
@@ -107,6 +108,7 @@ class Service:
             keeps=settings.keep_pool == "yes",
             cold=cold,
         )
+        self._resets = ResetFile(self._runtime.resets)
         self._poller = begun.first.poller
         self._http = HttpProcess(
             self._runtime.path, self._runtime.http_socket, settings.http_listen, self._poller
@@ -258,6 +260,7 @@ class Service:
                 drop_buffers=self._drop_buffers,
                 keeping=keeping,
                 fill=fill,
+                resets=self._resets,
             )
 
         try:

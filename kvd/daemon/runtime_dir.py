@@ -36,6 +36,7 @@ class RuntimeDir:
         self.control_socket = self.path / "control.sock"
         self.http_socket = self.path / "http.sock"
         self.lock_file = self.path / "kvd.lock"
+        self.resets = self.path / "kvd.resets"  # stays, see kvd.daemon.reset_file
         self._lock_fd = -1
 
     def lock(self) -> None:
