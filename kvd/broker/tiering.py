@@ -214,7 +214,13 @@ class Tiering:
         self._adopted.discard(namespace)
         namespace.inherited = False
         told = [tier for tier in self._state.tiers if namespace in tier.spaces]
-        return _new_epoch(namespace, told)
+        deaf = [tier for tier in self._state.tiers if not tier.in_use and not tier.info.shared]
+        text = (
+            f"has not noted the reset of namespace {namespace.id.hex()[:8]}, and will when it"
+            " serves again; if the machine is restarted before, empty the tier first"
+        )
+        warnings = [_event(tier, text, "warning") for tier in deaf if not namespace.temporary]
+        return _new_epoch(namespace, told) + warnings
 
     def _answered(self, namespace: Namespace) -> list[Tier]:
         openings = ((tier, tier.spaces.get(namespace)) for tier in self._state.tiers)

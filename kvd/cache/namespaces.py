@@ -145,7 +145,7 @@ class Namespaces:
         resets: Resets | None = None,
     ) -> None:
         self.pool = Pool(cpu_bytes, fill)
-        self._resets = Resets() if resets is None else resets
+        self.resets = Resets() if resets is None else resets
         tiers = parse_tiers(settings.tier)
         self._num_tiers = len(tiers)
         self._tier_bytes = _sum(tier.size_bytes for tier in tiers)
@@ -217,7 +217,7 @@ class Namespaces:
             except KvdError:
                 self._drop_buffers(ns_id.hex())
                 raise
-            if not temporary and (epoch := self._resets.oldest(ns_id.hex())):
+            if not temporary and (epoch := self.resets.oldest(ns_id.hex())):
                 known.take_epoch(epoch)
                 known.inherited = True
         descriptions = known.table.descriptions
@@ -243,7 +243,7 @@ class Namespaces:
 
     def is_outdated(self, ledger: Ledger) -> bool:
         """Whether its namespace was reset while another pool was in use."""
-        return ledger.epoch < self._resets.epoch(ledger.kept.namespace)
+        return ledger.epoch < self.resets.epoch(ledger.kept.namespace)
 
     def reopen(self, ledger: Ledger) -> Namespace:
         """Open a namespace of the previous daemon with all chunks of its ledger.
@@ -362,11 +362,11 @@ class Namespaces:
             As `ChunkTable.reset`, and why the next daemon may find again what tiers keep; empty
             where it will not.
         """
-        above = self._resets.oldest(namespace.id.hex())
+        above = self.resets.oldest(namespace.id.hex())
         done, slots = namespace.table.reset(by_operator=by_operator, above=above)
         if namespace.temporary:  # no tier has any of it
             return done, slots, ""
-        return done, slots, self._resets.note(namespace.id.hex(), namespace.epoch)
+        return done, slots, self.resets.note(namespace.id.hex(), namespace.epoch)
 
     def make_room(self) -> None:
         """Where no more may be open, close the oldest that may go.

@@ -40,7 +40,7 @@ class ResetFile(Resets):
         except FileNotFoundError:
             return
         except (OSError, LedgerDamaged) as error:
-            self.floor = new_epoch()
+            self.floor = new_epoch() + 2**21  # later than any of this millisecond
             log.error(  # noqa: TRY400  # the text has the reason
                 "%s cannot be believed (%s): chunks that tiers keep of before are not used, since"
                 " some of them may have been dropped by a reset",

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 
 from kvd.broker.breaker import State
-from kvd.broker.effects import Notify
+from kvd.broker.effects import Notify, Reply
 from kvd.broker.tiering import STUCK_SECONDS
 from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, NewEpoch, OpenSpace, Outcome, Put
 from kvd_proto.directory import LookupResult
-from kvd_proto.messages import Attached, Clear, Drain, Reset, TierInfo
+from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
 from tests.broker.brokers import join, mapped, register
 from tests.broker.fake_tier import STEP, FakeTier, TierBench, done, held
 from tests.broker.test_steps import bring_up
@@ -521,6 +521,65 @@ def test_the_latest_reset_that_a_tier_remembers_holds() -> None:
     assert namespace.epoch == 9
     assert [fake.epochs[namespace.id] for fake in bench.fakes] == [9, 9, 9]
     assert all(fake.tier.spaces[namespace].used for fake in bench.fakes)
+
+
+@pytest.mark.parametrize(("remembers", "holds"), [(0, 50), (7, 50), (50, 50), (90, 90)])
+def test_a_tier_that_has_not_heard_of_a_reset_is_told(remembers: int, holds: int) -> None:
+    """A namespace begins with the epoch of its last reset; only a tier that knows a later one."""
+    bench, disk = bench_of(DISK)
+    other = bytes([9]) * 16
+    namespaces = bench.broker.state.namespaces
+    assert namespaces is not None
+    namespaces.resets.note(other.hex(), 50)
+    for at in (remembers, 50):
+        disk.kept[other, at, b"old"] = (0, 1, 0, b"")
+    disk.epochs[other] = remembers
+    namespace = namespaces.open(other, (4096,), world_size=1, replicated=False)
+    assert namespace.epoch == 50
+    namespaces.attach_engine(namespace)
+    bench.turn(0.5)
+    order = next(each for each in disk.told if isinstance(each, OpenSpace) and each.epoch == 0)
+    assert order.namespace in {other, bench.namespace.id}
+    assert (namespace.epoch, disk.epochs[other]) == (holds, holds)
+    bench.run()
+    table = namespace.directory.tiers
+    assert table is not None
+    assert (table.find(b"old") is not None) == (remembers >= 50)
+    assert disk.tier.spaces[namespace].used
+
+
+def test_a_tier_that_is_not_there_at_a_reset_is_named() -> None:
+    """What would bring old chunks back is said, with the remedy; of one that serves nothing is."""
+    bench, disk = bench_of(DISK)
+    bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+    assert not any("noted" in event.text for event in bench.events)
+    disk.end()
+    bench.carry_out(bench.broker.request(bench.scheduler, 10, Reset(), bench.now))
+    assert "has not noted the reset" in bench.events[-1].text
+
+
+@pytest.mark.parametrize("by", ["engine", "operator"])
+def test_a_reset_that_the_next_daemon_would_not_know_of_has_failed(
+    by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Chunks are gone and tiers are told, and who asked for it is told to ask again."""
+    bench, disk = bench_of(DISK)
+    bench.keep(b"a")
+    namespaces = bench.broker.state.namespaces
+    assert namespaces is not None
+    monkeypatch.setattr(namespaces.resets, "note", lambda *_: "no room; make some")
+    if by == "engine":
+        effects = bench.broker.request(bench.scheduler, 9, Reset(), bench.now)
+    else:
+        tool = join(bench.broker, "tool")
+        effects = bench.broker.request(tool, 2, Clear(namespace=None), bench.now)
+    (reply,) = [each.message for each in effects if isinstance(each, Reply)]
+    assert reply == Error.of(ErrorCode.NOT_READY, "no room; make some")
+    namespace = bench.namespace
+    bench.carry_out(effects)
+    assert bench.lookup(b"a") == [MISS]
+    assert bench.below(b"a") is None
+    assert disk.told[-1] == NewEpoch(namespace=namespace.id, epoch=namespace.epoch)
 
 
 def test_tiers_are_told_of_namespaces_that_close() -> None:

@@ -14,6 +14,7 @@ from kvd_client import LookupResult
 from tests.conftest import StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon
+from tests.processes import kill_and_wait
 from tests.waiting import eventually
 
 POOL = "1MiB"  # 64 chunks
@@ -282,6 +283,42 @@ def test_a_new_daemon_with_an_empty_pool_finds_what_a_disk_has(
         engine.store(fresh)
         wait_down(engine, fresh)
         assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+
+
+@pytest.mark.parametrize(
+    ("pool", "then"),
+    [
+        (("--keep-pool", "yes"), ("--keep-pool", "yes", "--cold")),
+        (("--keep-pool", "no"), ("--keep-pool", "no")),
+    ],
+    ids=["cold", "not kept"],
+)
+def test_a_reset_is_remembered_where_the_daemon_ends_before_its_tier_knows(
+    start_daemon: StartDaemon, tmp_path: Path, pool: tuple[str, ...], then: tuple[str, ...]
+) -> None:
+    """The tier stands still, a reset is answered, both are killed: nothing of before is found."""
+    disk = ("--tier", f"disk:{tmp_path / 'slabs'},size=256MiB,keep=all,late=5")
+    daemon = start_daemon(*disk, *pool, cpu_bytes=POOL)
+    with kept(daemon) as (engine, keys):
+        tier = tier_of(daemon)["pid"]
+        os.kill(tier, signal.SIGSTOP)
+        try:
+            assert engine.scheduler.reset() is not None
+            kill_and_wait(daemon.process.pid)
+        finally:
+            kill_and_wait(tier)
+    daemon = start_daemon(*disk, *then, cpu_bytes=POOL)
+    with engine_of(daemon) as engine:
+        wait_usable(engine)
+        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+        fresh = keys_of("fresh", 8)
+        engine.store(fresh)
+        wait_down(engine, fresh)
+        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+        engine.scheduler.seek(keys)
+        push_out(engine, fresh)
+        comes_back(engine, fresh)
+        assert {MISS}.issuperset(engine.scheduler.lookup_many(keys))
 
 
 def test_a_wrong_option_ends_the_start_with_the_remedy(start_daemon: StartDaemon) -> None:

@@ -16,6 +16,7 @@ import pytest
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
+from kvd.cache.resets import Resets
 from kvd.config.settings import Settings
 from kvd.daemon import pool_files
 from kvd.daemon.descriptions import DescriptionFiles
@@ -130,6 +131,7 @@ def maker(
     directories: DirectoryMemory,
     cpu_bytes: int = SIZE,
     make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
+    resets: Resets | None = None,
 ) -> MakeNamespaces:
     """As the daemon makes its namespaces."""
 
@@ -142,6 +144,7 @@ def maker(
             make_descriptions=make_descriptions,
             keeping=keeping,
             fill=fill,
+            resets=resets,
         )
 
     return make
@@ -152,7 +155,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts lives in one pool_dir, the one before ended; the last one is ended with the test."""
     lives: list[Life] = []
 
-    def begin(cpu_bytes: int = SIZE, *, keeps: bool = True, cold: bool = False) -> Life:
+    def begin(
+        cpu_bytes: int = SIZE,
+        *,
+        keeps: bool = True,
+        cold: bool = False,
+        resets: Resets | None = None,
+    ) -> Life:
         for life in lives:
             life.end()
         lives.clear()
@@ -160,7 +169,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
         kept = KeptPool(tmp_path, RUNTIME, keeps=keeps, cold=cold)
         descriptions = DescriptionFiles(kept.open_descriptions)
-        make = maker(directories, cpu_bytes, descriptions.make)
+        make = maker(directories, cpu_bytes, descriptions.make, resets)
         try:
             pool, namespaces = kept.open(cpu_bytes, make)
         except (PoolError, Refused):
@@ -647,6 +656,28 @@ def test_a_namespace_that_is_closed_leaves_no_ledger(start: Start, tmp_path: Pat
     life = start()
     assert not len(life.namespaces)
     assert not list(area(tmp_path).glob("*.ledger"))
+
+
+def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pool that was left while another one was in use, in which the namespace was reset."""
+    resets = Resets()
+    table = start(resets=resets).open(0).table
+    store(table, keys_of("old", 2))
+    resets.note(NAMES[0].hex(), 50)
+    life = start(resets=resets)
+    assert life.held == []
+    assert "was reset while another pool was in use" in caplog.text
+    namespace = life.open(0)
+    assert namespace.epoch == 50
+    store(namespace.table, keys_of("new", 2))
+    again = start(resets=resets)
+    assert again.held == [set(keys_of("new", 2))]
+    _, _, lack = again.namespaces.reset(again.open(0))
+    assert not lack
+    store(again.table(0), keys_of("newer", 2))
+    assert start(resets=resets).held == [set(keys_of("newer", 2))]
 
 
 def test_an_area_in_use_is_refused(start: Start, tmp_path: Path) -> None:
