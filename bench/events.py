@@ -30,7 +30,7 @@ from kvd_proto.announcer import Announcer
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.changes import change_capacity
 from kvd_proto.descriptions import Description, encode
-from kvd_proto.directory import DirectoryHeader
+from kvd_proto.directory_header import DirectoryHeader
 from kvd_proto.messages import Fingerprint, Store
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from kvd_proto.blocks import JobBlocks
 from kvd_proto.changes import CHANGE_BYTES
 from kvd_proto.codec import NO_ID, WIRE
 from kvd_proto.descriptions import Description, encode, pack_header, pack_record
-from kvd_proto.directory import DirectoryHeader, SlotState
+from kvd_proto.directory import SlotState
+from kvd_proto.directory_header import DirectoryHeader
 from kvd_proto.layout import GroupSpec, Range, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
     REPLY_OF,

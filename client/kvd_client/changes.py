@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvd_proto.change_reader import ChangeReader, Differences, Place
+from kvd_proto.change_reader import ChangeReader
 from kvd_proto.descriptions import Description, DescriptionsView
 from kvd_proto.directory import DirectoryView
 from kvd_proto.messages import KvEvents
+from kvd_proto.said import Differences, Place
 
 ABSENT_SECONDS = 10.0
 """How long chunks stay told while the engine is not attached: a daemon is restarted in less."""

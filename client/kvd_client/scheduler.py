@@ -30,7 +30,8 @@ from kvd_client.attachment import Attachment
 from kvd_client.errors import UsageError
 from kvd_client.scheduler_tiers import SchedulerTiers
 from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
-from kvd_proto.directory import MAX_SLOTS, LookupResult
+from kvd_proto.directory import LookupResult
+from kvd_proto.directory_header import MAX_SLOTS
 from kvd_proto.messages import (
     MAX_KEY_BYTES,
 )

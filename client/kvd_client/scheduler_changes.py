@@ -3,9 +3,10 @@
 from kvd_client.arguments import shown, whole
 from kvd_client.errors import UsageError
 from kvd_client.scheduler_session import SchedulerSession
-from kvd_proto.change_reader import DEFAULT_LIMIT, Differences, Place
+from kvd_proto.change_reader import DEFAULT_LIMIT
 from kvd_proto.changes import MAX_CHANGES
 from kvd_proto.descriptions import Description
+from kvd_proto.said import Differences, Place
 
 
 class SchedulerChanges(SchedulerSession):

@@ -27,14 +27,13 @@ from kvd_proto.directory import (
     NO_SHARE_YET,
     READ_STATE,
     RECORD,
-    RECORD_BYTES,
     RECORD_DTYPE,
     SLOT_MASK,
-    DirectoryHeader,
     DirectoryView,
     Entry,
     SlotState,
 )
+from kvd_proto.directory_header import RECORD_BYTES, DirectoryHeader
 from kvd_proto.errors import DirectoryError
 
 if TYPE_CHECKING:

@@ -7,9 +7,9 @@ groups of their own, so that a chain may go on in the other medium.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
-from kvd_proto.change_reader import Place
 from kvd_proto.descriptions import Description
 from kvd_proto.directory import KEY_BYTES
+from kvd_proto.said import Place
 
 _GROUP_BYTES = 4
 _TOKEN_BYTES = 4

@@ -31,9 +31,9 @@ from kvd_proto.announcements import (
     stored_blocks,
 )
 from kvd_proto.chains import WHOLE, Block, Chains, each
-from kvd_proto.change_reader import Differences, Place
 from kvd_proto.descriptions import Description, decode, encode
 from kvd_proto.errors import ReaderFault
+from kvd_proto.said import Differences, Place
 
 MOST_REPEATED = 500
 """Runs of blocks that one call tells again; the next calls go on."""

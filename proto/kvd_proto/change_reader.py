@@ -17,14 +17,12 @@ Sans-I/O, like the directory's view. Nothing here waits, and each call does a bo
 """
 
 import time
-from collections import ChainMap
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Final, NamedTuple
 
 from kvd_proto.changes import Change, ChangeKind
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import ReaderFault
+from kvd_proto.said import NO_SLOT, Differences, Place, Said
 from kvd_proto.tier_table import TierTableView
 
 PIECE_SLOTS = 512
@@ -36,143 +34,7 @@ DEFAULT_LIMIT = 1000
 _READY, _REMOVED, _CLEARED = map(int, (ChangeKind.READY, ChangeKind.REMOVED, ChangeKind.CLEARED))
 _KEPT, _RELEASED = int(ChangeKind.KEPT), int(ChangeKind.RELEASED)
 
-NO_SLOT: Final = 0xFFFF_FFFF
-"""The slot, with generation 0, of a chunk in tiers."""
-
-
-class Place(NamedTuple):
-    """Where a chunk lies, and which of its blocks it holds: first..first + count - 1.
-
-    slot, generation: of a READY chunk; `NO_SLOT` and 0 of one in tiers.
-    time_ns: when it became so, by CLOCK_MONOTONIC; 0 where it was found in the directory.
-    """
-
-    slot: int
-    generation: int
-    first: int
-    count: int  # type: ignore[assignment]  # a chunk has no other count
-    time_ns: int
-
-
 _PLACE = tuple.__new__
-
-
-@dataclass(slots=True)
-class Differences:
-    """What has changed of what is said, each key once in the first two, and once in the others.
-
-    stored: chunks that are READY, and were not said to be, or at another place or with other
-        blocks: such a key has not been removed in between.
-    removed: keys of chunks that were said to be READY and are not.
-    kept: chunks that lie in tiers, and were not said to, or with other blocks.
-    released: keys of chunks that were said to lie in tiers and lie in none.
-    """
-
-    stored: dict[bytes, Place] = field(default_factory=dict)
-    removed: list[bytes] = field(default_factory=list)
-    kept: dict[bytes, Place] = field(default_factory=dict)
-    released: list[bytes] = field(default_factory=list)
-
-    def __bool__(self) -> bool:
-        return bool(self.stored or self.removed or self.kept or self.released)
-
-    def __len__(self) -> int:
-        return len(self.stored) + len(self.removed) + len(self.kept) + len(self.released)
-
-
-class Book:
-    """What is said of chunks in memory, or of those in tiers.
-
-    No key is in two of the first three.
-
-    Attributes:
-        said: what is said, and true as far as is known.
-        unconfirmed: what was said before a directory is looked through, and not found in it yet.
-        gone: what is known to be gone and still said: it is taken back piece by piece.
-        next: where the snapshot goes on; None: all was seen.
-        end: the change after which the snapshot is complete.
-    """
-
-    __slots__ = ("end", "gone", "next", "said", "unconfirmed")
-
-    def __init__(self) -> None:
-        self.said: dict[bytes, Place] = {}
-        self.unconfirmed: dict[bytes, Place] = {}
-        self.gone: dict[bytes, Place] = {}
-        self.next: int | None = None
-        self.end = 0
-
-    @property
-    def all(self) -> Mapping[bytes, Place]:
-        """All that was said and was not taken back."""
-        return ChainMap(self.said, self.unconfirmed, self.gone)
-
-    def place(self, key: bytes) -> Place | None:
-        """Where a chunk is said to be; None: it is not."""
-        return self.said.get(key) or self.unconfirmed.get(key) or self.gone.get(key)
-
-    def claim(self, key: bytes) -> Place | None:
-        """Take a chunk out of those that may have to be taken back."""
-        return self.unconfirmed.pop(key, None) or self.gone.pop(key, None)
-
-    def begin(self, at: int) -> None:
-        """All that is said is to be found again, from here on."""
-        self.unconfirmed = _joined(self.unconfirmed, self.said)
-        self.said = {}
-        self.next = at
-
-    def withdraw(self) -> None:
-        """All that is said is gone, unless it is found in a snapshot that goes on."""
-        self.gone = _joined(self.gone, _joined(self.unconfirmed, self.said))
-        self.unconfirmed, self.said = {}, {}
-
-    def settle(self, position: int) -> None:
-        """What a snapshot that is complete has not found is gone."""
-        if self.unconfirmed and self.next is None and position >= self.end:
-            self.gone = _joined(self.gone, self.unconfirmed)
-            self.unconfirmed = {}
-
-    def net(
-        self, before: dict[bytes, Place | None], limit: int
-    ) -> tuple[dict[bytes, Place], list[bytes]]:
-        """What is there now, and what is not any more.
-
-        Args:
-            before: what was said of each key that was touched.
-            limit: chunks that are taken back at most, besides those that were touched.
-        """
-        stored: dict[bytes, Place] = {}
-        removed: list[bytes] = []
-        said, unconfirmed, gone = self.said.get, self.unconfirmed.get, self.gone
-        for key, was in before.items():
-            now = said(key) or unconfirmed(key)
-            if now is not None:
-                if was is None or now[:4] != was[:4]:
-                    stored[key] = now
-            elif was is None:
-                gone.pop(key, None)  # it came and went within this call
-            elif key not in gone:
-                removed.append(key)
-        if gone:
-            removed += [gone.popitem()[0] for _ in range(min(limit, len(gone)))]
-        return stored, removed
-
-    def __len__(self) -> int:
-        return len(self.said) + len(self.unconfirmed) + len(self.gone)
-
-    def check_integrity(self) -> None:
-        """Raise ReaderFault where what is held contradicts itself."""
-        said, unconfirmed, gone = self.said.keys(), self.unconfirmed.keys(), self.gone.keys()
-        twice = (said & unconfirmed) | (said & gone) | (unconfirmed & gone)
-        if twice:
-            raise ReaderFault(f"{len(twice)} chunks are said twice: {self!r}")
-        if b"" in self.all:
-            raise ReaderFault(f"a chunk has no key: {self!r}")
-
-    def __repr__(self) -> str:
-        snapshot = "" if self.next is None else f", snapshot at {self.next}"
-        counts = f"{len(self.said)} said, {len(self.unconfirmed)} unconfirmed"
-        return f"<{counts}, {len(self.gone)} gone{snapshot}>"
 
 
 class ChangeReader:
@@ -189,7 +51,7 @@ class ChangeReader:
 
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
-        self._memory, self._tiers = Book(), Book()
+        self._memory, self._tiers = Said(), Said()
         self._directory: DirectoryView | None = None
         self._position = 0  # the number of the last change that was applied
         self._lag_ns = 0
@@ -242,7 +104,7 @@ class ChangeReader:
 
     def forget(self) -> None:
         """Take everything back. Of a directory that is followed all is said anew."""
-        self._memory, self._tiers = Book(), Book()
+        self._memory, self._tiers = Said(), Said()
         if self._directory is not None:
             self._begin_snapshot(self._directory)
 
@@ -313,33 +175,33 @@ class ChangeReader:
         below: dict[bytes, Place | None],
     ) -> None:
         memory, tiers = self._memory, self._tiers
-        said, touch = memory.said, before.setdefault
+        confirmed, touch = memory.confirmed, before.setdefault
         for _, time_ns, generation, slot, first, count, _group, kind, key in changes:
             if kind == _READY:
-                was = said.get(key)
+                was = confirmed.get(key)
                 if was is None and (memory.unconfirmed or memory.gone):
                     was = memory.claim(key)
                 touch(key, was)
-                said[key] = _PLACE(Place, (slot, generation, first, count, time_ns))
+                confirmed[key] = _PLACE(Place, (slot, generation, first, count, time_ns))
             elif kind == _REMOVED:
-                was = said.get(key)
+                was = confirmed.get(key)
                 if was is None and (memory.unconfirmed or memory.gone):
                     was = memory.place(key)
                 if was is not None and was[1] == generation and was[0] == slot:
                     touch(key, was)
-                    if said.pop(key, None) is None:
+                    if confirmed.pop(key, None) is None:
                         memory.claim(key)
             elif kind == _KEPT:
-                below.setdefault(key, tiers.said.get(key) or tiers.claim(key))
-                tiers.said[key] = _PLACE(Place, (NO_SLOT, 0, first, count, time_ns))
+                below.setdefault(key, tiers.confirmed.get(key) or tiers.claim(key))
+                tiers.confirmed[key] = _PLACE(Place, (NO_SLOT, 0, first, count, time_ns))
             elif kind == _RELEASED:
-                was = tiers.said.pop(key, None) or tiers.claim(key)
+                was = tiers.confirmed.pop(key, None) or tiers.claim(key)
                 if was is not None:
                     below.setdefault(key, was)
             elif kind == _CLEARED:
                 # Whatever became READY after it comes after it in the ring, too.
                 memory.withdraw()
-                said = memory.said
+                confirmed = memory.confirmed
             else:
                 self._begin_tiers(directory)
 
@@ -360,10 +222,10 @@ class ChangeReader:
                 return
             for slot, generation, first, count, key in chunks:
                 if slot not in changed:
-                    was = memory.said.get(key) or memory.claim(key)
+                    was = memory.confirmed.get(key) or memory.claim(key)
                     before.setdefault(key, was)
                     time_ns = 0 if was is None or was[:2] != (slot, generation) else was[4]
-                    memory.said[key] = Place(slot, generation, first, count, time_ns)
+                    memory.confirmed[key] = Place(slot, generation, first, count, time_ns)
             found += len(chunks)
             begin += PIECE_SLOTS
             if begin >= directory.num_slots:
@@ -410,19 +272,19 @@ class ChangeReader:
         tiers, held = self._tiers, table.held(begin, end)
         for key, place in held:
             first, count = place.first, place.count
-            was = tiers.said.get(key) or tiers.claim(key)
+            was = tiers.confirmed.get(key) or tiers.claim(key)
             below.setdefault(key, was)
             time_ns = 0 if was is None or was[2:4] != (first, count) else was[4]
-            tiers.said[key] = Place(NO_SLOT, 0, first, count, time_ns)
+            tiers.confirmed[key] = Place(NO_SLOT, 0, first, count, time_ns)
         return len(held)
 
     # --------------------------------------------------------------- integrity
 
     def check_integrity(self) -> None:
         """Raise ReaderFault where what is held contradicts itself."""
-        for book in (self._memory, self._tiers):
-            book.check_integrity()
-            if self._directory is None and book.next is not None:
+        for said in (self._memory, self._tiers):
+            said.check_integrity()
+            if self._directory is None and said.next is not None:
                 raise ReaderFault(f"a snapshot of nothing: {self!r}")
         if self._directory is not None and self._position > self._directory.changes.head:
             raise ReaderFault(f"ahead of the ring: {self!r}")
@@ -433,11 +295,3 @@ class ChangeReader:
             f"<ChangeReader at change {self._position} of {where}:"
             f" in memory {self._memory!r}, in tiers {self._tiers!r}>"
         )
-
-
-def _joined(some: dict[bytes, Place], others: dict[bytes, Place]) -> dict[bytes, Place]:
-    """Both in one; in constant time where one is empty, as it nearly always is."""
-    if not some or not others:
-        return some or others
-    some.update(others)
-    return some

@@ -6,7 +6,8 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.errors import IntegrityError
-from kvd_proto.directory import PROBE_LIMIT, READ_HEADS, LookupResult, SlotState
+from kvd_proto.directory import READ_HEADS, LookupResult, SlotState
+from kvd_proto.directory_header import PROBE_LIMIT
 from tests.cache.tables import begin, finish, make_table, names, pin, store
 
 

@@ -2,7 +2,7 @@
 
 from kvd.cache.directory import DirectoryWriter
 from kvd_proto.changes import ChangeKind
-from kvd_proto.directory import DirectoryHeader
+from kvd_proto.directory_header import DirectoryHeader
 from tests.cache.test_changes import become_ready
 
 KEPT, RELEASED, TIERS = ChangeKind.KEPT, ChangeKind.RELEASED, ChangeKind.TIERS

@@ -23,7 +23,8 @@ from kvd_client.session import Session
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.descriptions import room
-from kvd_proto.directory import DirectoryHeader, SlotState
+from kvd_proto.directory import SlotState
+from kvd_proto.directory_header import DirectoryHeader
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
     Attached,

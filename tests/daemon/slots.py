@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.directory import FLOOR_AT, RECORD_DTYPE, DirectoryHeader, SlotState
+from kvd_proto.directory import RECORD_DTYPE, SlotState
+from kvd_proto.directory_header import FLOOR_AT, DirectoryHeader
 from kvd_proto.errors import DirectoryError
 from tests.daemon.raw_client import RawClient
 

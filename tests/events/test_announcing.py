@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from kvd_proto.announcements import RemovedBlocks, StoredBlocks
 from kvd_proto.announcer import Announcer
-from kvd_proto.change_reader import Differences, Place
 from kvd_proto.descriptions import Description, decode
+from kvd_proto.said import Differences, Place
 from tests.events.content import CHUNKS, FACTOR, Chunk, chunks, conversation
 from tests.events.expected import Expected, Held, Indexes
 from tests.routers.wire import Batch, BlockRemoved, BlockStored, Event

@@ -40,7 +40,8 @@ from kvd.wire.seqpacket import Channel, close_all
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.control import CONTROL_BYTES
-from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryHeader, SlotState
+from kvd_proto.directory import RECORD_DTYPE, SlotState
+from kvd_proto.directory_header import HEADER_BYTES, DirectoryHeader
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import HOST, Done, Handle, HostHandle, Job, JobStatus, Message, Store
 from tests.layouts import flat_layout

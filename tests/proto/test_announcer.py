@@ -18,8 +18,8 @@ from hypothesis.stateful import (
 from kvd_proto import announcer as announcer_module
 from kvd_proto.announcements import Announcement, RemovedBlocks, StoredBlocks
 from kvd_proto.announcer import Announcer
-from kvd_proto.change_reader import NO_SLOT, Differences, Place
 from kvd_proto.descriptions import Description
+from kvd_proto.said import NO_SLOT, Differences, Place
 
 BLOCK_SIZE = 2
 NODES = 14

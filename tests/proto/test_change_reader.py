@@ -11,7 +11,8 @@ from hypothesis.stateful import (
 )
 
 from kvd_proto import change_reader
-from kvd_proto.change_reader import ChangeReader, Differences, Place
+from kvd_proto.change_reader import ChangeReader
+from kvd_proto.said import Differences, Place
 from tests.proto.changing import KEYS, RING, Changing, InterruptedView, Operation, operations
 
 READERS = 3

@@ -21,7 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvd_client import LookupResult, StoreAnswer, StoreTicket, TierInfo
 from kvd_client.vllm import KvdOffloadingManager, KvdOffloadingSpec
 from kvd_client.vllm.connector import KvdConnectorScheduler
-from kvd_proto.change_reader import Differences, Place
+from kvd_proto.said import Differences, Place
 from tests.vllm.configs import BLOCK, configured, full
 
 

@@ -8,8 +8,8 @@ import pytest
 from vllm.distributed.kv_events import BlockStored
 
 from kvd_client.vllm import KvdOffloadingSpec
-from kvd_proto.change_reader import Place
 from kvd_proto.descriptions import decode
+from kvd_proto.said import Place
 from tests.vllm.configs import BLOCK, configured
 from tests.vllm.stepping import Lender, Stepping
 

@@ -12,9 +12,9 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvd_client.vllm.events import PoolEvents, hashes_in_events, to_event
 from kvd_proto.announcements import RemovedBlocks, StoredBlocks
-from kvd_proto.change_reader import NO_SLOT, Differences, Place
 from kvd_proto.descriptions import Description
 from kvd_proto.messages import TierInfo
+from kvd_proto.said import NO_SLOT, Differences, Place
 from tests.routers.vectors import PAYLOADS
 
 TIME = 1764000000.0

@@ -42,8 +42,8 @@ from kvd_client.vllm.ranges import BlockRanges
 from kvd_client.vllm.unpublished import Unpublished
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from kvd_proto.announcements import locality
-from kvd_proto.change_reader import Differences
 from kvd_proto.messages import MAX_KEYS
+from kvd_proto.said import Differences
 
 OWNERSHIP = "kvd"  # of the chunks that events speak of
 
