@@ -304,6 +304,7 @@ ROWS: dict[str, list[Panel]] = {
             " chunks that were to come up and did not.",
             (_rate("kvd_undemoted_chunks_total", "instance"), "{{instance}} not kept"),
             (_rate("kvd_not_promoted_chunks_total", "instance"), "{{instance}} not come up"),
+            (_rate("kvd_sought_dropped_chunks_total", "instance"), "{{instance}} not asked for"),
         ),
     ],
     "KV events": [

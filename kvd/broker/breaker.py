@@ -7,7 +7,8 @@ breaker, or opens it for longer. It opens when
 - something is outstanding and nothing has moved for `late_seconds`,
 - half of the last batches, four at least, have failed,
 - three chunks within a minute were not what had been stored,
-- its process has ended.
+- its process has ended,
+- the broker could not go on with it.
 
 A tier that is full is none of these: it only gets nothing more for a while, see
 `kvd.broker.tiers`. All times are monotonic seconds and given, nothing here looks at a clock.
@@ -38,11 +39,12 @@ class Signal(StrEnum):
     FAILED = "failed"  # half of the last batches, or the probe
     CORRUPT = "corrupt"
     LOST = "lost"
+    WRONG = "wrong"  # the broker could not go on with it
     DUE = "due"  # the pause is over, and it is idle
     PROVEN = "proven"  # the probe went well
 
 
-_BAD = (Signal.LATE, Signal.FAILED, Signal.CORRUPT, Signal.LOST)
+_BAD = (Signal.LATE, Signal.FAILED, Signal.CORRUPT, Signal.LOST, Signal.WRONG)
 TABLE: dict[tuple[State, Signal], State] = {
     **{(State.CLOSED, signal): State.OPEN for signal in _BAD},
     **{(State.PROBING, signal): State.OPEN for signal in _BAD},
@@ -120,6 +122,14 @@ class Breaker:
     def lost(self, now: float, why: str) -> None:
         """Its process has ended."""
         self.signal(Signal.LOST, now, why)
+
+    def wrong(self, now: float, why: str) -> None:
+        """Whoever watches could not go on with it: each time in a row the pause is longer."""
+        if self.state is State.OPEN:
+            self._pause = min(2 * self._pause, LONGEST_PAUSE)
+            self.retry_at, self.why = now + self._pause, why
+        else:
+            self.signal(Signal.WRONG, now, why)
 
     def look(self, now: float, *, outstanding: bool) -> None:
         """See whether it is late, or may be probed."""

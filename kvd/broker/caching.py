@@ -92,7 +92,7 @@ class Caching:
         if ready:
             effects.append(ChunksReady(owner))
         if message.sought:
-            effects += self._tiering.promotion.seek(namespace, owner, message.sought, now)
+            effects += self._tiering.seek(namespace, owner, message.sought, now)
         return [request.reply(lent), *effects]
 
     def _pin(self, pin: Pin, pinned: _Slots, namespace: Namespace, owner: int, now: float) -> None:

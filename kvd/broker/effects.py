@@ -86,9 +86,13 @@ class ToTier(msgspec.Struct, frozen=True):
 
 
 class KillTier(msgspec.Struct, frozen=True):
-    """End a tier's process; its end is reported back as lost, when it has ended."""
+    """End a tier's process; its end is reported back as lost, when it has ended.
+
+    wrong: it was of no use, so the next is started after a pause that grows.
+    """
 
     tier: int
+    wrong: bool = False
 
 
 class StartLane(msgspec.Struct, frozen=True):
@@ -137,11 +141,13 @@ class Event(msgspec.Struct, frozen=True):
     """Something worth a line in the log and a place in the list of recent events.
 
     fields: identifiers in the text, for programs.
+    trace: of an exception, for the log alone.
     """
 
     text: str
     level: str = "info"
     fields: Fields = msgspec.field(default_factory=dict)
+    trace: str = ""
 
 
 Effect: TypeAlias = (

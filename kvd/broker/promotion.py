@@ -11,8 +11,7 @@ has ended, or is dead: the medium may still write there.
 
 import os
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
-from itertools import islice
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvd.broker.effects import ChunksReady, Effect, Event
@@ -71,14 +70,15 @@ class Promotion:
         return len(waiting.keys) * namespace.geometry.bytes_per_chunk if waiting else 0
 
     def seek(
-        self, namespace: Namespace, engine: int, keys: Iterable[bytes], now: float
+        self, namespace: Namespace, engine: int, keys: Sequence[bytes], now: float
     ) -> list[Effect]:
         """An engine wants these in memory, a prompt's head first."""
         if namespace.directory.tiers is None:
             return []
         waiting = self._waiting.setdefault(namespace, _Waiting())
         room, engines = max(0, MOST_SOUGHT - len(waiting.keys)), frozenset({engine})
-        waiting.keys.extend(_Sought(key, engines, now) for key in islice(keys, room))
+        waiting.keys.extend(_Sought(key, engines, now) for key in keys[:room])
+        namespace.table.counts.sought_dropped += len(keys[room:])
         return self._work(namespace, waiting, now)
 
     def prune(self) -> None:
@@ -100,7 +100,7 @@ class Promotion:
     def _work(self, namespace: Namespace, waiting: _Waiting, now: float) -> list[Effect]:
         tiers = namespace.directory.tiers
         if tiers is None or not self._state.pool_ready or self._state.draining:
-            waiting.keys.clear()
+            _drop(namespace, waiting)
             return []
         shared = self._shared(namespace)
         wanted, unknown = self._sorted(namespace, waiting, tiers, now, ask=shared is not None)
@@ -134,6 +134,7 @@ class Promotion:
             sought = keys.popleft()
             key = sought.key
             if now - sought.since > SOUGHT_SECONDS:
+                namespace.table.counts.sought_dropped += 1
                 continue
             if (slot := find(key)) >= 0:
                 if (batch := self._filling.get((namespace, slot))) is not None:
@@ -359,14 +360,40 @@ class Promotion:
             batch.engines = set()
         return [*map(ChunksReady, sorted(engines))]
 
+    def give_up_slots(self, tier: Tier) -> None:
+        """What its process fills, whatever is noted of orders, is nobody's until it has ended."""
+        for namespace in self._state.open_namespaces:
+            life = namespace.table.slots
+            filled = [slot for slot, name in life.filling.items() if name == tier.process]
+            namespace.table.promotions.give_up(life.refs(filled))
+
     def late(self, tier: Tier, batch: Batch) -> None:
         """A get that was given up has ended: its slots are free."""
         _free(tier, batch)
 
-    def lost(self, tier: Tier, batches: Iterable[Batch]) -> None:
-        """A tier's process has ended, and moves nothing any more."""
-        for namespace in {batch.namespace for batch in batches}:
+    def lost(self, tier: Tier) -> None:
+        """A tier's process has ended, is forgotten, and moves nothing any more.
+
+        What is noted here is made anew from what other tiers have under way, so nothing is left of
+        it, whatever went wrong before.
+        """
+        self.give_up_slots(tier)
+        for namespace in self._state.open_namespaces:
             namespace.table.slots.lane_lost(tier.process)
+        live = {each for other in self._state.tiers for each in other.batches.values()}
+        self._filling = {place: each for place, each in self._filling.items() if each in live}
+        for namespace, waiting in self._waiting.items():
+            waiting.asked = {key: each for key, each in waiting.asked.items() if each in live}
+            waiting.under_way = sum(
+                each.nbytes
+                for each in live
+                if each.namespace is namespace and isinstance(each.order, Get) and not each.given_up
+            )
+
+    def drop_waiting(self) -> None:
+        """Nothing waits any more: engines miss it."""
+        for namespace, waiting in self._waiting.items():
+            _drop(namespace, waiting)
 
     def _settle(self, batch: Batch) -> None:
         """A get counts no more among those that are under way."""
@@ -390,6 +417,11 @@ _ASKED = {
     Outcome.ABSENT: "absent",
     Outcome.LATE: "late",
 }
+
+
+def _drop(namespace: Namespace, waiting: _Waiting) -> None:
+    namespace.table.counts.sought_dropped += len(waiting.keys)
+    waiting.keys.clear()
 
 
 def _free(tier: Tier, batch: Batch) -> None:

@@ -1,30 +1,32 @@
-"""What follows when a tier's process answers, falls silent or ends; and which namespaces it has.
+"""What follows when a tier's process answers, falls silent or ends.
 
 The broker decides and never waits: while anything is under way it looks every `LOOK_SECONDS`, and
 a tier that does not move is set aside (`kvd.broker.breaker`). The worst that a tier can cause is a
-miss: the slots that it may still write to, alone, are kept from other use until it has ended.
+miss: the slots that it may still write to, alone, are kept from other use until it has ended. That
+holds for what goes wrong here, too: an exception sets the tier aside, and the daemon goes on.
 """
 
+import contextlib
+import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from kvd.broker.breaker import Signal, State
 from kvd.broker.demotion import Demotion
-from kvd.broker.effects import Effect, Event, KillTier, NamespaceFds, ToTier
+from kvd.broker.effects import Effect, Event, KillTier, ToTier
 from kvd.broker.promotion import Promotion
 from kvd.broker.state import BrokerState
-from kvd.broker.tiers import Batch, Opening, Tier
+from kvd.broker.tier_spaces import TierSpaces
+from kvd.broker.tiers import Batch, Tier, Tiers
 from kvd.cache.namespaces import Namespace
 from kvd.wire.tiering import (
     Ask,
-    CloseSpace,
     Done,
     Get,
     Gone,
     Held,
-    NewEpoch,
-    OpenSpace,
     Outcome,
     Put,
     SpaceOpened,
@@ -54,11 +56,12 @@ class Tiering:
         self._state = state
         self.demotion = Demotion(state)
         self.promotion = Promotion(state)
+        self.spaces = TierSpaces(state)
         self._scanned: deque[_Scanned] = deque()
         self._scanned_at = 0  # how far the first of them was taken in
-        self._adopted: set[Namespace] = set()  # their epoch is not of this daemon's own
         self._watched: set[Namespace] = set()  # those that engines have used
         self._looked = self._next_spaces = self._next_tell = 0.0
+        self._rests_until = 0.0  # what concerns all tiers
         self._handlers: dict[type[Message], Callable[..., list[Effect]]] = {
             TierReady: self._ready,
             TierFailed: self._failed,
@@ -80,34 +83,69 @@ class Tiering:
     def received(self, index: int, message: Message, now: float) -> list[Effect]:
         """A tier's process has sent a message."""
         tier = self._state.tiers[index]
-        handler = self._handlers.get(type(message))
+        handler, name = self._handlers.get(type(message)), type(message).__name__
         if handler is None:
-            return [_event(tier, f"sent {type(message).__name__}", "error")]
-        effects = handler(tier, message, now)
-        return effects + self._follow(tier, now)
+            return [tier.event(f"sent {name}", "error")]
+        if tier.wrong:  # it ends, and what it says leads to no good
+            return []
+        effects = self._guarded([tier], f"its {name}", now, partial(handler, tier, message, now))
+        if isinstance(message, Done):
+            # What follows an answer goes on at once, and not after the next look.
+            effects += self._guarded(
+                self._state.tiers, "what follows", now, lambda: self._work(now)
+            )
+        return effects + self._guarded([tier], "its state", now, lambda: self._follow(tier, now))
 
     def lost(self, index: int, reason: str, now: float) -> list[Effect]:
         """A process has ended: nothing of it moves, and what it held is not known any more."""
         tier = self._state.tiers[index]
         served = tier.pid > 0
-        tier.breaker.lost(now, f"its process ended: {reason}")
-        effects = self._follow(tier, now) + self.promotion.give_up(tier)
-        batches = tier.forget()
-        self.promotion.lost(tier, batches)
+        effects = self._guarded([tier], "its end", now, lambda: self._end(tier, reason, now))
+        tier.forget()
+        effects += self._guarded([tier], "its end", now, lambda: self._clean_up(tier))
         if served:
             tier.last_error = reason
             tier.counts.restarts += 1
-            effects.append(_event(tier, f"is lost: {reason}; it is started again", "error"))
+            effects.append(tier.event(f"is lost: {reason}; it is started again", "error"))
         elif not tier.last_error:
             tier.last_error = reason
-        self._scanned = deque(each for each in self._scanned if each[0] is not tier)
-        self._scanned_at = 0
+        return effects
+
+    def _clean_up(self, tier: Tier) -> list[Effect]:
+        """Nothing is left of a process that has ended."""
+        self.promotion.lost(tier)
+        self._drop_scans([tier])
         if not tier.info.shared:
             for namespace in self._state.open_namespaces:
                 if (tiers := namespace.directory.tiers) is not None:
                     tiers.release_tier(tier.index)
         self._tell()
-        return effects
+        return []
+
+    def _drop_scans(self, tiers: Tiers) -> None:
+        self._scanned = deque(each for each in self._scanned if each[0] not in tiers)
+        self._scanned_at = 0
+
+    def _end(self, tier: Tier, reason: str, now: float) -> list[Effect]:
+        tier.breaker.lost(now, f"its process ended: {reason}")
+        return self._follow(tier, now) + self.promotion.give_up(tier)
+
+    def reset(self, namespace: Namespace) -> list[Effect]:
+        """A namespace was reset, and has another epoch."""
+        return self.spaces.reset(namespace)
+
+    def seek(
+        self, namespace: Namespace, engine: int, keys: Sequence[bytes], now: float
+    ) -> list[Effect]:
+        """An engine wants these in memory, a prompt's head first."""
+        if now < self._rests_until:
+            return []
+        return self._guarded(
+            self._state.tiers,
+            "what is sought",
+            now,
+            lambda: self.promotion.seek(namespace, engine, keys, now),
+        )
 
     def stop(self) -> list[Effect]:
         """The daemon ends."""
@@ -119,12 +157,12 @@ class Tiering:
         tier.chunks = message.chunks
         tier.next_ping = now + IDLE_PING_SECONDS
         text = f"is up (pid {message.pid}): {message.described or tier.setting.text}"
-        return [_event(tier, text), *self._spaces(tier)]
+        return [tier.event(text), *self.spaces.tell(tier)]
 
     def _failed(self, tier: Tier, message: TierFailed, now: float) -> list[Effect]:
         del now
         new, tier.last_error = tier.last_error != message.error, message.error
-        told = [_event(tier, f"cannot be used: {message.error}", "error")] if new else []
+        told = [tier.event(f"cannot be used: {message.error}", "error")] if new else []
         return [*told, KillTier(tier.index)]
 
     def _pong(self, tier: Tier, message: TierPong, now: float) -> list[Effect]:
@@ -135,96 +173,11 @@ class Tiering:
         tier.chunks = message.chunks
         return []
 
-    # ---------------------------------------------------------------- namespaces
-
-    def _spaces(self, tier: Tier) -> list[Effect]:
-        """Tell a process of namespaces that are in use, and of those that are closed."""
-        effects: list[Effect] = []
-        for namespace in [each for each in tier.spaces if not self._state.is_open(each)]:
-            del tier.spaces[namespace]
-            effects.append(ToTier(tier.index, CloseSpace(namespace=namespace.id)))
-        for namespace in self._state.open_namespaces:
-            tiers = namespace.directory.tiers
-            # Before an engine is attached nobody knows how long descriptions are.
-            if namespace in tier.spaces or tiers is None or not namespace.engines:
-                continue
-            if tiers.is_leaving(tier.index):
-                continue
-            geometry, table = namespace.geometry, namespace.table
-            epoch = 0 if namespace.inherited else namespace.epoch
-            tier.spaces[namespace] = Opening(epoch)
-            arenas = range(len(geometry.slot_bytes))
-            order = OpenSpace(
-                namespace=namespace.id,
-                epoch=epoch,
-                slot_bytes=geometry.slot_bytes,
-                arena_bases=tuple(map(geometry.arena_base, arenas)),
-                num_slots=geometry.num_slots,
-                description_bytes=table.descriptions.room,
-            )
-            effects.append(ToTier(tier.index, order, NamespaceFds(namespace.id)))
-        return effects
-
     def _opened(self, tier: Tier, message: SpaceOpened, now: float) -> list[Effect]:
-        """A process serves a namespace, and may remember a reset that the daemon does not.
-
-        The daemon's own epoch holds; where it has none, the latest that a tier remembers, and none
-        older than the last reset that daemons remember.
-        """
         del now
-        namespace = self._state.namespace(message.namespace)
-        opening = tier.spaces.get(namespace) if namespace is not None else None
-        if namespace is None or opening is None or opening.answered:
-            return []
-        effects: list[Effect] = []
-        opening.answered = True
-        if namespace.inherited:
-            namespace.inherited = False
-            self._adopted.add(namespace)
-        ours, theirs = namespace.epoch, message.epoch
-        if theirs > ours and (not ours or namespace in self._adopted):
-            if ours and namespace.directory.tiers is not None:
-                namespace.directory.tiers.forget()
-            namespace.take_epoch(theirs)
-            self._adopted.add(namespace)
-            # Those that have not answered yet are told when they have.
-            others = [each for each in self._answered(namespace) if each is not tier]
-            effects = _new_epoch(namespace, others)
-        elif theirs != ours:
-            effects = _new_epoch(namespace, [tier])
-        self._settle(namespace)
-        return effects
-
-    def _settle(self, namespace: Namespace) -> None:
-        """Begin to use tiers that have answered.
-
-        A shared one waits for the others where the daemon has no epoch of its own: it would find
-        what was there before a reset that they remember.
-        """
-        answered = self._answered(namespace)
-        known = all(tier in answered for tier in self._state.tiers if not tier.info.shared)
-        known = known or (namespace.epoch > 0 and namespace not in self._adopted)
-        for tier in self._state.tiers:
-            if (opening := tier.spaces.get(namespace)) is not None:
-                opening.used = opening.answered and (known or not tier.info.shared)
+        effects = self.spaces.opened(tier, message)
         self._tell()
-
-    def reset(self, namespace: Namespace) -> list[Effect]:
-        """A namespace was reset, and has another epoch."""
-        self._adopted.discard(namespace)
-        namespace.inherited = False
-        told = [tier for tier in self._state.tiers if namespace in tier.spaces]
-        deaf = [tier for tier in self._state.tiers if not tier.in_use and not tier.info.shared]
-        text = (
-            f"has not noted the reset of namespace {namespace.id.hex()[:8]}, and will when it"
-            " serves again; if the machine is restarted before, empty the tier first"
-        )
-        warnings = [_event(tier, text, "warning") for tier in deaf if not namespace.temporary]
-        return _new_epoch(namespace, told) + warnings
-
-    def _answered(self, namespace: Namespace) -> list[Tier]:
-        openings = ((tier, tier.spaces.get(namespace)) for tier in self._state.tiers)
-        return [tier for tier, opening in openings if opening is not None and opening.answered]
+        return effects
 
     # ------------------------------------------------------------------ contents
 
@@ -235,7 +188,7 @@ class Tiering:
             self._scanned.append((tier, tier.process, namespace, message))
         return []
 
-    def _take_in(self) -> None:
+    def _take_in(self) -> list[Effect]:
         """Note some of what scans have found."""
         tier, process, namespace, held = self._scanned[0]
         tiers = namespace.directory.tiers
@@ -257,6 +210,7 @@ class Tiering:
         if end >= len(held.keys):
             self._scanned.popleft()
             self._scanned_at = 0
+        return []
 
     def _gone(self, tier: Tier, message: Gone, now: float) -> list[Effect]:
         del now
@@ -278,8 +232,7 @@ class Tiering:
         bad = sum(code in _BAD for code in outcomes)
         effects = self._take(tier, batch, done, now) if batch is not None else []
         tier.breaker.ended(now, failed=2 * bad >= len(outcomes))
-        # What follows an answer goes on at once, and not after the next look.
-        return effects + self.promotion.work(now) + self.demotion.work(now)
+        return effects
 
     def _take(self, tier: Tier, batch: Batch, done: Done, now: float) -> list[Effect]:
         if not self._state.is_open(batch.namespace):
@@ -301,6 +254,8 @@ class Tiering:
         """Seconds until `turn` has something to do, as far as nothing arrives; at most a tick."""
         if not self._state.tiers:
             return SPACES_SECONDS
+        if now < self._rests_until:
+            return min(SPACES_SECONDS, self._rests_until - now)
         if self._scanned or (self.promotion.waiting and not self.promotion.blocked):
             return 0.0
         if not self.demotion.blocked and self.demotion.waiting(now):
@@ -312,32 +267,96 @@ class Tiering:
 
     def turn(self, now: float) -> list[Effect]:
         """Do what is due."""
-        if not self._state.tiers or self._state.stopping:
+        if not self._state.tiers or self._state.stopping or now < self._rests_until:
             return []
         effects: list[Effect] = []
         if now >= self._looked + LOOK_SECONDS:
             away, self._looked = now - self._looked - 2 * LOOK_SECONDS, now
-            for tier in self._state.tiers:
+            for tier in self._awake(now):
                 if away > 0:
                     tier.breaker.held_up(away, now)
-                effects += self._look(tier, now)
+                effects += self._guarded(
+                    [tier], "a look at it", now, partial(self._look, tier, now)
+                )
+        if self._scanned:
+            tier = self._scanned[0][0]
+            effects += self._guarded([tier], "its scan", now, self._take_in)
+        return effects + self._guarded(
+            self._state.tiers, "what is due", now, lambda: self._rest_of_turn(now)
+        )
+
+    def _rest_of_turn(self, now: float) -> list[Effect]:
+        """What concerns all tiers, or any."""
+        effects: list[Effect] = []
         if self._watch_new() or now >= self._next_spaces:
             self._next_spaces = now + SPACES_SECONDS
-            self._adopted = set(filter(self._state.is_open, self._adopted))
+            self.spaces.prune()
             self._watched = set(filter(self._state.is_open, self._watched))
             self.promotion.prune()
-            for tier in self._state.tiers:
+            for tier in self._awake(now):
                 if tier.up:
-                    effects += self._spaces(tier)
-        if self._scanned:
-            self._take_in()
-        if self.promotion.waiting:
-            effects += self.promotion.work(now)
-        effects += self.demotion.work(now)
+                    tell = partial(self.spaces.tell, tier)
+                    effects += self._guarded([tier], "its namespaces", now, tell)
+        effects += self._work(now)
         if now >= self._next_tell:
             self._next_tell = now + TELL_SECONDS
             self._tell()
         return effects
+
+    def _awake(self, now: float) -> list[Tier]:
+        """Tiers that nothing has gone wrong with lately."""
+        return [tier for tier in self._state.tiers if now >= tier.rests_until]
+
+    def _work(self, now: float) -> list[Effect]:
+        """Give orders, as far as there is room."""
+        effects = self.promotion.work(now) if self.promotion.waiting else []
+        return effects + self.demotion.work(now)
+
+    # --------------------------------------------------------------------- guard
+
+    def _guarded(
+        self, tiers: Tiers, what: str, now: float, act: Callable[[], list[Effect]]
+    ) -> list[Effect]:
+        """Do something for these tiers; what goes wrong here ends their processes, not this one.
+
+        What was noted of orders that are under way may be wrong then. So the tiers concerned begin
+        anew: their slots wait for the end of their processes, as those of any that is killed.
+        """
+        try:
+            return act()
+        except Exception as error:  # noqa: BLE001  # whatever it is, engines only miss
+            return self._went_wrong(tiers, what, error, now)
+
+    def _went_wrong(self, tiers: Tiers, what: str, error: Exception, now: float) -> list[Effect]:
+        trace, effects = "".join(traceback.format_exception(error)), list[Effect]()
+        names = ", ".join(tier.name for tier in tiers)
+        text = (
+            f"tier {names}: {what} cannot be handled ({error!r}), a bug in kvd: it is set aside,"
+            " and its process is replaced"
+        )
+        effects.append(Event(text, "error", {"tier": names}, trace))
+        for tier in tiers:
+            tier.breaker.wrong(now, f"{what} could not be handled: {error!r}")
+            tier.seen, tier.rests_until = tier.breaker.state, tier.breaker.retry_at
+            tier.last_error = f"{what}: {error!r}"
+            if tier.started is not None and not tier.wrong:
+                tier.killed = tier.wrong = True
+                effects.append(KillTier(tier.index, wrong=True))
+            # What it leaves behind `lost` takes up, whatever this comes to.
+            with contextlib.suppress(Exception):
+                effects += self.promotion.give_up(tier)
+            with contextlib.suppress(Exception):
+                self.promotion.give_up_slots(tier)
+        self._drop_scans(tiers)
+        if tiers is self._state.tiers:  # it may come of what waits
+            self._rests_until = max(tier.rests_until for tier in tiers)
+            self.promotion.drop_waiting()
+            self._watched.clear()
+        with contextlib.suppress(Exception):
+            self._tell()
+        return effects
+
+    # ---------------------------------------------------------------------- looks
 
     def _watch_new(self) -> bool:
         """Note of namespaces that an engine has begun to use what is to go down; are there any?"""
@@ -388,11 +407,11 @@ class Tiering:
             effects = self.promotion.give_up(tier)
             if before is State.CLOSED:
                 text = f"is set aside: {tier.breaker.why}; engines miss what it holds meanwhile"
-                effects.append(_event(tier, text, "warning"))
+                effects.append(tier.event(text, "warning"))
         elif tier.seen is State.PROBING:
             effects = self._probe(tier, now)
         else:
-            effects.append(_event(tier, "is used again"))
+            effects.append(tier.event("is used again"))
         self._tell()
         return effects
 
@@ -415,7 +434,7 @@ class Tiering:
     def _kill(self, tier: Tier, why: str) -> list[Effect]:
         """Have a process end; nobody waits for that, and its slots stay till then."""
         tier.killed = True
-        return [_event(tier, f"is killed: {why}", "error"), KillTier(tier.index)]
+        return [tier.event(f"is killed: {why}", "error"), KillTier(tier.index)]
 
     def _tell(self) -> None:
         """Write what is known of tiers into the directories, where it has changed."""
@@ -432,13 +451,4 @@ class Tiering:
         return f"<Tiering of {self._state.tiers!r}>"
 
 
-def _new_epoch(namespace: Namespace, tiers: Iterable[Tier]) -> list[Effect]:
-    order = NewEpoch(namespace=namespace.id, epoch=namespace.epoch)
-    return [ToTier(tier.index, order) for tier in tiers]
-
-
 _BAD = {int(Outcome.FAILED), int(Outcome.LATE)}
-
-
-def _event(tier: Tier, text: str, level: str = "info") -> Event:
-    return Event(f"tier {tier.name} {text}", level, {"tier": tier.name})

@@ -10,7 +10,7 @@ from statistics import median
 from typing import TypeAlias
 
 from kvd.broker.breaker import Breaker
-from kvd.broker.effects import Effect, ToTier
+from kvd.broker.effects import Effect, Event, ToTier
 from kvd.cache.namespaces import Namespace
 from kvd.config.tiers import TierSetting
 from kvd.metrics.counts import TierCounts
@@ -131,6 +131,8 @@ class Tier:
         batches: that are under way, by number.
         put_bytes, get_bytes: of these.
         killed: its process was told to end, and has not.
+        wrong: it was, because the broker could not go on with it.
+        rests_until: nothing is done for it before.
     """
 
     def __init__(
@@ -150,7 +152,8 @@ class Tier:
         self.last_error = ""
         self.described = ""
         self.was_up = False
-        self.killed = False
+        self.killed = self.wrong = False
+        self.rests_until = 0.0
         self.started: float | None = None  # when its process was; None: there is none
         self.pid = 0  # 0: no process serves
         self.process = ""  # what its slots wait for, see `Promotions.begin`
@@ -183,6 +186,10 @@ class Tier:
         """Whether orders for this namespace may go to it."""
         opening = self.spaces.get(namespace)
         return opening is not None and opening.used and self.in_use
+
+    def event(self, text: str, level: str = "info") -> Event:
+        """A line of the log on it."""
+        return Event(f"tier {self.name} {text}", level, {"tier": self.name})
 
     def gets(self) -> Iterator[Batch]:
         """Gets that are under way."""
@@ -255,16 +262,15 @@ class Tier:
             self.counts.get_latency.observe(seconds)
         return batch
 
-    def forget(self) -> list[Batch]:
-        """Its process has ended: what was under way, which never ends."""
-        batches = list(self.batches.values())
+    def forget(self) -> None:
+        """Its process has ended: what was under way never ends."""
         self.batches.clear()
         self.put_bytes = self.get_bytes = 0
         self._under_way = dict.fromkeys(self._under_way, 0)
         self.spaces.clear()
         self.pid, self.killed, self.started, self.pinged = 0, False, None, None
+        self.wrong = False
         self.progress = 0
-        return batches
 
     def _count(self, batch: Batch, sign: int) -> None:
         if isinstance(batch.order, Put):

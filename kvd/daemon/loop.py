@@ -336,7 +336,7 @@ class Service:
             case OpenPool():
                 self._open_sized(effect)
             case KillTier():
-                self._tiers.kill(effect.tier)
+                self._tiers.kill(effect.tier, wrong=effect.wrong)
             case DropFds():
                 if connection := self._connections.open.get(effect.session):
                     connection.drop_fds()
@@ -350,7 +350,8 @@ class Service:
     def _note(self, event: Event) -> None:
         self.core.note(event, time.time())
         level = logging.getLevelNamesMapping()[event.level.upper()]
-        log.log(level, event.text, extra=event.fields)
+        text = f"{event.text}\n{event.trace}" if event.trace else event.text
+        log.log(level, text, extra=event.fields)
 
     def _resolve(self, name: FdName | None) -> list[int]:
         match name:

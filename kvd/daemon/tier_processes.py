@@ -102,8 +102,7 @@ class TierProcesses:
                 log.exception("%s sent what is no message", child.name, extra=child.fields)
                 child.kill()
                 return
-            if isinstance(message, TierReady):
-                child.served = True
+            child.served |= isinstance(message, TierReady)
             self._carry_out(self._core.tiering.received(index, message, now))
         self._unread.add(index)
 
@@ -121,8 +120,9 @@ class TierProcesses:
             log.error("%s does not read (%s)", child.name, error, extra=child.fields)  # noqa: TRY400  # the text has the reason
             child.kill()
 
-    def kill(self, index: int) -> None:
-        """End a process without asking."""
+    def kill(self, index: int, *, wrong: bool) -> None:
+        """End a process without asking; after one that was wrong the next comes later each time."""
+        self._children[index].served &= not wrong
         self._children[index].kill()
 
     def close(self) -> None:

@@ -50,7 +50,7 @@ PUT_OUTCOMES = ("ok", "full", "failed", "late", "gone")
 GET_OUTCOMES = ("ok", "absent", "corrupt", "failed", "late", "gone")
 ASK_OUTCOMES = ("ok", "absent", "failed", "late")
 """How chunks of a tier's batches end: `kvd.wire.tiering.Outcome` in small letters."""
-BREAKER_REASONS = ("late", "failed", "corrupt", "lost")
+BREAKER_REASONS = ("late", "failed", "corrupt", "lost", "wrong")
 """Why a tier is set aside."""
 
 SHARED_METRICS = {
@@ -204,6 +204,11 @@ class ChunkCounts(Counts):
         "Chunks that were to come up from a tier and did not: its get failed, came late, or was"
         " given up when the tier was set aside",
         "not_promoted_chunks_total",
+    )
+    sought_dropped: int = counter(
+        "Chunks that engines sought in tiers and that no tier was asked for: there was no room"
+        " within two seconds, too many waited, or the daemon drained",
+        "sought_dropped_chunks_total",
     )
     undemoted: int = counter(
         "Chunks that a tier wanted and that were evicted before their turn, or found no place in"
@@ -368,7 +373,8 @@ class TierCounts(Counts):
     )
     opened: dict[str, int] = counters(
         "How often the breaker has set the tier aside, by reason: `late` (no progress), `failed`"
-        " (half of the last batches), `corrupt`, `lost` (its process ended)",
+        " (half of the last batches), `corrupt`, `lost` (its process ended), `wrong` (the broker"
+        " could not handle it: a bug in kvd, the log has it)",
         "breaker_opened_total",
         "reason",
         keys=BREAKER_REASONS,
