@@ -1,15 +1,22 @@
 """The disk tier: it is a backend as any other, and what a disk may do to it."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 
 from kvd.tier.contract import Options
-from kvd.tier.disk import DiskTier
-from tests.tier.areas import Area
-from tests.tier.conformance import Conformance, MakeTier
+from kvd.tier.disk import DiskTier, records
+from kvd.tier.disk.records import Record
+from kvd.tier.disk.slabs import Slab
+from kvd.wire.tiering import Outcome
+from tests.tier.areas import Area, keys_of, space_of
+from tests.tier.conformance import Conformance, MakeTier, put_all, soon
+
+MIB = 2**20
 
 
 class TestDiskTier(Conformance):
@@ -32,3 +39,79 @@ class TestDiskTier(Conformance):
         for tier in opened:
             tier.check_integrity()
             tier.close()
+
+
+def test_few_records_and_many() -> None:
+    """Check words of few records, computed one by one, are those that numpy finds whole."""
+    identity, first = 2**64 - 3, 5
+    some = [
+        Record(2**40 + i, i, 2**64 - 1 - i, MIB, 200, (i, 1, 2), 7, bytes([i]) * (1 + i % 48))
+        for i in range(1, 30)
+    ]
+    many = records.packed(some, identity, first)
+    few = b"".join(records.packed([each], identity, first + i) for i, each in enumerate(some))
+    assert few == many
+    rows = np.frombuffer(bytes(first * records.RECORD_BYTES) + many, records.RECORD)
+    assert records.whole(rows, identity).tolist() == [False] * first + [True] * len(some)
+
+
+def test_a_batch_is_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four chunks of 1 MiB are written by one call and read by one, though slots have tails."""
+    area = Area(8 * MIB)
+    tier = DiskTier.open(
+        Options(str(tmp_path / "tier"), {"size": "512MiB", "floor": "0"}), area.memory
+    )
+    space = tier.begin(space_of(MIB))
+    calls: list[str] = []
+    for name in ("pwritev", "preadv"):
+        real = getattr(os, name)
+
+        def moved(
+            fd: int, pieces: list[memoryview], at: int, name: str = name, real: Any = real
+        ) -> int:
+            calls.append(name)
+            nbytes: int = real(fd, pieces, at)
+            return nbytes
+
+        monkeypatch.setattr(f"kvd.tier.disk.aligned.os.{name}", moved)
+    keys = keys_of("k", 4)
+    put_all(tier, area.chunks(space, keys))
+    assert tier.get(area.empties(space, keys), soon()) == [Outcome.OK] * 4
+    assert calls == ["pwritev", "preadv"]
+    tier.close()
+
+
+def test_chunks_go_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a full tier records are erased for several puts at once, and who goes early is told."""
+    area = Area(8 * MIB)
+    tier = DiskTier.open(
+        Options(str(tmp_path / "tier"), {"size": "16MiB", "floor": "0"}), area.memory
+    )
+    space = tier.begin(space_of(4096))
+    number = 0
+
+    def put(count: int) -> None:
+        nonlocal number
+        for _ in range(count):
+            put_all(tier, area.chunks(space, [b"k%d" % number]))
+            number += 1
+
+    while not tier.take_gone():
+        put(1)
+    full = tier.capacity().chunks
+    erased: list[int] = []
+    real = Slab.erase_records
+
+    def erase(slab: Slab, slot: int, count: int = 1) -> None:
+        erased.append(count)
+        real(slab, slot, count)
+
+    monkeypatch.setattr(Slab, "erase_records", erase)
+    put(100)
+    assert sum(erased) >= 100 - full // 256
+    assert len(erased) < 25
+    assert full - full // 128 <= tier.capacity().chunks <= full + full // 128
+    told = sum(len(keys) for _, keys in tier.take_gone())
+    assert told == sum(erased)
+    tier.check_integrity()
+    tier.close()

@@ -338,7 +338,7 @@ def test_a_sector_that_cannot_be_read(disks: Disks, monkeypatch: pytest.MonkeyPa
     space = tier.begin(space_of(16384))
     keys = keys_of("k", 6)
     put_all(tier, disks.area.chunks(space, keys))
-    bad = 2 * aligned.slot_bytes(space)
+    bad = 2 * aligned.layout_of(space).slot_bytes
     with monkeypatch.context() as patch:
         real = os.preadv
 

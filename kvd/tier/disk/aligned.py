@@ -7,6 +7,7 @@ only tails through memory of this thread; else all does. One call moves a run of
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
@@ -69,21 +70,36 @@ class Alignment:
         return cls(max(memory, 1), max(offset, 1)) if offset <= ALIGNMENT else cls(1, 1)
 
 
-def tail_at(space: Space) -> int:
-    """Return where the tail begins in a slot."""
-    return -(-space.chunk_bytes // _SECTOR) * _SECTOR
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How chunks of a namespace lie in slots.
+
+    Attributes:
+        tail_at: where the tail begins in a slot.
+        slot_bytes: of a slot.
+        run_slots: how many slots one call moves at most.
+        is_padded: whether there are bytes between the shares and the tail.
+    """
+
+    tail_at: int
+    slot_bytes: int
+    run_slots: int
+    is_padded: bool
 
 
-def slot_bytes(space: Space) -> int:
-    """Return the bytes of a slot for chunks of a namespace."""
-    nbytes = tail_at(space) + records.TAIL_BYTES + space.head_bytes
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
-def run_slots(space: Space) -> int:
-    """Return how many slots one call moves at most."""
+@functools.lru_cache(maxsize=256)
+def layout_of(space: Space) -> Layout:
+    """Return how chunks of a namespace lie in slots."""
+    nbytes = space.chunk_bytes
+    tail_at = -(-nbytes // _SECTOR) * _SECTOR
+    end = tail_at + records.TAIL_BYTES + space.head_bytes
     pieces = _MOST_PIECES // (len(space.share_bytes) + 1)
-    return max(1, min(RUN_BYTES // slot_bytes(space), pieces))
+    return Layout(
+        tail_at=tail_at,
+        slot_bytes=-(-end // ALIGNMENT) * ALIGNMENT,
+        run_slots=max(1, min(RUN_BYTES // max(1, nbytes), pieces)),
+        is_padded=tail_at != nbytes,
+    )
 
 
 def write(
@@ -96,11 +112,7 @@ def write(
     """
     run = _Run(slab, chunks, alignment)
     for tail, chunk, sequence in zip(run.tails, chunks, sequences, strict=True):
-        prefix = records.tail(sequence, slab.identity, len(chunk.head))
-        end = len(prefix) + len(chunk.head)
-        tail[: len(prefix)] = prefix
-        tail[len(prefix) : end] = chunk.head
-        tail[end:] = bytes(len(tail) - end)
+        records.write_tail(tail, sequence, slab.identity, chunk.head)
     if run.staged:
         run.copy_in()
     moved = os.pwritev(slab.file, run.pieces, slot * slab.slot_bytes)
@@ -130,22 +142,23 @@ class _Run:
     """The memory of one call: its pieces in order, and among them the tails."""
 
     def __init__(self, slab: Slab, chunks: Sequence[Chunk], alignment: Alignment) -> None:
+        layout = layout_of(chunks[0].space)
         self.chunks = chunks
         self.nbytes = len(chunks) * slab.slot_bytes
-        self._tail_at = tail_at(chunks[0].space)
-        self.staged = not all(_fits(chunk, self._tail_at, alignment) for chunk in chunks)
+        self._tail_at = layout.tail_at
+        self.staged = layout.is_padded or not _are_aligned(chunks, alignment)
         own = 0 if self.staged else self._tail_at  # what does not lie in memory of this thread
         size = slab.slot_bytes - own
         memory = _memory(len(chunks) * size)
-        slots = [memory[i * size : (i + 1) * size] for i in range(len(chunks))]
-        self.tails = [slot[self._tail_at - own :] for slot in slots]
+        slots = [memory[at : at + size] for at in range(0, len(memory), size)]
+        self.tails = [slot[self._tail_at - own :] for slot in slots] if self.staged else slots
         self.pieces: list[memoryview] = []
         if self.staged:
             self._slots = slots
-            self.pieces.append(memory[: self.nbytes])
+            self.pieces.append(memory)
         else:
             for chunk, tail in zip(chunks, self.tails, strict=True):
-                self.pieces += [share for share in chunk.shares if share]
+                self.pieces += filter(None, chunk.shares)
                 self.pieces.append(tail)
 
     def copy_in(self) -> None:
@@ -164,21 +177,16 @@ class _Run:
                 at += len(share)
 
 
-def _fits(chunk: Chunk, tail_at: int, alignment: Alignment) -> bool:
-    if chunk.space.chunk_bytes != tail_at:
+def _are_aligned(chunks: Sequence[Chunk], alignment: Alignment) -> bool:
+    if any(nbytes % alignment.offset for nbytes in chunks[0].space.share_bytes):
         return False
-    if alignment.offset == 1:
-        return True
-    return all(
-        not len(share) % alignment.offset and not _address(share) % alignment.memory
-        for share in chunk.shares
-        if share
+    return alignment.memory == 1 or not any(
+        _address(share) % alignment.memory for chunk in chunks for share in chunk.shares if share
     )
 
 
 def _address(view: memoryview) -> int:
-    address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
-    return address
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
 def _memory(nbytes: int) -> memoryview:

@@ -35,9 +35,10 @@ against somebody who can write the files.
 """
 
 import hashlib
+import operator
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -71,6 +72,8 @@ _TAIL = struct.Struct("<QQQI4x")
 _OWNER = struct.Struct(f"<HB3x{KEY_BYTES}s")
 _OWNER_AT = 50
 _WORDS = RECORD_BYTES // 8
+_CHECK, _BODY = struct.Struct("<Q"), struct.Struct(f"<{_WORDS - 1}Q")
+_FEW = 8  # records, whose check words numpy computes no sooner
 _FACTORS = np.frombuffer(
     b"".join(hashlib.blake2b(b"kvd-disk %d" % i).digest() for i in range(2)), "<u8"
 ) | np.uint64(1)
@@ -79,8 +82,7 @@ Records = npt.NDArray[np.void]
 Flags = npt.NDArray[np.bool_]
 
 
-@dataclass(frozen=True, slots=True)
-class Record:
+class Record(NamedTuple):
     """What lies in one slot; see the module."""
 
     sequence: int
@@ -114,8 +116,11 @@ def owner(records: memoryview, slot: int) -> tuple[int, bytes]:
 
 def packed(records: Sequence[Record], identity: int, first_slot: int) -> bytes:
     """Return the bytes of records of slots that follow each other, with their check words."""
-    raw = b"".join(
-        _PACKED.pack(
+    raw = bytearray(len(records) * RECORD_BYTES)
+    for at, each in zip(range(0, len(raw), RECORD_BYTES), records, strict=True):
+        _PACKED.pack_into(
+            raw,
+            at,
             0,
             each.sequence,
             each.epoch,
@@ -127,11 +132,14 @@ def packed(records: Sequence[Record], identity: int, first_slot: int) -> bytes:
             len(each.key),
             each.key,
         )
-        for each in records
-    )
-    sealed = np.frombuffer(bytearray(raw), RECORD)
-    sealed["check"] = _checks(sealed, identity, first_slot)
-    return sealed.tobytes()
+    if len(records) > _FEW:
+        sealed = np.frombuffer(raw, RECORD)
+        sealed["check"] = _checks(sealed, identity, first_slot)
+    else:
+        for i in range(len(records)):
+            words = _BODY.unpack_from(raw, i * RECORD_BYTES + 8)
+            _CHECK.pack_into(raw, i * RECORD_BYTES, _check((*words, first_slot + i, identity)))
+    return bytes(raw)
 
 
 def whole(records: Records, identity: int) -> Flags:
@@ -153,7 +161,8 @@ def _checks(records: Records, identity: int, first_slot: int) -> npt.NDArray[np.
 def _check(words: Sequence[int], at: int = 0) -> int:
     """Return the check word of a few words, computed without numpy."""
     factors = _INTS[at : at + len(words)]
-    return (_INTS[-1] + sum(map(int.__mul__, words, factors))) % 2**64
+    products: Iterator[int] = map(operator.mul, words, factors)
+    return (_INTS[-1] + sum(products)) % 2**64
 
 
 _INTS: list[int] = _FACTORS.tolist()
@@ -184,9 +193,13 @@ def parse_header(raw: bytes) -> tuple[int, int, int]:
     return slots, slot_bytes, identity
 
 
-def tail(sequence: int, identity: int, head_bytes: int) -> bytes:
-    """Return what stands before a head."""
-    return _TAIL.pack(_check((sequence, identity, head_bytes)), sequence, identity, head_bytes)
+def write_tail(raw: memoryview, sequence: int, identity: int, head: bytes) -> None:
+    """Write a tail: what stands before the head, the head, and zeros to the end of the memory."""
+    check = _check((sequence, identity, len(head)))
+    _TAIL.pack_into(raw, 0, check, sequence, identity, len(head))
+    end = TAIL_BYTES + len(head)
+    raw[TAIL_BYTES:end] = head
+    raw[end:] = bytes(len(raw) - end)
 
 
 def tail_sequence(raw: memoryview, identity: int) -> int | None:

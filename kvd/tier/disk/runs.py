@@ -1,15 +1,15 @@
 """Runs: chunks of one namespace in slots that follow each other, which one call moves."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvd.tier.contract import Chunk
-from kvd.tier.disk.aligned import run_slots
+from kvd.tier.disk.aligned import layout_of
 from kvd.tier.disk.records import Record
 from kvd.tier.disk.slabs import Slab
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Item:
     """One chunk of a batch, and its slot.
 
@@ -25,10 +25,12 @@ class Item:
     record: Record
 
 
-def runs(items: Iterable[Item]) -> Iterator[list[Item]]:
+def runs(items: list[Item]) -> Iterator[list[Item]]:
     """Put together what one call can move."""
+    if len(items) > 1:
+        items.sort(key=_place)
     run: list[Item] = []
-    for item in sorted(items, key=lambda item: (item.slab.number, item.slot)):
+    for item in items:
         if run and not _follows(run, item):
             yield run
             run = []
@@ -37,11 +39,16 @@ def runs(items: Iterable[Item]) -> Iterator[list[Item]]:
         yield run
 
 
+def _place(item: Item) -> tuple[int, int]:
+    return item.slab.number, item.slot
+
+
 def _follows(run: list[Item], item: Item) -> bool:
     last = run[-1]
+    space = item.chunk.space
     return (
         item.slab is last.slab
         and item.slot == last.slot + 1
-        and item.chunk.space == last.chunk.space
-        and len(run) < run_slots(item.chunk.space)
+        and (space is last.chunk.space or space == last.chunk.space)
+        and len(run) < layout_of(space).run_slots
     )

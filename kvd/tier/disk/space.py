@@ -192,6 +192,11 @@ class Space:
         ring = self._rings.get(slot_bytes)
         return len(ring.free) if ring else 0
 
+    def slots(self, slot_bytes: int) -> int:
+        """How many slots of this size there are."""
+        ring = self._rings.get(slot_bytes)
+        return ring.slots if ring else 0
+
     def has(self, slot_bytes: int) -> bool:
         """Whether there is a slab of such slots."""
         return slot_bytes in self._rings
@@ -230,10 +235,10 @@ class Space:
         slab.pins += 1
         return slab, slot
 
-    def next_sequence(self) -> int:
-        """The number of the next put."""
-        self.sequence += 1
-        return self.sequence
+    def next_sequences(self, count: int) -> int:
+        """The first of so many numbers, of the next puts."""
+        self.sequence += count
+        return self.sequence - count + 1
 
     def written(self, slab: Slab, slot: int, record: Record) -> Taken | None:
         """A slot that was taken holds a chunk, whose record is written.
