@@ -1,15 +1,22 @@
 """The disk tier beside fio, on one device, with files of one size, block size and depth.
 
-``python bench/disk.py DIRECTORY [--bytes 2GiB] [--rounds 5] [--records 1000000]``. Each round
-writes files over that are full, as a tier's are after a while, and reads them; fio and kvd in turn,
-through O_DIRECT; figures are medians of the rounds. kvd evicts for each chunk that it writes, and
-has a tail of 4 KiB beside each, which does not count as bytes. ``checked``: with the xxh3-64 that
-the tier's process computes of each chunk.
+``python bench/disk.py DIRECTORY [--bytes 2GiB] [--rounds 3] [--records 1000000]``. Each round
+writes files over that are full, as a tier's are after a while, and reads them; all sides in turn,
+through O_DIRECT, four threads each that go through the file together; figures are medians of the
+rounds. kvd evicts for each chunk that it writes, and has a tail of 4 KiB beside each, which does
+not count as bytes.
+
+fio uses one buffer a thread again and again, a tier all of a pool, whose pages the kernel has to
+look up one by one. So there is a plain loop, too: four threads that call pwritev and preadv with
+the memory that kvd is given, and do nothing else. ``checked``: with the xxh3-64 that the tier's
+process computes of each chunk, before a put and after a get. ``huge``: with memory in pages of
+2 MiB (MADV_HUGEPAGE), as a pool on hugetlbfs has.
 """
 
 import argparse
 import json
 import mmap
+import os
 import random
 import resource
 import shutil
@@ -41,7 +48,7 @@ Taken = tuple[float, float]  # GB/s, and ms of processor a GB
 
 def _fio(folder: Path, nbytes: int, block: int) -> Iterator[Taken]:
     file = folder / "fio"
-    _fio_run(file, "write", nbytes, 4 * MIB)
+    _fio_run(file, "write", nbytes, block)
     for direction in ("write", "read"):
         job = _fio_run(file, direction, nbytes, block)
         seconds = job[direction]["runtime"] / 1e3
@@ -51,28 +58,78 @@ def _fio(folder: Path, nbytes: int, block: int) -> Iterator[Taken]:
 
 
 def _fio_run(file: Path, direction: str, nbytes: int, block: int) -> dict[str, Any]:
+    others = (THREADS - 1) * block  # each thread has every fourth block
     told = subprocess.run(
         [
             *("fio", "--name=t", f"--filename={file}", f"--bs={block}", "--direct=1"),
-            *(f"--rw={direction}", "--ioengine=psync", f"--numjobs={THREADS}"),
-            *(f"--size={nbytes // THREADS}", f"--offset_increment={nbytes // THREADS}"),
-            *(f"--filesize={nbytes}", "--fallocate=posix", "--thread"),
-            *("--group_reporting", "--output-format=json"),
+            *(f"--rw={direction}:{others}", "--ioengine=psync", f"--numjobs={THREADS}"),
+            *(f"--size={nbytes - others}", f"--offset_increment={block}"),
+            *(f"--io_size={nbytes // THREADS}", f"--filesize={nbytes}"),
+            *("--fallocate=posix", "--thread", "--group_reporting", "--output-format=json"),
         ],
         check=True,
         stdout=subprocess.PIPE,
     ).stdout
     job: dict[str, Any] = json.loads(told)["jobs"][0]
+    if job[direction]["io_bytes"] != nbytes:
+        raise RuntimeError(f"fio moved {job[direction]['io_bytes']} of {nbytes} bytes")
     return job
+
+
+def _memory(*, huge: bool) -> memoryview:
+    """What stands for a pool: shared memory in small pages, or private memory in large ones."""
+    kind = mmap.MAP_PRIVATE if huge else mmap.MAP_SHARED
+    memory = mmap.mmap(-1, POOL, flags=kind | mmap.MAP_ANONYMOUS)
+    if huge:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(memory)
+    view[:] = random.Random(0).randbytes(MIB) * (POOL // MIB)
+    return view
+
+
+def _timed(turn: Callable[[], None], nbytes: int) -> Taken:
+    """Run it in as many threads as the service has."""
+    threads = [threading.Thread(target=turn) for _ in range(THREADS)]
+    before, started = _cpu(), time.perf_counter()
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    took, cpu = time.perf_counter() - started, _cpu() - before
+    return nbytes / took / 1e9, cpu / nbytes * 1e12
+
+
+def _plain(folder: Path, nbytes: int, block: int, *, huge: bool = False) -> Iterator[Taken]:
+    """The calls alone, from and to the same memory as kvd's."""
+    memory, file = _memory(huge=huge), folder / "plain"
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+    os.posix_fallocate(fd, 0, nbytes)
+    moved: list[Taken] = []
+    for move in (os.pwritev, os.pwritev, os.preadv):
+        offsets = iter(range(0, nbytes, block))
+
+        def turn(
+            move: Callable[[int, list[memoryview], int], int] = move,
+            offsets: Iterator[int] = offsets,
+        ) -> None:
+            for at in offsets:  # the interpreter's lock is held from one to the next
+                if move(fd, [memory[at % POOL : at % POOL + block]], at) != block:
+                    raise OSError("a block was moved in part")
+
+        moved.append(_timed(turn, nbytes))
+    yield from moved[1:]  # the first write is into room that is only allocated
+    os.close(fd)
+    file.unlink()
 
 
 class _Side:
     """kvd with chunks of one block, so many in a batch."""
 
-    def __init__(self, folder: Path, nbytes: int, block: int, batch: int, *, checked: bool) -> None:
+    def __init__(
+        self, folder: Path, nbytes: int, block: int, batch: int, *, checked: bool, huge: bool
+    ) -> None:
         self.checked = checked
-        self.memory = memoryview(mmap.mmap(-1, POOL))
-        self.memory[:] = random.Random(0).randbytes(MIB) * (POOL // MIB)
+        self.memory = _memory(huge=huge)
         options = Options(
             str(folder / "tier"), {"size": str(nbytes), "floor": "1GiB", "threads": "4"}
         )
@@ -94,8 +151,24 @@ class _Side:
         share = self.memory[at : at + block]
         return Chunk(self.space, key, (share,), b"h" * 200, (0, 1, 0), number)
 
-    def run(self, which: int, work: Callable[[list[Chunk], float], list[Outcome]]) -> Taken:
-        """All batches of a set, from as many threads as the service has."""
+    def put(self, batch: list[Chunk]) -> list[Outcome]:
+        """Check words first, as the service does."""
+        self._check(batch)
+        return self.tier.put(batch, time.monotonic() + 60)
+
+    def get(self, batch: list[Chunk]) -> list[Outcome]:
+        """Check words last."""
+        outcomes = self.tier.get(batch, time.monotonic() + 60)
+        self._check(batch)
+        return outcomes
+
+    def _check(self, batch: list[Chunk]) -> None:
+        if self.checked:
+            for chunk in batch:
+                check_of(chunk.shares)
+
+    def run(self, which: int, work: Callable[[list[Chunk]], list[Outcome]]) -> Taken:
+        """All batches of a set."""
         left, lock = iter(self.sets[which]), threading.Lock()
         problems: list[str] = []
 
@@ -105,35 +178,28 @@ class _Side:
                     batch = next(left, None)
                 if batch is None:
                     return
-                if set(work(batch, time.monotonic() + 60)) != {Outcome.OK}:
+                if set(work(batch)) != {Outcome.OK}:
                     problems.append("a batch did not go well")
-                if self.checked:
-                    for chunk in batch:
-                        check_of(chunk.shares)
 
-        threads = [threading.Thread(target=turn) for _ in range(THREADS)]
-        before, started = _cpu(resource.RUSAGE_SELF), time.perf_counter()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        took, cpu = time.perf_counter() - started, _cpu(resource.RUSAGE_SELF) - before
+        taken = _timed(turn, self.nbytes)
         if problems:
             raise RuntimeError(problems[0])
-        return self.nbytes / took / 1e9, cpu / self.nbytes * 1e12
+        return taken
 
 
-def _kvd(folder: Path, nbytes: int, block: int, batch: int, *, checked: bool) -> Iterator[Taken]:
-    side = _Side(folder, nbytes, block, batch, checked=checked)
-    side.run(0, side.tier.put)
-    yield side.run(1, side.tier.put)
-    yield side.run(1, side.tier.get)
+def _kvd(
+    folder: Path, nbytes: int, block: int, batch: int, *, checked: bool = False, huge: bool = False
+) -> Iterator[Taken]:
+    side = _Side(folder, nbytes, block, batch, checked=checked, huge=huge)
+    side.run(0, side.put)
+    yield side.run(1, side.put)
+    yield side.run(1, side.get)
     side.tier.close()
     shutil.rmtree(folder / "tier")
 
 
-def _cpu(who: int) -> float:
-    used = resource.getrusage(who)
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
@@ -141,12 +207,17 @@ def measure(folder: Path, nbytes: int, rounds: int) -> Figures:
     """GB/s and ms of processor a GB, of each side; and the ratio of medians to fio."""
     sides: dict[str, Callable[[], Iterator[Taken]]] = {
         "fio_1MiB": lambda: _fio(folder, nbytes, MIB),
-        "kvd_1MiB": lambda: _kvd(folder, nbytes, MIB, 1, checked=False),
+        "plain_1MiB": lambda: _plain(folder, nbytes, MIB),
+        "kvd_1MiB": lambda: _kvd(folder, nbytes, MIB, 1),
         "kvd_1MiB_checked": lambda: _kvd(folder, nbytes, MIB, 1, checked=True),
         "fio_4MiB": lambda: _fio(folder, nbytes, 4 * MIB),
-        "kvd_4x1MiB": lambda: _kvd(folder, nbytes, MIB, 4, checked=False),
+        "plain_4MiB": lambda: _plain(folder, nbytes, 4 * MIB),
+        "kvd_4x1MiB": lambda: _kvd(folder, nbytes, MIB, 4),
         "kvd_4x1MiB_checked": lambda: _kvd(folder, nbytes, MIB, 4, checked=True),
-        "kvd_64x64KiB": lambda: _kvd(folder, nbytes, MIB // 16, 64, checked=False),
+        "plain_4MiB_huge": lambda: _plain(folder, nbytes, 4 * MIB, huge=True),
+        "kvd_4x1MiB_huge": lambda: _kvd(folder, nbytes, MIB, 4, huge=True),
+        "kvd_4x1MiB_huge_checked": lambda: _kvd(folder, nbytes, MIB, 4, checked=True, huge=True),
+        "kvd_64x64KiB": lambda: _kvd(folder, nbytes, MIB // 16, 64),
     }
     taken: dict[str, list[list[Taken]]] = {name: [] for name in sides}
     for turn in range(rounds):
@@ -159,8 +230,8 @@ def measure(folder: Path, nbytes: int, rounds: int) -> Figures:
             speeds, cpus = zip(*(pair[which] for pair in all_rounds), strict=True)
             figures[f"{name}_{direction}_GBps"] = median(speeds)
             figures[f"{name}_{direction}_cpu_ms_per_GB"] = median(cpus)
-            if name.startswith("kvd"):
-                beside = "fio_1MiB" if "kvd_1MiB" in name else "fio_4MiB"
+            if not name.startswith("fio"):
+                beside = "fio_1MiB" if "_1MiB" in name else "fio_4MiB"
                 figures[f"{name}_{direction}_of_fio"] = median(
                     own[which][0] / theirs[which][0]
                     for own, theirs in zip(all_rounds, taken[beside], strict=True)
@@ -189,10 +260,10 @@ def measure_rebuild(folder: Path, count: int) -> Figures:
             file.truncate(slots * SLOT_BYTES)
     took, cpus, scans = [], [], []
     for _ in range(REBUILDS):
-        before, started = _cpu(resource.RUSAGE_SELF), time.perf_counter()
+        before, started = _cpu(), time.perf_counter()
         tier = DiskTier.open(options, memoryview(b""))
         took.append(time.perf_counter() - started)
-        cpus.append(_cpu(resource.RUSAGE_SELF) - before)
+        cpus.append(_cpu() - before)
         started = time.perf_counter()
         if sum(map(len, tier.scan(space))) != count:
             raise RuntimeError("not all records are found")
@@ -212,7 +283,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path, help="on the device; a folder is made in it")
     parser.add_argument("--bytes", type=parse_size, default="2GiB", help="of the files of a round")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--records", type=int, default=1_000_000)
     arguments = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="kvd-bench-disk-", dir=arguments.directory))

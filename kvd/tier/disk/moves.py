@@ -117,8 +117,7 @@ class Moves:
         with self._lock:
             before = [self._space.written(item.slab, item.slot, item.record) for item in run]
             for item in run:
-                found = self._space.find(item.record.number, item.record.key)
-                is_kept = found is not None and is_same(found[2], item.chunk)
+                is_kept = self._space.holds(item.slab, item.slot, item.record)
                 answer.outcomes[item.index] = Outcome.OK if is_kept else Outcome.GONE
         self._room.free(before)
 

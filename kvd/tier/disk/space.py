@@ -276,6 +276,11 @@ class Space:
         slab = self.slabs[at]
         return slab, slot, records.read(slab.mirror, slot)
 
+    def holds(self, slab: Slab, slot: int, record: Record) -> bool:
+        """Whether a chunk lies in this slot, and not elsewhere or nowhere."""
+        place = place_of(slab.number, slot)
+        return self.held[record.number].places.get(record.key) == place
+
     def pin(self, slab: Slab, slot: int) -> None:
         """A held slot is about to be read, and was asked for: nobody writes there meanwhile."""
         place = place_of(slab.number, slot)
