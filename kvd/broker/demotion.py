@@ -2,19 +2,29 @@
 
 A put needs no pin: the tier looks before and after whether the slot still holds the chunk. So
 nothing here holds memory, and what is evicted before its turn is only not kept.
+
+Chunks wait a little for others, since a batch costs broker, tier and all who share their
+processors as much as dozens of chunks do.
 """
+
+import math
+from collections.abc import Iterator
 
 from kvd.broker.effects import Effect, ToTier
 from kvd.broker.state import BrokerState
-from kvd.broker.tiers import BATCH_BYTES, BATCH_CHUNKS, Batch, Tier
+from kvd.broker.tiers import BATCH_BYTES, Batch, Tier
+from kvd.cache.candidates import Candidates
 from kvd.cache.directory import covers
 from kvd.cache.namespaces import Namespace
 from kvd.wire.tiering import Done, Drop, Outcome, Put
 from kvd_proto.arrays import IntArray
 
-CHUNKS_A_TURN = 256  # of all namespaces: a millisecond or two
+CHUNKS_A_TURN = 64  # of all namespaces: 0.2 ms, and 0.4 for the answer
 PUT_SECONDS = 10.0
-PAUSE_SECONDS = 0.005  # in which a batch comes together
+GATHER_SECONDS = 0.1
+"""A batch that is not full waits so long for more."""
+HELD_PART = 16
+"""Nor do chunks wait that are such a part of what memory holds: they might be evicted."""
 
 _Chunk = tuple[bytes, int, int, int, int, int]
 """Key, slot, generation, first block, count, group."""
@@ -25,7 +35,7 @@ class Demotion:
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
-        self._next = 0.0
+        self._flush_at: float | None = None  # when all that waits goes; None: nothing waits
         self.blocked = False  # what waits cannot go on before a put has ended
 
     def watch(self, namespace: Namespace) -> None:
@@ -33,45 +43,59 @@ class Demotion:
         keeps = {tier.setting.keep for tier in self._state.tiers}
         namespace.table.watch(ready="all" in keeps, asked="asked" in keeps)
 
-    def waiting(self, now: float) -> bool:
-        """Whether a chunk waits that some tier would take."""
-        return any(
-            (table.on_asked and self._takers(namespace, "asked", now))
-            or (table.on_ready and self._takers(namespace, "all", now))
-            for namespace in self._state.open_namespaces
-            for table in (namespace.table,)
-        )
+    def due(self, now: float) -> float:
+        """Seconds until `work` has something to do, as far as nothing arrives; may be infinite.
 
-    def pause(self, now: float) -> float:
-        """Seconds until `work` does something."""
-        return max(0.0, self._next - now)
+        It notes since when something waits, so it is to be asked after each turn.
+        """
+        soonest, waits = math.inf, False
+        if self.blocked:
+            return soonest
+        for namespace, queue, keep in self._queues():
+            waits = True
+            if self._flush_at is None:
+                self._flush_at = now + GATHER_SECONDS
+            if now < self._flush_at and len(queue) < _full(namespace):
+                soonest = self._flush_at - now
+            elif self._takers(namespace, keep, now):
+                return 0.0
+        if not waits:
+            self._flush_at = None
+        return soonest
 
     def work(self, now: float) -> list[Effect]:
-        """Send some of what waits."""
-        if now < self._next:
-            return []
-        self._next = now + PAUSE_SECONDS
+        """Send full batches, and what has waited long enough; some of it in a turn."""
         self.blocked = False
-        left, effects = CHUNKS_A_TURN, list[Effect]()
-        for namespace in self._state.open_namespaces:
+        flush = self._flush_at is not None and now >= self._flush_at
+        left, rest, effects = CHUNKS_A_TURN, False, list[Effect]()
+        for namespace, queue, keep in self._queues():
+            full = _full(namespace)
+            wanted = len(queue) if flush else len(queue) // full * full
+            takers = self._takers(namespace, keep, now) if wanted else []
+            if not takers:
+                continue
+            # The slowest that is in use sets the pace, so that each gets all chunks.
             nbytes = namespace.geometry.bytes_per_chunk
+            room = min(tier.put_room(now) // nbytes for tier in takers)
+            if not any(tier.put_bytes for tier in takers):
+                room = max(room, 1)  # a chunk may be larger than the queue
+            self.blocked |= room < 1
+            chunks = queue.take(max(0, min(wanted, room, left)))
+            left -= len(chunks)
+            for tier in takers:
+                effects += self._put(tier, namespace, chunks, now)
+            rest |= bool(queue)
+        if flush and not rest:
+            self._flush_at = None
+        return effects
+
+    def _queues(self) -> Iterator[tuple[Namespace, Candidates, str]]:
+        """Those in which something waits, with the setting of the tiers that want it."""
+        for namespace in self._state.open_namespaces:
             table = namespace.table
             for queue, keep in ((table.on_asked, "asked"), (table.on_ready, "all")):
-                if not queue or left <= 0:
-                    continue
-                # The slowest that is in use sets the pace, so that each gets all chunks.
-                takers = self._takers(namespace, keep, now)
-                room = min((tier.put_room(now) // nbytes for tier in takers), default=0)
-                if takers and not any(tier.put_bytes for tier in takers):
-                    room = max(room, 1)  # a chunk may be larger than the queue
-                if room < 1:
-                    self.blocked |= bool(takers)
-                    continue
-                chunks = queue.take(min(room, left))
-                left -= len(chunks)
-                for tier in takers:
-                    effects += self._put(tier, namespace, chunks, now)
-        return effects
+                if queue:
+                    yield namespace, queue, keep
 
     def _takers(self, namespace: Namespace, keep: str, now: float) -> list[Tier]:
         return [
@@ -96,7 +120,7 @@ class Demotion:
     ) -> list[Effect]:
         new = [chunk for chunk in chunks if not _is_held(tier, namespace, chunk)]
         nbytes = namespace.geometry.bytes_per_chunk
-        piece = max(1, min(BATCH_CHUNKS, BATCH_BYTES // nbytes))
+        piece = _piece(namespace)
         effects = []
         for begin in range(0, len(new), piece):
             part = new[begin : begin + piece]
@@ -142,6 +166,16 @@ class Demotion:
 
     def __repr__(self) -> str:
         return f"<Demotion to {len(self._state.tiers)} tiers>"
+
+
+def _piece(namespace: Namespace) -> int:
+    """Chunks of a batch, at most."""
+    return max(1, min(CHUNKS_A_TURN, BATCH_BYTES // namespace.geometry.bytes_per_chunk))
+
+
+def _full(namespace: Namespace) -> int:
+    """Chunks that do not wait for others."""
+    return max(1, min(_piece(namespace), len(namespace.table.slots.policy) // HELD_PART))
 
 
 def _is_held(tier: Tier, namespace: Namespace, chunk: _Chunk) -> bool:

@@ -258,12 +258,11 @@ class Tiering:
             return min(SPACES_SECONDS, self._rests_until - now)
         if self._scanned or (self.promotion.waiting and not self.promotion.blocked):
             return 0.0
-        if not self.demotion.blocked and self.demotion.waiting(now):
-            return self.demotion.pause(now)
+        due = self.demotion.due(now)
         watched = any(tier.batches or not tier.breaker.closed for tier in self._state.tiers)
         if watched or self.promotion.waiting or self.demotion.blocked:
-            return max(0.0, min(LOOK_SECONDS, self._looked + LOOK_SECONDS - now))
-        return SPACES_SECONDS
+            due = min(due, max(0.0, self._looked + LOOK_SECONDS - now))
+        return min(due, SPACES_SECONDS)
 
     def turn(self, now: float) -> list[Effect]:
         """Do what is due."""

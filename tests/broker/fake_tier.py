@@ -192,6 +192,7 @@ class TierBench(Bench):
             self.carry_out(self.broker.tiering.turn(self.now))
             while self.broker.background.busy:
                 self.carry_out(self.broker.background.work())
+            self.broker.tiering.due(self.now)
             if self.now >= end:
                 return
             type(self).now = min(end, self.now + STEP)

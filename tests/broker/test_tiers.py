@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from kvd.broker.breaker import State
+from kvd.broker.demotion import GATHER_SECONDS
 from kvd.broker.effects import Notify, Reply
 from kvd.broker.tiering import STUCK_SECONDS
 from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, NewEpoch, OpenSpace, Outcome, Put
@@ -75,6 +76,75 @@ def test_bytes_on_their_way_down_are_bounded() -> None:
     bench.run(2.0)
     assert len(keys_told(disk, Put)) == 10
     assert disk.tier.put_bytes == 0
+
+
+def names(count: int, begin: int = 0) -> list[bytes]:
+    """So many keys."""
+    return [number.to_bytes(2, "little") for number in range(begin, begin + count)]
+
+
+def puts(fake: FakeTier) -> list[int]:
+    """Sizes of the batches that a tier was given to keep."""
+    return [len(order.keys) for order in fake.told if isinstance(order, Put)]
+
+
+def test_few_chunks_wait_for_others_and_go_down_together() -> None:
+    """A batch that is not full goes when its first chunk has waited long enough."""
+    bench, disk = bench_of(DISK, chunks=1000)
+    refs = bench.store(*names(800))
+    bench.load(refs[:3])
+    bench.turn()
+    assert bench.broker.tiering.due(bench.now) == pytest.approx(GATHER_SECONDS)
+    bench.load(refs[3:5])
+    bench.turn(GATHER_SECONDS / 2)
+    assert puts(disk) == []
+    bench.turn(GATHER_SECONDS)
+    assert puts(disk) == [5]
+    bench.load(refs[5:6])
+    bench.turn(GATHER_SECONDS / 2)
+    assert puts(disk) == [5]
+    bench.turn(GATHER_SECONDS)
+    assert puts(disk) == [5, 1]
+
+
+def test_a_full_batch_waits_for_nothing_and_a_turn_sends_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is left of it waits as ever."""
+    monkeypatch.setattr("kvd.broker.demotion.CHUNKS_A_TURN", 8)
+    bench, disk = bench_of(DISK, chunks=400)
+    refs = bench.store(*names(200))
+    bench.load(refs[:19])
+    for sent in (1, 2, 2):
+        bench.turn()
+        assert puts(disk) == [8] * sent
+    assert bench.broker.tiering.due(bench.now) > 0
+    bench.turn(2 * GATHER_SECONDS)
+    assert puts(disk) == [8, 8, 3]
+
+
+def test_chunks_do_not_wait_where_they_are_much_of_what_memory_holds() -> None:
+    """They might be evicted before they go down."""
+    bench, disk = bench_of(DISK, chunks=100)
+    refs = bench.store(*names(64))
+    bench.load(refs[:3])
+    bench.turn()
+    assert puts(disk) == []
+    bench.load(refs[3:4])
+    bench.turn()
+    assert puts(disk) == [4]
+
+
+def test_what_no_tier_takes_at_present_keeps_nobody_awake() -> None:
+    """Chunks that have waited long enough for a tier that is full wait on, and the loop sleeps."""
+    bench, disk = bench_of(DISK)
+    disk.tier.full(bench.now)
+    bench.load(bench.store(b"a"))
+    bench.turn(2 * GATHER_SECONDS)
+    assert puts(disk) == []
+    assert bench.broker.tiering.due(bench.now) > 0
+    bench.run(2.0)
+    assert keys_told(disk, Put) == [b"a"]
 
 
 def test_a_full_tier_is_given_nothing_for_a_while() -> None:
