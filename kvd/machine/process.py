@@ -6,11 +6,17 @@ import gc
 import os
 import resource
 import signal
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the system call's number
+_SCHED_ATTR = struct.Struct("=IIQiIQQQ")
+"""struct sched_attr: size, policy, flags, nice, priority, runtime (the slice), deadline, period."""
+_LONG_SLICE_NS = 100_000_000  # the longest that there is
+_GIVING_WAY = 10  # a tenth of the share of others
 _OOM_SCORE = 500
 LONGEST_SECONDS = 1.0  # a turn of a loop takes milliseconds
 _SAMPLE_SECONDS = 0.25  # between looks at the processor time, which are system calls
@@ -42,6 +48,24 @@ def raise_descriptor_limit() -> None:
     """Have as many descriptors as the hard limit allows: sessions and their memory bring them."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def give_way() -> None:
+    """Have this thread, from now on, give way to every other that wants its processor.
+
+    `nice` alone decides shares: a thread that wakes still waits until the slice of the one that
+    runs is over. It preempts one whose slice is longer than its own (Linux 6.12 and later;
+    before, and where system calls are filtered, only the shares change). SCHED_IDLE would do the
+    same, and starve where all processors are busy, with the interpreter's lock in its hands.
+    """
+    nice = min(19, os.getpriority(os.PRIO_PROCESS, 0) + _GIVING_WAY)
+    with contextlib.suppress(OSError):  # a sandbox may forbid it
+        os.setpriority(os.PRIO_PROCESS, 0, nice)
+    if (number := _SCHED_SETATTR.get(os.uname().machine)) is not None:
+        attributes = _SCHED_ATTR.pack(
+            _SCHED_ATTR.size, os.SCHED_BATCH, 0, nice, 0, _LONG_SLICE_NS, 0, 0
+        )
+        ctypes.CDLL(None).syscall(number, 0, attributes, 0)  # fails on other kernels: no harm
 
 
 @contextlib.contextmanager

@@ -1,7 +1,8 @@
 """The threads that carry parts of batches out, and what waits for them.
 
-Gets and asks go before puts, and one thread at least is never given a put: an engine waits for
-what comes up, nobody for what goes down.
+Gets and asks go before puts, and one thread less than may run carries puts: an engine waits for
+what comes up, nobody for what goes down. Threads for puts give way to whoever else wants their
+processor: a lane that copies a load, the broker, an engine.
 """
 
 import threading
@@ -9,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from kvd.machine.process import give_way
 from kvd.tier.batches import Kind, Part
 from kvd.tier.transfers import Transfers
 from kvd.wire.tiering import Outcome
@@ -20,22 +22,25 @@ class Workers:
 
     Args:
         transfers: carries a part out.
-        threads: how many; two at least, or puts would have none.
+        threads: how many run at a time; two at least, or puts would have none.
         ended: called by a thread for each part that has ended.
     """
 
     def __init__(self, transfers: Transfers, threads: int, ended: Callable[[Part], None]) -> None:
         self._transfers = transfers
         self._ended = ended
-        self._ready = threading.Condition()
+        self._lock = threading.Lock()
+        self._get_ready = threading.Condition(self._lock)
+        self._put_ready = threading.Condition(self._lock)
         self._gets: deque[Part] = deque()
         self._puts: deque[Part] = deque()
         self._running: set[Part] = set()
         self._closed = False
-        threads = max(2, threads)
-        self._most_puts = threads - 1
+        self._most = threads = max(2, threads)
         for number in range(threads):
-            threading.Thread(target=self._work, name=f"tier-{number}", daemon=True).start()
+            threading.Thread(target=self._get, name=f"tier-get-{number}", daemon=True).start()
+        for number in range(threads - 1):
+            threading.Thread(target=self._put, name=f"tier-put-{number}", daemon=True).start()
 
     @property
     def busy(self) -> int:
@@ -50,16 +55,19 @@ class Workers:
     @property
     def queued_bytes(self) -> int:
         """Of parts that wait."""
-        with self._ready:
+        with self._lock:
             return sum(part.nbytes for part in (*self._gets, *self._puts))
 
     def submit(self, parts: Iterable[Part]) -> None:
         """Have these carried out, in their order."""
-        with self._ready:
+        with self._lock:
             for part in parts:
-                queue = self._puts if part.batch.kind is Kind.PUT else self._gets
-                queue.append(part)
-            self._ready.notify_all()
+                if part.batch.kind is Kind.PUT:
+                    self._puts.append(part)
+                    self._put_ready.notify()
+                else:
+                    self._gets.append(part)
+                    self._get_ready.notify()
 
     def take_useless(self) -> list[Part]:
         """Take what is late by now, or whose slots have moved on, of what waits.
@@ -68,7 +76,7 @@ class Workers:
         """
         now = time.monotonic()
         taken: list[Part] = []
-        with self._ready:
+        with self._lock:
             for queue in (self._gets, self._puts):
                 if not queue:
                     continue
@@ -76,11 +84,13 @@ class Workers:
                 queue.clear()
                 for part in parts:
                     (taken if _useless(part, now) else queue).append(part)
+            if taken:
+                self._put_ready.notify()  # a get that was to run before it may have gone
         return taken
 
     def take_all(self) -> list[Part]:
         """Take all that waits; nothing of it is begun."""
-        with self._ready:
+        with self._lock:
             taken = [*self._gets, *self._puts]
             self._gets.clear()
             self._puts.clear()
@@ -90,33 +100,33 @@ class Workers:
 
     def close(self) -> None:
         """Have threads end that have nothing to do, or are done."""
-        with self._ready:
+        with self._lock:
             self._closed = True
-            self._ready.notify_all()
+            self._get_ready.notify_all()
+            self._put_ready.notify_all()
 
-    def _work(self) -> None:
+    def _get(self) -> None:
+        self._work(self._gets, self._get_ready)
+
+    def _put(self) -> None:
+        give_way()
+        self._work(self._puts, self._put_ready)
+
+    def _work(self, queue: deque[Part], ready: threading.Condition) -> None:
         while True:
-            with self._ready:
-                while (part := self._next()) is None:
-                    if self._closed:
+            with self._lock:
+                while not queue or len(self._running) >= self._most:
+                    if self._closed and not queue:
                         return
-                    self._ready.wait()
+                    ready.wait()
+                part = queue.popleft()
                 self._running.add(part)
             part.batch.begins()
             self._transfers.run(part)
-            with self._ready:
+            with self._lock:
                 self._running.discard(part)
-                self._ready.notify()  # a put may have waited for this one to end
+                (self._get_ready if self._gets else self._put_ready).notify()
             self._ended(part)
-
-    def _next(self) -> Part | None:
-        if self._gets:
-            return self._gets.popleft()
-        if self._puts:
-            puts = sum(part.batch.kind is Kind.PUT for part in self._running)
-            if puts < self._most_puts:
-                return self._puts.popleft()
-        return None
 
     def __repr__(self) -> str:
         return (

@@ -396,6 +396,24 @@ def test_puts_leave_a_thread_for_gets() -> None:
         assert broker.pong().progress == 9
 
 
+def test_puts_give_way() -> None:
+    """The thread that carries a put has a tenth of others' share, that of a get has all of it."""
+    tier, nice = Hooked(Options("", {})), dict[str, int]()
+
+    def note(kind: str) -> None:
+        nice[kind] = os.getpriority(os.PRIO_PROCESS, 0)  # of the thread
+
+    tier.before_put = lambda: note("put")
+    tier.before_get = lambda: note("get")
+    with FakeBroker(tier) as broker:
+        space = broker.spaces[0]
+        space.open()
+        assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
+        assert broker.outcomes(space.get(2, [(b"k", 1, space.expect(1, b"k"))])) == [OK]
+    note("here")
+    assert nice == {"put": min(19, nice["here"] + 10), "get": nice["here"], "here": nice["here"]}
+
+
 def test_a_batch_has_one_end(tier: MemoryTier) -> None:
     """A batch above `batch_bytes` is divided among threads and answered once, in its order."""
     tier.batch_bytes = 2 * sum(SHARES)
