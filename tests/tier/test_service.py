@@ -377,15 +377,22 @@ def test_a_reset_while_batches_run() -> None:
 def test_puts_leave_a_thread_for_gets() -> None:
     """While puts hang in all threads that they may have, gets are served."""
     tier = Hooked(Options("", {}))
-    go_on = threading.Event()
+    inside, go_on = threading.Semaphore(0), threading.Event()
+
+    def hold() -> None:
+        inside.release()
+        go_on.wait()
+
     with FakeBroker(tier) as broker:
         space = broker.spaces[0]
         space.open()
         assert broker.outcomes(space.put(0, [(b"k", 0, space.store(0, b"k"))])) == [OK]
-        tier.before_put = go_on.wait
+        tier.before_put = hold
         for number in range(1, 8):
             key = bytes((4, number))
             broker.send(space.put(number, [(key, number, space.store(number, key))]))
+        for _ in range(tier.threads - 1):  # a thread that gives way begins later than a get's
+            inside.acquire()
         done = broker.done(space.get(9, [(b"k", 10, space.expect(10, b"k"))]))
         assert (done.number, done.outcomes.tolist()) == (9, [OK])
         pong = broker.pong()
