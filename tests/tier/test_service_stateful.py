@@ -28,6 +28,7 @@ from tests.tier.broker import SHARES, SLOTS, FakeBroker, Namespace, content, cov
 from tests.waiting import eventually
 
 OK, ABSENT, GONE, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.GONE, Outcome.FAILED
+CORRUPT = Outcome.CORRUPT
 KEYS = [bytes((97 + i,)) * (1 + 5 * i) for i in range(8)]
 KEY = st.sampled_from(KEYS)
 SLOT = st.integers(0, SLOTS - 1)
@@ -114,9 +115,11 @@ class Service(RuleBasedStateMachine):
         assert done.number == self.number
         parts = done.first.tolist(), done.count.tolist(), done.groups.tolist()
         found = zip(rows, done.outcomes.tolist(), zip(*parts, strict=True), strict=True)
+        damaged = [r for r, c in zip(rows, done.outcomes.tolist(), strict=True) if c == CORRUPT]
+        self.held[where] -= {key for key, _ in damaged}  # dropped, also before its other rows
         allowed = {OK, ABSENT}
         if self.corrupt != "0":
-            allowed.add(Outcome.CORRUPT)
+            allowed.add(CORRUPT)
         if self.fail != "0":
             allowed.add(FAILED)
         for at, ((key, slot), code, covered) in enumerate(found):
@@ -128,8 +131,6 @@ class Service(RuleBasedStateMachine):
             elif code == ABSENT:
                 self.wait_for_tidiness()
                 assert key not in self.held[where]
-            elif code == Outcome.CORRUPT:
-                self.held[where].discard(key)
 
     @rule(where=WHERE, keys=st.lists(KEY, min_size=1, max_size=4))
     def ask(self, where: int, keys: list[bytes]) -> None:
