@@ -25,6 +25,7 @@ log = logging.getLogger("kvd.daemon")
 _PAUSE_SECONDS = 0.25
 _END_SECONDS = 2.0
 _MESSAGES_A_TURN = 64
+_TURN_SECONDS = 0.002  # of one tier's messages: those of a scan have a thousand keys each
 
 
 class TierProcesses:
@@ -88,7 +89,10 @@ class TierProcesses:
 
     def _receive(self, index: int, child: ChildProcess, now: float) -> None:
         """Take in some of what has come; more of it in the next turn of the loop."""
-        for _ in range(_MESSAGES_A_TURN):
+        end = time.monotonic() + _TURN_SECONDS
+        for number in range(_MESSAGES_A_TURN):
+            if number and time.monotonic() >= end:
+                break
             try:
                 received = child.link.recv() if child.link is not None else None
                 if received is None:
