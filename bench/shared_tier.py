@@ -1,7 +1,7 @@
 """kvd's tier on Mooncake Store beside plain calls of Mooncake's client, of the same bytes.
 
 A master, a store and the client run in network namespaces of their own on this machine (as root),
-over TCP. Rounds alternate; figures are medians, and the ratio is the median of the rounds' ratios.
+over TCP. Rounds alternate; figures are medians, ratios the median and the quartiles of the rounds'.
 kvd's include what its tier process does around the backend: checksums, seals, comparing. Prints a
 table and writes bench/out/shared_tier.json.
 """
@@ -31,21 +31,22 @@ OUT = Path(__file__).parent / "out" / "shared_tier.json"
 AREA_BYTES, SHARES = 256 * 2**20, 2
 DESCRIPTION = bytes(200)
 LATE = 60.0
+QUARTILES = ("low", "median", "high")
 
 
 class Sides:
-    """Both ways of one client, on chunks of one size."""
+    """Both ways of one client, on chunks of one size, in as many threads as the tier has."""
 
-    def __init__(self, tier: MooncakeTier, area: Area, chunk_bytes: int, threads: int) -> None:
+    def __init__(self, tier: MooncakeTier, area: Area, chunk_bytes: int) -> None:
         self._tier = tier
         self._space = tier.begin(space_of(*(chunk_bytes // SHARES,) * SHARES, description=256))
         count = AREA_BYTES // 4 // chunk_bytes
-        keys = keys_of(f"bench-{chunk_bytes}-{threads}", count)
+        keys = keys_of(f"bench-{chunk_bytes}", count)
         self._chunks = area.chunks(self._space, keys)
         self._back = area.empties(self._space, keys)
         self._names = [f"plain-{key.decode()}" for key in keys]
         self._batch = max(1, tier.batch_bytes // chunk_bytes)
-        self._pool = ThreadPoolExecutor(threads)
+        self._pool = ThreadPoolExecutor(tier.threads)
         self.nbytes = count * chunk_bytes
 
     def kvd_put(self, at: int) -> None:
@@ -97,36 +98,41 @@ class Sides:
 
 
 def compared(sides: Sides, rounds: int) -> dict[str, float]:
-    """GB/s of both, in both directions, and how they compare."""
+    """GB/s of both, in both directions, and how they compare.
+
+    A round writes once each way and reads twice each way, as ABBA: whatever changes slowly on the
+    machine meets both.
+    """
     taken: dict[str, list[float]] = {}
     for number in range(rounds + 1):  # the first warms up
-        names = ("kvd", "plain") if number % 2 else ("plain", "kvd")
-        for name in names:
-            for way in ("put", "get"):
-                seconds = sides.seconds(getattr(sides, f"{name}_{way}"))
-                if number:
-                    taken.setdefault(f"{name}_{way}", []).append(seconds)
-            sides.clear()
+        names = ["kvd", "plain"] if number % 2 else ["plain", "kvd"]
+        for way, order in (("put", names), ("get", names + names[::-1])):
+            seconds = dict.fromkeys(names, 0.0)
+            for name in order:
+                seconds[name] += sides.seconds(getattr(sides, f"{name}_{way}")) * 2 / len(order)
+            for name in names if number else ():
+                taken.setdefault(f"{name}_{way}", []).append(seconds[name])
+        sides.clear()
     figures = {
         f"{name}_GBps": sides.nbytes / statistics.median(seconds) / 1e9
         for name, seconds in taken.items()
     }
     for way in ("put", "get"):
         pairs = zip(taken[f"plain_{way}"], taken[f"kvd_{way}"], strict=True)
-        figures[f"{way}_ratio"] = statistics.median(plain / kvd for plain, kvd in pairs)
+        quarters = statistics.quantiles([plain / kvd for plain, kvd in pairs])
+        figures |= zip([f"{way}_ratio_{n}" for n in QUARTILES], quarters, strict=True)
     return figures
 
 
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument("--rounds", type=int, default=61)
     rounds = parser.parse_args().rounds
     if reason := why_not():
         raise SystemExit(f"no Mooncake cluster can be started here: {reason}")
     columns = [f"{name}_{way}_GBps" for way in ("put", "get") for name in ("plain", "kvd")]
-    columns += ["put_ratio", "get_ratio"]
-    table = Table("chunk", "threads", *(name.replace("_", " ") for name in columns))
+    table = Table("chunk", *(name.replace("_", " ") for name in columns), "put ratio", "get ratio")
     found = {}
     with (
         Cluster.running(megabytes=1024) as cluster,
@@ -135,12 +141,13 @@ def main() -> None:
         area = Area(AREA_BYTES)
         tier = MooncakeTier.open(Options("", {"master": cluster.master_address}), area.memory)
         for chunk_bytes in (2**20, 4 * 2**20, 16 * 2**20):
-            for threads in (1, tier.threads):
-                sides = Sides(tier, area, chunk_bytes, threads)
-                figures = compared(sides, rounds)
-                found[f"{chunk_bytes // 2**10}KiB-{threads}"] = figures
-                cells = (f"{figures[name]:.2f}" for name in columns)
-                table.add_row(f"{chunk_bytes // 2**10} KiB", str(threads), *cells)
+            sides = Sides(tier, area, chunk_bytes)
+            figures = found[f"{chunk_bytes // 2**10}KiB"] = compared(sides, rounds)
+            cells = [f"{figures[name]:.2f}" for name in columns]
+            for way in ("put", "get"):
+                low, middle, high = (figures[f"{way}_ratio_{n}"] for n in QUARTILES)
+                cells.append(f"{middle:.2f} ({low:.2f} to {high:.2f})")
+            table.add_row(f"{chunk_bytes // 2**20} MiB", *cells)
         tier.close()
     Console().print(table)
     OUT.parent.mkdir(exist_ok=True)
