@@ -24,6 +24,8 @@ PUT_BYTES_BESIDE_GETS = 32 * 2**20
 FULL_PAUSES = (1.0, 30.0)  # without puts, in seconds: the first, and the longest
 RATE_BYTES, RATE_SECONDS = 16 * 2**20, 0.25
 """Gets are measured in stretches of at least so much; the first counts however short it is."""
+UNKNOWN_RATE = 100e6
+"""Bytes a second that a tier must reach while nothing was measured: batches may be large."""
 
 Order: TypeAlias = Put | Get | Ask
 
@@ -89,9 +91,8 @@ class Pace:
         return int(median(self._alone) * 1e6) if self._alone else 0
 
     def seconds(self, nbytes: int) -> float:
-        """How long `nbytes` are likely to take."""
-        rate = self.bytes_per_second
-        return self.latency_us / 1e6 + (nbytes / rate if rate else 0.0)
+        """How long `nbytes` are likely to take; at `UNKNOWN_RATE` before the first ones came."""
+        return self.latency_us / 1e6 + nbytes / (self.bytes_per_second or UNKNOWN_RATE)
 
     def begin(self, now: float) -> None:
         """The first get after a time without any."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.broker.tiers import RATE_BYTES, Pace
+from kvd.broker.tiers import RATE_BYTES, UNKNOWN_RATE, Pace
 
 
 def test_bytes_that_come_in_the_same_moment_count_together() -> None:
@@ -14,3 +14,10 @@ def test_bytes_that_come_in_the_same_moment_count_together() -> None:
     assert pace.bytes_per_second == RATE_BYTES / 2
     pace.observe(RATE_BYTES, 13.0, None)
     assert pace.bytes_per_second == pytest.approx((RATE_BYTES / 2 + 3 * RATE_BYTES) // 2)
+
+
+def test_many_bytes_have_longer_before_any_were_measured() -> None:
+    """The first batches of a tier nobody measured may take as long as their bytes are many."""
+    pace = Pace()
+    assert pace.seconds(0) == 0
+    assert pace.seconds(2 * int(UNKNOWN_RATE)) == pytest.approx(2)
