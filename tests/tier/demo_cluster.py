@@ -23,8 +23,6 @@ from tests.tier.mooncake_cluster import Cluster, why_not
 from tests.waiting import eventually
 
 LAYERS, PROMPTS, PROMPT_TOKENS = 18, 4, 2000
-# All of a cluster shares the cores of one machine with an engine that computes on them.
-LATE_SECONDS, SEEK_SECONDS = 2, 1.0
 ATTACHED, HITS = "vllm:kv_offload_kvd_attached", "vllm:external_prefix_cache_hits"
 
 
@@ -74,20 +72,19 @@ def run(prompts: int, tokens: int) -> bool:
     )
     with (
         tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as path,
-        Cluster.running(megabytes=int(needed * 1.5) >> 20) as cluster,
+        # Room for what both nodes keep, and as much again for what Mooncake does not fill.
+        Cluster.running(megabytes=(3 * needed) >> 20) as cluster,
         started_daemons(Path(path) / "run") as start,
     ):
         place = Path(path)
         daemons, options = [], []
-        for name, keep in (("a", "all"), ("b", "never")):
+        for name, keep in (("a", "all"), ("b", "asked")):
             node = cluster.add_node(name)
-            tier = f"mooncake:master={cluster.master_address},keep={keep},late={LATE_SECONDS}"
+            tier = f"mooncake:master={cluster.master_address},keep={keep}"
             where = place / name / "run"
             daemon = start("--tier", tier, cpu_bytes=str(pool), where=where, before=node.command())
             daemons.append(daemon)
             written = scenario.write_options(place, daemon.runtime_dir)
-            assert written.kv_transfer is not None
-            written.kv_transfer["kv_connector_extra_config"]["seek_timeout"] = SEEK_SECONDS
             options.append(written)
         with engine_of(options[0], place / "engine-a.log", first) as engine:
             stored, _ = serve("A: computed", engine, shared)
