@@ -189,6 +189,7 @@ def _tier(tier: Tier, now: float) -> schema.Tier:
         pid=tier.pid,
         breaker=tier.breaker.state.value,
         usable=tier.in_use,
+        unopened_seconds=round(tier.unopened_seconds(now), 3),
         set_aside_seconds=0.0 if tier.breaker.closed else round(now - tier.breaker.opened_at, 3),
         full=now < tier.full_until,
         last_error=tier.last_error or tier.breaker.why,

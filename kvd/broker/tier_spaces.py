@@ -20,7 +20,7 @@ class TierSpaces:
         """Forget namespaces that are closed."""
         self._adopted = set(filter(self._state.is_open, self._adopted))
 
-    def tell(self, tier: Tier) -> list[Effect]:
+    def tell(self, tier: Tier, now: float) -> list[Effect]:
         """Tell a process of namespaces that are in use, and of those that are closed."""
         effects: list[Effect] = []
         for namespace in [each for each in tier.spaces if not self._state.is_open(each)]:
@@ -32,7 +32,7 @@ class TierSpaces:
             if namespace in tier.spaces or tiers is None or not namespace.engines:
                 continue
             if not tiers.is_leaving(tier.index):
-                effects.append(_open(tier, namespace))
+                effects.append(_open(tier, namespace, now))
         return effects
 
     def opened(self, tier: Tier, message: SpaceOpened) -> list[Effect]:
@@ -100,9 +100,9 @@ class TierSpaces:
         return f"<TierSpaces of {len(self._state.tiers)} tiers>"
 
 
-def _open(tier: Tier, namespace: Namespace) -> Effect:
+def _open(tier: Tier, namespace: Namespace, now: float) -> Effect:
     geometry, epoch = namespace.geometry, 0 if namespace.inherited else namespace.epoch
-    tier.spaces[namespace] = Opening(epoch)
+    tier.spaces[namespace] = Opening(epoch, now)
     order = OpenSpace(
         namespace=namespace.id,
         epoch=epoch,

@@ -157,7 +157,7 @@ class Tiering:
         tier.chunks = message.chunks
         tier.next_ping = now + IDLE_PING_SECONDS
         text = f"is up (pid {message.pid}): {message.described or tier.setting.text}"
-        return [tier.event(text), *self.spaces.tell(tier)]
+        return [tier.event(text), *self.spaces.tell(tier, now)]
 
     def _failed(self, tier: Tier, message: TierFailed, now: float) -> list[Effect]:
         del now
@@ -171,6 +171,7 @@ class Tiering:
         tier.progress, tier.pinged = message.progress, None
         tier.total_bytes, tier.used_bytes = message.total_bytes, message.used_bytes
         tier.chunks = message.chunks
+        tier.last_error = message.error or tier.last_error
         return []
 
     def _opened(self, tier: Tier, message: SpaceOpened, now: float) -> list[Effect]:
@@ -294,7 +295,7 @@ class Tiering:
             self.promotion.prune()
             for tier in self._awake(now):
                 if tier.up:
-                    tell = partial(self.spaces.tell, tier)
+                    tell = partial(self.spaces.tell, tier, now)
                     effects += self._guarded([tier], "its namespaces", now, tell)
         effects += self._work(now)
         if now >= self._next_tell:

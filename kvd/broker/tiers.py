@@ -66,11 +66,13 @@ class Opening:
 
     Attributes:
         epoch: that it was told; 0: the tier's own goes on.
+        since: when it was told, in monotonic seconds.
         answered: it has said which epoch holds.
         used: orders may go out.
     """
 
     epoch: int
+    since: float
     answered: bool = False
     used: bool = False
 
@@ -187,6 +189,11 @@ class Tier:
         """Whether orders for this namespace may go to it."""
         opening = self.spaces.get(namespace)
         return opening is not None and opening.used and self.in_use
+
+    def unopened_seconds(self, now: float) -> float:
+        """How long it has not begun a namespace that it was told of, the oldest one; else 0."""
+        waiting = (now - each.since for each in self.spaces.values() if not each.answered)
+        return max(waiting, default=0.0)
 
     def event(self, text: str, level: str = "info") -> Event:
         """A line of the log on it."""

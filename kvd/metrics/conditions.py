@@ -165,6 +165,13 @@ def _set_aside(tier: Span) -> Case:
     return {"how": how, "error": f": {error}" if error else ""}
 
 
+def _unopened(tier: Span) -> Case:
+    seconds, error = tier.now["unopened_seconds"], tier.now["last_error"].rstrip(".")
+    if tier.now["state"] != "up" or seconds <= ASIDE_SECONDS:
+        return False
+    return {"time": duration(seconds), "error": f": {error}" if error else ""}
+
+
 def _tier_failed(tier: Span) -> Case:
     times = tier.rise("counters", "puts", "failed") + tier.rise("counters", "gets", "failed")
     error = tier.now["last_error"].rstrip(".")
@@ -333,6 +340,14 @@ WARNINGS = (
         "Tier {name} {how}{error}.",
         "Chunks that only it has are misses, and it is tried again by itself. Look at its medium:"
         " kvd doctor, iostat -x 1, dmesg; of a shared one at its master.",
+        "tiers",
+    ),
+    Kind(
+        "tier unopened",
+        _unopened,
+        "Tier {name} has not begun a namespace that is in use for {time}{error}.",
+        "Nothing of it is kept there. It is tried again each second. Look at its medium: kvd"
+        " doctor, iostat -x 1, dmesg; of a shared one at its master.",
         "tiers",
     ),
     Kind(

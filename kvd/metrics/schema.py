@@ -263,6 +263,11 @@ class Tier:
     set_aside_seconds: float = gauge(
         "How long the tier has been set aside; 0 where it is not", "kvd_tier_set_aside_seconds"
     )
+    unopened_seconds: float = gauge(
+        "How long the tier has not begun a namespace that is in use, so that nothing of it is kept"
+        " there: the oldest one; 0 where there is none",
+        "kvd_tier_unopened_seconds",
+    )
     full: bool = gauge("1 while puts rest, because it has no room", "kvd_tier_full")
     last_error: str = shown("The last error of its medium or process; empty where there was none")
     total_bytes: int = gauge("Its budget; 0 where nobody knows", "kvd_tier_budget_bytes")

@@ -255,6 +255,7 @@ class TierService:
                 total_bytes=capacity.total,
                 used_bytes=capacity.used,
                 chunks=capacity.chunks,
+                error=next(iter(self._failed.values()), ""),
             )
         )
         self._tidy()

@@ -196,6 +196,7 @@ class TierPong(Message, frozen=True):
     progress: chunks whose transfer has ended.
     busy: batches that a backend's thread is in.
     queued_bytes: that wait.
+    error: why a namespace cannot begin; empty where none is held up.
     """
 
     progress: Count
@@ -204,6 +205,7 @@ class TierPong(Message, frozen=True):
     total_bytes: Count
     used_bytes: Count
     chunks: Count
+    error: str = ""
 
 
 class StopTier(Message, frozen=True):

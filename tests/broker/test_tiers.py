@@ -3,6 +3,7 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvd.broker.breaker import State
 from kvd.broker.demotion import GATHER_SECONDS
@@ -12,7 +13,7 @@ from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, NewEpoch, OpenSpa
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
 from tests.broker.brokers import join, mapped, register
-from tests.broker.fake_tier import STEP, FakeTier, TierBench, done, held
+from tests.broker.fake_tier import STEP, FakeTier, TierBench, done, held, pong
 from tests.broker.test_steps import bring_up
 
 DISK, SHARED = "disk:/a", "mooncake:master=a:1"
@@ -455,6 +456,24 @@ def test_a_process_that_falls_silent_with_nothing_to_do_is_set_aside() -> None:
     assert disk.tier.breaker.state is State.OPEN
     bench.turn(STUCK_SECONDS)
     assert bench.killed == [0]
+
+
+def test_a_namespace_that_a_tier_does_not_begin_is_reported() -> None:
+    """With the time since it was told and the error, until it has begun."""
+    bench, disk = bench_of(DISK)
+    (namespace,) = bench.broker.state.open_namespaces
+    disk.end()
+    disk.hangs = True
+    disk.start()
+    bench.turn(1.0)
+    assert 0.5 < disk.tier.unopened_seconds(bench.now) <= 1.0
+    disk.say(replace(pong(0), error="no room for an epoch"))
+    assert disk.tier.last_error == "no room for an epoch"
+    disk.hangs = False
+    disk.opened(namespace.id)
+    assert disk.tier.unopened_seconds(bench.now) == 0
+    disk.pong()
+    assert disk.tier.last_error == "no room for an epoch"
 
 
 def test_what_a_lost_process_was_told_is_given_up() -> None:

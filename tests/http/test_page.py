@@ -17,11 +17,12 @@ from typing import Any
 import pytest
 
 from kvd_proto.messages import KvEvents, Ping
-from tests.daemon.engines import Engine, keys_of, make_layout
+from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.daemon.raw_client import RawClient
 from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, run_kvd
 from tests.http.serving import port_of
 from tests.processes import frozen
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -373,6 +374,30 @@ def test_what_is_wrong_comes_first_with_the_remedy(tab: OpenTab, start_daemon: S
     assert not page.text("#verdict").startswith("All is well")
     assert run_kvd("resume", *where).returncode == 0
     page.until(f"!{remedy}")
+
+
+def test_a_tier_that_is_set_aside_is_told(
+    tab: OpenTab, start_daemon: StartDaemon, tmp_path: Path
+) -> None:
+    """The tier's row and the list of what is wrong say so as long as it hangs, and no longer."""
+    hang = tmp_path / "hang"
+    tier = f"memory:,size=64MiB,keep=all,late=0.5,hang={hang}"
+    daemon = start_daemon("--http-listen", "127.0.0.1:0", "--tier", tier)
+    page = tab(daemon, DESKTOP)
+    row = "document.querySelector('#tiers-table tbody').textContent"
+    problem = "document.getElementById('problems').textContent.includes('set aside')"
+    page.until(f"/up/.test({row})")
+    assert not page.ask(problem)
+    with Engine(daemon.runtime_dir) as engine:
+        first, second = keys_of("first", 4), keys_of("second", 4)
+        engine.wait_attached().store(first)
+        eventually(lambda: daemon.status()["tiers"][0]["counters"]["puts"]["ok"] == len(first))
+        hang.touch()  # from now on puts hang
+        engine.store(second)
+        wait_hit(engine, second)
+        page.until(f"/set aside for|probing/.test({row}) && {problem}")
+        hang.unlink()
+        page.until(f"/up/.test({row}) && !{problem}")
 
 
 def test_what_routers_are_told_is_shown(tab: OpenTab, web: Daemon) -> None:

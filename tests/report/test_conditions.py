@@ -45,6 +45,7 @@ CASES: list[tuple[str, Change, list[str]]] = [
     ("tier starting", ((*TIER, "state"), "starting"), ["Tier disk"]),
     ("tier down", ((*TIER, "state"), "down"), ["Tier disk", "kvd doctor"]),
     ("tier set aside", ((*TIER, "set_aside_seconds"), 75.0), ["disk", "1 min 15 s", "iostat"]),
+    ("tier unopened", ((*TIER, "unopened_seconds"), 75.0), ["disk", "1 min 15 s", "iostat"]),
     ("tier corrupt", ((*TIER, "counters", "gets", "corrupt"), 2), ["2 chunks", "disk", "smartctl"]),
     ("tier failed", ((*TIER, "counters", "puts", "failed"), 1), ["1 chunk of tier disk"]),
     ("tier full", ((*TIER, "full"), True), ["100 GiB of 500 GiB", "file system"]),

@@ -523,11 +523,13 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
         done = broker.done(bad.put(1, [(b"k", 0, bad.store(0, b"k"))]))
         assert done.outcomes.tolist() == [Outcome.FAILED]
         assert "no room for an epoch" in done.error
+        assert broker.pong().error == "no room for an epoch"
         good.open()
         assert broker.outcomes(good.put(2, [(b"k", 0, good.store(0, b"k"))])) == [OK]
         tier.fails = False
         assert broker.wait_for(SpaceOpened).namespace == bad.name
         assert broker.outcomes(bad.put(3, [(b"k", 0, bad.store(0, b"k"))])) == [OK]
+        assert broker.pong().error == ""
     assert caplog.text.count("cannot begin") == 1
 
 
