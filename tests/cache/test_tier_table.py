@@ -1,5 +1,6 @@
 """The tier table: which chunks lie below the pool."""
 
+import itertools
 import mmap
 import random
 import subprocess
@@ -31,6 +32,7 @@ from kvd_proto.directory_header import DirectoryHeader
 from kvd_proto.errors import DirectoryError
 from kvd_proto.tier_table import (
     ABSENT_MS,
+    BODY,
     ENTRY_BYTES,
     MAX_TIER_ENTRIES,
     MIN_TIER_ENTRIES,
@@ -330,6 +332,60 @@ class Watched:
     def __setitem__(self, where: int, value: int) -> None:
         self._words[where] = value
         self._look()
+
+
+class Torn:
+    """Bytes of a table: a reader looks when the first half of what is written is there."""
+
+    def __init__(self, whole: memoryview, look: Any) -> None:
+        self._whole = whole
+        self._look = look
+
+    def __getitem__(self, where: slice) -> memoryview:
+        return self._whole[where]
+
+    def __setitem__(self, where: slice, value: memoryview) -> None:
+        half = where.start + 14  # the blocks are written, the key is not
+        self._whole[where.start : half] = value[:14]
+        self._look()
+        self._whole[where] = value
+
+
+def test_an_entry_is_not_found_while_it_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader that comes while blocks are replaced sees neither the old nor half of the new."""
+    table, view = make()
+    table.hold(b"k", 0, 0, 4, 0)
+    found: list[TierPlace | None] = []
+
+    def pack(*told: Any) -> None:
+        found.append(view.find(b"k"))
+        BODY.pack_into(*told)
+        found.append(view.find(b"k"))
+
+    monkeypatch.setattr(tier_table, "_PACK", pack)
+    assert table.hold(b"k", 0, 4, 4, 0)
+    assert found == [None, None]
+    assert view.find(b"k") == TierPlace(0b01, 4, 4, 0)
+
+
+def test_an_entry_is_not_found_half_moved() -> None:
+    """While entries shift back, a reader finds each with its own blocks, or misses it."""
+    table, view = make()
+    keys = keys_at(3, 64, 6)
+    places = {key: TierPlace(0b01, i, i + 1, i) for i, key in enumerate(keys)}
+    for key, place in places.items():
+        table.hold(key, 0, place.first, place.count, place.group)
+    looks = itertools.count(1)
+
+    def look() -> None:
+        next(looks)
+        for key, place in places.items():
+            assert view.find(key) in {None, place}
+        assert whole_table(view).items() <= places.items()
+
+    table._bytes = Torn(table._bytes, look)  # type: ignore[assignment]
+    table.release(keys[0], 0)
+    assert next(looks) == len(keys)  # each of the others moved once
 
 
 TIERS = 3
