@@ -231,8 +231,9 @@ def test_a_tier_that_is_full_drops_what_is_oldest_and_says_so(start_daemon: Star
     with engine_of(daemon) as engine:
         wait_usable(engine)
         keys = keys_of("many", 64)
-        for begin in range(0, 64, 8):
+        for begin in range(0, 64, 8):  # each eight are put before the pool needs their room
             engine.store(keys[begin : begin + 8])
+            eventually(lambda: tier_of(daemon)["counters"]["puts"]["ok"], (begin + 8).__le__)
         counters = eventually(
             lambda: tier_of(daemon)["counters"], lambda found: found["dropped"] >= 30
         )
