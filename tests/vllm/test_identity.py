@@ -18,7 +18,7 @@ HUB_MODEL = "org/name"
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The hub's cache on this machine, empty."""
     folder = tmp_path / "hub"
-    monkeypatch.setattr(identity, "HF_HUB_CACHE", str(folder))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(folder))
     return folder
 
 

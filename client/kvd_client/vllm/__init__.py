@@ -20,9 +20,10 @@ import vllm
 from kvd_client.vllm.versions import unsupported
 
 try:
+    from kvd_client.engine_options import OptionsError
     from kvd_client.vllm.connector import KvdConnector
     from kvd_client.vllm.manager import KvdOffloadingManager
-    from kvd_client.vllm.options import Options, OptionsError
+    from kvd_client.vllm.options import Options
     from kvd_client.vllm.spec import KvdOffloadingSpec
     from kvd_client.vllm.worker import KvdOffloadingWorker
 except ImportError as error:

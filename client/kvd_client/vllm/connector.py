@@ -41,11 +41,12 @@ from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
+from kvd_client.engine_options import OptionsError
 from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.events import PoolEvents
 from kvd_client.vllm.identity import random_hash_seed
 from kvd_client.vllm.manager import KvdOffloadingManager
-from kvd_client.vllm.options import OptionsError, read_options
+from kvd_client.vllm.options import read_options
 from kvd_client.vllm.promotions import Search
 from kvd_client.vllm.ranges import BlockRanges
 from kvd_client.vllm.refused import RefusedChunks

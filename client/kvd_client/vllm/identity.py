@@ -5,22 +5,16 @@ pages and ranks are in the registered layout. The rest is here. A difference too
 costs misses, a difference too few wrong tokens.
 """
 
-import hashlib
-import json
 import os
-from pathlib import Path
-from typing import Any
 
 import vllm
-from huggingface_hub.constants import HF_HUB_CACHE
 from vllm.config import VllmConfig
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvd_client import Fingerprint
 from kvd_client.vllm.upstream import attention_backends
 from kvd_client.vllm.versions import release
-
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+from kvd_client.weights import digest, hub_commits, weight_files
 
 
 def fingerprint(config: OffloadingConfig, vllm_config: VllmConfig, label: str) -> Fingerprint:
@@ -30,10 +24,10 @@ def fingerprint(config: OffloadingConfig, vllm_config: VllmConfig, label: str) -
     parallel = config.parallel
     return Fingerprint(
         model=str(model.model),
-        revision=_digest(
+        revision=digest(
             model.revision,
-            _weights(model.model),
-            _hub_commits(model.model, model.revision, load.download_dir),
+            weight_files(model.model),
+            hub_commits(model.model, model.revision, load.download_dir),
             model.hf_config.to_dict(),
             model.quantization,
             [load.load_format, model.seed if load.load_format == "dummy" else None],
@@ -68,25 +62,3 @@ def random_hash_seed(vllm_config: VllmConfig) -> str:
         " and no restarted engine finds this engine's chunks; use sha256 (vLLM's default), or set"
         " PYTHONHASHSEED to the same value for all engines"
     )
-
-
-def _weights(model: str) -> list[Any]:
-    """Return names, sizes and times of a local model's weight files."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return []
-    files = sorted(file for pattern in _WEIGHTS for file in folder.glob(pattern))
-    return [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-
-
-def _hub_commits(model: str, revision: str | None, download_dir: str | None) -> list[str]:
-    """Return the commits of a hub's model in the caches that its files were read from."""
-    caches = {HF_HUB_CACHE, download_dir or HF_HUB_CACHE}
-    folder = "models--" + model.replace("/", "--")
-    refs = [Path(cache, folder, "refs", revision or "main") for cache in sorted(caches)]
-    return [ref.read_text() for ref in refs if ref.is_file()]
-
-
-def _digest(*parts: Any) -> str:
-    text = json.dumps(parts, sort_keys=True, default=str)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

@@ -20,11 +20,12 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvd_client import KvdClientError, RankLayout, Scheduler, Worker
+from kvd_client.engine_options import OptionsError
 from kvd_client.vllm import metrics
 from kvd_client.vllm.identity import fingerprint
 from kvd_client.vllm.layout import share_caches
 from kvd_client.vllm.manager import KvdOffloadingManager
-from kvd_client.vllm.options import OptionsError, read_options
+from kvd_client.vllm.options import read_options
 from kvd_client.vllm.sleep import tell
 from kvd_client.vllm.upstream import attention_backends
 from kvd_client.vllm.wish import layout_line, wanted_layout

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Callable
 
-import torch
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -17,10 +16,10 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvd_client import JobBlocks, JobResult, KvdClientError, Load, Store, Worker
+from kvd_client.torch_timeline import work_so_far
 from kvd_client.vllm.manager import ChunkSlots
 from kvd_client.vllm.options import Options
 from kvd_proto.errors import ProtoError
-from kvd_proto.messages import HOST
 
 LET_GO_SECONDS = 10.0  # a sleep may wait for copies that are under way
 
@@ -160,7 +159,7 @@ class KvdOffloadingWorker(OffloadingWorker):
         arrays = blocks.block_ids, blocks.group_sizes, blocks.block_indices
         try:
             job = JobBlocks.of(*arrays, chunks.slots, chunks.generations)
-            worker.submit(kind, job_id, job, after=_now(worker))
+            worker.submit(kind, job_id, job, after=work_so_far(worker))
         except (KvdClientError, ProtoError) as error:
             log.warning("job %d is not submitted: %s", job_id, error)
             self._fail(job_id, str(error))
@@ -212,14 +211,3 @@ class KvdOffloadingWorker(OffloadingWorker):
 
     def __repr__(self) -> str:
         return f"<KvdOffloadingWorker {len(self._loads)} loads, {self.worker!r}>"
-
-
-def _now(worker: Worker) -> int | None:
-    """Return the timeline's number for all work that the engine has started until now.
-
-    None for host memory, where it has finished. On CUDA a store must read after the kernels that
-    write its blocks, a load write after those that read them.
-    """
-    if worker.device in {None, HOST}:
-        return None
-    return worker.timeline.signal_on(torch.cuda.current_stream().cuda_stream)
