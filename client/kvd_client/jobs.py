@@ -19,7 +19,7 @@ from kvd_client.errors import UsageError
 from kvd_client.lane_link import LaneLink
 from kvd_client.memory import ControlPage
 from kvd_client.readiness import Readiness
-from kvd_proto.control import CONTROL_WORDS, TIMELINE_WORD
+from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS, TIMELINE_WORD
 from kvd_proto.errors import ProtoError
 from kvd_proto.messages import Cancel, Done, Error, JobStatus, Load, Message, Store, Wait
 
@@ -59,6 +59,7 @@ class _Running:
     link: LaneLink
     request_id: int
     word: int  # a store's own word of the control page; 0 for a load
+    progress: int  # number of a load's own progress word; 0 where it has none
     submitted: float
 
     @property
@@ -78,7 +79,8 @@ class JobTable:
     def __init__(self, control: ControlPage, store_seconds: float) -> None:
         self._control = control
         # Every store under way has a word of its own, so that only the named ones are voided.
-        self._free_words = list(range(CONTROL_WORDS - 1, TIMELINE_WORD, -1))
+        self._free_words = list(range(EPOCH_WORDS - 1, TIMELINE_WORD, -1))
+        self._free_progress = list(range(PROGRESS_WORDS, 0, -1))
         self._store_seconds = store_seconds
         self._lock = threading.Lock()
         self._lane: LaneLink | None = None
@@ -109,12 +111,20 @@ class JobTable:
 
     # ------------------------------------------------------------------ jobs
 
-    def submit(self, kind: type[Store] | type[Load], *, usable: bool, **fields: Any) -> bool:
+    def submit(
+        self,
+        kind: type[Store] | type[Load],
+        *,
+        usable: bool,
+        layerwise: bool = False,
+        **fields: Any,
+    ) -> bool:
         """Give a job to the lane, or record its failure.
 
         Args:
             kind: of the message.
             usable: false where the worker is not registered.
+            layerwise: of a load: its layers are to be counted, if a word is free for it.
             fields: of the message, but for a store's word and epoch.
 
         Raises:
@@ -130,15 +140,19 @@ class JobTable:
                 self._finished.append(_failed(job_id, text))
                 self._tell()
                 return False
-            word = 0
+            word = progress = 0
             if kind is Store:
                 if not self._free_words:
-                    text = f"{CONTROL_WORDS - 1} stores are under way already; wait for some"
+                    text = f"{EPOCH_WORDS - 1} stores are under way already; wait for some"
                     self._finished.append(JobResult(job_id, JobStatus.SHED, text=text))
                     self._tell()
                     return False
                 word = self._free_words[-1]
                 fields |= {"word": word, "epoch": self._control.epoch(word)}
+            elif layerwise and self._free_progress:
+                progress = self._free_progress[-1]
+                self._control.set_layers(progress, 0)
+                fields["progress"] = progress
             try:
                 request_id = lane.send(kind(**fields))
             except ProtoError as error:
@@ -156,8 +170,16 @@ class JobTable:
             lane.pending[request_id] = job_id
             if word:
                 self._free_words.pop()
-            self._running[job_id] = _Running(lane, request_id, word, time.monotonic())
+            if progress:
+                self._free_progress.pop()
+            running = _Running(lane, request_id, word, progress, time.monotonic())
+            self._running[job_id] = running
             return True
+
+    def layers_loaded(self, job_id: int) -> int:
+        """See `Worker.layers_loaded`."""
+        running = self._running.get(job_id)
+        return self._control.layers(running.progress) if running and running.progress else 0
 
     def finished(self) -> list[JobResult]:
         """Return what has ended since the last call. Never waits."""
@@ -271,6 +293,8 @@ class JobTable:
         if running.is_store:
             self._control.next_epoch(running.word)
             self._free_words.append(running.word)
+        if running.progress:
+            self._free_progress.append(running.progress)
 
     def _tell(self) -> None:
         """Have event loops hear of results that nobody has fetched."""

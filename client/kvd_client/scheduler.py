@@ -30,7 +30,7 @@ from kvd_client.attachment import Attachment
 from kvd_client.errors import UsageError
 from kvd_client.scheduler_tiers import SchedulerTiers
 from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
-from kvd_proto.directory import LookupResult
+from kvd_proto.directory import LookupResult, SlotState
 from kvd_proto.directory_header import MAX_SLOTS
 from kvd_proto.messages import (
     MAX_KEY_BYTES,
@@ -117,6 +117,20 @@ class Scheduler(SchedulerTiers):
                 if found[i] is _MISS and key in begun:
                     found[i] = _HIT_PENDING
         return found
+
+    def held(self, key: bytes) -> Blocks | None:
+        """Return which blocks a READY chunk has, as (first, count); None where `lookup` misses.
+
+        From shared memory, and a hint as `lookup` is; for engines whose chunks are often partial.
+        """
+        if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
+            check_key(key)
+        found = self._entry(key)
+        self._counts.chunks += 1
+        if found is None or found[2] != SlotState.READY:
+            return None
+        self._counts.hit_chunks += 1
+        return found[3], found[4]
 
     def count_tokens(self, asked: int, found: int) -> None:
         """Count prompt tokens that were looked up and found, for the daemon's figures.

@@ -16,7 +16,7 @@ from kvd_client.lookups import LookupCounts
 from kvd_client.readiness import ReadyNews
 from kvd_client.seeking import Seeking
 from kvd_client.session import Session
-from kvd_proto.directory import LookupResult
+from kvd_proto.directory import Entry, LookupResult
 from kvd_proto.messages import (
     Attached,
     Detached,
@@ -65,6 +65,7 @@ class SchedulerSession(Session):
 
         # Replaced whenever that changes, so that a lookup tests nothing.
         self._find: Callable[..., LookupResult] = self._find_nothing
+        self._entry: Callable[[bytes], Entry | None] = self._no_entry
         self._begun: Container[bytes] = ()
         self._seeking: Seeking | None = None
         self._counts = LookupCounts()
@@ -238,6 +239,7 @@ class SchedulerSession(Session):
         self._ready_news.abandon()
         self._attachment = None
         self._find, self._begun, self._seeking = self._find_nothing, (), None
+        self._entry = self._no_entry
         self._changes = Changes()
 
     def _attach(self, attachment: Attachment | None, ready_pipe: int = -1) -> None:
@@ -254,10 +256,11 @@ class SchedulerSession(Session):
         there = None if self._owed is not None else attachment
         if there is None:
             self._find, self._begun, self._seeking = self._find_nothing, (), None
+            self._entry = self._no_entry
             self._changes.switch(None)
         else:
             self._find, self._begun = there.directory.lookup, there.decisions.outbox.begun
-            self._seeking = there.seeking
+            self._entry, self._seeking = there.directory.entry, there.seeking
             self._changes.switch(Source(there.directory, there.descriptions))
         self._attachment = attachment  # last: who sees this looks things up
 
@@ -265,3 +268,8 @@ class SchedulerSession(Session):
         del key, first, count
         self._check_open()
         return LookupResult.MISS
+
+    def _no_entry(self, key: bytes) -> Entry | None:
+        del key
+        self._check_open()
+        return None

@@ -268,9 +268,14 @@ class Worker(Session):
         ticket: LoadTicket,
         groups: Sequence[ChunkBlocks],
         after: int | None = None,
+        *,
+        layerwise: bool = False,
     ) -> bool:
-        """Copy the ticket's chunks into their blocks; arguments, result and errors as `store`."""
-        return self.submit(Load, job_id, self._blocks(ticket, groups), after)
+        """Copy the ticket's chunks into their blocks; arguments, result and errors as `store`.
+
+        With `layerwise` the layers come one after another, and `layers_loaded` counts them.
+        """
+        return self.submit(Load, job_id, self._blocks(ticket, groups), after, layerwise=layerwise)
 
     def submit(
         self,
@@ -278,6 +283,8 @@ class Worker(Session):
         job_id: int,
         blocks: JobBlocks,
         after: int | None = None,
+        *,
+        layerwise: bool = False,
     ) -> bool:
         """Copy blocks into the pool, or chunks into blocks, as the arrays of a job name them.
 
@@ -288,6 +295,8 @@ class Worker(Session):
             after: timeline number that must be reached before a block is touched, for CUDA memory
                 from `timeline.signal_on`. None: the work on these blocks has finished, as is the
                 case for CPU tensors.
+
+            layerwise: of a load: in the order of layers, which `layers_loaded` counts.
 
         Returns:
             Whether a lane has it. Where not, `get_finished` reports it as failed: every
@@ -321,6 +330,7 @@ class Worker(Session):
         return self._jobs.submit(
             kind,
             usable=self._registered,
+            layerwise=flag("layerwise", layerwise) and kind is Load,
             job=job_id,
             blocks=blocks,
             after=after,
@@ -333,6 +343,15 @@ class Worker(Session):
         if wanted is None:
             raise UsageError("nothing is registered yet; call register first")
         return pack_chunks(ticket, groups, wanted.layout.blocks_per_chunk)
+
+    def layers_loaded(self, job_id: int) -> int:
+        """Return how many layers of a layer-wise load have arrived, from shared memory.
+
+        Layers are those of the layout's refs, and may be read as soon as they are counted. The
+        load can still fail: what was read is void then. 0 for a job that is not under way: whether
+        it has ended says `get_finished`.
+        """
+        return self._jobs.layers_loaded(job_id)
 
     def get_finished(self) -> list[JobResult]:
         """Return jobs that have ended since the last call. Never waits."""

@@ -10,10 +10,11 @@ from enum import StrEnum
 
 from kvd.lane.claims import not_covered, not_ready, not_to_write
 from kvd.lane.devices.device import NO_MOVES, Device, Direction, Moves
+from kvd.lane.layers import Layers
 from kvd.lane.queue import Queued
 from kvd.lane.workers import Binding, Worker
 from kvd_proto.blocks import Chunks
-from kvd_proto.messages import Job, JobStatus, Message, Store
+from kvd_proto.messages import Job, JobStatus, Load, Message, Store
 
 VOID_TEXT = "the worker has taken the store's blocks back"
 
@@ -41,6 +42,7 @@ class LaneJob(Queued):
     Attributes:
         moves: its runs as the device has prepared them, once it has started.
         given: how many of them the device was given.
+        layers: of a load that reports them, once it has started; else None.
         late_ns: when its turn came and the worker's timeline had not reached its number; else 0.
         stream_wait_ns: from then until the number was reached.
     """
@@ -53,6 +55,7 @@ class LaneJob(Queued):
     state: JobState = JobState.QUEUED
     moves: Moves = NO_MOVES
     given: int = 0
+    layers: Layers | None = None
     in_flight: int = 0
     in_flight_bytes: int = 0
     moved_bytes: int = 0
@@ -145,8 +148,13 @@ class LaneJob(Queued):
         whose = worker.order
         everything = self.load or not whose.layout.replicated
         turn = (1, 0) if everything else (whose.world_size, whose.rank)
-        copies = worker.expander.expand(self.request.blocks, turn)
-        if not worker.expander.inside:
+        request, expander = self.request, worker.expander
+        if isinstance(request, Load) and request.progress:
+            copies, ends = expander.expand_layers(request.blocks, turn)
+            self.layers = Layers(request.progress, ends)
+        else:
+            copies = expander.expand(request.blocks, turn)
+        if not expander.inside:
             arena_bytes = binding.slot_bytes * binding.order.num_slots
             copies.check_bounds(whose.layout.storages, arena_bytes)
         base = binding.order.arena_base

@@ -26,7 +26,7 @@ _WHOLE_WINDOW = (1 << REQUEST_WINDOW) - 1
 
 
 def open_control_page(fd: int) -> ControlWords:
-    """Map a worker's control page, to read it.
+    """Map a worker's control page, to read it, and to write loads' progress.
 
     Args:
         fd: a sealed memory file of at least `CONTROL_BYTES`; stays the caller's.
@@ -38,7 +38,7 @@ def open_control_page(fd: int) -> ControlWords:
     if size < CONTROL_BYTES:
         raise ImportFailed(f"the control page has {size} bytes, {CONTROL_BYTES} are needed")
     try:
-        return ControlWords(mmap.mmap(fd, CONTROL_BYTES, prot=mmap.PROT_READ))
+        return ControlWords(mmap.mmap(fd, CONTROL_BYTES))
     except OSError as error:
         raise ImportFailed(f"the control page cannot be mapped: {error}") from error
 

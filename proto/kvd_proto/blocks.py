@@ -4,19 +4,24 @@ The j-th listed block of group g sits at position
 ``block_indices[g] % blocks_per_chunk + j``; it belongs to the group's chunk
 number ``position // blocks_per_chunk`` and is block
 ``position % blocks_per_chunk`` of it. What is counted is what the job lists:
-at a sliding window's edge a chunk's first blocks are simply not listed.
+at a sliding window's edge a chunk's first blocks are simply not listed. Block 0, the engine's null
+block, stands for a place that is left out: so chunks that are full in part can be in the middle of
+a job.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvd_proto.arrays import DType, IntArray, Integers
 from kvd_proto.errors import JobShapeError, Oversize, WrongType
 from kvd_proto.layout import RankLayout
 
+Ints = npt.NDArray[np.intp]
 NULL_BLOCK = 0
 DTYPES: dict[str, DType] = {
     "block_ids": "u4",
@@ -55,7 +60,8 @@ class Chunks:
 class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Blocks of one rank, and the chunks that they lie in.
 
-    block_ids: u4, flat, group by group; block 0 is the engine's null block and never listed.
+    block_ids: u4, flat, group by group; 0 for a place of a chunk that is left out. The others of a
+    chunk follow each other, and there is one at least.
     group_sizes: u4, how many blocks of each group are listed, 0 for none.
     block_indices: u4, logical index of each group's first listed block.
     slots: u4, of the chunks, group by group, as many as the listed blocks lie in.
@@ -146,10 +152,9 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
             raise JobShapeError(f"slots {low}..{high} of an arena of {num_slots}")
         low, high = self.block_ids.extent()
         if low == NULL_BLOCK:
-            raise JobShapeError(
-                "block_ids: block id 0 is the null block; leave it out and let block_indices start"
-                " after it"
-            )
+            kept: dict[str, bool] = self.__dict__
+            kept["sparse"] = True
+            self._check_places(self.chunks(factor), factor)
         if high >= layout.num_blocks:
             raise JobShapeError(
                 f"block_ids {low}..{high} are not within 1..{layout.num_blocks - 1}"
@@ -157,6 +162,8 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
 
     def chunks(self, blocks_per_chunk: int) -> Chunks:
         """The chunks of a job that was checked."""
+        if "sparse" in self.__dict__:
+            return self._sparse_chunks(blocks_per_chunk)
         first, count, group = array("H"), array("H"), array("H")
         for number, (size, index) in enumerate(zip(self.sizes, self.indices, strict=True)):
             if size:
@@ -175,6 +182,57 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
                 count[at] -= skip
                 count[-1] -= chunks * blocks_per_chunk - skip - size
         return Chunks(self.slots.array(), self.generations.array(), first, count, group)
+
+    @property
+    def is_sparse(self) -> bool:
+        """Whether some places of a job that was checked are left out."""
+        return "sparse" in self.__dict__
+
+    def _places(self, factor: int) -> Iterator[tuple[int, Ints, Ints]]:
+        """Of each group: its number, and chunk and place in the chunk of blocks not left out."""
+        ids, at = self.block_ids.numpy(), 0
+        for number, (size, index) in enumerate(zip(self.sizes, self.indices, strict=True)):
+            skip = index % factor
+            listed = np.flatnonzero(ids[at : at + size]) + skip
+            yield number, listed // factor, listed % factor
+            at += size
+
+    def _sparse_chunks(self, factor: int) -> Chunks:
+        """`chunks` where places are left out; a chunk of which all are has count 0."""
+        first, count, group = array("H"), array("H"), array("H")
+        many = chunks_per_group(self.sizes, self.indices, factor)
+        for number, chunk, place in self._places(factor):
+            lowest = np.full(many[number], factor)
+            np.minimum.at(lowest, chunk, place)
+            first.extend(lowest.tolist())
+            count.extend(np.bincount(chunk, minlength=many[number]).tolist())
+            group += array("H", (number,)) * many[number]
+        return Chunks(self.slots.array(), self.generations.array(), first, count, group)
+
+    def _check_places(self, chunks: Chunks, factor: int) -> None:
+        """Check that the blocks of each chunk follow each other.
+
+        Raises:
+            JobShapeError: they do not, or there is none.
+        """
+        begin = 0
+        many = chunks_per_group(self.sizes, self.indices, factor)
+        for group, chunk, place in self._places(factor):
+            highest = np.full(int(chunk.max(initial=-1)) + 1, -1)
+            np.maximum.at(highest, chunk, place)
+            for number, last in enumerate(highest.tolist(), begin):
+                first, count = chunks.first[number], chunks.count[number]
+                if count and last - first + 1 != count:
+                    raise JobShapeError(
+                        f"block_ids: chunk {number} of the job lists {count} blocks between its"
+                        f" places {first} and {last}; those that are moved must follow each other"
+                    )
+            begin += many[group]
+        if 0 in chunks.count:
+            raise JobShapeError(
+                f"block_ids: all places of chunk {chunks.count.index(0)} of the job are left out;"
+                " leave the chunk out"
+            )
 
     def __repr__(self) -> str:
         return f"<JobBlocks {len(self.block_ids)} blocks in {len(self.slots)} chunks>"

@@ -10,13 +10,15 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.blocks import NULL_BLOCK, JobBlocks
 from kvd_proto.copies import Copies, Grid, Regions, Run
 from kvd_proto.layout import RankLayout
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 _Region: TypeAlias = tuple[int, int, int, int, int]
 """Storage, offset and stride in it, page, start in the slot."""
+_Where: TypeAlias = tuple[Ints, Ints, Ints | None]
+"""Blocks; their slots' bytes in the arena; their places in chunks, None where a chunk is one."""
 Turn: TypeAlias = tuple[int, int]
 """World size and rank: of the chunks, only those in slots of this rank's turn."""
 FEW_PAGES = 32  # of a job; above, numpy is faster
@@ -77,12 +79,12 @@ class Expander:
 
     def expand(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> Copies:
         """The byte ranges of a job that was checked against the layout, coalesced."""
-        if len(blocks.block_ids) * self._most <= FEW_PAGES:
+        if len(blocks.block_ids) * self._most <= FEW_PAGES and not blocks.is_sparse:
             return Copies.of(self.expand_few(blocks, turn))
         return self.expand_many(blocks, turn)
 
     def expand_few(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> list[Run]:
-        """`expand`, run by run: faster where there are few."""
+        """`expand`, run by run: faster where there are few. No place may be left out."""
         factor, slot_bytes = self.layout.blocks_per_chunk, self.slot_bytes
         world_size, rank = turn
         block_ids, slots = iter(blocks.block_ids.tolist()), iter(blocks.slots.tolist())
@@ -124,10 +126,40 @@ class Expander:
 
     def expand_many(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> Copies:
         """`expand`, all runs at once."""
+        placed = self._place(blocks, turn)
+        return Copies.of_grids(
+            [_grid(alike, *where) for group, where in placed for alike in self._groups[group]]
+        )
+
+    def expand_layers(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> tuple[Copies, list[int]]:
+        """`expand`, layer by layer; with the bytes of all layers up to and with each."""
+        placed = self._place(blocks, turn)
+        grids: list[Grid] = []
+        ends: list[int] = []
+        done = 0
+        for groups in self._by_layer:
+            for group, where in placed:
+                made = [_grid(alike, *where) for alike in groups[group]]
+                done += sum(len(g.regions.storage) * int(g.nbytes.sum()) for g in made)
+                grids += made
+            ends.append(done)
+        return Copies.of_grids(grids), ends
+
+    @cached_property
+    def _by_layer(self) -> list[list[list[_Alike]]]:
+        """Of each layer, each group's regions."""
+        layout = self.layout
+        return [
+            [_alike(_regions(layout, group, layer), layout) for group in range(len(layout.groups))]
+            for layer in range(layout.layers)
+        ]
+
+    def _place(self, blocks: JobBlocks, turn: Turn) -> list[tuple[int, _Where]]:
+        """Of each group that is listed: blocks, and where their chunks are."""
         factor = self.layout.blocks_per_chunk
         sizes, indices = blocks.sizes, blocks.indices
         all_ids, all_slots = blocks.block_ids.numpy().astype(np.int64), blocks.slots.numpy()
-        grids: list[Grid] = []
+        placed: list[tuple[int, _Where]] = []
         block_at = chunk_at = 0
         for group, (size, index) in enumerate(zip(sizes, indices, strict=True)):
             if not size:
@@ -147,9 +179,14 @@ class Expander:
                 ids, slot, inside = ids[mine], slot[mine], None if inside is None else inside[mine]
                 if not len(ids):
                     continue
-            at = slot * np.int64(self.slot_bytes)
-            grids += [_grid(alike, ids, at, inside) for alike in self._groups[group]]
-        return Copies.of_grids(grids)
+            if blocks.is_sparse:
+                listed = ids != NULL_BLOCK
+                ids, slot = ids[listed], slot[listed]
+                inside = None if inside is None else inside[listed]
+                if not len(ids):
+                    continue
+            placed.append((group, (ids, slot * np.int64(self.slot_bytes), inside)))
+        return placed
 
     def _placed(self, skip: int, size: int) -> tuple[Ints, Ints]:
         """Of blocks after the first `skip`: the chunk's ordinal, and the place in it."""
@@ -199,8 +236,8 @@ def _grid(alike: _Alike, ids: Ints, at: Ints, inside: Ints | None) -> Grid:
     return Grid(alike.regions, memory[first], arena[first], nbytes, int(nbytes.max()))
 
 
-def _regions(layout: RankLayout, group: int) -> list[_Region]:
-    """(storage, offset, stride, page, start in slot) of each ref of a group.
+def _regions(layout: RankLayout, group: int, layer: int | None = None) -> list[_Region]:
+    """(storage, offset, stride, page, start in slot) of each ref of a group, or of one layer of it.
 
     With one block a chunk, refs are page after page in the slot; where they are
     so in memory too (all layers of a block packed together) they are one. Those of one stride and
@@ -209,10 +246,12 @@ def _regions(layout: RankLayout, group: int) -> list[_Region]:
     regions: list[_Region] = []
     refs = layout.groups[group].refs
     for ref, start in zip(refs, layout.ref_offsets(group), strict=True):
+        if layer is not None and ref.layer != layer:
+            continue
         tensor = layout.tensors[ref.tensor]
         if regions and layout.blocks_per_chunk == 1:
             storage, offset, stride, page, first = regions[-1]
-            if (storage, offset + page, stride) == (
+            if (first + page == start) and (storage, offset + page, stride) == (
                 tensor.storage,
                 tensor.offset,
                 tensor.block_stride,

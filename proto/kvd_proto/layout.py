@@ -30,6 +30,7 @@ MAX_BLOCKS_PER_CHUNK = 65535
 MAX_GROUPS = 1024
 MAX_TENSORS = 8192
 MAX_REFS = 8192  # of all groups together
+MAX_LAYERS = 8192
 
 
 class Range(NamedTuple):
@@ -44,6 +45,7 @@ CHUNK_BLOCKS = Range(1, MAX_BLOCKS_PER_CHUNK)
 SIZE = Range(1, MAX_BYTES)
 OFFSET = Range(0, MAX_BYTES)
 REFS = Range(1, MAX_REFS)
+LAYER = Range(0, MAX_LAYERS - 1)
 
 
 class TensorSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -66,10 +68,13 @@ class TensorRef(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=Fals
 
     tensor: index in the layout's tensors.
     page_bytes: so many bytes from each page's start are in use; at most the tensor's own.
+    layer: number of the layer in the order of a forward pass, below 8,192; loads that report their
+    progress go by it.
     """
 
     tensor: int
     page_bytes: Annotated[int, SIZE]
+    layer: Annotated[int, LAYER] = 0
 
 
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
@@ -130,6 +135,11 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     def used_bytes(self) -> int:
         """Sum of the sizes of the storages that some tensor uses, each counted once."""
         return sum(self.storages[index] for index in {tensor.storage for tensor in self.tensors})
+
+    @cached_property
+    def layers(self) -> int:
+        """Number of layers, as the refs count them."""
+        return 1 + max(ref.layer for group in self.groups for ref in group.refs)
 
     @property
     def share_bytes(self) -> int:
@@ -259,6 +269,7 @@ def _check_group(layout: RankLayout, index: int, group: GroupSpec) -> None:
                 f"{name}.refs[{position}].tensor = {ref.tensor}, but {len(layout.tensors)}"
                 " tensors are reported"
             )
+        _check_range(f"{name}.refs[{position}].layer", ref.layer, LAYER, "count layers from 0")
         page = layout.tensors[ref.tensor].page_bytes
         if not 1 <= ref.page_bytes <= page:
             raise LayoutError(

@@ -17,7 +17,7 @@ from msgspec import Meta
 
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import JobBlocks
-from kvd_proto.control import CONTROL_WORDS
+from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
 from kvd_proto.layout import RankLayout
 
@@ -361,12 +361,18 @@ class Store(Job, frozen=True):
     epoch: the number that stood there when the store was sent; with another one it is void.
     """
 
-    word: Annotated[int, Meta(ge=1, lt=CONTROL_WORDS)]
+    word: Annotated[int, Meta(ge=1, lt=EPOCH_WORDS)]
     epoch: Count
 
 
 class Load(Job, frozen=True):
-    """Copy chunks into the worker's blocks. Answered by Done."""
+    """Copy chunks into the worker's blocks. Answered by Done.
+
+    progress: number of the control page's word where the lane says how many layers have arrived;
+    they are moved one after another then. 0: in any order, and nothing is said.
+    """
+
+    progress: Annotated[int, Meta(ge=0, le=PROGRESS_WORDS)] = 0
 
 
 class Done(Message, frozen=True):

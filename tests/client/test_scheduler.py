@@ -336,6 +336,19 @@ class LooksAtOnce(Scheduler):
             self.seen.append(self.lookup(b"ready"))
 
 
+def test_held_says_which_blocks_are_there(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """First block and count of a READY chunk; nothing of others, nor before and after ATTACHED."""
+    assert scheduler.held(b"ready") is None
+    daemon.attach(scheduler)
+    daemon.call(lambda: daemon.make_ready(b"partial", 1, 1))
+    assert scheduler.held(b"partial") == (1, 1)
+    assert [scheduler.held(key) for key in (b"writing", b"no")] == [None, None]
+    with pytest.raises(UsageError, match="key"):
+        scheduler.held(b"")
+    daemon.notify(Detached(reason="rank 0 is gone"))
+    eventually(lambda: scheduler.held(b"partial") is None)
+
+
 def test_lookups_have_changed_once_attached_has(daemon: FakeDaemon) -> None:
     """Who sees that the engine is attached finds what is there at once, and after it nothing."""
     with LooksAtOnce(daemon.runtime_dir) as scheduler:

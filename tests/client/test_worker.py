@@ -25,7 +25,7 @@ from kvd_client import (
     Worker,
     jobs,
 )
-from kvd_proto.control import CONTROL_WORDS
+from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.messages import (
     Cancel,
     Detached,
@@ -67,14 +67,16 @@ def results(worker: Worker, count: int = 1) -> list[JobResult]:
 
 
 def check_jobs(worker: Worker) -> None:
-    """Jobs and the lanes' open requests name each other; every word is free or one store's."""
+    """Jobs and the lanes' open requests name each other; every word is free or one job's."""
     table = worker._jobs
     with table._lock:
         owed = {(id(link), r): job for link in table._links for r, job in link.pending.items()}
         assert owed == {(id(r.link), r.request_id): job for job, r in table._running.items()}
         assert table._lane is None or table._lane in table._links
         taken = [running.word for running in table._running.values() if running.is_store]
-        assert sorted([*table._free_words, *taken]) == list(range(1, CONTROL_WORDS))
+        assert sorted([*table._free_words, *taken]) == list(range(1, EPOCH_WORDS))
+        watched = [running.progress for running in table._running.values() if running.progress]
+        assert sorted([*table._free_progress, *watched]) == list(range(1, PROGRESS_WORDS + 1))
 
 
 def until_registered(worker: Worker, value: bool) -> None:
@@ -639,7 +641,7 @@ def test_wrong_jobs_raise(daemon: FakeDaemon, worker: Worker) -> None:
     """Arrays that do not fit each other are the caller's mistake, named with figures."""
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"block_ids": [3, 4]}, "sum to 3, but 2 block_ids"),
-        ({"block_ids": [0, 4, 5]}, "block id 0 is the null block; leave it out"),
+        ({"block_ids": [0, 4, 5]}, "all places of chunk 0 of the job are left out"),
         ({"block_ids": [3, 4, 8]}, r"block_ids 3\.\.8 are not within 1\.\.7"),
         ({"block_indices": [1, 2]}, "2 block_indices"),
         ({"slots": [1]}, "1 slots with 2 generations"),

@@ -5,6 +5,7 @@ from pathlib import Path
 from kvd.wire.zmtp import Incoming
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
+from kvd_proto.control import EPOCH_WORDS
 from kvd_proto.messages import (
     Done,
     Job,
@@ -77,7 +78,7 @@ def test_a_flood_of_stores_in_a_lane_delays_neither_a_ping_nor_a_load(
                 blocks=JobBlocks.of([1, 2], [2, 0], [0, 0], [slot], [generation]),
                 after=0,
                 deadline_ms=60_000,
-                **({"word": 8191, "epoch": 0} if kind is Store else {}),
+                **({"word": EPOCH_WORDS - 1, "epoch": 0} if kind is Store else {}),
             )
 
         stores = zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)

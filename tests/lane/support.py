@@ -210,6 +210,7 @@ def make_job(
     after: int = 0,
     word: int = EPOCH,
     epoch: int = 0,
+    progress: int = 0,
     deadline_ms: int = 20_000,
     group_sizes: Sequence[int] | None = None,
     block_indices: Sequence[int] = (0,),
@@ -218,7 +219,7 @@ def make_job(
 
     Stores share a word of the control page if nothing else is said, and end together by it.
     """
-    own = {"word": word, "epoch": epoch} if issubclass(kind, Store) else {}
+    own = {"word": word, "epoch": epoch} if issubclass(kind, Store) else {"progress": progress}
     return kind(
         job=number,
         blocks=JobBlocks.of(

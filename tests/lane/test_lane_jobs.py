@@ -159,7 +159,7 @@ def test_a_lent_slot_is_written_before_its_key_is_known(
 
 
 REFUSED: list[tuple[list[int], list[int], dict[str, list[int]], str]] = [
-    ([0, 1], [3], {}, "null block"),
+    ([0, 0], [3], {}, "left out"),
     ([1, 32], [3], {}, "block_ids"),
     ([1, 2], [SLOTS], {}, "slots"),
     ([1, 2], [3, 4], {}, "slots"),

@@ -18,7 +18,7 @@ from kvd.wire.link import (
     StopLane,
 )
 from kvd_proto.codec import HEADER_BYTES, WIRE
-from kvd_proto.control import CONTROL_WORDS
+from kvd_proto.control import EPOCH_WORDS
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import (
     Cancel,
@@ -58,9 +58,9 @@ def test_a_store_whose_blocks_were_taken_back_is_void(lane: Lane, worker: FakeWo
     assert worker.run(Store, 2, [1, 2], [3], word=9, epoch=1) is JobStatus.OK
 
 
-@pytest.mark.parametrize("word", [TIMELINE, CONTROL_WORDS])
+@pytest.mark.parametrize("word", [TIMELINE, EPOCH_WORDS])
 def test_a_store_cannot_name_a_word_that_is_none(worker: FakeWorker, word: int) -> None:
-    """The timeline's, or one behind the page: refused before anything is read there."""
+    """The timeline's, or one for the progress of loads: refused before anything is read there."""
     worker.job(Store, 1, [1, 2], [3], word=word)
     error = worker.reply()[1]
     assert isinstance(error, Error)

@@ -23,8 +23,10 @@ from kvd.lane.workers import Binding, Worker, Workers
 from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
 from kvd.wire.seqpacket import Channel
 from kvd_proto.arrays import IntArray
+from kvd_proto.control import EPOCH_WORDS
 from kvd_proto.copies import Copies
 from kvd_proto.directory import SlotState
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Handle, Job, JobStatus, Load, Message, Store
 from tests.lane.support import (
     EPOCH,
@@ -111,11 +113,11 @@ class HeldDevice(Device):
 class Bench:
     """A runner over a held device, with a clock that the test moves."""
 
-    def __init__(self, limits: Limits | None = None) -> None:
+    def __init__(self, limits: Limits | None = None, layout: RankLayout | None = None) -> None:
         self.now = 0
         self.device = HeldDevice()
         self.runner = Runner(self.device, limits, clock=lambda: self.now)
-        self.layout = flat_layout(PAGE, blocks=16)
+        self.layout = layout or flat_layout(PAGE, blocks=16)
         self.directory = Directory(SLOTS)
         self.directory.set(range(SLOTS), SlotState.WRITING)
         self.sources: list[FakeWorker] = []
@@ -189,6 +191,59 @@ def test_pieces_are_short_only_while_others_wait_for_the_direction(bench: Bench)
     load, store = Direction.LOAD, Direction.STORE
     assert given[:3] == [(True, load, 4), (True, load, 1), (False, load, 1)]
     assert given[3:] == [(True, load, 1), (False, load, 1), (True, load, 2), (False, store, 1)]
+
+
+def layered(layers: int) -> Bench:
+    """A runner and a worker's layout of so many layers, the last one first."""
+    layout = RankLayout(
+        16,
+        1,
+        16,
+        (PAGE * 16,) * layers,
+        tuple(TensorSpec(i, 0, PAGE, PAGE) for i in range(layers)),
+        (GroupSpec(tuple(TensorRef(i, PAGE, layers - 1 - i) for i in range(layers)), 16),),
+    )
+    return Bench(layout=layout)
+
+
+def test_layers_are_told_when_all_their_bytes_are_in() -> None:
+    """The word follows the pieces that have landed, layer after layer, and never goes before."""
+    bench = layered(3)
+    bench.device.bulk_bytes = dict.fromkeys(Direction, 100 * PAGE)
+    worker = bench.worker()
+    bench.directory.set(range(SLOTS), SlotState.READY, count=1)
+    bench.submit(worker, make_job(Load, 1, [1, 2], [3, 4], progress=2))
+    told, moved = [], []
+    bench.runner.turn()
+    while bench.device.flying:
+        piece = bench.device.flying[0]
+        assert isinstance(piece.moves, HostMoves)
+        moved += piece.moves.copies.runs[piece.begin : piece.end]
+        bench.device.land()
+        bench.runner.turn()
+        told.append(int(bench.sources[0].words[EPOCH_WORDS + 1]))
+    assert [run[0] for run in moved] == [2, 2, 1, 1, 0, 0]
+    assert told == [0, 1, 1, 2, 2, 3]
+    assert bench.ended() == [(1, JobStatus.OK)]
+    bench.close()
+
+
+def test_layers_are_not_told_once_a_chunk_has_gone() -> None:
+    """What arrives after a slot has moved on is not reported, and the load is STALE."""
+    bench = layered(3)
+    worker = bench.worker()
+    bench.directory.set(range(SLOTS), SlotState.READY, count=1)
+    bench.submit(worker, make_job(Load, 1, [1], [3], progress=1))
+    bench.runner.turn()
+    bench.device.land()
+    bench.runner.turn()
+    bench.directory.set([3], SlotState.DRAINING)
+    while bench.device.flying:
+        bench.device.land()
+        bench.runner.turn()
+    assert bench.sources[0].words[EPOCH_WORDS] == 1
+    assert bench.ended() == [(1, JobStatus.STALE)]
+    bench.close()
 
 
 def test_a_late_urgent_load_waits_only_for_what_the_device_has(bench: Bench) -> None:

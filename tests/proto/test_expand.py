@@ -64,6 +64,8 @@ def oracle(job: Job) -> list[Move]:
             inside = (index + j) % layout.blocks_per_chunk
             slot = next(slots) if j and not inside else slot
             block = next(ids)
+            if not block:
+                continue
             for ref, start in zip(layout.groups[g].refs, layout.ref_offsets(g), strict=True):
                 t = layout.tensors[ref.tensor]
                 memory = t.offset + block * t.block_stride
@@ -88,7 +90,10 @@ def jobs(draw: st.DrawFn) -> Job:
     groups = []
     for _ in range(draw(st.integers(1, 3))):
         used = draw(st.sets(st.sampled_from(range(len(pages))), min_size=1))
-        refs = [TensorRef(i, draw(st.integers(max(1, pages[i] - 1), pages[i]))) for i in used]
+        refs = [
+            TensorRef(i, draw(st.integers(max(1, pages[i] - 1), pages[i])), draw(st.integers(0, 3)))
+            for i in used
+        ]
         groups.append(GroupSpec(tuple(refs), 16))
     layout = RankLayout(blocks, factor, 16, tuple(storages), tuple(tensors), tuple(groups))
     validate_layout(layout)
@@ -120,6 +125,63 @@ def test_the_expansion_is_the_oracles(job: Job) -> None:
     moved = [(s, m + b, a + b) for s, m, a, size in copies.runs for b in range(size)]
     assert Counter(moved) == Counter(expected)
     assert copies.total_bytes == len(expected)
+
+
+@st.composite
+def sparse_jobs(draw: st.DrawFn) -> Job:
+    """Jobs in which some places of chunks are left out, at either end of each."""
+    job = draw(jobs())
+    factor, ids, at = job.layout.blocks_per_chunk, list(job.block_ids), 0
+    for size, index in zip(job.group_sizes, job.block_indices, strict=True):
+        chunks: dict[int, list[int]] = {}
+        for j in range(size):
+            chunks.setdefault((index % factor + j) // factor, []).append(at + j)
+        for places in chunks.values():
+            begin = draw(st.integers(0, len(places) - 1))
+            end = draw(st.integers(begin + 1, len(places)))
+            for place in (*places[:begin], *places[end:]):
+                ids[place] = 0
+        at += size
+    return replace(job, block_ids=ids)
+
+
+@given(sparse_jobs())
+def test_places_that_are_left_out_are_not_moved(job: Job) -> None:
+    """Of chunks that are full in part just the listed blocks are moved, and counted."""
+    blocks, factor = job.blocks, job.layout.blocks_per_chunk
+    blocks.check(job.layout)
+    copies = Expander(job.layout).expand(blocks)
+    moved = [(s, m + b, a + b) for s, m, a, size in copies.runs for b in range(size)]
+    assert Counter(moved) == Counter(oracle(job))
+    expected, at = [], 0
+    for group, (size, index) in enumerate(zip(job.group_sizes, job.block_indices, strict=True)):
+        listed = [(index % factor + j) for j in range(size) if job.block_ids[at + j]]
+        for chunk in sorted({place // factor for place in listed}):
+            inside = [place % factor for place in listed if place // factor == chunk]
+            expected.append((inside[0], len(inside), group))
+        at += size
+    chunks = blocks.chunks(factor)
+    assert list(zip(chunks.first, chunks.count, chunks.group, strict=True)) == expected
+
+
+@given(st.one_of(jobs(), sparse_jobs()), st.integers(1, 3))
+def test_layers_come_one_after_another(job: Job, world_size: int) -> None:
+    """Layer by layer the same bytes are moved, and the totals say where each layer ends."""
+    blocks, turn = job.blocks, (world_size, world_size - 1)
+    blocks.check(job.layout)
+    expander = Expander(job.layout)
+    copies, ends = expander.expand_layers(blocks, turn)
+    moved = [(s, m + b, a + b) for s, m, a, size in copies.runs for b in range(size)]
+    plain = expander.expand(blocks, turn).runs
+    assert Counter(moved) == Counter(
+        (s, m + b, a + b) for s, m, a, size in plain for b in range(size)
+    )
+    assert len(ends) == job.layout.layers
+    assert ends[-1] == len(moved)
+    for at, (_, _, arena) in enumerate(moved):
+        group, _, ref = place(job, arena)
+        layer = job.layout.groups[group].refs[ref].layer
+        assert ends[layer] - at > 0 >= (ends[layer - 1] - at - 0 if layer else 0)
 
 
 @given(jobs(), st.integers(1, 3))
@@ -249,7 +311,11 @@ def test_offsets_beyond_four_gibibytes_do_not_wrap() -> None:
         ({"slots": [1, 9]}, r"slots 1\.\.9 of an arena of 9"),
         ({"block_indices": [0]}, "1 chunks .* 2 slots"),
         ({"block_ids": [1, 2, 3, 64]}, r"1\.\.64 are not within 1\.\.63"),
-        ({"block_ids": [1, 0, 3, 4]}, "block id 0 is the null block"),
+        ({"block_ids": [0, 0, 3, 4]}, "all places of chunk 0 of the job are left out"),
+        (
+            {"block_ids": [1, 0, 3, 4], "block_indices": [0], "slots": [1]},
+            "chunk 0 of the job lists 3 blocks between its places 0 and 3",
+        ),
     ],
 )
 def test_arrays_that_do_not_fit_are_refused(changes: dict[str, Any], figures: str) -> None:
