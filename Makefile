@@ -5,9 +5,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
+SGLANG := .venv-sglang
+SGLANG_STAMP := $(SGLANG)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-cluster test test-fast test-vllm test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm clean restart-loop tier-kills fuzz soak events-exact
+.PHONY: help demo demo-cluster test test-fast test-vllm test-sglang test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -23,9 +25,15 @@ $(VLLM_STAMP): pyproject.toml client/tools/pyproject.toml tests/vllm/environment
 	PYTHON=$(PYTHON) tests/vllm/environment.sh $(VLLM)
 	@touch $@
 
+$(SGLANG_STAMP): pyproject.toml client/tools/pyproject.toml tests/sglang/environment.sh tests/sglang/requirements.txt
+	PYTHON=$(PYTHON) tests/sglang/environment.sh $(SGLANG)
+	@touch $@
+
 .venv: $(STAMP)
 
 .venv-vllm: $(VLLM_STAMP)
+
+.venv-sglang: $(SGLANG_STAMP)
 
 demo: $(STAMP) ## two ranks store and load verified KV bytes through one daemon
 	$(BIN)/kvd demo
@@ -83,6 +91,13 @@ constraints-vllm: $(VLLM_STAMP) ## the same for the environment with vLLM
 	@(head -n 2 tests/vllm/requirements.txt; $(VLLM)/bin/python -m pip freeze --exclude-editable | sed 's/+cpu//') > constraints.new
 	@mv constraints.new tests/vllm/requirements.txt
 
+constraints-sglang: $(SGLANG_STAMP) ## the same for the environment with SGLang
+	@(head -n 2 tests/sglang/requirements.txt; $(SGLANG)/bin/python -m pip freeze --exclude-editable | sed 's/+cpu//') > constraints.new
+	@mv constraints.new tests/sglang/requirements.txt
+
+test-sglang: $(SGLANG_STAMP) ## tests with the real SGLang engine on CPU
+	PYTHONPATH=client/tools/kvd_tools/sglang_cpu/path $(SGLANG)/bin/python -m pytest tests/sglang -o faulthandler_timeout=300 -o timeout=400
+
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
 	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
@@ -124,4 +139,4 @@ check-deploy: $(STAMP) ## build the image and run it, boot the unit; as root on 
 	deploy/systemd/check.sh
 
 clean: ## remove what the commands above made
-	rm -rf $(VENV) .venv-vllm bench/out build/check .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-sglang bench/out build/check .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -18,7 +18,7 @@ from tests.fakecuda.harness import FakeCuda
 __all__ = ["Daemon", "StartDaemon", "started_daemons"]
 
 # The engine has an environment of its own: make test-vllm.
-collect_ignore = [] if importlib.util.find_spec("vllm") else ["vllm"]
+collect_ignore = [name for name in ("vllm", "sglang") if not importlib.util.find_spec(name)]
 
 # A shell ignores Ctrl-C in what it runs in the background, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

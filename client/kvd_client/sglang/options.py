@@ -1,0 +1,45 @@
+"""The settings under `linker_extra_config`, checked before the engine starts."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from msgspec import Meta
+
+from kvd_client.engine_options import EngineOptions, OptionsError, Seconds, convert_options
+
+PLACE = "--unified-cache-external-linker-config: linker_extra_config"
+
+
+class Options(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An engine's settings about its daemon; those of every engine are in `EngineOptions`.
+
+    Attributes:
+        chunk_tokens: tokens that are stored and evicted together, where SGLang's pages have fewer;
+            engines that are to share chunks need the same.
+        lease: seconds for which what a lookup has found stays pinned for its request.
+        load_timeout: seconds in which a load must be in, also when the daemon is restarted
+            meanwhile; then SGLang aborts its requests. The engine's forward pass waits so long.
+        store_timeout: seconds after which a store is given up; until then the tree keeps its pages.
+        loan_timeout: seconds that a store waits for room in the pool.
+    """
+
+    chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 64
+    lease: Seconds = 60.0
+    load_timeout: Seconds = 10.0
+    store_timeout: Seconds = 30.0
+    loan_timeout: Seconds = 0.5
+
+
+def read_options(extra: Mapping[str, Any] | None) -> Options:
+    """Return the options of an engine.
+
+    Raises:
+        OptionsError: naming the key, its value and what is possible.
+    """
+    options = convert_options(Options, extra or {}, PLACE)
+    if options.lease < 2 * options.load_timeout:  # a pin must outlast its load
+        raise OptionsError(
+            f"{PLACE}: lease={options.lease:g} is below twice load_timeout="
+            f"{options.load_timeout:g}; raise lease, or lower load_timeout"
+        )
+    return options

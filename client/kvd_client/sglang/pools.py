@@ -1,0 +1,145 @@
+"""SGLang's device pools, as pages that kvd can move.
+
+SGLang describes the pools of some models for linkers itself (`resolve_hybrid_device_pool_group`);
+those of plain models are described here in the same form. Pools whose pages have the same numbers
+(KV and the index keys of sparse attention, say) are one `PagePool`: a page is in all of them.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.mem_cache.hicache_storage import PoolName
+from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
+    DevicePoolEntry,
+    DevicePoolGroup,
+    resolve_hybrid_device_pool_group,
+)
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from kvd_client import UnsupportedMemory
+from kvd_client.sglang.pages import LayerPages, PagePool
+
+
+@dataclass(frozen=True, slots=True)
+class Pools:
+    """All of a rank.
+
+    Attributes:
+        by_name: SGLang's names.
+        num_layers: that loads are reported by.
+        replicated: every rank of tensor parallelism holds the same bytes.
+        entries: SGLang's own descriptions.
+    """
+
+    by_name: dict[str, PagePool]
+    num_layers: int
+    replicated: bool
+    entries: dict[PoolName, DevicePoolEntry]
+
+
+def find_pools(params: Any, components: set[Any]) -> Pools:
+    """Return the pools that are offloaded.
+
+    Args:
+        params: SGLang's `CacheInitParams`.
+        components: of its tree.
+
+    Raises:
+        UnsupportedMemory: kvd or SGLang's linkers cannot offload this model's KV cache.
+    """
+    cache = params.token_to_kv_pool_allocator.get_kvcache()
+    page = params.page_size
+    if params.pp_size > 1:
+        raise UnsupportedMemory(
+            f"pp_size={params.pp_size}: the stages of SGLang's pipelines do not agree on what a"
+            " linker has found; use tensor parallelism"
+        )
+    if type(cache) is MHATokenToKVPool:
+        group = DevicePoolGroup([_mha(PoolName.KV, cache, page)], len(cache.k_buffer), page)
+    elif type(cache) is MLATokenToKVPool:
+        entry = _entry(PoolName.KV, cache, cache.kv_buffer, _every(cache.kv_buffer), page)
+        group = DevicePoolGroup([entry], len(cache.kv_buffer), page, rank_replicated=True)
+    elif type(cache) is SWAKVPool and PoolName.MAMBA not in {c.name.lower() for c in components}:
+        group = _sliding(cache, page)
+    else:
+        try:
+            group = resolve_hybrid_device_pool_group(
+                kvcache=cache, page_size=page, params=params, components=components
+            )
+        except (ValueError, AssertionError) as error:
+            raise UnsupportedMemory(f"{type(cache).__name__}: {error}") from error
+    if params.sidecar_draft_device_pools and PoolName.DRAFT not in group.entry_map:
+        raise UnsupportedMemory("the KV cache of this model's draft cannot be offloaded")
+    return Pools(
+        {name: _page_pool(name, group) for name in dict.fromkeys(group.sources.values())},
+        group.num_layers,
+        group.rank_replicated,
+        group.entry_map,
+    )
+
+
+def _page_pool(name: PoolName, group: DevicePoolGroup) -> PagePool:
+    """The pools whose pages are numbered as those of `name`."""
+    entries = [entry for entry in group.entries if entry.indices_from_pool == name]
+    layers = [part for entry in entries for part in _layers(entry)]
+    return PagePool(
+        name.value, entries[0].page_size, tuple(sorted(layers, key=lambda part: part.layer))
+    )
+
+
+def _layers(entry: DevicePoolEntry) -> Iterator[LayerPages]:
+    for layer, mapped in entry.layer_mapping.items():
+        for number in (mapped,) if isinstance(mapped, int) else mapped:
+            for component, meta in zip(entry.components, entry.buffer_meta, strict=True):
+                tensor = component[number]
+                _, _, page_bytes = meta[number]
+                yield LayerPages(layer, tensor, page_bytes * tensor.shape[0] // tensor.nbytes)
+
+
+def _sliding(cache: SWAKVPool, page: int) -> DevicePoolGroup:
+    if type(cache.full_kv_pool) is not MHATokenToKVPool or (
+        type(cache.swa_kv_pool) is not MHATokenToKVPool
+    ):
+        raise UnsupportedMemory(
+            f"{type(cache.full_kv_pool).__name__} and {type(cache.swa_kv_pool).__name__} cannot be"
+            " offloaded together"
+        )
+    full = {n: i for n, (i, is_swa) in cache.layers_mapping.items() if not is_swa}
+    windowed = {n: i for n, (i, is_swa) in cache.layers_mapping.items() if is_swa}
+    entries = [
+        _mha(PoolName.KV, cache.full_kv_pool, page, full),
+        _mha(PoolName.SWA, cache.swa_kv_pool, page, windowed),
+    ]
+    return DevicePoolGroup(entries, max(cache.layers_mapping) + 1, page)
+
+
+def _mha(
+    name: PoolName, pool: MHATokenToKVPool, page: int, layers: dict[int, int] | None = None
+) -> DevicePoolEntry:
+    if pool.k_scale_buffer is not None or pool.native_k_scale_buffer is not None:
+        raise UnsupportedMemory("KV caches with scales beside them cannot be offloaded")
+    buffers, count = [*pool.k_buffer, *pool.v_buffer], len(pool.k_buffer)
+    found = _every(pool.k_buffer) if layers is None else layers
+    return _entry(name, pool, buffers, {n: (i, count + i) for n, i in found.items()}, page)
+
+
+def _every(buffers: Sequence[torch.Tensor]) -> dict[int, int]:
+    return {number: number for number in range(len(buffers))}
+
+
+def _entry(
+    name: PoolName, pool: Any, buffers: Sequence[torch.Tensor], layers: Any, page: int
+) -> DevicePoolEntry:
+    tokens = pool.size + pool.page_size
+    return DevicePoolEntry(
+        name=name,
+        indices_from_pool=name,
+        device_pool=pool,
+        components=[list(buffers)],
+        layer_mapping=layers,
+        page_size=page,
+        rows_are_pages=buffers[0].shape[0] != tokens,  # some layouts put heads before tokens
+    )

@@ -1,0 +1,1 @@
+"""Stands for vLLM, of which SGLang needs one function on a CPU."""

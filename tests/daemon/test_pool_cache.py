@@ -1,0 +1,221 @@
+"""Pages of a device pool, stored and loaded layer by layer as a linker of SGLang's does it.
+
+On a real daemon and torch tensors; SGLang itself is not needed for it.
+"""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from kvd_client import Fingerprint
+from kvd_client.sglang import pool_cache
+from kvd_client.sglang.coverage import prefix
+from kvd_client.sglang.loads import Batch, LayerCounter, Wanted
+from kvd_client.sglang.offloads import Offload, Offloads
+from kvd_client.sglang.options import Options
+from kvd_client.sglang.pages import LayerPages, PagePool
+from kvd_client.sglang.pool_cache import PoolCache
+from tests.conftest import Daemon, StartDaemon
+from tests.waiting import eventually
+
+LAYERS, PAGES, WIDTH = 4, 64, 32
+KEYS = [bytes([page]) * 32 for page in range(1, 200)]
+TIMEOUT = 30.0
+
+
+def make_pool(page_tokens: int) -> PagePool:
+    """Keys and values of some layers, with room for a padding page."""
+    tokens = PAGES * page_tokens
+    layers = [
+        LayerPages(layer, torch.zeros(tokens, 2, WIDTH, dtype=torch.bfloat16), page_tokens)
+        for layer in range(LAYERS)
+        for _ in range(2)
+    ]
+    return PagePool("kv", page_tokens, tuple(layers))
+
+
+MakeCache = Callable[..., PoolCache]
+
+
+@pytest.fixture
+def make_cache() -> Iterator[MakeCache]:
+    """Makes a pool's cache at a daemon; all are closed."""
+    made: list[PoolCache] = []
+
+    def make(daemon: Daemon, page_tokens: int = 1, factor: int = 4) -> PoolCache:
+        options = Options(runtime_dir=str(daemon.runtime_dir), load_timeout=TIMEOUT)
+        cache = PoolCache(
+            make_pool(page_tokens),
+            factor,
+            f"engine-{len(made)}",
+            Fingerprint(model="m"),
+            options,
+        )
+        made.append(cache)
+        eventually(lambda: cache.scheduler.attached)
+        return cache
+
+    yield make
+    for cache in made:
+        cache.close()
+
+
+def indices(cache: PoolCache, pages: list[int]) -> torch.Tensor:
+    """SGLang's indices of pages."""
+    size = cache.pool.page_tokens
+    return torch.cat([torch.arange(page * size, (page + 1) * size) for page in pages])
+
+
+def content(key: bytes, layer: int, shape: torch.Size) -> torch.Tensor:
+    """Values that differ for every page and layer."""
+    seed = torch.Generator().manual_seed(key[0] * 100 + layer)
+    return torch.randn(shape, generator=seed).to(torch.bfloat16)
+
+
+def fill(cache: PoolCache, keys: list[bytes], pages: list[int]) -> None:
+    """Compute these pages."""
+    for number, part in enumerate(cache.pool.layers):
+        for key, page in zip(keys, pages, strict=True):
+            where = slice(page * part.rows, (page + 1) * part.rows)
+            part.tensor[where] = content(key, number, part.tensor[where].shape)
+
+
+def wrong(cache: PoolCache, keys: list[bytes], pages: list[int], layers: int = LAYERS) -> int:
+    """Of the first layers, how many pages have other bytes than they should."""
+    bad = 0
+    for number, part in enumerate(cache.pool.layers):
+        for key, page in zip(keys, pages, strict=True):
+            where = slice(page * part.rows, (page + 1) * part.rows)
+            right = content(key, number, part.tensor[where].shape)
+            bad += part.layer < layers and not torch.equal(part.tensor[where], right)
+    return bad
+
+
+def store(cache: PoolCache, keys: list[bytes], pages: list[int]) -> bool:
+    """Store a node; whether all of it was taken."""
+    offloads = Offloads()
+    try:
+        offloads.add(Offload([(cache, keys, indices(cache, pages))], ()))
+        eventually(lambda: offloads.completed() == 1)
+        return offloads.pop()
+    finally:
+        offloads.close()
+
+
+def want(cache: PoolCache, keys: list[bytes], pages: list[int]) -> Wanted:
+    """Pin what is to be loaded."""
+    pieces = eventually(
+        lambda: prefix(keys, cache.factor, cache.held),
+        lambda found: sum(piece.pages for piece in found) == len(keys),
+    )
+    ticket = cache.pin(pieces)
+    assert ticket is not None
+    return Wanted(cache, pieces, cache.rows(pieces, indices(cache, pages)), ticket)
+
+
+@pytest.mark.parametrize(("page_tokens", "factor"), [(1, 8), (4, 4), (16, 1)])
+def test_what_one_engine_stores_another_loads(
+    daemon: Daemon, make_cache: MakeCache, page_tokens: int, factor: int
+) -> None:
+    """Nodes that begin anywhere, pages anywhere: each layer is right as soon as it is counted."""
+    one, other = (make_cache(daemon, page_tokens, factor) for _ in range(2))
+    keys = KEYS[:21]
+    for first, end in ((0, 5), (5, 16), (16, 21)):
+        pages = list(range(first + 1, end + 1))
+        fill(one, keys[first:end], pages)
+        assert store(one, keys[first:end], pages)
+    for at, end in ((0, 21), (3, 16)):  # a lookup may begin anywhere
+        pages = [40 + (7 * page) % 23 for page in range(end - at)]
+        fill(other, [KEYS[100]] * len(pages), pages)
+        counter = LayerCounter()
+        index = counter.add(Batch([want(other, keys[at:end], pages)], None, TIMEOUT))
+        counter.set_consumer(index)
+        for layer in range(LAYERS):
+            counter.wait_until(layer)
+            assert wrong(other, keys[at:end], pages, layer + 1) == 0
+        assert counter.finish(index)
+        assert wrong(other, keys[at:end], pages) == 0
+
+
+def test_requests_that_start_together_are_one_batch(daemon: Daemon, make_cache: MakeCache) -> None:
+    """Their chunks go to the pages of each, in one job."""
+    cache = make_cache(daemon)
+    keys = KEYS[:8]
+    fill(cache, keys, list(range(1, 9)))
+    assert store(cache, keys, list(range(1, 9)))
+    first, second = list(range(20, 28)), list(range(50, 54))
+    batch = Batch([want(cache, keys, first), want(cache, keys[:4], second)], None, TIMEOUT)
+    assert batch.finish()
+    assert wrong(cache, keys, first) == wrong(cache, keys[:4], second) == 0
+
+
+def test_what_one_job_cannot_have_are_several(
+    daemon: Daemon, make_cache: MakeCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long prompt with small pages has more blocks than a message may name."""
+    monkeypatch.setattr(pool_cache, "JOB_BLOCKS", 8)
+    cache = make_cache(daemon)
+    keys, pages = KEYS[:21], list(range(30, 51))
+    fill(cache, keys, list(range(1, 22)))
+    assert store(cache, keys, list(range(1, 22)))
+    batch = Batch([want(cache, keys, pages)], None, TIMEOUT)
+    batch.wait_for(LAYERS - 1)
+    assert batch.finish()
+    assert wrong(cache, keys, pages) == 0
+    eventually(lambda: daemon.status()["leases"] == 0)
+
+
+def test_a_load_goes_on_at_the_daemon_that_follows(
+    start_daemon: StartDaemon, make_cache: MakeCache
+) -> None:
+    """Killed between lookup and load: the load waits for the next daemon, which has the chunks."""
+    daemon = start_daemon("--keep-pool", "yes")
+    cache = make_cache(daemon)
+    keys, pages = KEYS[:12], list(range(20, 32))
+    fill(cache, keys, list(range(1, 13)))
+    assert store(cache, keys, list(range(1, 13)))
+    wanted = want(cache, keys, pages)
+    daemon.stop(signal.SIGKILL)
+    batch = Batch([wanted], None, TIMEOUT)
+    start_daemon("--keep-pool", "yes", ready=False)
+    assert batch.finish()
+    assert wrong(cache, keys, pages) == 0
+
+
+def test_a_load_without_a_daemon_fails_in_time(
+    start_daemon: StartDaemon, make_cache: MakeCache
+) -> None:
+    """Nobody waits longer than the timeout, layers are not waited for, and the end says so."""
+    daemon = start_daemon()
+    cache = make_cache(daemon)
+    keys = KEYS[:4]
+    fill(cache, keys, [1, 2, 3, 4])
+    assert store(cache, keys, [1, 2, 3, 4])
+    wanted = want(cache, keys, [5, 6, 7, 8])
+    daemon.stop(signal.SIGKILL)
+    begun = time.monotonic()
+    batch = Batch([wanted], None, 0.3)
+    batch.wait_for(0)
+    assert not batch.finish()
+    assert time.monotonic() - begun >= 0.3
+
+
+def test_stores_without_a_daemon_come_to_nothing(
+    start_daemon: StartDaemon, make_cache: MakeCache
+) -> None:
+    """They are told as failed, so that the tree may offer the node again."""
+    daemon = start_daemon()
+    cache = make_cache(daemon)
+    daemon.stop(signal.SIGKILL)
+    eventually(lambda: not cache.scheduler.attached)
+    assert not store(cache, KEYS[:4], [1, 2, 3, 4])
+
+
+def test_pages_outside_the_pool_are_refused(daemon: Daemon, make_cache: MakeCache) -> None:
+    """The padding page and pages that are not there are never read or written."""
+    cache = make_cache(daemon)
+    for page in (0, PAGES):
+        assert not store(cache, KEYS[:1], [page])
