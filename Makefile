@@ -96,7 +96,7 @@ constraints-sglang: $(SGLANG_STAMP) ## the same for the environment with SGLang
 	@mv constraints.new tests/sglang/requirements.txt
 
 test-sglang: $(SGLANG_STAMP) ## tests with the real SGLang engine on CPU
-	PYTHONPATH=client/tools/kvd_tools/sglang_cpu/path $(SGLANG)/bin/python -m pytest tests/sglang -o faulthandler_timeout=300 -o timeout=400
+	$(SGLANG)/bin/python -m pytest tests/sglang -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
 	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile

@@ -15,7 +15,7 @@ import psutil
 from moments import Stages
 from variants import Started, Way
 
-from kvd_tools.demo_vllm.engine import Answer
+from kvd_tools.engine_server import Answer
 
 PROMPT_TOKENS = 1900
 PROMPTS = 2  # of each start

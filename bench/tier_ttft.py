@@ -25,9 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from variants import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, MODEL, engine_options
 
-from kvd_tools.demo_vllm.engine import Answer, EngineProcess
-from kvd_tools.demo_vllm.models import write_model
+from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.options import kvd_transfer
+from kvd_tools.engine_server import Answer
+from kvd_tools.models import write_model
 
 OUT = Path(__file__).parent / "out"
 BLOCKS_PER_CHUNK = 2

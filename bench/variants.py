@@ -25,8 +25,8 @@ import kvd_client
 import kvd_proto
 import kvd_tools
 from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.models import LLAMA
 from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
+from kvd_tools.models import LLAMA
 
 MODEL = LLAMA | {
     "num_hidden_layers": 16,

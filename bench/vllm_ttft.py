@@ -23,7 +23,7 @@ from rich.console import Console
 from ttft_report import Report
 from variants import MODEL, Variant, Way, started
 
-from kvd_tools.demo_vllm.models import write_model
+from kvd_tools.models import write_model
 
 OUT = Path(__file__).parent / "out"
 BLOCKS_PER_CHUNK = 2

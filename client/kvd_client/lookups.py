@@ -13,6 +13,7 @@ class LookupCounts:
     hit_chunks: int = 0
     tokens: int = 0
     hit_tokens: int = 0
+    aborted_requests: int = 0
 
     def report(self, *, with_tokens: bool) -> Lookups:
         """Return them as the daemon is told; the tokens only where the engine counts them."""
@@ -21,7 +22,8 @@ class LookupCounts:
             hit_chunks=self.hit_chunks,
             tokens=self.tokens if with_tokens else None,
             hit_tokens=self.hit_tokens if with_tokens else None,
+            aborted_requests=self.aborted_requests,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.chunks or self.tokens)
+        return bool(self.chunks or self.tokens or self.aborted_requests)

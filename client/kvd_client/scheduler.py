@@ -146,6 +146,14 @@ class Scheduler(SchedulerTiers):
         self._counts.tokens += asked
         self._counts.hit_tokens += found
 
+    def count_aborted(self, requests: int) -> None:
+        """Count requests that the engine gives up because a load has failed; as `count_tokens`."""
+        if not isinstance(requests, int) or not 0 <= requests <= MAX_TOKENS:
+            raise UsageError(
+                f"requests={shown(requests)}: a whole number is needed, 0 to {MAX_TOKENS}"
+            )
+        self._counts.aborted_requests += requests
+
     # ----------------------------------------------------------------- stores
 
     def prepare_store(

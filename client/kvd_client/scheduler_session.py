@@ -159,8 +159,11 @@ class SchedulerSession(Session):
     # -------------------------------------------------------- session's events
 
     def _on_open(self) -> None:
-        # What the session before has not reported is not counted.
-        self._counts, self._reported = LookupCounts(), None
+        # What the session before has not reported is not counted, but for what has gone wrong: that
+        # is often while there is no daemon.
+        told = self._reported.aborted_requests if self._reported else 0
+        self._counts = LookupCounts(aborted_requests=self._counts.aborted_requests - told)
+        self._reported = None
         self._changes.begin_session()
 
     def _news(self) -> Ping | None:

@@ -80,6 +80,7 @@ def new_lookups(
         hit_chunks=max(0, reported.hit_chunks - known.hit_chunks),
         lookup_tokens=max(0, (reported.tokens or 0) - known.lookup_tokens),
         hit_tokens=max(0, (reported.hit_tokens or 0) - known.hit_tokens),
+        aborted_requests=max(0, reported.aborted_requests - known.aborted_requests),
     )
     known.add(new)
     if reported.tokens is None or reported.hit_tokens is None:

@@ -249,6 +249,11 @@ class LookupCounts(Counts):
         "lookup_tokens_total",
     )
     hit_tokens: int = counter("Of these, tokens that were found", "lookup_hit_tokens_total")
+    aborted_requests: int = counter(
+        "Requests that the engine gave up because a load had failed (SGLang with `layerwise`;"
+        " others compute them)",
+        "aborted_requests_total",
+    )
 
 
 @dataclass(slots=True)

@@ -422,17 +422,21 @@ class Ok(Message, frozen=True):
 
 
 class Lookups(Message, frozen=True):
-    """What a scheduler's session has looked up since it began; figures never fall.
+    """What a scheduler's session has looked up since it began, and what came of it.
+
+    Figures never fall.
 
     chunks, hit_chunks: keys looked up in the directory, and those that were READY.
     tokens, hit_tokens: prompt tokens asked for and found; None: not counted, the daemon takes
     the chunks' size.
+    aborted_requests: that the engine gave up because a load had failed.
     """
 
     chunks: Count
     hit_chunks: Count
     tokens: Count | None = None
     hit_tokens: Count | None = None
+    aborted_requests: Count = 0
 
 
 class KvEvents(Message, frozen=True):

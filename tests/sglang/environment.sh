@@ -7,3 +7,8 @@ here=$(cd "$(dirname "$0")" && pwd)
 "${PYTHON:-python3}" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --no-deps --requirement "$here/requirements.txt"
 "$venv/bin/python" -m pip install --quiet --no-deps --editable "$here/../.." --editable "$here/../../client/tools"
+
+# SGLang has no CPU wheel of its kernels, and the wheel of torchvision needs CUDA for its operators:
+# stand-ins for the few functions that are asked for.
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+echo "$here/stand_ins" >"$site/kvd_sglang_stand_ins.pth"

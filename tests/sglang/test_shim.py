@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvd_tools.sglang_cpu.path.vllm._custom_ops import rotary_embedding
+from tests.sglang.stand_ins.vllm._custom_ops import rotary_embedding
 
 TOKENS, HEADS, SIZE, POSITIONS = 5, 3, 16, 40
 

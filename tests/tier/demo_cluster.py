@@ -15,9 +15,10 @@ from pathlib import Path
 from statistics import median
 
 from kvd_proto.sizes import format_size
-from kvd_tools.demo_vllm.engine import Answer, EngineProcess
+from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.options import EngineOptions
 from kvd_tools.demo_vllm.scenario import ANSWER_TOKENS, Scenario
+from kvd_tools.engine_server import Answer
 from tests.daemon.serving import Daemon, started_daemons
 from tests.tier.mooncake_cluster import Cluster, why_not
 from tests.waiting import eventually

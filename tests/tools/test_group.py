@@ -5,7 +5,7 @@ from pathlib import Path
 
 import psutil
 
-from kvd_tools.demo_vllm.engine import RESOURCE_TRACKER, kill_group
+from kvd_tools.engine_server import RESOURCE_TRACKER, kill_group
 from tests.waiting import eventually
 
 # A process with a child of its own, and shared memory that nobody removes.

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
 
 from kvd_client.vllm.ranges import BlockRanges
-from kvd_tools.demo_vllm.models import LLAMA
+from kvd_tools.models import LLAMA
 
 BLOCK = 16  # tokens
 PAGE = 4096  # bytes of a `full` or `window` layer's block

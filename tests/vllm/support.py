@@ -13,10 +13,12 @@ from typing import Any, Literal, Self
 import psutil
 
 from kvd_client.vllm.metrics import ATTACHED
-from kvd_tools.demo_vllm.engine import Answer, EngineProcess
-from kvd_tools.demo_vllm.models import COMMON, LLAMA, WEIGHT_SCALE, write_model
+from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
+from kvd_tools.engine_server import Answer
+from kvd_tools.models import COMMON, LLAMA, write_model
 from tests.conftest import Daemon
+from tests.engine_models import DEEPSEEK, GEMMA
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 ROOT = Path(__file__).parents[2]
@@ -29,35 +31,6 @@ SHORT = list(range(2, 10))  # with its answer less than a block
 # Log-probabilities of the same request in another batch; test_coverage shows what damage does.
 TOLERANCE = 2e-3
 GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 128}
-# Six layers of which every third is full: groups of two full and twice two window layers.
-GEMMA = COMMON | {
-    "architectures": ["Gemma3ForCausalLM"],
-    "model_type": "gemma3_text",
-    "num_hidden_layers": 6,
-    "hidden_activation": "gelu_pytorch_tanh",
-    # Its queries and keys are normalized; this makes the scores as large as Llama's here.
-    "query_pre_attn_scalar": round(COMMON["head_dim"] / WEIGHT_SCALE**4),
-    "sliding_window": 128,
-    "sliding_window_pattern": 3,
-}
-DEEPSEEK = COMMON | {
-    "architectures": ["DeepseekV2ForCausalLM"],
-    "model_type": "deepseek_v2",
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 8,
-    "hidden_act": "silu",
-    "q_lora_rank": None,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 32,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 32,
-    # The engine wants experts in the figures; every layer is dense all the same.
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 512,
-    "first_k_dense_replace": 2,
-}
 MODELS = {"dense": LLAMA, "hybrid": GEMMA, "mla": DEEPSEEK}
 
 

@@ -15,7 +15,7 @@ import pytest
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU
 
 from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.models import COMMON
+from kvd_tools.models import COMMON
 from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.event_index import EventIndex, Subscriber

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from kvd_client.vllm.metrics import TIER_WAITS
-from kvd_tools.demo_vllm.engine import Answer, EngineProcess
+from kvd_tools.demo_vllm.engine import EngineProcess
+from kvd_tools.engine_server import Answer
 from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (

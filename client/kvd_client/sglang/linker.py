@@ -1,8 +1,7 @@
 """SGLang's interface to an external cache, on kvd's scheduler and worker.
 
 SGLang's methods are called by the scheduler's thread of each rank. Nothing raises after the
-start, whatever happens to the daemon, and nothing waits for it but a forward pass for layers that
-are being loaded.
+start, whatever happens to the daemon, and nothing waits for it but a request for its load.
 """
 
 import logging
@@ -78,6 +77,7 @@ class KvdLinker(UnifiedCacheLinker):
         self._pins: dict[str, _Pin] = {}  # the oldest first
         self._counted: dict[str, None] = {}  # requests whose tokens are counted, the oldest first
         self._queued: dict[str, list[Wanted]] = {}
+        self._loading: dict[int, int] = {}  # by batch: how many requests
         self._offloads = Offloads()
         try:
             found = find_pools(params, components)
@@ -192,21 +192,36 @@ class KvdLinker(UnifiedCacheLinker):
     # ----------------------------------------------------------------- loads
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
-        """Queue a load of what is pinned; false, on all ranks, where one of them cannot."""
+        """Load what is pinned, or queue it with `layerwise`: whether all ranks have done so.
+
+        Where one cannot, the prompt is computed.
+        """
         pin = self._pins.pop(rid, None)
         wanted: list[Wanted] = []
         try:
             self._want(transfers, wanted)
+            done = bool(wanted) and (self.options.layerwise or self._load_now(wanted))
         except Exception:  # it is computed, on all ranks
             log.exception("the load of request %s could not be prepared", rid)
             self._drop(wanted)
+            done = False
         if pin is not None:
             pin.drop()
-        if self._ranks.all(bool(wanted)):
+        if not self._ranks.all(done):
+            self._drop(wanted)
+            return False
+        if self.options.layerwise:
             self._queued[rid] = wanted
-            return True
-        self._drop(wanted)
-        return False
+        return True
+
+    def _load_now(self, wanted: list[Wanted]) -> bool:
+        """Return when nothing is written any more: whether all of it is in."""
+        batch = Batch(wanted, self.forward_stream, self.options.load_timeout, again=False)
+        wanted.clear()  # the batch drops them
+        done = batch.finish()
+        if not done:
+            log.warning("the request of this load is computed instead")
+        return done
 
     @staticmethod
     def _drop(wanted: list[Wanted]) -> None:
@@ -237,11 +252,17 @@ class KvdLinker(UnifiedCacheLinker):
             return -1
         wanted = [each for several in queued.values() for each in several]
         batch = Batch(wanted, self.forward_stream, self.options.load_timeout)
-        return self.layer_done_counter.add(batch)
+        self._loading[index := self.layer_done_counter.add(batch)] = len(queued)
+        return index
 
     def finish_layer_wise_loading(self, counter_index: int) -> bool:
         """Return when a batch does not write any more: whether all of it is in."""
-        return self.layer_done_counter.finish(counter_index)
+        requests = self._loading.pop(counter_index, 0)
+        done = self.layer_done_counter.finish(counter_index)
+        if not done:
+            log.error("SGLang aborts the %d requests of this load", requests)
+            self._caches[PoolName.KV].scheduler.count_aborted(requests)
+        return done
 
     def cancel_queued_load(self, rid: str) -> bool:
         """Drop a load that has not started: whether there was one."""

@@ -1,9 +1,9 @@
 """Loads that were begun together, as few jobs as can be, and the layers of them that are in.
 
-A load that fails aborts its requests in SGLang; it is not computed again. So a load whose lane or
-daemon has gone is begun anew with the daemon that follows, which has kept the chunks, until the
-deadline. Nothing here waits longer for it, but for a copy that may still write: pages must not be
-given to other requests before it has ended.
+A load that is reported layer by layer and fails aborts its requests in SGLang; they are not
+computed. So where its lane or daemon has gone it is begun anew with the daemon that follows, which
+has kept the chunks, until the deadline. Nothing here waits longer, but for a copy that may still
+write: pages must not be given to other requests before it has ended.
 """
 
 import logging
@@ -103,8 +103,8 @@ class Part:
         self.job = self.cache.load(self.rows, self.slots, self.generations, self.stream)
         self.again = time.monotonic() + AGAIN_SECONDS
 
-    def look(self, deadline: float) -> None:
-        """Take in how the job has ended; begin again where that may help."""
+    def look(self, deadline: float, tries: int) -> None:
+        """Take in how the job has ended; begin again where that may help, up to `tries` times."""
         if self.settled:
             return
         if self.job is not None:
@@ -118,7 +118,7 @@ class Part:
             self.last = reason
             self.tries += 1
         now = time.monotonic()
-        if now >= deadline or self.tries >= TRIES:
+        if now >= deadline or self.tries >= tries:
             self.why = self.last
         elif now >= self.again:
             self._try_again()
@@ -152,9 +152,12 @@ class Batch:
         wanted: at least one.
         stream: on which the pages were used last; None for host memory.
         timeout: seconds in which all of it must be in.
+        again: begin anew what has failed, as long as there is time.
     """
 
-    def __init__(self, wanted: Sequence[Wanted], stream: Any, timeout: float) -> None:
+    def __init__(
+        self, wanted: Sequence[Wanted], stream: Any, timeout: float, *, again: bool = True
+    ) -> None:
         by_pool: dict[PoolCache, list[Wanted]] = {}
         for each in wanted:
             by_pool.setdefault(each.cache, []).append(each)
@@ -162,6 +165,7 @@ class Batch:
         self._parts = [part for several in by_pool.values() for part in Part.of(several, stream)]
         self._begun = time.monotonic()
         self._deadline = self._begun + timeout
+        self._tries = TRIES if again else 0
         for part in self._parts:
             part.begin()
 
@@ -198,7 +202,7 @@ class Batch:
             if part.done:
                 part.cache.scheduler.request_finished(part.keys)
             else:
-                log.error(
+                log.warning(
                     "%d chunks of pool %s were not loaded in %.1f s: %s",
                     len(part.keys),
                     part.cache.pool.name,
@@ -212,7 +216,7 @@ class Batch:
         nap = SHORTEST_NAP
         while True:
             for part in self._parts:
-                part.look(self._deadline)
+                part.look(self._deadline, self._tries)
             if all(over(part) for part in self._parts):
                 return True
             now = time.monotonic()

@@ -17,14 +17,18 @@ class Options(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         chunk_tokens: tokens that are stored and evicted together, where SGLang's pages have fewer;
             engines that are to share chunks need the same.
         lease: seconds for which what a lookup has found stays pinned for its request.
-        load_timeout: seconds in which a load must be in, also when the daemon is restarted
-            meanwhile; then SGLang aborts its requests. The engine's forward pass waits so long.
+        layerwise: false: a request's forward pass begins when all of its load is in, and a load
+            that fails is computed instead. true: it begins with the first layer, and SGLang aborts
+            the requests of a load that fails.
+        load_timeout: seconds in which a load must be in; the engine's scheduler waits so long for
+            it, or with `layerwise` its forward pass, also while the daemon is restarted.
         store_timeout: seconds after which a store is given up; until then the tree keeps its pages.
         loan_timeout: seconds that a store waits for room in the pool.
     """
 
     chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 64
     lease: Seconds = 60.0
+    layerwise: bool = False
     load_timeout: Seconds = 10.0
     store_timeout: Seconds = 30.0
     loan_timeout: Seconds = 0.5

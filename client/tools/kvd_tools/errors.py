@@ -4,6 +4,7 @@
 
     KvdClientError
     ├── DemoError
+    │   └── RequestAborted
     └── StepFailed
 """
 
@@ -15,6 +16,10 @@ from kvd_client.errors import KvdClientError
 
 class DemoError(KvdClientError):
     """The demo cannot go on."""
+
+
+class RequestAborted(DemoError):
+    """The engine has given up a request, and serves others as before."""
 
 
 def check_installed(module: str, command: str, remedy: str) -> None:

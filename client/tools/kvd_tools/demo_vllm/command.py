@@ -15,9 +15,10 @@ from rich.console import Console
 from kvd_client.errors import KvdClientError
 from kvd_proto.sizes import format_size
 from kvd_tools.demo.processes import Daemon
-from kvd_tools.demo_vllm.engine import Answer, EngineProcess
+from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.options import EngineOptions
 from kvd_tools.demo_vllm.scenario import ANSWER_TOKENS, BLOCK_TOKENS, Scenario
+from kvd_tools.engine_server import Answer
 from kvd_tools.errors import DemoError, check_installed
 
 ROOM_BYTES = 2**29  # for the model and the logs, beside the pool

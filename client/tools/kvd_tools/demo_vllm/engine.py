@@ -1,60 +1,24 @@
-"""vLLM's HTTP server on a CPU, in processes of its own; vLLM is not imported here."""
+"""vLLM's HTTP server on a CPU; vLLM is not imported here."""
 
-import contextlib
 import json
-import os
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
-from http.client import HTTPConnection, HTTPException, HTTPResponse
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
-
-import psutil
+from typing import Any
 
 from kvd_tools.demo_vllm.options import EngineOptions
+from kvd_tools.engine_server import LOOK_SECONDS, Answer, EngineServer
 from kvd_tools.errors import DemoError
 
-START_SECONDS = 300.0  # on a busy machine; it takes a fraction of that on an idle one
-ANSWER_SECONDS = 120.0
-END_SECONDS = 12.0
 RESET_SECONDS = 10.0  # blocks of ended requests are held until their stores have ended
-LOOK_SECONDS, START_LOOK_SECONDS = 0.02, 0.2
-LOG_TAIL_BYTES = 4000
-MAX_REQUESTS = 256  # at once
 SERVER = ("kvd_tools.demo_vllm.server", "--model")
-# It removes shared memory and semaphores whose owners are gone, and then ends by itself.
-RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """The engine's complete answer to one prompt.
-
-    tokens: the generated token ids.
-    logprobs: for every generated token the most likely ones and itself, by token id.
-    cached_tokens: of the prompt, how many were not computed: found on the GPU or loaded.
-    first_token_seconds, seconds: from the request on.
-    """
-
-    tokens: list[int]
-    logprobs: list[dict[int, float]]
-    cached_tokens: int
-    first_token_seconds: float
-    seconds: float
-
-
-class EngineProcess:
-    """One engine, started: serves many prompts at once, ends with all its processes.
-
-    It is ready when the context is entered. It does not outlive its parent: vLLM's server is then
-    asked to end. Thread-safe but for ending it.
+class EngineProcess(EngineServer):
+    """vLLM.
 
     Args:
         options: how to start it.
@@ -70,99 +34,16 @@ class EngineProcess:
         python: str = sys.executable,
         server: Sequence[str] = SERVER,
     ) -> None:
-        self.log = log
-        self._gone = False
-        self._requests = ThreadPoolExecutor(MAX_REQUESTS, "engine request")
         # Paths of sockets are short.
         self._folder = tempfile.TemporaryDirectory(prefix="kvd-vllm-", ignore_cleanup_errors=True)
         self._socket = f"{self._folder.name}/http"
-        command = [python, "-m", "kvd_tools.demo.tether", str(os.getpid()), *server]
-        with log.open("wb") as sink:
-            self._process = subprocess.Popen(
-                [*command, *options.arguments(), "--uds", self._socket],
-                stdin=subprocess.DEVNULL,
-                stdout=sink,
-                stderr=sink,
-                env=options.environment(),
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-
-    # ------------------------------------------------------------ life
-
-    def wait_ready(self) -> None:
-        """Wait until it serves.
-
-        Raises:
-            DemoError: it ended, or is not ready after START_SECONDS.
-        """
-        end = time.monotonic() + START_SECONDS
-        while True:
-            with contextlib.suppress(DemoError):
-                self._text("GET", "/health")
-                return
-            if self._process.poll() is not None:
-                raise self._died("the engine ended")
-            if time.monotonic() > end:
-                raise self._died(f"the engine was not ready after {START_SECONDS:g} s")
-            time.sleep(START_LOOK_SECONDS)
+        module = [*server, *options.arguments(), "--uds", self._socket]
+        super().__init__(module, options.environment(), log, python)
 
     def kill(self) -> None:
         """Kill all its processes, as a crash would; returns when none is left."""
-        while not self._gone and kill_group(self.pid):
-            time.sleep(LOOK_SECONDS)  # nothing tells the end of a process that is no child
-        self._gone = True  # from now on the number may be another's
-        self._process.wait()
-        self._requests.shutdown()
+        super().kill()
         self._folder.cleanup()
-
-    def close(self) -> None:
-        """End it in order, and kill what is left. May be called again."""
-        self._process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(END_SECONDS)
-        self.kill()
-
-    def __enter__(self) -> Self:
-        try:
-            self.wait_ready()
-        except BaseException:
-            self.kill()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    # ------------------------------------------------------------ requests
-
-    def submit(
-        self, prompt: Sequence[int], max_tokens: int = 8, logprobs: int = 3, **fields: Any
-    ) -> Future[Answer]:
-        """Send a prompt; its answer comes later. Fails with DemoError where there is none.
-
-        Args:
-            prompt: token ids.
-            max_tokens: so many are generated, always.
-            logprobs: for each of them, so many of the most likely ones are told.
-            fields: further ones of the request.
-        """
-        return self._requests.submit(self._answer, list(prompt), max_tokens, logprobs, fields)
-
-    def generate(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_tokens: int = 8,
-        logprobs: int = 3,
-        **fields: Any,
-    ) -> list[Answer]:
-        """Answers to prompts that are sent at once, in their order.
-
-        Raises:
-            DemoError: one of them has no complete answer.
-        """
-        answers = [self.submit(prompt, max_tokens, logprobs, **fields) for prompt in prompts]
-        return [answer.result() for answer in answers]
 
     def reset(self, *, external: bool = False) -> None:
         """Drop the GPU's prefix cache, and what the connector has if asked.
@@ -190,6 +71,15 @@ class EngineProcess:
                 total += float(value)
         return total
 
+    def _connect(self) -> socket.socket:
+        connected = socket.socket(socket.AF_UNIX)
+        try:
+            connected.connect(self._socket)
+        except OSError:
+            connected.close()
+            raise
+        return connected
+
     def _answer(
         self, prompt: list[int], max_tokens: int, logprobs: int, fields: dict[str, Any]
     ) -> Answer:
@@ -208,75 +98,20 @@ class EngineProcess:
         tokens: list[int] = []
         likely: list[dict[int, float]] = []
         first, cached = 0.0, 0
-        with self._reply("POST", "/v1/completions", request) as reply:
-            for line in reply:
-                event = line.removeprefix(b"data: ").strip()
-                if event in {b"", b"[DONE]"}:
-                    continue
-                first = first or time.perf_counter() - started
-                read = json.loads(event)
-                if "error" in read:
-                    raise DemoError(f"the engine gave no answer: {event.decode()}")
-                for choice in read["choices"]:
-                    tokens += map(_token, choice["logprobs"]["tokens"])
-                    likely += [
-                        {_token(name): value for name, value in top.items()}
-                        for top in choice["logprobs"]["top_logprobs"]
-                    ]
-                if usage := read.get("usage"):
-                    cached = usage["prompt_tokens_details"]["cached_tokens"]
+        for event in self._events("/v1/completions", request):
+            first = first or time.perf_counter() - started
+            for choice in event["choices"]:
+                tokens += map(_token, choice["logprobs"]["tokens"])
+                likely += [
+                    {_token(name): value for name, value in top.items()}
+                    for top in choice["logprobs"]["top_logprobs"]
+                ]
+            if usage := event.get("usage"):
+                cached = usage["prompt_tokens_details"]["cached_tokens"]
         if len(tokens) != max_tokens:
             raise DemoError(f"the engine ended the request after {len(tokens)} tokens")
         return Answer(tokens, likely, cached, first, time.perf_counter() - started)
 
-    def _text(self, method: str, path: str) -> str:
-        with self._reply(method, path) as reply:
-            text = reply.read().decode()
-        if reply.status != 200:
-            raise DemoError(f"{method} {path}: {reply.status} {text}")
-        return text
-
-    @contextmanager
-    def _reply(self, method: str, path: str, body: Any = None) -> Iterator[HTTPResponse]:
-        connection = HTTPConnection("vllm")
-        connection.sock = socket.socket(socket.AF_UNIX)
-        connection.sock.settimeout(ANSWER_SECONDS)
-        try:
-            connection.sock.connect(self._socket)
-            text = None if body is None else json.dumps(body)
-            connection.request(method, path, text, {"Content-Type": "application/json"})
-            yield connection.getresponse()
-        except (OSError, HTTPException) as error:
-            raise self._died(f"the engine does not answer: {error!r}") from error
-        finally:
-            connection.close()
-
-    def _died(self, why: str) -> DemoError:
-        tail = b""
-        with contextlib.suppress(OSError):
-            tail = self.log.read_bytes()[-LOG_TAIL_BYTES:]
-        return DemoError(f"{why}; the end of {self.log}:\n{tail.decode(errors='replace')}")
-
 
 def _token(name: str) -> int:
     return int(name.removeprefix("token_id:"))
-
-
-def kill_group(group: int) -> bool:
-    """Kill every process of a process group but Python's resource trackers.
-
-    Returns:
-        Whether the group had a process left, a resource tracker among others.
-    """
-    members = [process for process in psutil.process_iter() if _is_member(process, group)]
-    for process in members:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if not any(RESOURCE_TRACKER in word for word in process.cmdline()):
-                process.kill()
-    return bool(members)
-
-
-def _is_member(process: psutil.Process, group: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
-        return os.getpgid(process.pid) == group and process.status() != psutil.STATUS_ZOMBIE
-    return False

@@ -10,8 +10,8 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd_tools.demo_vllm.models import LLAMA, write_model
 from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
+from kvd_tools.models import LLAMA, write_model
 
 BLOCK_TOKENS = 32
 BLOCKS_PER_CHUNK = 2

@@ -3,7 +3,7 @@
 import torch
 
 
-def rotary_embedding(  # noqa: PLR0917  # vLLM's signature
+def rotary_embedding(  # vLLM's signature
     positions: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor | None,

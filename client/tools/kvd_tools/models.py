@@ -1,7 +1,7 @@
-"""Random models for vLLM, small enough to run on CPU: a folder of `config.json` and weights.
+"""Random models for engines, small enough to run on CPU: a folder of `config.json` and weights.
 
 The weights are large enough that an answer depends on every key and value
-before it. With vLLM's own dummy weights it hardly does, and a damaged cache
+before it. With the engines' own dummy weights it hardly does, and a damaged cache
 would go unseen.
 """
 

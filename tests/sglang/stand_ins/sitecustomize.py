@@ -1,4 +1,3 @@
-# ruff: noqa: INP001  # a folder of modules for PYTHONPATH
 """Let torchvision be imported where its compiled operators cannot be loaded, for want of CUDA.
 
 It registers how two of them behave without data, and fails where nobody has defined these. They

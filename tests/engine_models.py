@@ -1,0 +1,33 @@
+"""Configurations of small models, of which tests with real engines write random ones."""
+
+from kvd_tools.models import COMMON, WEIGHT_SCALE
+
+# Six layers of which every third is full: groups of two full and twice two window layers.
+GEMMA = COMMON | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "num_hidden_layers": 6,
+    "hidden_activation": "gelu_pytorch_tanh",
+    # Its queries and keys are normalized; this makes the scores as large as Llama's here.
+    "query_pre_attn_scalar": round(COMMON["head_dim"] / WEIGHT_SCALE**4),
+    "sliding_window": 128,
+    "sliding_window_pattern": 3,
+}
+DEEPSEEK = COMMON | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 2,
+    "num_key_value_heads": 8,
+    "hidden_act": "silu",
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    # The engine wants experts in the figures; every layer is dense all the same.
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 512,
+    "first_k_dense_replace": 2,
+}

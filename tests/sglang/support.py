@@ -1,0 +1,68 @@
+"""Prompts and engines for the tests with the real SGLang."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from kvd_tools.demo_sglang.engine import EngineProcess
+from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.engine_server import Answer
+from kvd_tools.models import COMMON
+from tests.daemon.serving import Daemon
+from tests.waiting import DEADLINE, PATIENCE, eventually
+
+TEST_SECONDS = 900  # of a test that starts engines: on a busy machine each takes minutes
+TOLERANCE = 2e-3  # of log-probabilities: how a prompt is cut into chunks changes sums' order
+PROMPT_TOKENS = 700
+CHUNK_TOKENS = 64  # kvd's default
+CACHED_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+DEVICE_TOKENS = 4096  # five prompts
+
+
+def prompts(count: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
+    """Random prompts that share nothing."""
+    source, vocabulary = random.Random(seed), range(2, COMMON["vocab_size"])
+    return [source.choices(vocabulary, k=tokens) for _ in range(count)]
+
+
+def with_kvd(options: EngineOptions, runtime_dir: Path, **extra: Any) -> EngineOptions:
+    """The same engine with kvd behind it, and with patience where nothing else is said."""
+    patience = {"deadline": DEADLINE, "load_timeout": DEADLINE, "lease": PATIENCE}
+    return replace(options, linker={"runtime_dir": str(runtime_dir), **patience, **extra})
+
+
+def ask_all(engine: EngineProcess, asked: Sequence[Sequence[int]]) -> list[Answer]:
+    """Answers to prompts that are sent one after another."""
+    return [engine.generate([prompt])[0] for prompt in asked]
+
+
+def push_out(engine: EngineProcess) -> None:
+    """Fill the engine's own cache with other prompts."""
+    ask_all(engine, prompts(8, seed=1000))
+
+
+def wait_stored(daemon: Daemon, at_least: int) -> None:
+    """Wait until so many chunks are READY, in all namespaces together."""
+    eventually(
+        daemon.status,
+        lambda report: sum(n["chunks"]["ready"] for n in report["namespaces"]) >= at_least,
+    )
+
+
+def far_apart(one: Answer, other: Answer) -> float:
+    """The largest difference of log-probabilities that both tell; infinite where tokens differ."""
+    if one.tokens != other.tokens:
+        return float("inf")
+    return max(
+        abs(one_top[token] - other_top[token])
+        for one_top, other_top in zip(one.logprobs, other.logprobs, strict=True)
+        for token in one_top.keys() & other_top.keys()
+    )
+
+
+def check(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
+    """The same tokens, and log-probabilities as near as the engine's own are."""
+    apart = [far_apart(*pair) for pair in zip(answers, expected, strict=True)]
+    assert max(apart) <= TOLERANCE, apart
