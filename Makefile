@@ -9,7 +9,7 @@ SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-cluster test test-fast test-vllm test-sglang test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact
+.PHONY: help demo demo-cluster test test-fast test-vllm test-sglang test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,9 @@ demo: $(STAMP) ## two ranks store and load verified KV bytes through one daemon
 
 demo-vllm: $(VLLM_STAMP) ## vLLM on a CPU, with a cache too small, then restarted
 	$(VLLM)/bin/kvd demo-vllm
+
+demo-sglang: $(SGLANG_STAMP) ## SGLang on a CPU, with a cache too small, then restarted
+	$(SGLANG)/bin/kvd demo-sglang
 
 demo-cluster: $(VLLM_STAMP) ## vLLM on two nodes that share a Mooncake Store; as root, for network namespaces
 	PYTHONPATH=. $(VLLM)/bin/python -m tests.tier.demo_cluster
@@ -115,6 +118,9 @@ restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to r
 
 tier-kills: $(STAMP) ## kill -9 daemon or disk tier in mid-write PASSES times (SEED=n to repeat), check every kept chunk
 	PYTHONPATH=. $(BIN)/python -m tests.tier.kills $(or $(PASSES),200) $(SEED)
+
+sglang-kills: $(SGLANG_STAMP) ## kill -9 the daemon KILLS times while SGLang serves (SEED=n, LAYERWISE=1), check every answer
+	PYTHONPATH=. $(SGLANG)/bin/python -m tests.sglang.kills $(or $(KILLS),100) $(SEED) $(if $(LAYERWISE),--layerwise)
 
 fuzz: $(STAMP) ## mutated sessions for SECONDS against codec, broker and a live daemon (SEED=n to repeat)
 	PYTHONPATH=. $(BIN)/python tests/fuzz/run.py $(or $(SECONDS),600) $(SEED)

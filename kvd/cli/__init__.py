@@ -32,7 +32,7 @@ _OWN = {
     "completion": "kvd.cli.help:completion",
 }
 
-_TOOLS = {"demo", "demo-vllm", "selftest"}
+_TOOLS = {"demo", "demo-sglang", "demo-vllm", "selftest"}
 """Commands of the distribution `kvd-offload-tools`."""
 
 

@@ -66,7 +66,7 @@ def test_help_of_nothing_is_an_error() -> None:
     assert "No such command 'x'" in done.output
 
 
-@pytest.mark.parametrize("name", ["demo", "demo-vllm", "selftest"])
+@pytest.mark.parametrize("name", ["demo", "demo-sglang", "demo-vllm", "selftest"])
 def test_a_tool_that_is_not_installed_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -1,17 +1,24 @@
-"""What the tests with the real SGLang share: a model, and engines that are ended."""
+"""What the tests with the real SGLang share: a model, engines and linkers that are ended."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from sglang.srt.mem_cache.hybrid_cache import linker_pool_assembler
 
+from kvd_client.sglang.linker import KvdLinker
 from kvd_tools.demo_sglang.engine import EngineProcess
 from kvd_tools.demo_sglang.options import EngineOptions
 from kvd_tools.engine_server import Answer
 from kvd_tools.models import write_model
+from tests.conftest import Daemon
+from tests.sglang.device_pools import Kind, make_linker
 from tests.sglang.support import ask_all, prompts
 
 StartEngine = Callable[[EngineOptions], EngineProcess]
+StartLinker = Callable[..., KvdLinker]
 
 
 @pytest.fixture(scope="session")
@@ -44,3 +51,22 @@ def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Answ
         return ask_all(engine, prompts(4))
     finally:
         engine.kill()
+
+
+@pytest.fixture
+def start_linker(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartLinker]:
+    """Makes linkers of one rank, which are closed."""
+    # What SGLang's description of pools asks the engine's settings, of which there are none.
+    settings = SimpleNamespace(enable_unified_memory=False, attn_dcp_size=1)
+    for name in ("get_memory", "get_parallel"):
+        monkeypatch.setattr(linker_pool_assembler, name, lambda: settings)
+    made: list[KvdLinker] = []
+
+    def start(daemon: Daemon, kind: Kind, **options: Any) -> KvdLinker:
+        extra = {"runtime_dir": str(daemon.runtime_dir), "required": True, **options}
+        made.append(make_linker(kind, **extra))
+        return made[-1]
+
+    yield start
+    for linker in made:
+        linker.close()

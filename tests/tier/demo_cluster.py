@@ -17,8 +17,9 @@ from statistics import median
 from kvd_proto.sizes import format_size
 from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.options import EngineOptions
-from kvd_tools.demo_vllm.scenario import ANSWER_TOKENS, Scenario
+from kvd_tools.demo_vllm.scenario import Scenario
 from kvd_tools.engine_server import Answer
+from kvd_tools.workload import ANSWER_TOKENS
 from tests.daemon.serving import Daemon, started_daemons
 from tests.tier.mooncake_cluster import Cluster, why_not
 from tests.waiting import eventually

@@ -133,6 +133,7 @@ class Part:
         if ticket is None:
             self.why = f"{self.last}; the chunks are not in the cache any more"
             return
+        log.info("a load of %d chunks is begun anew: %s", len(self.keys), self.last)
         self.release()
         self.ticket = ticket
         self.slots, self.generations = ticket.slots, ticket.generations

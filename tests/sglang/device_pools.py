@@ -1,0 +1,227 @@
+"""SGLang's own device pools on the CPU, and a linker over them, without an engine."""
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.configs.mamba_utils import KimiLinearCacheParams, KimiLinearStateShape
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from torch import Tensor
+
+from kvd_client.sglang.linker import KvdLinker
+from tests.waiting import eventually
+
+PAGE, TOKENS, STATES = 16, 512, 8
+NODE = 8  # pages of the node that is stored
+KEYS = [f"{number:064x}" for number in range(1, 40)]
+FROM, TO = list(range(3, 3 + NODE)), [30 - 2 * i for i in range(NODE)]
+"""Pages that are stored, and pages into which they are loaded."""
+
+
+@dataclass
+class Side:
+    """What the tree says of the pool beside the KV's: which pages of a node it has.
+
+    buffers: the pool's, rows first.
+    rows: of a page.
+    stored, loaded: pages of the node's last keys, as many as are stored and loaded.
+    """
+
+    buffers: list[Tensor]
+    rows: int
+    stored: list[int]
+    loaded: list[int]
+
+    def transfer(self, name: PoolName, keys: list[str], pages: list[int]) -> PoolTransfer:
+        """As the tree makes it."""
+        return PoolTransfer(
+            name, device_indices=indices(pages, self.rows), keys=keys[-len(pages) :]
+        )
+
+
+@dataclass
+class Kind:
+    """One kind of model.
+
+    cache: its KV cache, as SGLang has it.
+    kv: the buffers of its full attention.
+    sides: its other pools.
+    requests: SGLang's pool of requests, of those that have states.
+    """
+
+    cache: Any
+    components: set[ComponentType]
+    kv: list[Tensor]
+    sides: dict[PoolName, Side] = field(default_factory=dict)
+    requests: Any = None
+
+
+def dense() -> Kind:
+    """Keys and values of two layers."""
+    cache = memory_pool.MHATokenToKVPool(
+        TOKENS,
+        PAGE,
+        torch.bfloat16,
+        head_num=2,
+        head_dim=32,
+        layer_num=2,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    return Kind(cache, {ComponentType.FULL}, [*cache.k_buffer, *cache.v_buffer])
+
+
+def mla() -> Kind:
+    """One latent vector for each token and layer."""
+    cache = latents(3)
+    return Kind(cache, {ComponentType.FULL}, cache.kv_buffer)
+
+
+def latents(layers: int) -> memory_pool.MLATokenToKVPool:
+    """SGLang's pool for MLA."""
+    return memory_pool.MLATokenToKVPool(
+        TOKENS,
+        PAGE,
+        torch.bfloat16,
+        kv_lora_rank=64,
+        qk_rope_head_dim=16,
+        layer_num=layers,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+
+
+def window() -> Kind:
+    """Three layers in a window, one that attends to all."""
+    cache = SWAKVPool(
+        TOKENS,
+        TOKENS,
+        PAGE,
+        torch.bfloat16,
+        head_num=2,
+        head_dim=32,
+        swa_attention_layer_ids=[0, 1, 3],
+        full_attention_layer_ids=[2],
+        device="cpu",
+    )
+    full, windowed = cache.full_kv_pool, cache.swa_kv_pool
+    side = Side([*windowed.k_buffer, *windowed.v_buffer], PAGE, [11, 12, 13], [21, 20])
+    return Kind(
+        cache,
+        {ComponentType.FULL, ComponentType.SWA},
+        [*full.k_buffer, *full.v_buffer],
+        {PoolName.SWA: side},
+    )
+
+
+def states() -> Kind:
+    """MLA in one layer, a state for each request in two (as Kimi Linear)."""
+    shape = KimiLinearStateShape.create(tp_world_size=1, num_heads=2, head_dim=16)
+    requests = memory_pool.HybridReqToTokenPool(
+        size=STATES,
+        mamba_size=STATES,
+        mamba_spec_state_size=STATES,
+        max_context_len=TOKENS,
+        device="cpu",
+        enable_memory_saver=False,
+        cache_params=KimiLinearCacheParams(shape=shape, layers=[0, 2]),
+        mamba_layer_ids=[0, 2],
+        enable_mamba_extra_buffer=False,
+    )
+    cache = memory_pool.HybridLinearKVPool(
+        TOKENS,
+        torch.bfloat16,
+        PAGE,
+        head_num=1,
+        head_dim=80,
+        full_attention_layer_ids=[1],
+        device="cpu",
+        mamba_pool=requests.mamba_pool,
+        use_mla=True,
+        kv_lora_rank=64,
+        qk_rope_head_dim=16,
+    )
+    held = requests.mamba_pool.mamba_cache
+    buffers = [part[layer] for part in (held.temporal, *held.conv) for layer in range(2)]
+    return Kind(
+        cache,
+        {ComponentType.FULL, ComponentType.MAMBA},
+        cache.full_kv_pool.kv_buffer,
+        {PoolName.MAMBA: Side(buffers, 1, [2], [5])},
+        requests,
+    )
+
+
+def indices(pages: list[int], rows: int) -> Tensor:
+    """SGLang's indices of pages."""
+    return torch.cat([torch.arange(page * rows, (page + 1) * rows) for page in pages])
+
+
+def fill(buffers: list[Tensor], seed: int) -> None:
+    """Other bytes in every row."""
+    generator = torch.Generator().manual_seed(seed)
+    for buffer in buffers:
+        buffer.copy_(torch.randn(buffer.shape, generator=generator))
+
+
+def moved(
+    sources: list[Tensor], targets: list[Tensor], rows: int, begin: list[int], end: list[int]
+) -> list[Tensor]:
+    """What the targets are when pages of the sources have been copied to them."""
+    copies = [target.clone() for target in targets]
+    for source, copy in zip(sources, copies, strict=True):
+        copy[indices(end, rows)] = source[indices(begin, rows)]
+    return copies
+
+
+ARGUMENTS = SimpleNamespace(
+    model_path="/nowhere/model",
+    revision=None,
+    download_dir=None,
+    quantization=None,
+    json_model_override_args="{}",
+    load_format="auto",
+    random_seed=0,
+    speculative_algorithm=None,
+    speculative_draft_model_path=None,
+    speculative_draft_model_revision=None,
+    dtype="bfloat16",
+    kv_cache_dtype="auto",
+    attention_backend="none",
+    prefill_attention_backend=None,
+    decode_attention_backend=None,
+    tp_size=1,
+    port=1,
+)
+
+
+def make_linker(kind: Kind, **options: Any) -> KvdLinker:
+    """A linker of one rank, with a daemon."""
+    params = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kind.cache),
+        req_to_token_pool=kind.requests,
+        page_size=PAGE,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        attn_cp_cache_group=None,
+        attn_tp_cache_group=None,
+        tp_cache_group=None,
+        sidecar_draft_device_pools=(),
+        mtp_draft_device_pools=(),
+    )
+    linker = KvdLinker(ARGUMENTS, params, components=kind.components, extra_config=options)
+    for cache in linker._caches.values():
+        eventually(lambda cache=cache: cache.scheduler.attached)
+    return linker
+
+
+def store(linker: KvdLinker, transfers: list[PoolTransfer]) -> bool:
+    """Offload a node: whether all of it was stored."""
+    assert linker.offload(transfers)
+    eventually(lambda: linker.num_completed_offloads() == 1)
+    return linker.pop_completed_offload()

@@ -1,0 +1,239 @@
+"""Kill the daemon at random moments while SGLang serves, start it again, and check every answer.
+
+    make sglang-kills KILLS=100 SEED=7 LAYERWISE=1
+
+An engine whose own cache is too small for its prompts is asked them at random by several clients at
+once, so that it always loads and stores. A prompt's beginning comes from kvd or is computed; its
+answer is always that of an engine without kvd, in tokens and log-probabilities. The daemon keeps
+its pool. It is away for a moment, or longer than a load may take.
+
+Counted are the requests that the engine aborted, which happens with LAYERWISE alone, and those it
+did not answer, which must not happen. The last line of the output is JSON.
+"""
+
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+from kvd.wire.tool import Control
+from kvd_tools.demo_sglang.engine import EngineProcess
+from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.engine_server import Answer
+from kvd_tools.errors import DemoError, RequestAborted
+from kvd_tools.models import LLAMA, write_model
+from tests.daemon.serving import Daemon, started_daemons
+from tests.sglang.support import TOLERANCE, ask_all, far_apart, prompts, with_kvd
+from tests.waiting import eventually
+
+# Little to compute with and much to load, so that the daemon is often killed while it loads.
+MODEL = LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 8, "head_dim": 128}
+PROMPTS, PROMPT_TOKENS = 24, 1000  # five times what the engine's own cache holds
+DEVICE_TOKENS = 5120
+POOL = "2GiB"
+CLIENTS = 4
+LOAD_TIMEOUT = 10.0  # kvd's default
+IN_A_LOAD = 0.7  # of the kills; the others are at any moment
+LONGEST_LOAD, LONGEST_LIFE, LONGEST_GAP = 0.02, 1.0, 0.5
+WHOLE = 0.7  # of the kills take lanes as well; left alone they end the copies under way
+LONG_GAP = 0.05  # of the gaps are longer than a load may take
+FOUND_SECONDS = 60.0
+
+
+@dataclass
+class Tally:
+    """What was done and seen.
+
+    found: answers whose beginning was found, in the engine's own cache or kvd's.
+    failed_loads: that were computed instead, or aborted.
+    begun_anew: loads that failed first, with LAYERWISE.
+    wrong: answers with other tokens or log-probabilities.
+    unanswered: requests that got neither an answer nor an abort.
+    slowest: seconds of the slowest answer.
+    """
+
+    kills: int = 0
+    long_gaps: int = 0
+    answers: int = 0
+    found: int = 0
+    tokens: int = 0
+    found_tokens: int = 0
+    failed_loads: int = 0
+    begun_anew: int = 0
+    aborted: int = 0
+    wrong: list[str] = field(default_factory=list)
+    unanswered: list[str] = field(default_factory=list)
+    slowest: float = 0.0
+
+    def report(self) -> dict[str, object]:
+        """As one JSON object."""
+        return asdict(self) | {
+            "wrong": len(self.wrong),
+            "unanswered": len(self.unanswered),
+            "first": [*self.wrong, *self.unanswered][:5],
+            "slowest": round(self.slowest, 2),
+        }
+
+
+class Load:
+    """Clients that ask an engine without a pause, until the end of the context.
+
+    Args:
+        engine: ready.
+        expected: its prompts and their right answers.
+        tally: what is counted.
+        seed: of the clients' choices.
+    """
+
+    def __init__(
+        self,
+        engine: EngineProcess,
+        expected: list[tuple[list[int], Answer]],
+        tally: Tally,
+        seed: int,
+    ) -> None:
+        self._engine = engine
+        self._expected = expected
+        self._tally = tally
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._found = threading.Condition(self._lock)
+        self._clients = [
+            threading.Thread(target=self._ask, args=(random.Random(seed + number),))
+            for number in range(CLIENTS)
+        ]
+
+    def __enter__(self) -> Self:
+        for client in self._clients:
+            client.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        for client in self._clients:
+            client.join()
+
+    def wait_found(self) -> None:
+        """Wait until a whole prompt is found again."""
+        with self._found:
+            before = self._tally.found
+            if not self._found.wait_for(lambda: self._tally.found > before, FOUND_SECONDS):
+                self._tally.unanswered.append(f"nothing was found for {FOUND_SECONDS:g} s")
+
+    def _ask(self, source: random.Random) -> None:
+        while not self._over.is_set():
+            number = source.randrange(len(self._expected))
+            prompt, right = self._expected[number]
+            try:
+                answer = self._engine.generate([prompt])[0]
+            except RequestAborted:
+                with self._lock:
+                    self._tally.aborted += 1
+            except DemoError as error:
+                with self._lock:
+                    self._tally.unanswered.append(str(error)[:200])
+                    if not self._engine.running:
+                        return
+            else:
+                self._count(number, prompt, answer, right)
+
+    def _count(self, number: int, prompt: list[int], answer: Answer, right: Answer) -> None:
+        tally = self._tally
+        with self._found:
+            tally.answers += 1
+            tally.tokens += len(prompt)
+            tally.found_tokens += answer.cached_tokens
+            tally.slowest = max(tally.slowest, answer.seconds)
+            if answer.cached_tokens > len(prompt) // 2:
+                tally.found += 1
+                self._found.notify_all()
+            if far_apart(answer, right) > TOLERANCE:
+                tally.wrong.append(f"prompt {number}, {answer.cached_tokens} tokens found")
+
+
+def wait_pinned(daemon: Daemon) -> None:
+    """Wait until a request has pinned what it loads."""
+    with Control(daemon.runtime_dir) as control:
+        eventually(lambda: control.status()["leases"])
+
+
+def kill(daemon: Daemon, *, whole: bool) -> None:
+    """Kill the broker, or all processes of the daemon at once."""
+    process = psutil.Process(daemon.process.pid)
+    for each in [*(process.children(recursive=True) if whole else ()), process]:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    daemon.process.wait()
+
+
+def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
+    """Kill the daemon so many times."""
+    tally, source = Tally(), random.Random(seed)
+    with ExitStack() as stack:
+        place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp")))
+        start = stack.enter_context(started_daemons(place / "run"))
+        plain = EngineOptions(write_model(place / "model", MODEL), DEVICE_TOKENS, threads=2)
+        asked = prompts(PROMPTS, tokens=PROMPT_TOKENS)
+        with EngineProcess(plain, place / "plain.log") as engine:
+            expected = list(zip(asked, ask_all(engine, asked), strict=True))
+
+        def next_daemon() -> Daemon:
+            return start("--keep-pool", "yes", cpu_bytes=POOL, ready=False)
+
+        daemon = next_daemon()
+        daemon.wait_ready()
+        options = with_kvd(
+            plain, daemon.runtime_dir, load_timeout=LOAD_TIMEOUT, deadline=1, layerwise=layerwise
+        )
+        log = place / "engine.log"
+        engine = stack.enter_context(EngineProcess(options, log))
+        load = stack.enter_context(Load(engine, expected, tally, seed))
+        for number in range(kills):
+            daemon.wait_ready()
+            load.wait_found()
+            if source.random() < IN_A_LOAD:
+                wait_pinned(daemon)
+                time.sleep(source.uniform(0.0, LONGEST_LOAD))
+            else:
+                time.sleep(source.uniform(0.0, LONGEST_LIFE))
+            kill(daemon, whole=source.random() < WHOLE)
+            tally.kills += 1
+            long = source.random() < LONG_GAP
+            tally.long_gaps += long
+            time.sleep(LOAD_TIMEOUT + 2 if long else source.uniform(0.0, LONGEST_GAP))
+            daemon = next_daemon()
+            if (number + 1) % 10 == 0:
+                print(json.dumps(tally.report()), flush=True)
+            if not engine.running:
+                tally.unanswered.append("the engine has ended")
+                break
+        load.wait_found()
+        said = log.read_text(errors="replace")
+        tally.failed_loads = said.count(" were not loaded in ")
+        tally.begun_anew = said.count(" is begun anew")
+    return tally
+
+
+def main() -> int:
+    """The command line: kills, seed and --layerwise."""
+    words = [word for word in sys.argv[1:] if word != "--layerwise"]
+    layerwise = "--layerwise" in sys.argv
+    kills = int(words[0]) if words else 100
+    seed = int(words[1]) if len(words) > 1 else random.SystemRandom().randrange(2**31)
+    began = time.monotonic()
+    tally = run(kills, seed, layerwise=layerwise)
+    seconds = round(time.monotonic() - began, 1)
+    print(json.dumps({"seconds": seconds, "seed": seed, "layerwise": layerwise} | tally.report()))
+    return 1 if tally.wrong or tally.unanswered or (tally.aborted and not layerwise) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,100 @@
+"""A daemon that is absent, killed or frozen is a cache that misses: the engine serves on."""
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.engine_server import Answer
+from kvd_tools.errors import DemoError
+from tests.conftest import StartDaemon
+from tests.processes import python
+from tests.sglang.conftest import StartEngine
+from tests.sglang.support import (
+    CACHED_TOKENS,
+    CHUNK_TOKENS,
+    PROMPT_TOKENS,
+    TEST_SECONDS,
+    ask_all,
+    check,
+    prompts,
+    push_out,
+    wait_stored,
+    with_kvd,
+)
+from tests.waiting import eventually
+
+PROMPTS = prompts(4)
+CHUNKS = len(PROMPTS) * (PROMPT_TOKENS // CHUNK_TOKENS)
+KEEP = ("--keep-pool", "yes")
+KILLS = 6
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
+
+
+def test_absent_killed_and_frozen_it_costs_misses(
+    start_daemon: StartDaemon,
+    runtime_dir: Path,
+    model: Path,
+    start_engine: StartEngine,
+    expected: list[Answer],
+) -> None:
+    """One engine through all of it: started without a daemon, it finds prompts whenever it can."""
+    engine = start_engine(with_kvd(EngineOptions(model), runtime_dir, deadline=1))
+    engine.wait_ready()
+    check(ask_all(engine, PROMPTS), expected)
+
+    daemon = start_daemon(*KEEP)
+    eventually(lambda: daemon.status()["engines"])
+    push_out(engine)
+    check(ask_all(engine, PROMPTS), expected)
+    wait_stored(daemon, CHUNKS)
+
+    daemon.stop(signal.SIGKILL)
+    push_out(engine)
+    answers = ask_all(engine, PROMPTS)
+    check(answers, expected)
+    assert max(answer.cached_tokens for answer in answers) < CHUNK_TOKENS
+
+    daemon = start_daemon(*KEEP)
+    eventually(lambda: daemon.status()["engines"])
+    push_out(engine)
+    answers = ask_all(engine, PROMPTS)
+    check(answers, expected)
+    assert min(answer.cached_tokens for answer in answers) >= CACHED_TOKENS
+
+    push_out(engine)
+    frozen = [daemon.process.pid]
+    frozen += [lane["pid"] for lane in daemon.status()["lanes"]]
+    for pid in frozen:
+        os.kill(pid, signal.SIGSTOP)
+    wake = threading.Timer(3.0, lambda: [os.kill(pid, signal.SIGCONT) for pid in frozen])
+    wake.start()
+    try:
+        check(ask_all(engine, PROMPTS), expected)
+    finally:
+        wake.join()
+
+
+def test_a_setting_that_is_wrong_stops_the_engine_with_a_sentence(
+    model: Path, start_engine: StartEngine, runtime_dir: Path
+) -> None:
+    """It names the key, its value and what is possible."""
+    options = EngineOptions(model, linker={"runtime_dir": str(runtime_dir), "leese": 3})
+    engine = start_engine(options)
+    with pytest.raises(DemoError, match="leese"):
+        engine.wait_ready()
+
+
+@pytest.mark.parametrize("layers", [(), ("--layerwise",)])
+def test_a_killed_daemon_never_costs_an_answer(layers: tuple[str, ...]) -> None:
+    """A short run of `make sglang-kills`: every answer is right, and none is missing."""
+    done = python("-m", "tests.sglang.kills", KILLS, 11, *layers, seconds=TEST_SECONDS - 60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    tally = json.loads(done.stdout.splitlines()[-1])
+    assert tally["kills"] == KILLS
+    assert tally["found"]

@@ -1,0 +1,90 @@
+"""Several engines on one daemon: SGLang twice, and SGLang beside vLLM."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.demo_vllm import engine as vllm
+from kvd_tools.demo_vllm.options import EngineOptions as VllmOptions
+from kvd_tools.demo_vllm.options import kvd_transfer
+from kvd_tools.engine_server import Answer
+from tests.conftest import Daemon
+from tests.processes import ROOT
+from tests.sglang.conftest import StartEngine
+from tests.sglang.support import (
+    CACHED_TOKENS,
+    CHUNK_TOKENS,
+    PROMPT_TOKENS,
+    TEST_SECONDS,
+    ask_all,
+    check,
+    prompts,
+    push_out,
+    wait_stored,
+    with_kvd,
+)
+from tests.waiting import DEADLINE, eventually
+
+VLLM = ROOT / ".venv-vllm" / "bin" / "python"
+PROMPTS = prompts(4)
+CHUNKS = len(PROMPTS) * (PROMPT_TOKENS // CHUNK_TOKENS)
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
+
+
+def test_two_engines_share_what_either_has_stored(
+    daemon: Daemon, model: Path, start_engine: StartEngine, expected: list[Answer]
+) -> None:
+    """Each computes two prompts and finds the other's two, in one namespace."""
+    options = with_kvd(EngineOptions(model), daemon.runtime_dir)
+    one, two = start_engine(options), start_engine(options)
+    one.wait_ready()
+    two.wait_ready()
+    check(ask_all(one, PROMPTS[:2]), expected[:2])
+    check(ask_all(two, PROMPTS[2:]), expected[2:])
+    wait_stored(daemon, CHUNKS)
+    found = ask_all(one, PROMPTS[2:]) + ask_all(two, PROMPTS[:2])
+    check(found, expected[2:] + expected[:2])
+    assert min(answer.cached_tokens for answer in found) >= CACHED_TOKENS
+    assert len(daemon.status()["namespaces"]) == 1
+
+
+@pytest.mark.skipif(not VLLM.exists(), reason="vLLM's environment is missing: make .venv-vllm")
+def test_sglang_and_vllm_work_at_once(
+    daemon: Daemon, model: Path, start_engine: StartEngine, expected: list[Answer], tmp_path: Path
+) -> None:
+    """Both find their own chunks and never each other's: bytes and hashes are not the same."""
+    other = VllmOptions(
+        model,
+        num_gpu_blocks=128,
+        max_model_len=1024,
+        kv_transfer=kvd_transfer(
+            daemon.runtime_dir, blocks_per_chunk=2, deadline=DEADLINE, load_timeout=DEADLINE
+        ),
+    )
+    log = tmp_path / "vllm.log"
+    beside = vllm.EngineProcess(other, log, python=str(VLLM))
+    try:
+        engine = start_engine(with_kvd(EngineOptions(model), daemon.runtime_dir))
+        engine.wait_ready()
+        beside.wait_ready()
+        eventually(lambda: len(daemon.status()["engines"]) == 2)
+        with ThreadPoolExecutor(2) as both:
+            cold = both.submit(ask_all, engine, PROMPTS)
+            vllm_cold = both.submit(ask_all, beside, PROMPTS)
+            check(cold.result(), expected)
+            assert [answer.cached_tokens for answer in vllm_cold.result()] == [0] * len(PROMPTS)
+            wait_stored(daemon, 2 * CHUNKS)
+            push_out(engine)
+            beside.reset()
+            warm = both.submit(ask_all, engine, PROMPTS)
+            vllm_warm = both.submit(ask_all, beside, PROMPTS)
+            check(warm.result(), expected)
+            check(vllm_warm.result(), vllm_cold.result())
+        for answers in (warm.result(), vllm_warm.result()):
+            assert min(answer.cached_tokens for answer in answers) >= CACHED_TOKENS
+        assert len(daemon.status()["namespaces"]) == 2
+    finally:
+        beside.kill()
