@@ -9,7 +9,7 @@ SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-cluster test test-fast test-vllm test-sglang test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills
+.PHONY: help demo demo-cluster test test-fast test-vllm test-sglang test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-sglang
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -98,7 +98,7 @@ constraints-sglang: $(SGLANG_STAMP) ## the same for the environment with SGLang
 	@(head -n 2 tests/sglang/requirements.txt; $(SGLANG)/bin/python -m pip freeze --exclude-editable | sed 's/+cpu//') > constraints.new
 	@mv constraints.new tests/sglang/requirements.txt
 
-test-sglang: $(SGLANG_STAMP) ## tests with the real SGLang engine on CPU
+test-sglang: $(SGLANG_STAMP) $(VLLM_STAMP) ## tests with the real SGLang engine on CPU, and with vLLM beside it
 	$(SGLANG)/bin/python -m pytest tests/sglang -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
@@ -121,6 +121,10 @@ tier-kills: $(STAMP) ## kill -9 daemon or disk tier in mid-write PASSES times (S
 
 sglang-kills: $(SGLANG_STAMP) ## kill -9 the daemon KILLS times while SGLang serves (SEED=n, LAYERWISE=1), check every answer
 	PYTHONPATH=. $(SGLANG)/bin/python -m tests.sglang.kills $(or $(KILLS),100) $(SEED) $(if $(LAYERWISE),--layerwise)
+
+nightly-sglang: $(SGLANG_STAMP) ## the long loops of kills with SGLang, which .ci/run leaves out
+	$(MAKE) sglang-kills KILLS=100
+	$(MAKE) sglang-kills KILLS=100 LAYERWISE=1
 
 fuzz: $(STAMP) ## mutated sessions for SECONDS against codec, broker and a live daemon (SEED=n to repeat)
 	PYTHONPATH=. $(BIN)/python tests/fuzz/run.py $(or $(SECONDS),600) $(SEED)

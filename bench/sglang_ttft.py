@@ -46,7 +46,7 @@ PROMPT_TOKENS = 1900
 FOUND = findable(PROMPT_TOKENS)
 DEVICE_TOKENS = 4096  # two prompts with their answers
 PROMPTS, TIMES = 3, 2  # of a start, and how often each comes back
-ROUNDS, QUICK_ROUNDS = 3, 1
+ROUNDS, QUICK_ROUNDS = 2, 1
 CACHE_BYTES = 2 * 10**9  # 1.7 times what all prompts of a start need
 COMPUTED, DEVICE = "computed", "device"
 

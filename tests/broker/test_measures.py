@@ -62,17 +62,25 @@ def test_events_are_numbered_and_bounded() -> None:
     assert recent[-1] == schema.Event(last + 1, float(last), "warning", f"event {last}")
 
 
-def said(chunks: int, hits: int, tokens: int | None = None, found: int | None = None) -> Lookups:
+def said(
+    chunks: int, hits: int, tokens: int | None = None, found: int | None = None, aborted: int = 0
+) -> Lookups:
     """What a session says."""
-    return Lookups(chunks=chunks, hit_chunks=hits, tokens=tokens, hit_tokens=found)
+    return Lookups(
+        chunks=chunks,
+        hit_chunks=hits,
+        tokens=tokens,
+        hit_tokens=found,
+        aborted_requests=aborted,
+    )
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 1000)] * 4), max_size=20), st.data())
+@given(st.lists(st.tuples(*[st.integers(0, 1000)] * 5), max_size=20), st.data())
 def test_lookups_count_once_however_often_they_are_said(
     steps: list[tuple[int, ...]], data: st.DataObject
 ) -> None:
     """Totals said twice, late or out of order add up to the greatest that was said."""
-    grown = [0, 0, 0, 0]
+    grown = [0, 0, 0, 0, 0]
     reports = []
     for step in steps:
         grown = [have + more for have, more in zip(grown, step, strict=True)]

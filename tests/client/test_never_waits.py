@@ -42,6 +42,7 @@ def step(scheduler: Scheduler, name: str) -> None:
     scheduler.request_finished([key])
     scheduler.take_changes()
     scheduler.count_tokens(10, 5)
+    scheduler.count_aborted(1)
     scheduler.end_step()
     assert scheduler.lookup(key) is LookupResult.HIT_PENDING
 

@@ -432,6 +432,28 @@ def test_a_new_session_begins_at_zero(daemon: FakeDaemon, scheduler: Scheduler) 
         assert last_told(other) == Lookups(chunks=3, hit_chunks=2)
 
 
+def test_aborted_requests_are_told_to_the_daemon_that_follows(
+    daemon: FakeDaemon, scheduler: Scheduler
+) -> None:
+    """What went wrong while there was no daemon is told later, once."""
+    daemon.kill()
+    until(scheduler, connected=False)
+    scheduler.count_aborted(3)
+    with FakeDaemon(daemon.runtime_dir) as second:
+        until(scheduler, connected=True)
+        eventually(
+            lambda: last_told(second),
+            lambda told: told == Lookups(chunks=0, hit_chunks=0, aborted_requests=3),
+        )
+        second.kill()
+        until(scheduler, connected=False)
+    with FakeDaemon(daemon.runtime_dir) as third:
+        until(scheduler, connected=True)
+        scheduler.count_aborted(1)
+        scheduler.close()
+        assert last_told(third) == Lookups(chunks=0, hit_chunks=0, aborted_requests=1)
+
+
 @pytest.mark.usefixtures("told_at_the_end")
 def test_an_engine_may_count_tokens_itself(daemon: FakeDaemon) -> None:
     """With `counts_tokens` the tokens are those of `count_tokens`, and nothing else."""

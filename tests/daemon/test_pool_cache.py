@@ -203,6 +203,23 @@ def test_a_load_without_a_daemon_fails_in_time(
     assert time.monotonic() - begun >= 0.3
 
 
+def test_a_load_that_may_not_be_begun_anew_ends_with_its_daemon(
+    start_daemon: StartDaemon, make_cache: MakeCache
+) -> None:
+    """It does not wait for the next one: its request is computed."""
+    daemon = start_daemon()
+    cache = make_cache(daemon)
+    keys = KEYS[:4]
+    fill(cache, keys, [1, 2, 3, 4])
+    assert store(cache, keys, [1, 2, 3, 4])
+    wanted = want(cache, keys, [5, 6, 7, 8])
+    daemon.stop(signal.SIGKILL)
+    eventually(lambda: not cache.worker.registered)
+    begun = time.monotonic()
+    assert not Batch([wanted], None, TIMEOUT, again=False).finish()
+    assert time.monotonic() - begun < TIMEOUT
+
+
 def test_stores_without_a_daemon_come_to_nothing(
     start_daemon: StartDaemon, make_cache: MakeCache
 ) -> None:

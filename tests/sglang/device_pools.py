@@ -215,8 +215,7 @@ def make_linker(kind: Kind, **options: Any) -> KvdLinker:
         mtp_draft_device_pools=(),
     )
     linker = KvdLinker(ARGUMENTS, params, components=kind.components, extra_config=options)
-    for cache in linker._caches.values():
-        eventually(lambda cache=cache: cache.scheduler.attached)
+    eventually(lambda: all(cache.scheduler.attached for cache in linker._caches.values()))
     return linker
 
 

@@ -43,7 +43,7 @@ CLIENTS = 4
 LOAD_TIMEOUT = 10.0  # kvd's default
 IN_A_LOAD = 0.7  # of the kills; the others are at any moment
 LONGEST_LOAD, LONGEST_LIFE, LONGEST_GAP = 0.02, 1.0, 0.5
-WHOLE = 0.7  # of the kills take lanes as well; left alone they end the copies under way
+WHOLE = 0.7  # of the kills take lanes as well; left alone they end by themselves
 LONG_GAP = 0.05  # of the gaps are longer than a load may take
 FOUND_SECONDS = 60.0
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvd_tools.demo_sglang.engine import EngineProcess
 from kvd_tools.demo_sglang.options import EngineOptions
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Answer, EngineServer
 from kvd_tools.models import COMMON
 from tests.daemon.serving import Daemon
 from tests.waiting import DEADLINE, PATIENCE, eventually
@@ -33,7 +33,7 @@ def with_kvd(options: EngineOptions, runtime_dir: Path, **extra: Any) -> EngineO
     return replace(options, linker={"runtime_dir": str(runtime_dir), **patience, **extra})
 
 
-def ask_all(engine: EngineProcess, asked: Sequence[Sequence[int]]) -> list[Answer]:
+def ask_all(engine: EngineServer, asked: Sequence[Sequence[int]]) -> list[Answer]:
     """Answers to prompts that are sent one after another."""
     return [engine.generate([prompt])[0] for prompt in asked]
 

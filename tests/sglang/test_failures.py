@@ -72,7 +72,12 @@ def test_absent_killed_and_frozen_it_costs_misses(
     frozen += [lane["pid"] for lane in daemon.status()["lanes"]]
     for pid in frozen:
         os.kill(pid, signal.SIGSTOP)
-    wake = threading.Timer(3.0, lambda: [os.kill(pid, signal.SIGCONT) for pid in frozen])
+
+    def go_on() -> None:
+        for pid in frozen:
+            os.kill(pid, signal.SIGCONT)
+
+    wake = threading.Timer(3.0, go_on)
     wake.start()
     try:
         check(ask_all(engine, PROMPTS), expected)

@@ -2,7 +2,7 @@ r"""kvd_client.sglang: SGLang on a kvd daemon.
 
 ::
 
-    python -m sglang.launch_server --model-path MODEL \
+    sglang serve --model-path MODEL \
         --enable-unified-cache-external-linker \
         --unified-cache-external-linker-backend dynamic \
         --unified-cache-external-linker-config \

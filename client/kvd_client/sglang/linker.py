@@ -311,6 +311,7 @@ class KvdLinker(UnifiedCacheLinker):
             pin.drop()
         self._pins.clear()
         self.layer_done_counter.finish_all()
+        self._loading.clear()
         self._offloads.quiesce()
 
     def close(self) -> None:

@@ -52,17 +52,11 @@ class EngineOptions:
     def arguments(self, port: int) -> list[str]:
         """The server's command line."""
         arguments = f"--model-path {self.model} --host 127.0.0.1 --port {port}".split()
-        arguments += [
-            "--device",
-            "cpu",
-            "--attention-backend",
-            "torch_native",
-            "--disable-cuda-graph",
-        ]
+        arguments += ["--device", "cpu", "--attention-backend", "torch_native"]
         arguments += ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
         arguments += f"--random-seed 0 --dtype {self.dtype} --page-size {self.page_size}".split()
-        # The first is a limit of the second, which has to be smaller than the machine is.
-        arguments += f"--max-total-tokens {self.max_tokens} --mem-fraction-static 0.1".split()
+        # The first is what it gets; the second is a share of the machine that others may use too.
+        arguments += f"--max-total-tokens {self.max_tokens} --mem-fraction-static 0.5".split()
         arguments += f"--chunked-prefill-size {self.chunked_prefill}".split()
         arguments += f"--tp-size {self.tensor_parallel}".split()
         if self.linker is not None:
