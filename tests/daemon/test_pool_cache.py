@@ -185,10 +185,8 @@ def test_a_load_goes_on_at_the_daemon_that_follows(
     assert wrong(cache, keys, pages) == 0
 
 
-def test_a_load_without_a_daemon_fails_in_time(
-    start_daemon: StartDaemon, make_cache: MakeCache
-) -> None:
-    """Nobody waits longer than the timeout, layers are not waited for, and the end says so."""
+def orphan(start_daemon: StartDaemon, make_cache: MakeCache) -> Wanted:
+    """Pinned chunks of a daemon that has been killed since."""
     daemon = start_daemon()
     cache = make_cache(daemon)
     keys = KEYS[:4]
@@ -196,6 +194,15 @@ def test_a_load_without_a_daemon_fails_in_time(
     assert store(cache, keys, [1, 2, 3, 4])
     wanted = want(cache, keys, [5, 6, 7, 8])
     daemon.stop(signal.SIGKILL)
+    eventually(lambda: not cache.worker.registered)
+    return wanted
+
+
+def test_a_load_without_a_daemon_fails_in_time(
+    start_daemon: StartDaemon, make_cache: MakeCache
+) -> None:
+    """Nobody waits longer than the timeout, layers are not waited for, and the end says so."""
+    wanted = orphan(start_daemon, make_cache)
     begun = time.monotonic()
     batch = Batch([wanted], None, 0.3)
     batch.wait_for(0)
@@ -207,14 +214,7 @@ def test_a_load_that_may_not_be_begun_anew_ends_with_its_daemon(
     start_daemon: StartDaemon, make_cache: MakeCache
 ) -> None:
     """It does not wait for the next one: its request is computed."""
-    daemon = start_daemon()
-    cache = make_cache(daemon)
-    keys = KEYS[:4]
-    fill(cache, keys, [1, 2, 3, 4])
-    assert store(cache, keys, [1, 2, 3, 4])
-    wanted = want(cache, keys, [5, 6, 7, 8])
-    daemon.stop(signal.SIGKILL)
-    eventually(lambda: not cache.worker.registered)
+    wanted = orphan(start_daemon, make_cache)
     begun = time.monotonic()
     assert not Batch([wanted], None, TIMEOUT, again=False).finish()
     assert time.monotonic() - begun < TIMEOUT

@@ -167,6 +167,32 @@ class DeviceContract:
             wanted[begin_byte : ends[begin]] = data[begin_byte : ends[begin]]
             np.testing.assert_array_equal(moved, wanted)
 
+    def test_loads_arrive_in_the_order_of_their_pieces(self, rig: Rig) -> None:
+        """What is reported is there, and all that was given before: a load's layers count on it."""
+        memory, source = rig.attach(self.SIZES)
+        count, size = 12, 4000
+        data = pattern(count * size, 1)
+        rig.put_pool(0, data)
+        runs = [(0, n * size, (count - 1 - n) * size, size) for n in range(count)]
+        wanted = data.reshape(count, size)[::-1].reshape(-1)
+        moves = rig.device.prepare(memory, Direction.LOAD, 0, copies_of(runs))
+        given = pieces = moved = 0
+        while given < len(moves):
+            end, nbytes = moves.piece(given, size)
+            rig.device.submit(Transfer(pieces, memory, Direction.LOAD, moves, given, end, nbytes))
+            given, pieces = end, pieces + 1
+        told: list[int] = []
+        deadline = time.monotonic() + PATIENCE
+        while rig.device.in_flight:
+            for item in rig.device.progress():
+                assert item.error == ""
+                told.append(item.transfer.job)
+                moved += item.transfer.nbytes
+                np.testing.assert_array_equal(rig.get(source, 0, 0, moved), wanted[:moved])
+            assert time.monotonic() < deadline, "the device does not finish"
+        assert told == list(range(pieces))
+        assert moved == len(data)
+
     def test_memory_smaller_than_promised_is_refused(self, rig: Rig) -> None:
         """A handle to less memory than the layout says is refused with the figures."""
         source = rig.make_worker(self.SIZES)
