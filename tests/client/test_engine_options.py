@@ -18,7 +18,10 @@ def test_what_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ({"lod_timeout": 1}, "lod_timeout.*known keys: chunk_tokens, deadline, label, lease"),
+        (
+            {"lod_timeout": 1},
+            "lod_timeout.*known keys: chunk_tokens, deadline, label, layerwise, lease",
+        ),
         ({"chunk_tokens": 0}, "chunk_tokens"),
         ({"lease": 10, "load_timeout": 6}, r"lease=10 is below twice load_timeout=6; raise lease"),
         ({"cpu_bytes_to_use": 1}, "cpu_bytes_to_use=1 is the daemon's to decide; give it to `kvd"),

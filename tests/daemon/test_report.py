@@ -91,6 +91,7 @@ def test_figures_agree(daemon: Daemon, engine: Engine) -> None:
         "hit_chunks": 4,
         "lookup_tokens": 6 * tokens,
         "hit_tokens": 4 * tokens,
+        "aborted_requests": 0,
     }
     assert report["counters"]["hit_tokens"] == 4 * tokens
     assert (report["leases"], namespace["chunks"]["pinned"]) == (1, 1)
