@@ -15,6 +15,7 @@ machine at rest: `.venv-sglang/bin/python bench/sglang_layers.py`.
 import argparse
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -34,6 +35,7 @@ from sglang_engines import (
     make_tokens,
     write_bench_model,
 )
+from vllm_ttft import terminate
 
 from kvd_tools.demo_sglang.engine import EngineProcess
 
@@ -69,6 +71,7 @@ class Pairs:
 
 def main() -> None:
     """Start and ask both ways in turn."""
+    signal.signal(signal.SIGTERM, terminate)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one start of each")
     rounds = QUICK_ROUNDS if parser.parse_args().quick else ROUNDS

@@ -15,6 +15,7 @@ the Python of an environment with SGLang, and wants a machine at rest:
 import argparse
 import json
 import os
+import signal
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,7 @@ from sglang_engines import (
     spread,
     write_bench_model,
 )
+from vllm_ttft import terminate
 
 from kvd_tools.demo_sglang.engine import EngineProcess
 
@@ -97,6 +99,7 @@ class Start:
 
 def main() -> None:
     """Start and ask every way in turn."""
+    signal.signal(signal.SIGTERM, terminate)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one start of each")
     parser.add_argument(
