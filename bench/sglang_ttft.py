@@ -6,8 +6,7 @@ an engine of its own, one is alive at a time, and all are started round by round
 every second time. An engine's device memory holds two prompts: each is asked when others have
 pushed it out, and at once again for the floor, for one start of an engine may compute faster than
 the next; without a cache it is computed first. HiCache leaves 10 GiB of the machine's memory
-alone, so that 14 GiB have to be free. `--lean` lowers the floor, see `sglang_attention.py`. Prints
-tables, writes bench/out/sglang_ttft.json, with `--lean` bench/out/sglang_ttft_lean.json. Runs with
+alone, so that 14 GiB have to be free. Prints tables, writes bench/out/sglang_ttft.json. Runs with
 the Python of an environment with SGLang, and wants a machine at rest:
 `.venv-sglang/bin/python bench/sglang_ttft.py`.
 """
@@ -102,11 +101,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, terminate)
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one start of each")
-    parser.add_argument(
-        "--lean", action="store_true", help="attention of new tokens only, as GPUs compute it"
-    )
-    options = parser.parse_args()
-    rounds = QUICK_ROUNDS if options.quick else ROUNDS
+    rounds = QUICK_ROUNDS if parser.parse_args().quick else ROUNDS
     starts: dict[Way, list[Start]] = {way: [] for way in Way}
     console = Console(width=140)
     with (
@@ -120,7 +115,6 @@ def main() -> None:
             cache_bytes=CACHE_BYTES,
             threads=len(os.sched_getaffinity(0)),
             chunked_prefill=FOUND,  # what is computed behind it is a step of its own, also when new
-            lean=options.lean,
         )
         for number in range(rounds):
             for way in in_turn(number, list(Way)):
@@ -128,7 +122,7 @@ def main() -> None:
                 with setup.started(way, place / f"{number}-{way}") as engine:
                     starts[way].append(Start())
                     starts[way][-1].take(way, engine)
-    report(console, starts, OUT / ("sglang_ttft_lean.json" if options.lean else "sglang_ttft.json"))
+    report(console, starts, OUT / "sglang_ttft.json")
 
 
 def report(console: Console, starts: Mapping[Way, Sequence[Start]], out: Path) -> None:
