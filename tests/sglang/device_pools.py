@@ -118,8 +118,18 @@ def window() -> Kind:
     )
 
 
-def states() -> Kind:
+def states_and_mla() -> Kind:
     """MLA in one layer, a state for each request in two (as Kimi Linear)."""
+    return _states(use_mla=True, head_num=1, head_dim=80, kv_lora_rank=64, qk_rope_head_dim=16)
+
+
+def states() -> Kind:
+    """Keys and values in one layer, a state for each request in two (as Falcon H1)."""
+    return _states(use_mla=False, head_num=2, head_dim=32)
+
+
+def _states(**attention: Any) -> Kind:
+    """One layer of attention between two of states."""
     shape = KimiLinearStateShape.create(tp_world_size=1, num_heads=2, head_dim=16)
     requests = memory_pool.HybridReqToTokenPool(
         size=STATES,
@@ -136,21 +146,18 @@ def states() -> Kind:
         TOKENS,
         torch.bfloat16,
         PAGE,
-        head_num=1,
-        head_dim=80,
         full_attention_layer_ids=[1],
         device="cpu",
         mamba_pool=requests.mamba_pool,
-        use_mla=True,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
+        **attention,
     )
+    full = cache.full_kv_pool
     held = requests.mamba_pool.mamba_cache
     buffers = [part[layer] for part in (held.temporal, *held.conv) for layer in range(2)]
     return Kind(
         cache,
         {ComponentType.FULL, ComponentType.MAMBA},
-        cache.full_kv_pool.kv_buffer,
+        full.kv_buffer if attention["use_mla"] else [*full.k_buffer, *full.v_buffer],
         {PoolName.MAMBA: Side(buffers, 1, [2], [5])},
         requests,
     )

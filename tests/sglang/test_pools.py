@@ -1,16 +1,14 @@
-"""SGLang's own device pools on the CPU, stored and loaded through the linker as its tree does it.
-
-Of models whose attention SGLang cannot compute on a CPU with packages from PyPI: its `torch_native`
-backend has no MLA, reads the pool of a sliding window at the full pool's places, and the kernels of
-Mamba states need a GPU.
-"""
+"""SGLang's own device pools on the CPU, stored and loaded through a linker as its tree does."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
+from kvd_client import UnsupportedMemory
+from kvd_client.sglang.pools import find_pools
 from tests.conftest import Daemon
 from tests.sglang.conftest import StartLinker
 from tests.sglang.device_pools import (
@@ -20,11 +18,13 @@ from tests.sglang.device_pools import (
     PAGE,
     TO,
     Kind,
+    dense,
     fill,
     indices,
     mla,
     moved,
     states,
+    states_and_mla,
     store,
     window,
 )
@@ -32,7 +32,7 @@ from tests.waiting import eventually
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-@pytest.mark.parametrize("make_kind", [mla, window, states])
+@pytest.mark.parametrize("make_kind", [mla, window, states, states_and_mla])
 def test_every_pool_of_a_node_comes_back(
     daemon: Daemon, start_linker: StartLinker, make_kind: Callable[[], Kind], layerwise: bool
 ) -> None:
@@ -87,3 +87,17 @@ def test_every_pool_of_a_node_comes_back(
         (side.buffers, right[name]) for name, side in other.sides.items()
     ]:
         assert all(torch.equal(*pair) for pair in zip(buffers, wanted, strict=True))
+
+
+@pytest.mark.parametrize("make_kind", [dense, mla, window])
+def test_pages_that_are_split_among_ranks_are_refused(make_kind: Callable[[], Kind]) -> None:
+    """With dcp_size the tree's pages have more tokens than a rank's, which holds some of each."""
+    kind = make_kind()
+    params = SimpleNamespace(
+        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kind.cache),
+        page_size=2 * PAGE,
+        pp_size=1,
+        sidecar_draft_device_pools=(),
+    )
+    with pytest.raises(UnsupportedMemory, match="dcp_size"):
+        find_pools(params, kind.components)

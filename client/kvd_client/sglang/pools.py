@@ -14,9 +14,14 @@ from sglang.srt.mem_cache.hicache_storage import PoolName
 from sglang.srt.mem_cache.hybrid_cache.linker_pool_assembler import (
     DevicePoolEntry,
     DevicePoolGroup,
+    _mamba_device_pool_entry,
     resolve_hybrid_device_pool_group,
 )
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import (
+    HybridLinearKVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvd_client import UnsupportedMemory
@@ -66,9 +71,12 @@ def find_pools(params: Any, components: set[Any]) -> Pools:
         group = _sliding(cache, page)
     else:
         try:
-            group = resolve_hybrid_device_pool_group(
-                kvcache=cache, page_size=page, params=params, components=components
-            )
+            if type(cache) is HybridLinearKVPool and type(cache.full_kv_pool) is MHATokenToKVPool:
+                group = _with_states(cache, params, page)
+            else:
+                group = resolve_hybrid_device_pool_group(
+                    kvcache=cache, page_size=page, params=params, components=components
+                )
         except (ValueError, AssertionError) as error:
             raise UnsupportedMemory(f"{type(cache).__name__}: {error}") from error
     if params.sidecar_draft_device_pools and PoolName.DRAFT not in group.entry_map:
@@ -116,6 +124,20 @@ def _sliding(cache: SWAKVPool, page: int) -> DevicePoolGroup:
     return DevicePoolGroup(entries, max(cache.layers_mapping) + 1, page)
 
 
+def _with_states(cache: HybridLinearKVPool, params: Any, page: int) -> DevicePoolGroup:
+    """Attention and states; SGLang itself describes them together only where attention is MLA."""
+    if params.mtp_draft_device_pools:
+        raise UnsupportedMemory("the KV cache of this model's draft cannot be offloaded")
+    start = cache.start_layer
+    full = {n - start: i for n, i in cache.full_attention_layer_id_mapping.items()}
+    entries = [
+        _mha(PoolName.KV, cache.full_kv_pool, page, full),
+        _mamba_device_pool_entry(params.req_to_token_pool, start),
+    ]
+    last = max(layer for entry in entries for layer in entry.layer_mapping)
+    return DevicePoolGroup(entries, last + 1, page)
+
+
 def _mha(
     name: PoolName, pool: MHATokenToKVPool, page: int, layers: dict[int, int] | None = None
 ) -> DevicePoolEntry:
@@ -133,6 +155,11 @@ def _every(buffers: Sequence[torch.Tensor]) -> dict[int, int]:
 def _entry(
     name: PoolName, pool: Any, buffers: Sequence[torch.Tensor], layers: Any, page: int
 ) -> DevicePoolEntry:
+    if pool.page_size != page:
+        raise UnsupportedMemory(
+            f"a page has {page} tokens in SGLang's tree and {pool.page_size} in the {name} pool; KV"
+            " caches that are split among ranks by tokens (dcp_size) cannot be offloaded"
+        )
     tokens = pool.size + pool.page_size
     return DevicePoolEntry(
         name=name,
