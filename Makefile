@@ -99,7 +99,7 @@ constraints-sglang: $(SGLANG_STAMP) ## the same for the environment with SGLang
 	@mv constraints.new tests/sglang/requirements.txt
 
 test-sglang: $(SGLANG_STAMP) $(VLLM_STAMP) ## tests with the real SGLang engine on CPU, and with vLLM beside it
-	$(SGLANG)/bin/python -m pytest tests/sglang -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
+	$(SGLANG)/bin/python -m pytest tests/sglang -m 'not nightly' -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
 	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
@@ -122,7 +122,8 @@ tier-kills: $(STAMP) ## kill -9 daemon or disk tier in mid-write PASSES times (S
 sglang-kills: $(SGLANG_STAMP) ## kill -9 the daemon KILLS times while SGLang serves (SEED=n, LAYERWISE=1), check every answer
 	PYTHONPATH=. $(SGLANG)/bin/python -m tests.sglang.kills $(or $(KILLS),100) $(SEED) $(if $(LAYERWISE),--layerwise)
 
-nightly-sglang: $(SGLANG_STAMP) ## the long loops of kills with SGLang, which .ci/run leaves out
+nightly-sglang: $(SGLANG_STAMP) ## what test-sglang leaves out: slow models, long loops of kills
+	$(SGLANG)/bin/python -m pytest tests/sglang -m nightly -o faulthandler_timeout=500 -o timeout=600
 	$(MAKE) sglang-kills KILLS=100
 	$(MAKE) sglang-kills KILLS=100 LAYERWISE=1
 

@@ -31,3 +31,38 @@ DEEPSEEK = COMMON | {
     "moe_intermediate_size": 512,
     "first_k_dense_replace": 2,
 }
+# Every other layer is in a window. Of its experts only the figures are asked for, as above.
+LAGUNA = COMMON | {
+    "architectures": ["LagunaForCausalLM"],
+    "model_type": "laguna",
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "mlp_layer_types": ["dense"] * 4,
+    "sliding_window": 96,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 64,
+}
+# Attention and a Mamba state in every layer.
+FALCON_H1 = COMMON | {
+    "architectures": ["FalconH1ForCausalLM"],
+    "model_type": "falcon_h1",
+    "num_hidden_layers": 2,
+    "hidden_act": "silu",
+    "mamba_d_ssm": 128,
+    "mamba_n_heads": 2,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 64,
+}
+# Every other layer is a short convolution, whose state is the last tokens.
+LFM2 = COMMON | {
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "layer_types": ["conv", "full_attention"] * 2,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "block_auto_adjust_ff_dim": False,
+}

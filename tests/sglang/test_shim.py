@@ -1,5 +1,9 @@
 """The stand-ins for what SGLang lacks on a CPU compute what they should."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -27,3 +31,12 @@ def test_the_rotary_embedding_is_a_rotation_of_pairs(rotated: int, is_neox: bool
             expected[token, :, a], expected[token, :, b] = turned.real, turned.imag
     rotary_embedding(positions, query, None, SIZE, cache, is_neox)
     torch.testing.assert_close(query.view(TOKENS, HEADS, SIZE), expected)
+
+
+def test_kernels_are_interpreted_rightly() -> None:
+    """Triton's interpreter runs autotuned kernels and SGLang's convolutions, as torch does."""
+    subprocess.run(
+        [sys.executable, "-m", "tests.sglang.interpreted"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        check=True,
+    )

@@ -7,6 +7,7 @@ would go unseen.
 
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,25 +35,34 @@ LLAMA = COMMON | {
 }
 
 
-def write_model(path: Path, config: dict[str, Any] = LLAMA, *, norm: float = 1.0) -> Path:
+def write_model(
+    path: Path,
+    config: dict[str, Any] = LLAMA,
+    *,
+    norm: float = 1.0,
+    vectors: Mapping[str, float] | None = None,
+) -> Path:
     """Make `path` a model's folder, unless it holds just this model; returns `path`.
 
     Args:
         path: the folder; made where it is not there.
         config: the model's `config.json`.
-        norm: the weights of its norms.
+        norm: the weights of its norms, and of all else that is a vector.
+        vectors: other weights of those whose names end so.
     """
     config_file = path / "config.json"
     if config_file.exists() and json.loads(config_file.read_text()) == config:
         return path
     path.mkdir(parents=True, exist_ok=True)
-    _write_weights(path / "model.safetensors", config, norm)
+    _write_weights(path / "model.safetensors", config, norm, vectors or {})
     # Last: a folder with this file is complete.
     config_file.write_text(json.dumps(config, indent=2) + "\n")
     return path
 
 
-def _write_weights(file: Path, config: dict[str, Any], norm: float) -> None:
+def _write_weights(
+    file: Path, config: dict[str, Any], norm: float, vectors: Mapping[str, float]
+) -> None:
     """Write seeded weights, bfloat16: an engine of a wider type computes with the same numbers."""
     import torch  # noqa: PLC0415  # a parent process that only names a model needs no torch
     from safetensors.torch import save_file  # noqa: PLC0415  # the same
@@ -66,7 +76,8 @@ def _write_weights(file: Path, config: dict[str, Any], norm: float) -> None:
     weights: dict[str, Tensor] = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim == 1:
-            weight = torch.full(parameter.shape, norm)
+            given = [value for end, value in vectors.items() if name.endswith(end)]
+            weight = torch.full(parameter.shape, given[0] if given else norm)
         else:
             scale = WEIGHT_SCALE / math.sqrt(parameter.shape[-1])
             weight = torch.empty(parameter.shape).normal_(0.0, scale, generator=generator)

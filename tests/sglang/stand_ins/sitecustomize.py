@@ -4,6 +4,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -67,9 +68,9 @@ def _define_operators() -> None:
 
 
 def _allow_any_mask(interpreter: Any) -> None:
-    """Let the interpreter take masks of numbers, as the compiler does: other than 0 is true.
+    """Let the interpreter take masks of numbers: other than 0 is true.
 
-    `True & mask` in a kernel is one, where Python itself has computed `True`.
+    `(token < end) & mask` is one, where the first comparison is Python's own.
     """
     builder = interpreter.InterpreterBuilder
     load, store = builder.create_masked_load, builder.create_masked_store
@@ -86,8 +87,25 @@ def _allow_any_mask(interpreter: Any) -> None:
     builder.create_masked_load, builder.create_masked_store = masked_load, masked_store
 
 
+def _measure_nothing(autotuner: Any) -> None:
+    """Let every kernel take the first of its configurations: there is no driver to measure them."""
+    tuner = autotuner.Autotuner
+    initialize = tuner.__init__
+
+    def initialize_with_one(self: Any, *arguments: Any, **more: Any) -> None:
+        initialize(self, *arguments, **more)
+        self.configs = self.configs[:1]
+
+    tuner.__init__ = initialize_with_one
+
+
+def _select_the_only_device(cpu: Any) -> None:
+    """Let kernels be started "on the device of their tensors", of which there is one."""
+    cpu.device = nullcontext
+
+
 def _take_triton_convolutions(mixer: Any) -> None:
-    """Give Mamba's mixer SGLang's own convolutions in Triton, as SGLang does it for Intel's GPUs."""
+    """Give Mamba's mixer SGLang's convolutions in Triton, as SGLang does for Intel's GPUs."""
     from sglang.kernels.ops.mamba import causal_conv1d_triton  # noqa: PLC0415  # of its environment
 
     for name in _CONVOLUTIONS:
@@ -99,6 +117,8 @@ def _take_triton_convolutions(mixer: Any) -> None:
 sys.meta_path.insert(0, _AtImport("torchvision", before=_define_operators))
 if os.environ.get("TRITON_INTERPRET") == "1":
     for _module, _change in (
+        ("torch.cpu", _select_the_only_device),
+        ("triton.runtime.autotuner", _measure_nothing),
         ("triton.runtime.interpreter", _allow_any_mask),
         ("sglang.srt.layers.attention.mamba.mamba", _take_triton_convolutions),
     ):

@@ -1,0 +1,178 @@
+"""kvd behind a real SGLang engine, for models whose cache is more than keys and values.
+
+On a CPU their attention and their states are computed by SGLang's own Triton kernels, which
+Triton's interpreter runs: slowly, so that models and prompts are small.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd_tools.demo_sglang.engine import EngineProcess
+from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.engine_server import Answer
+from kvd_tools.models import write_model
+from tests.conftest import Daemon
+from tests.engine_models import DEEPSEEK, FALCON_H1, LAGUNA, LFM2
+from tests.sglang.conftest import StartEngine
+from tests.sglang.support import TEST_SECONDS, ask_all, check, prompts, wait_stored, with_kvd
+from tests.waiting import eventually
+
+PROMPT_TOKENS = 300
+DEVICE_TOKENS = 1280  # four prompts
+PROMPTS = prompts(3, tokens=PROMPT_TOKENS)
+NEW = prompts(1, seed=1, tokens=50)[0]
+AGAIN = [PROMPTS[0], PROMPTS[1] + NEW, PROMPTS[2][:200] + NEW]
+"""What is asked when the prompts were pushed out: one as it was, one that goes on, and one that
+begins like it."""
+OTHERS = prompts(4, seed=1000, tokens=PROMPT_TOKENS)
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
+
+# SGLang's CPU implementation of MLA knows no other rotary embedding than this one.
+YARN = {
+    "rope_theta": 10000.0,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 1.0,
+        "original_max_position_embeddings": 32768,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+    },
+}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+# Its kernels know the sizes 512 + 64 and 256 + 32.
+MLA = DEEPSEEK | HEADS | YARN | {"kv_lora_rank": 256, "qk_rope_head_dim": 32, "moe_layer_freq": 1}
+TRITON = ("--attention-backend", "triton")
+# Without SGLang's buffers beside the states, which a CPU does not support, only pages of a token
+# are possible; a state is kept where a step of a prompt ends.
+STATES = (
+    *("--mamba-radix-cache-strategy", "no_buffer", "--disable-overlap-schedule"),
+    *("--max-mamba-cache-size", "24", "--max-running-requests", "4"),
+)
+# A state that remembers hundreds of tokens.
+SLOW = {"A_log": -4.0, "dt_bias": -1.0, "mamba.D": 0.0}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of model.
+
+    config: of the model.
+    args: of its engine.
+    page_size, chunked_prefill: tokens.
+    pools: of its cache, each with chunks of its own.
+    chunks: that are stored of a prompt, at least.
+    cached: tokens of a whole prompt that can be found again, at least.
+    norm, vectors: of its weights; see `write_model`.
+    """
+
+    config: dict[str, Any]
+    args: Sequence[str]
+    page_size: int
+    chunked_prefill: int
+    pools: int
+    chunks: int
+    cached: int
+    norm: float = 1.0
+    vectors: Mapping[str, float] = field(default_factory=dict)
+
+    def options(self, models: Path) -> EngineOptions:
+        """Its engine, without an external cache."""
+        return EngineOptions(
+            write_model(
+                models / self.config["model_type"],
+                self.config,
+                norm=self.norm,
+                vectors=self.vectors,
+            ),
+            max_tokens=DEVICE_TOKENS,
+            page_size=self.page_size,
+            chunked_prefill=self.chunked_prefill,
+            env={"TRITON_INTERPRET": "1"},
+            args=self.args,
+        )
+
+
+KINDS = {
+    "mla": Kind(MLA, TRITON, 16, 8192, pools=1, chunks=5, cached=288),
+    "window": Kind(LAGUNA, TRITON, 16, 8192, pools=2, chunks=7, cached=288),
+    "states": Kind(FALCON_H1, STATES, 1, 128, pools=2, chunks=8, cached=256, vectors=SLOW),
+    "convolutions": Kind(LFM2, STATES, 1, 128, pools=2, chunks=8, cached=256, norm=2.0),
+}
+
+
+@dataclass(frozen=True)
+class Plain:
+    """An engine without an external cache, and its answers.
+
+    options: of the engine.
+    cold: answers to the prompts.
+    again: answers to what is asked again, with the prompts in its own cache.
+    """
+
+    options: EngineOptions
+    cold: list[Answer]
+    again: list[Answer]
+
+
+# A cache with pages and one with states are asked every time; the slower ones at night.
+NIGHTLY = ("window", "states")
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[pytest.mark.nightly] if name in NIGHTLY else []) for name in KINDS
+    ],
+)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    """Each kind of model."""
+    return KINDS[request.param]
+
+
+@pytest.fixture(scope="module")
+def plain(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Plain:
+    """What the answers must be."""
+    place = tmp_path_factory.mktemp("plain")
+    options = kind.options(place)
+    engine = EngineProcess(options, place / "engine.log")
+    try:
+        engine.wait_ready()
+        cold = ask_all(engine, PROMPTS)
+        again = ask_all(engine, AGAIN)
+    finally:
+        engine.kill()
+    assert [answer.cached_tokens for answer in cold] == [0] * len(PROMPTS)
+    return Plain(options, cold, again)
+
+
+def test_the_answers_are_worth_comparing(plain: Plain) -> None:
+    """They differ from prompt to prompt, and the model is not sure of itself everywhere."""
+    answers = [*plain.cold, *plain.again[1:]]
+    assert len({tuple(answer.tokens) for answer in answers}) == len(answers)
+    assert min(min(top.values()) for answer in answers for top in answer.logprobs) < -1
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_what_was_pushed_out_comes_back(
+    daemon: Daemon, start_engine: StartEngine, kind: Kind, plain: Plain, layerwise: bool
+) -> None:
+    """Answers and found tokens are those of an engine that has kept all of it by itself."""
+    engine = start_engine(with_kvd(plain.options, daemon.runtime_dir, layerwise=layerwise))
+    engine.wait_ready()
+    check(ask_all(engine, PROMPTS), plain.cold)
+    wait_stored(daemon, len(PROMPTS) * kind.chunks)
+    ask_all(engine, OTHERS)
+    answers = ask_all(engine, AGAIN)
+    check(answers, plain.again)
+    found = [answer.cached_tokens for answer in answers]
+    assert found == [answer.cached_tokens for answer in plain.again]
+    assert min(found[:2]) >= kind.cached
+    loads = kind.pools * sum(tokens > 0 for tokens in found)
+    eventually(lambda: daemon.status()["counters"]["jobs"]["load_ok"], loads.__eq__)
