@@ -7,9 +7,11 @@ VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
+ROUTERS := .venv-routers
+ROUTERS_STAMP := $(ROUTERS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-cluster test test-fast test-vllm test-sglang test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-sglang
+.PHONY: help demo demo-cluster test test-fast test-vllm test-sglang test-routers test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-sglang
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -29,11 +31,17 @@ $(SGLANG_STAMP): pyproject.toml client/tools/pyproject.toml tests/sglang/environ
 	PYTHON=$(PYTHON) tests/sglang/environment.sh $(SGLANG)
 	@touch $@
 
+$(ROUTERS_STAMP): tests/routers/environment.sh tests/routers/requirements.txt
+	PYTHON=$(PYTHON) tests/routers/environment.sh $(ROUTERS)
+	@touch $@
+
 .venv: $(STAMP)
 
 .venv-vllm: $(VLLM_STAMP)
 
 .venv-sglang: $(SGLANG_STAMP)
+
+.venv-routers: $(ROUTERS_STAMP)
 
 demo: $(STAMP) ## two ranks store and load verified KV bytes through one daemon
 	$(BIN)/kvd demo
@@ -51,7 +59,7 @@ test: $(STAMP) ## every test that needs no GPU and no engine
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The packages that decide, and the parts around them: nothing here starts a daemon.
-FAST := tests/proto tests/broker tests/cache tests/pool tests/wire tests/plan tests/report tests/routers tests/daemon_parts
+FAST := tests/proto tests/broker tests/cache tests/pool tests/wire tests/plan tests/report tests/events tests/daemon_parts
 
 test-fast: $(STAMP) ## the part of it that starts no daemon: under a minute
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST)
@@ -104,6 +112,9 @@ test-sglang: $(SGLANG_STAMP) $(VLLM_STAMP) ## tests with the real SGLang engine 
 test-vllm: $(VLLM_STAMP) ## tests with the real vLLM engine on CPU
 	$(VLLM)/bin/python -m pytest tests/vllm -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
 
+test-routers: $(VLLM_STAMP) $(ROUTERS_STAMP) ## tests with Dynamo's real indexer, fed by real vLLM engines
+	$(VLLM)/bin/python -m pytest tests/routers -o faulthandler_timeout=500 -o timeout=600 -n 2 --dist loadfile
+
 $(VENV)/naps.so: tests/stalls/naps.c $(STAMP)
 	cc -shared -fPIC -O2 -o $@ $< -ldl
 
@@ -133,8 +144,8 @@ fuzz: $(STAMP) ## mutated sessions for SECONDS against codec, broker and a live 
 soak: $(STAMP) ## break everything at random for SECONDS while engines work (SEED=n to repeat)
 	PYTHONPATH=. $(BIN)/python tests/chaos/run.py $(or $(SECONDS),1800) $(SEED)
 
-events-exact: $(STAMP) ## compare what routers are told with what is cached, PASSES times (SEED=n to repeat, TIER=1 with a tier)
-	PYTHONPATH=. $(BIN)/python -m tests.events.exactness $(or $(PASSES),20) $(SEED) $(if $(TIER),--tier)
+events-exact: $(VLLM_STAMP) $(ROUTERS_STAMP) ## compare what routers know with what is cached, PASSES times (SEED=n to repeat, TIER=1 with a tier)
+	PYTHONPATH=. $(VLLM)/bin/python -m tests.routers.exactness $(or $(PASSES),20) $(SEED) $(if $(TIER),--tier)
 
 gpu: ## CUDA tests and benchmark on a real GPU; WHEELS=folder for missing packages
 gpu-explore: ## what a CUDA lane's defaults should be, measured on a real GPU
@@ -150,4 +161,4 @@ check-deploy: $(STAMP) ## build the image and run it, boot the unit; as root on 
 	deploy/systemd/check.sh
 
 clean: ## remove what the commands above made
-	rm -rf $(VENV) .venv-vllm .venv-sglang bench/out build/check .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-routers bench/out build/check .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""What KV events cost: the broker, who writes changes; the reader; and how late they come.
+"""What KV events cost: the broker, which writes changes, and the engine, which reads them.
 
 Alone it prints a table and writes bench/out/events.json; `make bench` takes the first two figures.
 """
@@ -7,41 +7,33 @@ import argparse
 import itertools
 import json
 import mmap
-import multiprocessing
 import os
 import platform
-import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-import msgspec
 import numpy as np
-import zmq
 from harness import SECONDS, Daemon, Figures, Served, engine_name, fresh_keys, layout, median
 from rich.console import Console
 from rich.table import Table
 
 from kvd.cache.directory import DirectoryWriter
+from kvd_client.announcer import Announcer
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.worker import Worker
-from kvd_proto.announcer import Announcer
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.changes import change_capacity
 from kvd_proto.descriptions import Description, encode
 from kvd_proto.directory_header import DirectoryHeader
 from kvd_proto.messages import Fingerprint, Store
 
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
-
 OUT = Path(__file__).parent / "out" / "events.json"
 CHUNKS, ROUNDS, FREED = 2**12, 101, 64
 RING = 2**17  # changes
 PAGE, SLOTS, BLOCK_TOKENS = 4096, 4000, 16
 READ_CHUNKS, BATCH, AT_A_TIME = 20_000, 500, 40  # at 10,000 changes a second a step of 4 ms has 40
-LAG_SECONDS, LAG_STORES, LAG_TURN_SECONDS = 20.0, 10, 0.01  # a full pool: each store evicts one
 CHANGES_A_SECOND = 10_000
 MOST_SECONDS, MOST_BATCHES = 4.0, (100, 2000)
 
@@ -189,86 +181,6 @@ def _reading(*, announce: bool) -> float:
     return spent / (2 * stored) * 1e6  # each store has cost a chunk
 
 
-# --------------------------------------------------------------------- the lag
-
-
-class Heard:
-    """A subscriber, in a process of its own: what came when."""
-
-    def __init__(self, address: str) -> None:
-        spawned = multiprocessing.get_context("spawn")
-        self._end, end = spawned.Pipe()
-        self._process = spawned.Process(target=_listen, args=(address, end), daemon=True)
-        self._process.start()
-        self._end.recv()  # it has subscribed
-
-    def stop(self) -> dict[int, int]:
-        """By hash, when a block was first said to be there, in ns of CLOCK_MONOTONIC."""
-        self._end.send(None)
-        messages: list[tuple[int, bytes]] = self._end.recv()
-        self._process.join()
-        first: dict[int, int] = {}
-        for when, payload in messages:
-            for event in msgspec.msgpack.decode(payload)[1]:
-                if event["type"] == "BlockStored":
-                    for each in event["block_hashes"]:
-                        first.setdefault(each, when)
-        return first
-
-
-def _listen(address: str, end: "Connection") -> None:
-    """Note each message and when it came, until asked for them."""
-    messages: list[tuple[int, bytes]] = []
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    socket = context.socket(zmq.SUB)
-    socket.rcvhwm = 0
-    socket.subscribe(b"kv@")
-    socket.connect(address)
-    end.send(None)
-    while not end.poll():
-        while socket.poll(50):
-            messages.append((time.monotonic_ns(), socket.recv_multipart()[2]))
-    end.send(messages)
-    context.destroy(0)
-
-
-def lag() -> Figures:
-    """Milliseconds from READY to when a subscriber has it, at 2,000 changes a second."""
-    ready: dict[int, int] = {}
-    with tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp") as folder:
-        address = f"ipc://{folder}/events.sock"
-        with (
-            Daemon(SLOTS * PAGE, "--events", address) as daemon,
-            Storing(daemon, BATCH) as engine,
-        ):
-            heard = Heard(address)
-            engine.fill()
-            time.sleep(2.0)  # all that was there has been told
-            engine.drain()
-            began = time.perf_counter()
-            turn = 0
-            while time.perf_counter() - began < LAG_SECONDS:
-                engine.store(LAG_STORES)
-                for key, place in engine.scheduler.take_changes().stored.items():
-                    ready[int.from_bytes(key[-12:-4], "big")] = place.time_ns
-                turn += 1
-                time.sleep(max(0.0, began + turn * LAG_TURN_SECONDS - time.perf_counter()))
-            seconds = time.perf_counter() - began
-            time.sleep(1.0)  # what is on its way
-            came = heard.stop()
-    missing = [each for each in ready if each not in came]
-    if missing:
-        raise RuntimeError(f"{len(missing)} of {len(ready)} chunks were not published")
-    lags = [(came[each] - when) / 1e6 for each, when in ready.items() if when]
-    p50, p99 = np.percentile(lags, (50, 99))
-    return {
-        "lag_changes_a_second": 2 * len(ready) / seconds,
-        "lag_p50_ms": float(p50),
-        "lag_p99_ms": float(p99),
-        "lag_max_ms": max(lags),
-    }
-
-
 # --------------------------------------------------------------------- the most
 
 
@@ -293,7 +205,7 @@ def main() -> None:
     figures = measure()
     figures["event_read_share_percent"] = figures["event_read_us"] * CHANGES_A_SECOND / 1e4
     figures["event_announce_us"] = _reading(announce=True)
-    figures |= lag() | most()
+    figures |= most()
     table = Table("figure", "value", title=f"KV events, {os.cpu_count()} CPUs")
     for name, value in figures.items():
         table.add_row(name, f"{value:,.2f}")

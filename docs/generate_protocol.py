@@ -169,7 +169,6 @@ EXAMPLES: tuple[m.Message, ...] = (
         num_chunks=4096,
         reuse_threshold=1,
         description_bytes=752,
-        describe=True,
         tiers=(TierInfo(name="disk", medium="disk", shared=False),),
     ),
     m.Detached(reason="rank 1 is gone"),
@@ -509,7 +508,7 @@ def _description() -> list[str]:
             DESCRIPTION.parent.hex(),
             [each.hex() for each in DESCRIPTION.hashes],
             DESCRIPTION.tokens.hex(),
-            *msgspec.to_builtins(DESCRIPTION)[3:],
+            *msgspec.to_builtins(DESCRIPTION)[3:-1],  # it has no lookahead
         ]
     )
     rows = [f"{at:6}  {record[at : at + 16].hex(' ', 4)}" for at in range(0, len(record), 16)]

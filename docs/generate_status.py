@@ -18,7 +18,6 @@ SECTIONS = {
     "engines": "Engines",
     "lanes": "Lanes",
     "tiers": "Tiers",
-    "publisher": "The publisher of KV events",
     "broker": "The broker",
     "events": "Events",
 }

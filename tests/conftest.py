@@ -17,8 +17,10 @@ from tests.fakecuda.harness import FakeCuda
 
 __all__ = ["Daemon", "StartDaemon", "started_daemons"]
 
-# The engine has an environment of its own: make test-vllm.
+# Engines have environments of their own: make test-vllm, make test-sglang.
 collect_ignore = [name for name in ("vllm", "sglang") if not importlib.util.find_spec(name)]
+if "vllm" in collect_ignore:
+    collect_ignore.append("routers")  # fed by engines: make test-routers
 
 # A shell ignores Ctrl-C in what it runs in the background, and so would all that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

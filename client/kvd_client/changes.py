@@ -9,11 +9,10 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvd_proto.change_reader import ChangeReader
+from kvd_client.change_reader import ChangeReader, Differences, Place
 from kvd_proto.descriptions import Description, DescriptionsView
 from kvd_proto.directory import DirectoryView
 from kvd_proto.messages import KvEvents
-from kvd_proto.said import Differences, Place
 
 ABSENT_SECONDS = 10.0
 """How long chunks stay told while the engine is not attached: a daemon is restarted in less."""
@@ -31,6 +30,9 @@ class Changes:
 
     Args:
         clock: in seconds.
+
+    Attributes:
+        behind: the last `take` has left something that was there when it began.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,6 +44,7 @@ class Changes:
         self._absent_since: float | None = clock()
         self._reset = False
         self._published = 0
+        self.behind = False
         self._before = KvEvents(0, 0, 0, 0)  # the totals when the session began
         self._reported = self._before
 
@@ -95,7 +98,9 @@ class Changes:
         """Return what has changed since the last call; see `ChangeReader.take`."""
         with self._lock:
             self._follow()
+            read_before = self._reader.changes
             differences = self._reader.take(limit)
+            self.behind = self._reader.unfinished or self._reader.changes - read_before >= limit
             self._published += len(differences)
             return differences
 

@@ -1,12 +1,11 @@
 """What a scheduler's engine publishes: which chunks come and go, and what they are."""
 
 from kvd_client.arguments import shown, whole
+from kvd_client.change_reader import DEFAULT_LIMIT, Differences, Place
 from kvd_client.errors import UsageError
 from kvd_client.scheduler_session import SchedulerSession
-from kvd_proto.change_reader import DEFAULT_LIMIT
 from kvd_proto.changes import MAX_CHANGES
 from kvd_proto.descriptions import Description
-from kvd_proto.said import Differences, Place
 
 
 class SchedulerChanges(SchedulerSession):
@@ -14,15 +13,14 @@ class SchedulerChanges(SchedulerSession):
 
     @property
     def describes(self) -> bool:
-        """Whether `prepare_store` is to be given descriptions: somebody reads them.
+        """Whether `prepare_store` is to be given descriptions.
 
-        That is where this engine or the daemon publishes events, and the daemon keeps some;
-        otherwise `prepare_store` leaves them out. It may change whenever the engine is attached.
+        True where the scheduler was made with `events=True` and the namespace it is attached to
+        keeps descriptions; otherwise `prepare_store` leaves them out. It may change whenever the
+        engine is attached.
         """
-        there = self._attachment
-        if there is None or there.descriptions is None:
-            return False
-        return self._events or there.attached.describe
+        attachment = self._attachment
+        return self._events and attachment is not None and attachment.descriptions is not None
 
     def take_changes(self, limit: int = DEFAULT_LIMIT) -> Differences:
         """Return which chunks have become READY since the last call, and which are not any more.
@@ -45,6 +43,11 @@ class SchedulerChanges(SchedulerSession):
     def changes_waiting(self) -> bool:
         """Whether `take_changes` would find something to do."""
         return self._changes.waiting
+
+    @property
+    def changes_behind(self) -> bool:
+        """Whether the last `take_changes` has left something that was there when it began."""
+        return self._changes.behind
 
     def repeat_changes(self) -> None:
         """Let `take_changes` return all that is READY anew, as if it had returned nothing yet.

@@ -318,17 +318,15 @@ ROWS: dict[str, list[Panel]] = {
         graph(
             "Changes published",
             "short",
-            "Per second, by engines and by the daemon's own publisher.",
+            "Per second, by engine.",
             (_rate("kvd_engine_kv_events_total", "engine"), "{{engine}}"),
-            (_rate("kvd_publisher_kv_events_total", "instance"), "publisher {{instance}}"),
         ),
         graph(
             "Lag",
             "s",
-            "From a change to its publication, the longest within a minute. An engine publishes in"
-            " its steps: none without work.",
+            "From a change to its publication, the longest within a minute. An idle engine"
+            " publishes about once a second.",
             ("kvd_engine_kv_events_lag_max_seconds{HERE}", "{{engine}}"),
-            ("kvd_publisher_kv_events_lag_max_seconds{HERE}", "publisher {{instance}}"),
         ),
         graph(
             "Snapshots",

@@ -100,7 +100,6 @@ def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
             num_chunks=geometry.num_slots,
             reuse_threshold=namespace.reuse_threshold,
             description_bytes=namespace.table.descriptions.room,
-            describe=state.publisher is not None,
             tiers=tuple(tier.info for tier in state.tiers)
             if namespace.directory.tiers is not None
             else (),

@@ -16,7 +16,6 @@ from kvd.broker.effects import DropEngine, Effect, Event, Notify, ToLane
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import new_lookups
 from kvd.broker.operations import Handler, Operations
-from kvd.broker.publishing import Publishing
 from kvd.broker.registration import Registration, freed_text, refused
 from kvd.broker.reloading import Reloading
 from kvd.broker.sessions import Peer, Registry, Request, Session
@@ -97,7 +96,6 @@ class Broker:
         self.background = Background(self.state)
         self.registration = Registration(self.state, self.background)
         self.supervision = Supervision(self.state, self.registration)
-        self.publishing = Publishing(self.state)
         self.tiering = Tiering(self.state)
         self.reloading = Reloading(self.state, loaded)
         self._handlers: dict[type[Message], Handler] = {
@@ -282,7 +280,7 @@ class Broker:
                     )
                 idle = namespace.table.lending.call_in_spare(now - LOAN_SECONDS)
                 effects += self.state.revoke(namespace, expired + idle)
-        return effects + self.supervision.watch(now) + self.publishing.tick()
+        return effects + self.supervision.watch(now)
 
     def __repr__(self) -> str:
         return f"<Broker {self.state.registry!r}, lanes {list(self.state.lanes.values())}>"

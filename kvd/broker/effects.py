@@ -38,7 +38,7 @@ class SessionFds(msgspec.Struct, frozen=True):
 
 
 class NamespaceFds(msgspec.Struct, frozen=True):
-    """A namespace's directory and, where they are, its descriptions."""
+    """The read-only descriptors of a namespace's directory and, if kept, its descriptions."""
 
     namespace: bytes
 
@@ -66,13 +66,6 @@ class ToLane(msgspec.Struct, frozen=True):
     """Send a message over a lane's link."""
 
     device: str
-    message: Message
-    fd: FdName | None = None
-
-
-class ToPublisher(msgspec.Struct, frozen=True):
-    """Send a message over the link of the publisher of KV events."""
-
     message: Message
     fd: FdName | None = None
 
@@ -154,7 +147,6 @@ Effect: TypeAlias = (
     Reply
     | Notify
     | ToLane
-    | ToPublisher
     | ToTier
     | KillTier
     | StartLane

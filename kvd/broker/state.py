@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvd.broker.effects import Effect, Notify, ToLane
-from kvd.broker.kv_events import Publisher
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import Progress, RecentMax
 from kvd.broker.sessions import Engine, Peer, Registry, Session
@@ -39,8 +38,7 @@ class BrokerState:
     `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.filling`.
     `failed_lanes` holds when a device's lane could last not start, and why.
     `gone_lanes` are the counts of lanes that were let go, `lookups` and `kv_events` those of all
-    engines. `publisher` is the daemon's own publisher of KV events, if it has one.
-    `tiers` are those below the pool, in order.
+    engines. `tiers` are those below the pool, in order.
 
     `stopping`: a signal has come and lanes end, which nothing undoes; `drain` is undone by Resume.
 
@@ -62,7 +60,6 @@ class BrokerState:
     counts: BrokerCounts = field(default_factory=BrokerCounts)
     lookups: LookupCounts = field(default_factory=LookupCounts)
     kv_events: EventCounts = field(default_factory=EventCounts)
-    publisher: Publisher | None = None
     tiers: Tiers = ()
     recent_lag: RecentMax = field(default_factory=RecentMax)
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from kvd.broker.kv_events import Published, Publisher
+from kvd.broker.kv_events import Published
 from kvd.broker.lanes import Lane
 from kvd.broker.operations import by, drain_report
 from kvd.broker.sessions import Engine
@@ -51,7 +51,6 @@ def status_report(
         engines=[_engine(engine, now) for engine in state.registry.engines.values()],
         lanes=[_lane(state, lane, now) for lane in state.lanes.values()],
         tiers=[_tier(tier, now) for tier in state.tiers],
-        publisher=_publisher(state.publisher, now),
         broker=_broker(state, usage, now),
         sessions=schema.Sessions(
             open=len(state.registry.sessions), limit=state.registry.max_sessions
@@ -139,22 +138,6 @@ def _published(published: Published, now: float) -> schema.Published:
     return schema.Published(**counts, lag_max_seconds=published.lag.get(now))
 
 
-def _publisher(publisher: Publisher | None, now: float) -> schema.Publisher | None:
-    if publisher is None:
-        return None
-    return schema.Publisher(
-        address=publisher.address,
-        up=publisher.state == "up",
-        state=publisher.state,
-        pid=publisher.pid,
-        last_error=publisher.last_error,
-        subscriptions=publisher.subscriptions,
-        topics=publisher.topics,
-        restarts=publisher.restarts,
-        published=_published(publisher.published, now),
-    )
-
-
 def _lane(state: BrokerState, lane: Lane, now: float) -> schema.Lane:
     pong = lane.pong
     return schema.Lane(
@@ -224,11 +207,8 @@ def _totals(state: BrokerState, namespaces: list[Namespace]) -> dict[str, Any]:
         chunks.add(state.namespaces.closed_counts)
     for namespace in namespaces:
         chunks.add(namespace.table.counts)
-    kv_events = state.kv_events
-    if state.publisher is not None:
-        kv_events += state.publisher.published.counts
     totals: dict[str, Any] = {}
-    for counts in (chunks, state.lookups, kv_events, lanes):
+    for counts in (chunks, state.lookups, state.kv_events, lanes):
         totals |= msgspec.to_builtins(counts)
     return totals
 

@@ -158,14 +158,9 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _kv_events(report: dict[str, Any]) -> list[tuple[str, str]]:
-    publisher, rows = report["publisher"], []
-    if publisher is not None:
-        pid = f", pid {publisher['pid']}" if publisher["pid"] else ""
-        rows.append(("publisher", f"{publisher['state']}{pid}: {publisher['address']}"))
-    if told := top_view.kv_events(report):
-        published = number(report["counters"]["kv_events"])
-        rows.append(("KV events", f"{published} published; {told}"))
-    return rows
+    lateness = top_view.kv_events(report)
+    published = number(report["counters"]["kv_events"])
+    return [("KV events", f"{published} published; {lateness}")] if lateness else []
 
 
 def _share(found: int, asked: int) -> str:

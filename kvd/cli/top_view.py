@@ -173,11 +173,11 @@ def _throughput(history: History, span: Span) -> RenderableType:
 
 def kv_events(report: Report) -> str:
     """How late KV events were in the last minute, and who was overrun; empty where none are."""
-    counters, publisher = report["counters"], report["publisher"]
-    if not counters["kv_events"] and publisher is None:
+    counters = report["counters"]
+    if not counters["kv_events"]:
         return ""
-    said = [*([publisher] if publisher is not None else []), *report["engines"]]
-    late = max((each["published"]["lag_max_seconds"] for each in said), default=0.0)
+    lags = [engine["published"]["lag_max_seconds"] for engine in report["engines"]]
+    late = max(lags, default=0.0)
     snapshots, overruns = counters["kv_event_snapshots"], counters["kv_event_overruns"]
     return (
         f"{words.latency(late)} late at most; {words.several(snapshots, 'snapshot')},"

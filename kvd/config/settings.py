@@ -12,7 +12,6 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from kvd.config.endpoints import EVENTS_NEED, REPLAY_NEEDS, parse_events, parse_replay
 from kvd.config.tiers import TIERS_NEED, parse_tiers, split_tiers
 from kvd.config.values import (
     QUOTA_NEEDS,
@@ -166,26 +165,6 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             check=parse_listen,
         ),
     ] = "127.0.0.1:9330"
-    events: Annotated[
-        str,
-        About(
-            "Where KV events are published for routers, with prompts' token ids.",
-            _PLACE,
-            "ENDPOINT",
-            wants=EVENTS_NEED,
-            check=parse_events,
-        ),
-    ] = "off"
-    events_replay: Annotated[
-        str,
-        About(
-            "Where subscribers ask again for events that they have missed.",
-            _PLACE,
-            "ENDPOINT",
-            wants=REPLAY_NEEDS,
-            check=parse_replay,
-        ),
-    ] = "off"
     cpu_bytes: Annotated[
         str | int,
         About(
@@ -239,8 +218,8 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         int,
         Meta(ge=MIN_CHANGES, le=MAX_CHANGES),
         About(
-            "Changes of a namespace, of 88 bytes each, that publishers of KV events may fall"
-            " behind; made a power of two.",
+            "Changes of a namespace, of 88 bytes each, that an engine which publishes KV events may"
+            " fall behind; made a power of two.",
             _POOL,
             "N",
         ),

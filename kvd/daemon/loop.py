@@ -38,10 +38,8 @@ from kvd.broker.effects import (
     SessionFds,
     StartLane,
     ToLane,
-    ToPublisher,
     ToTier,
 )
-from kvd.broker.kv_events import Publisher
 from kvd.broker.tiers import Tier
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
@@ -53,7 +51,6 @@ from kvd.daemon.http_process import HttpProcess
 from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.lane_processes import Lanes
 from kvd.daemon.memory import PoolMemory
-from kvd.daemon.publisher_process import PublisherProcess
 from kvd.daemon.request_socket import Requests
 from kvd.daemon.reset_file import ResetFile
 from kvd.daemon.shared import DirectoryMemory, ReadyPipes
@@ -137,11 +134,6 @@ class Service:
             tiers=tiers,
         )
         self._tiers = TierProcesses(self.core, self._poller, self._carry_out)
-        self._publisher = PublisherProcess(
-            self._runtime.path, settings, self.core.publishing, self._poller, self._carry_out
-        )
-        if self._publisher.address:
-            self.core.state.publisher = Publisher(self._publisher.address)
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
         self._lanes = Lanes(
@@ -223,7 +215,6 @@ class Service:
         self._carry_out(self.core.background.work())
         self._connections.flush()
         self._http.turn(ready, now)
-        self._publisher.turn(ready, now)
         if self.core.state.tiers:
             self._tiers.turn(ready, now)
         self._start_lanes(now)
@@ -317,8 +308,6 @@ class Service:
                     pass  # it left at an effect before this one, and its descriptors with it
                 case ToLane():
                     self._lanes.send(effect.device, effect.message, self._resolve(effect.fd))
-                case ToPublisher():
-                    self._publisher.tell(effect, self._resolve(effect.fd))
                 case ToTier():
                     self._tiers.send(effect, self._resolve(effect.fd))
                 case StartLane():
@@ -393,14 +382,12 @@ class Service:
         return False
 
     def _shutdown(self) -> None:
-        self._publisher.stop()
         self._http.close()
         self._notifier.stopping(0.0)
         self._connections.close()
         self._requests.close()
         self._lanes.close()
         self._tiers.close()
-        self._publisher.close()
         if self._pool is not None:
             self._pool.close()
         self._kept_pool.close()

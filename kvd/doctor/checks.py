@@ -361,15 +361,6 @@ def http(facts: Facts) -> Iterator[Said]:
         yield ok(f"http_listen = {listen}")
 
 
-@check("KV events")
-def events(facts: Facts) -> Iterator[Said]:
-    """The addresses that KV events are published on can be had."""
-    if facts.events_problem:
-        yield fail(facts.events_problem, "kvd serve does not start before that is settled")
-    elif facts.settings.events != "off":
-        yield ok(f"events = {facts.settings.events}")
-
-
 def examine(facts: Facts) -> list[Finding]:
     """All findings; a check that fails is one, too."""
     found: list[Finding] = []

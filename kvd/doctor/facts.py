@@ -16,9 +16,8 @@ from typing import Any
 
 import psutil
 
-from kvd.config.endpoints import parse_events, parse_replay
 from kvd.config.settings import Settings
-from kvd.config.values import Listen, parse_listen
+from kvd.config.values import parse_listen
 from kvd.daemon.addresses import bind_tcp
 from kvd.doctor.gpus import Gpus, ask_gpus, run_python
 from kvd.doctor.tiers import TierFacts, ask
@@ -245,24 +244,6 @@ class Facts:
             wanted = parse_listen(self.settings.http_listen)
             if wanted is not None and self.daemon is None:
                 bind_tcp(wanted).close()
-        except ConfigError as error:
-            return str(error)
-        return ""
-
-    @cached_property
-    def events_problem(self) -> str:
-        """Why a TCP address of KV events cannot be had; empty where it can, or is not wanted."""
-        settings = self.settings
-        if settings.events == "off" or self.daemon is not None:
-            return ""
-        try:
-            for setting, endpoint in (
-                ("events", parse_events(settings.events)),
-                ("events_replay", parse_replay(settings.events_replay)),
-            ):
-                wanted = None if endpoint is None or endpoint.connects else endpoint.at
-                if isinstance(wanted, Listen):
-                    bind_tcp(wanted, setting).close()
         except ConfigError as error:
             return str(error)
         return ""

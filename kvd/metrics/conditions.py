@@ -26,7 +26,7 @@ LAG_SECONDS = 0.25
 NEARLY_ALL = 0.9
 REFUSED_SHARE = 0.05  # as the alert KvdStoresRefused
 YOUNG_SECONDS = 60.0
-LATE_SECONDS = 1.0  # as the alert KvdEventsLate
+LATE_SECONDS = 5.0  # an idle engine publishes once a second; as the alert KvdEventsLate
 ASIDE_SECONDS = 5.0  # a breaker that opens for a moment does what it is there for
 OFTEN = 3
 UNKEPT_SHARE = 0.1  # as the alert KvdTierLagging
@@ -139,18 +139,8 @@ def _sessions(span: Span) -> Case:
     return sessions["open"] > NEARLY_ALL * sessions["limit"] > 0 and sessions
 
 
-def _publisher_down(span: Span) -> Case:
-    publisher = span.now["publisher"]
-    if publisher is None or publisher["state"] != "down":
-        return False
-    error = publisher["last_error"].rstrip(".")
-    return {"error": f": {error}" if error else ""}
-
-
-def _late(publisher: Mapping[str, Any] | None) -> Case:
-    if publisher is None:
-        return False
-    lag = publisher["published"]["lag_max_seconds"]
+def _late(engine: Span) -> Case:
+    lag = engine.now["published"]["lag_max_seconds"]
     return lag > LATE_SECONDS and {"lag": latency(lag)}
 
 
@@ -374,27 +364,6 @@ WARNINGS = (
         "tiers",
     ),
     Kind(
-        "publisher down",
-        _publisher_down,
-        "The publisher of KV events is down{error}.",
-        "Until it is back routers go by what they were told last; kvd starts it again. If it does"
-        " not come up, read the log: journalctl -u kvd.",
-    ),
-    Kind(
-        "events late",
-        lambda span: _late(span.now["publisher"]),
-        "The publisher of KV events was up to {lag} late in the last minute.",
-        "Routers send requests by a cache that was so then. Look whether the machine is out of CPU"
-        " or swaps.",
-    ),
-    Kind(
-        "events overrun",
-        _rises("publisher", "published", "kv_event_overruns", word="time"),
-        "The ring of changes overran the publisher of KV events {times} in the last minute.",
-        "It goes through the directory again, and routers learn of changes late. Raise change_ring,"
-        " or look whether the machine is out of CPU.",
-    ),
-    Kind(
         "replies dropped",
         _rises("counters", "dropped_replies", word="reply", plural="replies"),
         "Lane {device} dropped {times} in the last minute, because an engine did not read them.",
@@ -440,10 +409,11 @@ HINTS = (
     ),
     Kind(
         "engine's events late",
-        lambda engine: _late(engine.now),
-        "Engine {name} published KV events up to {lag} late in the last minute: it does so in its"
-        " steps, of which it has none without work.",
-        "Where routers need them sooner, let the daemon publish them: the setting events.",
+        _late,
+        "Engine {name} published KV events up to {lag} late in the last minute; routers choose"
+        " engines by what was cached that long ago.",
+        "An idle engine publishes about once a second, one at work in each step. Look whether the"
+        " engine hangs or is overloaded, and whether the machine is out of CPU or swaps.",
         "engines",
     ),
     Kind(
@@ -451,7 +421,7 @@ HINTS = (
         _rises("published", "kv_event_overruns", word="time"),
         "The ring of changes overran engine {name} {times} in the last minute, so that it looked"
         " through the directory for its KV events.",
-        "That is so after a rest. Of an engine at work: raise change_ring.",
+        "Raise change_ring, or look whether the engine hangs: kvd engines names the processes.",
         "engines",
     ),
     Kind(

@@ -258,14 +258,14 @@ class LookupCounts(Counts):
 
 @dataclass(slots=True)
 class EventCounts(Counts):
-    """What was published as KV events."""
+    """What engines have published as KV events."""
 
     kv_events: int = counter(
         "Changes of chunks that were published as KV events, stored and removed ones",
         "kv_events_total",
     )
     kv_event_snapshots: int = counter(
-        "How often who publishes them looked through a whole directory: at the start, and when"
+        "How often an engine looked through a whole directory for them: at the start, and when"
         " the ring of changes had overrun it",
         "kv_event_snapshots_total",
     )

@@ -159,7 +159,7 @@ class Namespace:
     chunks: Chunks = part()
     counters: ChunkCounts = part(prefix="kvd_namespace_")
     changes: int = counter(
-        "Changes written to the ring that publishers of KV events read: chunks that became READY,"
+        "Changes written to the ring that engines read for KV events: chunks that became READY,"
         " ceased to be there, or were cleared",
         "kvd_namespace_changes_total",
     )
@@ -180,11 +180,11 @@ class SessionOfEngine:
 
 @dataclass(slots=True, kw_only=True)
 class Published(EventCounts):
-    """What is published as KV events."""
+    """What an engine publishes as KV events."""
 
     lag_max_seconds: float = gauge(
-        "The longest time from a change to its publication, as told in the last minute; an engine"
-        " without work publishes with its next step",
+        "The longest time from a change to its publication, as reported in the last minute; an"
+        " idle engine publishes about once a second",
         "kv_events_lag_max_seconds",
     )
 
@@ -289,24 +289,6 @@ class Tier:
 
 
 @dataclass(slots=True, kw_only=True)
-class Publisher:
-    """The daemon's own publisher of KV events."""
-
-    address: str = shown("Where subscribers find it: the setting `events`")
-    up: bool = gauge("1 if its process serves", "kvd_publisher_up")
-    state: str = shown("`up`, `starting` (it never was up) or `down` (lost, and started again)")
-    pid: int = shown("Of its process; 0 where none serves")
-    last_error: str = shown("How its last process ended")
-    subscriptions: int = gauge(
-        "Subscriptions that it has now; a subscriber may have several",
-        "kvd_publisher_subscriptions",
-    )
-    topics: int = gauge("Engines that it publishes for now", "kvd_publisher_topics")
-    restarts: int = counter("Processes that were lost and replaced", "kvd_publisher_restarts_total")
-    published: Published = part(prefix="kvd_publisher_")
-
-
-@dataclass(slots=True, kw_only=True)
 class Broker(BrokerCounts):
     """The process that decides."""
 
@@ -374,7 +356,6 @@ class Report:
     )
     lanes: list[Lane] = listed(Items(("device",), lambda lane: (lane["device"],)))
     tiers: list[Tier] = listed(Items(("tier",), lambda tier: (tier["name"],)))
-    publisher: Publisher | None = part("null where the setting `events` is off")
     broker: Broker = part()
     sessions: Sessions = part()
     leases: int = gauge("Leases that have not ended: groups of chunks pinned", "kvd_leases")

@@ -32,10 +32,11 @@ _RECORD = struct.Struct("<QII")  # generation, check word, length
 _COVERED = struct.Struct("<IQI")  # by the check word, before the bytes: slot, generation, length
 RECORD_HEADER_BYTES: Final = _RECORD.size
 
-_TOKEN_BYTES = 4
+TOKEN_BYTES: Final = 4
+MAX_LOOKAHEAD_TOKENS = 64
 _HASH_BYTES = 34  # a hash of 32 bytes as msgpack has it
 _EXTRA_BYTES = 96  # of a block, for extra keys: an image's hash and place, an adapter's name
-_REST_BYTES = 512  # parent, kind, an adapter's name
+_REST_BYTES = 768  # parent, kind, an adapter's name, lookahead
 _ALIGNMENT = 64
 _PLAIN = (bool, int, float, str, bytes)
 
@@ -53,6 +54,8 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     lora: name of the adapter; None: none.
     extra: for each block what its hash was made of besides tokens, None for nothing: plain values,
         and tuples of plain values; None: nothing for all of them.
+    lookahead: u4 token ids that follow the chunk and that the hash of its last blocks covers too,
+        `MAX_LOOKAHEAD_TOKENS` at most; empty: hashes cover no tokens after a block.
     """
 
     parent: Annotated[bytes, Meta(max_length=MAX_HASH_BYTES)]
@@ -67,6 +70,7 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     window: int | None = None
     lora: str | None = None
     extra: tuple[tuple[Any, ...] | None, ...] | None = None
+    lookahead: bytes = b""
 
 
 _decoder = msgspec.msgpack.Decoder(Description)
@@ -84,7 +88,8 @@ def encode(description: Description) -> bytes:
         _check_hashes(description)
         if description.extra is not None:
             _check_extra(description)
-        encoded: bytes = _encoder.encode(description)
+        items = msgspec.structs.astuple(description)
+        encoded: bytes = _encoder.encode(items if description.lookahead else items[:-1])
     except (TypeError, ValueError, OverflowError) as error:
         raise DescriptionError(f"{error}; pass what the fields are declared as") from error
     if len(encoded) > MAX_DESCRIPTION_BYTES:
@@ -119,10 +124,16 @@ def _tuples(keys: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _check_tokens(description: Description) -> None:
     blocks, size = len(description.hashes), description.block_size
-    if not blocks or size < 1 or len(description.tokens) != _TOKEN_BYTES * size * blocks:
+    if not blocks or size < 1 or len(description.tokens) != TOKEN_BYTES * size * blocks:
         raise DescriptionError(
             f"{len(description.tokens)} bytes of tokens for {blocks} blocks of {size} tokens:"
-            f" {_TOKEN_BYTES} for each token are needed, and a block"
+            f" {TOKEN_BYTES} for each token are needed, and a block"
+        )
+    lookahead = len(description.lookahead)
+    if lookahead % TOKEN_BYTES or lookahead > TOKEN_BYTES * MAX_LOOKAHEAD_TOKENS:
+        raise DescriptionError(
+            f"{lookahead} bytes of lookahead: {TOKEN_BYTES} for each token are needed,"
+            f" for {MAX_LOOKAHEAD_TOKENS} tokens at most"
         )
 
 
@@ -157,7 +168,7 @@ def record_bytes(layout: RankLayout) -> int:
     """
     tokens = layout.blocks_per_chunk * max(group.block_size for group in layout.groups)
     hashes = tokens // layout.hash_block_size
-    needed = tokens * _TOKEN_BYTES + hashes * (_HASH_BYTES + _EXTRA_BYTES) + _REST_BYTES
+    needed = tokens * TOKEN_BYTES + hashes * (_HASH_BYTES + _EXTRA_BYTES) + _REST_BYTES
     size = RECORD_HEADER_BYTES + min(needed, MAX_DESCRIPTION_BYTES)
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 

@@ -11,8 +11,7 @@
     │   ├── SizeError
     │   └── JobShapeError
     ├── DirectoryError
-    ├── DescriptionError
-    └── ReaderFault
+    └── DescriptionError
 """
 
 
@@ -54,7 +53,3 @@ class DirectoryError(ProtoError):
 
 class DescriptionError(ProtoError):
     """What is to describe a chunk contradicts itself, or bytes that are no description."""
-
-
-class ReaderFault(ProtoError):
-    """What follows the changes of a directory, or announces them, contradicts itself: a defect."""

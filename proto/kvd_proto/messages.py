@@ -440,9 +440,9 @@ class Lookups(Message, frozen=True):
 
 
 class KvEvents(Message, frozen=True):
-    """What a publisher of KV events has published; figures but the lag never fall.
+    """What a scheduler's engine has published as KV events since the session began.
 
-    Of a scheduler since its session began.
+    Figures but the lag never fall.
 
     published: changes of chunks that were published, stored and removed ones.
     snapshots: how often it looked through a whole directory.
@@ -666,7 +666,6 @@ class Attached(Message, frozen=True):
     num_chunks: that the namespace can hold at most; slots are numbered below it.
     reuse_threshold: a scheduler gives a key a slot when it is offered for the n-th time.
     description_bytes: that a description may have to be kept; 0: none is.
-    describe: the daemon needs descriptions, because it publishes events.
     tiers: in the order in which they are asked: tier i is bit i and status i in the directory.
         Empty in a temporary namespace.
     """
@@ -677,7 +676,6 @@ class Attached(Message, frozen=True):
     num_chunks: Count
     reuse_threshold: Annotated[int, Meta(ge=1, le=1000)]
     description_bytes: Count
-    describe: bool
     tiers: Annotated[tuple[TierInfo, ...], Meta(max_length=MAX_TIERS)] = ()
 
 

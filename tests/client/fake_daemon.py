@@ -125,7 +125,6 @@ class FakeDaemon:
         self.replies[Step] = self.step
         self.replies[Reset] = self._reset
         self.reuse_threshold = 1
-        self.describe = False
         self.tiers: tuple[TierInfo, ...] = ()  # that the next `attach` has; all usable
         self.descriptions: int | None = None  # descriptor of the file that is sent, not closed
         self.directory: DirectoryWriter | None = None  # before the first `attach`
@@ -210,7 +209,6 @@ class FakeDaemon:
             num_chunks=NUM_SLOTS,
             reuse_threshold=self.reuse_threshold,
             description_bytes=0 if self.descriptions is None else room(RECORD_BYTES),
-            describe=self.describe,
             tiers=self.tiers,
         )
         self.notify(message, (fd,) if self.descriptions is None else (fd, self.descriptions))

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from kvd_client import Scheduler, UsageError, session
+from kvd_client.change_reader import Differences, Place
 from kvd_client.changes import ABSENT_SECONDS, Changes, Source
 from kvd_proto.descriptions import Description, encode, pack_header, pack_record, place
 from kvd_proto.directory import DirectoryView
 from kvd_proto.messages import Detached, Message, Ping, Reset, ResetDone
-from kvd_proto.said import Differences, Place
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
 from tests.proto.changing import KEYS, Changing
 from tests.waiting import DEADLINE, eventually

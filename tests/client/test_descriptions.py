@@ -28,8 +28,7 @@ DESCRIPTION = Description(parent=b"", hashes=(b"h",), tokens=bytes(8), block_siz
 
 @pytest.fixture
 def kept(daemon: FakeDaemon) -> Iterator[int]:
-    """The daemon keeps descriptions, and wants them; its file has one, of slot 3."""
-    daemon.describe = True
+    """The daemon keeps descriptions; its file has one, of slot 3."""
     daemon.descriptions = fd = os.memfd_create("descriptions")
     os.pwrite(fd, pack_header(RECORD_BYTES), 0)
     os.pwrite(fd, pack_record(3, 7, encode(DESCRIPTION)), place(3, RECORD_BYTES))
@@ -37,24 +36,33 @@ def kept(daemon: FakeDaemon) -> Iterator[int]:
     os.close(fd)
 
 
+@pytest.fixture
+def describing(daemon: FakeDaemon) -> Iterator[Scheduler]:
+    """A connected scheduler made with `events=True`, which reports at the end of a step."""
+    with Scheduler(
+        daemon.runtime_dir, "engine", deadline=DEADLINE, steps=True, events=True
+    ) as scheduler:
+        yield scheduler
+
+
 def test_descriptions_are_told_with_the_keys_that_are_accepted(
-    daemon: FakeDaemon, stepping: Scheduler, kept: int
+    daemon: FakeDaemon, describing: Scheduler, kept: int
 ) -> None:
     """One for each key that begins; those of keys that are there already are not sent."""
-    daemon.attach(stepping)
-    assert stepping.describes
+    daemon.attach(describing)
+    assert describing.describes
     assert kept >= 0
     keys = [b"a", b"ready", b"b", b"c"]
-    stepping.prepare_store(keys, descriptions=[b"of a", b"of ready", None, b"of c"])
-    stepping.prepare_store([b"d"])
-    stepping.end_step()
+    describing.prepare_store(keys, descriptions=[b"of a", b"of ready", None, b"of c"])
+    describing.prepare_store([b"d"])
+    describing.end_step()
     (step,) = wait_steps(daemon, 1)
     assert step.keys == (b"a", b"b", b"c", b"d")
     assert step.descriptions == (b"of a", b"", b"of c", b"")
 
 
 def test_a_function_describes_what_can_be_accepted(
-    daemon: FakeDaemon, stepping: Scheduler, kept: int
+    daemon: FakeDaemon, describing: Scheduler, kept: int
 ) -> None:
     """It is asked about no other key: most are often there already."""
     assert kept >= 0
@@ -64,41 +72,28 @@ def test_a_function_describes_what_can_be_accepted(
         asked.append(number)
         return b"of %d" % number
 
-    daemon.attach(stepping)
-    stepping.prepare_store([b"ready", b"a", b"a", b"b"], descriptions=describe)
+    daemon.attach(describing)
+    describing.prepare_store([b"ready", b"a", b"a", b"b"], descriptions=describe)
     assert asked == [1, 3]
-    stepping.end_step()
+    describing.end_step()
     (step,) = wait_steps(daemon, 1)
     assert (step.keys, step.descriptions) == ((b"a", b"b"), (b"of 1", b"of 3"))
 
 
-@pytest.mark.parametrize("describe", [False, True])
-def test_what_nobody_reads_is_not_sent(
-    daemon: FakeDaemon, stepping: Scheduler, kept: int, *, describe: bool
+@pytest.mark.parametrize("events", [False, True])
+def test_descriptions_that_no_engine_reads_are_not_sent(
+    daemon: FakeDaemon, kept: int, *, events: bool
 ) -> None:
-    """A daemon that publishes nothing, or one that has no file to keep them in."""
+    """The scheduler was made without `events=True`, or the daemon has no file for them."""
     assert kept >= 0
-    daemon.describe = describe
-    if describe:
+    if events:
         daemon.descriptions = None
-    daemon.attach(stepping)
-    assert not stepping.describes
-    stepping.prepare_store([b"a"], descriptions=[b"of a"])
-    stepping.end_step()
-    (step,) = wait_steps(daemon, 1)
-    assert (step.keys, step.descriptions) == ((b"a",), ())
-
-
-def test_an_engine_that_publishes_describes_for_itself(daemon: FakeDaemon, kept: int) -> None:
-    """Whether the daemon publishes or not."""
-    assert kept >= 0
-    daemon.describe = False
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, events=True) as scheduler:
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, events=events) as scheduler:
         daemon.attach(scheduler)
-        assert scheduler.describes
+        assert not scheduler.describes
         scheduler.prepare_store([b"a"], descriptions=[b"of a"])
         (step,) = wait_steps(daemon, 1)
-        assert step.descriptions == (b"of a",)
+        assert (step.keys, step.descriptions) == ((b"a",), ())
 
 
 @pytest.mark.parametrize(
@@ -120,23 +115,23 @@ def test_wrong_descriptions_are_refused_before_anything_is_done(
 
 
 def test_more_than_a_message_takes_waits_for_a_later_step(
-    daemon: FakeDaemon, stepping: Scheduler, kept: int
+    daemon: FakeDaemon, describing: Scheduler, kept: int
 ) -> None:
     """What was told before leaves first; of one call alone the keys that do not fit are FULL."""
     assert kept >= 0
-    daemon.attach(stepping)
+    daemon.attach(describing)
     largest = bytes(MAX_DESCRIPTION_BYTES)
     fit = MAX_DESCRIBED_BYTES // MAX_DESCRIPTION_BYTES
-    assert stepping.prepare_store([b"before"], descriptions=[b"x"]).answers == (ACCEPTED,)
+    assert describing.prepare_store([b"before"], descriptions=[b"x"]).answers == (ACCEPTED,)
     keys = keys_of(fit + 2)
-    answers = stepping.prepare_store(keys, descriptions=[largest] * (fit + 1) + [b""]).answers
+    answers = describing.prepare_store(keys, descriptions=[largest] * (fit + 1) + [b""]).answers
     assert answers == (ACCEPTED,) * fit + (FULL, ACCEPTED)
-    stepping.end_step()
+    describing.end_step()
     first, second = wait_steps(daemon, 2)
     assert (first.keys, first.descriptions) == ((b"before",), (b"x",))
     assert second.keys == (*keys[:fit], keys[-1])
     assert (second.descriptions, second.refused) == ((*(largest,) * fit, b""), 1)
-    assert stepping.prepare_store([keys[fit]], descriptions=[largest]).answers == (ACCEPTED,)
+    assert describing.prepare_store([keys[fit]], descriptions=[largest]).answers == (ACCEPTED,)
 
 
 def test_the_file_is_read_while_attached_and_closed_afterwards(
@@ -178,7 +173,6 @@ def test_a_notice_without_its_descriptors_attaches_nobody(
         num_chunks=1,
         reuse_threshold=1,
         description_bytes=8,
-        describe=True,
     )
     daemon.notify(message, (fd,))
     os.close(fd)

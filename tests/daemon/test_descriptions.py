@@ -178,22 +178,3 @@ def test_nothing_is_left_where_the_pool_is_not_kept(start_daemon: StartDaemon) -
         assert not list(area.glob("*descriptions*"))
         daemon.stop()
     assert not area.exists()
-
-
-def test_engines_describe_for_a_daemon_that_publishes(
-    start_daemon: StartDaemon, tmp_path: Path
-) -> None:
-    """And no longer once the next daemon publishes nothing, which keeps what they said."""
-    keys, plain = keys_of("told", 3), keys_of("untold", 3)
-    first = start_daemon(*KEEP, "--events", f"ipc://{tmp_path}/events")
-    with Engine(first.runtime_dir).wait_attached() as engine:
-        describes = [engine.scheduler.describes]
-        store(engine, keys)
-        first.stop(signal.SIGKILL)
-        second = start_daemon(*KEEP)
-        describes.append(engine.wait_attached(second).scheduler.describes)
-        assert describes == [True, False]
-        store(engine, plain)
-        expected = [*map(described, keys), None, None, None]
-        assert read_descriptions(engine.scheduler, keys + plain) == expected
-        assert counters(second) == (0, 0, 0)

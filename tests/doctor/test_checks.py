@@ -18,7 +18,7 @@ from kvd.doctor.tiers import DiskFacts, StoreFacts, TierFacts
 from kvd.machine.room import MemoryLimit
 
 GIB = 2**30
-QUIET = {"swap", "other daemon", "tier", "KV events"}  # say nothing where nothing is wrong
+QUIET = {"swap", "other daemon", "tier"}  # say nothing where nothing is wrong
 H200 = Gpu("ab" * 16, "NVIDIA H200", "0000:17:00.0", ipc=True, descriptors=True)
 
 
@@ -51,7 +51,6 @@ HEALTHY = {
     "others": {},
     "tiers": [],
     "port_problem": "",
-    "events_problem": "",
 }
 """A machine with one GPU and a pool of 64 GiB, as it ought to be."""
 
@@ -198,7 +197,6 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("tier", Level.FAIL, "kvd-offload[mooncake]", store(missing="No module named 'mooncake'")),
     ("tier", Level.FAIL, "mooncake_master", store(refused="Connection refused")),
     ("HTTP", Level.FAIL, "in use", {"port_problem": "in use"}),
-    ("KV events", Level.FAIL, "in use", {"events_problem": "in use"}),
 ]
 
 

@@ -17,7 +17,6 @@ from click.testing import CliRunner
 
 from kvd.cli import cli
 from kvd.config.settings import Settings
-from kvd.doctor.checks import events
 from kvd.doctor.facts import Facts
 from tests.daemon.serving import StartDaemon
 from tests.fakecuda.harness import FakeCuda
@@ -118,13 +117,6 @@ def test_a_port_in_use_is_found(tmp_path: Path) -> None:
         listen = f"127.0.0.1:{holder.getsockname()[1]}"
         settings = Settings(http_listen=listen, runtime_dir=str(tmp_path))
         assert listen in Facts(settings).port_problem
-        settings = Settings(events=f"tcp://{listen}", runtime_dir=str(tmp_path))
-        facts = Facts(settings)
-        assert f"events = tcp://{listen}: the port is in use" in facts.events_problem
-        (found,) = events(facts)
-        assert found[0] == "fail"
-    assert [said[0] for said in events(Facts(settings))] == ["ok"]
-    assert list(events(Facts(Settings(runtime_dir=str(tmp_path))))) == []
 
 
 def test_a_running_daemon_is_seen_with_its_own_limits(

@@ -19,6 +19,7 @@ CHUNKS = 6  # of a conversation
 BLOCKS = CHUNKS * FACTOR
 CONVERSATIONS = 300
 KINDS = (("full_attention", None), ("sliding_window", 64))  # by group
+MAIN_GROUP = 0  # that of full attention
 UNDESCRIBED = 8  # one in so many of conversations' last two chunks has no description
 
 

@@ -1,17 +1,19 @@
 """What the indexes must hold, of what a directory has."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 
 from kvd_proto.directory import DirectoryView
 from tests.daemon.slots import ready
-from tests.events.content import Block, Chunk, chunks, line
-from tests.routers.blocks import Block as Said
-from tests.routers.blocks import BlockSet
-from tests.routers.dynamo import DynamoIndex
-from tests.routers.llmd import LlmdIndex, pod_and_model
-from tests.routers.wire import low64
+from tests.events.blocks import Block as Said
+from tests.events.blocks import BlockSet
+from tests.events.content import MAIN_GROUP, Block, Chunk, chunks, line
+from tests.events.llmd import LlmdIndex, pod_and_model
+from tests.events.wire import low64
+
+DYNAMO_TIERS = ("host_pinned", "disk")
 
 Held = dict[bytes, range]
 """The READY chunks of a directory, each with the numbers of those of its blocks that it has."""
@@ -30,7 +32,7 @@ def held(directory: bytes) -> Held:
 
 
 def held_below(directory: bytes) -> Held:
-    """The chunks that tiers hold, by what the tier table of a whole directory says.
+    """The chunks in tiers, by what the tier table of a whole directory says.
 
     Raises:
         DirectoryError: it is none.
@@ -40,8 +42,12 @@ def held_below(directory: bytes) -> Held:
     return {key: range(place.first, place.first + place.count) for key, place in found}
 
 
+Entry = tuple[int, str, int | None]
+"""Of llm-d: request key, tier, group."""
+
+
 @dataclass
-class Below:
+class InTiers:
     """What is to be said of chunks in tiers.
 
     Of such a chunk all blocks are said, or of one whose description could not be read while it was
@@ -50,63 +56,74 @@ class Below:
 
     Attributes:
         keys: of the chunks.
-        plain, dynamo, llmd: blocks that may be said, as in `Expected`.
-        plain_must, dynamo_must, llmd_must: those of them that must be.
+        plain, llmd, dynamo: blocks that may be said, as in `Expected`.
+        plain_must, llmd_must, dynamo_must: those of them that must be.
     """
 
     keys: set[bytes] = field(default_factory=set)
     plain: set[Said] = field(default_factory=set)
     plain_must: set[Said] = field(default_factory=set)
+    llmd: set[Entry] = field(default_factory=set)
+    llmd_must: set[Entry] = field(default_factory=set)
     dynamo: set[int] = field(default_factory=set)
     dynamo_must: set[int] = field(default_factory=set)
-    llmd: set[tuple[int, str, int | None]] = field(default_factory=set)
-    llmd_must: set[tuple[int, str, int | None]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, model: str, there: Held, memory: Held, llmd: LlmdIndex) -> "Below":
+    def of(
+        cls, model: str, in_tiers: Held, memory: Held, prefixes: "Prefixes", llmd: LlmdIndex
+    ) -> "InTiers":
         """What follows from these chunks in tiers, and those in memory."""
-        below, content = cls(keys=set(there)), chunks(model)
-        for key, numbers in there.items():
+        expected, content = cls(keys=set(in_tiers)), chunks(model)
+        for key, numbers in in_tiers.items():
             chunk = content[key]
-            below.plain_must.add(Said("STORAGE", chunk.group, low64(chunk.blocks[-1].hash)))
+            if chunk.group != MAIN_GROUP:
+                continue  # of tiers it is not published
+            expected.plain_must.add(Said("STORAGE", chunk.group, low64(chunk.blocks[-1].hash)))
             for block in _blocks(chunk, numbers) if chunk.described else ():
                 said = Said("STORAGE", chunk.group, low64(block.hash))
                 entry = (_request_key(llmd, model, block), "storage", chunk.group)
-                below.plain.add(said)
-                below.llmd.add(entry)
-                if chunk.group == 0:
-                    below.dynamo.add(said.hash)
+                expected.plain.add(said)
+                expected.llmd.add(entry)
+                expected.dynamo.add(said.hash)
                 if key in memory:
-                    below.plain_must.add(said)
-                    if chunk.group == 0:
-                        below.dynamo_must.add(said.hash)
-                    if set(line(block)) <= _described(model, memory)[chunk.group]:
-                        below.llmd_must.add(entry)
-        below.plain |= below.plain_must
-        return below
+                    expected.plain_must.add(said)
+                    expected.dynamo_must.add(said.hash)
+                    if prefixes.has(chunk.group, block):
+                        expected.llmd_must.add(entry)
+        expected.plain |= expected.plain_must
+        return expected
 
-    def differences(
-        self,
-        plain: set[Said],
-        llmd: set[tuple[int, str, int | None]],
-        dynamo: set[int],
-    ) -> dict[str, int]:
+    def differences(self, plain: set[Said], llmd: set[Entry]) -> dict[str, int]:
         """By kind: blocks that are said and may not be, and that must be said and are not."""
         return {
             "set": len(plain - self.plain) + len(self.plain_must - plain),
             "llm-d": len(llmd - self.llmd) + len(self.llmd_must - llmd),
-            "Dynamo": len(dynamo - self.dynamo) + len(self.dynamo_must - dynamo),
         }
 
 
-def _described(model: str, there: Held) -> dict[int, set[Block]]:
+class Prefixes:
+    """The described blocks of each group, in memory or in tiers; those of which it is certain."""
+
+    def __init__(self, model: str, memory: Held, in_tiers: Held) -> None:
+        certain = {key: numbers for key, numbers in in_tiers.items() if key in memory}
+        self._blocks: dict[int, set[Block]] = defaultdict(set)
+        for places in (memory, certain):
+            for group, blocks in _described(model, places).items():
+                self._blocks[group] |= blocks
+
+    def has(self, group: int, block: Block) -> bool:
+        """Whether the group has the block, and all blocks before it."""
+        return self._blocks[group].issuperset(line(block))
+
+
+def _described(model: str, places: Held) -> dict[int, set[Block]]:
     """The blocks of described chunks, by group."""
     content = chunks(model)
-    found: dict[int, set[Block]] = defaultdict(set)
-    for key, numbers in there.items():
+    described: dict[int, set[Block]] = defaultdict(set)
+    for key, numbers in places.items():
         if (chunk := content[key]).described:
-            found[chunk.group].update(_blocks(chunk, numbers))
-    return found
+            described[chunk.group].update(_blocks(chunk, numbers))
+    return described
 
 
 @dataclass
@@ -115,43 +132,54 @@ class Expected:
 
     Attributes:
         keys: of READY chunks.
-        below: what lies in tiers.
+        in_tiers: what lies in tiers.
         plain: for `BlockSet`, all blocks.
-        dynamo: for `DynamoIndex`, the blocks of the main attention that are described.
-        llmd_must: for `LlmdIndex`, blocks whose prefix is there: (request key, tier, group).
+        llmd_must: for `LlmdIndex`, blocks whose prefix is in their group, in memory or tiers.
         llmd_may: all that are described. llm-d drops a block whose parent it does not know, and
             keeps one whose parent goes; nothing is lost by either, for a prefix ends there.
+        dynamo: for Dynamo's indexer, hashes of described blocks of the main group.
     """
 
     keys: set[bytes] = field(default_factory=set)
-    below: Below = field(default_factory=Below)
+    in_tiers: InTiers = field(default_factory=InTiers)
     plain: set[Said] = field(default_factory=set)
+    llmd_must: set[Entry] = field(default_factory=set)
+    llmd_may: set[Entry] = field(default_factory=set)
     dynamo: set[int] = field(default_factory=set)
-    llmd_must: set[tuple[int, str, int | None]] = field(default_factory=set)
-    llmd_may: set[tuple[int, str, int | None]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, model: str, there: Held, below: Held, llmd: LlmdIndex) -> "Expected":
-        """What follows from these chunks of a model, in memory and below it.
+    def of(cls, model: str, memory: Held, in_tiers: Held, llmd: LlmdIndex) -> "Expected":
+        """What follows from these chunks of a model, in memory and in tiers.
 
         `llmd` has the request keys.
         """
-        expected = cls(keys=set(there), below=Below.of(model, below, there, llmd))
-        content, described = chunks(model), _described(model, there)
-        for key in there:
+        prefixes = Prefixes(model, memory, in_tiers)
+        expected = cls(set(memory), InTiers.of(model, in_tiers, memory, prefixes, llmd))
+        content = chunks(model)
+        for key in memory:
             chunk = content[key]
             if not chunk.described:
                 expected.plain.add(Said("CPU", chunk.group, low64(chunk.blocks[-1].hash)))
-        for group, blocks in described.items():
-            expected.plain |= {Said("CPU", group, low64(block.hash)) for block in blocks}
-        expected.dynamo = {low64(block.hash) for block in described.get(0, ())}
-        for group, blocks in described.items():
+        for group, blocks in _described(model, memory).items():
             for block in blocks:
+                expected.plain.add(Said("CPU", group, low64(block.hash)))
                 entry = (_request_key(llmd, model, block), "cpu", group)
                 expected.llmd_may.add(entry)
-                if blocks.issuperset(line(block)):
+                if prefixes.has(group, block):
                     expected.llmd_must.add(entry)
+                if group == MAIN_GROUP:
+                    expected.dynamo.add(low64(block.hash))
         return expected
+
+    def dynamo_differences(self, blocks: Mapping[str, set[int]]) -> int:
+        """Count keys by which Dynamo's indexer differs; `blocks` by Dynamo's name of the tier."""
+        memory, disk = blocks.get("host_pinned", set()), blocks.get("disk", set())
+        return (
+            len(memory ^ self.dynamo)
+            + len(disk - self.in_tiers.dynamo)
+            + len(self.in_tiers.dynamo_must - disk)
+            + sum(len(hashes) for tier, hashes in blocks.items() if tier not in DYNAMO_TIERS)
+        )
 
 
 @cache
@@ -169,24 +197,26 @@ class Indexes:
 
     plain: BlockSet = field(default_factory=BlockSet)
     llmd: LlmdIndex = field(default_factory=LlmdIndex)
-    dynamo: DynamoIndex = field(default_factory=DynamoIndex)
 
     def take(self, topic: str, batch: object) -> None:
         """Take the events of one message."""
-        for index in (self.plain, self.llmd, self.dynamo):
+        for index in (self.plain, self.llmd):
             index.take(topic, batch)
+
+    def forget(self, topic: str) -> None:
+        """Forget all blocks of an engine that has left."""
+        self.plain.forget(topic)
+        self.llmd.forget(pod_and_model(topic)[0])
 
     def differences(self, topic: str, expected: Expected) -> dict[str, int]:
         """By kind: blocks that are promised and not there, and that are there and not promised."""
-        said, promised = self.plain.held(topic), self.llmd.held(pod_and_model(topic)[0])
-        said_below = {block for block in said if block.medium != "CPU"}
-        promised_below = {entry for entry in promised if entry[1] != "cpu"}
-        said, promised = said - said_below, promised - promised_below
+        plain, llmd = self.plain.held(topic), self.llmd.held(pod_and_model(topic)[0])
+        plain_in_tiers = {block for block in plain if block.medium != "CPU"}
+        llmd_in_tiers = {entry for entry in llmd if entry[1] != "cpu"}
+        plain, llmd = plain - plain_in_tiers, llmd - llmd_in_tiers
         found = {
-            "set": len(said ^ expected.plain),
-            "llm-d": len(promised - expected.llmd_may) + len(expected.llmd_must - promised),
-            "Dynamo": len(self.dynamo.held(topic) ^ expected.dynamo),
+            "set": len(plain ^ expected.plain),
+            "llm-d": len(llmd - expected.llmd_may) + len(expected.llmd_must - llmd),
         }
-        dynamo_below = self.dynamo.held(topic, "disk")
-        below = expected.below.differences(said_below, promised_below, dynamo_below)
-        return {kind: count + below[kind] for kind, count in found.items()}
+        in_tiers = expected.in_tiers.differences(plain_in_tiers, llmd_in_tiers)
+        return {kind: count + in_tiers[kind] for kind, count in found.items()}

@@ -13,6 +13,7 @@ from kvd_proto.descriptions import (
     HEADER_BYTES,
     MAX_DESCRIPTION_BYTES,
     MAX_HASH_BYTES,
+    MAX_LOOKAHEAD_TOKENS,
     RECORD_HEADER_BYTES,
     Description,
     DescriptionsView,
@@ -58,6 +59,7 @@ def descriptions(draw: st.DrawFn) -> Description:
         extra=draw(
             st.one_of(st.none(), st.lists(keys, min_size=blocks, max_size=blocks).map(tuple))
         ),
+        lookahead=bytes(4 * draw(st.integers(0, MAX_LOOKAHEAD_TOKENS))),
     )
 
 
@@ -106,6 +108,8 @@ def test_a_description_survives(description: Description) -> None:
         ({"extra": (None, ({},))}, "None or plain values"),
         ({"extra": (None, (((("a",),),),))}, "None or plain values"),
         ({"extra": (None, (2**64,))}, "pass what the fields are declared as"),
+        ({"lookahead": bytes(6)}, "6 bytes of lookahead: 4 for each token are needed"),
+        ({"lookahead": bytes(260)}, "260 bytes of lookahead: 4 for each token are needed, for 64"),
         ({"hashes": None}, "pass what the fields are declared as"),
         ({"kind": "k" * MAX_DESCRIPTION_BYTES}, "a description of 1048"),
     ],
@@ -115,6 +119,15 @@ def test_what_contradicts_itself_is_no_description(changes: dict[str, Any], text
     with pytest.raises(DescriptionError) as caught:
         encode(described(**changes))
     assert text in str(caught.value)
+
+
+def test_a_description_without_lookahead_has_nine_items() -> None:
+    """The bytes are those of engines whose hashes cover no tokens after a block."""
+    items = msgspec.structs.astuple(described())
+    assert encode(described()) == msgspec.msgpack.encode(items[:9])
+    assert decode(msgspec.msgpack.encode([*items[:9], b""])) == described()
+    with pytest.raises(DescriptionError, match="3 bytes of lookahead"):
+        decode(msgspec.msgpack.encode([*items[:9], b"abc"]))
 
 
 @given(st.binary())
@@ -220,6 +233,7 @@ def test_a_record_has_room_for_what_an_engine_says_of_its_chunk(factor: int) -> 
         kind="full_attention",
         lora="a" * 200,
         extra=(image,) * factor,
+        lookahead=bytes(4 * MAX_LOOKAHEAD_TOKENS),
     )
     record = record_bytes(layout)
     assert record % 64 == 0

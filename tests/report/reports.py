@@ -110,16 +110,6 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
             _tier("disk", "disk", "disk:/var/lib/kvd,size=500GiB", done),
             _tier("mooncake", "remote", "mooncake:master=10.0.0.1:50051", done),
         ],
-        publisher=schema.Publisher(
-            address="tcp://127.0.0.1:5557",
-            up=True,
-            state="up",
-            pid=4250,
-            last_error="",
-            subscriptions=2,
-            topics=1,
-            published=_published(60 * done),
-        ),
         sessions=schema.Sessions(12, 1024),
         leases=7,
         events=[

@@ -19,9 +19,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvd_client import LookupResult, StoreAnswer, StoreTicket, TierInfo
+from kvd_client.change_reader import Differences, Place
 from kvd_client.vllm import KvdOffloadingManager, KvdOffloadingSpec
 from kvd_client.vllm.connector import KvdConnectorScheduler
-from kvd_proto.said import Differences, Place
 from tests.vllm.configs import BLOCK, configured, full
 
 
@@ -47,6 +47,7 @@ class Lender:
         self.offered: list[tuple[bytes, ...]] = []
         self.described: list[list[bytes] | None] = []
         self.describes = False
+        self.changes_behind = False
         self.changes = Differences()
         self.used: list[list[bytes]] = []
         self.steps = 0
@@ -97,6 +98,11 @@ class Lender:
     def description(self, place: Place) -> None:
         """See Scheduler: nothing is kept."""
         del place
+
+    @property
+    def changes_waiting(self) -> bool:
+        """See Scheduler."""
+        return bool(self.changes)
 
     def take_changes(self) -> Differences:
         """See Scheduler."""

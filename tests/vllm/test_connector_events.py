@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from vllm.distributed.kv_events import BlockStored
 
+from kvd_client.change_reader import Place
 from kvd_client.vllm import KvdOffloadingSpec
 from kvd_proto.descriptions import decode
-from kvd_proto.said import Place
 from tests.vllm.configs import BLOCK, configured
 from tests.vllm.stepping import Lender, Stepping
 
@@ -38,24 +38,26 @@ def test_chunks_are_described_where_somebody_publishes(
     assert list(chain.from_iterable(each.hashes for each in told)) == list(request.block_hashes)
 
 
-def test_an_engine_goes_on_stepping_until_its_stores_are_told(
+def test_an_engine_without_requests_steps_for_changes_by_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
 ) -> None:
-    """Until the change of the last one has come; not for what other engines store."""
-    stepping = Stepping(tmp_path, monkeypatch, lender, events=True)
-    half = stepping.half
-    stepping.add("request", PROMPT_BLOCKS)
-    jobs = stepping.step(request=PROMPT_BLOCKS * BLOCK)
-    assert not list(half.take_events())
-    stepping.report(jobs)
-    stepping.finish("request")
-    stepping.step()
-    assert half.has_pending_push_work()
-    (keys,) = lender.offered
-    lender.changes.stored.update(dict.fromkeys(keys, Place(0, 1, 0, 1, 0)))
-    events = list(half.take_events())
-    assert [type(event) for event in events] == [BlockStored] * len(keys)
-    assert not half.has_pending_push_work()
+    """VLLM is told of pending work until the step that publishes them, then not for a second."""
+    half = Stepping(tmp_path, monkeypatch, lender, events=True)
+    assert not half.half.has_pending_push_work()
+    lender.changes.stored[b"another engine's".ljust(36)] = Place(1, 1, 0, 1, 0)
+    assert half.half.has_pending_push_work()
+    half.step()
+    assert [type(event) for event in half.half.take_events()] == [BlockStored]
+    assert not half.half.has_pending_push_work()
+    lender.changes.stored[b"one more".ljust(36)] = Place(2, 1, 0, 1, 0)
+    assert not half.half.has_pending_push_work()
+
+
+def test_an_engine_that_publishes_nothing_steps_for_requests_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
+) -> None:
+    """Whatever changes in the pool."""
+    half = Stepping(tmp_path, monkeypatch, lender).half
     lender.changes.stored[b"another engine's".ljust(36)] = Place(1, 1, 0, 1, 0)
     assert not half.has_pending_push_work()
 
@@ -69,8 +71,10 @@ def test_an_error_in_the_events_ends_them_and_not_the_engine(
     """It is logged once, with its stack; later steps publish nothing."""
     half = Stepping(tmp_path, monkeypatch, lender, events=True).half
     assert half.events is not None
-    monkeypatch.setattr(half.events, "take", lambda: 1 // 0)
+    monkeypatch.setattr(half.events, "take", lambda **_: 1 // 0)
+    lender.changes.stored[b"a change".ljust(36)] = Place(1, 1, 0, 1, 0)
     assert [list(half.take_events()) for _ in range(2)] == [[], []]
+    assert not half.has_pending_push_work()
     (line,) = [line for line in caplog.records if line.exc_info]
     assert "publishes none" in line.getMessage()
 
@@ -84,7 +88,7 @@ def test_an_error_in_the_events_ends_them_and_not_the_engine(
         ({"self_describing_kv_events": True}, True, True),
     ],
 )
-def test_events_are_told_where_vllm_publishes_and_the_daemon_does_not(
+def test_events_are_published_where_vllm_publishes_and_the_option_is_on(
     tmp_path: Path, extra: dict[str, Any], engine: bool, publishes: bool
 ) -> None:
     """What vLLM would remember of chunks to describe them stays empty, whatever is configured."""

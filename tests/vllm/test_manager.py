@@ -291,7 +291,7 @@ def apply_events(manager: KvdOffloadingManager, said: set[OffloadKey]) -> set[Of
     """What was said, and what is said with the manager's next events: each change once."""
     for event in manager.take_events():
         assert (event.medium, event.locality) == (Medium.CPU, Locality.LOCAL)
-        assert (event.ownership, event.removal_expected) == ("kvd", True)
+        assert (event.ownership, event.removal_expected) == (None, True)  # no secondary tier
         keys = set(event.keys)
         assert len(keys) == len(event.keys) > 0
         assert keys <= said if event.removed else keys.isdisjoint(said)
@@ -333,7 +333,7 @@ def test_events_tell_what_can_be_found_whoever_stored_it(start_daemon: StartDaem
 
 
 def test_a_manager_that_is_not_asked_for_events_tells_nothing(engine: Engine) -> None:
-    """Where vLLM publishes none, or the daemon does."""
+    """Where vLLM publishes none, or the connector not those of the pool."""
     manager = manager_of(engine)
     store(manager, engine, keys_of("silent", 2))
     assert not list(manager.take_events())

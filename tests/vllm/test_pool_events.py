@@ -6,16 +6,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
+from msgspec.structs import replace
+from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvd_client.vllm.events import PoolEvents, hashes_in_events, to_event
-from kvd_proto.announcements import RemovedBlocks, StoredBlocks
+from kvd_client.announcer import RemovedBlocks, StoredBlocks
+from kvd_client.change_reader import NO_SLOT, Differences, Place
+from kvd_client.vllm.events import PART_CHUNKS, PoolEvents, hashes_in_events, to_event
+from kvd_client.vllm.idle import IDLE_STEP_SECONDS
 from kvd_proto.descriptions import Description
 from kvd_proto.messages import TierInfo
-from kvd_proto.said import NO_SLOT, Differences, Place
-from tests.routers.vectors import PAYLOADS
+from tests.events.vectors import PAYLOADS
 
 TIME = 1764000000.0
 BLOCK = 4
@@ -44,12 +46,13 @@ def key_of(number: int, group: int = 0) -> bytes:
 
 
 class Pool:
-    """In place of a manager, with a scheduler that finds these chunks, by slot."""
+    """In place of a scheduler, which finds these chunks, by slot."""
 
     def __init__(self, *chunks: Description) -> None:
         self.chunks = chunks
-        self.scheduler = self
         self.coming = Differences()
+        self.attached = True
+        self.changes_behind = False
         self.repeated = 0
         self.tiers: tuple[TierInfo, ...] = ()
 
@@ -62,8 +65,13 @@ class Pool:
         self.repeated += 1
         self.coming = Differences(self.there(range(len(self.chunks))))
 
+    @property
+    def changes_waiting(self) -> bool:
+        """See Scheduler."""
+        return bool(self.coming)
+
     def take_changes(self) -> Differences:
-        """See the manager."""
+        """See Scheduler."""
         taken, self.coming = self.coming, Differences()
         return taken
 
@@ -76,9 +84,20 @@ class Pool:
         }
 
 
-def events_of(pool: Any) -> PoolEvents:
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self.now
+
+
+def events_of(pool: Any, repeat_seconds: float = 0.0, clock: Clock | None = None) -> PoolEvents:
     """Events of this double."""
-    return PoolEvents(pool)
+    return PoolEvents(pool, [0], repeat_seconds, clock or Clock())
 
 
 def test_bytes_are_those_that_routers_are_tested_with() -> None:
@@ -100,6 +119,13 @@ def test_bytes_are_those_that_routers_are_tested_with() -> None:
         encoded = msgspec.msgpack.encode(batch)
         assert encoded == bytes.fromhex(PAYLOADS[name])
         assert msgspec.msgpack.Decoder(KVEventBatch).decode(encoded) == batch
+
+
+@pytest.mark.parametrize("name", PAYLOADS)
+def test_payloads_that_indexes_are_tested_with_are_vllms(name: str) -> None:
+    """VLLM decodes each and encodes it to the same bytes."""
+    payload = bytes.fromhex(PAYLOADS[name])
+    assert msgspec.msgpack.encode(msgspec.msgpack.decode(payload, type=KVEventBatch)) == payload
 
 
 @pytest.mark.parametrize("as_numbers", [True, False])
@@ -133,7 +159,6 @@ def test_all_that_is_known_of_a_block_is_told() -> None:
         kv_cache_spec_kind="full_attention",
         kv_cache_spec_sliding_window=64,
         locality="LOCAL",
-        ownership="kvd",
     )
 
 
@@ -146,7 +171,7 @@ def test_each_change_is_told_once() -> None:
     assert [event.block_hashes for event in stored] == [[11], [12]]
     assert not events.take()
     pool.coming.removed.append(key_of(12))
-    assert events.take() == [BlockRemoved([12], "CPU", 0, "LOCAL", "kvd")]
+    assert events.take() == [BlockRemoved([12], "CPU", 0, "LOCAL")]
     assert not events.take()
 
 
@@ -168,10 +193,24 @@ def test_a_chunk_in_tiers_is_told_of_on_its_own() -> None:
     assert (below.block_hashes, below.token_ids) == ([11], [1, 2, 3, 4])
     pool.tiers = pool.tiers[1:]
     pool.coming.removed.append(key_of(11))
-    assert events.take() == [BlockRemoved([11], "CPU", 0, "LOCAL", "kvd")]
+    assert events.take() == [BlockRemoved([11], "CPU", 0, "LOCAL")]
     pool.tiers = ()
     pool.coming.released.append(key_of(11))
-    assert events.take() == [BlockRemoved([11], "STORAGE", 0, "REMOTE", "kvd")]
+    assert events.take() == [BlockRemoved([11], "STORAGE", 0, "REMOTE")]
+
+
+def test_of_tiers_only_groups_of_whole_prefixes_are_published() -> None:
+    """Dynamo would take a window's block, and its removal, for that of the main group."""
+    window = replace(described(12, window=64), group=1, kind="sliding_window")
+    pool = Pool(described(11), window)
+    events = events_of(pool)
+    keys = {key_of(11): 0, key_of(12, group=1): 1}
+    pool.coming.stored.update({key: Place(slot, 1, 0, 1, 0) for key, slot in keys.items()})
+    pool.coming.kept.update(dict.fromkeys(keys, Place(NO_SLOT, 0, 0, 1, 0)))
+    published = [(event.medium, event.group_idx) for event in events.take()]
+    assert sorted(published) == [("CPU", 0), ("CPU", 1), ("STORAGE", 0)]
+    pool.coming.released += keys
+    assert events.take() == [BlockRemoved([11], "STORAGE", 0, "LOCAL")]
 
 
 def test_a_chunk_without_a_description_is_told_by_its_key() -> None:
@@ -209,3 +248,130 @@ def test_a_pool_that_cannot_be_watched_is_refused(lost: str) -> None:
     watch: Callable[[Any], None] = events_of(Pool()).watch
     with pytest.raises(Exception, match=lost):
         watch(SimpleNamespace())
+
+
+# -------------------------------------------------------------- an idle engine
+
+
+def test_an_idle_engine_steps_once_a_second_for_changes() -> None:
+    """As soon as something waits, then at most once a second while more and more comes."""
+    pool, clock = Pool(described(11), described(12, 11)), Clock()
+    events = events_of(pool, clock=clock)
+    assert not events.needs_step()
+    pool.coming.stored.update(pool.there([0]))
+    assert events.needs_step()
+    assert len(events.take(idle=True)) == 1
+    pool.coming.stored.update(pool.there([1]))
+    clock.now += IDLE_STEP_SECONDS - 0.01
+    assert not events.needs_step()
+    clock.now += 0.02
+    assert events.needs_step()
+    assert len(events.take(idle=True)) == 1
+    clock.now += IDLE_STEP_SECONDS
+    assert not events.needs_step()
+
+
+def test_steps_with_requests_do_not_put_off_an_idle_step() -> None:
+    """What changes just after the last request's end is published at once."""
+    pool, clock = Pool(described(11)), Clock()
+    events = events_of(pool, clock=clock)
+    events.take()
+    pool.coming.stored.update(pool.there([0]))
+    assert events.needs_step()
+
+
+def test_an_engine_steps_on_while_one_step_cannot_publish_everything() -> None:
+    """Without the pause: it has fallen behind, or attaches to a full pool."""
+    pool = Pool(described(11))
+    events = events_of(pool)
+    pool.changes_behind = True
+    events.take(idle=True)
+    assert events.needs_step()
+    pool.changes_behind = False
+    events.take(idle=True)
+    assert not events.needs_step()
+
+
+def test_an_idle_engine_steps_for_a_reset_of_its_own_cache() -> None:
+    """Routers learn of it, and of the pool again, without a request."""
+    pool, gpu = Pool(described(11)), BlockPool(4, True, BLOCK, True)
+    events = events_of(pool)
+    events.watch(gpu)
+    assert gpu.reset_prefix_cache()
+    assert events.needs_step()
+    events.take(idle=True)
+    assert pool.repeated == 1
+
+
+# ------------------------------------------------------------------ repetition
+
+
+def chain(length: int) -> list[Description]:
+    """Chunks of one block each, the parent of the next."""
+    return [described(number + 1, number) for number in range(length)]
+
+
+def test_everything_is_published_again_within_the_period() -> None:
+    """Each block once, removed and stored in one batch, spread over the period in parts."""
+    pool, clock = Pool(*chain(300)), Clock()
+    events = events_of(pool, repeat_seconds=100.0, clock=clock)
+    pool.coming.stored.update(pool.there(range(300)))
+    events.take()
+    clock.now += 99.0
+    assert not events.needs_step()
+    assert not events.take()
+    sizes, hashes = [], list[int | bytes]()
+    for _ in range(100):
+        clock.now += 1.0
+        batch = events.take()
+        assert sorted(map(str, stored_in(batch))) == sorted(map(str, removed_in(batch)))
+        hashes += stored_in(batch)
+        sizes.append(len(batch) // 2)
+    assert sorted(map(str, hashes)) == sorted(str(number + 1) for number in range(300))
+    assert max(sizes) <= PART_CHUNKS
+    assert sum(map(bool, sizes)) == -(-300 // PART_CHUNKS)
+
+
+def test_an_idle_engine_steps_for_the_repetition() -> None:
+    """In parts as large as its few steps make necessary; not while it is detached."""
+    pool, clock = Pool(*chain(300)), Clock()
+    events = events_of(pool, repeat_seconds=2.0, clock=clock)
+    pool.coming.stored.update(pool.there(range(300)))
+    events.take()
+    pool.attached = False
+    clock.now += 2.0
+    assert not events.needs_step()
+    pool.attached = True
+    stored, steps = 0, 0
+    for _ in range(21):
+        if events.needs_step():
+            steps += 1
+            stored += len(stored_in(events.take(idle=True)))
+        clock.now += 0.101
+    assert stored == 300
+    assert steps == 3
+
+
+def test_without_a_period_nothing_is_repeated() -> None:
+    """`repeat_events=0` switches rounds off."""
+    pool, clock = Pool(described(11)), Clock()
+    events = events_of(pool, clock=clock)
+    pool.coming.stored.update(pool.there([0]))
+    events.take()
+    clock.now += 1e6
+    assert not events.needs_step()
+    assert not events.take()
+
+
+def stored_in(batch: list[KVCacheEvent]) -> list[int | bytes]:
+    """Hashes of blocks that are stored."""
+    return [
+        each for event in batch if isinstance(event, BlockStored) for each in event.block_hashes
+    ]
+
+
+def removed_in(batch: list[KVCacheEvent]) -> list[int | bytes]:
+    """Hashes of blocks that are removed."""
+    return [
+        each for event in batch if isinstance(event, BlockRemoved) for each in event.block_hashes
+    ]

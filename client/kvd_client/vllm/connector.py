@@ -43,8 +43,9 @@ from vllm.v1.request import Request
 
 from kvd_client.engine_options import OptionsError
 from kvd_client.vllm.descriptions import ChunkDescriber
-from kvd_client.vllm.events import PoolEvents
+from kvd_client.vllm.events import PoolEvents, groups_in_tiers
 from kvd_client.vllm.identity import random_hash_seed
+from kvd_client.vllm.idle import IdleStepper, calling_engine_core
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import read_options
 from kvd_client.vllm.promotions import Search
@@ -144,10 +145,33 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         for group in self.config.kv_group_configs:
             require(group, *GROUP)
         self._ranges = self.manager.ranges = BlockRanges(self.config, self._req_status)
-        self.manager.describer = ChunkDescriber(self.config, self._req_status)
-        self.events = PoolEvents(self.manager) if spec.publishes else None
+        self.manager.describer = ChunkDescriber(
+            self.config,
+            self._req_status,
+            lookahead_tokens=getattr(vllm_config, "num_hash_lookahead_tokens", 0),
+        )
+        self.events: PoolEvents | None = None
+        self._idle_stepper: IdleStepper | None = None
+        if spec.publishes:
+            self._publish(spec.options.repeat_events)
         self._refused = RefusedChunks(self.manager, self.config, self._req_status)
+        self._is_idle_step = False
         self._asked: dict[str, int] = {}  # prompt tokens, by request that is not admitted yet
+
+    def _publish(self, repeat_seconds: float) -> None:
+        """Publish the pool's changes, also while the engine is idle."""
+        tier_groups = groups_in_tiers(self.config.kv_group_configs)
+        self.events = PoolEvents(self.manager.scheduler, tier_groups, repeat_seconds)
+        self.manager.needs_step = self.events.needs_step
+        core = calling_engine_core()
+        if core is not None:
+            self._idle_stepper = IdleStepper(core, self.events.needs_step)
+
+    def shutdown(self) -> None:
+        """End the session, and the thread that wakes an idle engine."""
+        if self._idle_stepper is not None:
+            self._idle_stepper.close()
+        super().shutdown()
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int, max_num_new_tokens: int | None = None
@@ -216,6 +240,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         meta = super().build_connector_meta(scheduler_output)
         self.manager.promotions.speed.scheduled(scheduler_output)
         self.manager.end_step()
+        self._is_idle_step = not scheduler_output.total_num_scheduled_tokens
         return meta
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
@@ -265,13 +290,13 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         if self.events is None:
             return ()
         try:
-            return self.events.take()
+            return self.events.take(idle=self._is_idle_step)
         except Exception:  # an engine that publishes nothing serves all the same
             log.exception(
-                "KV events of the pool cannot be made; until this engine is restarted it publishes"
-                " none, and routers go by what they have heard"
+                "KV events of the pool cannot be made; this engine publishes none of them until it"
+                " is restarted, and routers keep what they know"
             )
-            self.events = None
+            self.events = self.manager.needs_step = None
             return ()
 
     def _store_keys(self, job_id: int) -> Collection[OffloadKey]:

@@ -6,12 +6,14 @@ that any prompt with these tokens finds.
 
 import struct
 from collections.abc import Mapping
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
     RequestOffloadState,
     SchedulerOffloadConfig,
 )
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event_extra_keys
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 from vllm.v1.request import Request
@@ -26,14 +28,20 @@ class ChunkDescriber:
     Args:
         config: vLLM's configuration of groups and chunks.
         requests: vLLM's state of every request, by request id.
+        lookahead_tokens: tokens after a block that its hash covers too.
     """
 
     def __init__(
-        self, config: SchedulerOffloadConfig, requests: Mapping[str, RequestOffloadState]
+        self,
+        config: SchedulerOffloadConfig,
+        requests: Mapping[str, RequestOffloadState],
+        *,
+        lookahead_tokens: int = 0,
     ) -> None:
         self._groups = {group.group_idx: group for group in config.kv_group_configs}
         self._tokens_per_hash = config.tokens_per_hash
         self._requests = requests
+        self._lookahead_tokens = lookahead_tokens
 
     def encoded(self, key: OffloadKey, request: ReqContext) -> bytes:
         """Return the description of a chunk that the request stores, as the daemon keeps it.
@@ -46,13 +54,19 @@ class ChunkDescriber:
             return b""
         group = self._groups[get_offload_group_idx(key)]
         try:
-            return encode(describe(state.req, group, end, self._tokens_per_hash))
+            return encode(
+                describe(state.req, group, end, self._tokens_per_hash, self._lookahead_tokens)
+            )
         except DescriptionError:
             return b""
 
 
 def describe(
-    request: Request, group: GroupOffloadConfig, end: int, tokens_per_hash: int
+    request: Request,
+    group: GroupOffloadConfig,
+    end: int,
+    tokens_per_hash: int,
+    lookahead_tokens: int = 0,
 ) -> Description:
     """Describe the chunk of a request that ends after so many tokens.
 
@@ -66,8 +80,9 @@ def describe(
     hashes = request.block_hashes
     extra, feature = [], 0
     for begin in range(start, end, block):
-        keys, feature = generate_block_hash_extra_keys(request, begin, begin + block, feature)
+        keys, feature = _extra_keys(request, begin, begin + block, lookahead_tokens, feature)
         extra.append(keys)
+    lookahead = request.all_token_ids[end : end + lookahead_tokens]
     lora = request.lora_request
     untagged = to_event_extra_keys(extra) if any(extra) else None
     return Description(
@@ -81,4 +96,15 @@ def describe(
         window=group.kv_event_group_spec.kv_cache_spec_sliding_window,
         lora=lora.lora_name if lora else None,
         extra=None if untagged is None else tuple(untagged),
+        lookahead=struct.pack(f"<{len(lookahead)}I", *lookahead),
     )
+
+
+def _extra_keys(
+    request: Request, begin: int, end: int, lookahead_tokens: int, feature: int
+) -> tuple[tuple[Any, ...] | None, int]:
+    """Return what a block's hash is made of besides tokens, and where the next block's begins."""
+    if not lookahead_tokens:
+        return generate_block_hash_extra_keys(request, begin, end, feature)  # type: ignore[no-any-return]
+    with_lookahead = kv_cache_utils.generate_lookahead_block_hash_extra_keys  # since vLLM 0.33
+    return with_lookahead(request, begin, end, end + lookahead_tokens, feature)  # type: ignore[no-any-return]

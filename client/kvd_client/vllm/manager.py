@@ -6,7 +6,7 @@ and the request is computed. The daemon is told of a step at its end, in one mes
 """
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,18 +34,14 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client import LoadTicket, Scheduler, StoreAnswer
 from kvd_client import LookupResult as Found
+from kvd_client.announcer import locality
 from kvd_client.arguments import Blocks
 from kvd_client.vllm import metrics
 from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.promotions import Promotions
 from kvd_client.vllm.ranges import BlockRanges
-from kvd_client.vllm.unpublished import Unpublished
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
-from kvd_proto.announcements import locality
 from kvd_proto.messages import MAX_KEYS
-from kvd_proto.said import Differences
-
-OWNERSHIP = "kvd"  # of the chunks that events speak of
 
 _USED = (StoreAnswer.ACCEPTED, StoreAnswer.PRESENT)
 _FULL = StoreAnswer.FULL
@@ -77,12 +73,13 @@ class KvdOffloadingManager(OffloadingManager):
         pending_timeout: seconds that a request waits for chunks that are being stored, or come from
             a tier below the daemon's memory.
         seek_timeout: seconds that it waits for shared tiers to say whether they have a chunk.
-        events: whether vLLM publishes KV events, and `take_changes` is asked in every step.
+        events: whether vLLM publishes KV events.
 
     Attributes:
         refused: by request, group and number of the chunks that were offered while no slot was at
             hand, to be offered again or given up.
         promotions: requests that wait for tiers.
+        needs_step: of `PoolEvents`, where the connector publishes what changes in the pool.
     """
 
     # Set by the connector's half, which has vLLM's state of the requests.
@@ -102,7 +99,8 @@ class KvdOffloadingManager(OffloadingManager):
             scheduler, pending_timeout=pending_timeout, seek_timeout=seek_timeout
         )
         self._pending_timeout = pending_timeout
-        self._unpublished = Unpublished() if events else None
+        self._publishes = events
+        self.needs_step: Callable[[], bool] | None = None
         self._tickets: dict[str, LoadTicket] = {}  # by request: it has one load at a time
         self._no_loads: set[str] = set()  # requests whose load failed
         self._pending_since: dict[str, float] = {}
@@ -256,8 +254,6 @@ class KvdOffloadingManager(OffloadingManager):
             wanted, blocks, describe if self.scheduler.describes else None
         )
         accepted = [OffloadKey(key) for key in ticket.keys]
-        if self._unpublished is not None:
-            self._unpublished.begin(accepted)
         if len(accepted) == len(offered):
             self._use(accepted, req_context)
         else:
@@ -301,11 +297,9 @@ class KvdOffloadingManager(OffloadingManager):
     def has_pending_work(self) -> bool:
         """Whether vLLM is to go on stepping without requests.
 
-        Chunks wait to be offered again; or own stores have ended and wait to be published, which
-        an engine does in steps only. It does not step for what others do.
+        Refused chunks wait to be offered again, or changes of the pool wait to be published.
         """
-        unpublished = self._unpublished
-        return bool(self.refused) or (unpublished is not None and unpublished.pending())
+        return bool(self.refused) or (self.needs_step is not None and self.needs_step())
 
     def mark_failed(self, keys: Collection[OffloadKey]) -> None:
         """Let the coming `complete_store` of these keys, which some rank did not store, fail."""
@@ -319,8 +313,6 @@ class KvdOffloadingManager(OffloadingManager):
         failed = []
         if not success or self._failed:
             failed = [key for key in keys if not success or key in self._failed]
-        if self._unpublished is not None:
-            self._unpublished.end(keys, failed)
         if failed:
             self._failed.difference_update(failed)
             self.scheduler.complete_store(failed, success=False)
@@ -343,27 +335,16 @@ class KvdOffloadingManager(OffloadingManager):
         self._finished.clear()
         self.refused.clear()
         self.promotions.clear()
-        if self._unpublished is not None:
-            self._unpublished.clear()
-
-    def take_changes(self) -> Differences:
-        """Return which chunks can be found since the last call, and which cannot any more.
-
-        Whoever stored or evicted them, and each once, be it by this or by `take_events`.
-        """
-        changes = self.scheduler.take_changes()
-        if self._unpublished is not None:
-            self._unpublished.seen(changes.stored)
-        return changes
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return the same as vLLM's events of offloading, which have keys and no tokens.
+        """Return which chunks can be found since the last call, and which cannot any more.
 
-        kvd's connector takes the changes, and makes complete events of them.
+        These events have keys and no tokens. kvd's connector does not ask for them: it takes the
+        scheduler's changes, and makes complete events of them.
         """
-        if self._unpublished is None:
+        if not self._publishes:
             return
-        changes = self.take_changes()
+        changes = self.scheduler.take_changes()
         near = locality(tier.medium for tier in self.scheduler.tiers)
         below = None if near is None else Locality(near)
         told = (
@@ -379,7 +360,6 @@ class KvdOffloadingManager(OffloadingManager):
                     medium=medium,
                     removed=removed,
                     locality=Locality.LOCAL if medium is Medium.CPU else below,
-                    ownership=OWNERSHIP,
                     removal_expected=True,
                 )
 

@@ -2,7 +2,9 @@
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from msgspec import Meta
 
 from kvd_client.engine_options import EngineOptions, OptionsError, Seconds, convert_options
 
@@ -32,8 +34,9 @@ class Options(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         kv_layout: the physical layout of the KV cache that vLLM is asked for: one of its names;
             auto: with all layers of a block side by side, where no block has to be split; none:
             vLLM's own choice.
-        events: publish what is in the pool among the engine's KV events, where vLLM publishes such;
-            false: the daemon does it for this engine.
+        events: publish what is in the pool among the engine's KV events, where vLLM publishes such.
+        repeat_events: seconds in which everything in the pool is published once more, for routers
+            that came late or have lost events; 0: never.
     """
 
     load_timeout: Seconds = 3.0
@@ -43,6 +46,7 @@ class Options(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     seek_timeout: Seconds = 0.05
     kv_layout: str = "auto"
     events: bool = True
+    repeat_events: Annotated[float, Meta(ge=0, le=86400)] = 600.0
 
 
 def read_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:

@@ -29,6 +29,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor, UniformTypeKVCacheSpecs
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
@@ -68,12 +70,15 @@ METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
     (OffloadingConnectorScheduler, "_build_store_jobs", "scheduler_output"),
     (OffloadingConnectorScheduler, "request_finished", "request"),
     (OffloadingConnectorScheduler, "reset_cache", ""),
+    (OffloadingConnectorScheduler, "shutdown", ""),
     (OffloadingConnectorScheduler, "update_connector_output", "connector_output"),
     (OffloadingConnectorWorker, "__init__", "spec vllm_config kv_cache_config"),
     (OffloadingConnectorWorker, "build_connector_worker_meta", ""),
     (OffloadingConnectorWorker, "register_kv_caches", "kv_caches"),
     (OffloadingWorkerMetadata, "mark_completed", "job_id"),
     (OffloadingWorkerMetadata, "aggregate", "other"),
+    # takes WAKEUP from the input queue, which makes an idle engine ask whether there is work
+    (EngineCoreProc, "_handle_client_request", "request_type request"),
     # what frees a KV cache and brings it back
     (SleepModeBackendFactory, "get_backend_class", "name"),
     (SleepModeBackend, "suspend", "level"),
@@ -141,6 +146,7 @@ def check(*implementations: type) -> None:
         require(record, *sorted(missing))
     require(_ConnectorMetricName, "ALLOCATION_FAILURE")
     require(SleepModeBackendFactory, "_registry")
+    require(EngineCoreRequestType, "WAKEUP")
     for kind in implementations:
         if asked := sorted(getattr(kind, "__abstractmethods__", ())):
             raise unsupported(

@@ -127,15 +127,13 @@ export function showBroker(history) {
     (line, [, text]) => say(line.lastChild, text));
 }
 
-/** What is published for routers; nothing where nobody does. */
+/** What engines publish for routers; nothing where none does. */
 function kvEvents(now, before, seconds) {
-  const { counters, publisher, engines } = now;
-  if (!counters.kv_events && !publisher) return {};
-  const said = [publisher, ...engines].filter((each) => each).map((each) => each.published);
-  const late = Math.max(0, ...said.map((each) => each.lag_max_seconds));
+  const { counters, engines } = now;
+  if (!counters.kv_events) return {};
+  const late = Math.max(0, ...engines.map((engine) => engine.published.lag_max_seconds));
   const told = counters.kv_events - before.counters.kv_events;
   return {
-    ...(publisher ? { Publisher: `${publisher.state} at ${publisher.address}` } : {}),
     "KV events": seconds > 0 ? `${number(told / seconds)} a second, at most ${latency(late)} late` : NOTHING,
     "Events' gaps": `${several(counters.kv_event_snapshots, "snapshot")}, ${several(counters.kv_event_overruns, "overrun")}`,
   };

@@ -1,0 +1,502 @@
+"""Turns differences of chunks into announcements of blocks, for routers.
+
+A router knows blocks by their hashes and finds them by their tokens, from a prompt's first block
+on. Some routers drop a block whose parent they do not know (llm-d, Dynamo), and some drop what
+follows a block that is removed (Dynamo). So a block that was announced before its parent is
+announced again after it (`kvd_client.block_chains`). Some routers count how often a block was
+stored and removed (Dynamo): a block that is announced again is removed just before, so that the
+count stays one.
+
+Tiers are a medium of their own: a router has a block until no medium has it. The description of a
+chunk is read while the chunk is in memory, and kept while tiers have the chunk. A chunk whose
+description could not be read is announced by its key alone.
+
+A repeat round says everything again, for a router that came late or lost messages:
+
+1. Blocks that were removed are removed again: the router may have lost the removal.
+2. Every chunk that was announced when the round began, after the chunks with its parent.
+3. Chunks that were announced meanwhile, where a block before them was not repeated yet.
+4. Chunks that are known by their keys alone.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple, TypeAlias
+
+from kvd_client.block_chains import (
+    MAX_HOLDERS_READ,
+    Block,
+    BlockChains,
+    BlockId,
+    Chunk,
+    RepeatRound,
+    each,
+)
+from kvd_client.change_reader import Differences, Place
+from kvd_client.errors import ReaderFault
+from kvd_proto.descriptions import TOKEN_BYTES, Description, decode, encode
+
+MOST_REPEATED = 500
+"""Runs of blocks that one call of `announce` announces again; the next calls go on."""
+
+MAX_REMEMBERED_REMOVALS = 65_536
+"""Removed blocks that repeat rounds remove again, the newest ones."""
+
+REMOVALS_PER_PART = 1000
+"""Blocks that one part of a repeat round removes again."""
+
+_VISITS_PER_CHUNK = 8  # of chunks that one part looks at, for each chunk that it may repeat
+_GROUP_BYTES = 4
+
+
+class StoredBlocks(NamedTuple):
+    """Blocks that can be loaded now, each the parent of the next.
+
+    A chunk that is known by its key alone has one hash, no parent, no tokens and `block_size` 0.
+    The other fields are those of `Description`.
+
+    in_tiers: the blocks lie in tiers; else in memory.
+    lookahead: for each block the u4 tokens after it that its hash covers; None: it covers none.
+    """
+
+    hashes: tuple[bytes, ...]
+    parent: bytes
+    tokens: bytes
+    block_size: int
+    group: int
+    kind: str = ""
+    window: int | None = None
+    lora: str | None = None
+    extra: tuple[tuple[Any, ...] | None, ...] | None = None
+    in_tiers: bool = False
+    lookahead: tuple[bytes, ...] | None = None
+
+
+class RemovedBlocks(NamedTuple):
+    """Blocks of one group that cannot be loaded from tiers (`in_tiers`) or memory any more."""
+
+    hashes: tuple[bytes, ...]
+    group: int
+    in_tiers: bool = False
+
+
+Announcement: TypeAlias = StoredBlocks | RemovedBlocks
+
+
+def locality(media: Iterable[str]) -> str | None:
+    """Return where blocks in tiers of these media are, as events have it; None: in both places."""
+    places = {"REMOTE" if medium == "remote" else "LOCAL" for medium in media}
+    return places.pop() if len(places) == 1 else None
+
+
+class ChunkContents(NamedTuple):
+    """A chunk that is announced: where it lies, and its blocks.
+
+    description: None, and `parent` too: the chunk is known by its key alone.
+    """
+
+    key: bytes
+    in_tiers: bool
+    place: Place
+    description: Description | None
+    group: int
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+
+
+def chunk_contents(
+    key: bytes, place: Place, description: Description | None, *, in_tiers: bool
+) -> ChunkContents:
+    """Return the blocks that the chunk has at its place; without description the key's block."""
+    if description is not None:
+        first, end = place.first, place.first + place.count
+        hashes = description.hashes[first:end]
+        if len(hashes) == 1 or (hashes and len(set(hashes)) == len(hashes)):
+            parent = description.hashes[first - 1] if first else description.parent
+            group = description.group
+            return ChunkContents(key, in_tiers, place, description, group, hashes, parent)
+    block_hash, group = key, 0
+    if len(key) > _GROUP_BYTES:
+        block_hash, group = key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
+    return ChunkContents(key, in_tiers, place, None, group, (block_hash,), None)
+
+
+def stored_blocks(contents: ChunkContents, begin: int, end: int) -> StoredBlocks:
+    """Return the announcement of some of a chunk's blocks."""
+    hashes, description = contents.hashes[begin:end], contents.description
+    if description is None:
+        return StoredBlocks(hashes, b"", b"", 0, contents.group, in_tiers=contents.in_tiers)
+    parent = contents.hashes[begin - 1] if begin else contents.parent or b""
+    begin, end = contents.place.first + begin, contents.place.first + end
+    block_bytes = description.block_size * TOKEN_BYTES
+    lookahead = None
+    if covered := len(description.lookahead):
+        tokens = description.tokens + description.lookahead
+        ends = range((begin + 1) * block_bytes, (end + 1) * block_bytes, block_bytes)
+        lookahead = tuple(tokens[at : at + covered] for at in ends)
+    return StoredBlocks(
+        hashes,
+        parent,
+        description.tokens[begin * block_bytes : end * block_bytes],
+        description.block_size,
+        contents.group,
+        description.kind,
+        description.window,
+        description.lora,
+        None if description.extra is None else description.extra[begin:end],
+        contents.in_tiers,
+        lookahead,
+    )
+
+
+Describe: TypeAlias = Callable[[Place], Description | None]
+MediumBlocks: TypeAlias = dict[tuple[int, bool], list[bytes]]
+"""Hashes of blocks by their group and whether they are in tiers."""
+
+
+class Announcer:
+    """Announces the blocks of a namespace's chunks.
+
+    Args:
+        describe: reads the description of the chunk at a place; None: it has none, or not any more.
+        tier_groups: groups whose chunks in tiers are announced; None: all.
+    """
+
+    def __init__(self, describe: Describe, tier_groups: Collection[int] | None = None) -> None:
+        self._describe = describe
+        self._tier_groups = tier_groups
+        self._memory: dict[bytes, Chunk] = {}  # by key
+        self._tiers: dict[bytes, Chunk] = {}
+        self._chains = BlockChains()
+        self._removals: OrderedDict[BlockId, None] = OrderedDict()  # newest last
+        self._removals_to_repeat = 0  # of the round, the oldest ones
+        self._round: RepeatRound | None = None
+
+    def __len__(self) -> int:
+        return len(self._memory) + len(self._tiers)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether `announce` has blocks to announce again, without any differences."""
+        return bool(self._chains.rechecks)
+
+    @property
+    def announced(self) -> Iterator[tuple[int, bytes, bool]]:
+        """Group and hash of every announced block, and whether it is in tiers.
+
+        Do not announce anything while you iterate.
+        """
+        for block in self._chains:
+            yield block.group.number, block.hash, block.in_tiers
+
+    def announce(self, differences: Differences) -> list[Announcement]:
+        """Return the announcements: stored blocks, parents first, then removed ones.
+
+        Then come blocks that have their chain only now, removed and stored. Call it without
+        differences, too, while it is `waiting`.
+        """
+        announcements: list[Announcement] = []
+        dropped: list[Chunk] = []
+        if differences.stored or differences.kept:
+            for contents in self._parents_first(self._read_differences(differences)):
+                self._store(contents, announcements, dropped)
+        for chunks, keys in (
+            (self._tiers, differences.released),
+            (self._memory, differences.removed),
+        ):
+            dropped += [chunks.pop(key) for key in keys if key in chunks]
+        if dropped:
+            self._drop(dropped, announcements)
+        if self._chains.rechecks:
+            self._announce_chained(announcements)
+        return announcements
+
+    # ----------------------------------------------------------- repeat rounds
+
+    @property
+    def repeating(self) -> bool:
+        """Whether a repeat round is under way."""
+        return self._round is not None
+
+    def begin_repeat(self) -> None:
+        """Begin a repeat round, over again where one is under way."""
+        self._chains.repeat_round += 1
+        self._removals_to_repeat = len(self._removals)
+        self._round = RepeatRound(self._chains.repeat_round, self._memory, self._tiers)
+
+    def repeat(self, num_chunks: int) -> list[Announcement]:
+        """Return the next part of the repeat round: removals, or about so many chunks' blocks.
+
+        Each run of blocks is removed and stored. The part may be empty while the round goes on:
+        see `repeating`. Other differences may be announced between two parts. A chunk whose
+        description cannot be read is left out: it is about to be removed, or the engine is not
+        attached, and no round should run.
+        """
+        announcements: list[Announcement] = []
+        repeat_round = self._round
+        if repeat_round is None:
+            return announcements
+        if self._removals_to_repeat:
+            announcements += self._repeat_removals()
+            return announcements
+        visits = _VISITS_PER_CHUNK * num_chunks
+        while num_chunks > 0 and visits > 0:
+            visits -= 1
+            chunk = repeat_round.visit()
+            if chunk is not None:
+                num_chunks -= self._repeat_chunk(chunk, repeat_round, announcements)
+            elif repeat_round.is_finished:
+                self._round = None
+                break
+        return announcements
+
+    def _repeat_removals(self) -> list[RemovedBlocks]:
+        """Return announcements of some removals; they become the newest ones."""
+        removals, removed = self._removals, MediumBlocks()
+        count = min(self._removals_to_repeat, REMOVALS_PER_PART)
+        self._removals_to_repeat -= count
+        for _ in range(min(count, len(removals))):
+            group, in_tiers, block_hash = block = next(iter(removals))
+            removals.move_to_end(block)
+            removed.setdefault((group, in_tiers), []).append(block_hash)
+        return _removed_blocks(removed)
+
+    def _repeat_chunk(
+        self, chunk: Chunk, repeat_round: RepeatRound, announcements: list[Announcement]
+    ) -> bool:
+        """Announce the blocks of a chunk again that are not repeated; return whether there are."""
+        missing = [block.repeat_round != repeat_round.number for block in chunk.blocks]
+        if not any(missing):
+            return False
+        contents = self._read_chunk(chunk)
+        if contents is None:
+            repeat_round.unreadable.add(chunk)
+            return True
+        for begin, end in runs(missing):
+            for block in chunk.blocks[begin:end]:
+                block.repeat_round = repeat_round.number
+                self._chains.update_chained(block)
+            announcements += _again(stored_blocks(contents, begin, end))
+        return True
+
+    # ------------------------------------------------------------------ stored
+
+    def _read_differences(self, differences: Differences) -> list[ChunkContents]:
+        """Return the chunks that are stored, and those in tiers that can be described now."""
+        describe, tiers = self._describe, self._tiers
+        stored = {
+            key: chunk_contents(key, place, describe(place), in_tiers=False)
+            for key, place in differences.stored.items()
+        }
+        kept: list[ChunkContents] = []
+        for key, place in differences.kept.items():
+            description = None
+            if key in stored:
+                description = stored[key].description
+            elif key in self._memory:
+                description = describe(self._memory[key].place)
+            if description is None and key in tiers and (encoded := tiers[key].description):
+                description = decode(encoded)
+            contents = chunk_contents(key, place, description, in_tiers=True)
+            if self._tier_groups is None or contents.group in self._tier_groups:
+                kept.append(contents)
+        for key, contents in stored.items() if tiers else ():
+            chunk, description = tiers.get(key), contents.description
+            is_by_key = chunk is not None and chunk.description is None
+            if chunk and is_by_key and description is not None and key not in differences.kept:
+                kept.append(chunk_contents(key, chunk.place, description, in_tiers=True))
+        return [*stored.values(), *kept]
+
+    def _parents_first(self, chunks: list[ChunkContents]) -> Iterator[ChunkContents]:
+        """Yield the chunks, each after those that have its parent; store one before the next."""
+        owners: dict[bytes, list[int]] | None = None
+        visited: set[int] = set()
+        for i, contents in enumerate(chunks):
+            if i in visited:
+                continue
+            visited.add(i)
+            parent = contents.parent
+            if not parent or self._chains.has(contents.group, parent):
+                yield contents
+                continue
+            if owners is None:
+                owners = _owners(chunks)
+            path = [i]
+            while path:
+                before = [
+                    owner
+                    for owner in owners.get(chunks[path[-1]].parent or b"", ())
+                    if owner not in visited
+                ]
+                if before:
+                    path += before
+                    visited.update(before)
+                else:
+                    yield chunks[path.pop()]
+
+    def _store(
+        self, contents: ChunkContents, announcements: list[Announcement], dropped: list[Chunk]
+    ) -> None:
+        """Announce the new blocks of a chunk; `dropped` gets the chunk that it replaces."""
+        key, in_tiers, place, description, group, hashes, parent = contents
+        chains, encoded = self._chains, None
+        if description is not None:
+            encoded = encode(description) if in_tiers else b""
+        chunk = Chunk(place, encoded)
+        group_blocks = chains.group(group)
+        announced = group_blocks.media[in_tiers]
+        blocks: list[Block] = []
+        is_new: list[bool] = []
+        for block_hash in hashes:
+            block = announced.get(block_hash)
+            new = True
+            if block is None:
+                block = chains.add(group_blocks, block_hash, parent, in_tiers=in_tiers)
+                if self._removals:
+                    self._removals.pop((group, in_tiers, block_hash), None)
+            elif block.parent is None and parent is not None:
+                chains.describe(block, parent)
+                announcements.append(RemovedBlocks((block_hash,), group, in_tiers))
+            else:
+                new = False
+                if not block.chained:
+                    chains.rechecks.append(block)  # its other chunks may have been unreadable
+            chains.add_holder(block, chunk)
+            blocks.append(block)
+            is_new.append(new)
+            if parent is not None:
+                parent = block_hash
+        chunk.blocks = tuple(blocks)
+        chunks = self._tiers if in_tiers else self._memory
+        if key in chunks:
+            dropped.append(chunks[key])
+        chunks[key] = chunk
+        for begin, end in runs(is_new):
+            announcements.append(stored_blocks(contents, begin, end))
+        if self._round is not None:
+            new_blocks = [block for block, new in zip(blocks, is_new, strict=True) if new]
+            self._round.note_announced(chunk, new_blocks)
+
+    # ----------------------------------------------------------------- removed
+
+    def _drop(self, chunks: list[Chunk], announcements: list[Announcement]) -> None:
+        """Announce that the blocks are removed that these chunks alone had."""
+        chains, removals, removed = self._chains, self._removals, MediumBlocks()
+        for chunk in chunks:
+            for block in chunk.blocks:
+                group, in_tiers, block_hash = block.group.number, block.in_tiers, block.hash
+                is_removed = chains.remove_holder(block, chunk)
+                if is_removed and self._round is not None:
+                    self._repeat_other_medium(block, self._round, announcements)
+                if is_removed:
+                    removed.setdefault((group, in_tiers), []).append(block_hash)
+                    removals[group, in_tiers, block_hash] = None
+                    if len(removals) > MAX_REMEMBERED_REMOVALS:
+                        removals.popitem(last=False)
+                elif block.parent is not None and not block.is_described:
+                    chains.undescribe(block)
+                    by_key = StoredBlocks((block_hash,), b"", b"", 0, group, in_tiers=in_tiers)
+                    announcements += _again(by_key)
+            chunk.blocks = ()
+        announcements += _removed_blocks(removed)
+
+    def _repeat_other_medium(
+        self, removed: Block, repeat_round: RepeatRound, announcements: list[Announcement]
+    ) -> None:
+        """Repeat a block before the other medium loses it, so that routers always have one.
+
+        A router that knows only what this round has repeated would drop the block's children.
+        """
+        block = removed.group.media[not removed.in_tiers].get(removed.hash)
+        if block is None or removed.repeat_round != repeat_round.number:
+            return
+        for chunk in islice(each(block.holders), MAX_HOLDERS_READ):
+            if block.repeat_round != repeat_round.number and chunk.description is not None:
+                self._repeat_chunk(chunk, repeat_round, announcements)
+
+    # ----------------------------------------------------------- chained later
+
+    def _announce_chained(self, announcements: list[Announcement]) -> None:
+        """Announce blocks again that have their chain only now, a bounded number."""
+        chains, left = self._chains, MOST_REPEATED
+        while chains.rechecks and left:
+            block = chains.rechecks.popleft()
+            if block.holders is None or block.chained or not block.has_chain:
+                continue
+            left -= 1
+            for chunk in islice(each(block.holders), MAX_HOLDERS_READ):
+                contents = None if chunk.description is None else self._read_chunk(chunk)
+                if contents is not None:
+                    begin = end = chunk.blocks.index(block)
+                    while end < len(chunk.blocks) and chains.update_chained(chunk.blocks[end]):
+                        end += 1
+                    announcements += _again(stored_blocks(contents, begin, end))
+                    if self._round is not None:
+                        self._round.note_announced(chunk, chunk.blocks[begin:end])
+                    break
+
+    def _read_chunk(self, chunk: Chunk) -> ChunkContents | None:
+        """Return a chunk as it was announced; None: its description cannot be read any more."""
+        first, place = chunk.blocks[0], chunk.place
+        hashes = tuple(block.hash for block in chunk.blocks)
+        description = None
+        if chunk.description is not None:
+            encoded, end = chunk.description, place.first + place.count
+            description = decode(encoded) if encoded else self._describe(place)
+            if description is None or description.hashes[place.first : end] != hashes:
+                return None
+        group, parent = first.group.number, first.parent
+        return ChunkContents(b"", first.in_tiers, place, description, group, hashes, parent)
+
+    # --------------------------------------------------------------- integrity
+
+    def check_integrity(self) -> None:
+        """Raise ReaderFault where chunks and blocks contradict each other."""
+        self._chains.check_integrity()
+        chunks = {*self._memory.values(), *self._tiers.values()}
+        if len(chunks) != len(self):
+            raise ReaderFault(f"a chunk has two keys: {self!r}")
+        holders = {(block, chunk) for block in self._chains for chunk in each(block.holders)}
+        if holders != {(block, chunk) for chunk in chunks for block in chunk.blocks}:
+            raise ReaderFault(f"chunks and blocks do not agree: {self!r}")
+        removals = self._removals.keys()
+        announced = {(group, in_tiers, each) for group, each, in_tiers in self.announced}
+        if len(removals) > MAX_REMEMBERED_REMOVALS or removals & announced:
+            raise ReaderFault(f"removals that are too many, or announced: {self!r}")
+
+    def __repr__(self) -> str:
+        return f"<Announcer of {len(self)} chunks: {self._chains!r}>"
+
+
+def runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
+    """Yield first index and end of each run of true flags."""
+    begin = None
+    for i, flag in enumerate([*flags, False]):
+        if flag and begin is None:
+            begin = i
+        elif not flag and begin is not None:
+            yield begin, i
+            begin = None
+
+
+def _again(stored: StoredBlocks) -> tuple[RemovedBlocks, StoredBlocks]:
+    """Return the announcements that announce announced blocks again."""
+    return RemovedBlocks(stored.hashes, stored.group, stored.in_tiers), stored
+
+
+def _removed_blocks(removed: MediumBlocks) -> list[RemovedBlocks]:
+    return [
+        RemovedBlocks(tuple(hashes), group, in_tiers)
+        for (group, in_tiers), hashes in removed.items()
+    ]
+
+
+def _owners(chunks: list[ChunkContents]) -> dict[bytes, list[int]]:
+    """Return the indices of the chunks that have a block, by its hash."""
+    owners: dict[bytes, list[int]] = {}
+    for i, contents in enumerate(chunks):
+        if contents.parent is not None:
+            for block_hash in contents.hashes:
+                owners.setdefault(block_hash, []).append(i)
+    return owners

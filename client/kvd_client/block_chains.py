@@ -1,0 +1,336 @@
+"""The announced blocks, which of them are chained, and in which order a round repeats them.
+
+A block is chained when it and all blocks before it, up to a prompt's first block, are announced in
+its KV-cache group, each in memory or in tiers. A router that requires the parent accepts a block
+only then. `Block.chained` says how the block was announced last: a block that was announced while
+it was not chained, and has its chain now, is in `BlockChains.rechecks` and is announced again.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TypeAlias, TypeVar
+
+from kvd_client.change_reader import Place
+from kvd_client.errors import ReaderFault
+
+MAX_HOLDERS_READ = 8
+"""Chunks of a block that are tried until a description can be read."""
+
+T = TypeVar("T")
+BlockId: TypeAlias = tuple[int, bool, bytes]
+"""Group of a block, whether it is in tiers, and its hash."""
+OneOrMore: TypeAlias = T | dict[T, None] | None
+"""Nothing, one, or the keys of a dict: nearly always one, for which a dict would be large."""
+
+
+class Chunk:
+    """An announced chunk, in memory or in tiers.
+
+    place: where it lies, and which of its blocks it has.
+    blocks: each is the parent of the next; none: the chunk is not announced any more.
+    description: encoded, of a chunk in tiers. Empty: the chunk is in memory, and its description is
+        read at its place. None: the chunk is known by its key alone.
+    """
+
+    __slots__ = ("blocks", "description", "place")
+
+    def __init__(self, place: Place, description: bytes | None) -> None:
+        self.place, self.description = place, description
+        self.blocks: tuple[Block, ...] = ()
+
+
+class GroupBlocks:
+    """The announced blocks of one KV-cache group.
+
+    number: index of the group.
+    media: the blocks in memory, and those in tiers, by hash; `in_tiers` is the index.
+    children: the described blocks in both media, by the hash of the parent.
+    """
+
+    __slots__ = ("children", "media", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.media: tuple[dict[bytes, Block], dict[bytes, Block]] = ({}, {})
+        self.children: dict[bytes, OneOrMore[Block]] = {}
+
+
+class Block:
+    """An announced block of a group, in memory or in tiers.
+
+    parent: hash of the block before it; empty: it is a prompt's first; None: all its holders are
+        known by their keys alone.
+    holders: the chunks that have it.
+    chained: it was announced, or announced again, when all blocks before it were.
+    repeat_round: number of the last repeat round that has announced it, or of which it needs no
+        more.
+    """
+
+    __slots__ = ("chained", "group", "hash", "holders", "in_tiers", "parent", "repeat_round")
+
+    def __init__(
+        self,
+        group: GroupBlocks,
+        block_hash: bytes,
+        parent: bytes | None,
+        repeat_round: int,
+        *,
+        in_tiers: bool,
+    ) -> None:
+        self.group, self.hash, self.parent, self.in_tiers = group, block_hash, parent, in_tiers
+        self.holders: OneOrMore[Chunk] = None
+        self.chained = False
+        self.repeat_round = repeat_round
+
+    @property
+    def parents(self) -> list["Block"]:
+        """The blocks before it: one in memory, one in tiers, or none."""
+        parent, media = self.parent, self.group.media
+        return [blocks[parent] for blocks in media if parent in blocks] if parent else []
+
+    @property
+    def has_chain(self) -> bool:
+        """Whether it is chained if it is announced now."""
+        parent = self.parent
+        if not parent:
+            return parent is not None
+        memory, tiers = self.group.media
+        before = memory.get(parent)
+        if before is not None and before.chained:
+            return True
+        before = tiers.get(parent)
+        return before is not None and before.chained
+
+    @property
+    def is_described(self) -> bool:
+        """Whether a chunk that has it is known by more than its key."""
+        return any(chunk.description is not None for chunk in each(self.holders))
+
+
+class BlockChains:
+    """All announced blocks.
+
+    Attributes:
+        rechecks: blocks that were announced while they were not chained, and may have a chain now.
+        repeat_round: number of the last repeat round; new blocks have it.
+    """
+
+    def __init__(self) -> None:
+        self.rechecks: deque[Block] = deque()
+        self.repeat_round = 0
+        self._groups: dict[int, GroupBlocks] = {}  # none is empty
+
+    def __iter__(self) -> Iterator[Block]:
+        for group in self._groups.values():
+            for blocks in group.media:
+                yield from blocks.values()
+
+    def group(self, number: int) -> GroupBlocks:
+        """Return a group's blocks; of a new group there are none, and the caller adds one."""
+        group = self._groups.get(number)
+        if group is None:
+            group = self._groups[number] = GroupBlocks(number)
+        return group
+
+    def has(self, group: int, block_hash: bytes) -> bool:
+        """Return whether the block is announced in memory or in tiers."""
+        blocks = self._groups.get(group)
+        if blocks is None:
+            return False
+        memory, tiers = blocks.media
+        return block_hash in memory or block_hash in tiers
+
+    def add(
+        self, group: GroupBlocks, block_hash: bytes, parent: bytes | None, *, in_tiers: bool
+    ) -> Block:
+        """Return a new block, which is announced now; the caller adds a holder."""
+        block = Block(group, block_hash, parent, self.repeat_round, in_tiers=in_tiers)
+        group.media[in_tiers][block_hash] = block
+        if parent is not None:
+            self._link(block, parent)
+        return block
+
+    def describe(self, block: Block, parent: bytes) -> None:
+        """Link a block that was known by a key alone to its parent: it is announced again."""
+        block.parent = parent
+        self._link(block, parent)
+
+    def undescribe(self, block: Block) -> None:
+        """Unlink a block from its parent: it is announced again by its key alone."""
+        self._unlink(block)
+        block.parent = None
+
+    def add_holder(self, block: Block, chunk: Chunk) -> None:
+        """Note that the chunk has the block."""
+        block.holders = _with(block.holders, chunk)
+
+    def remove_holder(self, block: Block, chunk: Chunk) -> bool:
+        """Return whether no chunk has the block any more, so that it is removed."""
+        block.holders = _without(block.holders, chunk)
+        if block.holders is not None:
+            return False
+        group = block.group
+        memory, tiers = group.media
+        del group.media[block.in_tiers][block.hash]
+        self._unlink(block)
+        if not memory and not tiers:
+            del self._groups[group.number]
+        return True
+
+    def update_chained(self, block: Block) -> bool:
+        """Return whether the block is chained now and was not before; its children are checked."""
+        if block.chained or not block.has_chain:
+            return False
+        block.chained = True
+        children = block.group.children.get(block.hash)
+        if children is not None:
+            self.rechecks.extend(child for child in each(children) if not child.chained)
+        return True
+
+    def _link(self, block: Block, parent: bytes) -> None:
+        if parent:
+            children = block.group.children
+            children[parent] = _with(children.get(parent), block)
+        self.update_chained(block)
+
+    def _unlink(self, block: Block) -> None:
+        """Separate the block from its parent; blocks that lose their chain by it are unchained."""
+        children = block.group.children
+        if block.parent:
+            siblings = _without(children.pop(block.parent), block)
+            if siblings is not None:
+                children[block.parent] = siblings
+        if not block.chained:
+            return
+        block.chained = False
+        unchained = [block]
+        while unchained:
+            for child in each(children.get(unchained.pop().hash)):
+                if child.chained and not child.has_chain:
+                    child.chained = False
+                    unchained.append(child)
+
+    def check_integrity(self) -> None:
+        """Raise ReaderFault where blocks contradict each other."""
+        if not all(any(group.media) for group in self._groups.values()):
+            raise ReaderFault(f"a group is empty: {self!r}")
+        linked = {
+            (group.number, parent, block)
+            for group in self._groups.values()
+            for parent, some in group.children.items()
+            for block in each(some)
+        }
+        if linked != {(block.group.number, block.parent, block) for block in self if block.parent}:
+            raise ReaderFault(f"blocks and their parents do not agree: {self!r}")
+        for block in self:
+            if block.holders is None or block.is_described != (block.parent is not None):
+                raise ReaderFault(f"{block.hash.hex()} has no holder, or a wrong parent: {self!r}")
+            if block.chained and not block.has_chain:
+                raise ReaderFault(f"{block.hash.hex()} is chained without its parent: {self!r}")
+
+    def __repr__(self) -> str:
+        return f"<BlockChains of {sum(1 for _ in self)} blocks, {len(self.rechecks)} rechecks>"
+
+
+class RepeatRound:
+    """The order of a repeat round: each chunk comes after the chunks with its parent.
+
+    Args:
+        number: of the round; a block that it has repeated has this `repeat_round`.
+        media: announced chunks by key, of each medium.
+
+    Attributes:
+        unreadable: chunks whose descriptions could not be read; they are left out.
+    """
+
+    def __init__(self, number: int, *media: dict[bytes, Chunk]) -> None:
+        self.number = number
+        self.unreadable: set[Chunk] = set()
+        self._media = list(media)
+        self._chunks: list[Chunk] = []  # of the first of the media; the next chunk is the last
+        self._added: deque[Chunk] = deque()  # announced since, before blocks that they follow
+        self._by_key: deque[Chunk] = deque()  # known by their keys alone
+        self._path: dict[Chunk, None] = {}  # the last one is next, and those before it wait for it
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether no chunk is left."""
+        return not (self._path or self._chunks or self._media or self._added or self._by_key)
+
+    def visit(self) -> Chunk | None:
+        """Return the next chunk; None: another one comes first, or none is left."""
+        if not self._chunks and self._media:
+            self._chunks = list(self._media.pop(0).values())  # of both at once would take too long
+            self._chunks.reverse()
+        if self._path:
+            chunk = next(reversed(self._path))
+        elif self._chunks or self._added:
+            chunk = self._chunks.pop() if self._chunks else self._added.popleft()
+            if chunk.description is None:
+                self._by_key.append(chunk)
+                return None
+            self._path[chunk] = None
+        elif self._by_key:
+            return self._by_key.popleft()
+        else:
+            return None
+        holder = self._parent_holder(chunk)
+        if holder is not None:
+            self._path[holder] = None
+            return None
+        del self._path[chunk]
+        return chunk
+
+    def note_announced(self, chunk: Chunk, blocks: Iterable[Block]) -> None:
+        """Note that blocks of a chunk were announced during the round.
+
+        They are repeated, too, if their chain is not repeated yet: routers may not know it.
+        """
+        for block in blocks:
+            repeated = not block.chained or self._follows_repeated(block)
+            block.repeat_round = self.number if repeated else self.number - 1
+        if any(block.repeat_round != self.number for block in chunk.blocks):
+            self._added.append(chunk)
+
+    def _follows_repeated(self, block: Block) -> bool:
+        """Return whether the chain of a block is repeated, in memory or in tiers."""
+        return block.parent == b"" or any(
+            parent.chained and parent.repeat_round == self.number for parent in block.parents
+        )
+
+    def _parent_holder(self, chunk: Chunk) -> Chunk | None:
+        """Return a chunk that is to be repeated before this one: it has the parent's block."""
+        first = chunk.blocks[0] if chunk.blocks else None
+        if first is None or first.repeat_round == self.number or self._follows_repeated(first):
+            return None
+        for parent in first.parents:
+            if parent.repeat_round != self.number:
+                for holder in islice(each(parent.holders), MAX_HOLDERS_READ):
+                    is_next = holder not in self._path and holder not in self.unreadable
+                    if is_next and holder.description is not None:
+                        return holder
+        return None
+
+
+def each(some: OneOrMore[T]) -> Iterator[T]:
+    """Iterate over all of them."""
+    if isinstance(some, dict):
+        return iter(some)
+    return iter(() if some is None else (some,))
+
+
+def _with(some: OneOrMore[T], one: T) -> OneOrMore[T]:
+    if some is None or some is one:
+        return one
+    if not isinstance(some, dict):
+        some = {some: None}
+    some[one] = None
+    return some
+
+
+def _without(some: OneOrMore[T], one: T) -> OneOrMore[T]:
+    if isinstance(some, dict):
+        some.pop(one, None)
+        return some if len(some) > 1 else next(iter(some))
+    return None if some is one else some

@@ -1,0 +1,682 @@
+"""What routers make of announcements: sets, counters, and trees that drop what has no parent.
+
+Of routers some hear everything, some come late, and some lose messages until a round repeats all.
+"""
+
+import struct
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+from msgspec import structs
+
+from kvd_client import announcer as announcer_module
+from kvd_client.announcer import Announcement, Announcer, RemovedBlocks, StoredBlocks
+from kvd_client.block_chains import BlockId
+from kvd_client.change_reader import NO_SLOT, Differences, Place
+from kvd_proto.descriptions import Description
+
+BLOCK_SIZE = 2
+NODES = 14
+GROUPS = 2
+
+
+def block_hash(node: int) -> bytes:
+    """Of a node of a tree of blocks."""
+    return bytes([65 + node]) * 8
+
+
+def key_of(node: int, group: int = 0) -> bytes:
+    """Of the chunk that ends with this block, as vLLM names it."""
+    return block_hash(node) + group.to_bytes(4, "big")
+
+
+def tokens_of(nodes: Iterable[int]) -> bytes:
+    """Two for each block."""
+    return b"".join(struct.pack("<2I", node, 1000 + node) for node in nodes)
+
+
+def describe(nodes: list[int], parent: int | None, group: int = 0) -> Description:
+    """A chunk of these blocks."""
+    return Description(
+        parent=b"" if parent is None else block_hash(parent),
+        hashes=tuple(map(block_hash, nodes)),
+        tokens=tokens_of(nodes),
+        block_size=BLOCK_SIZE,
+        group=group,
+        kind="full_attention",
+        extra=tuple((f"salt {node}",) for node in nodes),
+    )
+
+
+def ids_of(announcement: Announcement) -> list[BlockId]:
+    """The blocks that are announced."""
+    group, in_tiers = announcement.group, announcement.in_tiers
+    return [(group, in_tiers, block_hash) for block_hash in announcement.hashes]
+
+
+class CountingRouter:
+    """Counts how often a block was stored and removed; it ignores removals of unknown blocks."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[BlockId] = Counter()
+
+    def hear(self, announcement: Announcement) -> None:
+        """Count one."""
+        for block in ids_of(announcement):
+            if isinstance(announcement, StoredBlocks):
+                self.counts[block] += 1
+            elif self.counts[block]:
+                self.counts[block] -= 1
+
+
+class HashRouter:
+    """As llm-d: a block whose parent has no hash that it knows is dropped, whatever the group.
+
+    One without tokens is another tier of a block that it knows.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: set[BlockId] = set()
+
+    def hear(self, announcement: Announcement) -> None:
+        """Add or remove."""
+        blocks = ids_of(announcement)
+        hashes = {block[2] for block in self.blocks}
+        if isinstance(announcement, RemovedBlocks):
+            self.blocks.difference_update(blocks)
+        elif not announcement.tokens:
+            self.blocks.update(block for block in blocks if block[2] in hashes)
+        elif not announcement.parent or announcement.parent in hashes:
+            self.blocks.update(blocks)
+
+
+class TreeRouter:
+    """Each group has a tree; what follows a block goes when no medium has the block any more."""
+
+    def __init__(self) -> None:
+        self.parents: dict[BlockId, bytes] = {}
+
+    def hear(self, announcement: Announcement) -> None:
+        """Add or remove."""
+        if isinstance(announcement, RemovedBlocks):
+            for block in ids_of(announcement):
+                self._remove(block)
+        elif announcement.tokens:
+            parent = announcement.parent
+            if parent and not self._has(announcement.group, parent):
+                return
+            for block in ids_of(announcement):
+                self.parents[block] = parent
+                parent = block[2]
+
+    def _has(self, group: int, block_hash: bytes) -> bool:
+        return (group, False, block_hash) in self.parents or (
+            (group, True, block_hash) in self.parents
+        )
+
+    def _remove(self, block: BlockId) -> None:
+        group, _, block_hash = block
+        if self.parents.pop(block, None) is not None and not self._has(group, block_hash):
+            for child, parent in list(self.parents.items()):
+                if (child[0], parent) == (group, block_hash):
+                    self._remove(child)
+
+
+class Listener:
+    """One router of each kind.
+
+    Attributes:
+        is_deaf: it hears nothing now.
+        lost: it has lost messages: its counts are wrong for ever.
+        exact: it has heard all messages, or a whole round and all since.
+    """
+
+    def __init__(self, *, exact: bool) -> None:
+        self.counting, self.hashes, self.tree = CountingRouter(), HashRouter(), TreeRouter()
+        self.plain: set[BlockId] = set()
+        self.is_deaf = self.lost = False
+        self.exact = exact
+
+    def hear(self, announcement: Announcement) -> None:
+        """Tell it to all routers."""
+        if self.is_deaf:
+            return
+        for router in (self.counting, self.hashes, self.tree):
+            router.hear(announcement)
+        if isinstance(announcement, StoredBlocks):
+            self.plain.update(ids_of(announcement))
+        else:
+            self.plain.difference_update(ids_of(announcement))
+
+
+class RoutersMachine(RuleBasedStateMachine):
+    """Chunks that come and go in any order, of a tree of blocks in two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.descriptions: dict[Place, Description] = {}
+        self.said: dict[bytes, Place] = {}
+        self.kept: dict[bytes, tuple[int, int]] = {}  # node, and blocks left out; in tiers
+        self.bare: set[bytes] = set()  # of these, those that are known by their keys alone
+        self.doomed: set[bytes] = set()  # of `said`, those that cannot be described any more
+        self.announcer = Announcer(self.descriptions.get)
+        self.listeners = [Listener(exact=True) for _ in range(3)]
+        self.in_round: list[Listener] = []  # they have heard all of this round
+        self.generation = 0
+
+    @initialize(
+        parents=st.lists(st.integers(0, 3), min_size=NODES, max_size=NODES),
+        lengths=st.lists(st.integers(1, 4), min_size=NODES, max_size=NODES),
+        undescribed=st.sets(st.integers(0, NODES - 1), max_size=3),
+    )
+    def plant(self, parents: list[int], lengths: list[int], undescribed: set[int]) -> None:
+        """Node n comes after one of the four before it, or begins a prompt."""
+        self.parents = [None if not back else n - back for n, back in enumerate(parents)]
+        self.parents = [None if p is not None and p < 0 else p for p in self.parents]
+        self.lengths, self.undescribed = lengths, undescribed
+
+    def nodes(self, node: int) -> tuple[list[int], int | None]:
+        """The blocks of the chunk that ends with this one, and what comes before it."""
+        path: list[int] = []
+        at: int | None = node
+        while at is not None and len(path) < self.lengths[node]:
+            path.insert(0, at)
+            at = self.parents[at]
+        return path, at
+
+    def place(self, node: int, group: int, cut: int) -> Place:
+        """A new place of this chunk, without some of its first blocks."""
+        path, before = self.nodes(node)
+        self.generation += 1
+        first = min(cut, len(path) - 1)
+        place = Place(node, self.generation, first, len(path) - first, 0)
+        if node not in self.undescribed:
+            self.descriptions[place] = describe(path, before, group)
+        return place
+
+    chunks = st.tuples(st.integers(0, NODES - 1), st.integers(0, GROUPS - 1), st.integers(0, 2))
+
+    @rule(
+        stored=st.lists(chunks, max_size=6),
+        removed=st.lists(st.integers(0, 100), max_size=3),
+        kept=st.lists(chunks, max_size=4),
+        released=st.lists(st.integers(0, 100), max_size=3),
+    )
+    def announce(
+        self,
+        stored: list[tuple[int, int, int]],
+        removed: list[int],
+        kept: list[tuple[int, int, int]],
+        released: list[int],
+    ) -> None:
+        """Some chunks came, or came again with other blocks, and some went; in tiers, too."""
+        differences = Differences()
+        for choice in removed:
+            if self.said:
+                key = list(self.said)[choice % len(self.said)]
+                self.descriptions.pop(self.said.pop(key), None)
+                self.doomed.discard(key)
+                differences.removed.append(key)
+        for node, group, cut in stored:
+            key = key_of(node, group)
+            if key not in differences.removed:
+                if key in self.said:
+                    self.descriptions.pop(self.said[key], None)
+                self.said[key] = differences.stored[key] = self.place(node, group, cut)
+                self.doomed.discard(key)
+        for choice in released:
+            if self.kept:
+                key = list(self.kept)[choice % len(self.kept)]
+                del self.kept[key]
+                self.bare.discard(key)
+                differences.released.append(key)
+        for node, group, cut in kept:
+            key = key_of(node, group)
+            if key not in differences.released:
+                self.keep(key, node, cut, differences)
+        self.bare -= {key for key in differences.stored if self.is_described(key)}
+        self.hear(self.announcer.announce(differences))
+
+    def keep(self, key: bytes, node: int, cut: int, differences: Differences) -> None:
+        """Tiers hold a chunk without some of its first blocks."""
+        path, _ = self.nodes(node)
+        first = min(cut, len(path) - 1)
+        if not self.is_described(key) and (key not in self.kept or key in self.bare):
+            self.bare.add(key)
+        else:
+            self.bare.discard(key)
+        self.kept[key] = node, first
+        differences.kept[key] = Place(NO_SLOT, 0, first, len(path) - first, 0)
+
+    @rule(choices=st.lists(st.integers(0, 100), min_size=1, max_size=4))
+    def move_down(self, choices: list[int]) -> None:
+        """Tiers get chunks that are in memory, too."""
+        differences = Differences()
+        for choice in choices:
+            if self.said:
+                key = list(self.said)[choice % len(self.said)]
+                self.keep(key, self.said[key].slot, self.said[key].first, differences)
+        self.hear(self.announcer.announce(differences))
+
+    @rule(choices=st.lists(st.integers(0, 100), min_size=1, max_size=4))
+    def evict(self, choices: list[int]) -> None:
+        """Memory loses chunks that tiers have."""
+        both = [key for key in self.said if key in self.kept]
+        gone = list({both[choice % len(both)]: None for choice in choices if both})
+        for key in gone:
+            self.descriptions.pop(self.said.pop(key), None)
+            self.doomed.discard(key)
+        self.hear(self.announcer.announce(Differences(removed=gone)))
+
+    def is_described(self, key: bytes) -> bool:
+        """Whether a chunk is in memory, with a description."""
+        return key in self.said and self.said[key] in self.descriptions
+
+    @rule(choice=st.integers(0, 100))
+    def doom(self, choice: int) -> None:
+        """A chunk is gone from memory, and its removal is not announced yet."""
+        described = [key for key in self.said if self.is_described(key)]
+        if described:
+            key = described[choice % len(described)]
+            del self.descriptions[self.said[key]]
+            self.doomed.add(key)
+
+    @rule()
+    def bury(self) -> None:
+        """The removals of such chunks are announced."""
+        for key in self.doomed:
+            del self.said[key]
+        self.hear(self.announcer.announce(Differences(removed=list(self.doomed))))
+        self.doomed.clear()
+
+    @rule()
+    def go_on(self) -> None:
+        """Nothing came or went."""
+        self.hear(self.announcer.announce(Differences()))
+
+    # ---------------------------------------------------------- repeat rounds
+
+    @precondition(lambda self: not self.announcer.repeating)
+    @rule()
+    def lose(self) -> None:
+        """A router loses what comes, or hears again after that."""
+        listener = self.listeners[1]
+        listener.is_deaf = not listener.is_deaf
+        listener.lost, listener.exact = True, False
+
+    @precondition(lambda self: self.announcer.repeating)
+    @rule()
+    def lose_round(self) -> None:
+        """A router loses a part of a round."""
+        self.listeners[2].lost, self.listeners[2].exact = True, False
+        self.listeners[2].is_deaf = True
+        if self.listeners[2] in self.in_round:
+            self.in_round.remove(self.listeners[2])
+
+    @precondition(lambda self: not self.announcer.repeating)
+    @rule()
+    def begin_repeat(self) -> None:
+        """A round begins; another router listens from now on."""
+        self.listeners[3:] = [Listener(exact=False)]
+        self.announcer.begin_repeat()
+        self.listeners[2].is_deaf = False
+        self.in_round = [listener for listener in self.listeners if not listener.is_deaf]
+
+    @precondition(lambda self: self.announcer.repeating)
+    @rule(num_chunks=st.integers(1, 3))
+    def repeat(self, num_chunks: int) -> None:
+        """The round goes on."""
+        part = self.announcer.repeat(num_chunks)
+        for removed, stored in pairwise(part):
+            if isinstance(stored, StoredBlocks):
+                assert isinstance(removed, RemovedBlocks)
+                assert ids_of(removed) == ids_of(stored)
+        self.hear(part, repeated=True)
+        if not self.announcer.repeating:
+            for listener in self.in_round:
+                listener.exact = not listener.is_deaf
+
+    @precondition(lambda self: self.announcer.repeating)
+    @rule()
+    def finish_round(self) -> None:
+        """The rest of the round, and all that waits."""
+        while self.announcer.repeating:
+            self.repeat(3)
+        while self.announcer.waiting:
+            self.go_on()
+
+    def hear(self, announcements: list[Announcement], *, repeated: bool = False) -> None:
+        """All routers hear it."""
+        known = self.listeners[0].plain
+        for announcement in announcements:
+            if isinstance(announcement, StoredBlocks):
+                check_payload(announcement)
+            else:
+                assert repeated or known.issuperset(ids_of(announcement))
+            for listener in self.listeners:
+                listener.hear(announcement)
+
+    # ------------------------------------------------------------------ model
+
+    def blocks(self, *, described: bool = False) -> set[BlockId]:
+        """The blocks of the chunks that are said; those of described chunks alone."""
+        blocks = set()
+        for key, place in self.said.items():
+            by_key = place.slot in self.undescribed
+            if not (by_key and described):
+                nodes = [place.slot] if by_key else self.nodes(place.slot)[0][place.first :]
+                group = int.from_bytes(key[-4:], "big")
+                blocks |= {(group, False, block_hash(node)) for node in nodes}
+        for key, (node, first) in self.kept.items():
+            by_key = key in self.bare
+            if not (by_key and described):
+                nodes = [node] if by_key else self.nodes(node)[0][first:]
+                group = int.from_bytes(key[-4:], "big")
+                blocks |= {(group, True, block_hash(each)) for each in nodes}
+        return blocks
+
+    def chained(self) -> set[BlockId]:
+        """Those that are described, and so are all blocks before them in their group."""
+        described = self.blocks(described=True)
+        chained: set[BlockId] = set()
+        for node in range(NODES):
+            before = self.parents[node]
+            for group in range(GROUPS):
+                if before is None or any(
+                    (group, in_tiers, block_hash(before)) in chained for in_tiers in (False, True)
+                ):
+                    both = {(group, in_tiers, block_hash(node)) for in_tiers in (False, True)}
+                    chained |= both & described
+        return chained
+
+    @invariant()
+    def is_exact(self) -> None:
+        """Routers have what is there."""
+        self.announcer.check_integrity()
+        blocks = self.blocks()
+        assert set(self.announcer.announced) == {
+            (group, block, in_tiers) for group, in_tiers, block in blocks
+        }
+        assert len(self.announcer) == len(self.said) + len(self.kept)
+        assert self.listeners[0].plain == blocks
+        if self.doomed:
+            return
+        for listener in self.listeners:
+            if listener.exact:
+                assert listener.plain == blocks
+                assert listener.lost or +listener.counting.counts == Counter(blocks)
+                if not self.announcer.waiting and not self.announcer.repeating:
+                    self.check_chained(listener)
+
+    def check_chained(self, listener: Listener) -> None:
+        """Routers that need parents have every block whose chain is there.
+
+        One as llm-d keeps what follows a block that has gone: a lookup does not get there.
+        """
+        chained = self.chained()
+        assert chained <= listener.hashes.blocks <= self.blocks()
+        assert set(listener.tree.parents) == chained
+
+    def teardown(self) -> None:
+        """At last a whole round makes all routers right."""
+        if not hasattr(self, "parents"):
+            return
+        self.bury()
+        if self.announcer.repeating:
+            self.finish_round()
+        self.listeners[1].is_deaf = False
+        while self.announcer.waiting:
+            self.go_on()
+        self.is_exact()
+        self.begin_repeat()
+        self.finish_round()
+        assert all(listener.exact for listener in self.listeners)
+        self.is_exact()
+
+
+def check_payload(told: StoredBlocks) -> None:
+    """Tokens and extra keys are those of the blocks."""
+    if told.tokens:
+        nodes = [each[0] - 65 for each in told.hashes]
+        assert told.tokens == tokens_of(nodes)
+        assert told.block_size == BLOCK_SIZE
+        assert told.extra == tuple((f"salt {node}",) for node in nodes)
+    else:
+        assert (told.parent, told.block_size, len(told.hashes)) == (b"", 0, 1)
+
+
+@pytest.mark.hypothesis
+def test_routers_have_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever comes and goes in which order, each kind of router has what it can have."""
+    monkeypatch.setattr(announcer_module, "MOST_REPEATED", 2)
+    monkeypatch.setattr(announcer_module, "REMOVALS_PER_PART", 2)
+    run_state_machine_as_test(
+        RoutersMachine, settings=settings(stateful_step_count=40, parent=settings.default)
+    )
+
+
+def tell(chunks: dict[int, Description | None]) -> tuple[Announcer, list[Announcement]]:
+    """What is told of these chunks, by the node that ends each, when all come at once."""
+    places = {Place(node, 1, 0, 4, 0): found for node, found in chunks.items()}
+    announcer = Announcer(places.get)
+    stored = {key_of(place.slot): place for place in places}
+    return announcer, announcer.announce(Differences(stored))
+
+
+def repeat_all(announcer: Announcer, num_chunks: int = 1) -> list[StoredBlocks]:
+    """What a whole round stores again."""
+    announcements: list[Announcement] = []
+    announcer.begin_repeat()
+    while announcer.repeating:
+        announcements += announcer.repeat(num_chunks)
+    return [each for each in announcements if isinstance(each, StoredBlocks)]
+
+
+def test_parents_come_first() -> None:
+    """Chunks that come at once are told from a prompt's beginning on, each once."""
+    _, told = tell({node: describe([node], node - 1 if node else None) for node in (3, 1, 2, 0)})
+    assert [each.hashes for each in told] == [(block_hash(node),) for node in range(4)]
+
+
+def test_a_chunk_without_description_is_named_by_its_key() -> None:
+    """Without a description hash and group are read from the key; tokens are empty."""
+    _, told = tell({5: None})
+    assert told == [StoredBlocks((block_hash(5),), b"", b"", 0, 0)]
+    short = Announcer(lambda _: None).announce(Differences({b"key": Place(0, 1, 0, 1, 0)}))
+    assert short == [StoredBlocks((b"key",), b"", b"", 0, 0)]
+
+
+def test_a_description_that_comes_later_is_told() -> None:
+    """A chunk that was told by its key alone is taken back when more is known of it."""
+    found: dict[Place, Description] = {}
+    announcer = Announcer(found.get)
+    child = {key_of(1): Place(1, 1, 0, 1, 0)}
+    found[child[key_of(1)]] = describe([1], 0)
+    announcer.announce(Differences({key_of(0): Place(0, 1, 0, 1, 0)}))
+    announcer.announce(Differences(child))
+    again = Place(0, 2, 0, 1, 0)
+    found[again] = describe([0], None)
+    told = announcer.announce(Differences({key_of(0): again}))
+    zero, one = (block_hash(0),), (block_hash(1),)
+    assert [(type(each), each.hashes) for each in told] == [
+        (RemovedBlocks, zero),
+        (StoredBlocks, zero),
+        (RemovedBlocks, one),
+        (StoredBlocks, one),
+    ]
+
+
+def below(first: int = 0) -> Place:
+    """A chunk in tiers, without some of its four blocks."""
+    return Place(NO_SLOT, 0, first, 4 - first, 0)
+
+
+def test_a_chunk_is_told_of_each_medium() -> None:
+    """What is in memory and in tiers is told twice, and taken back of one without the other."""
+    announcer, told = tell({0: describe([0], None)})
+    kept = announcer.announce(Differences(kept={key_of(0): below()}))
+    assert kept == [told[0]._replace(in_tiers=True)]
+    gone = announcer.announce(Differences(removed=[key_of(0)]))
+    assert gone == [RemovedBlocks((block_hash(0),), 0)]
+    assert repeat_all(announcer) == kept
+    gone = announcer.announce(Differences(released=[key_of(0)]))
+    assert gone == [RemovedBlocks((block_hash(0),), 0, in_tiers=True)]
+    assert not list(announcer.announced)
+
+
+def test_a_chunk_that_goes_from_memory_to_tiers_is_told_before_it_is_taken_back() -> None:
+    """A router never has less than is there, and the description is what it was."""
+    found = {Place(0, 1, 0, 1, 0): describe([0], None)}
+    announcer = Announcer(found.get)
+    told = announcer.announce(Differences({key_of(0): next(iter(found))}))
+    moved = announcer.announce(Differences(removed=[key_of(0)], kept={key_of(0): below()}))
+    assert moved == [told[0]._replace(in_tiers=True), RemovedBlocks((block_hash(0),), 0)]
+
+
+def test_a_chunk_that_comes_up_is_described_again() -> None:
+    """What was told by its key alone is told with tokens when it is in memory again."""
+    found: dict[Place, Description] = {}
+    announcer = Announcer(found.get)
+    told = announcer.announce(Differences(kept={key_of(1): below()}))
+    assert told == [StoredBlocks((block_hash(1),), b"", b"", 0, 0, in_tiers=True)]
+    found[Place(0, 1, 0, 1, 0)] = describe([1], 0)
+    told = announcer.announce(Differences({key_of(1): Place(0, 1, 0, 1, 0)}))
+    assert [(type(each), each.in_tiers) for each in told] == [
+        (StoredBlocks, False),
+        (RemovedBlocks, True),
+        (StoredBlocks, True),
+    ]
+    assert isinstance(told[2], StoredBlocks)
+    assert told[2].tokens == tokens_of([1])
+
+
+def test_blocks_are_told_with_the_tokens_that_follow_them() -> None:
+    """Of a hash that covers tokens after its block, those of the next block or after the chunk."""
+    description = structs.replace(describe([0, 1, 2], None), lookahead=tokens_of([3])[:4])
+    place = Place(0, 1, 1, 2, 0)
+    (told,) = Announcer({place: description}.get).announce(Differences({key_of(2): place}))
+    assert isinstance(told, StoredBlocks)
+    assert (told.hashes, told.tokens) == ((block_hash(1), block_hash(2)), tokens_of([1, 2]))
+    assert told.lookahead == (tokens_of([2])[:4], tokens_of([3])[:4])
+
+
+def announced_chain(length: int) -> tuple[Announcer, list[Place]]:
+    """Chunks of one block, each the parent of the next, announced from the last one on."""
+    places = [Place(node, 1, 0, 1, 0) for node in range(length)]
+    described = {
+        place: describe([place.slot], place.slot - 1 if place.slot else None) for place in places
+    }
+    announcer = Announcer(described.get)
+    for place in reversed(places):
+        announcer.announce(Differences({key_of(place.slot): place}))
+    while announcer.waiting:
+        announcer.announce(Differences())
+    return announcer, places
+
+
+def test_a_part_of_a_round_is_bounded() -> None:
+    """A long chain that was announced from its end is repeated from its beginning, in parts."""
+    announcer, _ = announced_chain(100)
+    announcer.begin_repeat()
+    parts = []
+    while announcer.repeating:
+        parts.append(announcer.repeat(2))
+    assert max(map(len, parts)) == 4
+    told = [each.hashes for part in parts for each in part if isinstance(each, StoredBlocks)]
+    assert told == [(block_hash(node),) for node in range(100)]
+
+
+def test_a_chunk_that_leaves_memory_in_a_round_is_repeated_in_tiers_first() -> None:
+    """A router that knows its block from this round only never drops what follows it."""
+    announcer, _ = announced_chain(2)
+    announcer.announce(Differences(kept={key_of(0): below()}))
+    late = TreeRouter()
+    announcer.begin_repeat()
+    for each in announcer.repeat(2):
+        late.hear(each)
+    for each in announcer.announce(Differences(removed=[key_of(0)])):
+        late.hear(each)
+    while announcer.repeating:
+        for each in announcer.repeat(2):
+            late.hear(each)
+    assert set(late.parents) == {(0, True, block_hash(0)), (0, False, block_hash(1))}
+
+
+def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every round, until the blocks are announced again, and a bounded number."""
+    monkeypatch.setattr(announcer_module, "MAX_REMEMBERED_REMOVALS", 3)
+    announcer, places = announced_chain(5)
+    announcer.announce(Differences(removed=[key_of(node) for node in range(5)]))
+    announcer.announce(Differences({key_of(3): places[3]}))
+    for _ in range(2):
+        announcer.begin_repeat()
+        assert announcer.repeat(5) == [RemovedBlocks((block_hash(2), block_hash(4)), 0)]
+        assert [each.hashes for each in announcer.repeat(5)] == [(block_hash(3),)] * 2
+
+
+def test_a_round_begins_over_again() -> None:
+    """A round that is under way ends, and the new one repeats everything."""
+    announcer, _ = announced_chain(3)
+    announcer.begin_repeat()
+    announcer.repeat(2)
+    assert len(repeat_all(announcer)) == len(announcer) == 3
+    assert announcer.repeat(2) == []
+
+
+def test_blocks_of_several_chunks_are_told_once() -> None:
+    """Chunks that share a head share its blocks, which go with the last of them."""
+    first, second = describe([0, 1, 2], None), describe([0, 1, 3], None)
+    announcer, told = tell({2: first, 3: second})
+    assert [(each.hashes, each.group) for each in told] == [
+        ((block_hash(0), block_hash(1), block_hash(2)), 0),
+        ((block_hash(3),), 0),
+    ]
+    assert isinstance(told[1], StoredBlocks)
+    assert (told[1].parent, told[1].tokens) == (block_hash(1), tokens_of([3]))
+    gone = announcer.announce(Differences({}, [key_of(2)]))
+    assert gone == [RemovedBlocks((block_hash(2),), 0)]
+    gone = announcer.announce(Differences({}, [key_of(3)]))
+    assert gone == [RemovedBlocks((block_hash(0), block_hash(1), block_hash(3)), 0)]
+
+
+def test_another_place_says_nothing() -> None:
+    """A chunk that lies elsewhere with the same blocks is nothing to tell."""
+    found = {Place(0, n, 0, 1, 0): describe([0], None) for n in (1, 2)}
+    announcer = Announcer(found.get)
+    first, second = found
+    assert announcer.announce(Differences({key_of(0): first}))
+    assert not announcer.announce(Differences({key_of(0): second}))
+    del found[first]
+    assert [each.hashes for each in repeat_all(announcer)] == [(block_hash(0),)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        describe([0, 0], None),  # one block twice
+        describe([0], 0),  # its own parent
+        describe([1, 0], 0),  # a circle
+    ],
+)
+def test_descriptions_that_lie_do_no_harm(wrong: Description) -> None:
+    """Whatever another engine has written, chunks are told and taken back."""
+    announcer, told = tell({0: wrong, 1: describe([1], 0)})
+    assert told
+    assert repeat_all(announcer)
+    announcer.check_integrity()
+    announcer.announce(Differences({}, [key_of(0)]))
+    announcer.announce(Differences({}, [key_of(1), b"never said"]))
+    announcer.check_integrity()
+    assert not list(announcer.announced)

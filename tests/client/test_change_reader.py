@@ -1,0 +1,301 @@
+"""What readers of changes say, at any interleaving with the writer, is what lookups find."""
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvd_client import change_reader
+from kvd_client.change_reader import ChangeReader, Differences, Place
+from tests.proto.changing import KEYS, RING, Changing, InterruptedView, Operation, operations
+
+READERS = 3
+
+
+class Listener:
+    """A reader, and what somebody holds who applies its differences one by one."""
+
+    def __init__(self) -> None:
+        self.reader = ChangeReader(clock=lambda: 2**63)
+        self.told: dict[bytes, Place] = {}
+        self.below: dict[bytes, Place] = {}
+        self.view: InterruptedView | None = None
+
+    def attach(self, changing: Changing) -> None:
+        """Follow the directory of now."""
+        self.view = changing.view()
+        self.reader.follow(self.view)
+
+    def take(self, limit: int = 10**6, meanwhile: list[Operation] | None = None) -> Differences:
+        """Apply the next differences."""
+        if self.view is not None:
+            self.view.meanwhile = meanwhile or []
+        differences = self.reader.take(limit)
+        _apply(self.told, differences.stored, differences.removed)
+        _apply(self.below, differences.kept, differences.released)
+        return differences
+
+    def settle(self) -> None:
+        """Take until there is nothing more."""
+        for _ in range(100):
+            if not self.reader.waiting:
+                return
+            self.take()
+        raise AssertionError(f"never done: {self.reader!r}")
+
+
+def _apply(told: dict[bytes, Place], stored: dict[bytes, Place], gone: list[bytes]) -> None:
+    """What differences of memory or of tiers make of what was told before."""
+    for key in gone:
+        assert told.pop(key, None) is not None, f"{key!r} was removed, and was not said"
+    for key, place in stored.items():
+        was = told.get(key)
+        assert was is None or was[:4] != place[:4], f"{key!r} was stored twice at {place}"
+        told[key] = place
+    removed = set(gone)
+    assert len(removed) == len(gone), "a key was removed twice"
+    assert not removed & stored.keys(), "a key was removed and stored"
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A snapshot has several pieces, and a call reads one or two of them."""
+    monkeypatch.setattr(change_reader, "PIECE_SLOTS", 5)
+    monkeypatch.setattr(change_reader, "MOST_PIECES", 2)
+    monkeypatch.setattr(change_reader, "PIECE_PLACES", 5)
+    monkeypatch.setattr(change_reader, "MOST_PLACES_PIECES", 7)  # of 10
+
+
+class ReadersMachine(RuleBasedStateMachine):
+    """A writer and several readers, of a ring that holds 8 changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changing = Changing()
+        self.listeners = [Listener() for _ in range(READERS)]
+
+    readers = st.integers(0, READERS - 1)
+
+    @rule(operation=operations)
+    def change(self, operation: Operation) -> None:
+        """One change."""
+        self.changing.apply(operation)
+
+    @rule(some=st.lists(operations, min_size=4, max_size=2 * RING))
+    def change_much(self, some: list[Operation]) -> None:
+        """So many that the ring may overrun."""
+        for operation in some:
+            self.changing.apply(operation)
+
+    @rule(warm=st.booleans())
+    def restart(self, *, warm: bool) -> None:
+        """A new daemon; who was attached reads the directory of the old one until it attaches."""
+        self.changing.open(warm=warm)
+
+    @rule(reader=readers)
+    def attach(self, reader: int) -> None:
+        """A reader follows the directory of now, once more maybe."""
+        self.listeners[reader].attach(self.changing)
+
+    @rule(reader=readers)
+    def leave(self, reader: int) -> None:
+        """A reader is detached: it goes on saying what it said."""
+        listener = self.listeners[reader]
+        listener.reader.leave()
+        listener.view = None
+        assert listener.reader.said.keys() == listener.told.keys()
+
+    @rule(reader=readers)
+    def forget(self, reader: int) -> None:
+        """A reader takes all back."""
+        listener = self.listeners[reader]
+        listener.reader.forget()
+        listener.told.clear()
+        listener.below.clear()
+
+    @rule(reader=readers, limit=st.integers(1, 12))
+    def take(self, reader: int, limit: int) -> None:
+        """A reader takes some."""
+        self.listeners[reader].take(limit)
+
+    @rule(
+        reader=readers,
+        limit=st.integers(1, 12),
+        meanwhile=st.lists(operations, min_size=1, max_size=RING + 4),
+    )
+    def take_meanwhile(self, reader: int, limit: int, meanwhile: list[Operation]) -> None:
+        """A reader takes some, and the directory changes while it reads a piece of it."""
+        self.listeners[reader].take(limit, meanwhile)
+
+    @rule(reader=readers)
+    def settle(self, reader: int) -> None:
+        """At quiescence a reader says what lookups find."""
+        listener = self.listeners[reader]
+        listener.attach(self.changing)
+        self.at_rest(listener)
+
+    @rule()
+    def rest(self) -> None:
+        """And so does each that is attached to the directory of now."""
+        for listener in self.listeners:
+            if listener.view is not None and listener.view.is_of(self.changing):
+                self.at_rest(listener)
+
+    def at_rest(self, listener: Listener) -> None:
+        """What one reader says, is told and finds are the same."""
+        found, below = self.changing.found(), self.changing.below()
+        listener.settle()
+        assert {key: place[:4] for key, place in listener.told.items()} == found
+        assert {key: place[:4] for key, place in listener.reader.said.items()} == found
+        assert {key: place[2:4] for key, place in listener.below.items()} == below
+        assert not listener.reader.take()
+
+    @invariant()
+    def is_sound(self) -> None:
+        """Nothing contradicts itself, and a reader holds no more than what is said."""
+        self.changing.writer.check_integrity()
+        for listener in self.listeners:
+            listener.reader.check_integrity()
+            assert listener.reader.said.keys() == listener.told.keys()
+            assert listener.reader.kept.keys() == listener.below.keys()
+
+    def teardown(self) -> None:
+        """At last all are right."""
+        for listener in self.listeners:
+            listener.attach(self.changing)
+            self.at_rest(listener)
+
+
+A, B = KEYS[:2]
+STORE_A, STORE_B, DROP_A, CLEAR = ("store", 0, 0), ("store", 1, 0), ("drop", 0, 0), ("clear", 0, 0)
+
+
+def following(*some: Operation) -> tuple[Changing, Listener]:
+    """A reader that has taken all of a directory with which this was done."""
+    changing, listener = Changing(), Listener()
+    for operation in some:
+        changing.apply(operation)
+    listener.attach(changing)
+    listener.settle()
+    return changing, listener
+
+
+def test_what_came_and_went_is_not_told() -> None:
+    """Of a chunk that was stored and dropped between two calls nothing is said."""
+    changing, listener = following(STORE_B)
+    for operation in (STORE_A, DROP_A, STORE_A, CLEAR):
+        changing.apply(operation)
+    differences = listener.take()
+    assert differences == Differences({}, [B])
+    assert not listener.reader.waiting
+
+
+def test_a_chunk_that_stayed_is_not_taken_back() -> None:
+    """A warm restart says nothing of the chunks that are there again, and removes the others."""
+    changing, listener = following(STORE_A, STORE_B)
+    changing.open(warm=True)
+    changing.apply(DROP_A)
+    listener.reader.leave()
+    assert not listener.take()
+    listener.attach(changing)
+    told: list[Differences] = []
+    while listener.reader.waiting:
+        told.append(listener.take(1))
+    assert [difference for difference in told if difference] == [Differences({}, [A])]
+
+
+@pytest.mark.parametrize("between", [[], [("store", 2, 0), ("store", 3, 0)]])
+def test_a_chunk_that_came_again_is_not_taken_back(between: list[Operation]) -> None:
+    """A removal speaks of one chunk, not of another that the reader has found under its key.
+
+    That one has another generation, or the same in another slot.
+    """
+    changing, listener = following(STORE_B, STORE_A)
+    listener.attach(changing)
+    for operation in (("drop", 1, 0), DROP_A, *between, STORE_A):
+        changing.apply(operation)
+    assert listener.take(1).stored[A].slot != 1
+    while listener.reader.waiting:
+        assert A not in listener.take(1).removed
+
+
+def test_a_slot_that_changes_while_it_is_read_counts_by_the_ring() -> None:
+    """What was read of a slot may be of two chunks: the ring tells which one is there."""
+    changing, listener = following()
+    changing.apply(STORE_B)
+    listener.attach(changing)
+    listener.take(meanwhile=[("swap", 1, 0)])
+    assert B not in listener.told
+    listener.settle()
+    assert listener.told.keys() == {A}
+
+
+def test_what_is_stored_while_a_snapshot_is_taken_is_not_taken_back() -> None:
+    """A chunk that was said, and is stored in a slot that was seen already, stays said."""
+    changing, listener = following(*[("store", i, 0) for i in range(8)])
+    for i in range(7):
+        changing.apply(("drop", i, 0))
+    listener.attach(changing)
+    listener.take(1)
+    for i in range(1, 6):
+        changing.apply(("store", i, 0))
+    removed = []
+    while listener.reader.waiting:
+        removed += listener.take(1).removed
+    assert sorted(removed) == sorted([KEYS[0], KEYS[6]])
+
+
+def test_an_overrun_keeps_what_was_said() -> None:
+    """A reader that has fallen behind looks through the directory, and tells the differences."""
+    changing, listener = following(STORE_A, STORE_B)
+    for i in range(2 * RING):
+        changing.apply(("store", 3 + i % 4, 0))
+    changing.apply(DROP_A)
+    said: set[bytes] = set()
+    removed: list[bytes] = []
+    while listener.reader.waiting:
+        differences = listener.take()
+        said |= differences.stored.keys()
+        removed += differences.removed
+    assert (said, removed) == (set(KEYS[3:7]), [A])
+    assert (listener.reader.overruns, listener.reader.snapshots) == (1, 2)
+
+
+def test_each_call_does_a_bounded_amount() -> None:
+    """No call reads more changes, or takes back more chunks, than it may."""
+    changing, listener = following(*[("store", i, 0) for i in range(8)])
+    changing.apply(CLEAR)
+    assert [len(listener.take(3).removed) for _ in range(3)] == [3, 3, 2]
+    for i in range(6):
+        changing.apply(("store", i, 0))
+    assert [len(listener.take(4).stored) for _ in range(3)] == [4, 2, 0]
+    assert listener.reader.changes == 7
+
+
+def test_the_lag_is_the_oldest_changes() -> None:
+    """The lag is the time from a change until it was taken, of the one that waited longest."""
+    changing, listener = following()
+    reader = ChangeReader(clock=lambda: when)
+    reader.follow(changing.view())
+    changing.apply(STORE_A)
+    changing.apply(STORE_B)
+    changes = changing.writer.changes.read(0, 2)
+    assert changes is not None
+    when = changes[0][1] + 5_000_000
+    reader.take()
+    assert reader.take_lag() == 5_000_000
+    assert reader.take_lag() == 0
+    assert listener.take().stored[A].time_ns == changes[0][1]
+
+
+@pytest.mark.hypothesis
+def test_readers_say_what_lookups_find() -> None:
+    """Differences, applied one by one, are what lookups find, whatever comes between two calls."""
+    run_state_machine_as_test(
+        ReadersMachine, settings=settings(stateful_step_count=40, parent=settings.default)
+    )

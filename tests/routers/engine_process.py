@@ -1,0 +1,200 @@
+"""An engine without a model: a scheduler and ranks in a process that obeys a pipe.
+
+While it runs it stores parts of its model's conversations, which it describes, and uses them. It
+publishes what changes in the pool as the vLLM connector does, with vLLM's own publisher. It keeps
+the sets of chunks that `Scheduler.take_changes` returned, in memory and in tiers. If the daemon has
+tiers it requests promotions of some of what it uses.
+"""
+
+import random
+import sys
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
+
+from kvd_client import ChunkBlocks, Store, StoreAnswer, StoreTicket
+from kvd_client.change_reader import Differences
+from kvd_client.chunk_blocks import pack_chunks
+from kvd_client.vllm.events import PoolEvents
+from tests.daemon.engines import Engine, make_layout
+from tests.events.content import (
+    CHUNKS,
+    CONVERSATIONS,
+    FACTOR,
+    KINDS,
+    MAIN_GROUP,
+    Chunk,
+    conversation,
+)
+
+NAP_SECONDS = 0.005
+BLOCKS = CHUNKS * FACTOR + 1  # one is the null block
+PARTIAL = 0.2  # so many of a window's stores begin with the last block of a chunk
+SOUGHT = 0.3  # of conversations, below the pool
+JOB_SECONDS = 10.0  # a lane may have been killed meanwhile
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """One engine; those of one model share its chunks.
+
+    Attributes:
+        name: of the engine.
+        instance: its number for routers.
+        model: whose conversations it stores.
+        ranks: of the engine.
+        repeat_seconds: in which it publishes everything once more; 0: never.
+    """
+
+    name: str
+    instance: int
+    model: str
+    ranks: int
+    repeat_seconds: float
+
+    @property
+    def topic(self) -> str:
+        """Under which it publishes, as llm-d expects it."""
+        return f"kv@{self.name}@{self.model}"
+
+    def endpoint(self, folder: Path) -> str:
+        """Return where it publishes."""
+        return f"ipc://{folder}/{self.name}.events"
+
+    def replay_endpoint(self, folder: Path) -> str:
+        """Return where it replays what was missed."""
+        return f"ipc://{folder}/{self.name}.replay"
+
+
+class RecordingScheduler:
+    """A scheduler that records which chunks its changes have named.
+
+    Attributes:
+        ready: keys of chunks that are READY, by what was returned so far.
+        in_tiers: keys of those in tiers.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self.ready: set[bytes] = set()
+        self.in_tiers: set[bytes] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._scheduler, name)
+
+    def take_changes(self) -> Differences:
+        """Return what `Scheduler.take_changes` does."""
+        changes: Differences = self._scheduler.take_changes()
+        self.ready.difference_update(changes.removed)
+        self.ready.update(changes.stored)
+        self.in_tiers.difference_update(changes.released)
+        self.in_tiers.update(changes.kept)
+        return changes
+
+
+class Member:
+    """One engine's life.
+
+    Args:
+        pipe: from which commands come.
+        engine: with its ranks.
+        spec: of the engine.
+        folder: of its sockets.
+        seed: of its choices.
+    """
+
+    def __init__(
+        self, pipe: Connection, engine: Engine, spec: Spec, folder: Path, seed: int
+    ) -> None:
+        self._pipe = pipe
+        self._engine = engine
+        self._random = random.Random(seed)
+        self._running = False
+        self._recorded = RecordingScheduler(engine.scheduler)
+        self._events = PoolEvents(self._recorded, [MAIN_GROUP], spec.repeat_seconds)  # type: ignore[arg-type]  # it delegates
+        self._publisher = ZmqEventPublisher(
+            0, spec.endpoint(folder), spec.replay_endpoint(folder), topic=spec.topic
+        )
+
+    def live(self) -> None:
+        """Obey until the pipe says "end" or is closed."""
+        with suppress(EOFError):
+            while True:
+                if self._pipe.poll(0 if self._running else NAP_SECONDS):
+                    command = self._pipe.recv()
+                    if command == "end":
+                        return
+                    self._do(command)
+                if self._running:
+                    self._turn()
+                self._end_step()
+
+    def _do(self, command: str) -> None:
+        scheduler = self._engine.scheduler
+        if command == "reset":
+            scheduler.reset()
+        elif command == "known":
+            complete = scheduler.attached and not scheduler.changes_waiting
+            self._pipe.send((complete, self._recorded.ready, self._recorded.in_tiers))
+        else:
+            self._running = command == "run"
+            self._pipe.send(command)
+
+    def _end_step(self) -> None:
+        self._engine.scheduler.end_step()
+        if events := self._events.take():
+            self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
+
+    def _turn(self) -> None:
+        """Store the beginning of a conversation, as far as there is room, and use all of it."""
+        chance, engine = self._random, self._engine
+        group = chance.randrange(len(KINDS))
+        number = int(CONVERSATIONS ** chance.random())
+        chunks = conversation(engine.model, number, group)[: chance.randint(1, CHUNKS)]
+        missing = FACTOR - 1 if group and chance.random() < PARTIAL else 0
+        keys = [chunk.key for chunk in chunks]
+        if engine.scheduler.tiers and chance.random() < SOUGHT:
+            engine.scheduler.seek(keys)
+        ranges = [(missing, FACTOR - missing), *[(0, FACTOR)] * (len(keys) - 1)]
+        described = [chunk.description() for chunk in chunks]
+        ticket = engine.scheduler.prepare_store(keys, ranges, described)
+        if ticket.keys:
+            self._store(ticket, chunks, missing)
+        engine.scheduler.request_finished(keys)
+        if not ticket.served or StoreAnswer.FULL in ticket.answers:
+            engine.scheduler.reserve(len(keys), NAP_SECONDS)
+
+    def _store(self, ticket: StoreTicket, chunks: list[Chunk], missing: int) -> None:
+        engine = self._engine
+        blocks = range(1, 1 + len(chunks) * FACTOR - missing)
+        groups = [ChunkBlocks((), ())] * len(KINDS)
+        groups[chunks[0].group] = ChunkBlocks([chunk.key for chunk in chunks], blocks, missing)
+        arrays = pack_chunks(ticket, groups, FACTOR)
+        engine.job += 1
+        for worker in engine.workers.values():
+            worker.submit(Store, engine.job, arrays)
+        done = True
+        for worker in engine.workers.values():
+            worker.wait([engine.job], JOB_SECONDS)
+            results = {result.job_id: result.success for result in worker.get_finished()}
+            done &= results.get(engine.job, False)
+        engine.scheduler.complete_store(ticket, success=done)
+
+
+def run_engine(pipe: Connection, folder: Path, spec: Spec, seed: int) -> None:
+    """Run one engine in this process until its pipe ends it."""
+    with (folder / f"{spec.name}.log").open("a") as log:
+        sys.stdout = sys.stderr = log
+        layout = make_layout(blocks=BLOCKS)
+        run = folder / "run"
+        with Engine(
+            run, spec.name, spec.ranks, spec.model, layout, steps=True, events=True
+        ) as engine:
+            member = Member(pipe, engine, spec, folder, seed)
+            pipe.send(spec.name)
+            member.live()

@@ -1,0 +1,282 @@
+"""What Dynamo's indexer promises of a prompt is what the engine then finds, whatever happened."""
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvd_tools.demo_vllm.engine import EngineProcess
+from tests.conftest import Daemon, StartDaemon
+from tests.routers.fleet import MODEL, NOT_STORED, Fleet, Pairs, RoutedEngine, churn, family
+from tests.routers.indexer import NOTHING, DynamoIndexer
+from tests.vllm.conftest import StartEngine
+from tests.vllm.support import BLOCK, TEST_SECONDS, chunks_of, prompts, wait_served, wait_stored
+from tests.waiting import eventually
+
+POOL = "4MiB"  # 64 chunks; a family of prompts has 108, and each engine has 64 blocks of its own
+LARGE_POOL = "64MiB"
+REPEAT_SECONDS = 3.0
+PROMPT_TOKENS = "vllm:prompt_tokens"
+
+pytestmark = pytest.mark.timeout(TEST_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def indexer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DynamoIndexer]:
+    """The router that follows all engines from their start on."""
+    with DynamoIndexer(tmp_path_factory.mktemp("indexer") / "log") as indexer:
+        yield indexer
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    models: Path, module_dir: Path, start_engine: StartEngine, indexer: DynamoIndexer
+) -> Fleet:
+    """Two engines; when they start there is no daemon."""
+    fleet = Fleet(module_dir, models, start_engine, indexer)
+    for engine in [fleet.start(), fleet.start()]:
+        engine.follow()
+    return fleet
+
+
+@pytest.fixture
+def pairs(request: pytest.FixtureRequest) -> Iterator[Pairs]:
+    """What the test compares; every promise must be kept, and the table shows how many."""
+    pairs = Pairs()
+    yield pairs
+    scenario = request.node.name.removeprefix("test_").replace("_", " ")
+    request.node.user_properties.append(("pairs", (scenario, *pairs.row())))
+    assert not pairs.differences
+    assert pairs.compared
+
+
+def serve(fleet: Fleet, start_daemon: StartDaemon, size: str = POOL, *options: str) -> Daemon:
+    """Start a new daemon for the fleet, in which all engines can store."""
+    daemon = start_daemon(*options, cpu_bytes=size, where=fleet.runtime_dir)
+    attach(fleet, daemon)
+    return daemon
+
+
+def attach(fleet: Fleet, daemon: Daemon) -> None:
+    """Wait until all engines store in this daemon's pool."""
+    wait_served(daemon, *(engine.process for engine in fleet.engines))
+    for engine in fleet.engines:
+        engine.store_something(daemon)
+
+
+def kvd(*arguments: str) -> None:
+    """Run a command of kvd's."""
+    subprocess.run([sys.executable, "-m", "kvd", *arguments], check=True)
+
+
+def only_pool(engine: RoutedEngine, prompt: list[int]) -> int:
+    """Return the tokens of a prompt that the router expects below the engine's device."""
+    promised = engine.promise(prompt)
+    return promised.longest - promised.gpu
+
+
+def test_what_one_engine_stores_is_promised_of_the_other(
+    fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
+) -> None:
+    """A prefix that A has computed is promised of B from the pool, and B finds it there."""
+    daemon = serve(fleet, start_daemon, LARGE_POOL)
+    first, second = fleet.engines
+    asked = family(seed=10)
+    churn(daemon, [first], asked)
+    second.publish_all()
+    assert all(only_pool(second, prompt) for prompt in asked)
+    second.check(asked, pairs)
+    first.check(asked, pairs)
+
+
+def test_evictions_by_both_engines(fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs) -> None:
+    """Two engines evict each other's chunks from a pool that is too small for their prompts."""
+    daemon = serve(fleet, start_daemon)
+    asked = family(seed=20)
+    churn(daemon, fleet.engines, asked)
+    assert daemon.status()["namespaces"][0]["counters"]["evicted"] > 0
+    for engine in fleet.engines:
+        engine.check(asked, pairs)
+    assert 0 < pairs.pooled < pairs.compared
+
+
+def test_kvd_clear(fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs) -> None:
+    """After `kvd clear` only blocks on the engines' devices are promised."""
+    daemon = serve(fleet, start_daemon)
+    asked = family(seed=30)[:6]
+    churn(daemon, fleet.engines, asked)
+    kvd("clear", "--yes", "--runtime-dir", str(fleet.runtime_dir))
+    for engine in fleet.engines:
+        engine.check(asked, pairs)
+    assert not pairs.pooled
+
+
+def test_resets_of_the_pool_and_of_an_engines_own_cache(
+    fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
+) -> None:
+    """A reset with the connector empties the pool for both; one without it leaves the pool."""
+    daemon = serve(fleet, start_daemon)
+    first, second = fleet.engines
+    asked = family(seed=40)[:4]
+    churn(daemon, [first], asked)
+    first.process.reset(external=True)
+    eventually(lambda: chunks_of(daemon).get("ready", 0), lambda ready: not ready)
+    for engine in fleet.engines:
+        engine.check(asked, pairs)
+    assert not pairs.pooled
+
+    churn(daemon, [second], asked)
+    first.process.reset()
+    for engine in fleet.engines:
+        engine.check(asked, pairs)
+    assert pairs.pooled
+
+
+def test_a_daemon_that_is_killed_and_restarts_warm(
+    fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
+) -> None:
+    """The chunks that the next daemon takes over are promised, and found."""
+    daemon = serve(fleet, start_daemon, POOL, "--keep-pool", "yes")
+    asked = family(seed=50)[:6]
+    churn(daemon, fleet.engines, asked)
+    daemon.process.kill()
+    daemon.process.wait()
+    daemon = start_daemon("--keep-pool", "yes", cpu_bytes=POOL, where=fleet.runtime_dir)
+    wait_served(daemon, *(engine.process for engine in fleet.engines))
+    assert chunks_of(daemon)["ready"] > 0
+    for engine in fleet.engines:
+        engine.check(asked, pairs)
+    assert pairs.pooled
+
+
+def test_a_daemon_that_is_killed_and_restarts_cold(
+    fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
+) -> None:
+    """Nothing of the lost pool is promised any more."""
+    daemon = serve(fleet, start_daemon)
+    asked = family(seed=60)[:6]
+    churn(daemon, fleet.engines, asked)
+    daemon.process.kill()
+    daemon.process.wait()
+    daemon = start_daemon("--cold", cpu_bytes=POOL, where=fleet.runtime_dir)
+    attach(fleet, daemon)
+    for engine in fleet.engines:
+        engine.check(asked, pairs)
+    assert not pairs.pooled
+
+
+def test_no_daemon(fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs) -> None:
+    """Idle engines take all of the pool back by themselves, 10 s after the daemon has gone."""
+    daemon = serve(fleet, start_daemon)
+    asked = family(seed=70)[:6]
+    churn(daemon, fleet.engines, asked)
+    for engine in fleet.engines:
+        engine.publish_all()
+        assert engine.pooled_blocks()
+    daemon.process.send_signal(signal.SIGTERM)
+    daemon.process.wait()
+    for engine in fleet.engines:
+        eventually(engine.pooled_blocks, lambda blocks: not blocks)
+        engine.check(asked, pairs)
+    assert not pairs.pooled
+
+
+def test_an_idle_engine_tells_what_the_other_evicts(
+    fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
+) -> None:
+    """Without a request of its own, and its device's blocks stay promised."""
+    daemon = serve(fleet, start_daemon)
+    idle, busy = fleet.engines
+    (prompt,) = prompts(1, seed=80)
+    idle.process.generate([prompt], 1)
+    wait_stored(daemon)
+    idle.process.reset()  # of its own cache: the prompt is in the pool alone
+    idle.publish_all()
+    assert only_pool(idle, prompt) == len(prompt) // BLOCK * BLOCK
+    prompt_tokens = idle.process.metric(PROMPT_TOKENS)
+    asked = [prompt, *family(seed=81)]
+    churn(daemon, [busy], asked[1:])
+    busy.publish_all()
+    eventually(lambda: idle.pooled_blocks() == busy.pooled_blocks())
+    assert not only_pool(idle, prompt)
+    promised = [idle.promise(prompt) for prompt in asked]
+    assert idle.process.metric(PROMPT_TOKENS) == prompt_tokens
+    answers = [idle.process.generate([prompt], 1, **NOT_STORED)[0] for prompt in asked[:3]]
+    for promise, answer in zip(promised, answers, strict=False):
+        pairs.add(idle.instance, promise, answer.cached_tokens)
+    idle.check(asked, pairs)
+    busy.check(asked, pairs)
+
+
+def test_a_disk_tier_below_a_small_pool(
+    fleet: Fleet, start_daemon: StartDaemon, tmp_path: Path, pairs: Pairs
+) -> None:
+    """Chunks on disk are promised as such, and an engine waits for them."""
+    tier = f"disk:{tmp_path / 'tier'},size=256MiB,keep=all"
+    daemon = serve(fleet, start_daemon, POOL, "--tier", tier)
+    asked = family(seed=90)
+    for prompt in asked:  # one after another: the tier keeps up
+        churn(daemon, fleet.engines, [prompt])
+        wait_tier(daemon)
+    assert tier_of(daemon)["chunks"] > chunks_of(daemon)["ready"]
+    for engine in fleet.engines:
+        for prompt in asked:
+            engine.check([prompt], pairs)
+            wait_stored(daemon)
+            wait_tier(daemon)
+    assert pairs.computed < pairs.pooled / 2
+
+
+def tier_of(daemon: Daemon) -> dict[str, Any]:
+    """What the daemon says of its tier."""
+    (tier,) = daemon.status()["tiers"]
+    found: dict[str, Any] = tier
+    return found
+
+
+def wait_tier(daemon: Daemon) -> None:
+    """Wait until no chunk is on its way down or up."""
+    eventually(
+        lambda: tier_of(daemon),
+        lambda tier: not tier["queued_put_bytes"] + tier["queued_get_bytes"],
+    )
+
+
+def test_an_engine_that_comes_late_and_leaves(
+    fleet: Fleet, start_daemon: StartDaemon, tmp_path: Path, pairs: Pairs
+) -> None:
+    """A new engine tells of every chunk in the pool; what it stored stays promised of the others.
+
+    A router that comes when all of it was published long ago, and has no replay, is right after
+    one round of repeated events.
+    """
+    daemon = serve(fleet, start_daemon, LARGE_POOL)
+    asked = family(seed=100)
+    churn(daemon, fleet.engines, asked[:6])
+    late = fleet.start(repeat_events=REPEAT_SECONDS)
+    late.follow()
+    wait_served(daemon, late.process)
+    late.check(asked[:6], pairs)
+    assert pairs.pooled
+    churn(daemon, [late], asked[6:])
+    late.publish_all()
+
+    with DynamoIndexer(tmp_path / "late-router") as router:
+        router.register(late.instance, late.endpoint, MODEL, BLOCK)
+        known = {tuple(prompt): late.promise(prompt) for prompt in asked}
+        for prompt in asked:  # of the device's blocks it has heard nothing: vLLM does not repeat
+            pooled = len(prompt) // BLOCK * BLOCK
+            assert known[tuple(prompt)].longest == pooled
+            eventually(
+                lambda: router.query(prompt, MODEL).get(late.instance, NOTHING).cpu,  # noqa: B023  # called here
+                lambda tokens: tokens == pooled,  # noqa: B023  # called here
+            )
+
+    fleet.leave(late, EngineProcess.kill)
+    for engine in fleet.engines:
+        engine.check(asked, pairs)
+    assert late.promise(asked[0]) == NOTHING
