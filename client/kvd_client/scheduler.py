@@ -60,8 +60,8 @@ class Scheduler(SchedulerTiers):
             tokens for each lookup.
         steps: the engine calls `end_step`, and the daemon is told then what was decided since the
             last one; otherwise each call tells it at once.
-        events: the engine publishes what `take_changes` returns as KV events: chunks are to be
-            described, whether the daemon publishes or not, and the daemon is told how it goes.
+        events: the engine publishes what `take_changes` returns as KV events: it describes its
+            chunks, and reports to the daemon how many changes it has published, and how late.
 
     Raises:
         UsageError: an invalid argument. An absent daemon is no error.

@@ -16,6 +16,7 @@ from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.models import COMMON
 from tests.conftest import Daemon
 from tests.routers.indexer import NOTHING, DynamoIndexer, Matched
+from tests.routers.subscriber import Subscriber
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import BLOCK, Setting, prompts, results, wait_stored, with_kvd
 from tests.waiting import eventually
@@ -142,12 +143,17 @@ class RoutedEngine:
 
 @dataclass
 class Fleet:
-    """Engines on one daemon's pool, and the indexer that follows all of them."""
+    """Engines on one daemon's pool, and the indexer that follows all of them.
+
+    Attributes:
+        subscriber: decodes all that they publish.
+    """
 
     runtime_dir: Path
     models: Path
     start_engine: StartEngine
     indexer: DynamoIndexer
+    subscriber: Subscriber
     engines: list[RoutedEngine] = field(default_factory=list)
 
     def start(self, **extra: Any) -> RoutedEngine:
@@ -159,11 +165,13 @@ class Fleet:
             "publisher": "zmq",
             "endpoint": endpoint,
             "replay_endpoint": replay,
+            "topic": f"kv@engine-{instance}@{MODEL}",  # as llm-d expects it
         }
         extra = {"pending_timeout": PATIENT_SECONDS} | extra
         options = with_kvd(Setting("dense").options(self.models), self.runtime_dir, **extra)
         options = replace(options, args=["--kv-events-config", json.dumps(events)])
         process = self.start_engine(options)
+        self.subscriber.follow(endpoint)
         engine = RoutedEngine(instance, process, self.runtime_dir.parent, self.indexer)
         self.engines.append(engine)
         return engine

@@ -13,6 +13,7 @@ from kvd_tools.demo_vllm.engine import EngineProcess
 from tests.conftest import Daemon, StartDaemon
 from tests.routers.fleet import MODEL, NOT_STORED, Fleet, Pairs, RoutedEngine, churn, family
 from tests.routers.indexer import NOTHING, DynamoIndexer
+from tests.routers.subscriber import Subscriber
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import BLOCK, TEST_SECONDS, chunks_of, prompts, wait_served, wait_stored
 from tests.waiting import eventually
@@ -35,19 +36,27 @@ def indexer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DynamoIndexer]
 @pytest.fixture(scope="module")
 def fleet(
     models: Path, module_dir: Path, start_engine: StartEngine, indexer: DynamoIndexer
-) -> Fleet:
+) -> Iterator[Fleet]:
     """Two engines; when they start there is no daemon."""
-    fleet = Fleet(module_dir, models, start_engine, indexer)
-    for engine in [fleet.start(), fleet.start()]:
-        engine.follow()
-    return fleet
+    with Subscriber() as subscriber:
+        fleet = Fleet(module_dir, models, start_engine, indexer, subscriber)
+        for engine in [fleet.start(), fleet.start()]:
+            engine.follow()
+        yield fleet
 
 
 @pytest.fixture
-def pairs(request: pytest.FixtureRequest) -> Iterator[Pairs]:
-    """What the test compares; every promise must be kept, and the table shows how many."""
-    pairs = Pairs()
+def pairs(request: pytest.FixtureRequest, fleet: Fleet) -> Iterator[Pairs]:
+    """What the test compares; every promise must be kept, and the table shows how many.
+
+    All that the engines have published is decoded by vLLM's structures, and by those of its
+    example subscriber.
+    """
+    pairs, events = Pairs(), fleet.subscriber.events
     yield pairs
+    fleet.subscriber.pump()
+    assert not fleet.subscriber.errors
+    assert fleet.subscriber.events > events
     scenario = request.node.name.removeprefix("test_").replace("_", " ")
     request.node.user_properties.append(("pairs", (scenario, *pairs.row())))
     assert not pairs.differences

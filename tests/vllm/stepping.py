@@ -109,6 +109,9 @@ class Lender:
         taken, self.changes = self.changes, Differences()
         return taken
 
+    def close(self) -> None:
+        """See Scheduler."""
+
     def reset(self, timeout: float) -> None:
         """See Scheduler."""
         assert timeout == 0

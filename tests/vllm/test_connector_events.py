@@ -1,19 +1,26 @@
 """What the connector's half in the scheduler does for KV events, stepped as vLLM does it."""
 
+import queue
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_events import BlockStored
+from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
 
 from kvd_client.change_reader import Place
 from kvd_client.vllm import KvdOffloadingSpec
 from kvd_proto.descriptions import decode
 from tests.vllm.configs import BLOCK, configured
 from tests.vllm.stepping import Lender, Stepping
+from tests.waiting import PATIENCE
 
 PROMPT_BLOCKS = 3
+WAKEUP = (EngineCoreRequestType.WAKEUP, None)
 
 
 @pytest.fixture
@@ -38,28 +45,81 @@ def test_chunks_are_described_where_somebody_publishes(
     assert list(chain.from_iterable(each.hashes for each in told)) == list(request.block_hashes)
 
 
-def test_an_engine_without_requests_steps_for_changes_by_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
-) -> None:
-    """VLLM is told of pending work until the step that publishes them, then not for a second."""
-    half = Stepping(tmp_path, monkeypatch, lender, events=True)
-    assert not half.half.has_pending_push_work()
-    lender.changes.stored[b"another engine's".ljust(36)] = Place(1, 1, 0, 1, 0)
-    assert half.half.has_pending_push_work()
-    half.step()
-    assert [type(event) for event in half.half.take_events()] == [BlockStored]
-    assert not half.half.has_pending_push_work()
-    lender.changes.stored[b"one more".ljust(36)] = Place(2, 1, 0, 1, 0)
-    assert not half.half.has_pending_push_work()
+class Core(EngineCoreProc):  # type: ignore[misc]  # without vLLM's types
+    """An engine that makes a connector's half, and has nothing else that it needs."""
+
+    def __init__(self, make: Callable[[], Stepping]) -> None:
+        self.input_queue: queue.Queue[object] = queue.Queue()
+        self.batches: list[KVEventBatch] = []
+        self.own_events: list[KVCacheEvent] = []
+        self.scheduler: SimpleNamespace | None = SimpleNamespace(
+            kv_cache_manager=SimpleNamespace(take_events=self._take),
+            kv_event_publisher=SimpleNamespace(publish=self.batches.append),
+        )
+        self.half = make().half
+
+    def _take(self) -> list[KVCacheEvent]:
+        taken, self.own_events = self.own_events, []
+        return taken
 
 
-def test_an_engine_that_publishes_nothing_steps_for_requests_only(
+@pytest.fixture
+def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender) -> Iterator[Core]:
+    """An engine that publishes KV events, with a connector."""
+    core = Core(lambda: Stepping(tmp_path, monkeypatch, lender, events=True))
+    yield core
+    core.half.shutdown()
+
+
+def change(lender: Lender, name: str) -> None:
+    """Another engine has stored a chunk."""
+    lender.changes.stored[name.encode().ljust(36)] = Place(1, 1, 0, 1, 0)
+
+
+def test_an_engine_without_requests_publishes_and_does_not_step(core: Core, lender: Lender) -> None:
+    """When vLLM asks for pending work: its own events first, then those of the pool."""
+    assert not core.half.has_pending_push_work()
+    assert not core.batches
+    core.own_events.append(AllBlocksCleared())
+    change(lender, "another engine's")
+    assert not core.half.has_pending_push_work()
+    (batch,) = core.batches
+    assert [type(event) for event in batch.events] == [AllBlocksCleared, BlockStored]
+    change(lender, "one more")
+    assert not core.half.has_pending_push_work()  # not for a second
+    assert len(core.batches) == 1
+
+
+def test_an_idle_engine_is_woken_to_publish(core: Core, lender: Lender) -> None:
+    """By a message that makes vLLM ask for pending work; so it goes on while more waits."""
+    change(lender, "another engine's")
+    assert core.input_queue.get(timeout=PATIENCE) == WAKEUP
+    lender.changes_behind = True
+    core.half.has_pending_push_work()
+    assert core.input_queue.get(timeout=PATIENCE) == WAKEUP
+
+
+def test_an_error_ends_idle_publishing_and_not_the_engine(
+    core: Core, lender: Lender, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once; the engine publishes in its steps."""
+    core.scheduler = None
+    change(lender, "another engine's")
+    assert not core.half.has_pending_push_work()
+    assert not core.half.has_pending_push_work()
+    (line,) = [line for line in caplog.records if line.exc_info]
+    assert "does not publish any more" in line.getMessage()
+    assert [type(event) for event in core.half.take_events()] == [BlockStored]
+
+
+def test_an_engine_in_its_callers_process_publishes_in_steps_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
 ) -> None:
-    """Whatever changes in the pool."""
-    half = Stepping(tmp_path, monkeypatch, lender).half
-    lender.changes.stored[b"another engine's".ljust(36)] = Place(1, 1, 0, 1, 0)
+    """Nothing can wake it, and nothing is lost."""
+    half = Stepping(tmp_path, monkeypatch, lender, events=True).half
+    change(lender, "another engine's")
     assert not half.has_pending_push_work()
+    assert [type(event) for event in half.take_events()] == [BlockStored]
 
 
 def test_an_error_in_the_events_ends_them_and_not_the_engine(
@@ -72,7 +132,7 @@ def test_an_error_in_the_events_ends_them_and_not_the_engine(
     half = Stepping(tmp_path, monkeypatch, lender, events=True).half
     assert half.events is not None
     monkeypatch.setattr(half.events, "take", lambda **_: 1 // 0)
-    lender.changes.stored[b"a change".ljust(36)] = Place(1, 1, 0, 1, 0)
+    change(lender, "another engine's")
     assert [list(half.take_events()) for _ in range(2)] == [[], []]
     assert not half.has_pending_push_work()
     (line,) = [line for line in caplog.records if line.exc_info]

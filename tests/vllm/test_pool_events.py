@@ -14,7 +14,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from kvd_client.announcer import RemovedBlocks, StoredBlocks
 from kvd_client.change_reader import NO_SLOT, Differences, Place
 from kvd_client.vllm.events import PART_CHUNKS, PoolEvents, hashes_in_events, to_event
-from kvd_client.vllm.idle import IDLE_STEP_SECONDS
+from kvd_client.vllm.idle import IDLE_SECONDS
 from kvd_proto.descriptions import Description
 from kvd_proto.messages import TierInfo
 from tests.events.vectors import PAYLOADS
@@ -253,52 +253,52 @@ def test_a_pool_that_cannot_be_watched_is_refused(lost: str) -> None:
 # -------------------------------------------------------------- an idle engine
 
 
-def test_an_idle_engine_steps_once_a_second_for_changes() -> None:
+def test_an_idle_engine_publishes_changes_once_a_second() -> None:
     """As soon as something waits, then at most once a second while more and more comes."""
     pool, clock = Pool(described(11), described(12, 11)), Clock()
     events = events_of(pool, clock=clock)
-    assert not events.needs_step()
+    assert not events.is_due()
     pool.coming.stored.update(pool.there([0]))
-    assert events.needs_step()
+    assert events.is_due()
     assert len(events.take(idle=True)) == 1
     pool.coming.stored.update(pool.there([1]))
-    clock.now += IDLE_STEP_SECONDS - 0.01
-    assert not events.needs_step()
+    clock.now += IDLE_SECONDS - 0.01
+    assert not events.is_due()
     clock.now += 0.02
-    assert events.needs_step()
+    assert events.is_due()
     assert len(events.take(idle=True)) == 1
-    clock.now += IDLE_STEP_SECONDS
-    assert not events.needs_step()
+    clock.now += IDLE_SECONDS
+    assert not events.is_due()
 
 
-def test_steps_with_requests_do_not_put_off_an_idle_step() -> None:
+def test_steps_with_requests_do_not_put_off_an_idle_engine() -> None:
     """What changes just after the last request's end is published at once."""
     pool, clock = Pool(described(11)), Clock()
     events = events_of(pool, clock=clock)
     events.take()
     pool.coming.stored.update(pool.there([0]))
-    assert events.needs_step()
+    assert events.is_due()
 
 
-def test_an_engine_steps_on_while_one_step_cannot_publish_everything() -> None:
+def test_an_engine_goes_on_while_one_call_cannot_publish_everything() -> None:
     """Without the pause: it has fallen behind, or attaches to a full pool."""
     pool = Pool(described(11))
     events = events_of(pool)
     pool.changes_behind = True
     events.take(idle=True)
-    assert events.needs_step()
+    assert events.is_due()
     pool.changes_behind = False
     events.take(idle=True)
-    assert not events.needs_step()
+    assert not events.is_due()
 
 
-def test_an_idle_engine_steps_for_a_reset_of_its_own_cache() -> None:
+def test_an_idle_engine_publishes_a_reset_of_its_own_cache() -> None:
     """Routers learn of it, and of the pool again, without a request."""
     pool, gpu = Pool(described(11)), BlockPool(4, True, BLOCK, True)
     events = events_of(pool)
     events.watch(gpu)
     assert gpu.reset_prefix_cache()
-    assert events.needs_step()
+    assert events.is_due()
     events.take(idle=True)
     assert pool.repeated == 1
 
@@ -318,7 +318,7 @@ def test_everything_is_published_again_within_the_period() -> None:
     pool.coming.stored.update(pool.there(range(300)))
     events.take()
     clock.now += 99.0
-    assert not events.needs_step()
+    assert not events.is_due()
     assert not events.take()
     sizes, hashes = [], list[int | bytes]()
     for _ in range(100):
@@ -332,24 +332,24 @@ def test_everything_is_published_again_within_the_period() -> None:
     assert sum(map(bool, sizes)) == -(-300 // PART_CHUNKS)
 
 
-def test_an_idle_engine_steps_for_the_repetition() -> None:
-    """In parts as large as its few steps make necessary; not while it is detached."""
+def test_an_idle_engine_repeats_in_larger_parts() -> None:
+    """As large as once a second makes necessary; not while it is detached."""
     pool, clock = Pool(*chain(300)), Clock()
     events = events_of(pool, repeat_seconds=2.0, clock=clock)
     pool.coming.stored.update(pool.there(range(300)))
     events.take()
     pool.attached = False
     clock.now += 2.0
-    assert not events.needs_step()
+    assert not events.is_due()
     pool.attached = True
-    stored, steps = 0, 0
+    stored, times = 0, 0
     for _ in range(21):
-        if events.needs_step():
-            steps += 1
+        if events.is_due():
+            times += 1
             stored += len(stored_in(events.take(idle=True)))
         clock.now += 0.101
     assert stored == 300
-    assert steps == 3
+    assert times == 3
 
 
 def test_without_a_period_nothing_is_repeated() -> None:
@@ -359,7 +359,7 @@ def test_without_a_period_nothing_is_repeated() -> None:
     pool.coming.stored.update(pool.there([0]))
     events.take()
     clock.now += 1e6
-    assert not events.needs_step()
+    assert not events.is_due()
     assert not events.take()
 
 

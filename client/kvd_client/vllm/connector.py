@@ -45,7 +45,7 @@ from kvd_client.engine_options import OptionsError
 from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.events import PoolEvents, groups_in_tiers
 from kvd_client.vllm.identity import random_hash_seed
-from kvd_client.vllm.idle import IdleStepper, calling_engine_core
+from kvd_client.vllm.idle import IdlePublisher, calling_engine_core
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import read_options
 from kvd_client.vllm.promotions import Search
@@ -151,26 +151,25 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
             lookahead_tokens=getattr(vllm_config, "num_hash_lookahead_tokens", 0),
         )
         self.events: PoolEvents | None = None
-        self._idle_stepper: IdleStepper | None = None
+        self._idle_publisher: IdlePublisher | None = None
         if spec.publishes:
             self._publish(spec.options.repeat_events)
         self._refused = RefusedChunks(self.manager, self.config, self._req_status)
-        self._is_idle_step = False
         self._asked: dict[str, int] = {}  # prompt tokens, by request that is not admitted yet
 
     def _publish(self, repeat_seconds: float) -> None:
-        """Publish the pool's changes, also while the engine is idle."""
+        """Publish what changes in the pool, also while the engine is idle."""
         tier_groups = groups_in_tiers(self.config.kv_group_configs)
         self.events = PoolEvents(self.manager.scheduler, tier_groups, repeat_seconds)
-        self.manager.needs_step = self.events.needs_step
         core = calling_engine_core()
         if core is not None:
-            self._idle_stepper = IdleStepper(core, self.events.needs_step)
+            take_idle = partial(self._take_events, idle=True)
+            self._idle_publisher = IdlePublisher(core, self.events.is_due, take_idle)
 
     def shutdown(self) -> None:
         """End the session, and the thread that wakes an idle engine."""
-        if self._idle_stepper is not None:
-            self._idle_stepper.close()
+        if self._idle_publisher is not None:
+            self._idle_publisher.close()
         super().shutdown()
 
     def get_num_new_matched_tokens(
@@ -240,7 +239,6 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         meta = super().build_connector_meta(scheduler_output)
         self.manager.promotions.speed.scheduled(scheduler_output)
         self.manager.end_step()
-        self._is_idle_step = not scheduler_output.total_num_scheduled_tokens
         return meta
 
     def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
@@ -285,18 +283,30 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
                     group.block_ids[:passed] = [0] * passed
         super().reset_cache()
 
+    def has_pending_push_work(self) -> bool:
+        """Return whether vLLM is to step without requests; before that publish what waits."""
+        if self._idle_publisher is not None:
+            self._idle_publisher.publish()
+        pending: bool = super().has_pending_push_work()
+        return pending
+
     def take_events(self) -> Iterable[KVCacheEvent]:
         """Return what is found in the pool since the last call, and what is not any more."""
+        return self._take_events()
+
+    def _take_events(self, *, idle: bool = False) -> Iterable[KVCacheEvent]:
         if self.events is None:
             return ()
         try:
-            return self.events.take(idle=self._is_idle_step)
+            return self.events.take(idle=idle)
         except Exception:  # an engine that publishes nothing serves all the same
             log.exception(
                 "KV events of the pool cannot be made; this engine publishes none of them until it"
                 " is restarted, and routers keep what they know"
             )
-            self.events = self.manager.needs_step = None
+            self.events = None
+            if self._idle_publisher is not None:
+                self._idle_publisher.close()
             return ()
 
     def _store_keys(self, job_id: int) -> Collection[OffloadKey]:

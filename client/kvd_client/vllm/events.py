@@ -23,13 +23,13 @@ from vllm.v1.kv_offload.base import Locality
 
 from kvd_client import Scheduler
 from kvd_client.announcer import Announcement, Announcer, RemovedBlocks, locality
-from kvd_client.vllm.idle import IDLE_STEP_SECONDS
+from kvd_client.vllm.idle import IDLE_SECONDS
 from kvd_client.vllm.upstream import require
 
 PART_CHUNKS = 64
 """Chunks that are published again at a time: about a millisecond of a step."""
 MAX_PARTS = 8
-"""Parts in one step, of an engine that steps less often than parts are due."""
+"""Parts at a time, of an engine that publishes less often than parts are due."""
 
 WHOLE_PREFIX_KINDS = frozenset(
     {
@@ -107,7 +107,7 @@ class PoolEvents:
         self._gpu: BlockPool | None = None
         self._gpu_cache: object = None
         self._is_behind = False
-        self._idle_step_at = clock()
+        self._idle_at = clock()
         self._begin()
 
     def _begin(self) -> None:
@@ -124,16 +124,16 @@ class PoolEvents:
         require(gpu, "cached_block_hash_to_block")
         self._gpu, self._gpu_cache = gpu, gpu.cached_block_hash_to_block
 
-    def needs_step(self) -> bool:
-        """Return whether an engine without requests should step now, to publish what waits.
+    def is_due(self) -> bool:
+        """Return whether an engine without requests should publish now what waits.
 
-        At most once in IDLE_STEP_SECONDS, except while one step could not publish everything.
+        At most once in IDLE_SECONDS, except while one call of `take` could not take everything.
         May be called from any thread.
         """
         if self._is_behind:
             return True
         now = self._clock()
-        return now >= self._idle_step_at and (
+        return now >= self._idle_at and (
             self._scheduler.changes_waiting
             or self._announcer.waiting
             or self._repeats(now)
@@ -144,11 +144,11 @@ class PoolEvents:
         """Return the events of what has changed since the last call, a bounded number.
 
         Args:
-            idle: the engine takes this step only to publish.
+            idle: the engine has no requests, and publishes nothing else.
         """
         now = self._clock()
         if idle:
-            self._idle_step_at = now + IDLE_STEP_SECONDS
+            self._idle_at = now + IDLE_SECONDS
         if self._was_reset():
             assert self._gpu is not None  # noqa: S101  # it was reset
             self._gpu_cache = self._gpu.cached_block_hash_to_block

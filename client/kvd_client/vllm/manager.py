@@ -6,7 +6,7 @@ and the request is computed. The daemon is told of a step at its end, in one mes
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -79,7 +79,6 @@ class KvdOffloadingManager(OffloadingManager):
         refused: by request, group and number of the chunks that were offered while no slot was at
             hand, to be offered again or given up.
         promotions: requests that wait for tiers.
-        needs_step: of `PoolEvents`, where the connector publishes what changes in the pool.
     """
 
     # Set by the connector's half, which has vLLM's state of the requests.
@@ -100,7 +99,6 @@ class KvdOffloadingManager(OffloadingManager):
         )
         self._pending_timeout = pending_timeout
         self._publishes = events
-        self.needs_step: Callable[[], bool] | None = None
         self._tickets: dict[str, LoadTicket] = {}  # by request: it has one load at a time
         self._no_loads: set[str] = set()  # requests whose load failed
         self._pending_since: dict[str, float] = {}
@@ -295,11 +293,8 @@ class KvdOffloadingManager(OffloadingManager):
             self._stats.increase_counter(metrics.CHUNKS_REFUSED, chunks)
 
     def has_pending_work(self) -> bool:
-        """Whether vLLM is to go on stepping without requests.
-
-        Refused chunks wait to be offered again, or changes of the pool wait to be published.
-        """
-        return bool(self.refused) or (self.needs_step is not None and self.needs_step())
+        """Whether vLLM is to go on stepping without requests: refused chunks wait for slots."""
+        return bool(self.refused)
 
     def mark_failed(self, keys: Collection[OffloadKey]) -> None:
         """Let the coming `complete_store` of these keys, which some rank did not store, fail."""

@@ -12,6 +12,7 @@ from types import ModuleType
 import vllm
 from vllm.config import VllmConfig
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
+from vllm.distributed.kv_events import EventPublisher
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorTransferResults,
@@ -28,6 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.worker import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.core import kv_cache_utils
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
@@ -71,13 +73,17 @@ METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
     (OffloadingConnectorScheduler, "request_finished", "request"),
     (OffloadingConnectorScheduler, "reset_cache", ""),
     (OffloadingConnectorScheduler, "shutdown", ""),
+    # asked while the engine has no requests; publishes before it answers
+    (OffloadingConnectorScheduler, "has_pending_push_work", ""),
+    (KVCacheManager, "take_events", ""),
+    (EventPublisher, "publish", "events"),
     (OffloadingConnectorScheduler, "update_connector_output", "connector_output"),
     (OffloadingConnectorWorker, "__init__", "spec vllm_config kv_cache_config"),
     (OffloadingConnectorWorker, "build_connector_worker_meta", ""),
     (OffloadingConnectorWorker, "register_kv_caches", "kv_caches"),
     (OffloadingWorkerMetadata, "mark_completed", "job_id"),
     (OffloadingWorkerMetadata, "aggregate", "other"),
-    # takes WAKEUP from the input queue, which makes an idle engine ask whether there is work
+    # takes WAKEUP from the input queue, which makes an idle engine ask its connector
     (EngineCoreProc, "_handle_client_request", "request_type request"),
     # what frees a KV cache and brings it back
     (SleepModeBackendFactory, "get_backend_class", "name"),
