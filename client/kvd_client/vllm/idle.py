@@ -21,9 +21,12 @@ log = logging.getLogger("kvd_client.vllm")
 IDLE_SECONDS = 1.0
 """Between two times that an idle engine publishes."""
 
+POLL_SECONDS = 0.2
+"""Between two looks whether something waits."""
+
 
 class IdlePublisher:
-    """Publishes one engine's pool events outside steps; wakes the engine once a second for it.
+    """Publishes one engine's pool events outside steps, and wakes the engine for it.
 
     Args:
         core: the engine.
@@ -68,7 +71,7 @@ class IdlePublisher:
         self._closed.set()
 
     def _run(self) -> None:
-        while not self._closed.wait(IDLE_SECONDS):
+        while not self._closed.wait(POLL_SECONDS):
             if self._is_due():
                 self._wake()
 
