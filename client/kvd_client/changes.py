@@ -1,7 +1,7 @@
-"""What a scheduler's engine has been told of the namespace's chunks, and what it is to be told.
+"""Which chunks of its namespace a scheduler has published, and what has changed since.
 
-The thread that asks for changes reads them, from shared memory; the keeper says which directory
-there is. Nothing here waits for the daemon, and whatever becomes of it is changes, or none yet.
+The thread that takes changes reads them from shared memory; the keeper sets the directory to read.
+Nothing here waits for the daemon. Its end or restart shows as removals, or as no changes yet.
 """
 
 import threading
@@ -15,7 +15,7 @@ from kvd_proto.directory import DirectoryView
 from kvd_proto.messages import KvEvents
 
 ABSENT_SECONDS = 10.0
-"""How long chunks stay told while the engine is not attached: a daemon is restarted in less."""
+"""How long chunks stay published while the engine is detached: a daemon restarts in less."""
 
 
 class Source(NamedTuple):
@@ -37,7 +37,7 @@ class Changes:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._lock = threading.Lock()  # of whoever reads; the keeper only says what there is
+        self._lock = threading.Lock()  # held by the reading thread
         self._reader = ChangeReader()
         self._source: Source | None = None
         self._followed: Source | None = None
@@ -51,7 +51,7 @@ class Changes:
     # -------------------------------------------------------- the keeper's calls
 
     def switch(self, source: Source | None) -> None:
-        """There is something else to read, or nothing."""
+        """Set the directory to read; None: there is none."""
         if source is not None:
             self._absent_since = None
         elif self._absent_since is None:

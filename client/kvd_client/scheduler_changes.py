@@ -27,8 +27,8 @@ class SchedulerChanges(SchedulerSession):
 
         And which ones lie in tiers now, and which in none any more.
 
-        Whoever stored or dropped them: what was returned so far, put together, is what a lookup
-        finds. A reset takes all of it back. While the engine is not attached nothing changes, for
+        All differences returned so far add up to what a lookup finds, whichever engine stored or
+        dropped the chunks. A reset takes all of it back. While the engine is not attached nothing changes, for
         `ABSENT_SECONDS`; then all is taken back. Read in this thread, from shared memory: it never
         waits. Each change is returned once.
 
@@ -52,7 +52,7 @@ class SchedulerChanges(SchedulerSession):
     def repeat_changes(self) -> None:
         """Let `take_changes` return all that is READY anew, as if it had returned nothing yet.
 
-        For who has told others that nothing is cached any more.
+        Call it after routers were told that nothing is cached.
         """
         self._check_open()
         self._changes.repeat()

@@ -460,8 +460,8 @@ def check_payload(told: StoredBlocks) -> None:
 @pytest.mark.hypothesis
 def test_routers_have_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever comes and goes in which order, each kind of router has what it can have."""
-    monkeypatch.setattr(announcer_module, "MOST_REPEATED", 2)
-    monkeypatch.setattr(announcer_module, "REMOVALS_PER_PART", 2)
+    monkeypatch.setattr(announcer_module, "MAX_REANNOUNCED_RUNS", 2)
+    monkeypatch.setattr(announcer_module, "REMOVALS_PER_CHUNK", 1)
     run_state_machine_as_test(
         RoutersMachine, settings=settings(stateful_step_count=40, parent=settings.default)
     )
@@ -622,8 +622,11 @@ def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> No
     announcer.announce(Differences({key_of(3): places[3]}))
     for _ in range(2):
         announcer.begin_repeat()
-        assert announcer.repeat(5) == [RemovedBlocks((block_hash(2), block_hash(4)), 0)]
-        assert [each.hashes for each in announcer.repeat(5)] == [(block_hash(3),)] * 2
+        assert announcer.num_to_repeat == 2  # the removals count as one chunk
+        removals, *again = announcer.repeat(5)
+        assert removals == RemovedBlocks((block_hash(2), block_hash(4)), 0)
+        assert [each.hashes for each in again] == [(block_hash(3),)] * 2
+        assert not announcer.repeating
 
 
 def test_a_round_begins_over_again() -> None:

@@ -22,7 +22,7 @@ from tests.vllm.support import BLOCK, Setting, prompts, results, wait_stored, wi
 from tests.waiting import eventually
 
 MODEL = "dense"
-MEMORY = "host_pinned"  # as Dynamo calls it
+MEMORY, DISK = "host_pinned", "disk"  # as Dynamo calls them
 HEADS, TAILS = 3, 4  # prompts that begin alike, and how many of each
 HEAD_TOKENS, TAIL_TOKENS = 4 * BLOCK, 8 * BLOCK + BLOCK // 2
 NOT_STORED: dict[str, Any] = {"kv_transfer_params": {"max_offload_tokens": 0}}
@@ -88,9 +88,9 @@ class RoutedEngine:
         """Return what the indexer knows of a prompt on this engine."""
         return self.indexer.settled_query(prompt, MODEL).get(self.instance, NOTHING)
 
-    def pooled_blocks(self) -> set[int]:
-        """Return the blocks that the indexer knows of the engine in the daemon's memory."""
-        return self.indexer.dump_blocks().get(self.instance, {}).get(MEMORY, set())
+    def blocks_in(self, tier: str) -> set[int]:
+        """Return the blocks that the indexer knows of the engine in one of Dynamo's tiers."""
+        return self.indexer.dump_blocks().get(self.instance, {}).get(tier, set())
 
     def publish_all(self) -> None:
         """Return when the indexer has taken what the engine could publish before this call.

@@ -143,10 +143,6 @@ class DynamoIndexer:
         """Stop following an engine and drop its blocks."""
         self.request("POST", "/unregister", {"instance_id": instance_id, "model_name": model})
 
-    def instances(self) -> Any:
-        """Return the registered engines with the states of their connections, as answered."""
-        return self.request("GET", "/workers")
-
     def await_events(
         self, instance_id: int, model: str, publish: Callable[[int], Sequence[int]]
     ) -> None:
@@ -199,6 +195,8 @@ class DynamoIndexer:
         cache_salt: str | None = None,
     ) -> dict[int, Matched]:
         """Ask until two answers in a row are the same: the indexer takes events in the background.
+
+        Publish a marker and wait for it first (`RoutedEngine.publish_all`).
 
         It cannot tell an event that is still on its way from one that was never sent. Wait for
         what should appear with `eventually`.

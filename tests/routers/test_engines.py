@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,17 @@ import pytest
 
 from kvd_tools.demo_vllm.engine import EngineProcess
 from tests.conftest import Daemon, StartDaemon
-from tests.routers.fleet import MODEL, NOT_STORED, Fleet, Pairs, RoutedEngine, churn, family
+from tests.routers.fleet import (
+    DISK,
+    MEMORY,
+    MODEL,
+    NOT_STORED,
+    Fleet,
+    Pairs,
+    RoutedEngine,
+    churn,
+    family,
+)
 from tests.routers.indexer import NOTHING, DynamoIndexer
 from tests.routers.subscriber import Subscriber
 from tests.vllm.conftest import StartEngine
@@ -185,11 +196,11 @@ def test_no_daemon(fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs) -> Non
     churn(daemon, fleet.engines, asked)
     for engine in fleet.engines:
         engine.publish_all()
-        assert engine.pooled_blocks()
+        assert engine.blocks_in(MEMORY)
     daemon.process.send_signal(signal.SIGTERM)
     daemon.process.wait()
     for engine in fleet.engines:
-        eventually(engine.pooled_blocks, lambda blocks: not blocks)
+        eventually(partial(engine.blocks_in, MEMORY), lambda blocks: not blocks)
         engine.check(asked, pairs)
     assert not pairs.pooled
 
@@ -210,7 +221,7 @@ def test_an_idle_engine_tells_what_the_other_evicts(
     asked = [prompt, *family(seed=81)]
     churn(daemon, [busy], asked[1:])
     busy.publish_all()
-    eventually(lambda: idle.pooled_blocks() == busy.pooled_blocks())
+    eventually(lambda: idle.blocks_in(MEMORY) == busy.blocks_in(MEMORY))
     assert not only_pool(idle, prompt)
     promised = [idle.promise(prompt) for prompt in asked]
     assert idle.process.metric(PROMPT_TOKENS) == prompt_tokens
@@ -237,6 +248,9 @@ def test_a_disk_tier_below_a_small_pool(
             engine.check([prompt], pairs)
             wait_stored(daemon)
             wait_tier(daemon)
+        chunks = tier_of(daemon)["chunks"]
+        engine.publish_all()
+        assert len(engine.blocks_in(DISK)) == chunks  # no promise of it is false
     assert pairs.computed < pairs.pooled / 2
 
 

@@ -142,9 +142,7 @@ class Stepping:
         vllm_config, kv_cache_config, config = configured(
             folder, full(["a", "b"]), *windows, extra=extra, events=events
         )
-        self.manager = KvdOffloadingManager(
-            scheduler, pending_timeout=1.0, seek_timeout=0.05, events=events
-        )
+        self.manager = KvdOffloadingManager(scheduler, pending_timeout=1.0, seek_timeout=0.05)
         spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
         monkeypatch.setattr(spec, "get_manager", lambda: self.manager)
         self.half = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)

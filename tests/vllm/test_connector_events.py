@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvd_client.change_reader import Place
-from kvd_client.vllm import KvdOffloadingSpec
+from kvd_client.vllm import KvdOffloadingSpec, idle
 from kvd_proto.descriptions import decode
 from tests.vllm.configs import BLOCK, configured
 from tests.vllm.stepping import Lender, Stepping
@@ -64,6 +64,12 @@ class Core(EngineCoreProc):  # type: ignore[misc]  # without vLLM's types
 
 
 @pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread looks whether something waits."""
+    monkeypatch.setattr(idle, "POLL_SECONDS", 2 * PATIENCE)
+
+
+@pytest.fixture
 def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender) -> Iterator[Core]:
     """An engine that publishes KV events, with a connector."""
     core = Core(lambda: Stepping(tmp_path, monkeypatch, lender, events=True))
@@ -91,12 +97,22 @@ def test_an_engine_without_requests_publishes_and_does_not_step(core: Core, lend
 
 
 def test_an_idle_engine_is_woken_to_publish(core: Core, lender: Lender) -> None:
-    """By a message that makes vLLM ask for pending work; so it goes on while more waits."""
+    """By a message that makes vLLM ask for pending work; one is queued at a time."""
     change(lender, "another engine's")
     assert core.input_queue.get(timeout=PATIENCE) == WAKEUP
+    with pytest.raises(queue.Empty):
+        core.input_queue.get(timeout=3 * idle.POLL_SECONDS)
+
+
+@pytest.mark.usefixtures("patient")
+def test_an_engine_that_cannot_publish_everything_at_once_wakes_itself(
+    core: Core, lender: Lender
+) -> None:
+    """So that it goes on, and serves requests in between."""
     lender.changes_behind = True
+    change(lender, "another engine's")
     core.half.has_pending_push_work()
-    assert core.input_queue.get(timeout=PATIENCE) == WAKEUP
+    assert core.input_queue.get_nowait() == WAKEUP
 
 
 def test_an_error_ends_idle_publishing_and_not_the_engine(
@@ -108,7 +124,7 @@ def test_an_error_ends_idle_publishing_and_not_the_engine(
     assert not core.half.has_pending_push_work()
     assert not core.half.has_pending_push_work()
     (line,) = [line for line in caplog.records if line.exc_info]
-    assert "does not publish any more" in line.getMessage()
+    assert "publishing without steps failed" in line.getMessage()
     assert [type(event) for event in core.half.take_events()] == [BlockStored]
 
 
@@ -123,13 +139,13 @@ def test_an_engine_in_its_callers_process_publishes_in_steps_only(
 
 
 def test_an_error_in_the_events_ends_them_and_not_the_engine(
-    tmp_path: Path,
+    core: Core,
     monkeypatch: pytest.MonkeyPatch,
     lender: Lender,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is logged once, with its stack; later steps publish nothing."""
-    half = Stepping(tmp_path, monkeypatch, lender, events=True).half
+    """It is logged once, with its stack; later steps publish nothing, and nothing wakes it."""
+    half = core.half
     assert half.events is not None
     monkeypatch.setattr(half.events, "take", lambda **_: 1 // 0)
     change(lender, "another engine's")

@@ -15,7 +15,7 @@ from vllm.v1.request import Request
 from kvd_client.announcer import Announcer
 from kvd_client.change_reader import Differences, Place
 from kvd_client.vllm.descriptions import describe
-from kvd_client.vllm.events import hashes_in_events, to_event
+from kvd_client.vllm.events import event_hash_function, to_event
 from kvd_proto.descriptions import decode, encode
 
 BLOCK, BLOCKS, LOOKAHEAD = 16, 6, 2
@@ -62,7 +62,7 @@ def test_events_of_chunks_have_vllms_lookahead_tokens() -> None:
     places = {chunk.hashes[-1] + bytes(4): Place(i, 1, 0, 2, 0) for i, chunk in enumerate(chunks)}
     announcer = Announcer(lambda place: decode(encode(chunks[place.slot])))
     events = [
-        to_event(announced, hashes_in_events())
+        to_event(announced, event_hash_function())
         for announced in announcer.announce(Differences(places))
     ]
     assert all(isinstance(event, BlockStored) for event in events)

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 from vllm.v1.kv_offload.base import (
-    Locality,
     LookupResult,
-    Medium,
     OffloadKey,
     OffloadPolicy,
     ReqContext,
@@ -20,7 +18,6 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client import LookupResult as Found
 from kvd_client import Scheduler
 from kvd_client.vllm import KvdOffloadingManager, metrics
 from kvd_client.vllm.descriptions import ChunkDescriber
@@ -59,14 +56,10 @@ def small(start_daemon: StartDaemon) -> Iterator[Engine]:
         yield engine
 
 
-def manager_of(
-    side: Engine | Scheduler, *, events: bool = False, pending_timeout: float = 1.0
-) -> KvdOffloadingManager:
+def manager_of(side: Engine | Scheduler, *, pending_timeout: float = 1.0) -> KvdOffloadingManager:
     """A manager on this session, or the engine's own; chunks are whole."""
     scheduler = side if isinstance(side, Scheduler) else side.scheduler
-    manager = KvdOffloadingManager(
-        scheduler, pending_timeout=pending_timeout, seek_timeout=0.05, events=events
-    )
+    manager = KvdOffloadingManager(scheduler, pending_timeout=pending_timeout, seek_timeout=0.05)
     manager.ranges = WholeChunks(FACTOR)
     groups: Any = SimpleNamespace(kv_group_configs=(), tokens_per_hash=BLOCK)
     manager.describer = ChunkDescriber(groups, {})  # it knows no request: nothing is described
@@ -287,59 +280,6 @@ def store_what_can_be(
     return stored
 
 
-def apply_events(manager: KvdOffloadingManager, said: set[OffloadKey]) -> set[OffloadKey]:
-    """What was said, and what is said with the manager's next events: each change once."""
-    for event in manager.take_events():
-        assert (event.medium, event.locality) == (Medium.CPU, Locality.LOCAL)
-        assert (event.ownership, event.removal_expected) == (None, True)  # no secondary tier
-        keys = set(event.keys)
-        assert len(keys) == len(event.keys) > 0
-        assert keys <= said if event.removed else keys.isdisjoint(said)
-        said = said - keys if event.removed else said | keys
-    return said
-
-
-def test_events_tell_what_can_be_found_whoever_stored_it(start_daemon: StartDaemon) -> None:
-    """Chunks of another engine, too, and those that had to go for them; after a reset nothing."""
-    daemon = start_daemon(cpu_bytes="4MiB")
-    layout = make_layout(page=64 * 1024)
-    sides = [
-        Engine(daemon.runtime_dir, name, 1, layout=layout, steps=True, events=name == "teller")
-        for name in ("teller", "other")
-    ]
-    with sides[0].wait_attached() as teller, sides[1].wait_attached() as other:
-        manager = manager_of(teller, events=True)
-        keys = keys_of("own", SMALL_POOL // 2)
-        store(manager, teller, keys)
-        said = eventually(partial(apply_events, manager, set()), set(keys).__eq__)
-        assert not list(manager.take_events())
-        more = keys_of("others", SMALL_POOL)
-        store(manager_of(other), other, more)
-
-        def found() -> set[OffloadKey]:
-            return {key for key in [*keys, *more] if teller.scheduler.lookup(key) is Found.HIT}
-
-        def in_time() -> bool:
-            nonlocal said
-            said = apply_events(manager, said)
-            return said == found()
-
-        eventually(in_time)
-        assert 0 < len(said) <= SMALL_POOL
-        assert not said.isdisjoint(more)
-        assert not said.issuperset(keys)
-        manager.reset_cache()
-        eventually(lambda: in_time() and not said)
-
-
-def test_a_manager_that_is_not_asked_for_events_tells_nothing(engine: Engine) -> None:
-    """Where vLLM publishes none, or the connector not those of the pool."""
-    manager = manager_of(engine)
-    store(manager, engine, keys_of("silent", 2))
-    assert not list(manager.take_events())
-    assert not manager.has_pending_work()
-
-
 def test_a_reset_drops_every_chunk(engine: Engine) -> None:
     """Also those that a load of this engine had pinned; afterwards all goes on."""
     manager = manager_of(engine)
@@ -461,14 +401,13 @@ def use_all(manager: KvdOffloadingManager, keys: list[OffloadKey]) -> None:
     manager.stop_loading(REQUEST.req_id)
     manager.on_request_finished(REQUEST)
     manager.end_step()
-    assert not list(manager.take_events())
     assert not manager.has_pending_work()
 
 
 def test_without_a_daemon_everything_is_a_miss(runtime_dir: Path) -> None:
     """No method raises; a cache that is not there refuses nothing."""
     scheduler = Scheduler(runtime_dir, "engine", events=True)
-    manager = manager_of(scheduler, events=True)
+    manager = manager_of(scheduler)
     use_all(manager, keys_of("nobody", 5))
     manager.reset_cache()
     use_all(manager, keys_of("nobody", 5))

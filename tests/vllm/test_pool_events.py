@@ -13,7 +13,7 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvd_client.announcer import RemovedBlocks, StoredBlocks
 from kvd_client.change_reader import NO_SLOT, Differences, Place
-from kvd_client.vllm.events import PART_CHUNKS, PoolEvents, hashes_in_events, to_event
+from kvd_client.vllm.events import PART_CHUNKS, PoolEvents, event_hash_function, to_event
 from kvd_client.vllm.idle import IDLE_SECONDS
 from kvd_proto.descriptions import Description
 from kvd_proto.messages import TierInfo
@@ -115,7 +115,7 @@ def test_bytes_are_those_that_routers_are_tested_with() -> None:
     )
     removed = RemovedBlocks(hashes=(block_hash(11),), group=0)
     for blocks, name in ((stored, "stored 11 12"), (removed, "removed 11")):
-        batch = KVEventBatch(TIME, [to_event(blocks, hashes_in_events())], 0)
+        batch = KVEventBatch(TIME, [to_event(blocks, event_hash_function())], 0)
         encoded = msgspec.msgpack.encode(batch)
         assert encoded == bytes.fromhex(PAYLOADS[name])
         assert msgspec.msgpack.Decoder(KVEventBatch).decode(encoded) == batch
@@ -134,7 +134,7 @@ def test_hashes_have_the_form_that_vllm_is_told_to_use(
 ) -> None:
     """Numbers of 64 bits, or all bytes: the same for each hash as vLLM's own function gives."""
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", str(int(as_numbers)))
-    external = hashes_in_events()
+    external = event_hash_function()
     for value in (bytes(range(32)), bytes(range(224, 256)), bytes(32)):
         assert external(value) == maybe_convert_block_hash(BlockHash(value))
         assert isinstance(external(value), int) is as_numbers
@@ -321,7 +321,7 @@ def test_everything_is_published_again_within_the_period() -> None:
     assert not events.is_due()
     assert not events.take()
     sizes, hashes = [], list[int | bytes]()
-    for _ in range(100):
+    for _ in range(101):
         clock.now += 1.0
         batch = events.take()
         assert sorted(map(str, stored_in(batch))) == sorted(map(str, removed_in(batch)))
@@ -330,6 +330,40 @@ def test_everything_is_published_again_within_the_period() -> None:
     assert sorted(map(str, hashes)) == sorted(str(number + 1) for number in range(300))
     assert max(sizes) <= PART_CHUNKS
     assert sum(map(bool, sizes)) == -(-300 // PART_CHUNKS)
+
+
+def test_removals_take_part_of_the_period() -> None:
+    """A small pool that churns is repeated in time, after the removals that routers may lack."""
+    pool, clock = Pool(*chain(5000)), Clock()
+    events = events_of(pool, repeat_seconds=100.0, clock=clock)
+    pool.coming.stored.update(pool.there(range(5000)))
+    events.take()
+    pool.coming.removed += list(pool.there(range(10, 5000)))
+    events.take()
+    clock.now += 99.0
+    removed, stored = list[int | bytes](), list[int | bytes]()
+    for _ in range(101):
+        clock.now += 1.0
+        batch = events.take()
+        removed += removed_in(batch)
+        stored += stored_in(batch)
+    assert set(stored) == set(range(1, 11))
+    assert set(removed) == set(range(1, 5001))
+
+
+def test_a_large_pool_takes_longer_than_the_period() -> None:
+    """Parts keep their distance, so that steps stay short."""
+    pool, clock = Pool(*chain(2000)), Clock()
+    events = events_of(pool, repeat_seconds=1.0, clock=clock)
+    pool.coming.stored.update(pool.there(range(2000)))
+    events.take()
+    clock.now += 1.0
+    sizes = []
+    for _ in range(400):
+        sizes.append(len(stored_in(events.take())))
+        clock.now += 0.01
+    assert max(sizes) <= PART_CHUNKS
+    assert sum(sizes) >= 2000
 
 
 def test_an_idle_engine_repeats_in_larger_parts() -> None:

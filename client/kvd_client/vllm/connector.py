@@ -152,19 +152,19 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         )
         self.events: PoolEvents | None = None
         self._idle_publisher: IdlePublisher | None = None
-        if spec.publishes:
-            self._publish(spec.options.repeat_events)
         self._refused = RefusedChunks(self.manager, self.config, self._req_status)
         self._asked: dict[str, int] = {}  # prompt tokens, by request that is not admitted yet
+        if spec.publishes:
+            self._start_publishing(spec.options.repeat_events)
 
-    def _publish(self, repeat_seconds: float) -> None:
+    def _start_publishing(self, repeat_seconds: float) -> None:
         """Publish what changes in the pool, also while the engine is idle."""
         tier_groups = groups_in_tiers(self.config.kv_group_configs)
         self.events = PoolEvents(self.manager.scheduler, tier_groups, repeat_seconds)
         core = calling_engine_core()
         if core is not None:
-            take_idle = partial(self._take_events, idle=True)
-            self._idle_publisher = IdlePublisher(core, self.events.is_due, take_idle)
+            take_idle_events = partial(self._take_events, idle=True)
+            self._idle_publisher = IdlePublisher(core, self.events.is_due, take_idle_events)
 
     def shutdown(self) -> None:
         """End the session, and the thread that wakes an idle engine."""

@@ -18,6 +18,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 from vllm.v1.request import Request
 
+from kvd_client.vllm.upstream import require
 from kvd_proto.descriptions import Description, encode
 from kvd_proto.errors import DescriptionError
 
@@ -42,6 +43,8 @@ class ChunkDescriber:
         self._tokens_per_hash = config.tokens_per_hash
         self._requests = requests
         self._lookahead_tokens = lookahead_tokens
+        if lookahead_tokens:
+            require(kv_cache_utils, "generate_lookahead_block_hash_extra_keys")
 
     def encoded(self, key: OffloadKey, request: ReqContext) -> bytes:
         """Return the description of a chunk that the request stores, as the daemon keeps it.

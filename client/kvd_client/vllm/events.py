@@ -28,8 +28,10 @@ from kvd_client.vllm.upstream import require
 
 PART_CHUNKS = 64
 """Chunks that are published again at a time: about a millisecond of a step."""
-MAX_PARTS = 8
-"""Parts at a time, of an engine that publishes less often than parts are due."""
+MIN_PART_SECONDS = 0.05
+"""Between two parts: a round of more than 1,280 chunks a second takes longer than its period."""
+MAX_PARTS, MAX_IDLE_PARTS = 8, 32
+"""Parts at a time, where steps, or an idle engine's turns, come less often than parts."""
 
 WHOLE_PREFIX_KINDS = frozenset(
     {
@@ -53,8 +55,7 @@ class RepeatPace:
 
     def __init__(self, period: float, now: float) -> None:
         self._period = period
-        self._round_at = now + period
-        self._part_at = self._round_at
+        self._round_end = self._part_at = now + period
         self._interval = period
 
     def is_due(self, now: float) -> bool:
@@ -63,22 +64,25 @@ class RepeatPace:
 
     def begin_round(self, now: float, num_chunks: int) -> None:
         """Plan a round of so many chunks that begins now."""
-        self._round_at = now + self._period
-        self._interval = self._period / max(1, math.ceil(num_chunks / PART_CHUNKS))
+        self._round_end = now + self._period
+        self._plan(now, num_chunks)
         self._part_at = now
 
-    def take_parts(self, now: float) -> int:
-        """Return how many parts are due, at most MAX_PARTS, and plan the one after them."""
-        due = 1 + int((now - self._part_at) / self._interval)
-        parts = min(due, MAX_PARTS)
-        self._part_at = (
-            now + self._interval if due > parts else self._part_at + due * self._interval
-        )
-        return parts
+    def num_parts(self, now: float, max_parts: int) -> int:
+        """Return how many parts are due."""
+        return min(1 + int((now - self._part_at) / self._interval), max_parts)
 
-    def end_round(self, now: float) -> None:
-        """Plan the next round."""
-        self._part_at = max(now, self._round_at)
+    def end_part(self, now: float, num_chunks: int) -> None:
+        """Plan the next part, with so many chunks left in the round; 0: plan the next round."""
+        if num_chunks:
+            self._plan(now, num_chunks)
+            self._part_at = now + self._interval
+        else:
+            self._part_at = max(now, self._round_end)
+
+    def _plan(self, now: float, num_chunks: int) -> None:
+        num_parts = max(1, math.ceil(num_chunks / PART_CHUNKS))
+        self._interval = max((self._round_end - now) / num_parts, MIN_PART_SECONDS)
 
 
 class PoolEvents:
@@ -101,28 +105,23 @@ class PoolEvents:
         self._scheduler = scheduler
         self._tier_groups = frozenset(tier_groups)
         self._clock = clock
-        self._repeat_seconds = repeat_seconds
-        self._external = hashes_in_events()
+        self._to_event_hash = event_hash_function()
         self._tier_locality: str | None = _LOCAL
-        self._gpu: BlockPool | None = None
-        self._gpu_cache: object = None
+        self._device_pool: BlockPool | None = None
+        self._device_cache: object = None
         self._is_behind = False
         self._idle_at = clock()
-        self._begin()
+        self._announcer = Announcer(scheduler.description, self._tier_groups)
+        self._pace = RepeatPace(repeat_seconds, clock())
 
-    def _begin(self) -> None:
-        """Treat nothing as published."""
-        self._announcer = Announcer(self._scheduler.description, self._tier_groups)
-        self._pace = RepeatPace(self._repeat_seconds, self._clock())
-
-    def watch(self, gpu: BlockPool) -> None:
+    def watch(self, device_pool: BlockPool) -> None:
         """Publish the pool anew after each reset of the engine's own prefix cache.
 
         vLLM publishes a reset as AllBlocksCleared, which names no medium: routers then forget the
         blocks in the pool as well.
         """
-        require(gpu, "cached_block_hash_to_block")
-        self._gpu, self._gpu_cache = gpu, gpu.cached_block_hash_to_block
+        require(device_pool, "cached_block_hash_to_block")
+        self._device_pool, self._device_cache = device_pool, device_pool.cached_block_hash_to_block
 
     def is_due(self) -> bool:
         """Return whether an engine without requests should publish now what waits.
@@ -136,7 +135,7 @@ class PoolEvents:
         return now >= self._idle_at and (
             self._scheduler.changes_waiting
             or self._announcer.waiting
-            or self._repeats(now)
+            or self._repeat_is_due(now)
             or self._was_reset()
         )
 
@@ -150,39 +149,41 @@ class PoolEvents:
         if idle:
             self._idle_at = now + IDLE_SECONDS
         if self._was_reset():
-            assert self._gpu is not None  # noqa: S101  # it was reset
-            self._gpu_cache = self._gpu.cached_block_hash_to_block
+            assert self._device_pool is not None  # noqa: S101  # it was reset
+            self._device_cache = self._device_pool.cached_block_hash_to_block
             self._scheduler.repeat_changes()
-            self._begin()
+            self._announcer = Announcer(self._scheduler.description, self._tier_groups)
         changes = self._scheduler.take_changes()
         announced: list[Announcement] = []
         if changes or self._announcer.waiting:
             announced = self._announcer.announce(changes)
-        if self._repeats(now):
-            announced += self._repeat(now)
+        if self._repeat_is_due(now):
+            announced += self._repeat(now, MAX_IDLE_PARTS if idle else MAX_PARTS)
         self._is_behind = self._scheduler.changes_behind or self._announcer.waiting
         if tiers := self._scheduler.tiers:  # none are known while the daemon is away
             self._tier_locality = locality(tier.medium for tier in tiers)
-        return [to_event(blocks, self._external, self._tier_locality) for blocks in announced]
+        return [to_event(blocks, self._to_event_hash, self._tier_locality) for blocks in announced]
 
-    def _repeats(self, now: float) -> bool:
+    def _repeat_is_due(self, now: float) -> bool:
         """Return whether a part of the pool is to be published again, and can be described."""
         return self._pace.is_due(now) and self._scheduler.attached
 
-    def _repeat(self, now: float) -> list[Announcement]:
+    def _repeat(self, now: float, max_parts: int) -> list[Announcement]:
         """Return the parts of the round that are due."""
         announcer, pace = self._announcer, self._pace
         if not announcer.repeating:
             announcer.begin_repeat()
-            pace.begin_round(now, len(announcer))
-        announced = announcer.repeat(pace.take_parts(now) * PART_CHUNKS)
-        if not announcer.repeating:
-            pace.end_round(now)
+            pace.begin_round(now, announcer.num_to_repeat)
+        announced = announcer.repeat(pace.num_parts(now, max_parts) * PART_CHUNKS)
+        pace.end_part(now, announcer.num_to_repeat)
         return announced
 
     def _was_reset(self) -> bool:
         """Return whether the engine's own prefix cache is another than at the last call."""
-        return self._gpu is not None and self._gpu.cached_block_hash_to_block is not self._gpu_cache
+        return (
+            self._device_pool is not None
+            and self._device_pool.cached_block_hash_to_block is not self._device_cache
+        )
 
 
 def groups_in_tiers(groups: Iterable[GroupOffloadConfig]) -> list[int]:
@@ -198,7 +199,7 @@ def groups_in_tiers(groups: Iterable[GroupOffloadConfig]) -> list[int]:
     ]
 
 
-def hashes_in_events() -> Callable[[bytes], int | bytes]:
+def event_hash_function() -> Callable[[bytes], int | bytes]:
     """Return the function that makes a block's hash one of events, as vLLM's does.
 
     vLLM's own asks for its environment variable for each hash; this one has asked.
@@ -210,7 +211,7 @@ def hashes_in_events() -> Callable[[bytes], int | bytes]:
 
 def to_event(
     blocks: Announcement,
-    external: Callable[[bytes], int | bytes],
+    to_event_hash: Callable[[bytes], int | bytes],
     tier_locality: str | None = _LOCAL,
 ) -> BlockStored | BlockRemoved:
     """Return vLLM's event for these blocks.
@@ -219,16 +220,16 @@ def to_event(
 
     Args:
         blocks: in memory or in tiers.
-        external: of `hashes_in_events`.
+        to_event_hash: of `event_hash_function`.
         tier_locality: of blocks in tiers.
     """
-    medium, near = (MEDIUM_STORAGE, tier_locality) if blocks.in_tiers else (MEDIUM_CPU, _LOCAL)
-    hashes = list(map(external, blocks.hashes))
+    medium, where = (MEDIUM_STORAGE, tier_locality) if blocks.in_tiers else (MEDIUM_CPU, _LOCAL)
+    hashes = list(map(to_event_hash, blocks.hashes))
     if isinstance(blocks, RemovedBlocks):
-        return BlockRemoved(hashes, medium, blocks.group, near)
+        return BlockRemoved(hashes, medium, blocks.group, where)
     event = BlockStored(
         hashes,
-        external(blocks.parent) if blocks.parent else None,
+        to_event_hash(blocks.parent) if blocks.parent else None,
         array("I", blocks.tokens).tolist(),
         blocks.block_size,
         None,  # the adapter's number, which its name has replaced
@@ -238,7 +239,7 @@ def to_event(
         blocks.group,
         blocks.kind or None,
         blocks.window,
-        near,
+        where,
     )
     if _HAS_LOOKAHEAD and blocks.lookahead is not None:
         event.lookahead_token_ids = [array("I", tokens).tolist() for tokens in blocks.lookahead]

@@ -2,8 +2,8 @@
 
 vLLM publishes KV events at the end of a step. An engine without requests waits in its input queue
 and takes no steps. `EngineCoreRequestType.WAKEUP`, a message of vLLM's own, makes it ask its
-connector whether there is work: the connector then publishes, in the engine's thread, and says no.
-A step would do as well, but each one keeps vLLM's workers busy for a second.
+connector whether there is work: the connector publishes, in the engine's thread, and returns
+False. A step would do as well, but each one keeps vLLM's workers in a busy loop for a second.
 """
 
 import inspect
@@ -16,13 +16,19 @@ from vllm.distributed.kv_events import KVCacheEvent, KVEventBatch
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
+from kvd_client.vllm.upstream import require
+
 log = logging.getLogger("kvd_client.vllm")
 
+_FAILED = "publishing without steps failed and is off; this engine publishes in its steps only"
+
 IDLE_SECONDS = 1.0
-"""Between two times that an idle engine publishes."""
+"""Seconds between two publications of an idle engine."""
 
 POLL_SECONDS = 0.2
-"""Between two looks whether something waits."""
+"""Seconds between two checks for waiting changes."""
+
+CLOSE_SECONDS = 1.0
 
 
 class IdlePublisher:
@@ -43,40 +49,52 @@ class IdlePublisher:
         self._core = core
         self._is_due = is_due
         self._take_events = take_events
+        self._is_woken = False  # a WAKEUP is queued, or the engine has requests since
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-idle-publisher", daemon=True)
         self._thread.start()
 
     def publish(self) -> None:
-        """Publish what waits, after the engine's own events; in the engine's thread.
+        """Publish a bounded part of what waits, after the engine's own events.
 
-        More than one call takes follows at once, after the requests that have come meanwhile.
+        Called in the engine's thread whenever it has no requests. If more waits, the engine is
+        woken again, so that requests in between are served first.
         """
-        if self._closed.is_set() or not self._is_due():
+        if self._closed.is_set():
             return
+        self._is_woken = False
         try:
+            if not self._is_due():
+                return
             scheduler = self._core.scheduler
             events = [*scheduler.kv_cache_manager.take_events(), *self._take_events()]
             if events:
                 scheduler.kv_event_publisher.publish(KVEventBatch(ts=time.time(), events=events))
+            if self._is_due():
+                self._wake()
         except Exception:
-            log.exception("an idle engine does not publish any more; it publishes in its steps")
-            self.close()
-            return
-        if self._is_due() and not self._closed.is_set():
-            self._wake()
+            log.exception(_FAILED)
+            self._closed.set()
 
     def close(self) -> None:
         """End the thread. May be called again."""
         self._closed.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
-        while not self._closed.wait(POLL_SECONDS):
-            if self._is_due():
-                self._wake()
+        try:
+            while not self._closed.wait(POLL_SECONDS):
+                if not self._is_woken and self._is_due():
+                    self._wake()
+        except Exception:
+            log.exception(_FAILED)
+            self._closed.set()
 
     def _wake(self) -> None:
-        self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        if not self._closed.is_set():
+            self._is_woken = True
+            self._core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
 def calling_engine_core() -> EngineCoreProc | None:
@@ -84,11 +102,15 @@ def calling_engine_core() -> EngineCoreProc | None:
 
     Returns:
         None for an engine within its caller's process: it runs only when its caller says so.
+
+    Raises:
+        UnsupportedVllm: the engine has no input queue.
     """
     frame = inspect.currentframe()
     while frame is not None:
         caller = frame.f_locals.get("self")
-        if isinstance(caller, EngineCoreProc) and hasattr(caller, "input_queue"):
+        if isinstance(caller, EngineCoreProc):
+            require(caller, "input_queue")
             return caller
         frame = frame.f_back
     return None

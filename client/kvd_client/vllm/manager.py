@@ -20,10 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
 )
 from vllm.v1.kv_offload.base import (
     LoadStoreSpec,
-    Locality,
     LookupResult,
-    Medium,
-    OffloadingEvent,
     OffloadingManager,
     OffloadKey,
     PrepareStoreOutput,
@@ -34,7 +31,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client import LoadTicket, Scheduler, StoreAnswer
 from kvd_client import LookupResult as Found
-from kvd_client.announcer import locality
 from kvd_client.arguments import Blocks
 from kvd_client.vllm import metrics
 from kvd_client.vllm.descriptions import ChunkDescriber
@@ -73,7 +69,6 @@ class KvdOffloadingManager(OffloadingManager):
         pending_timeout: seconds that a request waits for chunks that are being stored, or come from
             a tier below the daemon's memory.
         seek_timeout: seconds that it waits for shared tiers to say whether they have a chunk.
-        events: whether vLLM publishes KV events.
 
     Attributes:
         refused: by request, group and number of the chunks that were offered while no slot was at
@@ -91,14 +86,12 @@ class KvdOffloadingManager(OffloadingManager):
         *,
         pending_timeout: float,
         seek_timeout: float,
-        events: bool = False,
     ) -> None:
         self.scheduler = scheduler
         self.promotions = Promotions(
             scheduler, pending_timeout=pending_timeout, seek_timeout=seek_timeout
         )
         self._pending_timeout = pending_timeout
-        self._publishes = events
         self._tickets: dict[str, LoadTicket] = {}  # by request: it has one load at a time
         self._no_loads: set[str] = set()  # requests whose load failed
         self._pending_since: dict[str, float] = {}
@@ -330,33 +323,6 @@ class KvdOffloadingManager(OffloadingManager):
         self._finished.clear()
         self.refused.clear()
         self.promotions.clear()
-
-    def take_events(self) -> Iterable[OffloadingEvent]:
-        """Return which chunks can be found since the last call, and which cannot any more.
-
-        These events have keys and no tokens. kvd's connector does not ask for them: it takes the
-        scheduler's changes, and makes complete events of them.
-        """
-        if not self._publishes:
-            return
-        changes = self.scheduler.take_changes()
-        near = locality(tier.medium for tier in self.scheduler.tiers)
-        below = None if near is None else Locality(near)
-        told = (
-            (changes.removed, Medium.CPU, True),
-            (changes.released, Medium.STORAGE, True),
-            (changes.stored, Medium.CPU, False),
-            (changes.kept, Medium.STORAGE, False),
-        )
-        for keys, medium, removed in told:
-            if keys:
-                yield OffloadingEvent(
-                    keys=[OffloadKey(key) for key in keys],
-                    medium=medium,
-                    removed=removed,
-                    locality=Locality.LOCAL if medium is Medium.CPU else below,
-                    removal_expected=True,
-                )
 
     def get_stats(self) -> OffloadingConnectorStats:
         """Return counters since the last call, and whether chunks can be found now."""

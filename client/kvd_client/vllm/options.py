@@ -34,7 +34,7 @@ class Options(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         kv_layout: the physical layout of the KV cache that vLLM is asked for: one of its names;
             auto: with all layers of a block side by side, where no block has to be split; none:
             vLLM's own choice.
-        events: publish what is in the pool among the engine's KV events, where vLLM publishes such.
+        events: publish what is in the pool among the engine's KV events, if vLLM publishes any.
         repeat_events: seconds in which everything in the pool is published once more, for routers
             that came late or have lost events; 0: never.
     """

@@ -97,7 +97,6 @@ class KvdOffloadingSpec(OffloadingSpec):
             scheduler,
             pending_timeout=self.options.pending_timeout,
             seek_timeout=self.options.seek_timeout,
-            events=self.publishes,
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
