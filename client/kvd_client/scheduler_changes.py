@@ -28,9 +28,9 @@ class SchedulerChanges(SchedulerSession):
         And which ones lie in tiers now, and which in none any more.
 
         All differences returned so far add up to what a lookup finds, whichever engine stored or
-        dropped the chunks. A reset takes all of it back. While the engine is not attached nothing changes, for
-        `ABSENT_SECONDS`; then all is taken back. Read in this thread, from shared memory: it never
-        waits. Each change is returned once.
+        dropped the chunks. A reset takes all of it back. While the engine is not attached nothing
+        changes, for `ABSENT_SECONDS`; then all is taken back. Read in this thread, from shared
+        memory: it never waits. Each change is returned once.
 
         Args:
             limit: changes that are read at most: there may be more of them, see `changes_waiting`.
