@@ -208,12 +208,15 @@ def test_no_daemon(fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs) -> Non
 def test_an_idle_engine_tells_what_the_other_evicts(
     fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
 ) -> None:
-    """Without a request of its own, and its device's blocks stay promised."""
+    """And its own last stores; both without another request."""
     daemon = serve(fleet, start_daemon)
     idle, busy = fleet.engines
     (prompt,) = prompts(1, seed=80)
+    stored_before = idle.blocks_in(MEMORY)
     idle.process.generate([prompt], 1)
     wait_stored(daemon)
+    # Its own last stores become READY after its last step.
+    eventually(lambda: len(idle.blocks_in(MEMORY) - stored_before) == len(prompt) // BLOCK)
     idle.process.reset()  # of its own cache: the prompt is in the pool alone
     idle.publish_all()
     assert only_pool(idle, prompt) == len(prompt) // BLOCK * BLOCK
