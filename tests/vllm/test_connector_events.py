@@ -115,6 +115,18 @@ def test_an_engine_that_cannot_publish_everything_at_once_wakes_itself(
     assert core.input_queue.get_nowait() == WAKEUP
 
 
+def test_an_engine_without_kv_events_is_not_woken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
+) -> None:
+    """Whatever other engines change: it has nothing to publish, and no thread for it."""
+    core = Core(lambda: Stepping(tmp_path, monkeypatch, lender))
+    change(lender, "another engine's")
+    assert not core.half.has_pending_push_work()
+    assert not core.batches
+    with pytest.raises(queue.Empty):
+        core.input_queue.get(timeout=3 * idle.POLL_SECONDS)
+
+
 def test_an_error_ends_idle_publishing_and_not_the_engine(
     core: Core, lender: Lender, caplog: pytest.LogCaptureFixture
 ) -> None:
