@@ -92,6 +92,7 @@ def _stop_tier(world: World) -> None:
 
 
 def _stop_engine(world: World) -> None:
+    world.start_engines()  # the other engine of the model goes on storing
     engine = world.engines["a"]
 
     def overruns(world: World) -> int:
