@@ -20,7 +20,7 @@ A repeat round says everything again, for a router that came late or lost messag
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
 
@@ -32,6 +32,7 @@ from kvd_client.block_chains import (
     Chunk,
     RepeatRound,
     each,
+    runs,
 )
 from kvd_client.change_reader import Differences, Place
 from kvd_client.errors import ReaderFault
@@ -82,12 +83,6 @@ class RemovedBlocks(NamedTuple):
 
 
 Announcement: TypeAlias = StoredBlocks | RemovedBlocks
-
-
-def locality(media: Iterable[str]) -> str | None:
-    """Return where blocks in tiers of these media are, as events have it; None: in both places."""
-    places = {"REMOTE" if medium == "remote" else "LOCAL" for medium in media}
-    return places.pop() if len(places) == 1 else None
 
 
 class ChunkContents(NamedTuple):
@@ -479,17 +474,6 @@ class Announcer:
 
     def __repr__(self) -> str:
         return f"<Announcer of {len(self)} chunks: {self._chains!r}>"
-
-
-def runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
-    """Yield first index and end of each run of true flags."""
-    begin = None
-    for i, flag in enumerate([*flags, False]):
-        if flag and begin is None:
-            begin = i
-        elif not flag and begin is not None:
-            yield begin, i
-            begin = None
 
 
 def _reannounced(stored: StoredBlocks) -> tuple[RemovedBlocks, StoredBlocks]:

@@ -326,6 +326,17 @@ def each(some: OneOrMore[T]) -> Iterator[T]:
     return iter(() if some is None else (some,))
 
 
+def runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
+    """Yield first index and end of each run of true flags."""
+    begin = None
+    for i, flag in enumerate([*flags, False]):
+        if flag and begin is None:
+            begin = i
+        elif not flag and begin is not None:
+            yield begin, i
+            begin = None
+
+
 def _with(some: OneOrMore[T], one: T) -> OneOrMore[T]:
     if some is None or some is one:
         return one

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpecKind
 from vllm.v1.kv_offload.base import Locality
 
 from kvd_client import Scheduler
-from kvd_client.announcer import Announcement, Announcer, RemovedBlocks, locality
+from kvd_client.announcer import Announcement, Announcer, RemovedBlocks
 from kvd_client.vllm.idle import IDLE_SECONDS
 from kvd_client.vllm.upstream import require
 
@@ -197,6 +197,12 @@ def groups_in_tiers(groups: Iterable[GroupOffloadConfig]) -> list[int]:
         for group in groups
         if group.kv_event_group_spec.kv_cache_spec_kind in WHOLE_PREFIX_KINDS
     ]
+
+
+def locality(media: Iterable[str]) -> str | None:
+    """Return where blocks in tiers of these media are, as events have it; None: in both places."""
+    places = {"REMOTE" if medium == "remote" else "LOCAL" for medium in media}
+    return places.pop() if len(places) == 1 else None
 
 
 def event_hash_function() -> Callable[[bytes], int | bytes]:
