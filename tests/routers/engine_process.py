@@ -98,7 +98,7 @@ class RecordingScheduler:
 
 
 class Member:
-    """One engine's life.
+    """One engine's life. It publishes from its first "run" on: routers are connected by then.
 
     Args:
         pipe: from which commands come.
@@ -115,6 +115,7 @@ class Member:
         self._engine = engine
         self._random = random.Random(seed)
         self._running = False
+        self._publishing = False
         self._recorded = RecordingScheduler(engine.scheduler)
         self._events = PoolEvents(self._recorded, [MAIN_GROUP], spec.repeat_seconds)  # type: ignore[arg-type]  # it delegates
         self._publisher = ZmqEventPublisher(
@@ -141,13 +142,17 @@ class Member:
         elif command == "known":
             complete = scheduler.attached and not scheduler.changes_waiting
             self._pipe.send((complete, self._recorded.ready, self._recorded.in_tiers))
+        elif command == "probe":
+            self._publisher.publish(KVEventBatch(ts=time.time(), events=[]))
+            self._pipe.send(command)
         else:
             self._running = command == "run"
+            self._publishing |= self._running
             self._pipe.send(command)
 
     def _end_step(self) -> None:
         self._engine.scheduler.end_step()
-        if events := self._events.take():
+        if self._publishing and (events := self._events.take()):
             self._publisher.publish(KVEventBatch(ts=time.time(), events=events))
 
     def _turn(self) -> None:

@@ -39,6 +39,11 @@ class Subscriber:
         """Receive what one engine publishes."""
         self._socket.connect(endpoint)
 
+    def hears(self, topic: str) -> bool:
+        """Return whether a message of this topic has arrived since it is followed."""
+        self.pump()
+        return topic in self._sequences
+
     def leave(self, topic: str, endpoint: str) -> None:
         """Follow an engine no more, and forget its blocks."""
         self.pump()

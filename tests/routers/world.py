@@ -194,7 +194,10 @@ class World:
             return
         spec = engine.spec
         replay = engine.replay if router == EVERYTHING else None
-        self.subscribers[router].follow(engine.endpoint)
+        subscriber = self.subscribers[router]
+        subscriber.follow(engine.endpoint)
+        # What is published before a subscription has arrived is lost.
+        eventually(lambda: engine.ask("probe") and subscriber.hears(spec.topic))
         self.indexers[router].register(
             spec.instance, engine.endpoint, spec.model, BLOCK_TOKENS, replay
         )
