@@ -58,6 +58,17 @@ def has_ended(process: psutil.Process) -> bool:
         return bool(poll.poll(0))
 
 
+def has_memory(pid: int) -> bool:
+    """Whether a process has an address space. One that is killed gives it up before its files.
+
+    So it has none once a pipe of its own reads end of file, though the process may still be seen.
+    """
+    try:
+        return bool(Path(f"/proc/{pid}/maps").read_text())
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def freeze(pid: int) -> None:
     """Stop a child of this process; none of its threads does anything any more.
 

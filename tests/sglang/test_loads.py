@@ -4,13 +4,13 @@ import os
 import signal
 import time
 
-import psutil
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
 from kvd_client.sglang.linker import KvdLinker
 from tests.conftest import StartDaemon
 from tests.daemon.serving import Daemon
+from tests.processes import has_memory
 from tests.sglang.conftest import StartLinker
 from tests.sglang.device_pools import FROM, KEYS, NODE, PAGE, TO, dense, fill, indices, store
 from tests.waiting import eventually
@@ -62,7 +62,7 @@ def test_a_frozen_lane_holds_a_request_until_it_is_killed(
     (lane,) = daemon.status()["lanes"]
     os.kill(lane["pid"], signal.SIGSTOP)
     assert not load(linker)
-    assert not psutil.pid_exists(lane["pid"])
+    assert not has_memory(lane["pid"])
     eventually(
         lambda: (
             linker.lookup("request", [PoolTransfer(PoolName.KV, keys=KEYS[:NODE])])
