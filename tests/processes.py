@@ -80,14 +80,18 @@ def freeze(pid: int) -> None:
 
 @contextlib.contextmanager
 def frozen(pid: int) -> Iterator[None]:
-    """A process does nothing meanwhile: all that is sent waits for it at the same time."""
+    """A process does nothing meanwhile: all that is sent waits for it at the same time.
+
+    It goes on if it is still there: the daemon replaces a tier or a lane that is stuck for long.
+    """
     process = psutil.Process(pid)
     process.suspend()
     try:
         eventually(process.status, lambda status: status == psutil.STATUS_STOPPED)
         yield
     finally:
-        process.resume()
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.resume()
 
 
 def kill_and_wait(pid: int, number: int = signal.SIGKILL) -> None:
