@@ -8,8 +8,9 @@ stored and removed (Dynamo): a block that is announced again is removed just bef
 count stays one.
 
 Tiers are a medium of their own: a router has a block until no medium has it. The description of a
-chunk is read while the chunk is in memory, and kept while tiers have the chunk. A chunk whose
-description could not be read is announced by its key alone.
+chunk is read when it comes into memory. Where there are tiers it is remembered, because the chunk
+may go down and leave memory before that is announced. A chunk whose description could not be read
+is announced by its key alone.
 
 A repeat round says everything again, for a router that came late or lost messages:
 
@@ -156,9 +157,13 @@ class Announcer:
     Args:
         describe: reads the description of the chunk at a place; None: it has none, or not any more.
         tier_groups: groups whose chunks in tiers are announced; None: all.
+
+    Attributes:
+        has_tiers: chunks in memory may go down to tiers, so their descriptions are remembered.
     """
 
     def __init__(self, describe: Describe, tier_groups: Collection[int] | None = None) -> None:
+        self.has_tiers = False
         self._describe = describe
         self._tier_groups = tier_groups
         self._memory: dict[bytes, Chunk] = {}  # by key
@@ -280,15 +285,14 @@ class Announcer:
             return True
         for begin, end in runs(missing):
             for block in chunk.blocks[begin:end]:
-                block.repeat_round = repeat_round.number
-                self._chains.update_chained(block)
+                self._chains.repeat(block)
             announcements += _reannounced(stored_blocks(contents, begin, end))
         return True
 
     # ------------------------------------------------------------------ stored
 
     def _read_differences(self, differences: Differences) -> list[ChunkContents]:
-        """Return the chunks that are stored, and those in tiers that can be described now."""
+        """Return the chunks that are stored, and those in tiers that are announced."""
         describe, tiers = self._describe, self._tiers
         stored = {
             key: chunk_contents(key, place, describe(place), in_tiers=False)
@@ -296,15 +300,11 @@ class Announcer:
         }
         kept: list[ChunkContents] = []
         for key, place in differences.kept.items():
-            description = None
-            if key in stored:
-                description = stored[key].description
-            elif key in self._memory:
-                description = describe(self._memory[key].place)
-            if description is None and key in tiers and (encoded := tiers[key].description):
-                description = decode(encoded)
+            description = stored[key].description if key in stored else None
+            if description is None:
+                description = self._known_description(key, differences.left.get(key))
             contents = chunk_contents(key, place, description, in_tiers=True)
-            if self._tier_groups is None or contents.group in self._tier_groups:
+            if self._is_announced_in_tiers(contents):
                 kept.append(contents)
         for key, contents in stored.items() if tiers else ():
             chunk, description = tiers.get(key), contents.description
@@ -312,6 +312,22 @@ class Announcer:
             if chunk and is_by_key and description is not None and key not in differences.kept:
                 kept.append(chunk_contents(key, chunk.place, description, in_tiers=True))
         return [*stored.values(), *kept]
+
+    def _is_announced_in_tiers(self, contents: ChunkContents) -> bool:
+        return self._tier_groups is None or contents.group in self._tier_groups
+
+    def _known_description(self, key: bytes, left: Place | None) -> Description | None:
+        """Return what is known of a chunk that has come into tiers, and `left` this place."""
+        for chunk in (self._memory.get(key), self._tiers.get(key)):
+            if chunk is not None and (description := self._description(chunk)) is not None:
+                return description
+        return None if left is None else self._describe(left)
+
+    def _description(self, chunk: Chunk) -> Description | None:
+        """Return what is remembered of a chunk, or what can be read at its place."""
+        if chunk.description is None:
+            return None
+        return decode(chunk.description) if chunk.description else self._describe(chunk.place)
 
     def _parents_first(self, chunks: list[ChunkContents]) -> Iterator[ChunkContents]:
         """Yield the chunks, each after those that have its parent; store one before the next."""
@@ -347,7 +363,8 @@ class Announcer:
         key, in_tiers, place, description, group, hashes, parent = contents
         chains, encoded = self._chains, None
         if description is not None:
-            encoded = encode(description) if in_tiers else b""
+            remembers = in_tiers or (self.has_tiers and self._is_announced_in_tiers(contents))
+            encoded = self._encoded(key, description) if remembers else b""
         chunk = Chunk(place, encoded)
         group_blocks = chains.group(group)
         announced = group_blocks.media[in_tiers]
@@ -362,6 +379,9 @@ class Announcer:
                     self._removals.pop((group, in_tiers, block_hash), None)
             elif block.parent is None and parent is not None:
                 chains.describe(block, parent)
+                announcements.append(RemovedBlocks((block_hash,), group, in_tiers))
+            elif self._round is None and parent is not None and chains.was_left_out(block):
+                chains.repeat(block)
                 announcements.append(RemovedBlocks((block_hash,), group, in_tiers))
             else:
                 new = False
@@ -382,6 +402,14 @@ class Announcer:
         if self._round is not None:
             new_blocks = [block for block, new in zip(blocks, is_new, strict=True) if new]
             self._round.note_announced(chunk, new_blocks)
+
+    def _encoded(self, key: bytes, description: Description) -> bytes:
+        """Return the bytes to remember; the same object for both media of a chunk."""
+        encoded = encode(description)
+        for chunk in (self._memory.get(key), self._tiers.get(key)):
+            if chunk is not None and chunk.description == encoded:
+                return chunk.description
+        return encoded
 
     # ----------------------------------------------------------------- removed
 
@@ -447,10 +475,9 @@ class Announcer:
         """Return a chunk as it was announced; None: its description cannot be read any more."""
         first, place = chunk.blocks[0], chunk.place
         hashes = tuple(block.hash for block in chunk.blocks)
-        description = None
+        description = self._description(chunk)
         if chunk.description is not None:
-            encoded, end = chunk.description, place.first + place.count
-            description = decode(encoded) if encoded else self._describe(place)
+            end = place.first + place.count
             if description is None or description.hashes[place.first : end] != hashes:
                 return None
         group, parent = first.group.number, first.parent

@@ -29,8 +29,8 @@ class Chunk:
 
     place: where it lies, and which of its blocks it has.
     blocks: each is the parent of the next; none: the chunk is not announced any more.
-    description: encoded, of a chunk in tiers. Empty: the chunk is in memory, and its description is
-        read at its place. None: the chunk is known by its key alone.
+    description: encoded, of a chunk in tiers, or that may go there. Empty: the chunk is in memory,
+        and its description is read at its place. None: the chunk is known by its key alone.
     """
 
     __slots__ = ("blocks", "description", "place")
@@ -177,6 +177,15 @@ class BlockChains:
         if not memory and not tiers:
             del self._groups[group.number]
         return True
+
+    def was_left_out(self, block: Block) -> bool:
+        """Return whether the last round has not announced it: its chunks were unreadable."""
+        return block.repeat_round != self.repeat_round
+
+    def repeat(self, block: Block) -> None:
+        """Note that a block is announced again, for the last round."""
+        block.repeat_round = self.repeat_round
+        self.update_chained(block)
 
     def update_chained(self, block: Block) -> bool:
         """Return whether the block is chained now and was not before; its children are checked."""

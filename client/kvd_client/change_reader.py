@@ -64,12 +64,15 @@ class Differences:
     removed: keys of chunks that are not READY any more.
     kept: chunks that came into tiers, or lie in tiers with other blocks.
     released: keys of chunks that lie in no tier any more.
+    left: of the chunks in `kept`, those that have left memory since the last call, with their last
+        places there: a description can be read there until the slot is used again.
     """
 
     stored: dict[bytes, Place] = field(default_factory=dict)
     removed: list[bytes] = field(default_factory=list)
     kept: dict[bytes, Place] = field(default_factory=dict)
     released: list[bytes] = field(default_factory=list)
+    left: dict[bytes, Place] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
         return bool(self.stored or self.removed or self.kept or self.released)
@@ -203,6 +206,7 @@ class ChangeReader:
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
         self._memory, self._tiers = PublishedState(), PublishedState()
+        self._left: dict[bytes, Place] = {}  # memory, in this call
         self._directory: DirectoryView | None = None
         self._position = 0  # the number of the last change that was applied
         self._lag_ns = 0
@@ -298,9 +302,13 @@ class ChangeReader:
             if memory.unconfirmed or tiers.unconfirmed:
                 memory.settle(self._position)
                 tiers.settle(self._position)
+        left, self._left = self._left, {}
         if not (tiers.before or tiers.gone):
             return Differences(*memory.take(limit))
-        return Differences(*memory.take(limit), *tiers.take(limit))
+        stored, removed = memory.take(limit)
+        kept, released = tiers.take(limit)
+        left = {key: left[key] for key in kept if key in left}
+        return Differences(stored, removed, kept, released, left)
 
     def _read_ring(self, directory: DirectoryView, limit: int) -> None:
         changes = directory.changes.read(self._position, limit)
@@ -316,6 +324,7 @@ class ChangeReader:
     def _apply(self, directory: DirectoryView, changes: list[Change]) -> None:
         memory, tiers = self._memory, self._tiers
         confirmed, touch = memory.confirmed, memory.before.setdefault
+        left = self._left
         for _, time_ns, generation, slot, first, count, _group, kind, key in changes:
             if kind == _READY:
                 was = confirmed.get(key)
@@ -331,6 +340,7 @@ class ChangeReader:
                     touch(key, was)
                     if confirmed.pop(key, None) is None:
                         memory.claim(key)
+                    left[key] = was
             elif kind == _KEPT:
                 tiers.before.setdefault(key, tiers.confirmed.get(key) or tiers.claim(key))
                 tiers.confirmed[key] = _PLACE(Place, (NO_SLOT, 0, first, count, time_ns))

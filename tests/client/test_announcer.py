@@ -180,9 +180,13 @@ class RoutersMachine(RuleBasedStateMachine):
         parents=st.lists(st.integers(0, 3), min_size=NODES, max_size=NODES),
         lengths=st.lists(st.integers(1, 4), min_size=NODES, max_size=NODES),
         undescribed=st.sets(st.integers(0, NODES - 1), max_size=3),
+        has_tiers=st.booleans(),
     )
-    def plant(self, parents: list[int], lengths: list[int], undescribed: set[int]) -> None:
+    def plant(
+        self, parents: list[int], lengths: list[int], undescribed: set[int], has_tiers: bool
+    ) -> None:
         """Node n comes after one of the four before it, or begins a prompt."""
+        self.announcer.has_tiers = has_tiers
         self.parents = [None if not back else n - back for n, back in enumerate(parents)]
         self.parents = [None if p is not None and p < 0 else p for p in self.parents]
         self.lengths, self.undescribed = lengths, undescribed
@@ -245,15 +249,19 @@ class RoutersMachine(RuleBasedStateMachine):
         for node, group, cut in kept:
             key = key_of(node, group)
             if key not in differences.released:
-                self.keep(key, node, cut, differences)
+                leaves = key in differences.removed and node not in self.undescribed
+                known = self.is_described(key) or (leaves and self.announcer.has_tiers)
+                self.keep(key, node, cut, differences, is_described=known)
         self.bare -= {key for key in differences.stored if self.is_described(key)}
         self.hear(self.announcer.announce(differences))
 
-    def keep(self, key: bytes, node: int, cut: int, differences: Differences) -> None:
+    def keep(
+        self, key: bytes, node: int, cut: int, differences: Differences, *, is_described: bool
+    ) -> None:
         """Tiers hold a chunk without some of its first blocks."""
         path, _ = self.nodes(node)
         first = min(cut, len(path) - 1)
-        if not self.is_described(key) and (key not in self.kept or key in self.bare):
+        if not is_described and (key not in self.kept or key in self.bare):
             self.bare.add(key)
         else:
             self.bare.discard(key)
@@ -267,8 +275,22 @@ class RoutersMachine(RuleBasedStateMachine):
         for choice in choices:
             if self.said:
                 key = list(self.said)[choice % len(self.said)]
-                self.keep(key, self.said[key].slot, self.said[key].first, differences)
+                node, first = self.said[key].slot, self.said[key].first
+                self.keep(key, node, first, differences, is_described=self.is_described(key))
         self.hear(self.announcer.announce(differences))
+
+    @rule(chunk=chunks, is_reused=st.booleans())
+    def pass_through(self, chunk: tuple[int, int, int], is_reused: bool) -> None:
+        """A chunk came, went down and left memory; its slot may be used again already."""
+        node, group, cut = chunk
+        key, place = key_of(node, group), self.place(node, group, cut)
+        if is_reused:
+            self.descriptions.pop(place, None)
+        if key not in self.said:
+            differences = Differences(left={key: place})
+            self.keep(key, node, cut, differences, is_described=place in self.descriptions)
+            self.hear(self.announcer.announce(differences))
+        self.descriptions.pop(place, None)
 
     @rule(choices=st.lists(st.integers(0, 100), min_size=1, max_size=4))
     def evict(self, choices: list[int]) -> None:
@@ -281,13 +303,15 @@ class RoutersMachine(RuleBasedStateMachine):
         self.hear(self.announcer.announce(Differences(removed=gone)))
 
     def is_described(self, key: bytes) -> bool:
-        """Whether a chunk is in memory, with a description."""
-        return key in self.said and self.said[key] in self.descriptions
+        """Whether a chunk is in memory, with a description that can be read or is remembered."""
+        if key not in self.said or self.said[key].slot in self.undescribed:
+            return False
+        return self.said[key] in self.descriptions or self.announcer.has_tiers
 
     @rule(choice=st.integers(0, 100))
     def doom(self, choice: int) -> None:
         """A chunk is gone from memory, and its removal is not announced yet."""
-        described = [key for key in self.said if self.is_described(key)]
+        described = [key for key, place in self.said.items() if place in self.descriptions]
         if described:
             key = described[choice % len(described)]
             del self.descriptions[self.said[key]]
@@ -411,7 +435,7 @@ class RoutersMachine(RuleBasedStateMachine):
         }
         assert len(self.announcer) == len(self.said) + len(self.kept)
         assert self.listeners[0].plain == blocks
-        if self.doomed:
+        if self.doomed and not self.announcer.has_tiers:
             return
         for listener in self.listeners:
             if listener.exact:
@@ -545,6 +569,37 @@ def test_a_chunk_that_goes_from_memory_to_tiers_is_told_before_it_is_taken_back(
     assert moved == [told[0]._replace(in_tiers=True), RemovedBlocks((block_hash(0),), 0)]
 
 
+def test_a_chunk_that_goes_down_and_leaves_memory_at_once_keeps_its_description() -> None:
+    """Where there are tiers it was remembered: the slot may be used again by now."""
+    found = {Place(0, 1, 0, 1, 0): describe([0], None)}
+    announcer = Announcer(found.get)
+    announcer.has_tiers = True
+    told = announcer.announce(Differences({key_of(0): next(iter(found))}))
+    found.clear()
+    moved = announcer.announce(Differences(removed=[key_of(0)], kept={key_of(0): below()}))
+    assert moved == [told[0]._replace(in_tiers=True), RemovedBlocks((block_hash(0),), 0)]
+
+
+def test_a_chunk_that_was_never_told_in_memory_is_described_where_it_has_left() -> None:
+    """It came, went down and left between two calls; its slot is not used again yet."""
+    place = Place(0, 1, 0, 1, 0)
+    announcer = Announcer({place: describe([0], None)}.get)
+    (told,) = announcer.announce(Differences(kept={key_of(0): below()}, left={key_of(0): place}))
+    assert isinstance(told, StoredBlocks)
+    assert (told.in_tiers, told.tokens) == (True, tokens_of([0]))
+
+
+def test_both_media_of_a_chunk_remember_one_description() -> None:
+    """The bytes of what is in memory and in tiers are kept once."""
+    announcer = Announcer({Place(0, 1, 0, 1, 0): describe([0], None)}.get)
+    announcer.has_tiers = True
+    announcer.announce(Differences({key_of(0): Place(0, 1, 0, 1, 0)}))
+    announcer.announce(Differences(kept={key_of(0): below()}))
+    memory, tiers = announcer._memory[key_of(0)], announcer._tiers[key_of(0)]
+    assert memory.description
+    assert memory.description is tiers.description
+
+
 def test_a_chunk_that_comes_up_is_described_again() -> None:
     """What was told by its key alone is told with tokens when it is in memory again."""
     found: dict[Place, Description] = {}
@@ -627,6 +682,19 @@ def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> No
         assert removals == RemovedBlocks((block_hash(2), block_hash(4)), 0)
         assert [each.hashes for each in again] == [(block_hash(3),)] * 2
         assert not announcer.repeating
+
+
+def test_what_a_round_could_not_read_is_told_when_it_comes_again() -> None:
+    """A router that has heard nothing but the round lacks it until then."""
+    found = {Place(0, 1, 0, 1, 0): describe([0], None)}
+    announcer = Announcer(found.get)
+    (told,) = announcer.announce(Differences({key_of(0): next(iter(found))}))
+    found.clear()
+    assert repeat_all(announcer) == []
+    again = Place(7, 2, 0, 1, 0)
+    found[again] = describe([0], None)
+    assert announcer.announce(Differences({key_of(0): again}))[1:] == [told]
+    assert announcer.announce(Differences({key_of(0): again})) == []
 
 
 def test_a_round_begins_over_again() -> None:

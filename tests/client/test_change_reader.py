@@ -36,6 +36,7 @@ class Listener:
         if self.view is not None:
             self.view.meanwhile = meanwhile or []
         differences = self.reader.take(limit)
+        assert differences.left.keys() <= differences.kept.keys()
         _apply(self.told, differences.stored, differences.removed)
         _apply(self.below, differences.kept, differences.released)
         return differences
@@ -193,6 +194,22 @@ def test_what_came_and_went_is_not_told() -> None:
     differences = listener.take()
     assert differences == Differences({}, [B])
     assert not listener.reader.waiting
+
+
+@pytest.mark.parametrize("known", [False, True])
+def test_it_is_said_where_a_chunk_was_that_went_down_and_left(known: bool) -> None:
+    """Its description may still be there, whether it was told in memory before or not."""
+    changing, listener = following(*[STORE_A] * known)
+    for operation in [*[STORE_A] * (not known), STORE_B]:
+        changing.apply(operation)
+    place = changing.found()[A]
+    for operation in (("keep", 0, 0), DROP_A, ("drop", 1, 0)):
+        changing.apply(operation)
+    differences = listener.take()
+    assert differences.kept.keys() == differences.left.keys() == {A}
+    assert differences.left[A][:4] == place
+    assert differences.removed == [A] * known
+    assert not listener.take()
 
 
 def test_a_chunk_that_stayed_is_not_taken_back() -> None:

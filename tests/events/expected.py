@@ -105,7 +105,12 @@ class Prefixes:
     """The described blocks of each group, in memory or in tiers; those of which it is certain."""
 
     def __init__(self, model: str, memory: Held, in_tiers: Held) -> None:
-        certain = {key: numbers for key, numbers in in_tiers.items() if key in memory}
+        content = chunks(model)
+        certain = {
+            key: numbers
+            for key, numbers in in_tiers.items()
+            if key in memory and content[key].group == MAIN_GROUP  # others are not published
+        }
         self._blocks: dict[int, set[Block]] = defaultdict(set)
         for places in (memory, certain):
             for group, blocks in _described(model, places).items():

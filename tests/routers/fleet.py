@@ -45,11 +45,17 @@ class Pairs:
     computed: int = 0
     differences: list[str] = field(default_factory=list)
 
-    def add(self, engine: int, promised: Matched, found: int, *, by_choice: bool = False) -> None:
-        """Compare one pair; `by_choice`: the engine has decided against waiting for a tier."""
+    def add(
+        self, engine: int, promised: Matched, found: int, *, least_by_choice: int | None = None
+    ) -> None:
+        """Compare one pair.
+
+        least_by_choice: the engine has decided against waiting for a tier, and finds so many tokens
+            at the least.
+        """
         self.compared += 1
         self.pooled += promised.longest > promised.gpu
-        if by_choice and promised.cpu <= found < promised.disk:
+        if least_by_choice is not None and least_by_choice <= found < promised.disk:
             self.computed += 1
         elif promised.longest != found:
             self.differences.append(f"engine {engine}: {promised} promised, {found} found")
@@ -125,7 +131,7 @@ class RoutedEngine:
         """
         for prompt in asked:
             self.publish_all()
-            promised = self.promise(prompt)
+            promised, memory = self.promise(prompt), self.blocks_in(MEMORY)
             waits, waits_over = (
                 self.process.metric(TIER_WAITS),
                 self.process.metric(TIER_WAITS_OVER),
@@ -135,7 +141,12 @@ class RoutedEngine:
                 self.process.metric(TIER_WAITS) == waits
                 or self.process.metric(TIER_WAITS_OVER) > waits_over
             )
-            pairs.add(self.instance, promised, answer.cached_tokens, by_choice=by_choice)
+            found, least = answer.cached_tokens, promised.cpu if by_choice else None
+            if least is not None and found < least:
+                self.publish_all()
+                if not memory <= self.blocks_in(MEMORY):  # what comes up evicts other chunks
+                    least = promised.gpu
+            pairs.add(self.instance, promised, found, least_by_choice=least)
 
     def _marker(self) -> list[int]:
         return self._random.choices(range(2, COMMON["vocab_size"]), k=BLOCK + 1)

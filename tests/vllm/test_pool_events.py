@@ -199,6 +199,22 @@ def test_a_chunk_in_tiers_is_told_of_on_its_own() -> None:
     assert events.take() == [BlockRemoved([11], "STORAGE", 0, "REMOTE")]
 
 
+def test_a_chunk_that_goes_down_is_described_though_its_slot_is_used_again() -> None:
+    """Where the daemon has tiers: an engine that publishes rarely learns of both at once."""
+    pool = Pool(described(11))
+    pool.tiers = (TierInfo(name="disk", medium="disk", shared=False),)
+    events = events_of(pool)
+    pool.coming.stored.update(pool.there([0]))
+    assert len(events.take()) == 1
+    pool.chunks = ()
+    pool.coming.kept[key_of(11)] = Place(NO_SLOT, 0, 0, 1, 0)
+    pool.coming.removed.append(key_of(11))
+    below, gone = events.take()
+    assert isinstance(below, BlockStored)
+    assert (below.medium, below.token_ids) == ("STORAGE", [1, 2, 3, 4])
+    assert gone == BlockRemoved([11], "CPU", 0, "LOCAL")
+
+
 def test_of_tiers_only_groups_of_whole_prefixes_are_published() -> None:
     """Dynamo would take a window's block, and its removal, for that of the main group."""
     window = replace(described(12, window=64), group=1, kind="sliding_window")

@@ -154,14 +154,16 @@ class PoolEvents:
             self._scheduler.repeat_changes()
             self._announcer = Announcer(self._scheduler.description, self._tier_groups)
         changes = self._scheduler.take_changes()
+        tiers = self._scheduler.tiers
         announced: list[Announcement] = []
+        if tiers:  # none are known while the daemon is away
+            self._tier_locality = locality(tier.medium for tier in tiers)
+            self._announcer.has_tiers = True
         if changes or self._announcer.waiting:
             announced = self._announcer.announce(changes)
         if self._repeat_is_due(now):
             announced += self._repeat(now, MAX_IDLE_PARTS if idle else MAX_PARTS)
         self._is_behind = self._scheduler.changes_behind or self._announcer.waiting
-        if tiers := self._scheduler.tiers:  # none are known while the daemon is away
-            self._tier_locality = locality(tier.medium for tier in tiers)
         return [to_event(blocks, self._to_event_hash, self._tier_locality) for blocks in announced]
 
     def _repeat_is_due(self, now: float) -> bool:
