@@ -22,7 +22,7 @@ A repeat round says everything again, for a router that came late or lost messag
 
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
-from itertools import islice
+from itertools import compress, islice
 from typing import Any, NamedTuple, TypeAlias
 
 from kvd_client.block_chains import (
@@ -31,6 +31,7 @@ from kvd_client.block_chains import (
     BlockChains,
     BlockId,
     Chunk,
+    GroupBlocks,
     RepeatRound,
     each,
     runs,
@@ -360,36 +361,19 @@ class Announcer:
         self, contents: ChunkContents, announcements: list[Announcement], dropped: list[Chunk]
     ) -> None:
         """Announce the new blocks of a chunk; `dropped` gets the chunk that it replaces."""
-        key, in_tiers, place, description, group, hashes, parent = contents
-        chains, encoded = self._chains, None
-        if description is not None:
-            remembers = in_tiers or (self.has_tiers and self._is_announced_in_tiers(contents))
-            encoded = self._encoded(key, description) if remembers else b""
-        chunk = Chunk(place, encoded)
-        group_blocks = chains.group(group)
-        announced = group_blocks.media[in_tiers]
+        key, in_tiers, place, _, group, hashes, parent = contents
+        chunk = Chunk(place, self._remembered(contents))
+        group_blocks = self._chains.group(group)
         blocks: list[Block] = []
-        is_new: list[bool] = []
+        is_announced: list[bool] = []
+        removed: list[bytes] = []
         for block_hash in hashes:
-            block = announced.get(block_hash)
-            new = True
-            if block is None:
-                block = chains.add(group_blocks, block_hash, parent, in_tiers=in_tiers)
-                if self._removals:
-                    self._removals.pop((group, in_tiers, block_hash), None)
-            elif block.parent is None and parent is not None:
-                chains.describe(block, parent)
-                announcements.append(RemovedBlocks((block_hash,), group, in_tiers))
-            elif self._round is None and parent is not None and chains.was_left_out(block):
-                chains.repeat(block)
-                announcements.append(RemovedBlocks((block_hash,), group, in_tiers))
-            else:
-                new = False
-                if not block.chained:
-                    chains.rechecks.append(block)  # its other chunks may have been unreadable
-            chains.add_holder(block, chunk)
+            block, announced = self._block(
+                group_blocks, block_hash, parent, removed, in_tiers=in_tiers
+            )
+            self._chains.add_holder(block, chunk)
             blocks.append(block)
-            is_new.append(new)
+            is_announced.append(announced)
             if parent is not None:
                 parent = block_hash
         chunk.blocks = tuple(blocks)
@@ -397,16 +381,51 @@ class Announcer:
         if key in chunks:
             dropped.append(chunks[key])
         chunks[key] = chunk
-        for begin, end in runs(is_new):
+        if removed:
+            announcements.append(RemovedBlocks(tuple(removed), group, in_tiers))
+        for begin, end in runs(is_announced):
             announcements.append(stored_blocks(contents, begin, end))
         if self._round is not None:
-            new_blocks = [block for block, new in zip(blocks, is_new, strict=True) if new]
-            self._round.note_announced(chunk, new_blocks)
+            self._round.note_announced(chunk, compress(blocks, is_announced))
 
-    def _encoded(self, key: bytes, description: Description) -> bytes:
-        """Return the bytes to remember; the same object for both media of a chunk."""
-        encoded = encode(description)
-        for chunk in (self._memory.get(key), self._tiers.get(key)):
+    def _block(
+        self,
+        group: GroupBlocks,
+        block_hash: bytes,
+        parent: bytes | None,
+        removed: list[bytes],
+        *,
+        in_tiers: bool,
+    ) -> tuple[Block, bool]:
+        """Return a block, and whether it is announced now; `removed` gets it if removed before."""
+        chains, block = self._chains, group.media[in_tiers].get(block_hash)
+        in_round = self._round is not None
+        if block is None:
+            block = chains.add(group, block_hash, parent, in_tiers=in_tiers)
+            if (group.number, in_tiers, block_hash) in self._removals:
+                del self._removals[group.number, in_tiers, block_hash]
+                if in_round:  # which does not repeat the removal any more
+                    removed.append(block_hash)
+            return block, True
+        if parent is not None and block.parent is None:
+            chains.describe(block, parent)
+        elif parent is not None and block.repeat_round < chains.repeat_round - in_round:
+            chains.repeat(block)  # the last whole round could not read it
+        else:
+            if not block.chained:
+                chains.rechecks.append(block)  # its other chunks may have been unreadable
+            return block, False
+        removed.append(block_hash)
+        return block, True
+
+    def _remembered(self, contents: ChunkContents) -> bytes | None:
+        """Return what a chunk remembers of its description, the same object in both media."""
+        if contents.description is None:
+            return None
+        if not (contents.in_tiers or (self.has_tiers and self._is_announced_in_tiers(contents))):
+            return b""
+        encoded = encode(contents.description)
+        for chunk in (self._memory.get(contents.key), self._tiers.get(contents.key)):
             if chunk is not None and chunk.description == encoded:
                 return chunk.description
         return encoded

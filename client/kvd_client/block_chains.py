@@ -178,10 +178,6 @@ class BlockChains:
             del self._groups[group.number]
         return True
 
-    def was_left_out(self, block: Block) -> bool:
-        """Return whether the last round has not announced it: its chunks were unreadable."""
-        return block.repeat_round != self.repeat_round
-
     def repeat(self, block: Block) -> None:
         """Note that a block is announced again, for the last round."""
         block.repeat_round = self.repeat_round

@@ -388,7 +388,8 @@ class RoutersMachine(RuleBasedStateMachine):
             if isinstance(announcement, StoredBlocks):
                 check_payload(announcement)
             else:
-                assert repeated or known.issuperset(ids_of(announcement))
+                in_round = repeated or self.announcer.repeating
+                assert in_round or known.issuperset(ids_of(announcement))
             for listener in self.listeners:
                 listener.hear(announcement)
 
