@@ -439,14 +439,15 @@ class Announcer:
             for block in chunk.blocks:
                 group, in_tiers, block_hash = block.group.number, block.in_tiers, block.hash
                 is_removed = chains.remove_holder(block, chunk)
-                if is_removed and self._round is not None:
+                loses_tokens = block.parent is not None and not block.is_described
+                if (is_removed or loses_tokens) and self._round is not None:
                     self._repeat_other_medium(block, self._round, announcements)
                 if is_removed:
                     removed.setdefault((group, in_tiers), []).append(block_hash)
                     removals[group, in_tiers, block_hash] = None
                     if len(removals) > MAX_REMEMBERED_REMOVALS:
                         removals.popitem(last=False)
-                elif block.parent is not None and not block.is_described:
+                elif loses_tokens:
                     chains.undescribe(block)
                     by_key = StoredBlocks((block_hash,), b"", b"", 0, group, in_tiers=in_tiers)
                     announcements += _reannounced(by_key)
@@ -458,7 +459,7 @@ class Announcer:
     def _repeat_other_medium(
         self, removed: Block, repeat_round: RepeatRound, announcements: list[Announcement]
     ) -> None:
-        """Repeat a block before the other medium loses it, so that routers always have one.
+        """Repeat a block before the other medium loses it or its tokens: routers always have one.
 
         A router that knows only what this round has repeated would drop the block's children.
         """

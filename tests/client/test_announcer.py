@@ -670,6 +670,29 @@ def test_a_chunk_that_leaves_memory_in_a_round_is_repeated_in_tiers_first() -> N
     assert set(late.parents) == {(0, True, block_hash(0)), (0, False, block_hash(1))}
 
 
+def test_a_block_in_tiers_that_loses_its_tokens_in_a_round_is_repeated_in_memory_first() -> None:
+    """A router that knows it in tiers only never drops what follows it."""
+    found = {Place(1, 1, 0, 2, 0): describe([0, 1], None)}
+    announcer = Announcer(found.get)
+    announcer.announce(Differences(dict.fromkeys([key_of(1)], next(iter(found)))))
+    late = TreeRouter()
+    announcer.begin_repeat()
+    both, last = Place(NO_SLOT, 0, 0, 2, 0), Place(NO_SLOT, 0, 1, 1, 0)
+    for kept in ({key_of(1): both}, {key_of(0): below(3), key_of(1): last}):
+        for each in announcer.announce(Differences(kept=kept)):
+            late.hear(each)
+    assert (0, True, block_hash(1)) in late.parents
+
+
+def test_a_block_that_comes_again_in_a_round_is_removed_before() -> None:
+    """A router may have lost its removal, which the round does not repeat any more."""
+    announcer, places = announced_chain(1)
+    announcer.announce(Differences(removed=[key_of(0)]))
+    announcer.begin_repeat()
+    told = announcer.announce(Differences({key_of(0): places[0]}))
+    assert [type(each) for each in told] == [RemovedBlocks, StoredBlocks]
+
+
 def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     """In every round, until the blocks are announced again, and a bounded number."""
     monkeypatch.setattr(announcer_module, "MAX_REMEMBERED_REMOVALS", 3)
