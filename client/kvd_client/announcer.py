@@ -9,8 +9,8 @@ count stays one.
 
 Tiers are a medium of their own: a router has a block until no medium has it. The description of a
 chunk is read when it comes into memory. Where there are tiers it is remembered, because the chunk
-may go down and leave memory before that is announced. A chunk whose description could not be read
-is announced by its key alone.
+may leave memory before the engine reads that a tier has it. A chunk whose description could not be
+read is announced by its key alone.
 
 A repeat round says everything again, for a router that came late or lost messages:
 
@@ -39,12 +39,19 @@ from kvd_client.block_chains import (
 from kvd_client.change_reader import Differences, Place
 from kvd_client.errors import ReaderFault
 from kvd_proto.descriptions import TOKEN_BYTES, Description, decode, encode
+from kvd_proto.errors import DescriptionError
 
 MAX_REANNOUNCED_RUNS = 500
 """Runs of blocks that one call of `announce` announces again; the next calls go on."""
 
 MAX_REMEMBERED_REMOVALS = 65_536
 """Removed blocks that repeat rounds remove again, the newest ones."""
+
+MAX_DEPARTED = 4096
+"""Chunks that have left memory whose descriptions are remembered, the newest ones.
+
+A tier may say that it has a chunk after the chunk has left memory.
+"""
 
 REMOVALS_PER_CHUNK = 16
 """Removals that a repeat round says again in place of one chunk; they cost about the same."""
@@ -169,6 +176,7 @@ class Announcer:
         self._tier_groups = tier_groups
         self._memory: dict[bytes, Chunk] = {}  # by key
         self._tiers: dict[bytes, Chunk] = {}
+        self._departed: OrderedDict[bytes, bytes] = OrderedDict()  # descriptions, newest last
         self._chains = BlockChains()
         self._removals: OrderedDict[BlockId, None] = OrderedDict()  # newest last
         self._removals_to_repeat = 0  # of the round, the oldest ones
@@ -202,11 +210,17 @@ class Announcer:
         if differences.stored or differences.kept:
             for contents in self._parents_first(self._read_differences(differences)):
                 self._store(contents, announcements, dropped)
-        for chunks, keys in (
-            (self._tiers, differences.released),
-            (self._memory, differences.removed),
-        ):
-            dropped += [chunks.pop(key) for key in keys if key in chunks]
+        tiers, memory = self._tiers, self._memory
+        dropped += [tiers.pop(key) for key in differences.released if key in tiers]
+        for key in differences.removed:
+            if key in memory:
+                chunk = memory.pop(key)
+                dropped.append(chunk)
+                if chunk.description:
+                    self._departed[key] = chunk.description
+                    self._departed.move_to_end(key)
+        while len(self._departed) > MAX_DEPARTED:
+            self._departed.popitem(last=False)
         if dropped:
             self._drop(dropped, announcements)
         if self._chains.rechecks:
@@ -238,7 +252,8 @@ class Announcer:
 
         Each run of blocks is removed and stored. The part may be empty while the round goes on:
         see `repeating`. Other differences may be announced between two parts. Call it only while
-        the engine is attached: a chunk whose description cannot be read is left out.
+        the engine is attached: a chunk whose description cannot be read is left out, until it is
+        stored again.
 
         Args:
             num_chunks: REMOVALS_PER_CHUNK removals count as one chunk.
@@ -284,6 +299,8 @@ class Announcer:
         if contents is None:
             repeat_round.unreadable.add(chunk)
             return True
+        if chunk.description == b"":
+            chunk.description = self._remembered(contents)
         for begin, end in runs(missing):
             for block in chunk.blocks[begin:end]:
                 self._chains.repeat(block)
@@ -318,10 +335,16 @@ class Announcer:
         return self._tier_groups is None or contents.group in self._tier_groups
 
     def _known_description(self, key: bytes, left: Place | None) -> Description | None:
-        """Return what is known of a chunk that has come into tiers, and `left` this place."""
+        """Return the description of a chunk that came into tiers; None: nothing is known.
+
+        In order: of its chunk in memory, in tiers, of one that has left memory before, and that of
+        the slot that it has left now.
+        """
         for chunk in (self._memory.get(key), self._tiers.get(key)):
             if chunk is not None and (description := self._description(chunk)) is not None:
                 return description
+        if key in self._departed:
+            return decode(self._departed[key])
         return None if left is None else self._describe(left)
 
     def _description(self, chunk: Chunk) -> Description | None:
@@ -397,7 +420,10 @@ class Announcer:
         *,
         in_tiers: bool,
     ) -> tuple[Block, bool]:
-        """Return a block, and whether it is announced now; `removed` gets it if removed before."""
+        """Return the block, new or known, and whether to announce it.
+
+        If routers may have it already its hash is added to `removed`: it is removed first.
+        """
         chains, block = self._chains, group.media[in_tiers].get(block_hash)
         in_round = self._round is not None
         if block is None:
@@ -410,7 +436,9 @@ class Announcer:
         if parent is not None and block.parent is None:
             chains.describe(block, parent)
         elif parent is not None and block.repeat_round < chains.repeat_round - in_round:
-            chains.repeat(block)  # the last whole round could not read it
+            chains.undescribe(block)  # the last whole round could not read it, nor its children
+            chains.describe(block, parent)
+            block.repeat_round = chains.repeat_round
         else:
             if not block.chained:
                 chains.rechecks.append(block)  # its other chunks may have been unreadable
@@ -424,7 +452,10 @@ class Announcer:
             return None
         if not (contents.in_tiers or (self.has_tiers and self._is_announced_in_tiers(contents))):
             return b""
-        encoded = encode(contents.description)
+        try:
+            encoded = encode(contents.description)
+        except DescriptionError:  # another client's, which is longer as this one encodes it
+            return b""
         for chunk in (self._memory.get(contents.key), self._tiers.get(contents.key)):
             if chunk is not None and chunk.description == encoded:
                 return chunk.description
@@ -459,7 +490,7 @@ class Announcer:
     def _repeat_other_medium(
         self, removed: Block, repeat_round: RepeatRound, announcements: list[Announcement]
     ) -> None:
-        """Repeat a block before the other medium loses it or its tokens: routers always have one.
+        """Repeat a block's copy in the other medium before this one loses it or its tokens.
 
         A router that knows only what this round has repeated would drop the block's children.
         """
@@ -485,6 +516,7 @@ class Announcer:
                 if contents is not None:
                     begin = end = chunk.blocks.index(block)
                     while end < len(chunk.blocks) and chains.update_chained(chunk.blocks[end]):
+                        chunk.blocks[end].repeat_round = chains.repeat_round
                         end += 1
                     announcements += _reannounced(stored_blocks(contents, begin, end))
                     if self._round is not None:

@@ -57,15 +57,18 @@ class Place(NamedTuple):
 
 @dataclass(slots=True)
 class Differences:
-    """Changes of what is published, each key once in the first two, and once in the others.
+    """Changes of what is published.
+
+    A key is in one of `stored` and `removed` at most, and in one of `kept` and `released`.
 
     stored: chunks that became READY, or are READY at another place or with other blocks: such a key
         is not removed in between.
     removed: keys of chunks that are not READY any more.
     kept: chunks that came into tiers, or lie in tiers with other blocks.
     released: keys of chunks that lie in no tier any more.
-    left: of the chunks in `kept`, those that have left memory since the last call, with their last
-        places there: a description can be read there until the slot is used again.
+    left: of keys in `kept` whose chunk has left memory since the last call, its last place there,
+        where its description can be read until the slot is used again. The chunk may be in `stored`
+        again.
     """
 
     stored: dict[bytes, Place] = field(default_factory=dict)
@@ -206,7 +209,7 @@ class ChangeReader:
     def __init__(self, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self._clock = clock
         self._memory, self._tiers = PublishedState(), PublishedState()
-        self._left: dict[bytes, Place] = {}  # memory, in this call
+        self._left: dict[bytes, Place] = {}  # last places of what left memory, in this call
         self._directory: DirectoryView | None = None
         self._position = 0  # the number of the last change that was applied
         self._lag_ns = 0

@@ -171,6 +171,7 @@ class RoutersMachine(RuleBasedStateMachine):
         self.kept: dict[bytes, tuple[int, int]] = {}  # node, and blocks left out; in tiers
         self.bare: set[bytes] = set()  # of these, those that are known by their keys alone
         self.doomed: set[bytes] = set()  # of `said`, those that cannot be described any more
+        self.remembered: set[bytes] = set()  # keys whose descriptions are, since there are tiers
         self.announcer = Announcer(self.descriptions.get)
         self.listeners = [Listener(exact=True) for _ in range(3)]
         self.in_round: list[Listener] = []  # they have heard all of this round
@@ -240,6 +241,8 @@ class RoutersMachine(RuleBasedStateMachine):
                     self.descriptions.pop(self.said[key], None)
                 self.said[key] = differences.stored[key] = self.place(node, group, cut)
                 self.doomed.discard(key)
+                if self.announcer.has_tiers and node not in self.undescribed:
+                    self.remembered.add(key)
         for choice in released:
             if self.kept:
                 key = list(self.kept)[choice % len(self.kept)]
@@ -249,9 +252,7 @@ class RoutersMachine(RuleBasedStateMachine):
         for node, group, cut in kept:
             key = key_of(node, group)
             if key not in differences.released:
-                leaves = key in differences.removed and node not in self.undescribed
-                known = self.is_described(key) or (leaves and self.announcer.has_tiers)
-                self.keep(key, node, cut, differences, is_described=known)
+                self.keep(key, node, cut, differences, is_described=self.is_described(key))
         self.bare -= {key for key in differences.stored if self.is_described(key)}
         self.hear(self.announcer.announce(differences))
 
@@ -288,7 +289,8 @@ class RoutersMachine(RuleBasedStateMachine):
             self.descriptions.pop(place, None)
         if key not in self.said:
             differences = Differences(left={key: place})
-            self.keep(key, node, cut, differences, is_described=place in self.descriptions)
+            is_described = place in self.descriptions or key in self.remembered
+            self.keep(key, node, cut, differences, is_described=is_described)
             self.hear(self.announcer.announce(differences))
         self.descriptions.pop(place, None)
 
@@ -303,10 +305,8 @@ class RoutersMachine(RuleBasedStateMachine):
         self.hear(self.announcer.announce(Differences(removed=gone)))
 
     def is_described(self, key: bytes) -> bool:
-        """Whether a chunk is in memory, with a description that can be read or is remembered."""
-        if key not in self.said or self.said[key].slot in self.undescribed:
-            return False
-        return self.said[key] in self.descriptions or self.announcer.has_tiers
+        """Whether a chunk's description can be read in memory, or is remembered."""
+        return self.said.get(key) in self.descriptions or key in self.remembered
 
     @rule(choice=st.integers(0, 100))
     def doom(self, choice: int) -> None:
@@ -384,12 +384,15 @@ class RoutersMachine(RuleBasedStateMachine):
     def hear(self, announcements: list[Announcement], *, repeated: bool = False) -> None:
         """All routers hear it."""
         known = self.listeners[0].plain
-        for announcement in announcements:
+        for i, announcement in enumerate(announcements):
             if isinstance(announcement, StoredBlocks):
                 check_payload(announcement)
-            else:
-                in_round = repeated or self.announcer.repeating
-                assert in_round or known.issuperset(ids_of(announcement))
+            elif not repeated:
+                unknown = set(ids_of(announcement)) - known
+                assert self.announcer.repeating or not unknown
+                for each in announcements[i + 1 :]:  # comes again: a router may have lost it
+                    unknown.difference_update(ids_of(each))
+                assert not unknown
             for listener in self.listeners:
                 listener.hear(announcement)
 
@@ -581,6 +584,38 @@ def test_a_chunk_that_goes_down_and_leaves_memory_at_once_keeps_its_description(
     assert moved == [told[0]._replace(in_tiers=True), RemovedBlocks((block_hash(0),), 0)]
 
 
+def test_a_chunk_that_left_memory_before_a_tier_says_that_it_has_it_keeps_its_description(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of so many chunks that have left."""
+    monkeypatch.setattr(announcer_module, "MAX_DEPARTED", 2)
+    places = [Place(node, 1, 0, 1, 0) for node in range(3)]
+    found = {place: describe([place.slot], None) for place in places}
+    announcer = Announcer(found.get)
+    announcer.has_tiers = True
+    announcer.announce(Differences({key_of(place.slot): place for place in places}))
+    found.clear()
+    announcer.announce(Differences(removed=[key_of(node) for node in range(3)]))
+    told = announcer.announce(Differences(kept={key_of(node): below() for node in range(3)}))
+    tokens = [each.tokens for each in told if isinstance(each, StoredBlocks)]
+    assert tokens == [b"", tokens_of([1]), tokens_of([2])]
+
+
+def test_only_descriptions_that_tiers_may_need_are_remembered() -> None:
+    """Of groups that are announced there, from the time on that there are tiers."""
+    places = {Place(node, 1, 0, 1, 0): describe([node], None, node) for node in range(2)}
+    announcer = Announcer(places.get, tier_groups=[0])
+    stored = {key_of(place.slot, place.slot): place for place in places}
+    announcer.announce(Differences(stored))
+    repeat_all(announcer)
+    assert [chunk.description for chunk in announcer._memory.values()] == [b"", b""]
+    announcer.has_tiers = True
+    repeat_all(announcer)
+    remembered, other = [chunk.description for chunk in announcer._memory.values()]
+    assert remembered
+    assert other == b""
+
+
 def test_a_chunk_that_was_never_told_in_memory_is_described_where_it_has_left() -> None:
     """It came, went down and left between two calls; its slot is not used again yet."""
     place = Place(0, 1, 0, 1, 0)
@@ -719,6 +754,25 @@ def test_what_a_round_could_not_read_is_told_when_it_comes_again() -> None:
     found[again] = describe([0], None)
     assert announcer.announce(Differences({key_of(0): again}))[1:] == [told]
     assert announcer.announce(Differences({key_of(0): again})) == []
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_children_of_what_a_round_could_not_read_are_told_again(late: bool) -> None:
+    """A router that follows parents has them, whether it has heard everything or the round only."""
+    first, again = Place(0, 1, 0, 1, 0), Place(7, 2, 0, 1, 0)
+    child = Place(1, 1, 0, 1, 0)
+    found = {first: describe([0], None), child: describe([1], 0)}
+    announcer, router = Announcer(found.get), TreeRouter()
+    told = announcer.announce(Differences({key_of(0): first, key_of(1): child}))
+    found[again] = found.pop(first)
+    heard = [] if late else told
+    announcer.begin_repeat()
+    while announcer.repeating:
+        heard += announcer.repeat(1)
+    heard += announcer.announce(Differences({key_of(0): again}))
+    for each in heard:
+        router.hear(each)
+    assert set(router.parents) == {(0, False, block_hash(node)) for node in range(2)}
 
 
 def test_a_round_begins_over_again() -> None:

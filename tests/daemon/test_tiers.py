@@ -201,7 +201,7 @@ def test_a_process_that_stands_still_is_set_aside_and_goes_on(
 
     On a busy machine it is replaced before it goes on, so what it keeps is on a disk.
     """
-    disk = f"disk:{tmp_path / 'slabs'},size=256MiB,keep=all,late=0.5"
+    disk = f"disk:{tmp_path / 'slabs'},size=256MiB,keep=all,late=2"
     daemon = start_daemon("--tier", disk, cpu_bytes=POOL)
     with kept(daemon) as (engine, keys):
         with frozen(tier_of(daemon)["pid"]):

@@ -37,12 +37,14 @@ class Pairs:
         compared: pairs.
         pooled: of them, pairs with blocks that only the pool or a tier has.
         computed: pairs of which the engine computed what a tier has, because that is faster there.
+        from_tier: pairs whose last blocks came from a tier.
         differences: pairs whose promise was not what the engine found, in words.
     """
 
     compared: int = 0
     pooled: int = 0
     computed: int = 0
+    from_tier: int = 0
     differences: list[str] = field(default_factory=list)
 
     def add(
@@ -55,6 +57,7 @@ class Pairs:
         """
         self.compared += 1
         self.pooled += promised.longest > promised.gpu
+        self.from_tier += found == promised.disk > promised.cpu
         if least_by_choice is not None and least_by_choice <= found < promised.disk:
             self.computed += 1
         elif promised.longest != found:
