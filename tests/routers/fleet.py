@@ -84,6 +84,7 @@ class RoutedEngine:
         self.instance = instance
         self.process = process
         self.endpoint, self.replay = endpoints(folder, instance)
+        self.topic = topic(instance)
         self.indexer = indexer
         self._random = random.Random(instance)
 
@@ -179,7 +180,7 @@ class Fleet:
             "publisher": "zmq",
             "endpoint": endpoint,
             "replay_endpoint": replay,
-            "topic": f"kv@engine-{instance}@{MODEL}",  # as llm-d expects it
+            "topic": topic(instance),
         }
         extra = {"pending_timeout": PATIENT_SECONDS} | extra
         options = with_kvd(Setting("dense").options(self.models), self.runtime_dir, **extra)
@@ -195,6 +196,11 @@ class Fleet:
         end(engine.process)
         self.indexer.unregister(engine.instance, MODEL)
         self.engines.remove(engine)
+
+
+def topic(instance: int) -> str:
+    """Return what an engine's messages begin with, as llm-d expects it."""
+    return f"kv@engine-{instance}@{MODEL}"
 
 
 def endpoints(folder: Path, instance: int) -> tuple[str, str]:
