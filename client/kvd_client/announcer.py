@@ -23,8 +23,19 @@ A repeat round says everything again, for a router that came late or lost messag
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator
 from itertools import compress, islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import TypeAlias
 
+from kvd_client.announcements import (
+    Announcement,
+    ChunkContents,
+    MediumBlocks,
+    RemovedBlocks,
+    StoredBlocks,
+    chunk_contents,
+    reannounced,
+    removed_blocks,
+    stored_blocks,
+)
 from kvd_client.block_chains import (
     MAX_HOLDERS_READ,
     Block,
@@ -38,7 +49,7 @@ from kvd_client.block_chains import (
 )
 from kvd_client.change_reader import Differences, Place
 from kvd_client.errors import ReaderFault
-from kvd_proto.descriptions import TOKEN_BYTES, Description, decode, encode
+from kvd_proto.descriptions import Description, decode, encode
 from kvd_proto.errors import DescriptionError
 
 MAX_REANNOUNCED_RUNS = 500
@@ -57,106 +68,9 @@ REMOVALS_PER_CHUNK = 16
 """Removals that a repeat round says again in place of one chunk; they cost about the same."""
 
 _VISITS_PER_CHUNK = 8  # of chunks that one part looks at, for each chunk that it may repeat
-_GROUP_BYTES = 4
-
-
-class StoredBlocks(NamedTuple):
-    """Blocks that can be loaded now, each the parent of the next.
-
-    A chunk that is known by its key alone has one hash, no parent, no tokens and `block_size` 0.
-    The other fields are those of `Description`.
-
-    in_tiers: the blocks lie in tiers; else in memory.
-    lookahead: for each block the u4 tokens after it that its hash covers; None: it covers none.
-    """
-
-    hashes: tuple[bytes, ...]
-    parent: bytes
-    tokens: bytes
-    block_size: int
-    group: int
-    kind: str = ""
-    window: int | None = None
-    lora: str | None = None
-    extra: tuple[tuple[Any, ...] | None, ...] | None = None
-    in_tiers: bool = False
-    lookahead: tuple[bytes, ...] | None = None
-
-
-class RemovedBlocks(NamedTuple):
-    """Blocks of one group that cannot be loaded from tiers (`in_tiers`) or memory any more."""
-
-    hashes: tuple[bytes, ...]
-    group: int
-    in_tiers: bool = False
-
-
-Announcement: TypeAlias = StoredBlocks | RemovedBlocks
-
-
-class ChunkContents(NamedTuple):
-    """A chunk that is announced: where it lies, and its blocks.
-
-    description: None, and `parent` too: the chunk is known by its key alone.
-    """
-
-    key: bytes
-    in_tiers: bool
-    place: Place
-    description: Description | None
-    group: int
-    hashes: tuple[bytes, ...]
-    parent: bytes | None
-
-
-def chunk_contents(
-    key: bytes, place: Place, description: Description | None, *, in_tiers: bool
-) -> ChunkContents:
-    """Return the blocks that the chunk has at its place; without description the key's block."""
-    if description is not None:
-        first, end = place.first, place.first + place.count
-        hashes = description.hashes[first:end]
-        if len(hashes) == 1 or (hashes and len(set(hashes)) == len(hashes)):
-            parent = description.hashes[first - 1] if first else description.parent
-            group = description.group
-            return ChunkContents(key, in_tiers, place, description, group, hashes, parent)
-    block_hash, group = key, 0
-    if len(key) > _GROUP_BYTES:
-        block_hash, group = key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
-    return ChunkContents(key, in_tiers, place, None, group, (block_hash,), None)
-
-
-def stored_blocks(contents: ChunkContents, begin: int, end: int) -> StoredBlocks:
-    """Return the announcement of some of a chunk's blocks."""
-    hashes, description = contents.hashes[begin:end], contents.description
-    if description is None:
-        return StoredBlocks(hashes, b"", b"", 0, contents.group, in_tiers=contents.in_tiers)
-    parent = contents.hashes[begin - 1] if begin else contents.parent or b""
-    begin, end = contents.place.first + begin, contents.place.first + end
-    block_bytes = description.block_size * TOKEN_BYTES
-    lookahead = None
-    if covered := len(description.lookahead):
-        tokens = description.tokens + description.lookahead
-        ends = range((begin + 1) * block_bytes, (end + 1) * block_bytes, block_bytes)
-        lookahead = tuple(tokens[at : at + covered] for at in ends)
-    return StoredBlocks(
-        hashes,
-        parent,
-        description.tokens[begin * block_bytes : end * block_bytes],
-        description.block_size,
-        contents.group,
-        description.kind,
-        description.window,
-        description.lora,
-        None if description.extra is None else description.extra[begin:end],
-        contents.in_tiers,
-        lookahead,
-    )
 
 
 Describe: TypeAlias = Callable[[Place], Description | None]
-MediumBlocks: TypeAlias = dict[tuple[int, bool], list[bytes]]
-"""Hashes of blocks by their group and whether they are in tiers."""
 
 
 class Announcer:
@@ -286,7 +200,7 @@ class Announcer:
             group, in_tiers, block_hash = block = next(iter(removals))
             removals.move_to_end(block)
             removed.setdefault((group, in_tiers), []).append(block_hash)
-        return _removed_blocks(removed)
+        return removed_blocks(removed)
 
     def _repeat_chunk(
         self, chunk: Chunk, repeat_round: RepeatRound, announcements: list[Announcement]
@@ -304,7 +218,7 @@ class Announcer:
         for begin, end in runs(missing):
             for block in chunk.blocks[begin:end]:
                 self._chains.repeat(block)
-            announcements += _reannounced(stored_blocks(contents, begin, end))
+            announcements += reannounced(stored_blocks(contents, begin, end))
         return True
 
     # ------------------------------------------------------------------ stored
@@ -481,11 +395,11 @@ class Announcer:
                 elif loses_tokens:
                     chains.undescribe(block)
                     by_key = StoredBlocks((block_hash,), b"", b"", 0, group, in_tiers=in_tiers)
-                    announcements += _reannounced(by_key)
+                    announcements += reannounced(by_key)
             chunk.blocks = ()
             if chunk.description is not None:
                 chunk.description = b""  # a round may hold the chunk for long
-        announcements += _removed_blocks(removed)
+        announcements += removed_blocks(removed)
 
     def _repeat_other_medium(
         self, removed: Block, repeat_round: RepeatRound, announcements: list[Announcement]
@@ -518,7 +432,7 @@ class Announcer:
                     while end < len(chunk.blocks) and chains.update_chained(chunk.blocks[end]):
                         chunk.blocks[end].repeat_round = chains.repeat_round
                         end += 1
-                    announcements += _reannounced(stored_blocks(contents, begin, end))
+                    announcements += reannounced(stored_blocks(contents, begin, end))
                     if self._round is not None:
                         self._round.note_announced(chunk, chunk.blocks[begin:end])
                     break
@@ -553,18 +467,6 @@ class Announcer:
 
     def __repr__(self) -> str:
         return f"<Announcer of {len(self)} chunks: {self._chains!r}>"
-
-
-def _reannounced(stored: StoredBlocks) -> tuple[RemovedBlocks, StoredBlocks]:
-    """Return the announcements that announce announced blocks again."""
-    return RemovedBlocks(stored.hashes, stored.group, stored.in_tiers), stored
-
-
-def _removed_blocks(removed: MediumBlocks) -> list[RemovedBlocks]:
-    return [
-        RemovedBlocks(tuple(hashes), group, in_tiers)
-        for (group, in_tiers), hashes in removed.items()
-    ]
 
 
 def _owners(chunks: list[ChunkContents]) -> dict[bytes, list[int]]:
