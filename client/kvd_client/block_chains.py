@@ -29,8 +29,9 @@ class Chunk:
 
     place: where it lies, and which of its blocks it has.
     blocks: each is the parent of the next; none: the chunk is not announced any more.
-    description: encoded, of a chunk in tiers, or that may go there. Empty: the chunk is in memory,
-        and its description is read at its place. None: the chunk is known by its key alone.
+    description: encoded, of a chunk in tiers, or that may go there. Empty: it is read at the
+        chunk's place in memory; in tiers, where it was too long to remember, it cannot be read
+        again. None: the chunk is known by its key alone.
     """
 
     __slots__ = ("blocks", "description", "place")
