@@ -190,6 +190,7 @@ def one(world: World, name: str) -> Row:
     events = sum(each.events for each in world.subscribers.values())
     (DONE | DONE_BELOW)[name](world)
     world.churn(CHURN)
+    world.fill_tiers()
     world.rest()
     began = time.monotonic()
     try:

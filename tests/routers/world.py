@@ -253,6 +253,20 @@ class World:
         made = eventually(since, lambda counts: min(counts.values()) >= changes)
         self.changes += sum(made.values())
 
+    def fill_tiers(self) -> None:
+        """Wait until chunks of each model lie in the tier, where there is one.
+
+        Its process may just have been replaced. Subscribers take what arrives meanwhile.
+        """
+        if "tier" not in self.config:
+            return
+
+        def filled() -> bool:
+            self.pump()
+            return all(held_below(self._whole(name)) for name in self._one_of_each().values())
+
+        eventually(filled)
+
     def quiet_differences(self) -> dict[str, int]:
         """Return `differences`, or one more of each if the pool has changed meanwhile."""
         before = self.heads()

@@ -164,11 +164,16 @@ def test_a_tier_that_hangs_costs_misses_and_comes_back(start: Start, tmp_path: P
     hang = tmp_path / "hang"
     tiered = start(f"memory:,size=256MiB,keep=all,hang={hang}")
     tiered.fill()
-    before = tiered.tier()["counters"]["opened"]["late"]
+    before = eventually(tiered.tier, lambda tier: tier["usable"])["counters"]["opened"]["late"]
     hang.touch()
-    tiered.ask()
-    # Not that it is set aside now: where asking took long, its process was replaced meanwhile.
-    eventually(lambda: tiered.tier()["counters"]["opened"]["late"], lambda late: late > before)
+
+    def late() -> bool:
+        """Whether it is set aside, or was until its process was replaced."""
+        tiered.ask()
+        tier = tiered.tier()
+        return not tier["usable"] or tier["counters"]["opened"]["late"] > before
+
+    eventually(late)
     tiered.ask()
     hang.unlink()
     eventually(tiered.tier, lambda tier: tier["usable"])
