@@ -101,7 +101,7 @@ class Receiver:
             self._receive_answer(self._link)
         elif self._until and now >= self._until:
             self._end(self._orders[0].uid)
-            self._done(Refused(ErrorCode.BAD_LAYOUT, "a descriptor could not be received in time"))
+            self._done(Refused(ErrorCode.NOT_READY, "a descriptor could not be received in time"))
         if self._eager_at is None:
             self._eager_at = now + _START_AFTER_SECONDS
         if self._child is None and (self._orders or now >= self._eager_at):
@@ -169,6 +169,7 @@ class Receiver:
             return
         close_all(fds)
         uid = self._orders[0].uid if self._until else None
+        code = ErrorCode.BAD_LAYOUT
         if frame.startswith(FOREIGN):
             text = (
                 f"descriptor {int(frame[1:])} of those that were sent is neither a memory file nor"
@@ -178,10 +179,10 @@ class Receiver:
         elif frame:
             text = "descriptors were cut off on their way"
         else:
-            text = "the process that receives descriptors has ended"
+            code, text = ErrorCode.NOT_READY, "the process that receives descriptors has ended"
             self._end(uid)
         if uid is not None:
-            self._done(Refused(ErrorCode.BAD_LAYOUT, text))
+            self._done(Refused(code, text))
 
     def _done(self, outcome: Taken | Refused) -> None:
         order = self._orders.popleft()

@@ -18,7 +18,7 @@ from tests.chaos.shared import Count, Spec, counts
 M = TypeVar("M", bound=Message)
 
 END_SECONDS = 30.0
-ASK_SECONDS = 10.0
+ASK_SECONDS = 30.0
 
 Config = dict[str, str]
 USUAL: Config = {

@@ -13,7 +13,7 @@ from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 from tests.client.fake_daemon import FakeDaemon
 from tests.report.reports import empty_report, loaded_report
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 EVIL = "a\x1b[2J\0\u202e"
 SHOWN = "a\\x1b[2J\\x00\\u202e"
@@ -80,7 +80,7 @@ def test_no_command_writes_a_names_escapes_to_the_terminal(
 def test_no_name_puts_controls_into_the_metrics(daemon: Any) -> None:
     """What HTTP serves is made of the report as tools receive it."""
     where = daemon(EVIL)
-    with Control(where) as control:
+    with Control(where, PATIENCE) as control:
         report = control.status()
     text = Exposition(report, 0.0).encode("")[0].decode()
     assert SHOWN.replace("\\", "\\\\") in text

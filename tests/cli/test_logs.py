@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from kvd.logs.lines import LineFormatter
 from kvd.logs.queued import MOST_A_MINUTE, MOST_LINES, WINDOW_SECONDS, Limiter, QueuedHandler
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 
 def record(
@@ -36,6 +36,12 @@ def traced() -> logging.LogRecord:
         made = record("it failed", level=logging.ERROR)
         made.exc_info = (type(error), error, error.__traceback__)
         return made
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A handler that is closed waits for its thread however long that takes."""
+    monkeypatch.setattr("kvd.logs.queued._LAST_SECONDS", PATIENCE)
 
 
 @pytest.fixture
@@ -181,7 +187,7 @@ def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(
     handler.handle(record("the end"))
     handler.close()
     write.close()
-    reader.join(20)
+    reader.join(PATIENCE)
     lines = text.decode().splitlines()
     lost = sum(int(line.split()[0]) for line in lines if line.endswith("in time"))
     kept = [line for line in lines if line.startswith("line")]

@@ -11,14 +11,27 @@ from kvd_client import (
     HostMemory,
     Scheduler,
     Worker,
+    connection,
+    scheduler_session,
     session,
 )
-from tests.client.fake_daemon import FakeDaemon
+from kvd_client import worker as worker_module
+from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.layouts import flat_layout
 from tests.waiting import DEADLINE
 
 LAYOUT = flat_layout(512, factor=2)
 FINGERPRINT = Fingerprint(model="tiny")
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """A test that stands still is taken neither for a daemon nor for an engine that does."""
+    with pytest.MonkeyPatch.context() as patch:  # a test's own patches are taken back first
+        patch.setattr(connection, "HANDSHAKE_SECONDS", SECONDS)
+        patch.setattr(worker_module, "MEET_SECONDS", SECONDS)
+        patch.setattr(scheduler_session, "LEFT_BEHIND_SECONDS", 3600.0)
+        yield
 
 
 @pytest.fixture

@@ -50,6 +50,13 @@ def test_changes_are_what_lookups_find(daemon: FakeDaemon, scheduler: Scheduler)
     assert all_changes(scheduler) == ({b"writing"}, {b"ready"})
 
 
+@pytest.fixture
+def every_absence_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the test takes."""
+    monkeypatch.setattr("kvd_client.changes.ABSENT_SECONDS", 3600.0)
+
+
+@pytest.mark.usefixtures("every_absence_is_short")
 def test_a_short_absence_says_nothing(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """An engine that is detached and attached again is told the differences only."""
     daemon.attach(scheduler)
@@ -62,6 +69,7 @@ def test_a_short_absence_says_nothing(daemon: FakeDaemon, scheduler: Scheduler) 
     assert all_changes(scheduler) == ({b"new"}, set())
 
 
+@pytest.mark.usefixtures("every_absence_is_short")
 def test_a_daemons_successor_is_followed(runtime_dir: Path) -> None:
     """After a daemon's death the differences are those to the next one's chunks."""
     with FakeDaemon(runtime_dir) as first:

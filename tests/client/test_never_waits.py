@@ -109,7 +109,8 @@ def test_a_thread_that_waits_for_the_daemon_holds_no_other_one_up(
     call: Callable[[Scheduler], object],
 ) -> None:
     """While one waits for an answer that does not come, others decide, tell and are answered."""
-    monkeypatch.setattr("kvd_client.session.LAST_REPORT_SECONDS", HOUR)
+    monkeypatch.setattr(session, "LAST_REPORT_SECONDS", HOUR)
+    monkeypatch.setattr(session, "REPORT_SECONDS", HOUR)  # `close` tells, not the keeper
     good = daemon.replies[request_kind]
     asked = len([m for m in daemon.received if isinstance(m, request_kind)])
     if request_kind is not Step:
@@ -162,13 +163,14 @@ def test_a_step_without_an_answer_ends_the_session(
         daemon.attach(scheduler)
         scheduler.deadline = 0.2
         daemon.freeze()
-        step(scheduler, "k")
+        scheduler.request_finished([b"ready"])  # after a lookup the keeper would have a question
+        scheduler.end_step()
         eventually(lambda: not scheduler.attached)
         assert not scheduler.prepare_store([b"k"]).served
         assert scheduler.lookup(b"k") is LookupResult.MISS
+        scheduler.deadline = DEADLINE
         daemon.thaw()
         daemon.wait_for(Hello, 2)
-        scheduler.deadline = DEADLINE
         eventually(lambda: scheduler.connected)
         daemon.attach(scheduler)
         step(scheduler, "k")

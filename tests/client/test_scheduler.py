@@ -450,8 +450,10 @@ def test_aborted_requests_are_told_to_the_daemon_that_follows(
     with FakeDaemon(daemon.runtime_dir) as third:
         until(scheduler, connected=True)
         scheduler.count_aborted(1)
-        scheduler.close()
-        assert last_told(third) == Lookups(chunks=0, hit_chunks=0, aborted_requests=1)
+        eventually(
+            lambda: last_told(third),
+            lambda told: told == Lookups(chunks=0, hit_chunks=0, aborted_requests=1),
+        )
 
 
 @pytest.mark.usefixtures("told_at_the_end")

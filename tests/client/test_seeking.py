@@ -78,9 +78,10 @@ def test_blocks_that_a_tier_does_not_hold_are_not_below(
 
 
 def test_what_nobody_knows_is_unknown_where_a_shared_tier_can_be_asked(
-    table: TierTable, stepping: Scheduler
+    table: TierTable, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not for a while after it has said that it has no such chunk, nor while it is unusable."""
+    monkeypatch.setattr("kvd_proto.tier_table.ABSENT_MS", 3_600_000)
     assert stepping.below(b"k") == UNKNOWN
     table.absent(b"k", time.monotonic())
     assert stepping.below(b"k") == NOT_BELOW
@@ -157,10 +158,11 @@ def test_without_tiers_nothing_is_below_and_nothing_is_sought(
 
 
 def test_what_is_sought_is_told_with_the_step(
-    table: TierTable, daemon: FakeDaemon, stepping: Scheduler
+    table: TierTable, daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it in one message, in order, beside what else was decided; nothing waits for it."""
     del table
+    monkeypatch.setattr(module, "AGAIN_SECONDS", 3600.0)
     assert stepping.seek([b"a", b"b"]) == 2
     ticket = stepping.prepare_store([b"new"])
     assert stepping.seek([b"c", b"a", b"c"]) == 1

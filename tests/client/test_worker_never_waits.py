@@ -15,7 +15,7 @@ from kvd_proto.messages import LaneUp, Load, Register, Store
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.client.test_worker import JOB, results
-from tests.waiting import eventually
+from tests.waiting import DEADLINE, eventually
 
 JOBS = 20_000  # more than any connection keeps
 
@@ -161,7 +161,7 @@ def test_a_registration_that_is_not_answered(daemon: FakeDaemon, memory: HostMem
         got.extend(worker.get_finished())
         worker.wait([1, 2])
 
-    with Worker(daemon.runtime_dir, "engine", 0, 1) as worker:
+    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
         registering = threading.Thread(
             target=lambda: worker.register([memory], LAYOUT, FINGERPRINT, timeout=3600.0)
         )

@@ -85,7 +85,8 @@ class Rank:
     def register(self) -> str:
         """Give the daemon the memory; the device's name."""
         memory = self._share()
-        self.worker.register(memory, self._layout, Fingerprint(model="model"), required=True)
+        fingerprint, seconds = Fingerprint(model="model"), 0.8 * PATIENCE  # who asks waits longer
+        self.worker.register(memory, self._layout, fingerprint, required=True, timeout=seconds)
         for part in memory:
             part.close()
         return memory[0].device

@@ -18,7 +18,8 @@ def main() -> None:
     worker = Worker(Path(runtime_dir), engine, int(rank), int(world_size), deadline=DEADLINE)
     layout = make_layout()
     memory = [HostMemory.allocate(size) for size in layout.storages]
-    worker.register(memory, layout, Fingerprint(model="model"), required=True)
+    fingerprint = Fingerprint(model="model")
+    worker.register(memory, layout, fingerprint, required=True, timeout=PATIENCE)
     print("registered", flush=True)
     for job, line in enumerate(sys.stdin):
         pairs = [part.split("@") for part in line.split()[1:]]

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from kvd.daemon.pool_files import area_name
 from kvd.errors import NotRunning
@@ -80,6 +81,8 @@ StartDaemon = Callable[..., Daemon]
 def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
     """Starts daemons (by default in `runtime_dir`, 64 MiB) and ends them with the block.
 
+    A lane that gets no processor for a while is not replaced, unless settings of `extra` say so.
+
     before: of the command, what starts it elsewhere and is the daemon's process in the end.
     """
     daemons: list[Daemon] = []
@@ -95,7 +98,10 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
         path.parent.mkdir(parents=True, exist_ok=True)
         log = path.parent / f"{path.name}-{len(daemons)}.log"
         command = [*before, sys.executable, *SERVE, "--runtime-dir", str(path)]
-        command += ["--cpu-bytes", cpu_bytes, "--http-listen", "off", "--keep-pool", "no", *extra]
+        command += ["--cpu-bytes", cpu_bytes, "--http-listen", "off", "--keep-pool", "no"]
+        if "--config" not in extra:  # whose settings a flag would hide
+            command += ["--lane-timeout-seconds", f"{PATIENCE:g}"]
+        command += extra
         with log.open("w") as sink:
             process = subprocess.Popen(command, stderr=sink, text=True, env=os.environ | {})
         daemon = Daemon(path, process, log)
@@ -164,14 +170,18 @@ def wait_state(daemon: Daemon, **chunks: int) -> dict[str, int]:
 
 
 def run_kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """The `kvd` command, to its end: in this process, but for `serve`."""
+    """The `kvd` command, to its end: in this process and with patience, but for `serve`."""
     from click.testing import CliRunner  # noqa: PLC0415  # see SERVE
 
     from kvd.cli import cli  # noqa: PLC0415
     from tests.processes import python  # noqa: PLC0415
 
     if arguments[0] != "serve":
-        done = CliRunner().invoke(cli, arguments, prog_name="kvd")
+        with (
+            patch.object(Control.__init__, "__defaults__", (PATIENCE,)),
+            patch("kvd.cli.top._ANSWER_SECONDS", PATIENCE),
+        ):
+            done = CliRunner().invoke(cli, arguments, prog_name="kvd")
         if done.exception and not isinstance(done.exception, SystemExit):
             raise done.exception
         return subprocess.CompletedProcess(arguments, done.exit_code, done.stdout, done.stderr)

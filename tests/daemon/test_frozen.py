@@ -12,7 +12,7 @@ from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, lend, wait_hit
 from tests.daemon.slots import slots_of
 from tests.processes import frozen
-from tests.waiting import eventually
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 LONG = 600.0  # of a call that waited; a test may take half of that
 STEPS = 100
@@ -30,7 +30,7 @@ def check(daemon: Daemon, engine: Engine, ready: int) -> None:
             and not found[0].states[SlotState.DRAINING]
         ),
     )
-    with Control(daemon.runtime_dir) as control:
+    with Control(daemon.runtime_dir, PATIENCE) as control:
         checked = control.ask(Check(), Checked)
     assert (checked.violation, checked.whole) == ("", True)
 
@@ -85,13 +85,14 @@ def test_a_session_that_a_frozen_broker_costs_leaves_nothing_behind(
 ) -> None:
     """Frozen for longer than the deadline: misses, then a new session; all slots are accounted."""
     daemon = start_daemon()
-    with Engine(daemon.runtime_dir, deadline=0.5, steps=True).wait_attached() as engine:
+    with Engine(daemon.runtime_dir, steps=True).wait_attached() as engine:
         scheduler = engine.scheduler
         kept, lost = keys_of("kept", 6), keys_of("lost", 4)
         engine.store(kept)
         scheduler.end_step()
         eventually(lambda: set(scheduler.lookup_many(kept)), {LookupResult.HIT}.__eq__)
         with frozen(daemon.process.pid):
+            scheduler.deadline = 0.5
             ticket = scheduler.prepare_store(lost)
             blocks = engine.fill(ticket.keys, 1)
             jobs = engine.submit("store", [0], blocks, ticket.slots, ticket.generations)
@@ -105,6 +106,7 @@ def test_a_session_that_a_frozen_broker_costs_leaves_nothing_behind(
                 scheduler.end_step()
                 if number == STEPS:
                     break
+            scheduler.deadline = DEADLINE
         engine.wait_attached()
         engine.load(kept)  # perhaps before it knows that it is attached
         eventually(lambda: engine.load(kept), (6, 0).__eq__)

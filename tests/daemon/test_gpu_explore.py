@@ -14,6 +14,7 @@ from tests.fakecuda.harness import FakeCuda
 from tests.gpu.stand_ins import bare_python, seeming_mps
 from tests.processes import ROOT, python
 
+WHOLE = 280.0  # seconds of all parts, each with daemons of its own
 PARTS = (
     *("device", "batch 8192", "kernel 8192", "beside kernel", "pieces bulk=8MiB"),
     *("pieces bulk=32MiB,flight=64MiB", "layouts"),
@@ -35,6 +36,7 @@ def test_the_sweeps_run_and_say_what_defaults_should_be(fakecuda: FakeCuda, tmp_
         *("tests/gpu/run.py", "--explore", "--mib", 1, "--rounds", 1, "--out", tmp_path / "out"),
         *only,
         environment=found,
+        seconds=WHOLE,
     )
     shown = done.stdout
     assert done.returncode == 1, shown + done.stderr

@@ -4,6 +4,7 @@ import os
 import select
 import signal
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 
@@ -147,11 +148,16 @@ def test_waiting_says_why_an_engine_is_not_attached(shared_daemon: Daemon) -> No
         assert not waited
         assert "no daemon answers in" in waited.why
     with Scheduler(shared_daemon.runtime_dir, "engine", deadline=DEADLINE) as early:
-        assert "no rank of engine 'engine' is registered" in early.wait_attached(0.0).why
+        eventually(lambda: "no rank of engine 'engine' is registered" in why(early))
     with Engine(shared_daemon.runtime_dir, world_size=2, ranks=[0]) as half:
-        assert half.scheduler.wait_attached(0.0).why == "engine 'engine' lacks rank 1 of 2"
-        assert half.workers[0].wait_attached(0.0).why == "engine 'engine' lacks rank 1 of 2"
+        for part in (half.scheduler, half.workers[0]):
+            eventually(partial(why, part), "engine 'engine' lacks rank 1 of 2".__eq__)
         half.add(1)
         assert half.scheduler.wait_attached(PATIENCE).why == ""
         with Worker(shared_daemon.runtime_dir, "engine", 1, 2, deadline=DEADLINE) as idle:
-            assert "nothing is registered" in idle.wait_attached(0.0).why
+            eventually(lambda: "nothing is registered" in why(idle))
+
+
+def why(client: Scheduler | Worker) -> str:
+    """Why it is not attached; it may be about to connect, too."""
+    return client.wait_attached(0.0).why

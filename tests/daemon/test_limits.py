@@ -26,7 +26,7 @@ from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.daemon.raw_client import RawClient
 from tests.daemon.users import OTHER_UID, as_user, needs_root
-from tests.waiting import DEADLINE, eventually
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 
 def reached(daemon: Daemon) -> dict[str, int]:
@@ -75,7 +75,7 @@ def test_one_user_leaves_room_for_others(start_daemon: StartDaemon, runtime_dir:
         with pytest.raises(
             NotRunning, match=rf"2 sessions of uid {OTHER_UID}.*max_sessions_per_user \(now 2\)"
         ):
-            Control(daemon.runtime_dir)
+            Control(daemon.runtime_dir, PATIENCE)
     with as_user(OTHER_UID + 1):
         other = RawClient(daemon.runtime_dir)
     other.hello()

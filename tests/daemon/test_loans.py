@@ -1,30 +1,34 @@
 """Slots on loan: every one has an owner, and comes back however that ends."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
 from kvd.wire.tool import Control
-from kvd_client import LookupResult, StoreAnswer
+from kvd_client import LookupResult, StoreAnswer, scheduler_session
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import Drain, Resume
 from tests.asked import Asked
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, lend, wait_hit
 from tests.daemon.slots import Slots, slots_of
+from tests.processes import LONG
 from tests.waiting import PATIENCE, eventually
 
 KEEP = ("--keep-pool", "yes")
 
 
-def wait_slots(daemon: Daemon, engine: str = "engine", **states: int) -> Slots:
-    """Until so many slots are in these states, and all others are free."""
+def wait_slots(
+    daemon: Daemon, engine: str = "engine", *, at_hand: Sequence[Engine] = (), **states: int
+) -> Slots:
+    """Until so many slots are in these states, on loan what these engines have; others are free."""
     due = {SlotState[name.upper()]: number for name, number in states.items()}
 
     def so(found: Slots | None) -> bool:
         if found is None:
             return False
+        due[SlotState.LENT] = sum(one.scheduler.reserve(0, 0.0) for one in at_hand)
         held = {state: n for state, n in found.states.items() if n and state != SlotState.FREE}
         return held == {state: n for state, n in due.items() if n}
 
@@ -34,8 +38,9 @@ def wait_slots(daemon: Daemon, engine: str = "engine", **states: int) -> Slots:
 
 
 @pytest.fixture
-def engine(daemon: Daemon) -> Iterator[Engine]:
-    """One with a rank, that says at a step's end what it has to say."""
+def engine(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """One with a rank, that says at a step's end what it has to say, and not before."""
+    monkeypatch.setattr(scheduler_session, "LEFT_BEHIND_SECONDS", LONG)
     with Engine(daemon.runtime_dir, world_size=1, steps=True).wait_attached() as engine:
         yield engine
 
@@ -57,8 +62,7 @@ def test_two_engines_store_the_same_keys_at_once(daemon: Daemon, engine: Engine)
             wait_hit(one, keys)
             assert one.load(keys) == (4, 0)
             one.scheduler.end_step()
-        at_hand = sum(one.scheduler.reserve(0, 0.0) for one in both)
-        wait_slots(daemon, ready=4, lent=at_hand)
+        wait_slots(daemon, ready=4, at_hand=both)
 
 
 def test_a_store_that_came_late_is_not_in_the_way(daemon: Daemon, engine: Engine) -> None:
@@ -73,8 +77,7 @@ def test_a_store_that_came_late_is_not_in_the_way(daemon: Daemon, engine: Engine
         blocks = engine.fill(keys, 1)
         jobs = engine.submit("store", [0], blocks, ticket.slots, ticket.generations)
         assert engine.results(jobs)[0].success
-        at_hand = engine.scheduler.reserve(0, 0.0) + rival.scheduler.reserve(0, 0.0)
-        wait_slots(daemon, ready=3, lent=at_hand)
+        wait_slots(daemon, ready=3, at_hand=(engine, rival))
         assert engine.load(keys) == (3, 0)
 
 
@@ -91,14 +94,14 @@ def test_loans_of_a_killed_engine_come_back(daemon: Daemon, engine: Engine) -> N
     assert found is not None
     assert len(found.lent) == 2
     doomed.kill()
-    wait_slots(daemon, lent=engine.scheduler.reserve(0, 0.0))
+    wait_slots(daemon, at_hand=(engine,))
 
 
 def test_a_drain_takes_loans_back(daemon: Daemon, engine: Engine) -> None:
     """No slot is at hand while the daemon drains, of no engine; after a resume there are others."""
     with (
         Engine(daemon.runtime_dir, "other", world_size=1).wait_attached() as other,
-        Control(daemon.runtime_dir) as control,
+        Control(daemon.runtime_dir, PATIENCE) as control,
     ):
         for one in (engine, other):
             lend(one.scheduler, 8)
@@ -150,7 +153,7 @@ def test_the_next_daemon_has_lent_slots_free(start_daemon: StartDaemon) -> None:
         first.stop(signal.SIGKILL)
     second = start_daemon(*KEEP)
     with Engine(second.runtime_dir, "other", world_size=1, steps=True).wait_attached() as engine:
-        wait_slots(second, "other", ready=2, lent=engine.scheduler.reserve(0, 0.0))
+        wait_slots(second, "other", ready=2, at_hand=(engine,))
         assert engine.load(keys[:2]) == (2, 0)
         for name in ("begun", "not told"):
             stores_and_loads(engine, name)

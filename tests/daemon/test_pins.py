@@ -24,7 +24,7 @@ def flood(engine: Engine, ended: threading.Event) -> None:
 
 def test_chunks_of_requests_that_wait_are_kept(start_daemon: StartDaemon) -> None:
     """Another engine stores three times what the pool holds before the load is sent."""
-    daemon = start_daemon(cpu_bytes=POOL)
+    daemon = start_daemon("--lease-seconds", "600", cpu_bytes=POOL)
     with (
         Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine,
         Engine(daemon.runtime_dir, "other", world_size=1).wait_attached() as other,
@@ -32,7 +32,7 @@ def test_chunks_of_requests_that_wait_are_kept(start_daemon: StartDaemon) -> Non
         keys = keys_of("kept", 8)
         engine.store(keys)
         wait_hit(engine, keys)
-        with engine.scheduler.prepare_load(keys) as ticket:
+        with engine.scheduler.prepare_load(keys, lease_seconds=600.0) as ticket:
             assert len(ticket) == 8
             wait_state(daemon, pinned=8)
             for turn in range(24):

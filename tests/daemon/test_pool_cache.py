@@ -19,11 +19,11 @@ from kvd_client.sglang.options import Options
 from kvd_client.sglang.pages import LayerPages, PagePool
 from kvd_client.sglang.pool_cache import PoolCache
 from tests.conftest import Daemon, StartDaemon
-from tests.waiting import eventually
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 LAYERS, PAGES, WIDTH = 4, 64, 32
 KEYS = [bytes([page]) * 32 for page in range(1, 200)]
-TIMEOUT = 30.0
+TIMEOUT = 2 * PATIENCE
 
 
 def make_pool(page_tokens: int) -> PagePool:
@@ -46,7 +46,12 @@ def make_cache() -> Iterator[MakeCache]:
     made: list[PoolCache] = []
 
     def make(daemon: Daemon, page_tokens: int = 1, factor: int = 4) -> PoolCache:
-        options = Options(runtime_dir=str(daemon.runtime_dir), load_timeout=TIMEOUT)
+        options = Options(
+            runtime_dir=str(daemon.runtime_dir),
+            deadline=DEADLINE,
+            load_timeout=TIMEOUT,
+            loan_timeout=PATIENCE,
+        )
         cache = PoolCache(
             make_pool(page_tokens),
             factor,

@@ -1,6 +1,5 @@
 """The report of a daemon that has worked: documented, and its figures agree with each other."""
 
-from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -12,7 +11,7 @@ from kvd_proto.messages import Drain, Resume
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.serving import wait_state
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 REFUSED = ("present", "pending", "full", "quota", "not_yet", "draining")
 
@@ -47,18 +46,20 @@ def test_figures_agree(daemon: Daemon, engine: Engine) -> None:
     """Keys by answer, bytes by state, jobs by stage and evictions by age all add up."""
     work(engine)
     ticket = engine.scheduler.prepare_load(keys_of("f", 1))
-    with Control(daemon.runtime_dir) as control:
+    with Control(daemon.runtime_dir, PATIENCE) as control:
         control.request(Drain())
         engine.scheduler.prepare_store(keys_of("late", 3))
         eventually(lambda: daemon.status()["counters"]["draining"] == 3)
         control.request(Resume())
+    moved = {way: n * engine.scheduler.bytes_per_chunk for way, n in (("store", 24), ("load", 4))}
     report = eventually(
         daemon.status,
         lambda report: (
-            +Counter(report["counters"]["jobs"]) == {"store_ok": 12, "load_ok": 2}
+            all(report["counters"][f"{way}_bytes"] == n for way, n in moved.items())
             and report["counters"]["lookup_chunks"] >= 6
         ),
     )
+    assert {name for name, n in report["counters"]["jobs"].items() if n} == {"store_ok", "load_ok"}
     for counters in (report["counters"], *(each["counters"] for each in report["namespaces"])):
         assert counters["accepted"] == counters["stored"] == 24
         assert counters["present"] == 4

@@ -6,6 +6,7 @@ import logging
 import os
 import socket
 import stat
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -254,8 +255,7 @@ def test_keys_and_tokens_are_nowhere_to_be_read(
         texts = [reply.text, caplog.text, json.dumps(daemon.status())]
         with over_tcp(daemon) as http:
             for path in ("/status", "/metrics", "/livez?verbose", "/readyz?verbose", "/"):
-                answer = http.get(path)
-                assert answer.status_code == 200
+                answer = eventually(partial(http.get, path), lambda told: told.status_code == 200)
                 texts.append(answer.text)
             with http.stream("GET", "/events") as events:
                 texts.append(next(events.iter_text()))

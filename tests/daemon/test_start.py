@@ -21,8 +21,7 @@ AUTO: dict[str, Any] = {"cpu_bytes": "auto", "ready": False}
 
 def waiting_lane(pid: int) -> psutil.Process:
     """The lane's process of a daemon that has no pool yet."""
-    eventually(lambda: len(children_running(pid, "kvd.lane")) == 1)
-    return children_running(pid, "kvd.lane")[0]
+    return eventually(lambda: children_running(pid, "kvd.lane"), lambda found: len(found) == 1)[0]
 
 
 def test_nothing_large_is_imported_before_the_lane_is_started() -> None:

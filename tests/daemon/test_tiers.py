@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.waiting import eventually
 POOL = "1MiB"  # 64 chunks
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 MEMORY = "memory:,size=64MiB,keep=all,late=5"
+AGAIN_SECONDS = 15.0  # until what has not gone down is stored once more
 
 
 def tiers_of(daemon: Daemon) -> list[dict[str, Any]]:
@@ -42,10 +44,26 @@ def wait_tier(daemon: Daemon, index: int = 0, **wanted: Any) -> dict[str, Any]:
     )
 
 
+def wait_below(engine: Engine, keys: Sequence[bytes], tier: int) -> None:
+    """Until the directory says that this one has all of these, or -1: that none has."""
+    eventually(lambda: set(map(engine.scheduler.below, keys)), {tier}.__eq__)
+
+
 def wait_down(engine: Engine, keys: Sequence[bytes]) -> None:
     """Until the directory says that a tier has all of these."""
     below = engine.scheduler.below
     eventually(lambda: [below(key) for key in keys], lambda found: min(found) >= 0)
+
+
+def wait_aside(daemon: Daemon, engine: Engine, keys: Sequence[bytes]) -> None:
+    """Seek these until the first tier is set aside, or was until its process was replaced."""
+
+    def aside() -> bool:
+        engine.scheduler.seek(keys)
+        tier = tier_of(daemon)
+        return not tier["usable"] or bool(tier["counters"]["restarts"])
+
+    eventually(aside)
 
 
 def engine_of(daemon: Daemon, **more: Any) -> Engine:
@@ -71,6 +89,22 @@ def push_out(engine: Engine, keys: Sequence[bytes]) -> None:
         engine.store(keys_of(f"flood-{next(_floods)}", 8), must=False)
 
 
+def go_down(engine: Engine, keys: Sequence[bytes]) -> None:
+    """Store these until a tier has them all: a put that is late comes to nothing."""
+    stored = float("-inf")
+
+    def down() -> bool:
+        nonlocal stored
+        lacking = [key for key in keys if engine.scheduler.below(key) < 0]
+        if lacking and time.monotonic() > stored + AGAIN_SECONDS:
+            push_out(engine, lacking)
+            engine.store(lacking)
+            stored = time.monotonic()
+        return not lacking
+
+    eventually(down)
+
+
 def bring_up(engine: Engine, keys: Sequence[bytes]) -> None:
     """Seek these until they are in memory."""
 
@@ -88,6 +122,12 @@ def comes_back(engine: Engine, keys: list[bytes]) -> None:
 
 
 @pytest.fixture
+def disk(tmp_path: Path) -> str:
+    """A tier whose chunks outlive its process, which may be replaced on a busy machine."""
+    return f"disk:{tmp_path / 'slabs'},size=256MiB,late=5"
+
+
+@pytest.fixture
 def hang(tmp_path: Path) -> Path:
     """While this file exists the tier hangs."""
     return tmp_path / "hang"
@@ -101,37 +141,38 @@ def kept(
     with engine_of(daemon) as engine:
         keys = keys_of(name, chunks)
         wait_usable(engine)
-        engine.store(keys)
-        wait_hit(engine, keys)
-        wait_down(engine, keys)
+        go_down(engine, keys)
         push_out(engine, keys)
         yield engine, keys
 
 
-def test_chunks_that_memory_has_no_room_for_come_back(start_daemon: StartDaemon) -> None:
+def test_chunks_that_memory_has_no_room_for_come_back(start_daemon: StartDaemon, disk: str) -> None:
     """Stored, pushed out of a small pool, sought, loaded: the bytes are the same."""
-    daemon = start_daemon("--tier", MEMORY, cpu_bytes=POOL)
+    daemon = start_daemon("--tier", f"{disk},keep=all", cpu_bytes=POOL)
     with kept(daemon) as (engine, keys):
-        assert [engine.scheduler.below(key) for key in keys] == [0] * 8
+        wait_below(engine, keys, 0)
         comes_back(engine, keys)
-    tier = tier_of(daemon)
+    tier = wait_tier(daemon, state="up", breaker="closed", medium="disk")
     assert tier["counters"]["gets"]["ok"] >= 8
     assert tier["counters"]["get_bytes"] >= 8 * 16384
-    assert (tier["state"], tier["breaker"], tier["medium"]) == ("up", "closed", "memory")
 
 
 def test_only_what_was_asked_for_goes_down_where_nothing_else_is_said(
-    start_daemon: StartDaemon,
+    start_daemon: StartDaemon, disk: str
 ) -> None:
-    """A chunk that is loaded once goes, one that is only stored does not."""
-    daemon = start_daemon("--tier", "memory:,size=64MiB,late=5", cpu_bytes=POOL)
+    """A chunk that is loaded goes, one that is only stored does not."""
+    daemon = start_daemon("--tier", disk, cpu_bytes=POOL)
     with engine_of(daemon) as engine:
         asked, stored = keys_of("asked", 2), keys_of("stored", 2)
         wait_usable(engine)
         engine.store([*asked, *stored])
         wait_hit(engine, [*asked, *stored])
-        assert engine.load(asked) == (2, 0)
-        wait_down(engine, asked)
+
+        def down() -> bool:
+            assert engine.load(asked) == (2, 0)
+            return min(map(engine.scheduler.below, asked)) >= 0
+
+        eventually(down)
         push_out(engine, [*asked, *stored])
         comes_back(engine, asked)
         assert [engine.scheduler.below(key) for key in stored] == [-1, -1]
@@ -146,16 +187,18 @@ def test_a_tier_that_hangs_costs_misses_and_is_used_again_by_itself(
     )
     with kept(daemon) as (engine, keys):
         hang.touch()
-        engine.scheduler.seek(keys)
-        wait_tier(daemon, usable=False)
+        wait_aside(daemon, engine, keys)
         eventually(lambda: engine.scheduler.lookup_many(keys), {MISS}.issuperset)
-        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+        wait_below(engine, keys, -1)
         others = keys_of("others", 4)
         engine.store(others)
         wait_hit(engine, others)
         assert engine.load(others) == (4, 0)
         hang.unlink()
         wait_usable(engine)
+        if tier_of(daemon)["counters"]["restarts"]:  # it stood still for so long: it is empty now
+            go_down(engine, keys)
+            push_out(engine, keys)
         comes_back(engine, keys)
     assert sum(tier_of(daemon)["counters"]["opened"].values()) >= 1
 
@@ -164,11 +207,14 @@ def test_chunks_that_come_back_wrong_are_misses(start_daemon: StartDaemon) -> No
     """None is loaded, each is counted and dropped, and the tier is set aside."""
     daemon = start_daemon("--tier", f"{MEMORY},corrupt=1", cpu_bytes=POOL)
     with kept(daemon) as (engine, keys):
-        for key in keys[:4]:
-            engine.scheduler.seek([key])
-        eventually(lambda: tier_of(daemon)["counters"]["gets"]["corrupt"], lambda n: n >= 3)
+
+        def corrupt() -> bool:
+            engine.scheduler.seek(keys)
+            return bool(tier_of(daemon)["counters"]["opened"]["corrupt"])
+
+        eventually(corrupt)
+        assert tier_of(daemon)["counters"]["gets"]["corrupt"] >= 3
         eventually(lambda: engine.scheduler.lookup_many(keys), {MISS}.issuperset)
-    assert tier_of(daemon)["counters"]["opened"]["corrupt"] >= 1
     assert "is not what was put there" in daemon.wait_log("is set aside: 3 chunks")
 
 
@@ -176,10 +222,14 @@ def test_chunks_that_a_tier_has_lost_are_misses(start_daemon: StartDaemon) -> No
     """It said that it keeps them and does not: each is found out once."""
     daemon = start_daemon("--tier", f"{MEMORY},lose=1", cpu_bytes=POOL)
     with kept(daemon) as (engine, keys):
-        engine.scheduler.seek(keys)
-        eventually(lambda: tier_of(daemon)["counters"]["gets"]["absent"], lambda n: n >= 8)
-        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
-        assert {MISS}.issuperset(engine.scheduler.lookup_many(keys))
+
+        def absent() -> int:
+            engine.scheduler.seek(keys)
+            return int(tier_of(daemon)["counters"]["gets"]["absent"])
+
+        eventually(absent, lambda n: n >= 8)
+        wait_below(engine, keys, -1)
+        eventually(lambda: engine.scheduler.lookup_many(keys), {MISS}.issuperset)
 
 
 def test_a_tier_that_is_killed_is_started_again(start_daemon: StartDaemon) -> None:
@@ -187,7 +237,7 @@ def test_a_tier_that_is_killed_is_started_again(start_daemon: StartDaemon) -> No
     daemon = start_daemon("--tier", MEMORY, cpu_bytes=POOL)
     with kept(daemon) as (engine, keys):
         os.kill(tier_of(daemon)["pid"], signal.SIGKILL)
-        eventually(lambda: tier_of(daemon)["counters"]["restarts"], lambda n: n == 1)
+        eventually(lambda: tier_of(daemon)["counters"]["restarts"], lambda n: n >= 1)
         wait_usable(engine)
         assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
     with kept(daemon, "again") as (engine, keys):
@@ -205,24 +255,26 @@ def test_a_process_that_stands_still_is_set_aside_and_goes_on(
     daemon = start_daemon("--tier", disk, cpu_bytes=POOL)
     with kept(daemon) as (engine, keys):
         with frozen(tier_of(daemon)["pid"]):
-            engine.scheduler.seek(keys)
-            wait_tier(daemon, usable=False)
-            eventually(lambda: engine.scheduler.lookup_many(keys), {MISS}.issuperset)
+            wait_aside(daemon, engine, keys)
+            eventually(
+                lambda: (
+                    {MISS}.issuperset(engine.scheduler.lookup_many(keys))
+                    or tier_of(daemon)["counters"]["restarts"]
+                )
+            )
         wait_usable(engine)
         comes_back(engine, keys)
 
 
-def test_a_reset_forgets_what_tiers_have(start_daemon: StartDaemon) -> None:
+def test_a_reset_forgets_what_tiers_have(start_daemon: StartDaemon, disk: str) -> None:
     """Nothing of before comes up, not even after the tier's process is another one."""
-    daemon = start_daemon("--tier", MEMORY, cpu_bytes=POOL)
+    daemon = start_daemon("--tier", f"{disk},keep=all", cpu_bytes=POOL)
     with kept(daemon) as (engine, keys):
         engine.scheduler.reset()
         assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
         engine.scheduler.seek(keys)
         fresh = keys_of("fresh", 8)
-        engine.store(fresh)
-        wait_hit(engine, fresh)
-        wait_down(engine, fresh)
+        go_down(engine, fresh)
         push_out(engine, fresh)
         comes_back(engine, fresh)
         assert {MISS}.issuperset(engine.scheduler.lookup_many(keys))
@@ -233,16 +285,16 @@ def test_a_tier_that_is_full_drops_what_is_oldest_and_says_so(start_daemon: Star
     daemon = start_daemon("--tier", "memory:,size=512KiB,keep=all,late=5", cpu_bytes=POOL)
     with engine_of(daemon) as engine:
         wait_usable(engine)
-        keys = keys_of("many", 64)
-        for begin in range(0, 64, 8):  # each eight are put before the pool needs their room
-            engine.store(keys[begin : begin + 8])
-            eventually(lambda: tier_of(daemon)["counters"]["puts"]["ok"], (begin + 8).__le__)
-        counters = eventually(
-            lambda: tier_of(daemon)["counters"], lambda found: found["dropped"] >= 30
-        )
-        assert counters["puts"]["ok"] >= 60
-        push_out(engine, keys)
-        eventually(lambda: engine.scheduler.below(keys[0]), lambda below: below == -1)
+        first = keys_of("first", 8)
+        go_down(engine, first)
+
+        def dropped() -> bool:
+            engine.store(keys_of(f"many-{next(_floods)}", 8))
+            return bool(tier_of(daemon)["counters"]["dropped"] >= 30)
+
+        eventually(dropped)
+        wait_below(engine, first, -1)
+        go_down(engine, keys_of("last", 8))
 
 
 def test_two_tiers_are_filled_and_the_second_helps_out(
@@ -257,8 +309,7 @@ def test_two_tiers_are_filled_and_the_second_helps_out(
     with kept(daemon) as (engine, keys):
         eventually(lambda: tier_of(daemon, 1)["counters"]["puts"]["ok"], lambda n: n >= 8)
         hang.touch()
-        engine.scheduler.seek(keys)
-        wait_tier(daemon, 0, usable=False)
+        wait_aside(daemon, engine, keys)
         comes_back(engine, keys)
         assert tier_of(daemon, 1)["counters"]["gets"]["ok"] >= 8
 
@@ -282,9 +333,7 @@ def test_a_new_daemon_with_an_empty_pool_finds_what_a_disk_has(
     daemon = start_daemon(*disk, cpu_bytes=POOL)
     with engine_of(daemon) as engine:
         wait_usable(engine)
-        fresh = keys_of("fresh", 8)
-        engine.store(fresh)
-        wait_down(engine, fresh)
+        go_down(engine, keys_of("fresh", 8))
         assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
 
 
@@ -309,14 +358,14 @@ def test_a_reset_is_remembered_where_the_daemon_ends_before_its_tier_knows(
             assert engine.scheduler.reset() is not None
             kill_and_wait(daemon.process.pid)
         finally:
-            kill_and_wait(tier)
+            with contextlib.suppress(ProcessLookupError):  # the daemon was faster
+                kill_and_wait(tier)
     daemon = start_daemon(*disk, *then, cpu_bytes=POOL)
     with engine_of(daemon) as engine:
         wait_usable(engine)
         assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
         fresh = keys_of("fresh", 8)
-        engine.store(fresh)
-        wait_down(engine, fresh)
+        go_down(engine, fresh)
         assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
         engine.scheduler.seek(keys)
         push_out(engine, fresh)
@@ -339,7 +388,6 @@ def test_a_daemon_that_stops_ends_its_tiers(start_daemon: StartDaemon, hang: Pat
     with kept(daemon) as (engine, keys):
         process = psutil.Process(tier_of(daemon)["pid"])
         hang.touch()
-        engine.scheduler.seek(keys)
-        wait_tier(daemon, usable=False)
+        wait_aside(daemon, engine, keys)
         assert daemon.stop() == 0
     assert has_ended(process)

@@ -16,6 +16,7 @@ from kvd.daemon.child import ChildProcess
 from kvd.daemon.descriptors import FIRST_SECONDS, MAX_HELD, SECONDS, Receiver, Taken
 from kvd.errors import Refused
 from kvd_client.memory import sealed_file
+from kvd_proto.messages import ErrorCode
 from tests.waiting import PATIENCE
 
 HOSTILE, HONEST = 4242, 4243
@@ -130,7 +131,7 @@ def test_one_user_holds_a_bounded_number_of_processes(rig: Rig, memory: int) -> 
 
 
 def test_a_process_that_does_not_answer_is_replaced(rig: Rig, memory: int) -> None:
-    """After a bounded time the session whose turn it was is refused; the next is served."""
+    """After a bounded time the session whose turn it was may try again; the next is served."""
     Child.deaf = True
     rig.send(memory, HOSTILE)
     rig.send(memory, HONEST)
@@ -140,7 +141,9 @@ def test_a_process_that_does_not_answer_is_replaced(rig: Rig, memory: int) -> No
     Child.deaf = False
     rig.now += FIRST_SECONDS
     rig.turn()
-    assert "could not be received in time" in str(rig.outcome())
+    refused = rig.outcome()
+    assert refused.code is ErrorCode.NOT_READY
+    assert "could not be received in time" in str(refused)
     _, fds = rig.outcome()
     os.close(fds[0])
     assert len(Child.all) == 2
@@ -163,12 +166,14 @@ def test_only_a_process_that_has_not_answered_yet_may_take_long(rig: Rig, memory
 
 
 def test_a_process_that_has_ended_is_replaced(rig: Rig, memory: int) -> None:
-    """The session whose turn it was is refused, the next one is served by another process."""
+    """The session whose turn it was may try again, another process serves the next one."""
     Child.deaf = True
     rig.send(memory, HONEST)
     Child.deaf = False
     Child.all[0].there.close()
-    assert "has ended" in str(rig.outcome())
+    refused = rig.outcome()
+    assert refused.code is ErrorCode.NOT_READY
+    assert "has ended" in str(refused)
     rig.send(memory, HONEST)
     _, fds = rig.outcome()
     os.close(fds[0])

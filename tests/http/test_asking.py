@@ -34,8 +34,9 @@ def test_answers_in_one_turn_of_the_loop_leave_nothing_owed(client: Asked) -> No
     assert asyncio.run(ask()) is None
 
 
-def test_many_clients_share_one_question(client: Asked) -> None:
+def test_many_clients_share_one_question(client: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifty who ask at once cost the broker one report, and those soon after none."""
+    monkeypatch.setattr("kvd.report.broker_client.FRESH_SECONDS", 3600.0)
     client.answers.set()
 
     async def ask() -> None:

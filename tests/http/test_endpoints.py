@@ -29,6 +29,12 @@ PATHS = "/livez, /healthz, /readyz, /status, /metrics, /events"
 DOCS = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is asked without a deadline of its own waits for a machine that stands still."""
+    monkeypatch.setattr("kvd.report.app.ANSWER_SECONDS", SECONDS)
+
+
 def ask(
     path: str, method: str = "GET", report: dict[str, Any] = READY, **headers: str
 ) -> httpx.Response:

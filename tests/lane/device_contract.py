@@ -98,10 +98,11 @@ def drain(device: Device, seconds: float = PATIENCE) -> dict[int, Finished]:
     finished: dict[int, Finished] = {}
     deadline = time.monotonic() + seconds
     while device.in_flight:
+        late = time.monotonic() >= deadline  # it may have ended, or hang, since the last look
         for item in device.progress():
             assert item.transfer.job not in finished
             finished[item.transfer.job] = item
-        assert time.monotonic() < deadline, "the device does not finish"
+        assert not late, "the device does not finish"
     return finished
 
 

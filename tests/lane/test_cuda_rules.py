@@ -34,7 +34,7 @@ from tests.lane import cuda_checks as checks
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import CudaRig, TestDriver, load
 from tests.lane.device_contract import DeviceContract
-from tests.waiting import PATIENCE
+from tests.processes import LONG
 
 pytestmark = pytest.mark.fakecuda
 
@@ -252,7 +252,7 @@ def test_without_the_rule_the_check_fails(
     """With the rule taken away the check notices; so the rule is tested, not only written."""
     process = forks.Process(target=miss_the_rule, args=(fakecuda, tmp_path / "calls.log", name))
     process.start()
-    process.join(PATIENCE)
+    process.join(LONG)
     process.kill()
     assert process.exitcode == NOTICED
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.vllm.conftest import models, module_dir, start_engine
+from tests.vllm.conftest import models, module_dir, patient_resets, start_engine
 
-__all__ = ["models", "module_dir", "start_engine"]
+__all__ = ["models", "module_dir", "patient_resets", "start_engine"]
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

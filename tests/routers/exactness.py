@@ -96,7 +96,7 @@ def _stop_engine(world: World) -> None:
     engine = world.engines["a"]
 
     def overruns(world: World) -> int:
-        engines = world.daemon.report()["engines"]
+        engines = eventually(world.daemon.report)["engines"]
         (found,) = (each for each in engines if each["name"] == engine.spec.name)
         return int(found["published"]["kv_event_overruns"])
 

@@ -11,7 +11,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from kvd_client.vllm.metrics import TIER_WAITS, TIER_WAITS_OVER
+from kvd_client.vllm.metrics import (
+    CHUNKS_REFUSED,
+    STORE_FAILURES,
+    TIER_WAITS,
+    TIER_WAITS_OVER,
+)
 from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.models import COMMON
 from tests.conftest import Daemon
@@ -26,6 +31,7 @@ MEMORY, DISK = "host_pinned", "disk"  # as Dynamo calls them
 HEADS, TAILS = 3, 4  # prompts that begin alike, and how many of each
 HEAD_TOKENS, TAIL_TOKENS = 4 * BLOCK, 8 * BLOCK + BLOCK // 2
 NOT_STORED: dict[str, Any] = {"kv_transfer_params": {"max_offload_tokens": 0}}
+ROUNDS = 5  # of asking again, each of which may take long
 PATIENT_SECONDS = 30.0  # for chunks on their way from a tier
 
 
@@ -105,35 +111,40 @@ class RoutedEngine:
     def publish_all(self) -> None:
         """Return when the indexer has taken what the engine could publish before this call.
 
-        The engine computes a marker: a prompt that fills one block, and is not stored. What was
+        The engine computes markers: prompts that fill one block, and are not stored. What was
         known before is published with its block or earlier. More changes than one step takes need
-        several steps.
+        several steps. What the indexer has lost it requests when it receives more.
         """
         for _ in range(3):
-            marker = self._marker()
-
-            def is_known(marker: list[int] = marker) -> bool:
-                known = self.indexer.query(marker, MODEL).get(self.instance, NOTHING)
-                return known.gpu >= BLOCK
-
-            self.process.generate([marker], 1, **NOT_STORED)
-            eventually(is_known)
+            self.indexer.await_events(self.instance, MODEL, lambda _: self._compute_marker())
 
     def store_something(self, daemon: Daemon) -> None:
         """Return when a chunk of the engine is stored: a new daemon has lent it slots."""
+        before = wait_stored(daemon, at_least=0)
 
         def stored() -> bool:
             self.process.generate([self._marker()], 1)
-            return wait_stored(daemon, at_least=0) > 0
+            return wait_stored(daemon, at_least=0) > before
 
         eventually(stored)
 
-    def check(self, asked: Sequence[list[int]], pairs: Pairs) -> None:
+    def check(
+        self,
+        asked: Sequence[list[int]],
+        pairs: Pairs,
+        set_aside: Callable[[], object] = lambda: None,
+    ) -> None:
         """Ask the indexer, then the engine, prompt by prompt.
 
         The pool is at rest, and what the engine finds is not stored again.
+
+        Args:
+            asked: prompts.
+            pairs: compared.
+            set_aside: returns how often a tier was: the engine misses what it has meanwhile.
         """
         for prompt in asked:
+            setbacks = set_aside()
             self.publish_all()
             promised, memory = self.promise(prompt), self.blocks_in(MEMORY)
             waits, waits_over = (
@@ -144,6 +155,7 @@ class RoutedEngine:
             by_choice = (
                 self.process.metric(TIER_WAITS) == waits
                 or self.process.metric(TIER_WAITS_OVER) > waits_over
+                or set_aside() != setbacks
             )
             found, least = answer.cached_tokens, promised.cpu if by_choice else None
             if least is not None and found < least:
@@ -151,6 +163,11 @@ class RoutedEngine:
                 if not memory <= self.blocks_in(MEMORY):  # what comes up evicts other chunks
                     least = promised.gpu
             pairs.add(self.instance, promised, found, least_by_choice=least)
+
+    def _compute_marker(self) -> list[int]:
+        marker = self._marker()
+        self.process.generate([marker], 1, **NOT_STORED)
+        return marker
 
     def _marker(self) -> list[int]:
         return self._random.choices(range(2, COMMON["vocab_size"]), k=BLOCK + 1)
@@ -218,6 +235,27 @@ def family(seed: int) -> list[list[int]]:
 
 
 def churn(daemon: Daemon, engines: Sequence[RoutedEngine], asked: Sequence[list[int]]) -> None:
-    """Ask all engines for all prompts at once; return when everything stored is READY."""
+    """Ask all engines for all prompts at once; return when everything stored is READY.
+
+    Chunks that found no slot are stored or given up in the steps after the daemon's answer.
+    """
     results([engine.process.submit(prompt) for prompt in asked for engine in engines])
     wait_stored(daemon)
+    for engine in engines:
+        engine.publish_all()
+    wait_stored(daemon)
+
+
+def store_all(daemon: Daemon, engines: Sequence[RoutedEngine], asked: Sequence[list[int]]) -> None:
+    """Churn until no chunk was given up: the pool has room for all of the prompts."""
+
+    def given_up() -> float:
+        names = CHUNKS_REFUSED, STORE_FAILURES
+        return sum(engine.process.metric(name) for engine in engines for name in names)
+
+    def complete() -> bool:
+        before = given_up()
+        churn(daemon, engines, asked)
+        return given_up() == before
+
+    assert any(complete() for _ in range(ROUNDS))

@@ -13,7 +13,7 @@ from http.client import HTTPConnection
 from typing import Any
 
 PORT = 8090  # this network namespace has no other listener
-START_SECONDS = 60.0
+START_SECONDS = 180.0
 REQUEST_SECONDS = 30.0
 POLL_SECONDS = 0.02
 

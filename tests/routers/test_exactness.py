@@ -3,6 +3,7 @@
 import pytest
 
 from tests.routers.exactness import DONE, DONE_BELOW, exactness
+from tests.vllm.support import TEST_SECONDS
 
 SEED = 2026
 BELOW = (
@@ -16,7 +17,7 @@ BELOW = (
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_indexes_fed_with_published_bytes_equal_the_directory() -> None:
     """Whatever is done, all indexes and schedulers have the directory's keys, and no other."""
     rows = exactness(1, SEED, DONE)
@@ -27,7 +28,7 @@ def test_indexes_fed_with_published_bytes_equal_the_directory() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_indexes_know_what_lies_in_tiers() -> None:
     """The same with a tier: its chunks are said as another medium's, and taken back with them."""
     rows = exactness(1, SEED, BELOW, tier=True)

@@ -15,7 +15,7 @@ from kvd_tools.engine_server import Answer
 from kvd_tools.models import write_model
 from tests.conftest import Daemon
 from tests.sglang.device_pools import Kind, make_linker
-from tests.sglang.support import ask_all, prompts
+from tests.sglang.support import PATIENT, ask_all, prompts
 
 StartEngine = Callable[[EngineOptions], EngineProcess]
 StartLinker = Callable[..., KvdLinker]
@@ -63,7 +63,7 @@ def start_linker(monkeypatch: pytest.MonkeyPatch) -> Iterator[StartLinker]:
     made: list[KvdLinker] = []
 
     def start(daemon: Daemon, kind: Kind, **options: Any) -> KvdLinker:
-        extra = {"runtime_dir": str(daemon.runtime_dir), "required": True, **options}
+        extra = {"runtime_dir": str(daemon.runtime_dir), "required": True, **PATIENT, **options}
         made.append(make_linker(kind, **extra))
         return made[-1]
 

@@ -24,7 +24,6 @@ from typing import Self
 
 import psutil
 
-from kvd.wire.tool import Control
 from kvd_tools.demo_sglang.engine import EngineProcess
 from kvd_tools.demo_sglang.options import EngineOptions
 from kvd_tools.engine_server import Answer
@@ -161,8 +160,7 @@ class Load:
 
 def wait_pinned(daemon: Daemon) -> None:
     """Wait until a request has pinned what it loads."""
-    with Control(daemon.runtime_dir) as control:
-        eventually(lambda: control.status()["leases"])
+    eventually(lambda: daemon.status()["leases"])
 
 
 def kill(daemon: Daemon, *, whole: bool) -> None:

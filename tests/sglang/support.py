@@ -11,7 +11,7 @@ from kvd_tools.demo_sglang.options import EngineOptions
 from kvd_tools.engine_server import Answer, EngineServer
 from kvd_tools.models import COMMON
 from tests.daemon.serving import Daemon
-from tests.waiting import DEADLINE, PATIENCE, eventually
+from tests.waiting import DEADLINE, eventually
 
 TEST_SECONDS = 900  # of a test that starts engines: on a busy machine each takes minutes
 TOLERANCE = 2e-3  # of log-probabilities: how a prompt is cut into chunks changes sums' order
@@ -19,6 +19,13 @@ PROMPT_TOKENS = 700
 CHUNK_TOKENS = 64  # kvd's default
 CACHED_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
 DEVICE_TOKENS = 4096  # five prompts
+# Of engines that take no daemon for dead that gets no processor time.
+PATIENT = {
+    "deadline": DEADLINE,
+    "load_timeout": DEADLINE,
+    "lease": 2 * DEADLINE,
+    "loan_timeout": DEADLINE,
+}
 
 
 def prompts(count: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> list[list[int]]:
@@ -29,8 +36,7 @@ def prompts(count: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> list[list
 
 def with_kvd(options: EngineOptions, runtime_dir: Path, **extra: Any) -> EngineOptions:
     """The same engine with kvd behind it, and with patience where nothing else is said."""
-    patience = {"deadline": DEADLINE, "load_timeout": DEADLINE, "lease": PATIENCE}
-    return replace(options, linker={"runtime_dir": str(runtime_dir), **patience, **extra})
+    return replace(options, linker={"runtime_dir": str(runtime_dir), **PATIENT, **extra})
 
 
 def ask_all(engine: EngineServer, asked: Sequence[Sequence[int]]) -> list[Answer]:
@@ -41,6 +47,16 @@ def ask_all(engine: EngineServer, asked: Sequence[Sequence[int]]) -> list[Answer
 def push_out(engine: EngineProcess) -> None:
     """Fill the engine's own cache with other prompts."""
     ask_all(engine, prompts(8, seed=1000))
+
+
+def wait_served(daemon: Daemon, pools: int = 1) -> None:
+    """Wait until so many pools of engines are attached: they know it, and have slots on loan."""
+
+    def served(report: dict[str, Any]) -> bool:
+        lent = all(namespace["chunks"]["lent"] for namespace in report["namespaces"])
+        return lent and sum(engine["attached"] for engine in report["engines"]) >= pools
+
+    eventually(daemon.status, served)
 
 
 def wait_stored(daemon: Daemon, at_least: int) -> None:

@@ -17,9 +17,11 @@ from tests.sglang.support import (
     check,
     prompts,
     push_out,
+    wait_served,
     wait_stored,
     with_kvd,
 )
+from tests.waiting import eventually
 
 PROMPTS = prompts(4)
 CHUNKS = len(PROMPTS) * (PROMPT_TOKENS // CHUNK_TOKENS)
@@ -46,6 +48,7 @@ def test_what_was_pushed_out_comes_back(
     plain = EngineOptions(model, page_size=page_size)
     engine = start_engine(with_kvd(plain, daemon.runtime_dir, layerwise=layerwise))
     engine.wait_ready()
+    wait_served(daemon)
     check(ask_all(engine, PROMPTS), expected)
     wait_stored(daemon, CHUNKS)
     push_out(engine)
@@ -65,11 +68,14 @@ def test_a_new_engine_finds_what_the_one_before_has_stored(
     options = with_kvd(EngineOptions(model), daemon.runtime_dir)
     first = start_engine(options)
     first.wait_ready()
+    wait_served(daemon)
     check(ask_all(first, PROMPTS), expected)
     wait_stored(daemon, CHUNKS)
     first.kill()
+    eventually(lambda: not daemon.status()["engines"])
     second = start_engine(options)
     second.wait_ready()
+    wait_served(daemon)
     answers = ask_all(second, PROMPTS)
     check(answers, expected)
     assert min(answer.cached_tokens for answer in answers) >= CACHED_TOKENS
@@ -87,6 +93,7 @@ def test_two_ranks_load_alike(
     plain = EngineOptions(model, tensor_parallel=2)
     engine = start_engine(with_kvd(plain, daemon.runtime_dir, layerwise=layerwise))
     engine.wait_ready()
+    wait_served(daemon, pools=2)
     check(ask_all(engine, PROMPTS), expected)
     wait_stored(daemon, 2 * CHUNKS)
     push_out(engine)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
@@ -24,7 +23,7 @@ def ready(start_linker: StartLinker, daemon: Daemon, **options: object) -> KvdLi
     fill(kind.kv, 1)
     linker = start_linker(daemon, kind, **options)
     node = PoolTransfer(PoolName.KV, device_indices=indices(FROM, PAGE), keys=KEYS[:NODE])
-    assert store(linker, [node])
+    assert eventually(lambda: store(linker, [node]))
     asked = [PoolTransfer(PoolName.KV, keys=KEYS[:NODE])]
     eventually(lambda: linker.lookup("request", asked) == list(range(1, NODE + 1)))
     return linker
@@ -73,20 +72,19 @@ def test_a_frozen_lane_holds_a_request_until_it_is_killed(
 
 
 def test_requests_that_are_aborted_are_counted(
-    start_daemon: StartDaemon, start_linker: StartLinker
+    start_daemon: StartDaemon, start_linker: StartLinker, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With layers a load whose chunks are lost fails after SGLang has taken it for begun."""
     daemon = start_daemon(*KEEP)
-    linker = ready(start_linker, daemon, layerwise=True, load_timeout=30)
+    linker = ready(start_linker, daemon, layerwise=True, load_timeout=120, lease=240)
     assert load(linker)
     daemon.stop(signal.SIGKILL)
     (cache,) = linker._caches.values()
     eventually(lambda: not cache.scheduler.attached)
     number = linker.start_layer_wise_loading()
     after = start_daemon("--keep-pool", "no")
-    began = time.monotonic()
     assert not linker.finish_layer_wise_loading(number)
-    assert time.monotonic() - began < 30  # it is known when the new daemon does not have them
+    assert "the chunks are not in the cache any more" in caplog.text  # and no time was over
     eventually(
         lambda: [engine["counters"]["aborted_requests"] for engine in after.status()["engines"]],
         lambda counts: sum(counts) == 1,

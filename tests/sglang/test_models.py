@@ -18,7 +18,15 @@ from kvd_tools.models import write_model
 from tests.conftest import Daemon
 from tests.engine_models import DEEPSEEK, FALCON_H1, LAGUNA, LFM2
 from tests.sglang.conftest import StartEngine
-from tests.sglang.support import TEST_SECONDS, ask_all, check, prompts, wait_stored, with_kvd
+from tests.sglang.support import (
+    TEST_SECONDS,
+    ask_all,
+    check,
+    prompts,
+    wait_served,
+    wait_stored,
+    with_kvd,
+)
 from tests.waiting import eventually
 
 PROMPT_TOKENS = 300
@@ -166,6 +174,7 @@ def test_what_was_pushed_out_comes_back(
     """Answers and found tokens are those of an engine that has kept all of it by itself."""
     engine = start_engine(with_kvd(plain.options, daemon.runtime_dir, layerwise=layerwise))
     engine.wait_ready()
+    wait_served(daemon, kind.pools)
     check(ask_all(engine, PROMPTS), plain.cold)
     wait_stored(daemon, len(PROMPTS) * kind.chunks)
     ask_all(engine, OTHERS)

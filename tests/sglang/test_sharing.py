@@ -22,10 +22,11 @@ from tests.sglang.support import (
     check,
     prompts,
     push_out,
+    wait_served,
     wait_stored,
     with_kvd,
 )
-from tests.waiting import DEADLINE, eventually
+from tests.waiting import DEADLINE
 
 VLLM = ROOT / ".venv-vllm" / "bin" / "python"
 PROMPTS = prompts(4)
@@ -42,6 +43,7 @@ def test_two_engines_share_what_either_has_stored(
     one, two = start_engine(options), start_engine(options)
     one.wait_ready()
     two.wait_ready()
+    wait_served(daemon, pools=2)
     check(ask_all(one, PROMPTS[:2]), expected[:2])
     check(ask_all(two, PROMPTS[2:]), expected[2:])
     wait_stored(daemon, CHUNKS)
@@ -70,7 +72,7 @@ def test_sglang_and_vllm_work_at_once(
         engine = start_engine(with_kvd(EngineOptions(model), daemon.runtime_dir))
         engine.wait_ready()
         beside.wait_ready()
-        eventually(lambda: len(daemon.status()["engines"]) == 2)
+        wait_served(daemon, pools=2)
         with ThreadPoolExecutor(2) as both:
             cold = both.submit(ask_all, engine, PROMPTS)
             vllm_cold = both.submit(ask_all, beside, PROMPTS)

@@ -127,16 +127,16 @@ class Loop(KillLoop[Client, Tally]):
         if self.random.random() < CLEARED:
             self.clear()
         alone = self.random.random() < TIER_ALONE
-        process = self.tier()
-        pid = process.pid if alone else self.daemon.process.pid
         kept: list[set[bytes]] = []
         ended = threading.Event()
 
         def end() -> None:
             # What is acknowledged before the kill is to be there after it.
-            kept.extend(client.kept() for client in self.clients)
-            kill_and_wait(pid)
-            ended.set()
+            try:
+                kept.extend(client.kept() for client in self.clients)
+                kill_and_wait(self.tier().pid if alone else self.daemon.process.pid)
+            finally:
+                ended.set()
 
         timer = threading.Timer(self.random.uniform(0.0, LONGEST), end)
         timer.start()

@@ -22,7 +22,7 @@ MASTER_PORT = 50051
 METRICS_PORT = 9003
 STORE_PORT = 50061
 LEASE_MS = 500
-TTL_SECONDS = 3
+TTL_SECONDS = 15  # a store that stands still for longer counts as dead, and all that it held
 _TOOLS = ("ip", "nsenter", "setpriv", "unshare")
 
 

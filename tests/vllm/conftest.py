@@ -8,6 +8,15 @@ import pytest
 
 from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.demo_vllm.options import EngineOptions
+from tests.waiting import PATIENCE
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patient_resets() -> Iterator[None]:
+    """An engine's own cache is reset once its stores have ended, however long they take."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvd_tools.demo_vllm.engine.RESET_SECONDS", PATIENCE)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -119,7 +120,8 @@ def compute_references(engine: EngineProcess, count: int) -> References:
 
 def with_kvd(options: EngineOptions, runtime_dir: Path, **extra: Any) -> EngineOptions:
     """The same engine with kvd behind it, and with patience where nothing else is said."""
-    patience = {"deadline": DEADLINE, "load_timeout": DEADLINE}
+    timeouts = ("deadline", "load_timeout", "preemption_timeout")
+    patience = dict.fromkeys(timeouts, DEADLINE)
     return replace(options, kv_transfer=kvd_transfer(runtime_dir, **(patience | extra)))
 
 
@@ -176,7 +178,8 @@ def wait_served(daemon: Daemon, *engines: EngineProcess) -> None:
 
 
 def wait_stored(daemon: Daemon, at_least: int = 1) -> int:
-    """Until nothing is being written; how many chunks are there."""
+    """Until nothing is being written of what was decided before; how many chunks are there."""
+    daemon.status()  # it may overtake what an engine has sent before; the next one does not
 
     def settled(found: dict[str, int]) -> bool:
         quiet = found.get("writing", 0) + found.get("draining", 0) == 0
@@ -225,8 +228,10 @@ class Traffic:
 
     def wait_answers(self, more: int) -> None:
         """Until so many more answers have come; fails with a prompt that got none."""
-        target = self._answered() + more
-        eventually(self._answered, lambda answered: answered >= target)
+        answered = self._answered()
+        target = answered + more
+        while answered < target:
+            answered = eventually(self._answered, answered.__lt__)
 
     def check(self) -> str:
         """A line about what was answered; fails where one answer is not as it should be."""
@@ -243,6 +248,30 @@ def ask_all(engine: EngineProcess, asked: Iterable[list[int]]) -> list[Answer]:
     return [engine.generate([prompt])[0] for prompt in asked]
 
 
+def ask_found(
+    engine: EngineProcess, asked: Iterable[list[int]], tokens: int = CACHED_TOKENS
+) -> list[Answer]:
+    """Answers one by one, so many tokens of each from kvd.
+
+    What is not there yet, or is loaded too late, is computed and stored; then it is asked again.
+    """
+
+    def ask(prompt: list[int]) -> Answer:
+        engine.reset()
+        return engine.generate([prompt])[0]
+
+    return [
+        eventually(partial(ask, prompt), lambda answer: answer.cached_tokens == tokens)
+        for prompt in asked
+    ]
+
+
+def stored_chunks(daemon: Daemon) -> int:
+    """How many chunks of the only namespace have become READY, one that came again twice."""
+    (namespace,) = daemon.status()["namespaces"]
+    return int(namespace["counters"]["stored"])
+
+
 def results(sent: Iterable[Future[Answer]]) -> list[Answer]:
-    """Answers that were asked for."""
-    return [answer.result(PATIENCE) for answer in sent]
+    """Answers that were asked for; they come, or fail, by themselves."""
+    return [answer.result() for answer in sent]

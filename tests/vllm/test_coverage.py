@@ -14,12 +14,12 @@ from kvd_tools.engine_server import Answer
 from tests.conftest import Daemon, started_daemons
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
-    CACHED_TOKENS,
     TEST_SECONDS,
     TOLERANCE,
     References,
     Setting,
     ask_all,
+    ask_found,
     compute_references,
     far_apart,
     numbers,
@@ -91,26 +91,20 @@ def pool_of(daemon: Daemon) -> Path:
 def test_one_flipped_page_in_the_pool_changes_the_answer(served: Served) -> None:
     """With its halves exchanged, wherever it is; and not when they are back in place."""
     engine, prompt, reference = served.engine, served.known.prompts[-1], served.known.warm[-1]
-    engine.generate([prompt])
-    chunks = wait_stored(served.daemon, at_least=CACHED_TOKENS // 64)
+    ask_found(engine, [prompt])
+    chunks = wait_stored(served.daemon)
     (namespace,) = served.daemon.status()["namespaces"]
     stored_bytes = chunks * namespace["bytes_per_chunk"]
-
-    def warm() -> Answer:
-        engine.reset()
-        (answer,) = engine.generate([prompt])
-        assert answer.cached_tokens == CACHED_TOKENS
-        return answer
-
     damaged: list[Answer] = []
     with pool_of(served.daemon).open("r+b") as file, mmap.mmap(file.fileno(), stored_bytes) as pool:
         used = [at for at in range(0, stored_bytes, PAGE) if any(pool[at : at + PAGE])]
         for at in used[:: max(1, len(used) // TRIED)]:
             page = pool[at : at + PAGE]
             pool[at : at + PAGE] = page[PAGE // 2 :] + page[: PAGE // 2]
-            damaged.append(warm())
+            damaged += ask_found(engine, [prompt])
             pool[at : at + PAGE] = page
-    assert numbers(warm()) == numbers(reference)
+    (answer,) = ask_found(engine, [prompt])
+    assert numbers(answer) == numbers(reference)
     for answer in damaged:
         assert far_apart(answer, reference, 10 * TOLERANCE)
 
@@ -139,10 +133,9 @@ def test_warm_answers_are_those_of_the_engines_own_cache(served: Served) -> None
     for answer, reference in zip(cold, known.cold, strict=False):
         assert numbers(answer) == numbers(reference)
 
-    stored = wait_stored(daemon, at_least=ASKED)
-    engine.reset()
-    warm = ask_all(engine, asked)
-    assert [answer.cached_tokens for answer in warm] == [CACHED_TOKENS] * ASKED
+    ask_found(engine, asked)
+    stored = wait_stored(daemon)
+    warm = ask_found(engine, asked)
     for answer, reference in zip(warm, known.warm, strict=False):
         assert numbers(answer) == numbers(reference)
     (namespace,) = daemon.status()["namespaces"]

@@ -22,6 +22,7 @@ from tests.vllm.support import (
     Setting,
     Traffic,
     ask_all,
+    ask_found,
     chunks_of,
     compute_references,
     far_apart,
@@ -30,6 +31,7 @@ from tests.vllm.support import (
     pid_of,
     prompts,
     results,
+    stored_chunks,
     wait_served,
     wait_stored,
     with_kvd,
@@ -37,7 +39,8 @@ from tests.vllm.support import (
 from tests.waiting import eventually
 
 DENSE = Setting("dense")
-LOAD_TIMEOUT = 10.0  # some tests are about it, for the others no load may take so long
+LOAD_TIMEOUT, PREEMPTION_TIMEOUT = 10.0, 2.0  # of lanes that stand still
+ROUNDS = 10  # of asking the same prompts
 CHUNK_TOKENS, CHUNK_BYTES = 64, 128 * 1024  # of two blocks, in four layers of two heads of 32
 HOT_CHUNKS, COLD_CHUNKS, POOL_CHUNKS = 10, 5, 32
 
@@ -48,7 +51,11 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 def engine(models: Path, module_dir: Path, start_engine: StartEngine) -> EngineProcess:
     """One engine for all these failures; when it starts there is no daemon."""
     options = with_kvd(
-        DENSE.options(models), module_dir, blocks_per_chunk=2, load_timeout=LOAD_TIMEOUT
+        DENSE.options(models),
+        module_dir,
+        blocks_per_chunk=2,
+        load_timeout=LOAD_TIMEOUT,
+        preemption_timeout=PREEMPTION_TIMEOUT,
     )
     engine = start_engine(options)
     engine.wait_ready()
@@ -104,20 +111,16 @@ def patient(folder: Path, lane_timeout: float = 120.0) -> Path:
     return config
 
 
-def store_all(engine: EngineProcess, daemon: Daemon, known: References) -> None:
+def store_all(engine: EngineProcess, known: References) -> None:
     """Every prompt's chunks into the pool, and off the GPU."""
-    engine.reset()
-    ask_all(engine, known.prompts)
-    wait_stored(daemon, at_least=len(known.prompts) * CACHED_TOKENS // 64)
+    ask_found(engine, known.prompts)
     engine.reset()
 
 
 def check_hits(engine: EngineProcess, daemon: Daemon, known: References) -> None:
     """What is stored from now on is found, and is right to the last bit."""
     wait_served(daemon, engine)
-    store_all(engine, daemon, known)
-    warm = ask_all(engine, known.prompts)
-    assert [answer.cached_tokens for answer in warm] == [CACHED_TOKENS] * len(warm)
+    warm = ask_found(engine, known.prompts)
     for answer, reference in zip(warm, known.warm, strict=True):
         assert numbers(answer) == numbers(reference)
 
@@ -132,15 +135,17 @@ def test_a_prefix_that_the_engines_own_cache_serves_stays(
         asked += [cold, hot]
     daemon = new_daemon(cpu_bytes=str(POOL_CHUNKS * CHUNK_BYTES))
     engine.reset()
-    answers = ask_all(engine, asked)
-    ready = wait_stored(daemon)  # the other slots are on loan
+    hits = []
+    for prompt in asked:
+        (answer,) = engine.generate([prompt])
+        hits.append(answer.cached_tokens)
+        wait_stored(daemon)  # only what is there can be used again
+    assert hits == [0] + 6 * [0, HOT_CHUNKS * CHUNK_TOKENS]
+    ask_found(engine, [hot], HOT_CHUNKS * CHUNK_TOKENS)
     (namespace,) = daemon.status()["namespaces"]
     assert namespace["num_chunks"] == POOL_CHUNKS
-    needed = HOT_CHUNKS + 6 * COLD_CHUNKS
-    counters = namespace["counters"]
-    assert (counters["stored"], counters["evicted"]) == (needed, needed - ready)
-    hits = [answer.cached_tokens for answer in answers]
-    assert hits == [0] + 6 * [0, HOT_CHUNKS * CHUNK_TOKENS]
+    assert namespace["counters"]["evicted"] > 0
+    assert namespace["counters"]["stored"] <= HOT_CHUNKS + 6 * COLD_CHUNKS
 
 
 @pytest.mark.parametrize(("during", "outage"), [("stores", 1), ("loads", 1), ("nothing", 10)])
@@ -157,14 +162,14 @@ def test_an_engine_serves_through_the_death_of_the_broker(
     daemon = new_daemon("--config", str(patient(tmp_path)))
     engine.reset()
     if during == "loads":
-        store_all(engine, daemon, known)
+        store_all(engine, known)
     lane = lane_pid(daemon)
+    if during != "nothing":
+        freeze(lane, thaw)  # it does not finish what it is given
     with Traffic(engine, known) as traffic:
         if during == "nothing":
             traffic.wait_answers(1)
         else:
-            # A frozen lane has not finished what it was given.
-            freeze(lane, thaw)
             state = "writing" if during == "stores" else "pinned"
             eventually(lambda: chunks_of(daemon).get(state))
         daemon.process.kill()
@@ -190,7 +195,7 @@ def test_an_engine_serves_through_the_loss_of_a_lane(
 ) -> None:
     """A lane that is killed or hangs with loads in flight: they are computed, a new lane comes."""
     daemon = new_daemon("--config", str(patient(tmp_path)))
-    store_all(engine, daemon, known)
+    store_all(engine, known)
     before = engine.metric(LOAD_FAILURES)
     lane = lane_pid(daemon)
     with Traffic(engine, known) as traffic:
@@ -222,7 +227,7 @@ def test_a_load_that_takes_too_long_is_computed(
 ) -> None:
     """After load_timeout the load is stopped, and its request is computed."""
     daemon = new_daemon("--config", str(patient(tmp_path)))
-    store_all(engine, daemon, known)
+    store_all(engine, known)
     before = engine.metric(LOAD_FAILURES)
     lane = lane_pid(daemon)
     # The engine says that it stops the load before it asks the lane to, and nothing tells when
@@ -262,16 +267,20 @@ def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
     daemon = start_daemon("--config", str(patient(tmp_path)))
     options = with_kvd(DENSE.options(models), daemon.runtime_dir, blocks_per_chunk=2)
     lane = lane_pid(daemon)
-    kept, cached = known.prompts[:5], 0
+    kept, stored = known.prompts[:5], 0
     for victim, others in (("worker", known.prompts[5:7]), ("core", known.prompts[7:])):
         engine = start_engine(replace(options))
         engine.wait_ready()
         wait_served(daemon, engine)
-        answers = ask_all(engine, kept)
-        assert [answer.cached_tokens for answer in answers] == [cached] * len(kept)
-        for answer, cold, warm in zip(answers, known.cold, known.warm, strict=False):
-            assert numbers(answer) == numbers(warm if cached else cold)
-        stored = wait_stored(daemon, at_least=len(kept) * CACHED_TOKENS // CHUNK_TOKENS)
+        if victim == "worker":
+            for answer, cold in zip(ask_all(engine, kept), known.cold, strict=False):
+                assert answer.cached_tokens == 0
+                assert numbers(answer) == numbers(cold)
+        for answer, warm in zip(ask_found(engine, kept), known.warm, strict=False):
+            assert numbers(answer) == numbers(warm)
+        ready = wait_stored(daemon)
+        if victim == "core":
+            assert stored_chunks(daemon) == stored  # by the engine before
         titles = ("VLLM::EngineCore",) if victim == "core" else ("VLLM::Worker", "VLLM::EngineCore")
         pid = pid_of(engine, *titles)  # an only worker may be inside the core
         freeze(lane, thaw)
@@ -284,9 +293,9 @@ def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
         left = eventually(
             lambda: chunks_of(daemon), lambda c: not c["writing"] + c["draining"] + c["pinned"]
         )
-        assert left["ready"] >= stored
+        assert left["ready"] >= ready
+        stored = stored_chunks(daemon)
         engine.kill()
-        cached = CACHED_TOKENS
 
 
 def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(
@@ -311,10 +320,11 @@ def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(
 
     wait_served(daemon, engine)
     eventually(lambda: not chunks_of(daemon)["writing"])
-    for _ in range(2):  # what is in the pool now, and then all of it
+    for _ in range(ROUNDS):  # what is in the pool now, and in the end all of it
         engine.reset()
         answers = [engine.generate([prompt], tokens)[0] for prompt in asked]
         for answer, reference in zip(answers, expected, strict=True):
             assert not far_apart(answer, reference)
-        wait_stored(daemon)
-    assert [answer.cached_tokens for answer in answers] == [CACHED_TOKENS] * len(asked)
+        if {answer.cached_tokens for answer in answers} == {CACHED_TOKENS}:
+            return
+    pytest.fail(f"not all of it is stored: {[answer.cached_tokens for answer in answers]}")
