@@ -4,6 +4,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -35,15 +36,27 @@ def running(command: str) -> Iterator[subprocess.Popen[str]]:
             process.communicate()
 
 
-def finds_known_prompts(demo: subprocess.Popen[str], seconds: float) -> None:
-    """Cold nothing is found, warm and in a new engine all that can be, with the same answers."""
-    out, error = demo.communicate(timeout=seconds)
-    assert demo.returncode == 0, out + error
-    hits = re.findall(r" s +([\d,]+) of ([\d,]+)  ", out)
-    found = [int(number.replace(",", "")) for number, _ in hits]
-    assert found == [0, PROMPTS * FINDABLE, PROMPTS * FINDABLE], out
-    assert {total for _, total in hits} == {f"{PROMPTS * TOKENS:,}"}
-    assert "Every answer has the same" in out
+def finds_known_prompts(command: str, seconds: float) -> None:
+    """Cold nothing is found, warm and in a new engine all that can be, with the same answers.
+
+    Where a store or load came too late, which is computed then, the demo runs again.
+
+    Args:
+        command: of the demo.
+        seconds: that all runs may take.
+    """
+    most = [0, PROMPTS * FINDABLE, PROMPTS * FINDABLE]
+    end, found = time.monotonic() + seconds, list[int]()
+    while found != most:
+        with running(command) as demo:
+            out, error = demo.communicate(timeout=end - time.monotonic())
+        assert demo.returncode == 0, out + error
+        hits = re.findall(r" s +([\d,]+) of ([\d,]+)  ", out)
+        found = [int(number.replace(",", "")) for number, _ in hits]
+        assert len(found) == len(most), out
+        assert all(map(int.__le__, found, most)), out
+        assert {total for _, total in hits} == {f"{PROMPTS * TOKENS:,}"}
+        assert "Every answer has the same" in out
 
 
 def ends_with_ctrl_c(demo: subprocess.Popen[str], engine: str) -> None:

@@ -10,8 +10,7 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 def test_known_prompts_are_found_also_after_a_restart() -> None:
     """Cold nothing is found, warm and in a new engine every whole chunk, with the same answers."""
-    with running("demo-sglang") as demo:
-        finds_known_prompts(demo, TEST_SECONDS - 60)
+    finds_known_prompts("demo-sglang", TEST_SECONDS - 60)
 
 
 def test_ctrl_c_ends_everything() -> None:
