@@ -13,7 +13,6 @@ directory of /dev/shm.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -25,6 +24,7 @@ from typing import Annotated
 import msgspec
 
 from kvd.errors import AlreadyRunning, ConfigError, PoolError
+from kvd.machine.directory_lock import lock_directory
 from kvd.machine.room import Filesystem
 from kvd.machine.trust import check_place
 
@@ -108,7 +108,7 @@ class PoolFiles:
             ) from error
         self._lock_fd = os.open(self.notes, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock_directory(self._lock_fd)
         except BlockingIOError:
             os.close(self._lock_fd)
             raise AlreadyRunning(f"another daemon uses the pool in {self.notes}") from None

@@ -1,17 +1,17 @@
 """The runtime directory: one daemon at a time, without the sockets of a dead one.
 
-The lock is an flock on the directory: the kernel drops it with the process, so a SIGKILLed
-daemon never keeps its successor out. ``kvd.lock`` tells people the pid; it is made anew, so
-no link that lies there is followed.
+The lock is an flock on the directory: the kernel drops it with the process and its children that
+are not yet of another program, so a SIGKILLed daemon keeps its successor out for a moment at most.
+``kvd.lock`` tells people the pid; it is made anew, so no link that lies there is followed.
 """
 
 import contextlib
-import fcntl
 import os
 import stat
 from pathlib import Path
 
 from kvd.errors import AlreadyRunning, ConfigError
+from kvd.machine.directory_lock import lock_directory
 from kvd.machine.trust import check_place
 
 # sockaddr_un holds 108 bytes with its final zero; the longest name is a lane's socket.
@@ -53,7 +53,7 @@ class RuntimeDir:
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with contextlib.ExitStack() as undo:
                 undo.callback(os.close, fd)
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                lock_directory(fd)
                 for path, is_socket in self._at_sockets():
                     if not is_socket:
                         raise ConfigError(

@@ -11,6 +11,8 @@ import pytest
 from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.errors import AlreadyRunning, ConfigError
+from kvd.machine import directory_lock
+from tests.waiting import PATIENCE
 
 
 def test_of_two_daemons_the_second_one_reads_who_holds_the_directory(runtime_dir: Path) -> None:
@@ -23,6 +25,29 @@ def test_of_two_daemons_the_second_one_reads_who_holds_the_directory(runtime_dir
     assert list(runtime_dir.iterdir()) == []
     second.lock()
     second.release()
+
+
+def test_a_child_that_begins_as_its_daemon_dies_keeps_no_successor_out(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It holds the lock until it runs its own program, and is waited for."""
+    dead = RuntimeDir(runtime_dir)
+    dead.lock()
+    begins, let_go = os.pipe()
+    child = os.fork()
+    if child == 0:  # has all descriptors, as before an exec
+        os.close(let_go)
+        os.read(begins, 1)
+        os._exit(0)
+    os.close(dead._lock_fd)  # as the kernel does
+    monkeypatch.setattr(directory_lock, "SECONDS", PATIENCE)
+    monkeypatch.setattr(directory_lock, "pause", lambda: os.write(let_go, b"1"))
+    try:
+        RuntimeDir(runtime_dir).lock()
+    finally:
+        os.close(let_go)
+        os.waitpid(child, 0)
+        os.close(begins)
 
 
 def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:
