@@ -1,8 +1,9 @@
 """The runtime directory: one daemon at a time, without the sockets of a dead one.
 
-The lock is an flock on the directory: the kernel drops it with the process and its children that
-are not yet of another program, so a SIGKILLed daemon keeps its successor out for a moment at most.
-``kvd.lock`` tells people the pid; it is made anew, so no link that lies there is followed.
+The lock is an flock on the directory: the kernel drops it when the process, and any child that it
+was still starting, have ended or closed it. So a SIGKILLed daemon keeps its successor out for a
+moment at most. ``kvd.lock`` tells people the pid; it is made anew, so no link that lies there is
+followed.
 """
 
 import contextlib

@@ -2,19 +2,18 @@
 
 import fcntl
 import time
-from functools import partial
 
-SECONDS = 2.0
-"""How long a dead process's children may hold its lock."""
-pause = partial(time.sleep, 0.01)
-"""Between two tries."""
+WAIT_SECONDS = 2.0
+"""How long a lock is tried that another process has."""
+RETRY_SECONDS = 0.01
 
 
 def lock_directory(descriptor: int) -> None:
     """Lock a directory for this process alone.
 
     A process that is killed while it starts another one leaves its lock to that child, which
-    closes it as soon as it runs its own program. So a lock that is held is tried for a while.
+    closes it as soon as it runs its own program. So a lock that is held is tried for
+    `WAIT_SECONDS`.
 
     Args:
         descriptor: of the directory; the lock ends with it.
@@ -23,13 +22,13 @@ def lock_directory(descriptor: int) -> None:
         BlockingIOError: another process has the lock.
         OSError: the file system locks no directory.
     """
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + WAIT_SECONDS
     while True:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() >= deadline:
                 raise
-            pause()
+            time.sleep(RETRY_SECONDS)
         else:
             return

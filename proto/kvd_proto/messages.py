@@ -59,7 +59,7 @@ class ErrorCode(StrEnum):
     STALE_BOOT = "stale_boot"  # the daemon has restarted: begin a new session
     BAD_STATE = "bad_state"  # not allowed in this session's state or for its kind
     BAD_LAYOUT = "bad_layout"  # registration of memory that cannot be served: do not try again
-    NOT_READY = "not_ready"  # not every rank has registered, or the pool is not there yet: a miss
+    NOT_READY = "not_ready"  # ranks, pool or a registration's descriptors are not there yet: a miss
     LIMIT = "limit"  # a limit of the daemon would be exceeded: a miss
     DRAINING = "draining"  # the daemon takes no new work: a miss
     BAD_CONFIG = "bad_config"  # the configuration cannot be used; what held holds on

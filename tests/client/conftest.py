@@ -26,7 +26,7 @@ FINGERPRINT = Fingerprint(model="tiny")
 
 @pytest.fixture(autouse=True)
 def patience() -> Iterator[None]:
-    """A test that stands still is taken neither for a daemon nor for an engine that does."""
+    """A test that stands still is not taken for a daemon or an engine that does."""
     with pytest.MonkeyPatch.context() as patch:  # a test's own patches are taken back first
         patch.setattr(connection, "HANDSHAKE_SECONDS", SECONDS)
         patch.setattr(worker_module, "MEET_SECONDS", SECONDS)

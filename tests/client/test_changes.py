@@ -52,7 +52,7 @@ def test_changes_are_what_lookups_find(daemon: FakeDaemon, scheduler: Scheduler)
 
 @pytest.fixture
 def every_absence_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the test takes."""
+    """No absence in this test counts as long."""
     monkeypatch.setattr("kvd_client.changes.ABSENT_SECONDS", 3600.0)
 
 

@@ -85,7 +85,10 @@ class Rank:
     def register(self) -> str:
         """Give the daemon the memory; the device's name."""
         memory = self._share()
-        fingerprint, seconds = Fingerprint(model="model"), 0.8 * PATIENCE  # who asks waits longer
+        fingerprint, seconds = (
+            Fingerprint(model="model"),
+            0.8 * PATIENCE,
+        )  # less than its caller waits
         self.worker.register(memory, self._layout, fingerprint, required=True, timeout=seconds)
         for part in memory:
             part.close()

@@ -56,6 +56,7 @@ gpu_transfer.main()
 
 @pytest.mark.slow
 @pytest.mark.fakecuda
+@pytest.mark.timeout(400)
 def test_the_gpu_benchmark_runs_and_writes_every_figure(fakecuda: FakeCuda, tmp_path: Path) -> None:
     """Tiny sizes through real daemons; a part that fails or hangs costs its own figures."""
     out, log = tmp_path / "gpu.json", tmp_path / "log"
@@ -398,6 +399,7 @@ def test_what_make_gpu_starts_can_be_told_to_end() -> None:
 
 @pytest.mark.slow
 @pytest.mark.fakecuda
+@pytest.mark.timeout(400)
 def test_make_gpu_runs_from_end_to_end_without_packages_for_the_command_line(
     fakecuda: FakeCuda, tmp_path: Path
 ) -> None:

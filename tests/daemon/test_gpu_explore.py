@@ -23,6 +23,7 @@ PARTS = (
 
 @pytest.mark.slow
 @pytest.mark.fakecuda
+@pytest.mark.timeout(400)
 def test_the_sweeps_run_and_say_what_defaults_should_be(fakecuda: FakeCuda, tmp_path: Path) -> None:
     """Each kind of part, one of which fails, on a bare Python; with MPS and without."""
     bare_python(tmp_path)

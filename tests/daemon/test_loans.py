@@ -22,7 +22,7 @@ KEEP = ("--keep-pool", "yes")
 def wait_slots(
     daemon: Daemon, engine: str = "engine", *, at_hand: Sequence[Engine] = (), **states: int
 ) -> Slots:
-    """Until so many slots are in these states, on loan what these engines have; others are free."""
+    """Until so many slots are in these states, those at hand in engines LENT, all others FREE."""
     due = {SlotState[name.upper()]: number for name, number in states.items()}
 
     def so(found: Slots | None) -> bool:

@@ -680,8 +680,11 @@ def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     assert start(resets=resets).held == [set(keys_of("newer", 2))]
 
 
-def test_an_area_in_use_is_refused(start: Start, tmp_path: Path) -> None:
+def test_an_area_in_use_is_refused(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two daemons never share a pool, also where the runtime directory's lock was removed."""
+    monkeypatch.setattr("kvd.machine.directory_lock.WAIT_SECONDS", 0.0)
     start()
     with pytest.raises(AlreadyRunning, match="another daemon uses the pool"):
         KeptPool(tmp_path, RUNTIME, keeps=True)

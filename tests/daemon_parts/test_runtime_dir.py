@@ -3,6 +3,7 @@
 import errno
 import os
 import socket
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,8 +16,11 @@ from kvd.machine import directory_lock
 from tests.waiting import PATIENCE
 
 
-def test_of_two_daemons_the_second_one_reads_who_holds_the_directory(runtime_dir: Path) -> None:
+def test_of_two_daemons_the_second_one_reads_who_holds_the_directory(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It names the pid; after a release the directory is empty, and can be locked again."""
+    monkeypatch.setattr(directory_lock, "WAIT_SECONDS", 0.0)
     first, second = RuntimeDir(runtime_dir), RuntimeDir(runtime_dir)
     first.lock()
     with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()} serves"):
@@ -33,21 +37,18 @@ def test_a_child_that_begins_as_its_daemon_dies_keeps_no_successor_out(
     """It holds the lock until it runs its own program, and is waited for."""
     dead = RuntimeDir(runtime_dir)
     dead.lock()
-    begins, let_go = os.pipe()
     child = os.fork()
     if child == 0:  # has all descriptors, as before an exec
-        os.close(let_go)
-        os.read(begins, 1)
+        time.sleep(0.2)
         os._exit(0)
     os.close(dead._lock_fd)  # as the kernel does
-    monkeypatch.setattr(directory_lock, "SECONDS", PATIENCE)
-    monkeypatch.setattr(directory_lock, "pause", lambda: os.write(let_go, b"1"))
+    monkeypatch.setattr(directory_lock, "WAIT_SECONDS", PATIENCE)
+    successor = RuntimeDir(runtime_dir)
     try:
-        RuntimeDir(runtime_dir).lock()
+        successor.lock()
     finally:
-        os.close(let_go)
         os.waitpid(child, 0)
-        os.close(begins)
+    successor.release()
 
 
 def test_a_path_too_long_for_a_socket_is_refused(tmp_path: Path) -> None:

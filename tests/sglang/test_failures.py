@@ -30,7 +30,7 @@ PROMPTS = prompts(4)
 KEEP = ("--keep-pool", "yes")
 KILLS = 6
 ROUNDS = 5
-DEADLINE, FROZEN_SECONDS = 15.0, 20.0
+ENGINE_DEADLINE, FROZEN_SECONDS = 15.0, 20.0
 
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
@@ -43,7 +43,7 @@ def test_absent_killed_and_frozen_it_costs_misses(
     expected: list[Answer],
 ) -> None:
     """One engine through all of it: started without a daemon, it finds prompts whenever it can."""
-    engine = start_engine(with_kvd(EngineOptions(model), runtime_dir, deadline=DEADLINE))
+    engine = start_engine(with_kvd(EngineOptions(model), runtime_dir, deadline=ENGINE_DEADLINE))
     engine.wait_ready()
     check(ask_all(engine, PROMPTS), expected)
 

@@ -17,8 +17,8 @@ The last line of the output is JSON.
 
 import sys
 import tempfile
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -127,24 +127,19 @@ class Loop(KillLoop[Client, Tally]):
         if self.random.random() < CLEARED:
             self.clear()
         alone = self.random.random() < TIER_ALONE
-        kept: list[set[bytes]] = []
-        ended = threading.Event()
 
-        def end() -> None:
+        def end(seconds: float) -> list[set[bytes]]:
+            time.sleep(seconds)
             # What is acknowledged before the kill is to be there after it.
-            try:
-                kept.extend(client.kept() for client in self.clients)
-                kill_and_wait(self.tier().pid if alone else self.daemon.process.pid)
-            finally:
-                ended.set()
+            kept = [client.kept() for client in self.clients]
+            kill_and_wait(self.tier().pid if alone else self.daemon.process.pid)
+            return kept
 
-        timer = threading.Timer(self.random.uniform(0.0, LONGEST), end)
-        timer.start()
-        try:
-            while not ended.is_set():
+        with ThreadPoolExecutor(1) as killer:
+            killing = killer.submit(end, self.random.uniform(0.0, LONGEST))
+            while not killing.done():
                 self.step()
-        finally:
-            timer.join()
+        kept = killing.result()
         if alone:
             self.tally.tier_kills += 1
             self.tier()

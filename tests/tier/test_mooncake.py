@@ -44,8 +44,8 @@ class Openers:
         """An open one; another where the last was closed."""
         if self._tier is None:
             MooncakeTier.check(self._options)
-            tier = eventually(self._opened)
-            assert tier is not None
+            tier = eventually(self._opened, lambda opened: isinstance(opened, MooncakeTier))
+            assert isinstance(tier, MooncakeTier)
             self._tier = tier
             close = tier.close
 
@@ -56,11 +56,11 @@ class Openers:
             tier.close = forget  # type: ignore[method-assign]
         return self._tier
 
-    def _opened(self) -> MooncakeTier | None:
+    def _opened(self) -> MooncakeTier | TierError:
         try:
             return MooncakeTier.open(self._options, self.area.memory)
-        except TierError:  # the master stands still for a while
-            return None
+        except TierError as error:  # the master stands still for a while
+            return error
 
     def end(self) -> None:
         """Close what is open."""

@@ -179,7 +179,7 @@ def wait_served(daemon: Daemon, *engines: EngineProcess) -> None:
 
 def wait_stored(daemon: Daemon, at_least: int = 1) -> int:
     """Until nothing is being written of what was decided before; how many chunks are there."""
-    daemon.status()  # it may overtake what an engine has sent before; the next one does not
+    daemon.status()  # the answer may come before an older message of an engine; the next does not
 
     def settled(found: dict[str, int]) -> bool:
         quiet = found.get("writing", 0) + found.get("draining", 0) == 0

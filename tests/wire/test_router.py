@@ -371,7 +371,7 @@ def test_unread_replies_are_delivered_by_a_close_that_lingers(make: Make, tmp_pa
 def test_heartbeats_of_libzmq_keep_a_silent_connection(make: Make, tmp_path: Path) -> None:
     """Their PINGs are answered: after a silence above their timeout the connection is the same.
 
-    Where this process stood still meanwhile, that says nothing.
+    A try in which this process stood still is repeated.
     """
     router, most = make(), TIMEOUT_MS / 2000
     _, ended = eventually(lambda: _silence(router, tmp_path / "socket"), lambda one: one[0] < most)
