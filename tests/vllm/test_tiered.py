@@ -141,7 +141,7 @@ def start(
 
 def test_prompts_that_left_memory_come_back_from_disk(start: Start, tmp_path: Path) -> None:
     """For the engine that stored them and for another one; a new daemon finds them, too."""
-    setting = f"disk:{tmp_path / 'tier'},size=256MiB,keep=all,late=30"
+    setting = f"disk:{tmp_path / 'tier'},size=256MiB,keep=all"
     tiered = start(setting)
     tiered.fill()
     tiered.wait_loads("disk")
@@ -156,7 +156,7 @@ def test_prompts_that_left_memory_come_back_from_disk(start: Start, tmp_path: Pa
 
 def test_a_request_loads_from_the_tiers_that_it_names(start: Start, tmp_path: Path) -> None:
     """`kv_load_tiers` without the disk: nothing is brought up for it."""
-    tiered = start(f"disk:{tmp_path / 'tier'},size=256MiB,keep=all,late=30")
+    tiered = start(f"disk:{tmp_path / 'tier'},size=256MiB,keep=all")
     tiered.fill()
     before = tiered.engine.metric(TIER_WAITS), tiered.engine.metric(SOURCES, source="disk")
     gets: list[dict[str, int]] = [tiered.tier()["counters"]["gets"]]
@@ -197,7 +197,7 @@ def test_a_tier_that_hangs_costs_misses_and_comes_back(start: Start, tmp_path: P
 
 def test_a_disk_tier_that_is_killed_is_there_again(start: Start, tmp_path: Path) -> None:
     """While requests wait for it: they are computed, and what it has kept comes back."""
-    tiered = start(f"disk:{tmp_path / 'tier'},size=256MiB,keep=all,late=30")
+    tiered = start(f"disk:{tmp_path / 'tier'},size=256MiB,keep=all")
     tiered.fill()
     pid = eventually(tiered.tier, lambda tier: tier["pid"])["pid"]
     os.kill(pid, signal.SIGKILL)
