@@ -109,18 +109,22 @@ class Caching:
     ) -> tuple[Stepped, list[Effect]]:
         """Lend slots that are free, and to an engine that stores others, too.
 
-        It gets what other engines do not use, or where they use all of theirs, what is evicted.
+        An engine gets a part of its share ahead of need, so that others that come find free slots.
+        One that stores gets what other engines do not use, or where they use all of theirs, what is
+        evicted.
         An engine that only loads takes nobody's room, not even its own chunks'; nor does one that
         has just been attached, so that what a daemon has kept is there for the first request.
         """
         state, table, owner, wanted = self._state, namespace.table, engine.number, message.wanted
         first, engine.stepped = not engine.stepped, True
-        have = len(table.slots.loans.of(owner))
-        if 2 * have >= wanted or state.draining or not state.allocated:
-            return _NOTHING, []
         engines = max(1, namespace.engines)
         # One that says nothing else asks for slots in bulk.
         bulk = not first and message == Step(wanted=wanted)
+        if not bulk:
+            wanted = min(wanted, table.lending.most_ahead(engines))
+        have = len(table.slots.loans.of(owner))
+        if 2 * have >= wanted or state.draining or not state.allocated:
+            return _NOTHING, []
         stores = message.keys or message.refused or bulk
         spare = bool(stores) and self._spare(owner, now)
         slots, generations = table.lending.lend(

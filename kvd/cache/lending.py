@@ -10,6 +10,7 @@ from kvd.pool.pool import Pool
 
 AT_ONCE = 1024  # slots: a millisecond or two
 PARTS = 4  # no engine has more than this part of its share of the chunks on loan by eviction
+PARTS_AHEAD = 2  # nor more than this part of its share of all slots, unless it stores in bulk
 
 
 class Lending:
@@ -28,6 +29,10 @@ class Lending:
         self._uses = uses
         self._counts = counts
         self._sweep = sweep
+
+    def most_ahead(self, engines: int) -> int:
+        """How many slots each of so many engines may have on loan without asking for them."""
+        return max(1, self._slots.space.geometry.num_slots // (PARTS_AHEAD * engines))
 
     def lend(
         self,

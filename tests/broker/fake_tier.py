@@ -207,7 +207,7 @@ class TierBench(Bench):
 
     def store(self, *keys: bytes) -> list[Ref]:
         """These are READY; nobody has asked for them yet."""
-        refs = self.step(wanted=len(keys) + 1, now=self.now)[0]
+        self.reserve(len(keys) + 1, self.now)
         loans = self.table().slots.loans.of(self.engine(self.scheduler).number)
         refs = list(loans.items())[: len(keys)]
         self.begin(list(keys), refs, now=self.now)

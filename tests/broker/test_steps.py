@@ -65,6 +65,11 @@ class Bench:
         slots, generations = reply.message.slots.numpy(), reply.message.generations.numpy()
         return list(zip(slots.tolist(), generations.tolist(), strict=True)), effects
 
+    def reserve(self, slots: int, now: float = 1.0) -> list[Ref]:
+        """What the engine is lent of so many slots, which it needs for bulk work."""
+        self.step(now=now)  # what the first step says is no bulk work
+        return self.step(wanted=slots, now=now)[0]
+
     def begin(
         self, keys: list[bytes], refs: list[Ref], session: Session | None = None, **fields: Any
     ) -> list[Effect]:
@@ -286,7 +291,7 @@ def test_loans_without_use_go_back_after_a_while() -> None:
 def test_nobody_s_room_is_taken_before_something_is_stored() -> None:
     """In a full pool, by an engine's first step after it was attached, by pins, or by uses."""
     bench = Bench(chunks=8)
-    loans = bench.step(wanted=8)[0]
+    loans = bench.reserve(8)
     bench.begin([b"%d" % slot for slot, _ in loans], loans)
     bench.share(loans)
     other = bring_up(bench.broker, "f")
@@ -297,6 +302,21 @@ def test_nobody_s_room_is_taken_before_something_is_stored() -> None:
     assert table.counts.evicted == 0
     assert bench.step(other, wanted=8, refused=1)[0]
     assert table.counts.evicted
+
+
+def test_who_stores_first_leaves_free_slots_for_those_that_come() -> None:
+    """Ahead of need each has half of its share at most; nothing that is cached goes for more."""
+    bench = Bench(chunks=64)
+    loans = bench.step(wanted=64)[0]
+    assert len(loans) == 32
+    bench.begin([b"a"], loans[:1], wanted=64)
+    bench.share(loans[:1])
+    other = bring_up(bench.broker, "f")
+    assert len(bench.step(other, wanted=64)[0]) == 16
+    assert bench.step(other, wanted=64, refused=1)[0] == []
+    assert bench.table().counts.evicted == 0
+    assert bench.table().directory.lookup(b"a") is LookupResult.HIT
+    bench.broker.state.check_integrity()
 
 
 @pytest.mark.parametrize("model", ["m", "n"])
