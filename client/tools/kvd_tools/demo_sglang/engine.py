@@ -1,5 +1,7 @@
 """SGLang's HTTP server on a CPU; SGLang is not imported here."""
 
+import contextlib
+import random
 import socket
 import sys
 import time
@@ -10,6 +12,8 @@ from kvd_tools.demo_sglang.options import EngineOptions
 from kvd_tools.engine_server import LOOK_SECONDS, Answer, EngineServer
 from kvd_tools.errors import DemoError, RequestAborted
 
+# Below what the system gives to connections (32768 on) and SGLang to its ranks (22000 on).
+PORTS = range(10_000, 22_000)
 RESET_SECONDS = 30.0  # pages of ended requests are held until their stores have ended
 
 
@@ -23,9 +27,7 @@ class EngineProcess(EngineServer):
     """
 
     def __init__(self, options: EngineOptions, log: Path, python: str = sys.executable) -> None:
-        with socket.socket() as free:  # taken again by the server, some seconds later
-            free.bind(("127.0.0.1", 0))
-            self._port: int = free.getsockname()[1]
+        self._port = free_port()
         module = ["kvd_tools.demo_sglang.server", *options.arguments(self._port)]
         super().__init__(module, options.environment(), log, python)
 
@@ -85,3 +87,16 @@ class EngineProcess(EngineServer):
         ]
         seconds = time.perf_counter() - started
         return Answer(tokens, likely, meta["cached_tokens"], first, seconds)
+
+
+def free_port() -> int:
+    """Return a port that is still free when the server takes it, some seconds later.
+
+    Of two servers with one port the second ends. A port that `bind` chooses may be chosen again, by
+    any other process, as soon as it is closed.
+    """
+    while True:
+        port = random.choice(PORTS)
+        with socket.socket() as free, contextlib.suppress(OSError):
+            free.bind(("127.0.0.1", port))
+            return port
