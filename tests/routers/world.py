@@ -1,5 +1,6 @@
 """A daemon, four engines that publish, and routers that read what they publish."""
 
+import json
 import multiprocessing
 import os
 import shutil
@@ -58,6 +59,7 @@ class EngineProcess:
         self.spec = spec
         self.endpoint, self.replay = spec.endpoint(folder), spec.replay_endpoint(folder)
         self._folder = folder
+        self._log = folder / f"{spec.name}.log"
         self._seed = seed
         self._process: ForkServerProcess | None = None
         self._pipe: Connection | None = None
@@ -106,6 +108,11 @@ class EngineProcess:
         assert isinstance(answer, tuple)
         complete, ready, in_tiers = answer
         return (ready, in_tiers) if complete else None
+
+    def stacks(self) -> str:
+        """Return where its threads are, for an error."""
+        os.kill(self.pid, signal.SIGUSR1)
+        return eventually(self._log.read_text, lambda text: "Current thread" in text)
 
     def end(self, *, kill: bool = False) -> None:
         """End its process, in order or by SIGKILL."""
@@ -252,8 +259,17 @@ class World:
 
         made = 0
         while made < changes:
-            made = eventually(fewest, made.__lt__)
+            try:
+                made = eventually(fewest, made.__lt__)
+            except AssertionError as error:
+                raise AssertionError(f"{made} of {changes} changes; {self.state()}") from error
         self.changes += sum(self.heads().values()) - sum(before.values())
+
+    def state(self) -> str:
+        """Return what the daemon says, and where engines are, for an error."""
+        report = eventually(self.daemon.report)
+        said = {name: report[name] for name in ("engines", "lanes", "namespaces")}
+        return "\n".join([json.dumps(said), *(engine.stacks() for engine in self.running())])
 
     def fill_tiers(self) -> None:
         """Wait until chunks of each model lie in the tier, where there is one.
