@@ -107,9 +107,10 @@ class CudaRig(Rig):
             self.wait_until_pinned()
 
     def wait_until_pinned(self) -> None:
-        """Or until the pool is given up."""
+        """Or until the pool is given up, and the thread that does it has ended."""
         cuda, nbytes = self.cuda, len(self.pool.bytes)
         eventually(lambda: cuda.pool_error or cuda.usable_bytes == nbytes)
+        eventually(lambda: not cuda._pool._pretouch._thread.is_alive())
 
     def use(self, workers: CudaWorkers) -> None:
         """Workers that are made from now on have this memory."""
