@@ -111,9 +111,9 @@ class Caching:
 
         An engine gets a part of its share ahead of need, so that others that come find free slots.
         One that stores gets what other engines do not use, or where they use all of theirs, what is
-        evicted.
-        An engine that only loads takes nobody's room, not even its own chunks'; nor does one that
-        has just been attached, so that what a daemon has kept is there for the first request.
+        evicted. An engine that only loads takes nobody's room, not even its own chunks'; nor does
+        one that has just been attached, so that what a daemon has kept is there for the first
+        request.
         """
         state, table, owner, wanted = self._state, namespace.table, engine.number, message.wanted
         first, engine.stepped = not engine.stepped, True
