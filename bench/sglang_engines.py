@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -54,6 +55,7 @@ class Setup:
     threads: that compute.
     chunked_prefill: tokens of a prompt that one step computes at the most.
     lean: attention is computed for new tokens only, see `sglang_attention.py`.
+    page_tokens: tokens of a page.
     """
 
     model: Path
@@ -62,14 +64,16 @@ class Setup:
     threads: int
     chunked_prefill: int
     lean: bool = False
+    page_tokens: int = PAGE_TOKENS
 
     @contextmanager
-    def started(self, way: Way, place: Path) -> Iterator[EngineProcess]:
+    def started(self, way: Way, place: Path, **extra: Any) -> Iterator[EngineProcess]:
         """Start an engine, and a daemon of its own; both are ended with the context.
 
         Args:
             way: what is behind it.
             place: a folder for its log, which is made.
+            extra: settings of kvd's linker.
         """
         place.mkdir()
         args, linker = [], None
@@ -84,11 +88,12 @@ class Setup:
                     "runtime_dir": str(daemon.runtime_dir),
                     "required": True,
                     "layerwise": way is Way.LAYERWISE,
+                    **extra,
                 }
             options = EngineOptions(
                 model=self.model,
                 max_tokens=self.device_tokens,
-                page_size=PAGE_TOKENS,
+                page_size=self.page_tokens,
                 dtype="float32",
                 chunked_prefill=self.chunked_prefill,
                 threads=self.threads,

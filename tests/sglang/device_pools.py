@@ -1,6 +1,6 @@
 """SGLang's own device pools on the CPU, and a linker over them, without an engine."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,9 +48,10 @@ class Kind:
     """One kind of model.
 
     cache: its KV cache, as SGLang has it.
-    kv: the buffers of its full attention.
+    kv: the buffers of its full attention, and of its drafts.
     sides: its other pools.
     requests: SGLang's pool of requests, of those that have states.
+    sidecar, mtp: the pools of its drafts: a model of their own, or layers of the model itself.
     """
 
     cache: Any
@@ -58,21 +59,41 @@ class Kind:
     kv: list[Tensor]
     sides: dict[PoolName, Side] = field(default_factory=dict)
     requests: Any = None
+    sidecar: tuple[Any, ...] = ()
+    mtp: tuple[Any, ...] = ()
 
 
 def dense() -> Kind:
     """Keys and values of two layers."""
-    cache = memory_pool.MHATokenToKVPool(
+    cache = keys_and_values(2)
+    return Kind(cache, {ComponentType.FULL}, [*cache.k_buffer, *cache.v_buffer])
+
+
+def keys_and_values(layers: int) -> memory_pool.MHATokenToKVPool:
+    """SGLang's pool for ordinary attention."""
+    return memory_pool.MHATokenToKVPool(
         TOKENS,
         PAGE,
         torch.bfloat16,
         head_num=2,
         head_dim=32,
-        layer_num=2,
+        layer_num=layers,
         device="cpu",
         enable_memory_saver=False,
     )
-    return Kind(cache, {ComponentType.FULL}, [*cache.k_buffer, *cache.v_buffer])
+
+
+def mla_with_eagle() -> Kind:
+    """MLA, and a draft model with keys and values in one layer (as EAGLE's for DeepSeek)."""
+    kind, draft = mla(), keys_and_values(1)
+    return replace(kind, kv=[*kind.kv, *draft.k_buffer, *draft.v_buffer], sidecar=(draft,))
+
+
+def dense_with_mtp() -> Kind:
+    """Keys and values, and two layers of the model that draft, each with a pool (as MiMo)."""
+    kind, drafts = dense(), (keys_and_values(1), keys_and_values(1))
+    buffers = [buffer for draft in drafts for buffer in (*draft.k_buffer, *draft.v_buffer)]
+    return replace(kind, kv=[*kind.kv, *buffers], mtp=drafts)
 
 
 def mla() -> Kind:
@@ -206,22 +227,28 @@ ARGUMENTS = SimpleNamespace(
 )
 
 
-def make_linker(kind: Kind, **options: Any) -> KvdLinker:
-    """A linker of one rank, with a daemon."""
-    params = SimpleNamespace(
+def parameters(kind: Kind, page_size: int = PAGE) -> SimpleNamespace:
+    """SGLang's `CacheInitParams` of one rank."""
+    return SimpleNamespace(
         token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kind.cache),
         req_to_token_pool=kind.requests,
-        page_size=PAGE,
+        page_size=page_size,
         pp_size=1,
         attn_cp_rank=0,
         attn_cp_size=1,
         attn_cp_cache_group=None,
         attn_tp_cache_group=None,
         tp_cache_group=None,
-        sidecar_draft_device_pools=(),
-        mtp_draft_device_pools=(),
+        sidecar_draft_device_pools=kind.sidecar,
+        mtp_draft_device_pools=kind.mtp,
     )
-    linker = KvdLinker(ARGUMENTS, params, components=kind.components, extra_config=options)
+
+
+def make_linker(kind: Kind, **options: Any) -> KvdLinker:
+    """A linker of one rank, with a daemon."""
+    linker = KvdLinker(
+        ARGUMENTS, parameters(kind), components=kind.components, extra_config=options
+    )
     eventually(lambda: all(cache.scheduler.attached for cache in linker._caches.values()))
     return linker
 

@@ -16,8 +16,7 @@ from tests.waiting import DEADLINE, eventually
 TEST_SECONDS = 900  # of a test that starts engines: on a busy machine each takes minutes
 TOLERANCE = 2e-3  # of log-probabilities: how a prompt is cut into chunks changes sums' order
 PROMPT_TOKENS = 700
-CHUNK_TOKENS = 64  # kvd's default
-CACHED_TOKENS = (PROMPT_TOKENS - 1) // CHUNK_TOKENS * CHUNK_TOKENS
+CHUNK_TOKENS = 16  # kvd's default, and a page of most engines here
 DEVICE_TOKENS = 4096  # five prompts
 # Of engines that take no daemon for dead that gets no processor time.
 PATIENT = {
@@ -32,6 +31,11 @@ def prompts(count: int, seed: int = 0, tokens: int = PROMPT_TOKENS) -> list[list
     """Random prompts that share nothing."""
     source, vocabulary = random.Random(seed), range(2, COMMON["vocab_size"])
     return [source.choices(vocabulary, k=tokens) for _ in range(count)]
+
+
+def findable(chunk_tokens: int = CHUNK_TOKENS) -> int:
+    """Tokens of a prompt that can be found again: whole chunks, but not its last token."""
+    return (PROMPT_TOKENS - 1) // chunk_tokens * chunk_tokens
 
 
 def with_kvd(options: EngineOptions, runtime_dir: Path, **extra: Any) -> EngineOptions:

@@ -9,12 +9,12 @@ from kvd_tools.engine_server import Answer
 from tests.conftest import Daemon
 from tests.sglang.conftest import StartEngine
 from tests.sglang.support import (
-    CACHED_TOKENS,
     CHUNK_TOKENS,
     PROMPT_TOKENS,
     TEST_SECONDS,
     ask_all,
     check,
+    findable,
     prompts,
     push_out,
     wait_served,
@@ -46,19 +46,20 @@ def test_what_was_pushed_out_comes_back(
 ) -> None:
     """Prompts that have left the engine's cache are found in kvd's, also together."""
     plain = EngineOptions(model, page_size=page_size)
+    chunk_tokens = max(page_size, CHUNK_TOKENS)
     engine = start_engine(with_kvd(plain, daemon.runtime_dir, layerwise=layerwise))
     engine.wait_ready()
     wait_served(daemon)
     check(ask_all(engine, PROMPTS), expected)
-    wait_stored(daemon, CHUNKS)
+    wait_stored(daemon, len(PROMPTS) * (PROMPT_TOKENS // chunk_tokens))
     push_out(engine)
     answers = ask_all(engine, PROMPTS)
     check(answers, expected)
-    assert min(answer.cached_tokens for answer in answers) >= CACHED_TOKENS
+    assert min(answer.cached_tokens for answer in answers) >= findable(chunk_tokens)
     push_out(engine)
     together = engine.generate(PROMPTS)
     check(together, expected)
-    assert min(answer.cached_tokens for answer in together) >= CACHED_TOKENS
+    assert min(answer.cached_tokens for answer in together) >= findable(chunk_tokens)
 
 
 def test_a_new_engine_finds_what_the_one_before_has_stored(
@@ -78,7 +79,7 @@ def test_a_new_engine_finds_what_the_one_before_has_stored(
     wait_served(daemon)
     answers = ask_all(second, PROMPTS)
     check(answers, expected)
-    assert min(answer.cached_tokens for answer in answers) >= CACHED_TOKENS
+    assert min(answer.cached_tokens for answer in answers) >= findable()
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
@@ -99,4 +100,4 @@ def test_two_ranks_load_alike(
     push_out(engine)
     answers = ask_all(engine, PROMPTS)
     check(answers, expected)
-    assert min(answer.cached_tokens for answer in answers) >= CACHED_TOKENS
+    assert min(answer.cached_tokens for answer in answers) >= findable()

@@ -1,7 +1,6 @@
 """SGLang's own device pools on the CPU, stored and loaded through a linker as its tree does."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,10 +18,13 @@ from tests.sglang.device_pools import (
     TO,
     Kind,
     dense,
+    dense_with_mtp,
     fill,
     indices,
     mla,
+    mla_with_eagle,
     moved,
+    parameters,
     states,
     states_and_mla,
     store,
@@ -32,7 +34,9 @@ from tests.waiting import eventually
 
 
 @pytest.mark.parametrize("layerwise", [False, True])
-@pytest.mark.parametrize("make_kind", [mla, window, states, states_and_mla])
+@pytest.mark.parametrize(
+    "make_kind", [mla, window, states, states_and_mla, mla_with_eagle, dense_with_mtp]
+)
 def test_every_pool_of_a_node_comes_back(
     daemon: Daemon, start_linker: StartLinker, make_kind: Callable[[], Kind], layerwise: bool
 ) -> None:
@@ -93,11 +97,16 @@ def test_every_pool_of_a_node_comes_back(
 def test_pages_that_are_split_among_ranks_are_refused(make_kind: Callable[[], Kind]) -> None:
     """With dcp_size the tree's pages have more tokens than a rank's, which holds some of each."""
     kind = make_kind()
-    params = SimpleNamespace(
-        token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: kind.cache),
-        page_size=2 * PAGE,
-        pp_size=1,
-        sidecar_draft_device_pools=(),
-    )
     with pytest.raises(UnsupportedMemory, match="dcp_size"):
-        find_pools(params, kind.components)
+        find_pools(parameters(kind, page_size=2 * PAGE), kind.components)
+
+
+@pytest.mark.parametrize(
+    ("make_kind", "replicated"), [(dense, False), (mla, True), (mla_with_eagle, False)]
+)
+def test_ranks_share_chunks_where_all_hold_the_same_bytes(
+    make_kind: Callable[[], Kind], replicated: bool
+) -> None:
+    """MLA's latents are the same on every rank; a draft's keys and values are not."""
+    kind = make_kind()
+    assert find_pools(parameters(kind), kind.components).replicated is replicated

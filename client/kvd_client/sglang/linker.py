@@ -4,7 +4,6 @@ SGLang's methods are called by the scheduler's thread of each rank. Nothing rais
 start, whatever happens to the daemon, and nothing waits for it but a request for its load.
 """
 
-import logging
 import time
 import uuid
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvd_client import KvdClientError, LoadTicket
+from kvd_client.logs import get_logger
 from kvd_client.sglang.coverage import Piece, chunk_keys, covered, prefix, windows
 from kvd_client.sglang.identity import fingerprint
 from kvd_client.sglang.loads import Batch, LayerCounter, Wanted
@@ -26,7 +26,7 @@ from kvd_client.sglang.ranks import Ranks
 
 MAX_COUNTED = 4096
 
-log = logging.getLogger("kvd_client.sglang")
+log = get_logger("kvd_client.sglang")
 
 
 @dataclass(slots=True)

@@ -6,7 +6,6 @@ has kept the chunks, until the deadline. Nothing here waits longer, but for a co
 write: pages must not be given to other requests before it has ended.
 """
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import numpy as np
 
 from kvd_client import LoadTicket
 from kvd_client.arguments import Blocks
+from kvd_client.logs import get_logger
 from kvd_client.sglang.coverage import Piece
 from kvd_client.sglang.pool_cache import PoolCache, Rows, failed
 
@@ -24,7 +24,7 @@ AGAIN_SECONDS = 0.01
 SHORTEST_NAP, LONGEST_NAP = 20e-6, 500e-6
 SAY_SECONDS = 5.0
 
-log = logging.getLogger("kvd_client.sglang")
+log = get_logger("kvd_client.sglang")
 
 
 @dataclass(slots=True)

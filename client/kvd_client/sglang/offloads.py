@@ -4,7 +4,6 @@ The thread waits for the events after which pages have been written and their nu
 and for room in the pool; SGLang's own thread waits for nothing.
 """
 
-import logging
 import queue
 import threading
 from collections import deque
@@ -13,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd_client import StoreAnswer, StoreTicket
+from kvd_client.logs import get_logger
 from kvd_client.sglang.coverage import Piece, cut
 from kvd_client.sglang.pool_cache import PoolCache, Rows, failed
 
 _THERE = (StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.PENDING)
 QUIET_SECONDS = 5.0
 
-log = logging.getLogger("kvd_client.sglang")
+log = get_logger("kvd_client.sglang")
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ class Options(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """An engine's settings about its daemon; those of every engine are in `EngineOptions`.
 
     Attributes:
-        chunk_tokens: tokens that are stored and evicted together, where SGLang's pages have fewer;
-            engines that are to share chunks need the same.
+        chunk_tokens: tokens of a chunk where SGLang's pages have fewer; larger pages are a chunk
+            each. Engines that are to share chunks need the same.
         lease: seconds for which what a lookup has found stays pinned for its request.
         layerwise: false: a request's forward pass begins when all of its load is in, and a load
             that fails is computed instead. true: it begins with the first layer, and SGLang aborts
@@ -26,7 +26,7 @@ class Options(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         loan_timeout: seconds that a store waits for room in the pool.
     """
 
-    chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 64
+    chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 16
     lease: Seconds = 60.0
     layerwise: bool = False
     load_timeout: Seconds = 10.0

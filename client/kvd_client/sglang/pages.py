@@ -9,6 +9,8 @@ import torch
 from kvd_client import GroupSpec, RankLayout, TensorRef, UnsupportedMemory
 from kvd_client.torch_memory import BlockTensor, SharedTensors, share_torch
 
+NO_PAGE = 0  # where all of SGLang's allocators let padded tokens write; never handed out
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPages:
@@ -112,5 +114,6 @@ class PagePool:
             storages=shared.storages,
             tensors=shared.tensors,
             groups=(group,),
+            null_block=NO_PAGE,
         )
         return shared, layout

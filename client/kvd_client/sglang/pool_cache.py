@@ -1,7 +1,6 @@
 """One pool of one rank: what the daemon has of its pages, and the jobs that move them."""
 
 import itertools
-import logging
 import threading
 from collections.abc import Collection, Sequence
 from functools import partial
@@ -24,19 +23,19 @@ from kvd_client import (
     Worker,
 )
 from kvd_client.arguments import Blocks
+from kvd_client.logs import get_logger
 from kvd_client.sglang.coverage import Piece
 from kvd_client.sglang.options import Options
-from kvd_client.sglang.pages import PagePool
+from kvd_client.sglang.pages import NO_PAGE, PagePool
 from kvd_client.torch_timeline import work_so_far
 from kvd_proto.arrays import MAX_ARRAY_ITEMS
 from kvd_proto.errors import ProtoError
 
 Rows = npt.NDArray[np.uint32]
-"""[chunks, blocks per chunk]: the page of each block; 0 for those that are left out."""
+"""[chunks, blocks per chunk]: the page of each block; `NO_PAGE` for those that are left out."""
 JOB_BLOCKS = MAX_ARRAY_ITEMS
-NO_PAGE = 0  # SGLang's padding page, and kvd's null block
 
-log = logging.getLogger("kvd_client.sglang")
+log = get_logger("kvd_client.sglang")
 
 
 class PoolCache:
@@ -162,7 +161,7 @@ class PoolCache:
             raise ValueError(
                 f"pages {pages.min()}..{pages.max()} are not within 1..{self.pool.num_pages - 1}"
             )
-        rows = np.zeros((len(pieces), self.factor), np.uint32)
+        rows = np.full((len(pieces), self.factor), NO_PAGE, np.uint32)
         for row, piece in zip(rows, pieces, strict=True):
             row[piece.block : piece.block + piece.pages] = pages[
                 piece.page : piece.page + piece.pages

@@ -7,6 +7,7 @@ those of plain models are described here in the same form. Pools whose pages hav
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvd_client import UnsupportedMemory
 from kvd_client.sglang.pages import LayerPages, PagePool
+
+PLAIN = {MHATokenToKVPool, MLATokenToKVPool}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,8 @@ def find_pools(params: Any, components: set[Any]) -> Pools:
             f"pp_size={params.pp_size}: the stages of SGLang's pipelines do not agree on what a"
             " linker has found; use tensor parallelism"
         )
-    if type(cache) is MHATokenToKVPool:
-        group = DevicePoolGroup([_mha(PoolName.KV, cache, page)], len(cache.k_buffer), page)
-    elif type(cache) is MLATokenToKVPool:
-        entry = _entry(PoolName.KV, cache, cache.kv_buffer, _every(cache.kv_buffer), page)
-        group = DevicePoolGroup([entry], len(cache.kv_buffer), page, rank_replicated=True)
+    if type(cache) in PLAIN:
+        group = _plain(cache, params, page)
     elif type(cache) is SWAKVPool and PoolName.MAMBA not in {c.name.lower() for c in components}:
         group = _sliding(cache, page)
     else:
@@ -87,6 +87,27 @@ def find_pools(params: Any, components: set[Any]) -> Pools:
         group.rank_replicated,
         group.entry_map,
     )
+
+
+def _plain(cache: Any, params: Any, page: int) -> DevicePoolGroup:
+    """One pool, and those of the model's drafts, if any.
+
+    Pages of a draft have the numbers of the target's, so both are moved together. A draft's KV
+    never decides a token: the target checks what a draft proposes.
+    """
+    entries = [_entry(PoolName.KV, cache, _every(cache.layer_num), page)]
+    drafts = (*params.sidecar_draft_device_pools, *params.mtp_draft_device_pools)
+    kinds = {type(pool) for pool in drafts}
+    if drafts:
+        if len(kinds) > 1 or not kinds <= PLAIN:
+            raise UnsupportedMemory("the KV cache of this model's draft cannot be offloaded")
+        layers = _every(sum(pool.layer_num for pool in drafts))
+        first, *more = drafts
+        entries.append(
+            _entry(PoolName.DRAFT, first, layers, page, numbered_as=PoolName.KV, more=more)
+        )
+    replicated = {type(cache), *kinds} == {MLATokenToKVPool}
+    return DevicePoolGroup(entries, cache.layer_num, page, rank_replicated=replicated)
 
 
 def _page_pool(name: PoolName, group: DevicePoolGroup) -> PagePool:
@@ -118,8 +139,8 @@ def _sliding(cache: SWAKVPool, page: int) -> DevicePoolGroup:
     full = {n: i for n, (i, is_swa) in cache.layers_mapping.items() if not is_swa}
     windowed = {n: i for n, (i, is_swa) in cache.layers_mapping.items() if is_swa}
     entries = [
-        _mha(PoolName.KV, cache.full_kv_pool, page, full),
-        _mha(PoolName.SWA, cache.swa_kv_pool, page, windowed),
+        _entry(PoolName.KV, cache.full_kv_pool, full, page),
+        _entry(PoolName.SWA, cache.swa_kv_pool, windowed, page),
     ]
     return DevicePoolGroup(entries, max(cache.layers_mapping) + 1, page)
 
@@ -131,42 +152,59 @@ def _with_states(cache: HybridLinearKVPool, params: Any, page: int) -> DevicePoo
     start = cache.start_layer
     full = {n - start: i for n, i in cache.full_attention_layer_id_mapping.items()}
     entries = [
-        _mha(PoolName.KV, cache.full_kv_pool, page, full),
+        _entry(PoolName.KV, cache.full_kv_pool, full, page),
         _mamba_device_pool_entry(params.req_to_token_pool, start),
     ]
     last = max(layer for entry in entries for layer in entry.layer_mapping)
     return DevicePoolGroup(entries, last + 1, page)
 
 
-def _mha(
-    name: PoolName, pool: MHATokenToKVPool, page: int, layers: dict[int, int] | None = None
-) -> DevicePoolEntry:
+def _tensors(pool: Any) -> list[list[torch.Tensor]]:
+    """Those of a plain pool, by kind and layer: keys and values, or MLA's latents."""
+    if type(pool) is MLATokenToKVPool:
+        return [pool.kv_buffer]
     if pool.k_scale_buffer is not None or pool.native_k_scale_buffer is not None:
         raise UnsupportedMemory("KV caches with scales beside them cannot be offloaded")
-    buffers, count = [*pool.k_buffer, *pool.v_buffer], len(pool.k_buffer)
-    found = _every(pool.k_buffer) if layers is None else layers
-    return _entry(name, pool, buffers, {n: (i, count + i) for n, i in found.items()}, page)
+    return [pool.k_buffer, pool.v_buffer]
 
 
-def _every(buffers: Sequence[torch.Tensor]) -> dict[int, int]:
-    return {number: number for number in range(len(buffers))}
+def _every(layers: int) -> dict[int, int]:
+    return {number: number for number in range(layers)}
 
 
 def _entry(
-    name: PoolName, pool: Any, buffers: Sequence[torch.Tensor], layers: Any, page: int
+    name: PoolName,
+    pool: Any,
+    layers: dict[int, int],
+    page: int,
+    *,
+    numbered_as: PoolName | None = None,
+    more: Sequence[Any] = (),
 ) -> DevicePoolEntry:
+    """One pool as SGLang describes it.
+
+    Args:
+        name: of the pool.
+        pool: of SGLang's.
+        layers: by layer of the forward pass, the number of its tensors.
+        page: tokens of a page.
+        numbered_as: the pool whose indices name its pages; default: itself.
+        more: pools of its kind, whose layers follow its own.
+    """
     if pool.page_size != page:
         raise UnsupportedMemory(
             f"a page has {page} tokens in SGLang's tree and {pool.page_size} in the {name} pool; KV"
             " caches that are split among ranks by tokens (dcp_size) cannot be offloaded"
         )
     tokens = pool.size + pool.page_size
+    tensors = zip(*map(_tensors, (pool, *more)), strict=True)
+    components = [list(chain(*several)) for several in tensors]
     return DevicePoolEntry(
         name=name,
-        indices_from_pool=name,
+        indices_from_pool=numbered_as or name,
         device_pool=pool,
-        components=[list(buffers)],
+        components=components,
         layer_mapping=layers,
         page_size=page,
-        rows_are_pages=buffers[0].shape[0] != tokens,  # some layouts put heads before tokens
+        rows_are_pages=components[0][0].shape[0] != tokens,  # some layouts put heads before tokens
     )

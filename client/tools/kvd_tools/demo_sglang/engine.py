@@ -24,10 +24,14 @@ class EngineProcess(EngineServer):
         options: how to start it.
         log: the file that takes what it prints.
         python: of an environment with SGLang.
+
+    Attributes:
+        url: of its server.
     """
 
     def __init__(self, options: EngineOptions, log: Path, python: str = sys.executable) -> None:
         self._port = free_port()
+        self.url = f"http://127.0.0.1:{self._port}"
         module = ["kvd_tools.demo_sglang.server", *options.arguments(self._port)]
         super().__init__(module, options.environment(), log, python)
 
