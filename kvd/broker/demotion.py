@@ -1,7 +1,9 @@
 """What goes down to tiers: chunks that were asked for, or all, ahead of their eviction.
 
-A put needs no pin: the tier looks before and after whether the slot still holds the chunk. So
-nothing here holds memory, and what is evicted before its turn is only not kept.
+A put needs no pin: the tier checks before and after the copy that the slot still holds the chunk.
+So nothing here holds memory, and a chunk that is evicted before its turn is not kept, also with
+`keep=all`: an engine never waits, so a store that waited for a tier would be a chunk not stored.
+Such chunks are counted for each tier that was to keep them (`unkept`).
 
 Chunks wait a little for others, since a batch costs broker, tier and all who share their
 processors as much as dozens of chunks do.
@@ -80,7 +82,7 @@ class Demotion:
             if not any(tier.put_bytes for tier in takers):
                 room = max(room, 1)  # a chunk may be larger than the queue
             self.blocked |= room < 1
-            chunks = queue.take(max(0, min(wanted, room, left)))
+            chunks = _take(queue, max(0, min(wanted, room, left)), takers)
             left -= len(chunks)
             for tier in takers:
                 effects += self._put(tier, namespace, chunks, now)
@@ -111,7 +113,7 @@ class Demotion:
             if opening is None or not opening.used:
                 continue
             for queue in (namespace.table.on_asked, namespace.table.on_ready):
-                if queue and (chunks := queue.take(1)):
+                if queue and (chunks := _take(queue, 1, [tier])):
                     return self._put(tier, namespace, chunks, now)
         return []
 
@@ -160,12 +162,22 @@ class Demotion:
                     unknown.append(key)
             elif outcome is Outcome.FULL:
                 tier.full(now)
+            elif outcome in {Outcome.GONE, Outcome.LATE}:
+                tier.counts.unkept += 1
         if unknown and not tier.info.shared:  # the table is full: nobody would find them
             return [ToTier(tier.index, Drop(namespace=namespace.id, keys=tuple(unknown)))]
         return []
 
     def __repr__(self) -> str:
         return f"<Demotion to {len(self._state.tiers)} tiers>"
+
+
+def _take(queue: Candidates, n: int, takers: list[Tier]) -> list[_Chunk]:
+    """The next `n` chunks of a queue; those that left memory first are counted for `takers`."""
+    chunks, unkept = queue.take(n), queue.take_missed()
+    for tier in takers:
+        tier.counts.unkept += unkept
+    return chunks
 
 
 def _piece(namespace: Namespace) -> int:

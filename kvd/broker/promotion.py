@@ -1,20 +1,20 @@
 """What comes up from tiers: chunks that engines seek and that memory does not hold.
 
-A promotion takes a slot first, so its bytes are bounded: by the tier's `queue_bytes`, and by a
-quarter of what the namespace holds and of what nobody does. What finds no room waits its turn for
-two seconds. Where nobody knows whether a shared tier has a chunk, that is asked, and what is there
-comes up at once.
+A promotion takes a slot first, so its bytes are bounded: by what keeps the tier busy
+(`Tier.get_room`), and by a quarter of what the namespace holds and of what nobody does. What finds
+no room waits for two seconds; engines take turns (`PromotionRequests`), and so do namespaces. Where
+nobody knows whether a shared tier has a chunk, that is asked, and what is there comes up at once.
 
 A slot that a tier was told to fill is not used for anything else before the tier has said that it
 has ended, or is dead: the medium may still write there.
 """
 
 import os
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 from kvd.broker.effects import ChunksReady, Effect, Event
+from kvd.broker.promotion_requests import PromotionRequest, PromotionRequests
 from kvd.broker.state import BrokerState
 from kvd.broker.tiers import BATCH_BYTES, BATCH_CHUNKS, Batch, Tier, first_of
 from kvd.cache.namespaces import Namespace
@@ -23,7 +23,6 @@ from kvd.wire.tiering import Ask, Done, Get, Outcome
 from kvd_proto.arrays import IntArray
 
 KEYS_A_TURN = 512  # that are looked at: one or two milliseconds
-MOST_SOUGHT = 65536  # keys of a namespace that wait
 SOUGHT_SECONDS = 2.0  # after so long nobody waits for them any more
 DESCRIBED_BYTES = 128 * 1024
 ASK_KEYS = 1024
@@ -32,20 +31,11 @@ SLOT_SECONDS = 30.0  # a slot that is not filled by then is given up, whatever t
 REACH_PART = 4  # of the pool: see the module's text
 
 
-class _Sought(NamedTuple):
-    """A key that waits, who wants it, since when, and which shared tier has said that it has it."""
-
-    key: bytes
-    engines: frozenset[int]
-    since: float
-    tier: Tier | None = None
-
-
 class _Waiting:
-    """The keys of one namespace that wait, the head of the oldest prompt first."""
+    """What one namespace's engines wait for."""
 
     def __init__(self) -> None:
-        self.keys: deque[_Sought] = deque()
+        self.keys = PromotionRequests()
         self.asked: dict[bytes, Batch] = {}
         self.under_way = 0  # bytes
 
@@ -55,7 +45,7 @@ class Promotion:
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
-        self._waiting: dict[Namespace, _Waiting] = {}
+        self._waiting: OrderedDict[Namespace, _Waiting] = OrderedDict()
         self._filling: dict[tuple[Namespace, int], Batch] = {}  # by slot
         self.blocked = False  # what waits cannot go on before something has ended
 
@@ -76,9 +66,7 @@ class Promotion:
         if namespace.directory.tiers is None:
             return []
         waiting = self._waiting.setdefault(namespace, _Waiting())
-        room, engines = max(0, MOST_SOUGHT - len(waiting.keys)), frozenset({engine})
-        waiting.keys.extend(_Sought(key, engines, now) for key in keys[:room])
-        namespace.table.counts.sought_dropped += len(keys[room:])
+        namespace.table.counts.sought_dropped += waiting.keys.extend(engine, keys, now)
         return self._work(namespace, waiting, now)
 
     def prune(self) -> None:
@@ -92,6 +80,7 @@ class Promotion:
         effects: list[Effect] = []
         for namespace, waiting in list(self._waiting.items()):
             if waiting.keys and self._state.is_open(namespace):
+                self._waiting.move_to_end(namespace)  # others come before it in the next turn
                 effects += self._work(namespace, waiting, now)
         return effects
 
@@ -119,7 +108,7 @@ class Promotion:
         now: float,
         *,
         ask: bool,
-    ) -> tuple[dict[Tier, dict[bytes, _Sought]], dict[bytes, _Sought]]:
+    ) -> tuple[dict[Tier, dict[bytes, PromotionRequest]], dict[bytes, PromotionRequest]]:
         """Take keys from the front, as far as there is room for what they mean.
 
         Returns:
@@ -128,10 +117,10 @@ class Promotion:
         keys, find = waiting.keys, namespace.directory.find
         nbytes, coming = namespace.geometry.bytes_per_chunk, waiting.under_way
         most = max(nbytes, self._reach(namespace) // REACH_PART)
-        wanted: dict[Tier, dict[bytes, _Sought]] = {}
-        unknown: dict[bytes, _Sought] = {}
+        wanted: dict[Tier, dict[bytes, PromotionRequest]] = {}
+        unknown: dict[bytes, PromotionRequest] = {}
         for _ in range(min(KEYS_A_TURN, len(keys))):
-            sought = keys.popleft()
+            sought = keys.pop()
             key = sought.key
             if now - sought.since > SOUGHT_SECONDS:
                 namespace.table.counts.sought_dropped += 1
@@ -152,7 +141,7 @@ class Promotion:
                 continue
             mine = wanted.setdefault(tier, {})
             if coming + nbytes > most or not tier.get_room(nbytes * len(mine), nbytes):
-                keys.appendleft(sought)
+                keys.put_back([sought])
                 self.blocked = True
                 break
             if key not in mine:
@@ -178,7 +167,7 @@ class Promotion:
         tier: Tier,
         namespace: Namespace,
         waiting: _Waiting,
-        wanted: dict[bytes, _Sought],
+        wanted: dict[bytes, PromotionRequest],
         now: float,
     ) -> list[Effect]:
         piece, table = BATCH_BYTES // namespace.geometry.bytes_per_chunk, namespace.table
@@ -193,7 +182,7 @@ class Promotion:
             find = namespace.directory.find
             if find(part[-1]) < 0:  # no slot is to be had: they wait
                 again = [key for key in keys[begin:] if find(key) < 0]
-                waiting.keys.extendleft(wanted[key] for key in reversed(again))
+                waiting.keys.put_back(wanted[key] for key in again)
                 self.blocked = True
                 effects += self._call_in(now) if again else []
                 break
@@ -243,7 +232,7 @@ class Promotion:
         tier: Tier,
         namespace: Namespace,
         waiting: _Waiting,
-        unknown: dict[bytes, _Sought],
+        unknown: dict[bytes, PromotionRequest],
         now: float,
     ) -> list[Effect]:
         effects, keys = list[Effect](), list(unknown)
@@ -302,7 +291,7 @@ class Promotion:
                     tiers.absent(key, now)
             if outcome is Outcome.CORRUPT:
                 text = (
-                    f"tier {tier.name}: chunk {key[:8].hex()}… of namespace"
+                    f"tier {tier.name}: what came up for slot {ref[0]} of namespace"
                     f" {namespace.id.hex()[:8]} is not what was put there; it is dropped and"
                     " computed again"
                 )
@@ -325,21 +314,22 @@ class Promotion:
         for key in order.keys:
             waiting.asked.pop(key, None)
         tiers = namespace.directory.tiers
-        engines, there, absent = frozenset(batch.engines), list[_Sought](), list[bytes]()
+        engines, absent = frozenset(batch.engines), list[bytes]()
+        there: list[PromotionRequest] = []
         for key, code in zip(order.keys, done.outcomes.tolist(), strict=True):
             outcome = Outcome(code)
             tier.counts.asks[_ASKED.get(outcome, "failed")] += 1
             if outcome is Outcome.OK:
-                there.append(_Sought(key, engines, now, tier))
+                there.append(PromotionRequest(key, engines, now, tier))
             elif outcome is Outcome.ABSENT:
                 absent.append(key)
         if tiers is None or batch.epoch != namespace.epoch:
             return []
-        waiting.keys.extendleft(reversed(there))
+        waiting.keys.put_back(there)
         effects = self._work(namespace, waiting, now)
         following = self._shared(namespace, tier.index)
         if following is not None and absent:
-            unknown = {key: _Sought(key, engines, now) for key in absent}
+            unknown = {key: PromotionRequest(key, engines, now) for key in absent}
             effects += self._ask(following, namespace, waiting, unknown, now)
         else:
             for key in absent:
@@ -420,8 +410,7 @@ _ASKED = {
 
 
 def _drop(namespace: Namespace, waiting: _Waiting) -> None:
-    namespace.table.counts.sought_dropped += len(waiting.keys)
-    waiting.keys.clear()
+    namespace.table.counts.sought_dropped += waiting.keys.clear()
 
 
 def _free(tier: Tier, batch: Batch) -> None:

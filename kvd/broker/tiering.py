@@ -7,7 +7,6 @@ holds for what goes wrong here, too: an exception sets the tier aside, and the d
 """
 
 import contextlib
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -21,6 +20,7 @@ from kvd.broker.state import BrokerState
 from kvd.broker.tier_spaces import TierSpaces
 from kvd.broker.tiers import Batch, Tier, Tiers
 from kvd.cache.namespaces import Namespace
+from kvd.logs.faults import fault_text, fault_trace
 from kvd.wire.tiering import (
     Ask,
     Done,
@@ -78,6 +78,7 @@ class Tiering:
         """A process was started, and knows of nothing."""
         tier = self._state.tiers[index]
         tier.started = now
+        tier.breaker.process_changed(now)
         tier.process = f"tier {index} pid {pid}"
 
     def received(self, index: int, message: Message, now: float) -> list[Effect]:
@@ -153,8 +154,10 @@ class Tiering:
 
     def _ready(self, tier: Tier, message: TierReady, now: float) -> list[Effect]:
         tier.pid, tier.described, tier.was_up = message.pid, message.described, True
+        tier.breaker.process_changed(now)
         tier.total_bytes, tier.used_bytes = message.total_bytes, message.used_bytes
         tier.chunks = message.chunks
+        tier.counts.damaged_records += message.damaged_records
         tier.next_ping = now + IDLE_PING_SECONDS
         text = f"is up (pid {message.pid}): {message.described or tier.setting.text}"
         return [tier.event(text), *self.spaces.tell(tier, now)]
@@ -163,7 +166,7 @@ class Tiering:
         del now
         new, tier.last_error = tier.last_error != message.error, message.error
         told = [tier.event(f"cannot be used: {message.error}", "error")] if new else []
-        return [*told, KillTier(tier.index)]
+        return [*told, KillTier(tier.index, message.error)]
 
     def _pong(self, tier: Tier, message: TierPong, now: float) -> list[Effect]:
         if message.progress > tier.progress:
@@ -225,7 +228,8 @@ class Tiering:
     def _done(self, tier: Tier, done: Done, now: float) -> list[Effect]:
         outcomes, order = done.outcomes.tolist(), tier.batches.get(done.number)
         if order is None or len(outcomes) != len(order.order.keys) or tier.killed:
-            return [] if tier.killed else self._kill(tier, f"its answer {done!r} fits no order")
+            why = f"its answer {done.number}, of {len(outcomes)} chunks, fits no order"
+            return [] if tier.killed else self._kill(tier, why)
         batch = tier.ended(done.number, now)
         tier.breaker.moved(now)
         if done.error:
@@ -328,20 +332,20 @@ class Tiering:
             return self._went_wrong(tiers, what, error, now)
 
     def _went_wrong(self, tiers: Tiers, what: str, error: Exception, now: float) -> list[Effect]:
-        trace, effects = "".join(traceback.format_exception(error)), list[Effect]()
+        fault, trace, effects = fault_text(error), fault_trace(error), list[Effect]()
         names = ", ".join(tier.name for tier in tiers)
         text = (
-            f"tier {names}: {what} cannot be handled ({error!r}), a bug in kvd: it is set aside,"
+            f"tier {names}: {what} cannot be handled ({fault}), a bug in kvd: it is set aside,"
             " and its process is replaced"
         )
         effects.append(Event(text, "error", {"tier": names}, trace))
         for tier in tiers:
-            tier.breaker.wrong(now, f"{what} could not be handled: {error!r}")
+            tier.breaker.wrong(now, f"{what} could not be handled: {fault}")
             tier.seen, tier.rests_until = tier.breaker.state, tier.breaker.retry_at
-            tier.last_error = f"{what}: {error!r}"
+            tier.last_error = f"{what}: {fault}"
             if tier.started is not None and not tier.wrong:
                 tier.killed = tier.wrong = True
-                effects.append(KillTier(tier.index, wrong=True))
+                effects.append(KillTier(tier.index, f"{what}: {fault}", wrong=True))
             # What it leaves behind `lost` takes up, whatever this comes to.
             with contextlib.suppress(Exception):
                 effects += self.promotion.give_up(tier)
@@ -434,7 +438,7 @@ class Tiering:
     def _kill(self, tier: Tier, why: str) -> list[Effect]:
         """Have a process end; nobody waits for that, and its slots stay till then."""
         tier.killed = True
-        return [tier.event(f"is killed: {why}", "error"), KillTier(tier.index)]
+        return [tier.event(f"is killed: {why}", "error"), KillTier(tier.index, why)]
 
     def _tell(self) -> None:
         """Write what is known of tiers into the directories, where it has changed."""

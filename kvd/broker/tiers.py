@@ -21,6 +21,8 @@ from kvd_proto.tier_table import TierStatus
 BATCH_BYTES = 4 * 2**20
 BATCH_CHUNKS = 256
 PUT_BYTES_BESIDE_GETS = 32 * 2**20
+GET_BYTES, GET_SECONDS = 2 * BATCH_BYTES, 0.005
+"""Gets under way at least, and time between an answer and the next order; see `Tier.get_room`."""
 FULL_PAUSES = (1.0, 30.0)  # without puts, in seconds: the first, and the longest
 RATE_BYTES, RATE_SECONDS = 16 * 2**20, 0.25
 """Gets are measured in stretches of at least so much; the first counts however short it is."""
@@ -215,9 +217,15 @@ class Tier:
         return most - self.put_bytes
 
     def get_room(self, before: int, nbytes: int) -> bool:
-        """Whether so many bytes more may be asked of it, after others; a first chunk always."""
+        """Whether so many bytes more may be asked of it, after others; a first chunk always.
+
+        Twice what the tier moves between an order and its answer keeps it busy. More would only
+        wait in its queue, ahead of what other engines request meanwhile.
+        """
         before += self.get_bytes
-        return not before or before + nbytes <= self.setting.queue_bytes
+        busy = 2 * self.pace.bytes_per_second * (self.pace.latency_us / 1e6 + GET_SECONDS)
+        most = min(self.setting.queue_bytes, max(GET_BYTES, int(busy)))
+        return not before or before + nbytes <= most
 
     def full(self, now: float) -> None:
         """It has no room: nothing is put for a while, which grows."""

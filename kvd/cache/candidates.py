@@ -2,7 +2,7 @@
 
 A chunk is asked for when it is pinned for a load, or when a second request finishes that used it;
 the first one stored it. The broker takes from the queues when a tier has room for more. A queue
-holds no chunk: one that is evicted before its turn is counted and left out.
+pins no chunk: one that is evicted before its turn is left out, and counted for the tiers.
 """
 
 from collections import deque
@@ -10,7 +10,6 @@ from collections import deque
 import numpy as np
 
 from kvd.cache.directory import DirectoryWriter
-from kvd.metrics.counts import ChunkCounts
 from kvd_proto.directory import SlotState
 
 MOST = 65_536
@@ -23,12 +22,11 @@ class Candidates:
 
     Args:
         directory: theirs.
-        counts: whose `undemoted` grows where one goes before its turn.
     """
 
-    def __init__(self, directory: DirectoryWriter, counts: ChunkCounts) -> None:
+    def __init__(self, directory: DirectoryWriter) -> None:
         self._directory = directory
-        self._counts = counts
+        self._missed = 0
         self._refs: deque[tuple[int, int]] = deque()
 
     def add(self, slots: list[int]) -> None:
@@ -37,7 +35,7 @@ class Candidates:
         refs.extend(zip(slots, map(self._directory.generation, slots), strict=True))
         while len(refs) > MOST:
             refs.popleft()
-            self._counts.undemoted += 1
+            self._missed += 1
 
     def take(self, n: int) -> list[tuple[bytes, int, int, int, int, int]]:
         """The next `n` chunks that are there still, fewer where many have gone.
@@ -52,10 +50,15 @@ class Candidates:
                 break
             chunk = read(*refs.popleft())
             if chunk is None:
-                self._counts.undemoted += 1
+                self._missed += 1
             else:
                 found.append(chunk)
         return found
+
+    def take_missed(self) -> int:
+        """How many chunks left memory before their turn, since the last call."""
+        missed, self._missed = self._missed, 0
+        return missed
 
     def __len__(self) -> int:
         """How many wait, with those that have gone."""
@@ -70,7 +73,6 @@ class Demotable:
 
     Args:
         directory: of the namespace.
-        counts: of the namespace.
         ready: whether some tier wants all chunks.
         asked: whether some tier wants those that were asked for.
 
@@ -79,12 +81,10 @@ class Demotable:
         on_asked: of READY chunks that have been asked for; None where no tier wants them.
     """
 
-    def __init__(
-        self, directory: DirectoryWriter, counts: ChunkCounts, *, ready: bool, asked: bool
-    ) -> None:
+    def __init__(self, directory: DirectoryWriter, *, ready: bool, asked: bool) -> None:
         self._directory = directory
-        self.on_ready = Candidates(directory, counts) if ready else None
-        self.on_asked = Candidates(directory, counts) if asked else None
+        self.on_ready = Candidates(directory) if ready else None
+        self.on_asked = Candidates(directory) if asked else None
         marks = np.zeros(directory.num_slots, np.uint8)
         there = directory.slots_in(SlotState.READY)
         for slots in (directory.slots_in(SlotState.WRITING), there):  # who used these nobody knows

@@ -6,9 +6,11 @@ The keys here are the same for every tier; the others are its backend's, which c
 """
 
 import math
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
 from kvd.errors import ConfigError
@@ -49,6 +51,11 @@ class TierSetting:
     keep: Keep = "asked"
     queue_bytes: int = 256 * 2**20
     late_seconds: float = 0.2
+
+    @property
+    def directory(self) -> Path | None:
+        """Where it keeps its files; None where the target is no absolute path."""
+        return _normal(self.target) if self.target.startswith("/") else None
 
     @property
     def size_bytes(self) -> int | None:
@@ -108,6 +115,48 @@ def parse_tiers(texts: Sequence[str]) -> list[TierSetting]:
         if places.count(place) > 1:
             raise ConfigError(f"{tier.text!r} is there twice; remove one")
     return tiers
+
+
+def misplaced_tiers(tiers: Sequence[TierSetting], runtime_dir: str, pool_dir: str) -> Iterator[str]:
+    """What is wrong with the tiers' directories, a line each.
+
+    Paths are compared as they are written; of the daemon's own directories also what symbolic
+    links lead to. A tier's directory is not looked at: its file system may hang.
+    """
+    earlier: list[Path] = []
+    for tier in tiers:
+        place = tier.directory
+        if place is None:
+            continue
+        for own in _spellings(runtime_dir):
+            if place.is_relative_to(own) or own.is_relative_to(place):
+                yield _is_taken(tier, "the runtime directory", f"runtime_dir = {runtime_dir}")
+                break
+        for own in _spellings(pool_dir):
+            if own.is_relative_to(place):
+                yield _is_taken(tier, "the pool's directory", f"pool_dir = {pool_dir}")
+                break
+        for other in earlier:
+            if place.is_relative_to(other) or other.is_relative_to(place):
+                yield _is_taken(tier, "another tier's directory", str(other))
+                break
+        earlier.append(place)
+
+
+def _is_taken(tier: TierSetting, whose: str, which: str) -> str:
+    return (
+        f"{tier.text!r}: its directory is, contains or lies in {whose} ({which}); give the tier a"
+        f" directory of its own, such as {tier.kind}:/var/lib/kvd/tier"
+    )
+
+
+def _spellings(directory: str) -> set[Path]:
+    """A directory as it is written, and as symbolic links lead to it."""
+    return {_normal(str(Path(directory).absolute())), Path(directory).resolve()}
+
+
+def _normal(path: str) -> Path:
+    return Path(os.path.normpath(path))
 
 
 def _size(text: str, key: str, value: str) -> int:

@@ -12,6 +12,7 @@ from queue import SimpleQueue
 from typing import TypeAlias
 
 from kvd.errors import TierError
+from kvd.logs.faults import fault_text
 from kvd.tier.contract import Capacity, Space, Tier
 from kvd.tier.place import Place
 from kvd.wire.tiering import Gone, Held
@@ -101,9 +102,11 @@ class Clerk:
         try:
             self._tell(Begun(place, asked, self._tier.begin(asked)))
         except Exception as error:
+            text = str(error)
             if not isinstance(error, TierError):
+                text = fault_text(error)
                 log.exception("a bug in the tier's backend: a namespace does not begin")
-            self._tell(Begun(place, asked, None, str(error) or repr(error)))
+            self._tell(Begun(place, asked, None, text))
 
     def _scan(self, space: Space) -> None:
         rows: _Rows | None = None

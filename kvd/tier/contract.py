@@ -53,9 +53,9 @@ class Chunk:
     """
 
     space: Space
-    key: bytes
+    key: bytes = field(repr=False)
     shares: tuple[memoryview, ...]
-    head: bytes = b""
+    head: bytes = field(default=b"", repr=False)
     coverage: tuple[int, int, int] = (0, 0, 0)
     check: int = 0
 
@@ -82,7 +82,8 @@ class Tier(ABC):
 
     `put`, `get` and `contains` are given a deadline in `time.monotonic` seconds, after which a
     backend that can stops. Each returns one item for each chunk or key, in order, and raises
-    nothing but `TierError`: the whole batch has failed then.
+    nothing but `TierError`: the whole batch has failed then. Its text is logged and shown in the
+    status, so it names no key.
 
     Attributes:
         shared: others put and remove here, too: only `contains` knows what is there. Otherwise the
@@ -91,6 +92,7 @@ class Tier(ABC):
         threads: how many batches at a time are worth it.
         batch_bytes: how many bytes make a good batch.
         described: how it works, for the log: e.g. ``preadv/pwritev, 4 threads, O_DIRECT``.
+        damaged_records: those that `open` found damaged, and dropped.
     """
 
     shared: ClassVar[bool] = False
@@ -98,6 +100,7 @@ class Tier(ABC):
     threads: int = 4
     batch_bytes: int = 4 * 2**20
     described: str = ""
+    damaged_records: int = 0
 
     @classmethod
     @abstractmethod

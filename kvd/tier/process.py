@@ -10,10 +10,11 @@ import sys
 
 from kvd.config.tiers import parse_tier
 from kvd.errors import ChannelFull, KvdError
+from kvd.logs.faults import fault_text
 from kvd.logs.setup import configure
+from kvd.machine.open_files import raise_descriptor_limit
 from kvd.machine.pool_lock import hold_pool, move_up
 from kvd.machine.pool_map import map_pool
-from kvd.machine.process import raise_descriptor_limit
 from kvd.tier.backends import backend, options_of
 from kvd.tier.batches import TEXT_LIMIT
 from kvd.tier.service import TierService
@@ -40,9 +41,10 @@ def run(link_fd: int) -> int:
     try:
         service = _service(link, begin, pool_fd, name)
     except Exception as error:
+        text = str(error)
         if not isinstance(error, KvdError | OSError):
+            text = fault_text(error)
             log.exception("%s: a bug in the backend", name)
-        text = str(error) or repr(error)
         try:  # for the broker's log and the report
             link.send(TIERING.encode(TierFailed(error=text[:TEXT_LIMIT])))
         except (EOFError, ChannelFull):

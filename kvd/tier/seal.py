@@ -102,7 +102,7 @@ def unseal(head: bytes, space: Space, key: bytes) -> Sealed:
     if (magic, version) != (MAGIC, VERSION):
         raise Damaged(f"a head of version {magic!r} {version}, this is {VERSION}")
     if (padded[:key_len], name, epoch) != (key, space.id, space.epoch):
-        raise Damaged(f"the record of another chunk: key {padded[:key_len].hex()}, epoch {epoch}")
+        raise Damaged("the record of another chunk, namespace or epoch")
     if nbytes != space.chunk_bytes or size - _HEAD.size != length:
         raise Damaged(f"a record of {nbytes} bytes, a chunk has {space.chunk_bytes}")
     first, count, group = coverage

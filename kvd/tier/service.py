@@ -134,6 +134,7 @@ class TierService:
                 total_bytes=capacity.total,
                 used_bytes=capacity.used,
                 chunks=capacity.chunks,
+                damaged_records=tier.damaged_records,
             )
         )
 
@@ -177,7 +178,7 @@ class TierService:
             case StopTier():
                 self._stop()
             case _:
-                raise TierError(f"{order!r} is not for now; a bug in kvd")
+                raise TierError(f"{type(order).__name__} is not for now; a bug in kvd")
 
     def _stop(self) -> None:
         self._stopping = True

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvd.errors import TierError
+from kvd.logs.faults import fault_text
 from kvd.tier.batches import Batch, Kind, Part
 from kvd.tier.contract import Chunk, Space, Tier
 from kvd.tier.seal import Damaged, check_of, seal, unseal
@@ -53,7 +54,7 @@ class Transfers:
             batch.fail(Outcome.FAILED, str(error), part.begin, part.end)
             self._say(f"{self._name}: a {batch.kind.name} of {len(batch.keys)} failed: {error}")
         except Exception as error:
-            batch.fail(Outcome.FAILED, repr(error), part.begin, part.end)
+            batch.fail(Outcome.FAILED, fault_text(error), part.begin, part.end)
             log.exception("%s: a bug in the tier failed a %s", self._name, batch.kind.name)
 
     def _put(self, part: Part, space: Space) -> None:
@@ -104,7 +105,7 @@ class Transfers:
             if check_of(chunk.shares) != sealed.check:
                 raise Damaged("the check word does not fit the bytes")
         except Damaged as error:
-            text = f"key {chunk.key.hex()}: {error}"
+            text = f"slot {batch.slots[i]}: {error}"
             log.warning("%s: a damaged record is dropped, %s", self._name, text)
             batch.error = text
             self._remove(chunk.space, [chunk.key])

@@ -31,6 +31,7 @@ from kvd.wire.link import (
 )
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
+    PROTOCOL_VERSION,
     Error,
     Fingerprint,
     Hello,
@@ -107,7 +108,14 @@ def lane_up(broker: Broker, device: str = "host", **fields: Any) -> list[Effect]
 
 def hello(kind: Kind = "worker", engine: str = "e") -> Hello:
     """Return the first request of a session."""
-    return Hello(kind=kind, engine=engine, pid=1, protocol_min=1, protocol_max=1, client="test")
+    return Hello(
+        kind=kind,
+        engine=engine,
+        pid=1,
+        protocol_min=PROTOCOL_VERSION,
+        protocol_max=PROTOCOL_VERSION,
+        client="test",
+    )
 
 
 def join(

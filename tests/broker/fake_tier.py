@@ -52,7 +52,7 @@ class FakeTier:
         """What the broker knows of it."""
         return self.bench.broker.state.tiers[self.index]
 
-    def start(self) -> None:
+    def start(self, damaged_records: int = 0) -> None:
         """A process begins, and serves."""
         pid = 100 + self.index
         self.bench.broker.tiering.begun(self.index, pid, self.bench.now)
@@ -64,6 +64,7 @@ class FakeTier:
             total_bytes=0,
             used_bytes=0,
             chunks=0,
+            damaged_records=damaged_records,
         )
         self.say(ready)
 

@@ -91,6 +91,21 @@ def test_it_is_probed_after_the_pause_when_it_is_idle() -> None:
     assert states == [State.OPEN, State.OPEN, State.PROBING]
 
 
+def test_the_state_counts_from_when_use_began_or_ceased() -> None:
+    """From the process that serves, from the first opening, and from the probe that went well."""
+    breaker = Breaker(LATE)
+    breaker.process_changed(50.0)
+    assert breaker.changed_at == 50.0
+    breaker.signal(Signal.LOST, 100.0, "a test")
+    breaker.process_changed(101.0)
+    breaker.signal(Signal.DUE, 102.0)
+    breaker.signal(Signal.FAILED, 103.0, "a test")
+    breaker.signal(Signal.DUE, 104.0)
+    assert breaker.changed_at == 100.0
+    breaker.signal(Signal.PROVEN, 105.0)
+    assert breaker.changed_at == 105.0
+
+
 def test_pauses_double_up_to_five_seconds_and_begin_anew_after_a_quiet_time() -> None:
     """A probe that fails, or one that closes it for a moment only, makes the next one later."""
     breaker, now, pauses = opened(), 100.0, []

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvd.broker.breaker import State
 from kvd.broker.tiering import Tiering
-from kvd.wire.tiering import Get, Put
+from kvd.wire.tiering import Ask, Get, Outcome, Put
 from kvd_proto.directory import LookupResult
-from tests.broker.fake_tier import TierBench, held
+from tests.broker.fake_tier import TierBench, done, held
+from tests.daemon.hidden import assert_hidden
 
 DISK = "disk:/a"
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
@@ -157,6 +159,31 @@ def test_another_tier_goes_on() -> None:
     bench.store(b"b")
     bench.run(0.2)
     assert b"b" in [key for order in second.told if isinstance(order, Put) for key in order.keys]
+
+
+def test_what_is_told_of_a_fault_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception, or an answer, that holds a key is told of without it: log, trace and status."""
+    bench = TierBench(DISK)
+    (disk,) = bench.fakes
+    bench.keep(b"a")
+    bench.evict()
+
+    def fault(*_: object) -> None:
+        raise KeyError(b"SECRET")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.broker.tiering.promotion, "done", fault)
+        bench.seek(b"a")
+        bench.run(0.2)
+    disk_told = [disk.tier.last_error, disk.tier.breaker.why]
+    live(bench, 8.0)
+    unknown = Ask(number=99, namespace=bench.namespace.id, keys=(b"SECRET",), deadline_ms=1)
+    disk.say(replace(done(unknown, [Outcome.OK]), descriptions=(b"SECRET",)))
+    told = [f"{event.text}\n{event.trace}" for event in bench.events]
+    assert any("KeyError(b'…')" in text for text in disk_told)
+    assert any("KeyError: b'…'" in text for text in told)
+    assert any("fits no order" in text for text in told)
+    assert_hidden([*told, *disk_told], b"SECR")
 
 
 @pytest.mark.parametrize("name", ["_look", "_rest_of_turn"])

@@ -103,7 +103,7 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words(broker: Broker) -> No
     for session in sessions:
         assert not replies(broker.request(session, 2, register(CUDA), 0.0, 2))
     effects = broker.supervision.received(CUDA, LaneFailed(error="no such device"), 0.0)
-    assert KillLane(CUDA) in effects
+    assert KillLane(CUDA, "no such device") in effects
     effects = broker.supervision.lost(CUDA, "exit status 1")
     errors = [r.message for r in replies(effects) if isinstance(r.message, Error)]
     assert [(e.code, e.text) for e in errors] == [(ErrorCode.BAD_LAYOUT, "no such device")] * 2
@@ -222,4 +222,5 @@ def test_silence_counts_only_while_the_broker_listens(broker: Broker) -> None:
 def test_a_slow_broker_still_notices_a_silent_lane(broker: Broker) -> None:
     """However long each turn of the broker takes, a lane that never answers is killed."""
     effects = [effect for turn in range(20) for effect in broker.tick(turn * 100.0)]
-    assert [effect for effect in effects if isinstance(effect, KillLane)]
+    (killed,) = [effect for effect in effects if isinstance(effect, KillLane)]
+    assert killed.why.startswith("did not report for ")

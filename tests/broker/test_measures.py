@@ -87,22 +87,21 @@ def test_lookups_count_once_however_often_they_are_said(
         reports.append(said(*grown))
     known, total = LookupCounts(), LookupCounts()
     for report in data.draw(st.permutations(reports * 2)):
-        total.add(new_lookups(known, report, None))
+        total.add(new_lookups(known, report))
     assert total == LookupCounts(*grown)
 
 
-def test_tokens_follow_from_chunks_where_nobody_counts_them() -> None:
-    """By the size of a chunk at the time of the lookup; none where that is not known."""
+def test_keys_are_no_tokens() -> None:
+    """A session that counts no tokens adds none, however many keys it has looked up."""
     known, total = LookupCounts(), LookupCounts()
-    total.add(new_lookups(known, said(5, 3), None))
-    total.add(new_lookups(known, said(9, 4), 32))
-    assert total == LookupCounts(9, 4, 4 * 32, 32)
+    total.add(new_lookups(known, said(5, 3)))
+    total.add(new_lookups(known, said(9, 4)))
+    assert total == LookupCounts(9, 4)
 
 
 def test_totals_stay_within_a_message() -> None:
     """However much sessions claim, the report can still be sent."""
     total = LookupCounts()
     for _ in range(3):
-        total.add(new_lookups(LookupCounts(), said(MOST, MOST, MOST, MOST), None))
-        total.add(new_lookups(LookupCounts(), said(MOST, MOST), 2**20))
+        total.add(new_lookups(LookupCounts(), said(MOST, MOST, MOST, MOST)))
     assert total == LookupCounts(MOST, MOST, MOST, MOST)

@@ -109,11 +109,11 @@ def test_the_report_names_conditions_of_the_last_minute() -> None:
     """What was counted since a report of a minute ago is a condition, with its remedy."""
     broker = make_broker()
     broker.tick(100.0)
-    broker.frames_dropped(5)
+    broker.messages_dropped(5, 9)
     (reply,) = broker.request(brokers.join(broker), 2, Status(), 101.0)
     assert isinstance(reply, Reply)
     assert isinstance(reply.message, StatusReport)
     conditions = reply.message.status["conditions"]
     assert [found["text"] for found in conditions if found["name"] == "messages dropped"] == [
-        "5 messages could not be understood in the last minute."
+        "5 messages could not be read in the last minute."
     ]

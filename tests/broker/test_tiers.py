@@ -9,6 +9,7 @@ from kvd.broker.breaker import State
 from kvd.broker.demotion import GATHER_SECONDS
 from kvd.broker.effects import Notify, Reply
 from kvd.broker.tiering import STUCK_SECONDS
+from kvd.broker.tiers import GET_BYTES
 from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, NewEpoch, OpenSpace, Outcome, Put
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
@@ -77,6 +78,22 @@ def test_bytes_on_their_way_down_are_bounded() -> None:
     bench.run(2.0)
     assert len(keys_told(disk, Put)) == 10
     assert disk.tier.put_bytes == 0
+
+
+def test_chunks_that_leave_memory_before_a_tier_has_them_are_counted() -> None:
+    """Those that went before their turn, while they were copied, or too late, for each tier."""
+    bench, disk = bench_of(f"{DISK},keep=all,queue=4KiB")
+    bench.store(b"a", b"b", b"c")
+    bench.turn(GATHER_SECONDS + STEP)
+    assert keys_told(disk, Put) == [b"a"]
+    bench.evict()
+    bench.run()
+    assert disk.tier.counts.unkept == 2
+    for outcome in (Outcome.GONE, Outcome.LATE, Outcome.FAILED):
+        disk.spoils = outcome
+        bench.store(outcome.name.encode())
+        bench.run()
+    assert disk.tier.counts.unkept == 4
 
 
 def names(count: int, begin: int = 0) -> list[bytes]:
@@ -275,6 +292,41 @@ def test_promotions_take_a_quarter_of_what_is_held_and_the_rest_waits_its_turn()
     bench.check()
 
 
+def test_engines_take_turns() -> None:
+    """A few chunks of one engine do not wait for all that another one wants, of any namespace."""
+    bench, disk = bench_of(f"{DISK},late=60", chunks=160)
+    many, few = [bytes([1, i]) for i in range(60)], [bytes([2, i]) for i in range(3)]
+    bench.keep(*many)
+    bench.keep(*few)
+    bench.evict()
+    second = bring_second(bench)
+    bench.seek(*many)
+    begun = len(keys_told(disk, Get))
+    assert 0 < begun < len(many) - len(few)
+    bench.carry_out(bench.step(second, sought=tuple(few), now=bench.now)[1])
+    bench.run()
+    order = keys_told(disk, Get)[begun:]
+    assert sorted(order) == sorted([*many[begun:], *few])
+    assert [key for key in order if key in few] == few
+    assert set(few) <= set(order[: 2 * len(few)])
+
+
+def test_gets_are_as_many_as_keep_a_tier_busy() -> None:
+    """More would wait in its queue, ahead of what other engines request meanwhile."""
+    _, disk = bench_of(DISK)
+    tier = disk.tier
+    assert tier.get_room(0, 2 * GET_BYTES)
+    assert tier.get_room(GET_BYTES - 1, 1)
+    assert not tier.get_room(GET_BYTES, 1)
+    tier.pace.observe(100_000_000, 0.02, 0.0)
+    fast = tier.pace.bytes_per_second * 0.01
+    assert GET_BYTES < fast < tier.setting.queue_bytes
+    assert tier.get_room(int(fast) - 1, 1)
+    assert not tier.get_room(int(fast), 1)
+    tier.pace.observe(100_000_000_000, 0.03, 0.0)
+    assert not tier.get_room(tier.setting.queue_bytes, 1)
+
+
 def test_what_finds_no_room_for_two_seconds_is_forgotten() -> None:
     """Nobody waits for it any more."""
     bench, disk = bench_of(f"{DISK},late=60,queue=4KiB")
@@ -446,6 +498,15 @@ def test_one_that_is_stuck_is_killed_and_its_slots_are_free_when_it_is_dead() ->
     assert bench.below(b"a") == 1
     assert disk.tier.counts.restarts == 1
     bench.check()
+
+
+def test_damaged_records_of_all_its_processes_are_counted() -> None:
+    """Each process says at its start how many it has dropped."""
+    _, disk = bench_of(DISK)
+    for count in (2, 0, 3):
+        disk.end()
+        disk.start(damaged_records=count)
+    assert disk.tier.counts.damaged_records == 5
 
 
 def test_a_process_that_falls_silent_with_nothing_to_do_is_set_aside() -> None:

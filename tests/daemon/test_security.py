@@ -1,12 +1,10 @@
 """What docs/security.md promises of a running daemon, tried from an engine's place."""
 
 import fcntl
-import json
 import logging
 import os
 import socket
 import stat
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +12,17 @@ import psutil
 import pytest
 
 from kvd.daemon.pool_files import area_name
+from kvd.tier.disk.records import parse_header
 from kvd_client import LookupResult
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.messages import Error, Step, Stepped
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout, wait_hit
+from tests.daemon.hidden import assert_hidden, texts_of
 from tests.daemon.raw_client import RawClient
 from tests.daemon.serving import wait_state
+from tests.daemon.tiers import POOL, engine_of, go_down, push_out, tier_of, wait_usable
 from tests.descriptors import open_files
 from tests.http.serving import over_tcp, over_unix
 from tests.waiting import eventually
@@ -35,13 +36,14 @@ def token_of(engine: Engine) -> bytes:
 
 
 def test_sockets_and_files_are_for_the_group_only(shared_daemon: Daemon) -> None:
-    """Directory 0750, sockets 0660, lock 0640; the pool's place 0700 and its files 0600."""
+    """Directory 0750, sockets 0660, lock 0640; all of the pool is for the daemon's user alone."""
     runtime_dir = shared_daemon.runtime_dir
     with over_unix(shared_daemon) as client:
         assert client.get("/livez").status_code == 200
     assert stat.S_IMODE(runtime_dir.stat().st_mode) == 0o750
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in runtime_dir.iterdir()}
     assert modes.pop("kvd.lock") == 0o640
+    assert modes.pop("kvd.pools") == 0o600
     assert {"broker.sock", "control.sock", "http.sock"} < modes.keys()
     assert set(modes.values()) == {0o660}
     area = Path("/dev/shm") / area_name(runtime_dir)
@@ -228,21 +230,51 @@ def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(
         after.scheduler.complete_load(ready)
 
 
+def damage_slabs(folder: Path) -> None:
+    """Turn a bit in the first share of every slot of a disk tier."""
+    for index in folder.glob("*.index"):
+        slots, slot_bytes, _ = parse_header(index.read_bytes())
+        with index.with_suffix(".slab").open("r+b") as slab:
+            for slot in range(slots):
+                slab.seek(slot * slot_bytes)
+                first = slab.read(1)
+                slab.seek(slot * slot_bytes)
+                slab.write(bytes([first[0] ^ 1]))
+            slab.flush()
+            os.fsync(slab.fileno())
+
+
 def test_keys_and_tokens_are_nowhere_to_be_read(
-    start_daemon: StartDaemon, caplog: pytest.LogCaptureFixture
+    start_daemon: StartDaemon, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not in the log at its finest, the status, the metrics, the page or the events; raw or hex."""
-    daemon = start_daemon("--http-listen", "127.0.0.1:0", "--log-level", "debug")
+    """Not in the log at its finest, the status, the metrics, the page or the events; raw or hex.
+
+    Chunks that come up damaged from a disk tier are told of without their keys, too.
+    """
+    slabs = tmp_path / "slabs"
+    daemon = start_daemon(
+        *("--http-listen", "127.0.0.1:0", "--log-level", "debug"),
+        *("--tier", f"disk:{slabs},size=64MiB,keep=all,late=5"),
+        cpu_bytes=POOL,
+    )
     secret = b"SECRETKEY"
     keys = [secret + bytes([65 + i]) * 23 + bytes(4) for i in range(6)]
-    with (
-        caplog.at_level(logging.DEBUG),
-        Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine,
-    ):
+    with caplog.at_level(logging.DEBUG), engine_of(daemon) as engine:
         token = token_of(engine)
+        wait_usable(engine)
         engine.store(keys)
         wait_hit(engine, keys)
         assert engine.load(keys) == (6, 0)
+        go_down(engine, keys)
+        push_out(engine, keys)
+        damage_slabs(slabs)
+
+        def is_corrupt() -> bool:
+            engine.scheduler.seek(keys)
+            return bool(tier_of(daemon)["counters"]["gets"]["corrupt"])
+
+        eventually(is_corrupt)
+        assert "check word" in tier_of(daemon)["last_error"]
         given_up = [secret + b"lost".ljust(27, b".")]
         engine.begin(given_up)
         engine.scheduler.complete_store(given_up, success=False)
@@ -252,20 +284,11 @@ def test_keys_and_tokens_are_nowhere_to_be_read(
         head = WIRE.encode(Step(), 7, client.boot_id, client.token)[:HEADER_BYTES]
         _, reply = client.raw(head + body)
         assert isinstance(reply, Error)
-        texts = [reply.text, caplog.text, json.dumps(daemon.status())]
         with over_tcp(daemon) as http:
-            for path in ("/status", "/metrics", "/livez?verbose", "/readyz?verbose", "/"):
-                answer = eventually(partial(http.get, path), lambda told: told.status_code == 200)
-                texts.append(answer.text)
-            with http.stream("GET", "/events") as events:
-                texts.append(next(events.iter_text()))
+            texts = [reply.text, caplog.text, *texts_of(daemon, http)]
         engine.scheduler.reset()
         client.close()
     assert daemon.stop() == 0
     texts.append(daemon.log.read_text())
-    assert "engine" in texts[-1]
-    for text in texts:
-        for hidden in (secret, token, client.token):
-            assert hidden.decode("latin-1") not in text
-            assert hidden.hex() not in text.lower()
-            assert str(hidden)[2:-1] not in text
+    assert "is not what was put there" in texts[-1]
+    assert_hidden(texts, secret[:4], token, client.token)

@@ -1,139 +1,38 @@
 """Whole daemons with tiers below a pool that is too small: what goes down comes back as it was."""
 
 import contextlib
-import itertools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
-from kvd_client import LookupResult
-from kvd_proto.directory import DirectoryView
 from tests.conftest import StartDaemon
-from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.serving import Daemon
-from tests.daemon.slots import directory_fd
+from tests.daemon.engines import keys_of, wait_hit
+from tests.daemon.tiers import (
+    AGAIN_SECONDS,
+    MISS,
+    POOL,
+    comes_back,
+    engine_of,
+    flood,
+    go_down,
+    kept,
+    push_out,
+    tier_of,
+    tiers_with,
+    wait_aside,
+    wait_below,
+    wait_down,
+    wait_tier,
+    wait_usable,
+)
 from tests.processes import frozen, has_ended, kill_and_wait
 from tests.waiting import eventually
 
-POOL = "1MiB"  # 64 chunks
-HIT, MISS = LookupResult.HIT, LookupResult.MISS
 MEMORY = "memory:,size=64MiB,keep=all,late=5"
-AGAIN_SECONDS = 15.0  # until what has not gone down is stored once more
-
-
-def tiers_of(daemon: Daemon) -> list[dict[str, Any]]:
-    """What the daemon says of its tiers."""
-    tiers: list[dict[str, Any]] = daemon.status()["tiers"]
-    return tiers
-
-
-def tier_of(daemon: Daemon, index: int = 0) -> dict[str, Any]:
-    """What it says of one."""
-    return tiers_of(daemon)[index]
-
-
-def wait_tier(daemon: Daemon, index: int = 0, **wanted: Any) -> dict[str, Any]:
-    """One tier, once these fields are so."""
-    return eventually(
-        lambda: tier_of(daemon, index),
-        lambda tier: all(tier[key] == value for key, value in wanted.items()),
-    )
-
-
-def wait_below(engine: Engine, keys: Sequence[bytes], tier: int) -> None:
-    """Until the directory says that this one has all of these, or -1: that none has."""
-    eventually(lambda: set(map(engine.scheduler.below, keys)), {tier}.__eq__)
-
-
-def wait_down(engine: Engine, keys: Sequence[bytes]) -> None:
-    """Until the directory says that a tier has all of these."""
-    below = engine.scheduler.below
-    eventually(lambda: [below(key) for key in keys], lambda found: min(found) >= 0)
-
-
-def wait_aside(daemon: Daemon, engine: Engine, keys: Sequence[bytes]) -> None:
-    """Seek these until the first tier is set aside, or was until its process was replaced."""
-
-    def aside() -> bool:
-        engine.scheduler.seek(keys)
-        opened = tier_of(daemon)["counters"]["opened"]
-        return bool(opened["late"] + opened["failed"])
-
-    eventually(aside)
-
-
-def tiers_with(daemon: Daemon, key: bytes) -> int:
-    """A bit for each tier that has the chunk."""
-    fd = directory_fd(daemon.runtime_dir, "engine")
-    assert fd is not None
-    table = DirectoryView(os.pread(fd, os.fstat(fd).st_size, 0)).tiers
-    os.close(fd)
-    place = table.find(key) if table is not None else None
-    return place.tiers if place is not None else 0
-
-
-def engine_of(daemon: Daemon, **more: Any) -> Engine:
-    """An engine of one rank that is attached."""
-    return Engine(daemon.runtime_dir, world_size=1, **more).wait_attached()
-
-
-def wait_usable(engine: Engine) -> None:
-    """Until the directory says that all tiers may be used."""
-    scheduler = engine.scheduler
-    eventually(
-        lambda: list(map(scheduler.tier_status, range(len(scheduler.tiers)))),
-        lambda found: found and all(each is not None and each.usable for each in found),
-    )
-
-
-_floods = itertools.count()
-
-
-def push_out(engine: Engine, keys: Sequence[bytes]) -> None:
-    """Store others until memory has none of these."""
-    while any(answer is not MISS for answer in engine.scheduler.lookup_many(keys)):
-        engine.store(keys_of(f"flood-{next(_floods)}", 8), must=False)
-
-
-def go_down(
-    engine: Engine, keys: Sequence[bytes], is_down: Callable[[bytes], bool] | None = None
-) -> None:
-    """Store these until a tier has them all, or all are down: a put that is late is lost."""
-    stored, below = float("-inf"), engine.scheduler.below
-    is_down = is_down or (lambda key: below(key) >= 0)
-
-    def down() -> bool:
-        nonlocal stored
-        lacking = [key for key in keys if not is_down(key)]
-        if lacking and time.monotonic() > stored + AGAIN_SECONDS:
-            push_out(engine, lacking)
-            engine.store(lacking)
-            stored = time.monotonic()
-        return not lacking
-
-    eventually(down)
-
-
-def bring_up(engine: Engine, keys: Sequence[bytes]) -> None:
-    """Seek these until they are in memory."""
-
-    def sought() -> list[LookupResult]:
-        engine.scheduler.seek(keys)
-        return engine.scheduler.lookup_many(keys)
-
-    eventually(sought, {HIT}.issuperset)
-
-
-def comes_back(engine: Engine, keys: list[bytes]) -> None:
-    """These are brought up and loaded, byte for byte."""
-    bring_up(engine, keys)
-    assert engine.load(keys) == (len(keys), 0)
 
 
 @pytest.fixture
@@ -146,19 +45,6 @@ def disk(tmp_path: Path) -> str:
 def hang(tmp_path: Path) -> Path:
     """While this file exists the tier hangs."""
     return tmp_path / "hang"
-
-
-@contextlib.contextmanager
-def kept(
-    daemon: Daemon, name: str = "kept", chunks: int = 8
-) -> Iterator[tuple[Engine, list[bytes]]]:
-    """An engine, and keys of chunks that are in the first tier and not in memory."""
-    with engine_of(daemon) as engine:
-        keys = keys_of(name, chunks)
-        wait_usable(engine)
-        go_down(engine, keys)
-        push_out(engine, keys)
-        yield engine, keys
 
 
 def test_chunks_that_memory_has_no_room_for_come_back(start_daemon: StartDaemon, disk: str) -> None:
@@ -309,7 +195,7 @@ def test_a_tier_that_is_full_drops_what_is_oldest_and_says_so(start_daemon: Star
         go_down(engine, first)
 
         def dropped() -> bool:
-            engine.store(keys_of(f"many-{next(_floods)}", 8))
+            engine.store(flood())
             return bool(tier_of(daemon)["counters"]["dropped"] >= 30)
 
         eventually(dropped)

@@ -115,3 +115,18 @@ def test_chunks_go_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert told == sum(erased)
     tier.check_integrity()
     tier.close()
+
+
+def test_a_size_that_cannot_be_reached_is_said_at_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A budget above what the file system has is a warning with the figures and the remedy."""
+    area = Area(MIB)
+    for size in ("900TiB", "1MiB"):
+        options = Options(str(tmp_path / size), {"size": size, "floor": "0"})
+        DiskTier.open(options, area.memory).close()
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    text = record.getMessage()
+    assert text.startswith(f"disk:{tmp_path}/900TiB: its size of 900 TiB cannot be reached: of the")
+    assert "at most, or make room" in text

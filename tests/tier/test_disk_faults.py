@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import ConfigError, TierError
+from kvd.machine.room import Filesystem
 from kvd.tier.contract import Options, Space
-from kvd.tier.disk import DiskTier, aligned, records, slabs
+from kvd.tier.disk import DiskTier, aligned, namespaces, records, slabs
 from kvd.tier.seal import check_of
 from kvd.wire.tiering import Outcome
 from tests.tier.areas import Area, is_whole, keys_of, space_of
@@ -104,12 +105,8 @@ def files_of(folder: Path, suffix: str) -> list[Path]:
 
 
 def disk_bytes(folder: Path) -> int:
-    """What all files of slabs take."""
-    return sum(
-        file.stat().st_blocks * 512
-        for suffix in (".slab", ".index", ".damaged")
-        for file in files_of(folder, suffix)
-    )
+    """What a directory takes with all that is in it."""
+    return sum(each.stat().st_blocks * 512 for each in (folder, *folder.iterdir()))
 
 
 # ---------------------------------------------------------------- the directory
@@ -160,6 +157,22 @@ def test_a_directory_of_something_else(disks: Disks) -> None:
         disks.open()
     assert disks.folder.stat().st_mode & 0o777 == 0o755
     assert [file.name for file in disks.folder.iterdir()] == ["thesis.txt"]
+
+
+def test_files_of_others_in_its_directory(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
+    """Files that come into it later are named and left alone, and its chunks are found."""
+    disks.folder.mkdir()
+    (disks.folder / "lost+found").mkdir()
+    tier = disks.open()
+    space = tier.begin(space_of(4096))
+    put_all(tier, disks.area.chunks(space, [b"k"]))
+    assert "not kvd's" not in caplog.text
+    (disks.folder / "notes.txt").write_text("all of it")
+    (disks.folder / "000001.slab.damaged").write_text("an old one")
+    tier = disks.reopen(tier)
+    assert "notes.txt: not kvd's (1 in all), so left alone" in caplog.text
+    assert disks.got(tier, space, [b"k"]) == [OK]
+    assert (disks.folder / "notes.txt").read_text() == "all of it"
 
 
 def test_a_directory_of_another_version(disks: Disks) -> None:
@@ -235,6 +248,47 @@ def test_the_files_keep_to_the_budget(disks: Disks) -> None:
             disks.fill(tier, space, keys[at : at + 8])
             assert disk_bytes(disks.folder) <= 4 * MIB
         assert disks.got(tier, space, keys[-3:]) == [OK] * 3
+
+
+@pytest.mark.parametrize("share", [16_384, 65_536, 12 * MIB - 16_384])
+def test_the_directory_keeps_to_the_budget(disks: Disks, share: int) -> None:
+    """`du` of a full tier is below its size, also where two slabs would just fill it."""
+    tier = disks.open("24MiB")
+    space = tier.begin(space_of(share))
+    for key in keys_of("k", 28 * MIB // share):
+        put_all(tier, [disks.area.chunk(space, key)])
+    assert 12 * MIB - 16_384 < disk_bytes(disks.folder) <= 24 * MIB
+
+
+def test_the_table_of_namespaces_keeps_to_its_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many namespaces as it may have, two of the file fit what the budget leaves it."""
+    monkeypatch.setattr("kvd.tier.disk.namespaces.os.fsync", lambda _fd: None)
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        table = namespaces.Namespaces(folder)
+        for number in range(namespaces.MOST):
+            table.begin(number.to_bytes(16), 2**64 - 1, frozenset())
+    finally:
+        os.close(folder)
+    longest = (tmp_path / namespaces.NAME).stat().st_size + namespaces.MOST  # numbers of 5 digits
+    assert 2 * (-(-longest // 4096) * 4096) <= namespaces.MOST_BYTES
+
+
+def test_a_large_slab_takes_what_the_budget_counts(tmp_path: Path) -> None:
+    """On ext4 a file of 512 MiB has a block more than its bytes."""
+    if Filesystem.of(tmp_path).kind != "ext4":
+        pytest.skip("the test's folder is not on ext4")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        slab = slabs.create(folder, 1, 512, MIB, 0)
+        slab.close()
+    finally:
+        os.close(folder)
+    assert 512 * MIB < disk_bytes(tmp_path) <= slab.nbytes + tmp_path.stat().st_blocks * 512
+    for file in tmp_path.iterdir():
+        file.unlink()
 
 
 def test_the_floor_is_kept(tmp_path: Path, disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
@@ -374,6 +428,35 @@ def test_a_disk_that_cannot_be_written(disks: Disks, monkeypatch: pytest.MonkeyP
     assert disks.got(disks.reopen(tier), space, keys) == [OK] * 3
 
 
+def test_a_file_system_that_does_not_say_how_full_it_is(
+    disks: Disks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EIO of statvfs fails the put as any error of the medium, and takes no slot away."""
+    monkeypatch.setattr("kvd.tier.disk.growth._PAUSE", 0.0)
+    tier = disks.open("4MiB")
+    space = tier.begin(space_of(16384))
+    put_all(tier, disks.area.chunks(space, keys_of("first", 1)))  # makes a slab of more slots
+    slabs_before = files_of(disks.folder, ".slab")
+
+    def refuse(_fd: int) -> os.statvfs_result:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    def once_more(fd: int) -> os.statvfs_result:
+        """Answers the look at the floor, and not that for a new slab."""
+        monkeypatch.setattr("kvd.tier.disk.home.os.fstatvfs", refuse)
+        return real(fd)
+
+    real = os.fstatvfs
+    for answer, count in ((refuse, 1), (once_more, 8)):
+        monkeypatch.setattr("kvd.tier.disk.home.os.fstatvfs", answer)
+        with pytest.raises(TierError, match=f"{PLACE}: statvfs: Input/output error"):
+            tier.put(disks.area.chunks(space, keys_of("more", count)), soon())
+        assert disks.got(tier, space, keys_of("first", 1)) == [OK]
+    monkeypatch.setattr("kvd.tier.disk.home.os.fstatvfs", real)
+    put_all(tier, disks.area.chunks(space, keys_of("few", 2)))
+    assert files_of(disks.folder, ".slab") == slabs_before
+
+
 @pytest.mark.parametrize("suffix", [".slab", ".index"])
 @pytest.mark.parametrize("how", ["removed", "shortened"])
 def test_a_file_goes_underneath(
@@ -446,8 +529,8 @@ def test_a_slab_that_became_a_link(disks: Disks, tmp_path: Path) -> None:
     assert (tmp_path / "moved").read_bytes() == before
 
 
-def test_records_that_are_torn(disks: Disks) -> None:
-    """A record with any of its words changed is dropped, and no other one."""
+def test_records_that_are_torn(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
+    """A record with any of its words changed is dropped, counted and told of, and no other one."""
     tier = disks.open()
     space = tier.begin(space_of(4096))
     keys = keys_of("k", records.RECORD_BYTES // 8)
@@ -460,9 +543,14 @@ def test_records_that_are_torn(disks: Disks) -> None:
     index.write_bytes(raw)
     tier = disks.open()
     torn, whole = keys[::2], keys[1::2]
+    assert tier.damaged_records == len(torn)
+    (line,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
+    assert f"damaged records in its index: {len(torn)}; their chunks are dropped" in line
     assert {key for piece in tier.scan(space) for key, _ in piece} == set(whole)
     assert disks.got(tier, space, keys) == [ABSENT, OK] * (len(keys) // 2) + [ABSENT]
-    assert disks.got(disks.reopen(tier), space, torn) == [ABSENT] * len(torn)
+    tier = disks.reopen(tier)
+    assert disks.got(tier, space, torn) == [ABSENT] * len(torn)
+    assert tier.damaged_records == 0
 
 
 def test_a_record_in_another_place(disks: Disks) -> None:

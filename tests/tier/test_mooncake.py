@@ -195,7 +195,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the package or a library of the system is missing, both say what to install."""
     options = Options("", {"master": "127.0.0.1:1"})
     monkeypatch.setattr("kvd.tier.mooncake.client.find_spec", lambda _name: None)
-    with pytest.raises(ConfigError, match=r"pip install 'kvd-offload\[mooncake\]'"):
+    with pytest.raises(ConfigError, match="pip install mooncake-transfer-engine-non-cuda"):
         MooncakeTier.check(options)
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
     monkeypatch.setitem(sys.modules, "mooncake", None)

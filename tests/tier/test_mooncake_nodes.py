@@ -10,14 +10,25 @@ from typing import Any
 
 import pytest
 
+from kvd.errors import TierError
+from kvd.tier.contract import Options, Space
+from kvd.tier.mooncake import MooncakeTier
+from kvd.tier.seal import HEAD_BYTES
+from kvd.wire.tiering import Outcome
 from kvd_client import LookupResult
 from kvd_client.seeking import NOT_BELOW
-from tests.daemon.engines import Engine, keys_of, wait_hit
+from kvd_proto.descriptions import record_bytes, room
+from tests.daemon.engines import FACTOR, PAGE, TENSORS, Engine, keys_of, make_layout, wait_hit
+from tests.daemon.hidden import assert_hidden, texts_of
 from tests.daemon.serving import Daemon, StartDaemon, started_daemons
+from tests.http.serving import over_unix
+from tests.tier.areas import Area
+from tests.tier.conformance import put_all, soon
 from tests.tier.mooncake_cluster import Cluster, Node, why_not
 from tests.waiting import eventually
 
 REASON = why_not()
+SHARES = (PAGE * FACTOR * TENSORS,) * 2  # of the ranks of an Engine
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
@@ -137,6 +148,52 @@ def test_what_one_stored_the_other_loads(here: Place, there: Place) -> None:
     assert there.tier["medium"] == "remote"
     assert here.tier["counters"]["gets"]["ok"] == 0  # its own copy wins
     there.misses(keys_of("nobody", 3))
+
+
+def spoil(cluster: Cluster, namespace: bytes, keys: list[bytes]) -> None:
+    """Replace these chunks' objects by others with a bit turned."""
+    area = Area()
+
+    def opened() -> MooncakeTier | TierError:
+        try:
+            return MooncakeTier.open(Options("", {"master": cluster.master_address}), area.memory)
+        except TierError as error:  # the master stands still for a while
+            return error
+
+    with cluster.add_node("spoiler").entered():
+        tier = eventually(opened, lambda found: isinstance(found, MooncakeTier))
+        assert isinstance(tier, MooncakeTier)
+        space = tier.begin(
+            Space(namespace, 0, SHARES, HEAD_BYTES + room(record_bytes(make_layout())))
+        )
+        chunks = area.empties(space, keys)
+        assert tier.get(chunks, soon()) == [Outcome.OK] * len(keys)
+        tier.remove(space, keys)
+        for chunk in chunks:
+            chunk.shares[0][0] ^= 1
+        put_all(tier, chunks)
+        tier.close()
+
+
+def test_damaged_objects_are_told_of_without_their_keys(
+    cluster: Cluster, here: Place, there: Place
+) -> None:
+    """They are misses, and nothing that may be read has a part of a key."""
+    keys = keys_of("SECRETKEY", 2)  # three would open the breaker
+    here.keep(keys)
+    spoil(cluster, here.engine.scheduler.namespace, keys)
+
+    def corrupt() -> int:
+        there.engine.scheduler.seek(keys)
+        gets: int = there.tier["counters"]["gets"]["corrupt"]
+        return gets
+
+    eventually(corrupt, (2).__eq__)
+    there.misses(keys)
+    with over_unix(there.daemon) as http:
+        texts = texts_of(there.daemon, http)
+    assert "check word" in there.tier["last_error"]
+    assert_hidden(texts, keys[0][:4])
 
 
 def test_a_store_is_lost(cluster: Cluster, here: Place, there: Place) -> None:

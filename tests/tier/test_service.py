@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from kvd.errors import TierError
+from kvd.logs.lines import LineFormatter
 from kvd.tier.contract import Capacity, Chunk, Options, Space
 from kvd.tier.memory import MemoryTier
 from kvd.tier.seal import seal, unseal
@@ -28,6 +29,7 @@ from kvd.wire.tiering import (
 )
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState
+from tests.daemon.hidden import assert_hidden
 from tests.tier.areas import POISON
 from tests.tier.broker import SHARES, FakeBroker, content, coverage, described
 from tests.waiting import eventually
@@ -198,9 +200,13 @@ def test_a_get_looks_afterwards() -> None:
 
 
 def test_every_wrong_record_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
-    """Wrong bytes, a wrong head and another chunk's head are CORRUPT, logged, and dropped."""
+    """Wrong bytes, a wrong head and another chunk's head are CORRUPT, logged, and dropped.
+
+    Neither the log nor the answer has any part of a key.
+    """
     tier = Hooked(Options("", {}))
     heads = [b"", b"\0" * 100]
+    keys = b"SECRET-a", b"SECRET-b"
 
     def turn_bit(chunks: Sequence[Chunk]) -> None:
         chunks[0].shares[1][999] ^= 0x80
@@ -215,15 +221,47 @@ def test_every_wrong_record_is_found_out(caplog: pytest.LogCaptureFixture) -> No
         space = broker.spaces[0]
         space.open()
         for number, (break_it, wrong) in enumerate([(turn_bit, 1), (swap_heads, 2), (cut_head, 2)]):
-            rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate((b"a", b"b"))]
+            rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
             assert broker.outcomes(space.put(number, rows)) == [OK, OK]
             tier.after_get = break_it
-            up = [(key, slot, space.expect(slot, key)) for slot, key in ((8, b"a"), (9, b"b"))]
-            outcomes = broker.outcomes(space.get(number, up))
-            assert outcomes == [Outcome.CORRUPT] * wrong + [OK] * (2 - wrong)
+            up = [(key, slot, space.expect(slot, key)) for slot, key in enumerate(keys, 8)]
+            done = broker.done(space.get(number, up))
+            assert done.outcomes.tolist() == [Outcome.CORRUPT] * wrong + [OK] * (2 - wrong)
+            assert done.error.startswith(f"slot {7 + wrong}: ")
+            assert_hidden([done.error], b"SECR")
             assert tier.capacity().chunks == 2 - wrong
             tier.after_get = None
-        assert caplog.text.count("a damaged record is dropped, key") == 5
+        assert caplog.text.count("a damaged record is dropped, slot") == 5
+        assert_hidden([caplog.text], b"SECR")
+
+
+def test_a_fault_of_a_backend_shows_no_key(caplog: pytest.LogCaptureFixture) -> None:
+    """An exception that holds a key fails the batch; log and answer name it without the key."""
+    tier = Hooked(Options("", {}))
+
+    def fault() -> None:
+        raise KeyError(b"SECRET")
+
+    tier.before_get = fault
+    with FakeBroker(tier) as broker, caplog.at_level(logging.WARNING):
+        space = broker.spaces[0]
+        space.open()
+        done = broker.done(space.get(1, [(b"SECRET", 8, space.expect(8, b"SECRET"))]))
+    assert done.outcomes.tolist() == [Outcome.FAILED]
+    assert done.error == "KeyError(b'…')"
+    record = caplog.records[0]
+    logged = LineFormatter("plain", "tier", {}).format(record)
+    assert "a bug in the tier failed a GET" in logged
+    assert "KeyError: b'…'" in logged
+    assert_hidden([done.error, logged], b"SECR")
+
+
+def test_it_says_how_many_records_were_damaged(tier: MemoryTier) -> None:
+    """The first message has what the backend has counted while it was opened."""
+    tier.damaged_records = 3
+    with FakeBroker(tier) as broker:
+        assert isinstance(broker.ready, TierReady)
+        assert broker.ready.damaged_records == 3
 
 
 def test_asking(broker: FakeBroker) -> None:

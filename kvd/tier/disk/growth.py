@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 
+from kvd.errors import TierError
 from kvd.tier.disk import slabs
 from kvd.tier.disk.aligned import Alignment
 from kvd.tier.disk.home import Home
@@ -51,7 +52,7 @@ class Growth:
     ) -> None:
         self._home, self._floor, self._alignment = home, floor, alignment
         self._space, self._lock = space, lock
-        self._budget = size - home.aside_bytes()
+        self._budget = size - home.bytes_beside_slabs()
         self._target = slab_target(size)
         self._growing = threading.Lock()
         self._retired: list[Slab] = []
@@ -78,12 +79,20 @@ class Growth:
         """Remove the slab longest of no use where others have filled the file system; now and then.
 
         So the tier gives room back, a slab a second at most, before the file system is full.
+
+        Raises:
+            TierError: the file system does not say how full it is.
         """
         now = time.monotonic()
         if now < self._look_at:
             return
         self._look_at = now + _PAUSE
-        if self._home.filesystem_bytes()[1] >= self._floor:
+        try:
+            free = self._home.filesystem_bytes()[1]
+        except TierError:
+            self._look_at = now
+            raise
+        if free >= self._floor:
             return
         with self._lock:
             slab = self._space.oldest()
@@ -104,6 +113,9 @@ class Growth:
 
         Returns:
             Whether there are free slots now.
+
+        Raises:
+            TierError: the file system does not say how full it is.
         """
         with self._growing:
             while True:

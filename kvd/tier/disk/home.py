@@ -2,11 +2,15 @@
 
 It holds a file ``kvd-disk``, which says what it is, the namespaces and the slabs. One process at
 a time: an flock on the directory, which the kernel drops with the process.
+
+A directory without that file becomes a tier's only where it is empty. Files of others that come
+into it later are left alone.
 """
 
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import re
 import stat
@@ -14,13 +18,17 @@ from pathlib import Path
 
 from kvd.errors import TierError
 from kvd.machine.trust import danger
+from kvd.tier.disk import namespaces
 
 MARK = "kvd-disk"
 _TEXT = b"kvd disk tier, version 1\n"
+_MARK_BYTES = 4096  # a block
 _MODE = 0o700
-_OURS = re.compile(r"(\d{6})(?:\.slab|\.index|\.slab\.new)")
+_SLAB = re.compile(r"(\d{6})(?:\.slab|\.index|\.slab\.new)")
 _ASIDE = ".damaged"
-_NOBODYS = {"lost+found"}  # of ext4, at a mount
+_OTHERS = {MARK, namespaces.NAME, f"{namespaces.NAME}.new"}
+_OF_THE_FILE_SYSTEM = {"lost+found"}  # of ext4, at a mount
+_log = logging.getLogger(__name__)
 
 
 class Home:
@@ -61,8 +69,12 @@ class Home:
             ) from None
 
     def _mark(self) -> None:
-        """Make the directory ours where it is empty, and see that it is ours where it is not."""
-        names = self._names() - _NOBODYS
+        """Mark the directory as kvd's where it is empty, else check that it is marked.
+
+        Raises:
+            TierError: it holds files and no mark, or the mark of another version.
+        """
+        names = self._names() - _OF_THE_FILE_SYSTEM
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
         if MARK in names:
             fd = os.open(MARK, os.O_RDONLY | flags, dir_fd=self.fd)
@@ -75,6 +87,12 @@ class Home:
                 raise TierError(
                     f"disk:{self.path}: {MARK} says {text[:80]!r}, this kvd needs"
                     f" {_TEXT.decode().strip()!r}; use the kvd that made it, or another directory"
+                )
+            foreign = sorted(name for name in names if not _is_kvds(name))
+            if foreign:
+                _log.warning(
+                    "disk:%s: %s: not kvd's (%d in all), so left alone, and not counted in size",
+                    *(self.path, ", ".join(foreign[:3]), len(foreign)),
                 )
         elif names:
             some = ", ".join(sorted(names)[:3])
@@ -96,7 +114,7 @@ class Home:
 
     def slabs(self) -> list[int]:
         """Numbers of the slabs that have left any file here, ascending."""
-        found = (_OURS.fullmatch(name) for name in self._names())
+        found = (_SLAB.fullmatch(name) for name in self._names())
         return sorted({int(match[1]) for match in found if match})
 
     def has(self, name: str) -> bool:
@@ -107,16 +125,22 @@ class Home:
             return False
         return True
 
-    def aside_bytes(self) -> int:
-        """Bytes of the files that were set aside."""
+    def bytes_beside_slabs(self) -> int:
+        """Most bytes of kvd's other files: the mark, the table of namespaces, damaged files."""
         names = [name for name in self._names() if name.endswith(_ASIDE)]
-        return sum(
-            os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks * 512 for name in names
-        )
+        aside = (os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks for name in names)
+        return _MARK_BYTES + namespaces.MOST_BYTES + 512 * sum(aside)
 
     def filesystem_bytes(self) -> tuple[int, int]:
-        """Bytes of the file system, and how many of them are free for this user."""
-        found = os.fstatvfs(self.fd)
+        """Bytes of the file system, and how many of them are free for this user.
+
+        Raises:
+            TierError: the file system does not say.
+        """
+        try:
+            found = os.fstatvfs(self.fd)
+        except OSError as error:
+            raise TierError(f"disk:{self.path}: statvfs: {error.strerror}") from error
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
     def close(self) -> None:
@@ -125,6 +149,10 @@ class Home:
 
     def __repr__(self) -> str:
         return f"<Home {self.path}>"
+
+
+def _is_kvds(name: str) -> bool:
+    return bool(_SLAB.fullmatch(name)) or name in _OTHERS or name.endswith(_ASIDE)
 
 
 def _open(path: Path) -> int:

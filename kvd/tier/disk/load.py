@@ -15,7 +15,7 @@ from kvd_proto.sizes import format_size
 _log = logging.getLogger(__name__)
 
 
-def load(home: Home, namespaces: Namespaces, flags: int) -> Space:
+def load(home: Home, namespaces: Namespaces, flags: int) -> tuple[Space, int]:
     """Open all slabs and find the chunks in them; records that do not count are erased.
 
     Args:
@@ -23,13 +23,16 @@ def load(home: Home, namespaces: Namespaces, flags: int) -> Space:
         namespaces: whose chunks count.
         flags: more flags to open slots' files with: O_DIRECT or 0.
 
+    Returns:
+        The slots; and how many records were damaged.
+
     Raises:
         OSError: of the medium.
     """
     started = time.monotonic()
     loaded = [_load_slab(home, number, flags) for number in home.slabs()]
     found = [slab for slab in loaded if slab is not None]
-    held, wrong = rebuild(found, namespaces.by_number())
+    held, wrong, damaged = rebuild(found, namespaces.by_number())
     space = Space(found, held)
     for place in wrong:
         number, slot = split(place)
@@ -43,7 +46,14 @@ def load(home: Home, namespaces: Namespaces, flags: int) -> Space:
         time.monotonic() - started,
         len(wrong),
     )
-    return space
+    if damaged:
+        _log.warning(
+            "disk:%s: damaged records in its index: %d; their chunks are dropped. A power loss may"
+            " leave a few; else look at the disk (smartctl -a) and at what writes to the files",
+            home.path,
+            damaged,
+        )
+    return space, damaged
 
 
 def _load_slab(home: Home, number: int, flags: int) -> Slab | None:

@@ -17,6 +17,8 @@ from kvd.errors import TierError
 
 NAME = "namespaces"
 MOST = 1024
+MOST_BYTES = 2 * 72 * 1024
+"""Of `MOST` namespaces: the file, and the new one beside it while it is written."""
 _VERSION = 1
 _MOST_NUMBERS = 2**16 - 1  # a record has two bytes for it
 _log = logging.getLogger(__name__)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.errors import ConfigError
+from kvd.machine.room import Shortage, written_size
 from kvd.tier.contract import Options
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import parse_size
+from kvd_proto.sizes import format_size, parse_size
 
 THREADS = 4
 MAX_THREADS = 64
@@ -67,6 +68,26 @@ class DiskOptions:
         if self.floor is not None:
             return self.floor
         return min(filesystem_bytes // _FLOOR_PART, _MOST_FLOOR)
+
+    def shortage(self, filesystem_bytes: int, free: int, held: int) -> Shortage | None:
+        """Return why the file system has less room than `size`; None where it has enough.
+
+        Args:
+            filesystem_bytes: all of it.
+            free: bytes that are free.
+            held: bytes that the tier's files take already.
+        """
+        floor = self.floor_of(filesystem_bytes)
+        largest = max(0, free + held - floor)
+        if self.size <= largest:
+            return None
+        return Shortage(
+            f"its size of {format_size(self.size)} cannot be reached: of the file system's"
+            f" {format_size(filesystem_bytes)}, {format_size(free)} are free and"
+            f" {format_size(held)} the tier's own, of which {format_size(floor)} are left to others"
+            " (floor)",
+            f"give size={written_size(largest)} at most, or make room",
+        )
 
 
 def _size(directory: Path, key: str, value: str) -> int:

@@ -15,7 +15,7 @@ _NUMBERS = 2**16  # that a record can have
 
 def rebuild(
     slabs: Sequence[Slab], known: Mapping[int, tuple[bytes, int]]
-) -> tuple[dict[int, Held], list[int]]:
+) -> tuple[dict[int, Held], list[int], int]:
     """Find the chunks in slabs, and mark their slots as held.
 
     Args:
@@ -23,8 +23,10 @@ def rebuild(
         known: id and epoch of each namespace's number.
 
     Returns:
-        The namespaces with their chunks, by number; and places to be erased, whose record is not
-        empty and does not count: it is torn, of another epoch, or an older one of the same key.
+        - the namespaces with their chunks, by number;
+        - places to be erased, whose record is not empty and does not count: it is damaged, of
+          another epoch, or an older one of the same key;
+        - how many of these are damaged: their check word does not fit.
     """
     epochs, is_known = np.zeros(_NUMBERS, "<u8"), np.zeros(_NUMBERS, np.bool_)
     held = {number: Held(name, epoch) for number, (name, epoch) in known.items()}
@@ -32,12 +34,14 @@ def rebuild(
         epochs[number], is_known[number] = epoch, True
     by_number = {slab.number: slab for slab in slabs}
     wrong: list[int] = []
+    damaged = 0
     for slab in slabs:
         raw = np.frombuffer(slab.mirror, RECORD)
         numbers = raw["number"]
-        counts = records.whole(raw, slab.identity) & is_known[numbers]
-        counts &= epochs[numbers] == raw["epoch"]
+        whole = records.whole(raw, slab.identity)
+        counts = whole & is_known[numbers] & (epochs[numbers] == raw["epoch"])
         written = raw.view("<u8").reshape(slab.slots, -1).any(axis=1)
+        damaged += int(np.count_nonzero(written & ~whole))
         wrong += (place_of(slab.number, 0) + np.flatnonzero(written & ~counts)).tolist()
         slab.used = int(raw["sequence"][counts].max(initial=0))
         np.frombuffer(slab.states, "u1")[counts] = HELD
@@ -50,7 +54,7 @@ def rebuild(
     for place in wrong:
         at, slot = split(place)
         by_number[at].states[slot] = FREE
-    return held, wrong
+    return held, wrong, damaged
 
 
 def _enter(

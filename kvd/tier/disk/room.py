@@ -8,6 +8,7 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
+from kvd.errors import TierError
 from kvd.tier.disk.growth import Growth
 from kvd.tier.disk.slabs import Slab
 from kvd.tier.disk.space import Space, Taken
@@ -30,14 +31,22 @@ class Room:
         self._evicting = threading.Lock()
 
     def take(self, slot_bytes: int, count: int) -> list[Taken]:
-        """Take slots, to be written; fewer where there are no more."""
+        """Take slots, to be written; fewer where there are no more.
+
+        Raises:
+            TierError: the file system does not say how full it is; no slot is taken.
+        """
         taken = self._take_free(slot_bytes, count)
-        while len(taken) < count and self._growth.grow(slot_bytes):
-            taken += self._take_free(slot_bytes, count - len(taken))
-        if len(taken) < count:
-            taken += self._evict(slot_bytes, count - len(taken))
-        while len(taken) < count and self._growth.grow(slot_bytes, urgent=True):
-            taken += self._take_free(slot_bytes, count - len(taken))
+        try:
+            while len(taken) < count and self._growth.grow(slot_bytes):
+                taken += self._take_free(slot_bytes, count - len(taken))
+            if len(taken) < count:
+                taken += self._evict(slot_bytes, count - len(taken))
+            while len(taken) < count and self._growth.grow(slot_bytes, urgent=True):
+                taken += self._take_free(slot_bytes, count - len(taken))
+        except TierError:
+            self.free(taken)
+            raise
         return taken
 
     def _take_free(self, slot_bytes: int, count: int) -> list[Taken]:

@@ -28,9 +28,13 @@ class SlabLost(Exception):
 
 
 def slab_bytes(slots: int, slot_bytes: int) -> int:
-    """Return the bytes that both files of a slab take."""
+    """Return the bytes that both files of a slab take.
+
+    A block is for the map of the slots' file, which ext4 keeps outside the inode where the file
+    lies in more than four pieces, as one of 512 MiB does.
+    """
     index = records.HEADER_BYTES + slots * RECORD_BYTES
-    return slots * slot_bytes + -(-index // ALIGNMENT) * ALIGNMENT
+    return slots * slot_bytes + -(-index // ALIGNMENT) * ALIGNMENT + ALIGNMENT
 
 
 class Slab:

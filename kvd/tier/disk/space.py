@@ -383,7 +383,7 @@ class Space:
             for key, place in held.places.items():
                 at, slot = split(place)
                 if records.owner(self.slabs[at].mirror, slot) != (number, key):
-                    raise IntegrityError(f"slot {slot} of slab {at} does not hold {key.hex()}")
+                    raise IntegrityError(f"slot {slot} of slab {at} holds another chunk")
         free = sorted(place for ring in self._rings.values() for place in ring.free)
         if free != [place for place, state in sorted(states.items()) if state == FREE]:
             raise IntegrityError("the free places are not the free slots")

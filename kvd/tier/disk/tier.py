@@ -11,7 +11,6 @@ epoch is made durable at once: what a reset has dropped is not found again.
 
 import contextlib
 import logging
-import resource
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -59,7 +58,7 @@ class DiskTier(Tier):
             kind = Filesystem.of(options.directory).kind
             self._alignment = Alignment(1, 1) if kind == "tmpfs" else Alignment.of(home.fd)
             self._namespaces = Namespaces(home.fd)
-            self._slots = load(home, self._namespaces, self._alignment.flags)
+            self._slots, self.damaged_records = load(home, self._namespaces, self._alignment.flags)
             self._growth = Growth(
                 home,
                 self._slots,
@@ -69,6 +68,7 @@ class DiskTier(Tier):
                 alignment=self._alignment,
             )
             removed = self._growth.shrink()
+            shortage = options.shortage(*home.filesystem_bytes(), self._slots.nbytes)
         except OSError as error:
             raise TierError(f"disk:{options.directory}: {error.strerror}") from error
         self._room = Room(self._slots, self._lock, self._growth)
@@ -89,6 +89,8 @@ class DiskTier(Tier):
                 removed,
                 format_size(options.size),
             )
+        if shortage:
+            _log.warning("disk:%s: %s", options.directory, shortage)
 
     @classmethod
     def check(cls, options: Options) -> None:
@@ -100,7 +102,6 @@ class DiskTier(Tier):
         """Lock the directory and find what is in it; see `Tier.open`."""
         del pool  # it needs no registration here
         parsed = DiskOptions.parse(options)
-        _allow_files()
         home = Home(parsed.directory)
         try:
             return cls(parsed, home)
@@ -266,11 +267,3 @@ def _record(chunk: Chunk, number: int, sequence: int) -> Record:
         number,
         chunk.key,
     )
-
-
-def _allow_files() -> None:
-    """Let this process open as many files as it may: a slab has two."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

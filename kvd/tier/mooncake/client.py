@@ -22,7 +22,7 @@ from kvd.errors import ConfigError, TierError
 from kvd.tier.mooncake.places import Places
 
 PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
-INSTALL = f"pip install 'kvd-offload[mooncake]' (or {PACKAGES[1]} where CUDA is)"
+INSTALL = f"pip install {PACKAGES[0]} (or {PACKAGES[1]} where CUDA is)"
 LIBRARIES = "libibverbs1, librdmacm1 and libnuma1"
 
 DONE: Final = 0
