@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # Boots a small Debian with systemd as its first process, in namespaces of its own, installs kvd
-# there with install.sh, and sees: the service runs inside its hardening, a frozen broker is ended
-# by the watchdog and started again, chunks outlive that and a stop, "started" can wait for the pool,
-# the end is in order, and the runtime directory stays. Needs root and debootstrap (tests/install-debian.sh --images).
+# there with install.sh, and sees: a wrong setting is tried once, the service runs inside its
+# hardening, a frozen broker is ended by the watchdog and started again, chunks outlive that and a
+# stop, "started" can wait for the pool, the end is in order, and the runtime directory stays. Needs
+# root and debootstrap (tests/install-debian.sh --images).
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 cache=$PWD/build/check
@@ -13,19 +14,11 @@ said() { echo "deploy/systemd/check.sh: $*"; }
 [ "$(id -u)" = 0 ] || { said "run it as root"; exit 2; }
 command -v debootstrap >/dev/null || { said "debootstrap is missing; run tests/install-debian.sh --images"; exit 2; }
 
-if [ ! -x "$root/lib/systemd/systemd" ]; then
-  said "making a Debian with systemd"
-  rm -rf "$root"
-  mkdir -p "$cache"
-  debootstrap --variant=minbase --include=systemd,systemd-sysv,dbus,python3,python3-venv bookworm \
-    "$root" http://deb.debian.org/debian >"$cache/debootstrap.log" \
-    || { tail -n 5 "$cache/debootstrap.log"; exit 1; }
-fi
+tests/debian-root.sh "$root" systemd,systemd-sysv,dbus,python3,python3-venv
 rm -rf "$root"/opt/kvd "$root"/etc/kvd "$root"/var/log/journal "$root"/etc/systemd/system/kvd* "$root/root/kvd"
 mkdir -p "$root/root/kvd/wheels"
 said "fetching what kvd needs"
-.venv/bin/python -m hatchling build --target wheel --directory "$root/root/kvd" >/dev/null 2>&1
-(cd client/tools && ../../.venv/bin/python -m hatchling build --target wheel --directory "$root/root/kvd") >/dev/null 2>&1
+make --silent wheels DIST="$root/root/kvd"
 .venv/bin/python -m pip download --quiet --dest "$root/root/kvd/wheels" --constraint constraints.txt \
   --python-version 3.11 --only-binary :all: "$(echo "$root"/root/kvd/kvd_offload-*.whl)[daemon,cuda]" \
   2>"$cache/download.log" || { tail -n 5 "$cache/download.log"; exit 1; }
@@ -85,11 +78,17 @@ done
 said "booted $(inside systemctl --version | head -n 1)"
 
 inside sh -c 'ip link set lo up 2>/dev/null; /root/kvd/deploy/systemd/install.sh "$(echo /root/kvd/kvd_offload-*.whl)[daemon,cuda]" /root/kvd/kvd_offload_tools-*.whl' >/dev/null
-inside sh -c 'echo "cpu_bytes = \"64MiB\"" >/etc/kvd/kvd.toml
-  install -D /root/kvd/deploy/systemd/wait-ready.conf /etc/systemd/system/kvd.service.d/wait-ready.conf
+inside sh -c 'install -D /root/kvd/deploy/systemd/wait-ready.conf /etc/systemd/system/kvd.service.d/wait-ready.conf
   printf "[Service]\nWatchdogSec=3\n" >/etc/systemd/system/kvd.service.d/check.conf
   systemctl daemon-reload'
 fail() { inside journalctl --no-pager --unit kvd --lines 40 ; said "FAILED: $*"; exit 1; }
+inside sh -c 'echo "cpu_bytes = \"much\"" >/etc/kvd/kvd.toml'
+inside systemctl start kvd 2>/dev/null && fail "a start with a wrong setting"
+status=$(inside systemctl show --property ExecMainStatus --value kvd)
+[ "$status" = 78 ] || fail "exit status $status of a wrong setting"
+inside systemctl is-failed --quiet kvd || fail "a wrong setting was tried again"
+said "did not try a wrong setting again"
+inside sh -c 'echo "cpu_bytes = \"64MiB\"" >/etc/kvd/kvd.toml'
 inside systemctl start kvd || fail "the start"
 inside kvd status >/dev/null || fail "ready when started"
 said "started and ready, as user $(inside systemctl show --property User --value kvd)"
@@ -119,7 +118,9 @@ done
 [ "$after" != "$before" ] || fail "the watchdog"
 inside systemctl start kvd || fail "the start after the watchdog" # waits for the one under way
 inside kvd status >/dev/null || fail "ready after the watchdog"
-inside journalctl --no-pager --unit kvd | grep 'service.py.* in _turn' >/dev/null || fail "the loop's stack in the journal"
+# Python's own words for a stack, and the package: neither file nor function, which may be renamed.
+stack=$(inside journalctl --no-pager --output cat --unit kvd | sed -n '/^Fatal Python error: Aborted/,/^Extension modules/p')
+grep -q 'File ".*/site-packages/kvd/daemon/' <<<"$stack" || fail "the loop's stack in the journal"
 [ "$(ready)" = "$stored" ] || fail "chunks after the watchdog: $(ready) of $stored"
 said "a frozen broker was ended and started again, with its $stored chunks"
 

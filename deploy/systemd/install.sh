@@ -1,6 +1,6 @@
 #!/bin/sh
 # Installs kvd as a service: a user, /opt/kvd, the unit and its settings. Run it again to upgrade.
-# usage: install.sh WHEEL-OR-NAME [PIP OPTIONS...]   such as: install.sh 'kvd-offload[daemon,cuda]' kvd-offload-tools
+# usage: install.sh CHECKOUT-OR-WHEEL... [PIP OPTIONS...]   such as: install.sh '.[daemon,cuda]' ./client/tools
 set -eu
 [ $# -ge 1 ] || { sed -n '2,3p' "$0" >&2; exit 2; }
 [ "$(id -u)" = 0 ] || { echo "install.sh: run it as root" >&2; exit 1; }

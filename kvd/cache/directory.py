@@ -380,7 +380,7 @@ class DirectoryWriter(DirectoryView):
         for i in np.unique(np.concatenate((same, same + 1))).tolist():
             name = (int(hashes[i]), self.key(int(slots[i])))
             if name in seen:
-                raise LedgerDamaged(f"two chunks have the key {name[1].hex()}")
+                raise LedgerDamaged("two chunks have the same key")
             seen.add(name)
 
     def release(self) -> None:
@@ -443,7 +443,7 @@ class DirectoryWriter(DirectoryView):
             if not 0 < len(key) <= KEY_BYTES or crc32(key) != hash32:
                 raise IntegrityError(f"index entry {place}: slot {slot} has another key")
             if self.generation(slot) > self.floor and self.find(key) != slot:
-                raise IntegrityError(f"slot {slot} cannot be found by its key {key.hex()}")
+                raise IntegrityError(f"slot {slot} cannot be found by its key")
         self._check_changes()
 
     def _check_changes(self) -> None:

@@ -8,12 +8,13 @@ Little-endian. A header page, then the stamps, then the records::
 
     offset  type    header
          0  8 bytes magic "kvd-led" and a zero byte, written last: without it, nothing was kept
-         8  u32     version (4)
+         8  u32     version (5)
         12  u32     size of a record (80)
         16  u64     number of slots
         24  u32     length of the description
         28  u32     zlib.crc32 of bytes 8..28 and the description
         32          description: `Kept` as JSON
+     65512  u64     number of the last change, see kvd.cache.trailer
      65520  u64     epoch of the namespace in tiers: what they keep of another one is nothing;
                     0 while none is known
      65528  u64     floor: a record counts only where its generation is above it
@@ -36,6 +37,10 @@ there with all its record, or not at all. The rules for who writes it:
 - a chunk is recorded when its bytes are in the pool, before the directory calls it READY;
 - it is erased before the directory frees its slot, so before anybody may write there.
 
+Every change has a number, and the trailer of the pool's file has the number of the last one
+(`kvd.cache.trailer`): a ledger that was replaced by an older copy, or whose pool was, has another
+number than the pool, and is not believed. Stamps have no part in that: a wrong one costs order.
+
 The check words are against other hands than the daemon's: where one does not fit, nothing
 of that ledger is believed.
 """
@@ -50,6 +55,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvd.cache.trailer import PoolTrailer
 from kvd.errors import LedgerDamaged
 from kvd_proto.directory import KEY_BYTES
 from kvd_proto.directory_header import MAX_BLOCKS, MAX_SLOTS
@@ -58,7 +64,7 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 MAGIC = b"kvd-led\0"
-VERSION = 4
+VERSION = 5
 HEADER_BYTES = 65536  # the description of a thousand ranks fits
 RECORD_BYTES = 80
 _WORDS = RECORD_BYTES // 8
@@ -68,6 +74,7 @@ _CHECK = struct.Struct("<I")
 _DESCRIPTION_AT = 32
 _FLOOR_AT = HEADER_BYTES - 8
 _EPOCH_AT = HEADER_BYTES - 16
+_NUMBER_AT = HEADER_BYTES - 24
 _RECORD = struct.Struct(f"<QIHHBxH4x{KEY_BYTES}s")
 _TAIL = struct.Struct("<I4x")
 _DTYPE = np.dtype(
@@ -121,18 +128,28 @@ class Ledger:
 
     Args:
         buffer: its memory.
+        trailer: of the pool that its chunks lie in.
 
     Raises:
-        LedgerDamaged: it holds no ledger of this version.
+        LedgerDamaged: it holds no ledger of this version, or is older or newer than the pool.
     """
 
-    def __init__(self, buffer: "WriteableBuffer") -> None:
+    def __init__(self, buffer: "WriteableBuffer", trailer: PoolTrailer) -> None:
         whole = memoryview(buffer).cast("B")
         self.kept, self.num_slots = _read_header(whole)
+        self._trailer = trailer
+        self._entry = trailer.entry(self.kept.namespace)
         self._whole = whole
         stamps_end = HEADER_BYTES + self.num_slots * 8
         self._floor = whole[_FLOOR_AT:HEADER_BYTES].cast("Q")
         self._epoch = whole[_EPOCH_AT:_FLOOR_AT].cast("Q")
+        self._number = whole[_NUMBER_AT:_EPOCH_AT].cast("Q")
+        numbers = trailer.numbers(self._entry)
+        if self._number[0] not in numbers:
+            raise LedgerDamaged(
+                f"its last change is number {self._number[0]}, the pool has its chunks after change"
+                f" {numbers[1]}: the ledger or the pool is an older one"
+            )
         self._records = whole[stamps_end : stamps_end + self.num_slots * RECORD_BYTES]
         self._words = self._records.cast("Q")
         self.stamps: npt.NDArray[np.uint64] = np.frombuffer(
@@ -140,7 +157,9 @@ class Ledger:
         )
 
     @classmethod
-    def create(cls, buffer: "WriteableBuffer", num_slots: int, kept: Kept) -> Self:
+    def create(
+        cls, buffer: "WriteableBuffer", num_slots: int, kept: Kept, trailer: PoolTrailer
+    ) -> Self:
         """Make a ledger in memory that is all zero; touches its header only.
 
         Raises:
@@ -149,17 +168,31 @@ class Ledger:
         whole = memoryview(buffer).cast("B")
         description = msgspec.json.encode(kept)
         end = _DESCRIPTION_AT + len(description)
-        if len(whole) < ledger_bytes(num_slots) or end > _EPOCH_AT:
+        if len(whole) < ledger_bytes(num_slots) or end > _NUMBER_AT:
             raise LedgerDamaged(
                 f"{len(whole)} bytes for a ledger of {ledger_bytes(num_slots)} bytes whose"
-                f" header has {end} of {_EPOCH_AT}"
+                f" header has {end} of {_NUMBER_AT}"
             )
         head = _HEAD.pack(VERSION, RECORD_BYTES, num_slots, len(description))
         whole[8 : 8 + len(head)] = head
         whole[28:32] = _CHECK.pack(crc32(description, crc32(head)))
         whole[_DESCRIPTION_AT:end] = description
         whole[:8] = MAGIC
-        return cls(buffer)
+        trailer.add(kept.namespace)
+        ledger = cls(buffer, trailer)
+        ledger.renumber()
+        return ledger
+
+    def renumber(self) -> None:
+        """Make a change of nothing: no copy from before is believed from now on."""
+        self._end(self._begin())
+
+    def _begin(self) -> int:
+        return self._trailer.begin(self._entry)
+
+    def _end(self, number: int) -> None:
+        self._number[0] = number
+        self._trailer.end(self._entry, number)
 
     def record(  # noqa: PLR0917 a record has these six parts
         self, slot: int, generation: int, first: int, count: int, group: int, key: bytes
@@ -167,19 +200,24 @@ class Ledger:
         """The slot's chunk is READY from here on."""
         packed = _RECORD.pack(generation, crc32(key), first, count, len(key), group, key)
         base = slot * RECORD_BYTES
+        number = self._begin()
         self._words[slot * _WORDS] = 0
         self._records[base + 8 : base + RECORD_BYTES] = packed[8:] + _TAIL.pack(crc32(packed, slot))
         self._words[slot * _WORDS] = generation
+        self._end(number)
 
     def erase(self, slots: Sequence[int]) -> None:
         """These slots hold no READY chunk, as far as the next daemon is concerned."""
-        words = self._words
+        words, number = self._words, self._begin()
         for slot in slots:
             words[slot * _WORDS] = 0
+        self._end(number)
 
     def forget(self, floor: int) -> None:
         """Chunks of this generation or a lower one are none: one store, whatever their number."""
+        number = self._begin()
         self._floor[0] = floor
+        self._end(number)
 
     @property
     def epoch(self) -> int:
@@ -188,7 +226,9 @@ class Ledger:
 
     def take_epoch(self, epoch: int) -> None:
         """Keep an epoch, by one store."""
+        number = self._begin()
         self._epoch[0] = epoch
+        self._end(number)
 
     def __len__(self) -> int:
         return int(np.count_nonzero(self._table()["generation"] > np.uint64(self._floor[0])))
@@ -225,6 +265,7 @@ class Ledger:
         self.stamps = np.zeros(0, np.uint64)
         self._floor.release()
         self._epoch.release()
+        self._number.release()
         self._words.release()
         self._records.release()
         self._whole.release()
@@ -243,7 +284,7 @@ def _read_header(whole: memoryview) -> tuple[Kept, int]:
         raise LedgerDamaged(f"ledger version {version}, {VERSION} is needed")
     (check,) = _CHECK.unpack_from(whole, 28)
     end = _DESCRIPTION_AT + length
-    if end > _EPOCH_AT or check != crc32(
+    if end > _NUMBER_AT or check != crc32(
         whole[_DESCRIPTION_AT:end], crc32(whole[8 : 8 + _HEAD.size])
     ):
         raise LedgerDamaged("the ledger's header is damaged: its check word does not fit")

@@ -15,6 +15,7 @@ from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.ledger import Kept, Ledger, ledger_bytes
 from kvd.cache.resets import Resets
+from kvd.cache.trailer import PoolTrailer
 from kvd.config.settings import Settings
 from kvd.config.tiers import parse_tiers
 from kvd.errors import KvdError, LedgerDamaged, Refused
@@ -39,11 +40,13 @@ class Keeping:
 
     make_buffer: makes zero-filled memory that outlives the daemon; as that of a directory.
     pool: names the pool, so that no ledger is ever read beside another one.
+    trailer: of the pool, which has the number of each ledger's last change.
     generation_base: greater than every generation that a daemon before this one gave.
     """
 
     make_buffer: MakeBuffer
     pool: str
+    trailer: PoolTrailer
     generation_base: int
 
 
@@ -239,7 +242,7 @@ class Namespaces:
             blocks_per_chunk=geometry.blocks_per_chunk,
         )
         buffer = self._keeping.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
-        return Ledger.create(buffer, geometry.num_slots, kept)
+        return Ledger.create(buffer, geometry.num_slots, kept, self._keeping.trailer)
 
     def is_outdated(self, ledger: Ledger) -> bool:
         """Whether its namespace was reset while another pool was in use."""
@@ -272,6 +275,7 @@ class Namespaces:
             raise LedgerDamaged(f"its description is invalid: {kept}")
         namespace = self._add(ns_id, kept.label, geometry, ledger)
         namespace.table.restore(ledger.chunks())
+        ledger.renumber()
         return namespace
 
     def _add(

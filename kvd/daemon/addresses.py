@@ -4,7 +4,7 @@ import errno
 import socket
 
 from kvd.config.values import Listen
-from kvd.errors import ConfigError
+from kvd.errors import AddressUnavailable, ConfigError
 
 BACKLOG = 128
 
@@ -14,6 +14,7 @@ def bind_tcp(listen: Listen) -> socket.socket:
 
     Raises:
         ConfigError: the address cannot be bound; the text has the remedy.
+        AddressUnavailable: likewise, and it may be free or there later.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -34,7 +35,8 @@ def bind_tcp(listen: Listen) -> socket.socket:
         reason = error.strerror
         if error.errno == errno.EADDRINUSE:
             reason = f"the port is in use (ss -ltnp 'sport = :{listen.port}' shows by whom)"
-        raise ConfigError(
+        passes = error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL}
+        raise (AddressUnavailable if passes else ConfigError)(
             f"http_listen = {listen}: {reason}; choose another with --http-listen HOST:PORT, or"
             " --http-listen off"
         ) from error

@@ -2,12 +2,14 @@
 
 import os
 import select
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvd.machine.open_files import is_out_of_files, open_files_remedy
 from kvd.wire.seqpacket import Channel
 
 if TYPE_CHECKING:  # what the first lanes' start does not need is imported beside them
@@ -48,6 +50,7 @@ class ChildProcess:
         self._pause = pause
         self._delay = _FIRST_DELAY
         self._process: subprocess.Popen[bytes] | None = None
+        self._killed_because = ""
         self.link: Channel | None = None
         self.pidfd = -1
         self.served = False
@@ -90,7 +93,8 @@ class ChildProcess:
             import logging  # noqa: PLC0415  # what the first lanes need not wait for
 
             log = logging.getLogger("kvd.daemon")
-            log.error("%s cannot be started: %s", self.name, error, extra=self.fields)  # noqa: TRY400  # the text has the reason
+            remedy = f"; {open_files_remedy()}" if is_out_of_files(error) else ""
+            log.error("%s cannot be started: %s%s", self.name, error, remedy, extra=self.fields)  # noqa: TRY400  # the text has the reason
             self._put_off(now)
             return False
         self.link = Channel(ours)
@@ -115,25 +119,26 @@ class ChildProcess:
             raise
         self._process = process
 
-    def kill(self) -> None:
-        """End it without asking; what it has sent can still be received."""
+    def kill(self, why: str = "the daemon stops") -> None:
+        """End it without asking, for a reason; what it has sent can still be received."""
         if self._process is not None:
+            self._killed_because = self._killed_because or why
             self._process.kill()
 
-    def hang_up(self) -> None:
-        """End it, and receive nothing more."""
+    def close_link(self) -> None:
+        """Receive nothing more. A child that has closed its own end exits by itself."""
         if self.link is not None:
             self._poller.unregister(self.link.fileno())
             self.link.close()
             self.link = None
-        self.kill()
 
     def reap(self, now: float) -> str:
         """Wait for the end of one that was killed, or has ended; return why it ended."""
         if self._process is None:
             return ""
-        self.hang_up()
+        self.close_link()
         code = self._process.wait()
+        why, self._killed_because = self._killed_because, ""
         self._process = None
         self._poller.unregister(self.pidfd)
         os.close(self.pidfd)
@@ -143,6 +148,8 @@ class ChildProcess:
             self.start_at = now + self._pause
         else:
             self._put_off(now)
+        if code == -signal.SIGKILL and why:
+            return f"killed by kvd: {why}"
         return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
 
     def _put_off(self, now: float) -> None:

@@ -24,6 +24,7 @@ from kvd.daemon.allowed import AllowList
 from kvd.daemon.descriptors import Receiver, Taken
 from kvd.daemon.request_socket import Requests
 from kvd.errors import BadDatagram, ChannelFull, KvdError, Refused
+from kvd.machine.open_files import is_out_of_files, open_files_remedy
 from kvd.wire.listener import Listener, NoDescriptor
 from kvd.wire.seqpacket import Channel, close_all
 from kvd_proto.codec import WIRE
@@ -147,8 +148,14 @@ class Connections:
                 self._receive(connection)
         except EOFError:
             self._end(connection)
-        except (BadDatagram, Refused, OSError) as error:
+        except (BadDatagram, Refused) as error:
             self._disconnect(connection, error)
+        except OSError as error:
+            if is_out_of_files(error):
+                text = f"no file descriptor is left for its registration; {open_files_remedy()}"
+                self._disconnect(connection, Refused(ErrorCode.LIMIT, text))
+            else:
+                self._disconnect(connection, error)
 
     def _receive(self, connection: Connection) -> None:
         """Have the next frame received with its descriptors; until then nothing else is read."""

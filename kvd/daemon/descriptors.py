@@ -17,8 +17,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvd.daemon.child import ChildProcess
-from kvd.daemon.receiver import DROP, FOREIGN, READ, TAKEN
-from kvd.errors import BadDatagram, KvdError, Refused
+from kvd.daemon.receiver import DROP, FOREIGN, FULL, READ, TAKEN
+from kvd.errors import DescriptorsLost, KvdError, Refused
+from kvd.machine.open_files import open_files_remedy
 from kvd.machine.trust import HOW
 from kvd.wire.seqpacket import MAX_DATAGRAM_BYTES, Channel, close_all
 from kvd_proto.messages import ErrorCode
@@ -140,7 +141,7 @@ class Receiver:
 
     def _send(self, now: float) -> None:
         if self._link is None:
-            text = "no process or descriptor is left to receive descriptors; raise LimitNOFILE"
+            text = f"no process or descriptor is left to receive descriptors; {open_files_remedy()}"
             self._done(Refused(ErrorCode.LIMIT, text))
             return
         connection = self._orders[0].connection
@@ -158,8 +159,13 @@ class Receiver:
 
     def _receive_answer(self, link: Channel) -> None:
         received: Taken | None = b"", ()
-        with contextlib.suppress(EOFError, BadDatagram):
+        try:
             received = link.recv()
+        except DescriptorsLost as error:
+            self._done(Refused(ErrorCode.LIMIT, str(error)))
+            return
+        except EOFError:
+            pass
         if received is None:
             return
         frame, fds = received
@@ -176,6 +182,9 @@ class Receiver:
                 f" a device; make memory with {HOW}"
             )
             self._end(uid)
+        elif frame == FULL:
+            code = ErrorCode.LIMIT
+            text = f"no file descriptor is left to receive; {open_files_remedy()}"
         elif frame:
             text = "descriptors were cut off on their way"
         else:
@@ -193,7 +202,8 @@ class Receiver:
     def _end(self, uid: int | None) -> None:
         """Kill the process; it ends now, or when a file system of this user answers."""
         if self._child is not None:
-            self._child.hang_up()
+            self._child.close_link()
+            self._child.kill()
             self._leaving[self._child] = -1 if uid is None else uid
             self._child = None
 

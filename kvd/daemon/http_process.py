@@ -101,13 +101,12 @@ class HttpProcess:
             try:
                 child.link.recv()
             except EOFError:
-                child.hang_up()
+                child.close_link()
             else:
                 self._heard, child.served = now, True
         elif now - self._heard > _SILENT_SECONDS:
-            log.error("the HTTP process is killed: silent for %.0f s", now - self._heard)
+            child.kill(f"did not report for {now - self._heard:.0f} s")
             self._heard = now
-            child.kill()
 
     def close(self) -> None:
         """End the process and give the addresses back."""

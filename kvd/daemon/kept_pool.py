@@ -20,8 +20,10 @@ from pathlib import Path
 
 from kvd.cache.ledger import MAGIC, Ledger
 from kvd.cache.namespaces import Keeping, Namespaces
+from kvd.cache.trailer import NAME_BYTES, PoolTrailer
 from kvd.daemon.descriptions import DescriptionFile
 from kvd.daemon.memory import PoolMemory
+from kvd.daemon.pool_dirs import purge_command
 from kvd.daemon.pool_files import (
     DESCRIPTIONS,
     LEDGER,
@@ -33,6 +35,7 @@ from kvd.daemon.pool_files import (
     remove_tree,
 )
 from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refused
+from kvd.machine.room import held_bytes
 from kvd.pool.filling import FillOrder
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
@@ -67,12 +70,15 @@ class KeptPool:
         self, pool_dir: Path, runtime_dir: Path, *, keeps: bool, cold: bool = False
     ) -> None:
         self._files = PoolFiles(pool_dir, runtime_dir)
+        self._pool_dir, self._runtime_dir = pool_dir.absolute(), runtime_dir
         self.keeps = keeps and self._files.own
         self._cold = cold
         self._before = self._files.read_manifest()  # this daemon's own once it is settled
         self._goes_on = False
         self._fresh = False  # nothing of an older pool is left
         self._new: tuple[Manifest, PoolMemory] | None = None  # not there yet
+        self._trailer: PoolTrailer | None = None
+        self._mapped: mmap.mmap | None = None  # the trailer, in the pool's file
 
     # ---------------------------------------------------------------- start
 
@@ -83,10 +89,7 @@ class KeptPool:
 
     def held_bytes(self) -> int:
         """Return the memory that the pool's file takes now, which this daemon uses or frees."""
-        try:
-            return self._files.pool.lstat().st_blocks * 512
-        except OSError:
-            return 0
+        return held_bytes(self._files.pool)
 
     def open(
         self, cpu_bytes: int, make_namespaces: MakeNamespaces
@@ -103,11 +106,35 @@ class KeptPool:
             PoolError: the memory cannot be had, or no descriptor is left; nothing is lost.
             Refused: a directory cannot be made now.
         """
-        name, epoch, ledgers = self._find(cpu_bytes)
+        name, ledgers = self._find(cpu_bytes)
         try:
             pool = PoolMemory(self._files.pool, cpu_bytes)
         except PoolError as error:
             raise PoolError(f"{error}{self.what_stays}") from error
+        try:
+            return pool, self._fill(cpu_bytes, name, pool, ledgers, make_namespaces)
+        except (PoolError, Refused):
+            self._unmap()
+            pool.close()
+            raise
+
+    def _fill(
+        self,
+        cpu_bytes: int,
+        name: str,
+        pool: PoolMemory,
+        ledgers: _Ledgers,
+        make_namespaces: MakeNamespaces,
+    ) -> Namespaces:
+        """Return the namespaces of a pool, with the chunks of these ledgers."""
+        if self._goes_on:
+            self._mapped = pool.map_trailer()
+            trailer = PoolTrailer(self._mapped)
+        else:
+            trailer = PoolTrailer.create(name)
+        self._trailer = trailer
+        epoch = self._next_epoch(trailer)
+        trailer.number = max(trailer.number, epoch << _EPOCH_SHIFT)
         manifest = Manifest(
             version=VERSION,
             pool=name,
@@ -117,22 +144,31 @@ class KeptPool:
             kernel=kernel_boot(),
             epoch=epoch,
         )
-        keeping = Keeping(self.make_ledger, name, epoch << _EPOCH_SHIFT) if self.keeps else None
         self._new = manifest, pool
-        try:
-            if self._goes_on or pool.fresh:  # nothing is given up for it
-                self.settle()
-            while True:
-                namespaces = make_namespaces(keeping, pool.fill)
-                if self._restore(ledgers, namespaces):
-                    self._drop_orphans(ledgers)
-                    return pool, namespaces
-        except (PoolError, Refused):
-            pool.close()
-            raise
+        if self._goes_on or pool.fresh:  # nothing is given up for it
+            self.settle()
+        keeping = None
+        if self.keeps:
+            keeping = Keeping(self.make_ledger, name, trailer, epoch << _EPOCH_SHIFT)
+        while True:
+            namespaces = make_namespaces(keeping, pool.fill)
+            if self._restore(ledgers, namespaces, trailer):
+                self._drop_orphans(ledgers)
+                trailer.retain(file.name.removesuffix(LEDGER) for file in ledgers)
+                return namespaces
 
-    def _find(self, cpu_bytes: int) -> tuple[str, int, _Ledgers]:
-        """Return name and epoch of a pool of `cpu_bytes`, and what it can go on with."""
+    def _next_epoch(self, trailer: PoolTrailer) -> int:
+        """Return an epoch greater than that of any daemon before, as far as files tell.
+
+        The clock makes epochs grow even where no file is left to tell the last one. It may be
+        wrong by any number of years: they must fit 32 bits, with room for more restarts.
+        """
+        now = max(0, min(int(time.time()), _LAST_CLOCK))
+        before = self._before.epoch if self._before is not None else 0
+        return max(now, before + 1, (trailer.number >> _EPOCH_SHIFT) + 1)
+
+    def _find(self, cpu_bytes: int) -> tuple[str, _Ledgers]:
+        """Return the name of a pool of `cpu_bytes`, and what it can go on with."""
         self._undo()
         manifest = self._usable
         if manifest is not None and manifest.cpu_bytes != cpu_bytes:
@@ -144,15 +180,11 @@ class KeptPool:
             )
             manifest = None
         self._goes_on = manifest is not None
-        # The clock makes epochs grow even where no manifest is left to tell the last one. It may
-        # be wrong by any number of years: they must fit 32 bits, with room for more restarts.
-        now = max(0, min(int(time.time()), _LAST_CLOCK))
-        epoch = max(now, self._before.epoch + 1) if self._before is not None else now
         if manifest is None:
             with contextlib.suppress(OSError):  # a file is used again, for its memory
                 if not is_own_file(self._files.pool.lstat()):
                     remove_tree(self._files.pool)
-            return os.urandom(16).hex(), epoch, {}
+            return os.urandom(NAME_BYTES // 2).hex(), {}
         ledgers: _Ledgers = {}
         for file in self._files.ledgers():
             try:
@@ -164,14 +196,14 @@ class KeptPool:
                 ) from error
         if not ledgers:
             log.info("the kept pool of %s is used again; it has no chunks", format_size(cpu_bytes))
-        return manifest.pool, epoch, ledgers
+        return manifest.pool, ledgers
 
-    def _restore(self, ledgers: _Ledgers, namespaces: Namespaces) -> bool:
+    def _restore(self, ledgers: _Ledgers, namespaces: Namespaces, trailer: PoolTrailer) -> bool:
         """Reopen every ledger; return False where one was set aside and all must begin again."""
         for file, buffer in list(ledgers.items()):
             began = time.perf_counter()
             try:
-                ledger = Ledger(buffer)
+                ledger = Ledger(buffer, trailer)
                 if ledger.kept.namespace != file.name.removesuffix(LEDGER):
                     raise LedgerDamaged(f"it is that of namespace {ledger.kept.namespace}")
                 if not len(ledger) and not ledger.epoch:  # tiers may keep more of it
@@ -222,16 +254,20 @@ class KeptPool:
         Does nothing where that is done.
 
         Raises:
-            PoolError: there is no room for the manifest.
+            PoolError: there is no room for the manifest, or no descriptor for the trailer.
         """
         if self._new is None:
             return
         manifest, pool = self._new
         if not self._goes_on:
+            mapped = pool.map_trailer()
             if self._before is not None:
                 log.info("the new pool is there: the one that was kept is given up")
             for file in self._files.of_namespaces():
                 remove_tree(file)
+            if self._trailer is not None:  # over bytes of the old pool, which has no chunks now
+                self._trailer.move(mapped)
+            self._mapped = mapped
         self._files.write_manifest(manifest)
         self._before, self._new, self._fresh = manifest, None, not self._goes_on
         for draft in self._files.of_namespaces(_DRAFT):
@@ -285,16 +321,33 @@ class KeptPool:
         """Remove the files of a namespace that is closed."""
         for kind in (LEDGER, DESCRIPTIONS):
             self._file(name, kind).unlink(missing_ok=True)
+        if self._trailer is not None:
+            self._trailer.drop(name)
 
     # ------------------------------------------------------------------ end
 
     def close(self) -> None:
         """Leave the files to the next daemon, or remove them; close the pool's memory before."""
+        self._unmap()
         if self._new is not None:
             self._undo()
         elif self._fresh and not self.keeps:
             self.remove()
         self._files.close()
+
+    def left(self, chunks: int) -> str:
+        """Return what stays after `close`, for the last line of the log; empty for nothing.
+
+        Args:
+            chunks: READY in the pool of this daemon.
+        """
+        held = self.held_bytes()
+        if not held:
+            return ""
+        own = self._goes_on or self._fresh
+        what = f"{format_size(held)} with {chunks} chunks" if own else format_size(held)
+        command = purge_command(self._runtime_dir, self._pool_dir)
+        return f"; {what} stay in {self._files.place} for the next daemon; to free them: {command}"
 
     def remove(self) -> int:
         """Remove all files; return how many bytes the pool had."""
@@ -309,14 +362,23 @@ class KeptPool:
         """The same, where this daemon may go on with it."""
         return self._before if self.keeps and not self._cold else None
 
+    def _unmap(self) -> None:
+        if self._trailer is not None:
+            self._trailer.release()
+        if self._mapped is not None:
+            self._mapped.close()
+        self._trailer = self._mapped = None
+
     def _undo(self) -> None:
         """Remove what an unfinished start has made, this one's or another's."""
         self._new = None
         for draft in self._files.of_namespaces(_DRAFT):
             remove_tree(draft)
         with contextlib.suppress(FileNotFoundError):
-            if self._before is not None and self._files.pool.lstat().st_size > self._before.bytes:
-                os.truncate(self._files.pool, self._before.bytes)
+            if self._before is not None:
+                size = self._files.file_bytes(self._before)
+                if self._files.pool.lstat().st_size > size:
+                    os.truncate(self._files.pool, size)
 
     def _file(self, name: str, kind: str) -> Path:
         """The ledger, or the descriptions, of a namespace of this daemon."""

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import logging
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -12,7 +11,7 @@ from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect
 from kvd.daemon.lane_process import LaneProcess
 from kvd.daemon.memory import PoolMemory
-from kvd.errors import BadDatagram, ChannelFull
+from kvd.errors import BadDatagram, ChannelFull, DescriptorsLost
 from kvd.wire.link import (
     LINK,
     BeginLane,
@@ -25,8 +24,6 @@ from kvd.wire.link import (
 from kvd.wire.seqpacket import close_all
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import Message
-
-log = logging.getLogger("kvd.daemon")
 
 
 class Lanes:
@@ -99,7 +96,9 @@ class Lanes:
                     while (received := link.recv()) is not None:
                         self._message(process, *received, now)
                 except EOFError:
-                    process.hang_up()
+                    process.close_link()
+                except DescriptorsLost as error:  # of LaneReady, which brings the lifeline
+                    process.kill(f"the broker could not receive its lifeline: {error}")
             if process.pidfd in ready:
                 reason = process.reap(now)
                 if not self._core.state.stopping:
@@ -110,9 +109,8 @@ class Lanes:
     ) -> None:
         try:
             _, message = LINK.decode(frame)
-        except DecodeError:
-            log.exception("%s sent what is no message", process.name, extra=process.fields)
-            process.kill()
+        except DecodeError as error:
+            process.kill(f"sent what is no message: {error}")
             return
         if isinstance(message, LaneReady) and fds:
             process.lifeline, fds = fds[0], fds[1:]
@@ -121,7 +119,7 @@ class Lanes:
         self._carry_out(self._core.supervision.received(process.device, message, now))
 
     def send(self, device: str, message: Message, fds: Sequence[int]) -> None:
-        """Write to a lane; one that does not read is killed."""
+        """Send an order to a lane; one that does not read is killed."""
         process = self.processes[device]
         if process.link is None:
             return
@@ -137,9 +135,10 @@ class Lanes:
             text = f"the layout is too large to hand to the lane: {error}"
             refusal = Imported(session=message.session, error=text, attempt=message.attempt)
             self._carry_out(self._core.supervision.received(device, refusal, time.monotonic()))
-        except (ChannelFull, EOFError, OSError) as error:
-            log.error("%s does not read (%s)", process.name, error, extra=process.fields)  # noqa: TRY400  # the text has the reason
-            process.kill()
+        except EOFError:
+            pass  # it exits; `turn` sees that
+        except (ChannelFull, OSError) as error:
+            process.kill(f"its orders cannot be sent: {error}")
 
     def close(self) -> None:
         """End all without asking."""

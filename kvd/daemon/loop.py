@@ -51,6 +51,7 @@ from kvd.daemon.http_process import HttpProcess
 from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.lane_processes import Lanes
 from kvd.daemon.memory import PoolMemory
+from kvd.daemon.pool_dirs import forget_pool_dir
 from kvd.daemon.request_socket import Requests
 from kvd.daemon.reset_file import ResetFile
 from kvd.daemon.shared import DirectoryMemory, ReadyPipes
@@ -59,7 +60,7 @@ from kvd.daemon.tier_processes import TierProcesses
 from kvd.errors import PoolError, Refused
 from kvd.machine.process import Standstill
 from kvd.machine.process_usage import UsageReader
-from kvd.machine.room import available_bytes
+from kvd.machine.room import PoolLimits
 from kvd.pool.filling import FillOrder
 from kvd.wire.listener import Listener
 from kvd_proto.messages import ErrorCode
@@ -134,6 +135,9 @@ class Service:
             tiers=tiers,
         )
         self._tiers = TierProcesses(self.core, self._poller, self._carry_out)
+        reserve = settings.reserve_bytes if settings.pool_bytes is None else None
+        for warning in self._pool_limits().warnings(reserve):
+            self._note(Event(warning, "warning"))
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
         self._lanes = Lanes(
@@ -240,6 +244,9 @@ class Service:
 
     # ----------------------------------------------------------------- pool
 
+    def _pool_limits(self) -> PoolLimits:
+        return PoolLimits.of(Path(self._settings.pool_dir), self._kept_pool.held_bytes())
+
     def _open_pool(self, cpu_bytes: int) -> Namespaces:
         def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
             return Namespaces(
@@ -271,11 +278,11 @@ class Service:
 
     def _open_sized(self, effect: OpenPool) -> None:
         """Open a pool whose size the ranks of an engine decide."""
-        available = available_bytes(Path(self._settings.pool_dir)) + self._kept_pool.held_bytes()
+        largest = self._pool_limits().largest
         registration = self.core.registration
         try:
             cpu_bytes, explanation = auto_size(
-                self._settings, effect.layouts, available, self._kept_pool.kept_bytes()
+                self._settings, effect.layouts, largest, self._kept_pool.kept_bytes()
             )
             namespaces = self._open_pool(cpu_bytes)
         except Refused as refusal:
@@ -315,7 +322,7 @@ class Service:
                 case DropLane():
                     del self._lanes.processes[effect.device]  # which has ended
                 case KillLane():
-                    self._lanes.processes[effect.device].kill()
+                    self._lanes.processes[effect.device].kill(effect.why)
                 case _:
                     self._account(effect)
 
@@ -325,7 +332,7 @@ class Service:
             case OpenPool():
                 self._open_sized(effect)
             case KillTier():
-                self._tiers.kill(effect.tier, wrong=effect.wrong)
+                self._tiers.kill(effect.tier, effect.why, wrong=effect.wrong)
             case DropFds():
                 if connection := self._connections.open.get(effect.session):
                     connection.drop_fds()
@@ -388,12 +395,17 @@ class Service:
         self._requests.close()
         self._lanes.close()
         self._tiers.close()
+        ledgers = [each.directory.ledger for each in self.core.state.open_namespaces]
+        chunks = sum(len(ledger) for ledger in ledgers if ledger is not None)
         if self._pool is not None:
             self._pool.close()
         self._kept_pool.close()
+        left = self._kept_pool.left(chunks)
+        if not left:
+            forget_pool_dir(self._runtime.path, Path(self._settings.pool_dir))
         self._runtime.release()  # last: the next daemon may start from here on
         self._notifier.close()
-        log.info("stopped")
+        log.info("stopped%s", left)
 
     def __repr__(self) -> str:
         return f"<Service {self._runtime!r}: {self.core!r}>"

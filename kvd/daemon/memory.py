@@ -1,5 +1,8 @@
 """The pool's file on tmpfs, which lanes map and clients never see.
 
+Behind the chunks' bytes it has a trailer in pages of its own (`kvd.cache.trailer`), which only the
+broker maps. It is in memory before anything else is, so no write to it can fail later.
+
 Its pages are allocated by a thread of its own, so that a full /dev/shm is an error message
 at start and not a SIGBUS under load, and so that the broker answers meanwhile. What becomes
 of it when the daemon ends is the business of `kvd.daemon.kept_pool`.
@@ -11,6 +14,7 @@ at several nodes, on each in turn, so that no rank has all of its bytes far away
 
 import contextlib
 import fcntl
+import mmap
 import os
 import threading
 from collections.abc import Callable
@@ -19,7 +23,7 @@ from pathlib import Path
 from kvd.broker.effects import Event
 from kvd.errors import PoolError
 from kvd.machine import numa
-from kvd.machine.room import Filesystem, lack_of_room
+from kvd.machine.room import TRAILER_BYTES, Filesystem, PoolLimits
 from kvd.pool.filling import FillOrder
 from kvd_proto.sizes import format_size
 
@@ -33,9 +37,11 @@ class PoolMemory:
     Args:
         path: where it lies; a file that is there is used with what it holds. A larger one keeps
             its size until `settle`.
-        nbytes: its size at least; it has whole pages.
+        nbytes: of chunks; they take whole pages.
 
     Attributes:
+        nbytes: of the pages with chunks, where the trailer begins.
+        file_bytes: of the file, with the trailer.
         fresh: no memory was there.
         place: on which nodes it lies, once that is known; None where there is one node.
 
@@ -51,6 +57,8 @@ class PoolMemory:
         try:
             filesystem = Filesystem.of(path.parent)
             self.nbytes = filesystem.whole_pages(nbytes)
+            trailer_bytes = filesystem.whole_pages(TRAILER_BYTES)
+            self.file_bytes = self.nbytes + trailer_bytes
             self._step = max(_STEP, filesystem.page_bytes)
             self.fill = FillOrder.of(self.nbytes, filesystem.page_bytes)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -60,24 +68,41 @@ class PoolMemory:
                 status = os.fstat(self.fd)
                 held, size = status.st_blocks * 512, status.st_size
                 self.fresh = not held
-                problem = lack_of_room(filesystem, nbytes, held)
-                if problem:
-                    if self.fresh:
-                        path.unlink()
-                    raise PoolError(problem)
-                os.ftruncate(self.fd, max(self.nbytes, size))
+                if self.fresh:
+                    undo.callback(path.unlink)
+                else:
+                    undo.callback(os.ftruncate, self.fd, size)
+                if shortage := PoolLimits.of(path.parent, held).shortage(nbytes):
+                    raise PoolError(str(shortage))
+                os.ftruncate(self.fd, max(self.file_bytes, size))
+                if held >= max(self.file_bytes, size):
+                    self.allocated = self.nbytes
+                else:
+                    os.posix_fallocate(self.fd, self.nbytes, trailer_bytes)
                 undo.pop_all()
         except OSError as error:
             raise PoolError(f"{path}: the pool cannot be made: {error.strerror}") from error
         self._size_before: int | None = size
-        if held >= max(self.nbytes, size):
-            self.allocated = self.nbytes
         # Lanes touch what is allocated, and count it; where some of it is there already and
         # some is not, only a whole pool is safe to touch.
         self._patchy = not self.fresh and not self.allocated
         self._exclusive = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def map_trailer(self) -> mmap.mmap:
+        """Map the trailer.
+
+        Raises:
+            PoolError: it cannot be mapped now.
+        """
+        try:
+            return mmap.mmap(self.fd, self.file_bytes - self.nbytes, offset=self.nbytes)
+        except OSError as error:
+            raise PoolError(
+                f"{self.path}: the pool's trailer cannot be mapped: {error.strerror}; raise"
+                " LimitNOFILE (ulimit -n) or free memory"
+            ) from error
 
     def start(self, wake: Callable[[], object]) -> None:
         """Start the thread that allocates; it calls `wake` after every piece and at its end."""
@@ -146,7 +171,7 @@ class PoolMemory:
 
     def settle(self) -> None:
         """Cut the file to the size of this pool."""
-        os.ftruncate(self.fd, self.nbytes)
+        os.ftruncate(self.fd, self.file_bytes)
         self._size_before = None
 
     def close(self) -> None:

@@ -3,7 +3,7 @@
 A pool lies in a directory of its own (mode 0700) that is named after the runtime
 directory's path, so that a daemon finds what its predecessor left, and no other's::
 
-    <pool_dir>/kvd-<digest>/pool               the bytes of all chunks
+    <pool_dir>/kvd-<digest>/pool               the bytes of all chunks, and a trailer
     <pool_dir>/kvd-<digest>/manifest.json      which pool this is
     <pool_dir>/kvd-<digest>/<namespace>.ledger its READY chunks, see kvd.cache.ledger
     <pool_dir>/kvd-<digest>/<namespace>.descriptions what routers need to know of them
@@ -23,9 +23,10 @@ from typing import Annotated
 
 import msgspec
 
+from kvd.cache.trailer import HEAD_BYTES, NAME_BYTES, pack_head
 from kvd.errors import AlreadyRunning, ConfigError, PoolError
 from kvd.machine.directory_lock import lock_directory
-from kvd.machine.room import Filesystem
+from kvd.machine.room import TRAILER_BYTES, Filesystem
 from kvd.machine.trust import check_place
 
 log = logging.getLogger("kvd.daemon")
@@ -34,22 +35,25 @@ NOTES_DIR = Path("/dev/shm")  # where hugetlbfs takes no files that are written
 MANIFEST = "manifest.json"
 LEDGER = ".ledger"
 DESCRIPTIONS = ".descriptions"
-VERSION = 2
+VERSION = 3
 _MANIFEST_BYTES = 512  # of the file, whatever is in it
+_LONGEST_MANIFEST = 4096  # that is read: a longer file is none
 _ASIDE = ".damaged-"
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Which pool this is.
 
-    inode: of the pool's file, so that no other file is taken for it.
-    bytes: that are the pool; what the file has beyond them is of a larger one that was not made.
+    pool: its name, of random letters; the trailer of its file has it, too.
+    inode: of its file: a copy of the file, which may have been made while a daemon wrote, is none.
+    bytes: of the chunks; the trailer follows them. What the file has beyond that is of a larger
+        pool that was not made.
     kernel: the machine's boot, for a filesystem that outlives it may have lost some writes.
     epoch: the daemon that wrote this; the next one has a greater one, of 32 bits.
     """
 
     version: int
-    pool: str
+    pool: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{NAME_BYTES}}}$")]
     cpu_bytes: int
     bytes: int
     inode: int
@@ -62,11 +66,19 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             return f"it has version {self.version}, this daemon reads {VERSION}"
         if self.kernel != kernel_boot():
             return "the machine was started anew since"
-        with contextlib.suppress(OSError):
-            found = pool_file.lstat()
-            if is_own_file(found) and found.st_ino == self.inode and found.st_size >= self.bytes:
-                return ""
-        return f"{pool_file} is gone, or another file"
+        try:
+            fd = os.open(pool_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            return f"{pool_file} is gone, or another file"
+        try:
+            status = os.fstat(fd)
+            if not is_own_file(status) or status.st_ino != self.inode:
+                return f"{pool_file} is another file"
+            if os.pread(fd, HEAD_BYTES, self.bytes) != pack_head(self.pool):
+                return f"{pool_file} has the chunks of another pool, or none"
+        finally:
+            os.close(fd)
+        return ""
 
 
 class PoolFiles:
@@ -84,12 +96,13 @@ class PoolFiles:
 
     def __init__(self, pool_dir: Path, runtime_dir: Path) -> None:
         if not pool_dir.is_dir():
-            raise ConfigError(
-                f"pool_dir = {pool_dir}: no such directory; use a tmpfs such as /dev/shm"
-            )
+            what = "this is not a directory" if pool_dir.exists() else "no such directory"
+            raise ConfigError(f"pool_dir = {pool_dir}: {what}; use a tmpfs such as /dev/shm")
         self.own = True
         place = notes = pool_dir / area_name(runtime_dir)
-        if not Filesystem.of(pool_dir).writable:
+        filesystem = Filesystem.of(pool_dir)
+        self._trailer_bytes = filesystem.whole_pages(TRAILER_BYTES)
+        if not filesystem.writable:
             # No other pool's: nothing of a pool that lies in NOTES_DIR is taken for this one's.
             notes = NOTES_DIR / area_name(runtime_dir, pool_dir.absolute())
         check_place("pool_dir", pool_dir)
@@ -118,7 +131,11 @@ class PoolFiles:
     def read_manifest(self) -> Manifest | None:
         """Return which pool is there; None where none can be used, and the log says why."""
         try:
-            content = self._manifest.read_bytes()
+            with self._manifest.open("rb") as file:
+                content = file.read(_LONGEST_MANIFEST + 1)
+            if len(content) > _LONGEST_MANIFEST:
+                self.set_aside(self._manifest, f"it has more than {_LONGEST_MANIFEST} bytes")
+                return None
             manifest = msgspec.json.decode(content, type=Manifest) if content else None
         except FileNotFoundError:
             manifest = None
@@ -158,6 +175,10 @@ class PoolFiles:
                 f"{self._manifest} cannot be written: {error.strerror}; make room there, or choose"
                 " another --pool-dir"
             ) from error
+
+    def file_bytes(self, manifest: Manifest) -> int:
+        """Return the size of the file of this pool."""
+        return manifest.bytes + self._trailer_bytes
 
     def ledgers(self) -> list[Path]:
         """Return the ledgers, or what stands in their places."""

@@ -11,8 +11,8 @@ memory is checked by the lane.
 
 The broker sends connections over the link. Of one to READ the next datagram is taken, whose
 bytes the broker has seen already. The answer is TAKEN, with its descriptors; FOREIGN and the
-number of the descriptor that was none of these; or NOTHING that could be read. One to DROP is
-closed, with what was not read.
+number of the descriptor that was none of these; NOTHING that could be read; or FULL, where this
+process may open no more files. One to DROP is closed, with what was not read.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from kvd.machine.process import tie_to_parent
 from kvd.wire.seqpacket import MAX_DESCRIPTORS
 
 READ, DROP = b"r", b"d"
-TAKEN, FOREIGN, NOTHING = b"+", b"-", b"!"
+TAKEN, FOREIGN, NOTHING, FULL = b"+", b"-", b"!", b"#"
 _AT_EMPTY_PATH, _AT_STATX_DONT_SYNC = 0x1000, 0x4000  # linux/fcntl.h, linux/stat.h
 _STATX_BYTES = 256
 _MODE = struct.Struct("28xH")  # struct statx: stx_mode
@@ -65,11 +65,20 @@ def _drain(connection: socket.socket) -> None:
 
 
 def serve(link: socket.socket) -> None:
-    """Serve orders until the link closes, or a descriptor must not be closed here."""
+    """Serve orders until the broker is gone, or a descriptor must not be closed here."""
+    with contextlib.suppress(ConnectionError):
+        _serve(link)
+
+
+def _serve(link: socket.socket) -> None:
     while True:
         order, connections, _, _ = socket.recv_fds(link, 16, 1, socket.MSG_CMSG_CLOEXEC)
         if not order:
             return
+        if not connections:  # this process may open no more files
+            if order == READ:
+                link.send(FULL)
+            continue
         with socket.socket(fileno=connections[0]) as connection:
             if order == DROP:
                 _drain(connection)
@@ -86,7 +95,7 @@ def serve(link: socket.socket) -> None:
             link.send(FOREIGN + str(foreign[0]).encode())
             return
         if flags & socket.MSG_CTRUNC:
-            link.send(NOTHING)
+            link.send(FULL)
         else:
             socket.send_fds(link, [TAKEN], fds)
         for fd in fds:

@@ -26,7 +26,8 @@ class Requests:
         self._boot_id = core.state.boot_id
         self._identities: dict[int, bytes] = {}  # of the sessions' sockets
         self._sessions: dict[bytes, Session] = {}  # the first of each socket
-        self._dropped = 0  # frames that were no messages, and replies that were not read
+        self._dropped_frames = 0  # that were no messages
+        self._dropped_replies = 0  # whose client does not read, or is gone
 
     def receive(self, now: float) -> Iterator[list[Effect]]:
         """Serve what has arrived, a batch at most; yield the effects of each request."""
@@ -36,8 +37,11 @@ class Requests:
                 break
             try:
                 header = REQUESTS.decode_header(received.frame)
-            except DecodeError:  # without a header there is no id to answer to
-                self._dropped += 1
+            except DecodeError as error:  # without a header there is no id to answer to
+                self._dropped_frames += 1
+                self._log_unreadable(
+                    received.identity, self._sessions.get(received.identity), error
+                )
                 continue
             yield self._received(received.identity, header, received.frame, now)
         self.count()
@@ -48,7 +52,17 @@ class Requests:
             for limit, times in limits.items():
                 self._core.state.reached(limit, times)
             limits.clear()
-        self._core.frames_dropped(self._dropped + self.router.dropped)
+        frames = self._dropped_frames + self.router.dropped
+        self._core.messages_dropped(frames, self._dropped_replies)
+
+    def _log_unreadable(self, identity: bytes, session: Session | None, error: DecodeError) -> None:
+        text = "a message of %s, uid %d, cannot be read: %s"
+        if session is not None:
+            who, uid = session.who, session.peer.uid
+            log.warning(text, who, uid, error, extra=who.fields)
+        else:
+            pid, uid = self.router.peer(identity)
+            log.warning(text, f"pid {pid}", uid, error, extra={"pid": pid})
 
     def forget(self, session: Session) -> None:
         """The session has ended: new connections may displace its socket."""
@@ -95,6 +109,7 @@ class Requests:
             code = ErrorCode.BAD_MESSAGE
             if isinstance(error, VersionMismatch):
                 code = ErrorCode.BAD_VERSION
+            self._log_unreadable(identity, session, error)
             return self._refuse(identity, header, code, str(error))
         try:
             return self._core.request(session, header.request_id, message, now, descriptors)
@@ -128,7 +143,7 @@ class Requests:
                 token,
             )
         if not self.router.send(identity, frame):
-            self._dropped += 1  # a peer that does not read loses its own replies only
+            self._dropped_replies += 1  # a peer that does not read loses its own replies only
 
     def close(self) -> None:
         """Close the socket."""

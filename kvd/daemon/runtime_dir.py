@@ -12,6 +12,7 @@ import stat
 from pathlib import Path
 
 from kvd.errors import AlreadyRunning, ConfigError
+from kvd.machine.access import explain_denied
 from kvd.machine.directory_lock import lock_directory
 from kvd.machine.trust import check_place
 
@@ -74,6 +75,12 @@ class RuntimeDir:
                 f"a daemon with pid {self._holder()} serves {self.path}; stop it, or choose another"
                 " directory with --runtime-dir"
             ) from None
+        except PermissionError as error:
+            why = explain_denied(self.path) or f"{error.filename}: {error.strerror}"
+            raise ConfigError(
+                f"runtime_dir = {self.path}: {why}; or choose a directory that this user may"
+                " write, with --runtime-dir"
+            ) from error
         except OSError as error:
             what = error.filename or "it cannot be locked"  # as on NFS
             raise ConfigError(

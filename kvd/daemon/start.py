@@ -68,7 +68,9 @@ def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
         begun = Begun(allowed, notifier, runtime, first)
         with starting():
             from kvd.daemon.loop import Service  # noqa: PLC0415
+            from kvd.daemon.pool_dirs import remember_pool_dir  # noqa: PLC0415
 
+            remember_pool_dir(runtime.path, Path(settings.pool_dir))
             service = Service(
                 loaded, sources, version, begun, tiers=_tiers(settings.tier), cold=cold
             )

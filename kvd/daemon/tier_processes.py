@@ -100,11 +100,10 @@ class TierProcesses:
                 close_all(received[1])
                 _, message = TIERING.decode(received[0])
             except EOFError:
-                child.hang_up()
+                child.close_link()
                 return
-            except (DecodeError, BadDatagram):
-                log.exception("%s sent what is no message", child.name, extra=child.fields)
-                child.kill()
+            except (DecodeError, BadDatagram) as error:
+                child.kill(f"sent what is no message: {error}")
                 return
             child.served |= isinstance(message, TierReady)
             self._carry_out(self._core.tiering.received(index, message, now))
@@ -120,20 +119,24 @@ class TierProcesses:
             return
         try:
             child.link.send(TIERING.encode(message), fds)
-        except (ChannelFull, EOFError, OSError) as error:
-            log.error("%s does not read (%s)", child.name, error, extra=child.fields)  # noqa: TRY400  # the text has the reason
-            child.kill()
+        except EOFError:
+            pass  # it exits; `turn` sees that
+        except (ChannelFull, OSError) as error:
+            why = f"its orders cannot be sent: {error}"
+            log.error("%s is killed: %s", child.name, why, extra=child.fields)  # noqa: TRY400  # the text has the reason
+            child.kill(why)
 
-    def kill(self, index: int, *, wrong: bool) -> None:
+    def kill(self, index: int, why: str, *, wrong: bool) -> None:
         """End a process without asking; after one that was wrong the next comes later each time."""
         self._children[index].served &= not wrong
-        self._children[index].kill()
+        self._children[index].kill(why)
 
     def close(self) -> None:
         """End all, those that were told to stop after a moment, and wait for none that hangs."""
         self._wait()
         for child in self._children:
-            child.hang_up()
+            child.close_link()
+            child.kill()
         for child in self._wait():
             log.error(
                 "%s, pid %d, does not end: its medium hangs; the next daemon starts when it has"

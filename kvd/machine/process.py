@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import gc
 import os
-import resource
 import signal
 import struct
 import time
@@ -42,12 +41,6 @@ def be_spared_last() -> None:
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
-
-
-def raise_descriptor_limit() -> None:
-    """Have as many descriptors as the hard limit allows: sessions and their memory bring them."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def give_way() -> None:

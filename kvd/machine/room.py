@@ -1,24 +1,42 @@
-"""How much memory a pool may take: of its filesystem, of the control group, of the machine.
+"""How much memory a pool may take: of the machine, of the control group, of its filesystem.
 
-tmpfs (such as /dev/shm) takes files of any size and has room as statvfs says. hugetlbfs
-hands out huge pages: files are whole pages long, can be mapped but not written with
-write(), and without a size option of the mount statvfs knows nothing of the room.
+`PoolLimits` is the one calculation: for a fixed size, for `auto`, and for the doctor.
+
+tmpfs (such as /dev/shm) takes files of any size and has room as statvfs says, even where that
+is more than the machine has memory. hugetlbfs hands out huge pages: files are whole pages long,
+can be mapped but not written with write(), and their pages were taken from the machine's memory
+before; without a size option of the mount statvfs knows nothing of the room.
 """
 
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from kvd_proto.sizes import format_size
 
+TRAILER_BYTES = 33 * 4096  # behind the chunks in the pool's file, see kvd.cache.trailer
+HEADROOM = 2**30  # for the daemon's own processes; half of the memory where there is little
 _HUGETLBFS = "hugetlbfs"
 _TMPFS = "tmpfs"
-_FREE_PAGES = Path("/sys/kernel/mm/hugepages")
+_HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
+_MEMINFO = Path("/proc/meminfo")
 _SMALL_PAGE = 4096
 _MOUNTS = Path("/proc/self/mounts")
 _ESCAPED = str.maketrans({c: rf"\{ord(c):03o}" for c in " \t\n\\#"})  # as the kernel writes paths
 _GROUPS = Path("/sys/fs/cgroup")
 _V1_UNLIMITED = 2**62  # version 1 writes "no limit" as the largest number of whole pages
+
+
+@dataclass(frozen=True, slots=True)
+class Shortage:
+    """Why a pool does not fit, with the figures, and the remedy."""
+
+    text: str
+    remedy: str
+
+    def __str__(self) -> str:
+        return f"{self.text}; {self.remedy}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +46,7 @@ class Filesystem:
     kind, mounted_at: as the kernel lists it.
     page_bytes: what files in it are multiples of.
     size, room: its bytes, and how many are left.
+    huge_pages: of hugetlbfs: how many pages of `page_bytes` the machine has set aside.
     """
 
     directory: Path
@@ -36,9 +55,10 @@ class Filesystem:
     page_bytes: int
     size: int
     room: int
+    huge_pages: int = 0
 
     @classmethod
-    def of(cls, directory: Path) -> "Filesystem":
+    def of(cls, directory: Path) -> Self:
         """Return the filesystem that `directory` is on."""
         found = os.statvfs(directory)
         size, room = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
@@ -46,9 +66,10 @@ class Filesystem:
         if kind != _HUGETLBFS:
             return cls(directory, kind, mounted_at, _SMALL_PAGE, size, room)
         page = found.f_bsize
-        if not found.f_blocks:
-            room = _free_huge_pages(page) * page
-        return cls(directory, kind, mounted_at, page, size, room)
+        pages, free = _huge_pages(page, "nr"), _huge_pages(page, "free") * page
+        if found.f_blocks:  # the mount has a size
+            free = min(free, room)
+        return cls(directory, kind, mounted_at, page, size or pages * page, free, pages)
 
     @property
     def writable(self) -> bool:
@@ -57,30 +78,12 @@ class Filesystem:
 
     @property
     def is_memory(self) -> bool:
-        """What lies in it counts as memory of the control group that put it there."""
-        return self.kind == _TMPFS
+        """Its files lie in memory, and nowhere else."""
+        return self.kind in (_TMPFS, _HUGETLBFS)
 
     def whole_pages(self, nbytes: int) -> int:
         """Return `nbytes` rounded up to whole pages."""
         return -(-nbytes // self.page_bytes) * self.page_bytes
-
-    def remedy(self, wanted: int, missing: int) -> str:
-        """Return the remedy where a pool of `wanted` bytes lacks some; both in whole pages."""
-        if not self.writable:
-            return (
-                f"choose a smaller --cpu-bytes or reserve {wanted // self.page_bytes} huge pages of"
-                f" {format_size(self.page_bytes)} (sysctl vm.nr_hugepages)"
-            )
-        if self.kind == _TMPFS:
-            mib = -(-(self.size + missing) // 2**20)
-            return (
-                "choose a smaller --cpu-bytes or enlarge the filesystem"
-                f" (mount -o remount,size={mib}M {self.mounted_at})"
-            )
-        return (
-            f"choose a smaller --cpu-bytes or make room at {self.mounted_at} ({self.kind}); a tmpfs"
-            " such as /dev/shm suits a pool better"
-        )
 
 
 def _mount(directory: Path) -> tuple[str, str]:
@@ -96,19 +99,43 @@ def _mount(directory: Path) -> tuple[str, str]:
     return kind, str(place)
 
 
-def _free_huge_pages(page_bytes: int) -> int:
-    try:
-        file = _FREE_PAGES / f"hugepages-{page_bytes // 1024}kB" / "free_hugepages"
-        return int(file.read_text(encoding="ascii"))
-    except (OSError, ValueError):
-        return 0
+def _pages_file(page_bytes: int, which: str) -> Path:
+    return _HUGE_PAGES / f"hugepages-{page_bytes // 1024}kB" / f"{which}_hugepages"
+
+
+def _huge_pages(page_bytes: int, which: str) -> int:
+    text = _read(_pages_file(page_bytes, which)).strip()
+    return int(text) if text.isdigit() else 0
+
+
+@dataclass(frozen=True, slots=True)
+class MachineMemory:
+    """Memory of the machine in bytes, without swap and without the huge pages set aside.
+
+    available: what can be had without swapping; the page cache counts as available.
+    """
+
+    total: int
+    available: int
+
+    @classmethod
+    def read(cls) -> Self:
+        """Return what the kernel says now."""
+        fields = {}
+        for line in _MEMINFO.read_text(encoding="ascii").splitlines():
+            name, _, rest = line.partition(":")
+            fields[name] = int(rest.split()[0]) * 1024
+        return cls(fields["MemTotal"] - fields.get("Hugetlb", 0), fields["MemAvailable"])
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryLimit:
     """The tightest limit on the way from a group up to the root, in bytes.
 
-    Memory files count against the group that first touched them, so `room` is what a pool may take.
+    Memory files count against the group that first touched them: a kept pool may count against
+    the group of the daemon before.
+
+    used: without the page cache, which the kernel drops before it kills.
     """
 
     group: Path
@@ -135,59 +162,211 @@ def memory_limit(
     for line in _read(proc / (str(pid) if pid else "self") / "cgroup").splitlines():
         number, controllers, name = line.split(":", 2)
         if number == "0" and not controllers:
-            base, limit, used = root, "memory.max", "memory.current"
+            base, limit, used, prefix = root, "memory.max", "memory.current", ""
         elif "memory" in controllers.split(","):
-            base, limit, used = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            base, prefix = root / "memory", "total_"
+            limit, used = "memory.limit_in_bytes", "memory.usage_in_bytes"
         else:
             continue
         group = base / name.lstrip("/")
         while group.is_relative_to(base):
             text, current = _read(group / limit).strip(), _read(group / used).strip()
             if text.isdigit() and current.isdigit() and int(text) < _V1_UNLIMITED:
-                found.append(MemoryLimit(group, int(text), int(current)))
+                in_use = max(0, int(current) - _page_cache(group, prefix))
+                found.append(MemoryLimit(group, int(text), in_use))
             group = group.parent
     return min(found, key=lambda each: each.room, default=None)
 
 
-def available_bytes(pool_dir: Path) -> int:
-    """Return the least of available memory, what the control group leaves, room in `pool_dir`."""
-    found = os.statvfs(pool_dir)
-    limits = [_available_memory(), found.f_bavail * found.f_frsize]
-    group = memory_limit()
-    if group is not None:
-        limits.append(group.room)
-    return min(limits)
+def _page_cache(group: Path, prefix: str) -> int:
+    """Return the bytes of files on disks that count against a group; those of tmpfs do not."""
+    names = (f"{prefix}inactive_file", f"{prefix}active_file")
+    fields = (line.split() for line in _read(group / "memory.stat").splitlines())
+    return sum(int(value) for name, value in fields if name in names)
 
 
-def _available_memory() -> int:
-    """Return the bytes that the machine has without swapping."""
-    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    kib = next(line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-    return int(kib) * 1024
+def _without_headroom(nbytes: int) -> int:
+    return nbytes - min(HEADROOM, nbytes // 2)
 
 
-def lack_of_room(filesystem: Filesystem, nbytes: int, held: int) -> str:
-    """Return why a pool of `nbytes` does not fit, with figures and remedy; empty where it does.
+def written_size(nbytes: int) -> str:
+    """Return a size as a setting is written, not above `nbytes`: whole GiB, or MiB below 4 GiB."""
+    return f"{nbytes // 2**30}GiB" if nbytes >= 2**32 else f"{nbytes // 2**20}MiB"
 
-    Args:
-        filesystem: where the pool's file goes.
-        nbytes: the pool's size.
-        held: bytes that a file there takes now and the pool uses again.
+
+def held_bytes(pool_file: Path) -> int:
+    """Return the memory that a pool's file takes now, which the next daemon uses again."""
+    try:
+        return pool_file.lstat().st_blocks * 512
+    except (FileNotFoundError, NotADirectoryError):
+        return 0
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLimits:
+    """What limits the size of a pool.
+
+    `HEADROOM` is left to the daemon's own processes, of the machine and of the control group.
+    A pool in huge pages takes none of that memory.
+
+    held: bytes that the pool's file takes already. They are used again, so a pool that is no
+        larger fits in any case.
     """
-    room, wanted = filesystem.room + held, filesystem.whole_pages(nbytes)
-    if room < wanted:
-        return (
-            f"a pool of {format_size(nbytes)} does not fit {filesystem.directory}, which has"
-            f" {format_size(room)} left; {filesystem.remedy(wanted, wanted - room)}"
+
+    filesystem: Filesystem
+    memory: MachineMemory
+    group: MemoryLimit | None
+    held: int
+
+    @classmethod
+    def of(cls, pool_dir: Path, held: int) -> Self:
+        """Return the limits of a pool in `pool_dir`, as they are now, for this process."""
+        return cls(Filesystem.of(pool_dir), MachineMemory.read(), memory_limit(), held)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest pool that fits now, without the trailer of its file."""
+        rooms = [self.filesystem.room]
+        if self._counts_as_memory:
+            rooms.append(_without_headroom(self.memory.available))
+            if self.group is not None:
+                rooms.append(_without_headroom(self.group.room))
+        trailer = self.filesystem.whole_pages(TRAILER_BYTES)
+        return max(0, self.held + max(0, min(rooms)) - trailer)
+
+    def shortage(self, nbytes: int) -> Shortage | None:
+        """Return why a pool of `nbytes` does not fit, the machine's memory first."""
+        return self.of_machine(nbytes) or self.of_group(nbytes) or self.of_filesystem(nbytes)
+
+    def of_machine(self, nbytes: int) -> Shortage | None:
+        """Return why the machine's memory is too small."""
+        missing = self._missing(nbytes)
+        if not missing or not self._counts_as_memory:
+            return None
+        available = self.memory.available
+        room = _without_headroom(available)
+        if missing <= room:
+            return None
+        others = ""
+        if missing <= self.memory.total - self.held - HEADROOM:
+            others = "end other processes first"
+        return Shortage(
+            f"a pool of {format_size(nbytes)} does not fit the machine's memory:"
+            f" {format_size(available)} of {format_size(self.memory.total)} are"
+            f" available{self._and_held}, of which {format_size(available - room)} are for kvd's"
+            " own processes",
+            self._remedy(others),
         )
-    group = memory_limit() if filesystem.is_memory else None
-    if group is not None and wanted - held > group.limit:
-        return (
-            f"a pool of {format_size(nbytes)} does not fit the control group {group.group}, which"
-            f" may take {format_size(group.limit)}; choose a smaller --cpu-bytes or raise the limit"
-            " (memory.max, MemoryMax=, resources.limits.memory)"
+
+    def of_group(self, nbytes: int) -> Shortage | None:
+        """Return why the control group's limit is too low."""
+        group, missing = self.group, self._missing(nbytes)
+        if group is None or not missing or not self._counts_as_memory:
+            return None
+        room = _without_headroom(group.room)
+        if missing <= room:
+            return None
+        raised = ""
+        if self.of_machine(nbytes) is None:
+            limit = -(-(group.used + missing + HEADROOM) // 2**20)
+            raised = (
+                f"raise the limit to {limit} MiB (memory.max, MemoryMax=, resources.limits.memory)"
+            )
+        return Shortage(
+            f"a pool of {format_size(nbytes)} does not fit the control group {group.group}:"
+            f" {format_size(group.room)} of {format_size(group.limit)} are left{self._and_held},"
+            f" of which {format_size(group.room - room)} are for kvd's own processes",
+            self._remedy(raised),
         )
-    return ""
+
+    def of_filesystem(self, nbytes: int) -> Shortage | None:
+        """Return why the filesystem is too small."""
+        filesystem = self.filesystem
+        missing = self._missing(nbytes) - filesystem.room
+        if missing <= 0:
+            return None
+        return Shortage(
+            f"a pool of {format_size(nbytes)} does not fit {filesystem.directory}"
+            f" ({filesystem.kind}): {format_size(filesystem.room)} of"
+            f" {format_size(filesystem.size)} are left{self._and_held}",
+            self._remedy(self._enlarged(nbytes, missing)),
+        )
+
+    def warnings(self, reserve: int | None) -> list[str]:
+        """Return what a start says of a pool that can be made, but hardly as it was meant.
+
+        Args:
+            reserve: bytes that `auto` leaves to others; None where the size is fixed.
+        """
+        doubts = [self.on_disk(), self.of_reserve(reserve) if reserve is not None else None]
+        return [str(doubt) for doubt in doubts if doubt is not None]
+
+    def on_disk(self) -> Shortage | None:
+        """Return why the filesystem is none for a pool."""
+        if self.filesystem.is_memory:
+            return None
+        return Shortage(
+            f"pool_dir = {self.filesystem.directory} is on {self.filesystem.kind} at"
+            f" {self.filesystem.mounted_at}, which is no memory: the pool is slow there, and GPUs"
+            " may not pin it",
+            "use a tmpfs such as /dev/shm, or a mounted hugetlbfs",
+        )
+
+    def of_reserve(self, reserve: int) -> Shortage | None:
+        """Return why `auto` makes no pool."""
+        if reserve < self.largest:
+            return None
+        return Shortage(
+            f"reserve = {format_size(reserve)} leaves nothing to a pool of cpu_bytes = auto, which"
+            f" could have {format_size(self.largest)} now: nothing is cached",
+            "choose a smaller --reserve or free memory",
+        )
+
+    @property
+    def _counts_as_memory(self) -> bool:
+        return self.filesystem.kind != _HUGETLBFS
+
+    def _missing(self, nbytes: int) -> int:
+        """Return the bytes that a pool of `nbytes` still takes; none where it is of 0 bytes."""
+        if not nbytes:
+            return 0
+        filesystem = self.filesystem
+        whole = filesystem.whole_pages(nbytes) + filesystem.whole_pages(TRAILER_BYTES)
+        return max(0, whole - self.held)
+
+    @property
+    def _and_held(self) -> str:
+        return f" beside the {format_size(self.held)} of the kept pool" if self.held else ""
+
+    def _remedy(self, other: str) -> str:
+        """Join the ways out: a smaller pool, where one fits, and `other`, where it is one."""
+        ways = [other] if other else []
+        if self.largest >= 2**20:
+            ways.insert(0, f"choose --cpu-bytes {written_size(self.largest)} or less")
+        return ", or ".join(ways) or "free memory first: no smaller pool fits either"
+
+    def _enlarged(self, nbytes: int, missing: int) -> str:
+        """How the filesystem can be made larger, where there is memory for that."""
+        filesystem = self.filesystem
+        if filesystem.kind == _HUGETLBFS:
+            pages = -(-missing // filesystem.page_bytes)
+            if pages * filesystem.page_bytes > _without_headroom(self.memory.available):
+                return ""
+            total, file = filesystem.huge_pages + pages, _pages_file(filesystem.page_bytes, "nr")
+            return (
+                f"set huge pages of {format_size(filesystem.page_bytes)} aside: echo {total} >"
+                f" {file}, early after boot, before memory is in small pieces; a size= of the mount"
+                " must not be smaller"
+            )
+        if filesystem.kind != _TMPFS:
+            return f"make room at {filesystem.mounted_at}"
+        if self.of_machine(nbytes) is not None:
+            return ""
+        mib = -(-(filesystem.size + missing) // 2**20)
+        return (
+            f"enlarge it: mount -o remount,size={mib}M {filesystem.mounted_at}; in Docker"
+            " --shm-size, in Kubernetes a larger emptyDir with medium: Memory"
+        )
 
 
 def _read(path: Path) -> str:

@@ -812,7 +812,7 @@ class TableMachine(RuleBasedStateMachine):
         assert len(queue) == len(expected)
         keys = {chunk.ref: key for key, chunk in model.chunks.items() if chunk.ready}
         found: list[tuple[bytes, int, int, int, int, int]] = []
-        undemoted = table.counts.undemoted
+        missed = 0
         for _ in range(min(2 * n, len(expected))):
             if len(found) < n:
                 ref = expected.pop(0)
@@ -820,9 +820,9 @@ class TableMachine(RuleBasedStateMachine):
                     blocks = model.chunks[keys[ref]].blocks
                     found.append((keys[ref], *ref, min(blocks), len(blocks), 0))
                 else:
-                    undemoted += 1
+                    missed += 1
         assert queue.take(n) == found
-        assert table.counts.undemoted == undemoted
+        assert queue.take_missed() == missed
 
     @rule(seconds=st.sampled_from([0.5, 5.0, 12.0]))
     def time_passes(self, seconds: float) -> None:

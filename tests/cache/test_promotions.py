@@ -8,6 +8,7 @@ from kvd.cache.chunks import ChunkTable
 from kvd.cache.directory import Refs
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
+from kvd.cache.trailer import PoolTrailer
 from kvd_proto.directory import TIER_OWNER, LookupResult, SlotState
 from tests.cache.tables import (
     PAGE,
@@ -184,7 +185,7 @@ def test_a_store_loses_against_what_comes_up() -> None:
 
 
 def test_chunks_that_became_ready_are_to_go_down() -> None:
-    """With their blocks and in their order; those that went before their turn are counted."""
+    """With their blocks and in their order; those that left before their turn are counted once."""
     table = make_table(4, tier=ONE)
     table.watch(ready=True, asked=False)
     assert table.on_asked is None
@@ -197,7 +198,8 @@ def test_chunks_that_became_ready_are_to_go_down() -> None:
     assert first == [(names(1)[0], begun.slots[0], begun.generations[0], 1, 2, 0)]
     store(table, names(3, 10))
     assert waiting(queue) == names(3, 10)
-    assert table.counts.undemoted == table.counts.evicted == 2
+    assert queue.take_missed() == table.counts.evicted == 2
+    assert queue.take_missed() == 0
     table.watch(ready=False, asked=False)
     assert table.slots.demotable is None
 
@@ -268,10 +270,10 @@ def test_a_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     store(table, names(6))
     queue = table.on_ready
     assert queue is not None
-    assert (len(queue), table.counts.undemoted) == (4, 2)
+    assert (len(queue), queue.take_missed()) == (4, 2)
     table.remove(0, 99, 0.0)
     assert queue.take(1) == []
-    assert (len(queue), table.counts.undemoted) == (2, 4)
+    assert (len(queue), queue.take_missed()) == (2, 2)
 
 
 class Daemons:
@@ -279,6 +281,7 @@ class Daemons:
 
     def __init__(self) -> None:
         self.buffers: dict[str, bytearray] = {}
+        self.trailer = PoolTrailer.create("pool")
         self.number = 0
 
     def _make(self, name: str, size: int) -> bytearray:
@@ -288,9 +291,10 @@ class Daemons:
     def start(self) -> tuple[Namespaces, Namespace | None]:
         """The next daemon's namespaces, and the one that was there."""
         self.number += 1
-        keeping = Keeping(self._make, "pool", self.number << 32)
+        keeping = Keeping(self._make, "pool", self.trailer, self.number << 32)
         namespaces = make_namespaces(4 * PAGE, keeping=keeping, tier=ONE)
-        known = [namespaces.reopen(Ledger(buffer)) for buffer in self.buffers.values()]
+        ledgers = [Ledger(buffer, self.trailer) for buffer in self.buffers.values()]
+        known = [namespaces.reopen(ledger) for ledger in ledgers]
         return namespaces, known[0] if known else None
 
 

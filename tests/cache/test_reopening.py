@@ -1,5 +1,7 @@
 """A daemon killed between any two writes to its ledgers: what the next one makes of them."""
 
+import contextlib
+import copy
 from typing import Any
 
 import pytest
@@ -9,10 +11,14 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
+from kvd.cache.trailer import PoolTrailer
+from kvd.errors import LedgerDamaged
+from kvd.machine.room import TRAILER_BYTES
 from kvd_proto.directory import SlotState
 from tests.cache.tables import make_namespaces, pin
 from tests.cache.test_machine import KEYS, KIB, Lease, TableMachine
 
+COPY_EVERY, PUT_BACK_EVERY = 23, 3  # writes; copies are made inside a change, too
 CUTS = (8, 60)  # bytes of a record that were written when the kill came
 
 
@@ -30,6 +36,9 @@ class Watched:
                 self._look()
         self._memory[where] = value
         self._look()
+
+    def __getitem__(self, where: Any) -> Any:
+        return self._memory[where]
 
     def release(self) -> None:
         """As memory's."""
@@ -53,25 +62,30 @@ class Reopening(TableMachine):
 
     def __init__(self) -> None:
         self.buffers: dict[str, bytearray] = {}
-        self.epoch = 0
+        self.trailer = bytearray(TRAILER_BYTES)
+        self.older_ledgers: dict[str, bytearray] = {}
+        self.older: tuple[dict[str, bytearray], bytearray] | None = None
+        self.epoch = self.looks = 0
+        self.models = []
         super().__init__()
 
     def begin(self) -> Namespaces:
         """What the ledgers hold."""
-        return self.start(self.buffers)
+        return self.start(self.buffers, self.trailer)
 
-    def start(self, buffers: dict[str, bytearray]) -> Namespaces:
-        """A daemon's namespaces with what these ledgers hold."""
+    def start(self, buffers: dict[str, bytearray], memory: bytearray) -> Namespaces:
+        """A daemon's namespaces with what these ledgers and this trailer hold."""
         self.epoch += 1
 
         def make(name: str, size: int) -> bytearray:
             buffers[name] = bytearray(size)
             return buffers[name]
 
-        keeping = Keeping(make, "pool", self.epoch << 32)
+        trailer = PoolTrailer(memory)
+        keeping = Keeping(make, "pool", trailer, self.epoch << 32)
         namespaces = make_namespaces(64 * KIB, keeping=keeping, policy=self.policy)
         for buffer in buffers.values():
-            ledger = Ledger(buffer)
+            ledger = Ledger(buffer, trailer)
             if len(ledger) or ledger.epoch:
                 namespaces.reopen(ledger)
         return namespaces
@@ -82,12 +96,47 @@ class Reopening(TableMachine):
         ledger: Any = namespace.directory.ledger
         ledger._words = Watched(ledger._words, self.look)
         ledger._records = Watched(ledger._records, self.look)
+        ledger._number = Watched(ledger._number, self.look)
+        if not isinstance(ledger._trailer._words, Watched):
+            ledger._trailer._words = Watched(ledger._trailer._words, self.look)
         return namespace
+
+    def copy(self) -> tuple[dict[str, bytearray], bytearray]:
+        """The files as they are now."""
+        copies = {name: bytearray(buffer) for name, buffer in self.buffers.items()}
+        return copies, bytearray(self.trailer)
 
     def look(self) -> None:
         """Between two writes: what is kept is complete and nobody else's to write."""
-        copies = {name: bytearray(buffer) for name, buffer in self.buffers.items()}
-        following = self.start(copies)
+        self.check(*self.copy())
+        self.looks += 1
+        if not self.looks % COPY_EVERY:
+            self.older_ledgers, _ = self.copy()
+        elif not self.looks % PUT_BACK_EVERY:
+            self.put_back()
+
+    def put_back(self) -> None:
+        """Somebody puts back older ledgers, or an older pool: what is believed is right."""
+        ledgers, trailer = self.copy()
+        with contextlib.suppress(LedgerDamaged):
+            self.check(copy.deepcopy(self.older_ledgers), trailer)
+        if self.older is not None:
+            with contextlib.suppress(LedgerDamaged):
+                newer = self.start(ledgers, bytearray(self.older[1]))
+                older = self.start(*copy.deepcopy(self.older))
+                for namespace in newer:
+                    before = older.get(namespace.id)
+                    assert before is not None
+                    assert held(namespace.table).items() <= held(before.table).items()
+
+    @rule()
+    def copy_files(self) -> None:
+        """Somebody copies the files between two changes."""
+        self.older = self.copy()
+
+    def check(self, buffers: dict[str, bytearray], trailer: bytearray) -> None:
+        """What the next daemon makes of these files is READY here, and whole."""
+        following = self.start(buffers, trailer)
         following.check_integrity()
         for model in self.models:
             namespace = following.get(model.namespace.id)

@@ -1,6 +1,8 @@
 """Processes that the broker cannot start."""
 
 import itertools
+import os
+import resource
 import select
 import sys
 from collections.abc import Callable, Iterator
@@ -12,6 +14,7 @@ import pytest
 
 from kvd.config.settings import Settings
 from kvd.daemon.http_process import HttpProcess
+from kvd.daemon.lane_process import LaneProcess
 from kvd.daemon.lane_processes import Lanes
 from kvd.wire.link import LanePing
 from tests.waiting import DEADLINE
@@ -55,6 +58,92 @@ def test_a_child_that_cannot_be_started_is_tried_with_growing_pauses(
     assert pauses == sorted(pauses)
     assert pauses[0] < 1.0
     assert pauses[-1] == pytest.approx(LONGEST_PAUSE, abs=0.02)
+
+
+_EXITS = """\
+import os, sys, time
+os.close(int(sys.argv[-1]))
+time.sleep(0.3)
+os._exit(3)
+"""
+_WAITS = "import signal; signal.pause()"
+_SENDS_A_DESCRIPTOR = """\
+import signal, socket, sys
+with socket.socket(fileno=int(sys.argv[-1])) as link:
+    socket.send_fds(link, [b"ready"], [0])
+    signal.pause()
+"""
+
+
+@pytest.fixture
+def lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., str]]:
+    """Runs a program as a lane, does something to it, and returns why it is lost."""
+    program = tmp_path / "program"
+    monkeypatch.setattr(sys, "executable", str(program))
+    reasons: list[str] = []
+    core: Any = SimpleNamespace(
+        state=SimpleNamespace(settings=Settings(), stopping=False),
+        supervision=SimpleNamespace(lost=lambda _device, reason: reasons.append(reason)),
+    )
+    poller = select.epoll()
+    lanes = Lanes(tmp_path, core, poller, lambda _: None)
+    lanes.add("host")
+
+    def run(text: str, act: Callable[[LaneProcess], object] = lambda _: None) -> str:
+        program.write_text(f"#!{sys.base_prefix}/bin/python3\n{text}")
+        program.chmod(0o700)
+        process = lanes.processes["host"]
+        assert process.spawn([], 0.0)
+        act(process)
+        while lanes.running:
+            lanes.turn(dict(poller.poll(DEADLINE)), 0.0)
+        return reasons.pop()
+
+    yield run
+    lanes.close()
+
+
+def test_the_reason_of_an_end_says_who_ended_the_process(lost: Callable[..., str]) -> None:
+    """By kvd and why; by a signal from elsewhere; by itself, though its link closed before."""
+    assert lost(_WAITS, lambda process: process.kill("hung")) == "killed by kvd: hung"
+    assert lost(_WAITS, lambda process: os.kill(process.pid, 9)) == "killed by signal 9"
+    assert lost(_EXITS) == "exit status 3"
+
+
+def test_an_http_process_that_does_not_report_is_replaced_with_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The line says for how long nothing came."""
+    poller = select.epoll()
+    http = HttpProcess(tmp_path, tmp_path / "http.sock", "127.0.0.1:0", poller)
+    for now in (0.0, 10.0, 60.0):  # it begins, starts the process, misses its reports
+        http.turn({}, now)
+    while http.pid >= 0:
+        http.turn(dict(poller.poll(DEADLINE)), 60.0)
+    http.close()
+    lines = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
+    assert lines == ["the HTTP process has ended: killed by kvd: did not report for 50 s"]
+
+
+def test_a_lane_whose_lifeline_the_broker_cannot_receive_is_killed(
+    lost: Callable[..., str],
+) -> None:
+    """The reason is the limit of descriptors and the remedy."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def use_up(process: LaneProcess) -> None:
+        assert process.link is not None
+        select.select([process.link], [], [], DEADLINE)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+
+    try:
+        reason = lost(_SENDS_A_DESCRIPTOR, use_up)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert reason.startswith("killed by kvd: the broker could not receive its lifeline: ")
+    assert "raise LimitNOFILE (ulimit -n), now " in reason
 
 
 def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(

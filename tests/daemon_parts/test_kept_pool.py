@@ -15,9 +15,12 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.descriptions import MakeDescriptions
+from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.cache.resets import Resets
+from kvd.cache.trailer import MOST_LEDGERS
 from kvd.config.settings import Settings
+from kvd.config.sources import Sources
 from kvd.daemon import pool_files
 from kvd.daemon.descriptions import DescriptionFiles
 from kvd.daemon.kept_pool import KeptPool, MakeNamespaces
@@ -26,7 +29,7 @@ from kvd.daemon.pool_files import VERSION, area_name
 from kvd.daemon.shared import DirectoryMemory
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
 from kvd.machine import room
-from kvd.machine.room import Filesystem, MemoryLimit
+from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit
 from kvd.pool.filling import FillOrder
 from kvd_proto.descriptions import (
     HEADER_BYTES,
@@ -279,7 +282,7 @@ def test_other_settings_start_empty(
     assert not len(life.namespaces)
     life.allocate()
     life.keep.settle()
-    assert (area(tmp_path) / "pool").stat().st_size == life.pool.nbytes
+    assert (area(tmp_path) / "pool").stat().st_size == life.pool.file_bytes
     store(life.open().table, keys_of("n", 5))
     if life.keep.keeps:
         assert start(**(change | {"cold": False})).held == [set(keys_of("n", 5))]
@@ -322,11 +325,10 @@ def test_a_pool_that_cannot_fit_leaves_what_is_kept(
     with pytest.raises(PoolError, match=r"does not fit .*; the kept pool of 1 MiB stays as it was"):
         start(**(change | {"cpu_bytes": 2**60}))
     assert contents(area(tmp_path)) == before
-    monkeypatch.setattr(Filesystem, "is_memory", property(lambda _: True))
     limit = MemoryLimit(Path("/sys/fs/cgroup/small"), SIZE, SIZE)
     monkeypatch.setattr(room, "memory_limit", lambda: limit)
     with pytest.raises(
-        PoolError, match=r"control group /sys/fs/cgroup/small, which may take 1 MiB"
+        PoolError, match=r"control group /sys/fs/cgroup/small: 0 B of 1 MiB are left"
     ):
         start(**change)
     assert contents(area(tmp_path)) == before
@@ -377,7 +379,7 @@ def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
     life = start()
     assert set().union(*life.held) == keys
     assert life.pool.ready
-    assert (area(tmp_path) / "pool").stat().st_size == SIZE
+    assert (area(tmp_path) / "pool").stat().st_size == SIZE + TRAILER_BYTES
     assert not list(area(tmp_path).glob("*.new"))
 
 
@@ -389,7 +391,7 @@ def test_what_is_kept_is_given_up_when_the_new_pool_is_there(start: Start, tmp_p
     life.open(0)
     assert not life.pool.may_be_written
     assert before.items() - {"pool": before["pool"]}.items() <= contents(area(tmp_path)).items()
-    assert (area(tmp_path) / "pool").read_bytes()[:SIZE] == before["pool"]
+    assert (area(tmp_path) / "pool").read_bytes().startswith(before["pool"])
     life.allocate()
     assert life.pool.ready
     life.keep.settle()
@@ -474,7 +476,7 @@ def test_a_full_filesystem_hinders_no_restart(
         life = start()
         assert set().union(*life.held) == keys
         assert life.pool.ready
-    with pytest.raises(PoolError, match=rf"remount,size=3M {re.escape(str(tmp_path))}\)"):
+    with pytest.raises(PoolError, match=rf"remount,size=3M {re.escape(str(tmp_path))}"):
         start(3 * SIZE // 2)
     assert set().union(*start().held) == keys
     assert life.ended
@@ -568,6 +570,10 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         "is empty: its namespace starts without chunks",
     ),
     "manifest": (lambda at: (at / "manifest.json").write_bytes(b"{"), "cannot be read"),
+    "a huge manifest": (
+        lambda at: os.truncate(at / "manifest.json", 2**30),
+        "it has more than 4096 bytes",
+    ),
     "another version": (
         lambda at: edit_manifest(at, f'"version":{VERSION}', '"version":99'),
         "version 99",
@@ -602,11 +608,123 @@ def test_what_is_damaged_or_foreign_is_not_believed(
         life = start()
         assert said in caplog.text
         assert not len(life.namespaces)
+        life.allocate()
+        life.keep.settle()
         store(life.open().table, keys_of("n", 5))
         life = start()
         assert life.held == [set(keys_of("n", 5))]
         assert len(list(area(tmp_path).glob("*.damaged-*"))) <= 1, turn
         life.table().reset()
+
+
+PUT_BACK: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "ledger": ((".ledger",), "the ledger or the pool is an older one", ""),
+    "pool": (("pool",), "the ledger or the pool is an older one", ""),
+    "all but the pool": ((".ledger", ".json", ".descriptions"), "is an older one", ""),
+    "manifest": ((".json",), "of the daemon before are here again", "new"),
+    "descriptions": ((".descriptions",), "of the daemon before are here again", "new"),
+    "all": (("",), "of the daemon before are here again", "old"),
+}
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["of the same daemon", "of one before"])
+@pytest.mark.parametrize(("files", "said", "held"), PUT_BACK.values(), ids=PUT_BACK)
+def test_an_older_copy_that_is_put_back_gives_no_wrong_byte(
+    start: Start,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    files: tuple[str, ...],
+    said: str,
+    held: str,
+    *,
+    restarted: bool,
+) -> None:
+    """A ledger or a pool that is older than the other is not believed, whole as it is."""
+    caplog.set_level("INFO")
+    life = start()
+    life.allocate()
+    old = store_described(life.open().table, keys_of("old", 9))
+    older = contents(area(tmp_path))
+    if restarted:
+        life = start()
+    life.table().slots.drop(old)
+    new = store_described(life.table(), keys_of("new", life.table().directory.num_slots))
+    assert set(old) < set(new)
+    life.kill()
+    for name, content in older.items():
+        if name.endswith(files):
+            (area(tmp_path) / name).write_bytes(content)  # the file keeps its inode
+    caplog.clear()
+    life = start()
+    assert said in caplog.text
+    keys = {"": [], "old": keys_of("old", 9), "new": keys_of("new", len(new))}[held]
+    assert life.held == ([set(keys)] if keys else [])
+    if held == "new":
+        found = life.described(life.open())
+        assert all(found[key] in {None, description(key)} for key in keys)
+
+
+def test_a_pool_of_the_format_before_is_given_up(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log says so; its memory is used again."""
+    kept_chunks(start)
+    place = area(tmp_path)
+    edit_manifest(place, f'"version":{VERSION}', '"version":2')
+    os.truncate(place / "pool", SIZE)
+    life = start()
+    assert "it has version 2, this daemon reads" in caplog.text
+    assert life.held == []
+    life.allocate()
+    life.keep.settle()
+    assert (place / "pool").stat().st_blocks * 512 < 2 * SIZE
+    store(life.open().table, keys_of("n", 5))
+    assert start().held == [set(keys_of("n", 5))]
+
+
+def test_a_pool_of_another_name_is_not_believed(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file is the same one for the file system, and holds another pool."""
+    kept_chunks(start)
+    pool = (area(tmp_path) / "pool").read_bytes()
+    start(cold=True).allocate()
+    store(start().open().table, keys_of("n", 5))
+    start().end()
+    (area(tmp_path) / "pool").write_bytes(pool)
+    assert start().held == []
+    assert "has the chunks of another pool, or none" in caplog.text
+
+
+def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its slots are others' by now; the trailer has no entry for it, or a newer one."""
+    life = start()
+    namespace = life.open()
+    store(namespace.table, keys_of("k", 3))
+    ledger = ledger_of(area(tmp_path))
+    older = ledger.read_bytes()
+    for reopened in (False, True):
+        life.namespaces.detach_engine(namespace)
+        life.namespaces.close(namespace)
+        life.keep.drop(namespace.id.hex())
+        if reopened:
+            store(life.open().table, keys_of("n", 3))
+        ledger.write_bytes(older)
+        caplog.clear()
+        life.kill()
+        life = start()
+        said = "is an older one" if reopened else "the pool has no chunks of it"
+        assert said in caplog.text
+        assert life.held == []
+        namespace = life.open()
+
+
+def test_every_namespace_that_may_be_open_has_an_entry_in_the_trailer() -> None:
+    """More namespaces than the trailer has entries cannot be asked for."""
+    with pytest.raises(ConfigError, match="max_namespaces"):
+        Sources(flags={"max_namespaces": str(MOST_LEDGERS + 1)}, environment={}).load()
 
 
 def test_one_damaged_namespace_does_not_take_the_others_along(start: Start, tmp_path: Path) -> None:
@@ -618,16 +736,23 @@ def test_one_damaged_namespace_does_not_take_the_others_along(start: Start, tmp_
     assert start().held == [set(keys_of("b", 9))]
 
 
+def ledger_in(namespace: Namespace) -> Ledger:
+    """The ledger that an open namespace writes."""
+    ledger = namespace.directory.ledger
+    assert ledger is not None
+    return ledger
+
+
 def test_two_owners_of_the_same_bytes_lose_both(start: Start, tmp_path: Path) -> None:
     """Ledgers that contradict each other: nothing says which one is right."""
-    place = area(tmp_path)
     life = start()
-    store(life.open(0).table, keys_of("a", 128))
-    older = (place / f"{NAMES[0].hex()}.ledger").read_bytes()
-    life.table(0).reset()
+    first = life.open(0)
+    store(first.table, keys_of("a", 1))
     store(life.open(1).table, keys_of("b", 80))
-    (place / f"{NAMES[0].hex()}.ledger").write_bytes(older)
+    for slot in range(128):
+        ledger_in(first).record(slot, 7 << 32 | slot, 0, 1, 0, f"more {slot}".encode())
     assert start().held == []
+    assert list(area(tmp_path).glob("*.damaged-*"))
 
 
 def test_two_chunks_under_one_key_are_not_believed(start: Start, tmp_path: Path) -> None:
@@ -635,9 +760,7 @@ def test_two_chunks_under_one_key_are_not_believed(start: Start, tmp_path: Path)
     life = start()
     namespace = life.open()
     slots = store(namespace.table, keys_of("k", 2))
-    ledger = namespace.directory.ledger
-    assert ledger is not None
-    ledger.record(slots[1], 7, 0, 1, 0, b"k 0")
+    ledger_in(namespace).record(slots[1], 7, 0, 1, 0, b"k 0")
     assert start().held == []
     assert list(area(tmp_path).glob("*.damaged-*"))
 
@@ -718,7 +841,7 @@ def test_a_pool_dir_that_is_none_is_named(tmp_path: Path) -> None:
 
 def test_a_pool_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     """The figures are named, and the file is gone."""
-    with pytest.raises(PoolError, match="choose a smaller --cpu-bytes"):
+    with pytest.raises(PoolError, match="choose --cpu-bytes"):
         PoolMemory(tmp_path / "pool", 2**60)
     assert not (tmp_path / "pool").exists()
 
@@ -744,7 +867,7 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     mounts.write_text(f"tmpfs {tmp_path} tmpfs rw 0 0\nnone {huge} hugetlbfs rw 0 0\n")
     monkeypatch.setattr(room, "_MOUNTS", mounts)
     monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
-    monkeypatch.setattr(room, "_free_huge_pages", lambda page: 3 if page == 2**21 else 0)
+    monkeypatch.setattr(room, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
     monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
     found = Filesystem.of(huge)
     assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)
@@ -756,14 +879,16 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     assert pool.fill.piece_bytes % 2**21 == 0
     assert (notes / area_name(RUNTIME, huge) / "manifest.json").exists()
     assert kept.kept_bytes() == 2**21 + 1
-    with pytest.raises(PoolError, match=r"reserve 4 huge pages of 2 MiB \(sysctl vm.nr_hugepages"):
+    with pytest.raises(
+        PoolError, match=r"huge pages of 2 MiB aside: echo \d > /sys/.*/nr_hugepages"
+    ):
         PoolMemory(huge / "large", 7 * 2**20)
     pool.close()
     beside = KeptPool(notes, RUNTIME, keeps=True)  # a pool where the notes of the other one lie
     assert beside.kept_bytes() is None
     beside.close()
     assert kept.kept_bytes() == 2**21 + 1
-    assert kept.remove() == 0
+    assert kept.remove() == 2**21  # the trailer, in a page of its own
     kept.close()
     assert not list(huge.iterdir())
     assert not list(notes.iterdir())

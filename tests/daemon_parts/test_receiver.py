@@ -1,6 +1,7 @@
 """The process that receives descriptors may be lost: what the broker does then."""
 
 import os
+import resource
 import select
 import socket
 import threading
@@ -106,6 +107,43 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
         if child.thread.ident is not None:
             child.thread.join()
         child.there.close()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """The broker's end of a link, which has an order to read a frame in it, and the process's."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    client, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs, client, connection:
+        client.send(b"frame")
+        socket.send_fds(ours, [process.READ], [connection.fileno()])
+        yield ours, theirs
+
+
+def test_a_process_whose_broker_is_gone_ends_without_a_traceback(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """Also where it has an answer to send."""
+    ours, theirs = ends
+    ours.close()
+    process.serve(theirs)
+
+
+def test_a_process_without_descriptors_says_so_and_serves_on(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    """The answer to an order whose connection it cannot receive is that it has no room."""
+    ours, theirs = ends
+    ours.shutdown(socket.SHUT_WR)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+    try:
+        process.serve(theirs)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert ours.recv(16) == process.FULL
 
 
 def test_one_user_holds_a_bounded_number_of_processes(rig: Rig, memory: int) -> None:

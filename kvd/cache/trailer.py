@@ -1,0 +1,155 @@
+"""The trailer of the pool's file: which pool this is, and how far each ledger's chunks are in it.
+
+A ledger and the bytes that it speaks of lie in two files, and either may be replaced by an older
+copy while no daemon runs. So every change of a ledger has a number, and both files have the number
+of the last one. They agree, or the ledger is not believed. Numbers are of one sequence for the
+whole pool: the upper half is the epoch of the daemon that made the change, and every daemon gives
+each ledger a new number when it takes it over, so no number comes twice.
+
+The trailer lies behind the chunks' bytes, in pages of its own, that lanes and tiers do not map.
+Little-endian::
+
+    offset  type      header
+         0  8 bytes   magic "kvd-trl" and a zero byte
+         8  32 bytes  name of the pool, padded with zeros; the manifest has the same
+
+    offset  type      entry, from offset 64 on, one for each ledger
+         0  16 bytes  namespace id
+        16  u64       number of the change that was begun last; 0: the entry is free
+        24  u64       number of the change that was ended last
+
+A change is made in four steps, so that a kill between any two of them leaves a ledger that is
+believed, and holds what it held before the change or after it:
+
+1. the entry says that the number was begun;
+2. the ledger is changed;
+3. the ledger has the number;
+4. the entry says that the number was ended.
+
+After a kill the ledger has one of the entry's two numbers. A copy from before an ended change has
+an older one, and an older pool's entry knows of no newer one.
+"""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+
+from kvd.errors import LedgerDamaged
+from kvd.machine.room import TRAILER_BYTES
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+MAGIC = b"kvd-trl\0"
+NAME_BYTES = 32
+HEAD_BYTES = len(MAGIC) + NAME_BYTES
+_ID_BYTES = 16
+_ENTRIES_AT = 64
+_ENTRY_BYTES = 32
+_ENTRIES = range((_ENTRIES_AT + _ID_BYTES) // 8, TRAILER_BYTES // 8, _ENTRY_BYTES // 8)
+"""An entry is the place of its first number, counted in words of 8 bytes."""
+MOST_LEDGERS = len(_ENTRIES)  # max_namespaces allows fewer
+
+
+def pack_head(pool: str) -> bytes:
+    """Return the header of the trailer of the pool of this name."""
+    return MAGIC + pool.encode("ascii").ljust(NAME_BYTES, b"\0")
+
+
+class PoolTrailer:
+    """Reads and writes a trailer; the daemon that owns the pool is the only one.
+
+    Namespaces are named by their ids in hex.
+
+    Args:
+        buffer: its memory, with a header.
+
+    Attributes:
+        number: of the last change.
+    """
+
+    def __init__(self, buffer: "WriteableBuffer") -> None:
+        self._map(buffer)
+        begun = np.frombuffer(self._bytes, "<u8")[_ENTRIES.start :: _ENTRIES.step]
+        used = (_ENTRIES[place] for place in np.flatnonzero(begun).tolist())
+        self._entries = {self._id(entry): entry for entry in used}
+        self.number = int(begun.max())
+
+    @classmethod
+    def create(cls, pool: str) -> Self:
+        """Make the trailer of a new pool; it lies in ordinary memory until `move`."""
+        buffer = bytearray(TRAILER_BYTES)
+        buffer[:HEAD_BYTES] = pack_head(pool)
+        return cls(buffer)
+
+    def move(self, buffer: "WriteableBuffer") -> None:
+        """Lie in this memory from now on, whatever it holds."""
+        memoryview(buffer).cast("B")[:TRAILER_BYTES] = self._bytes
+        self.release()
+        self._map(buffer)
+
+    def numbers(self, entry: int) -> tuple[int, int]:
+        """Return the numbers of an entry: begun last and ended last."""
+        return self._words[entry], self._words[entry + 1]
+
+    def entry(self, namespace: str) -> int:
+        """Return the entry of a namespace's ledger.
+
+        Raises:
+            LedgerDamaged: there is none.
+        """
+        try:
+            return self._entries[namespace]
+        except KeyError:
+            raise LedgerDamaged("the pool has no chunks of it: it is an older ledger") from None
+
+    def add(self, namespace: str) -> int:
+        """Return the entry of a new ledger, whose first change is begun."""
+        used = set(self._entries.values())
+        entry = self._entries.get(namespace) or next(e for e in _ENTRIES if e not in used)
+        self.number += 1
+        self._write(entry, namespace, self.number)
+        self._entries[namespace] = entry
+        return entry
+
+    def retain(self, namespaces: Iterable[str]) -> None:
+        """Free the entries of all ledgers but these."""
+        for namespace in self._entries.keys() - set(namespaces):
+            self.drop(namespace)
+
+    def drop(self, namespace: str) -> None:
+        """Free the entry of a ledger that is gone; does nothing where there is none."""
+        entry = self._entries.pop(namespace, None)
+        if entry is not None:
+            self._write(entry, namespace, 0)
+
+    def begin(self, entry: int) -> int:
+        """Begin a change of the entry's ledger; return its number."""
+        self.number = number = self.number + 1
+        self._words[entry] = number
+        return number
+
+    def end(self, entry: int, number: int) -> None:
+        """End a change of the entry's ledger."""
+        self._words[entry + 1] = number
+
+    def release(self) -> None:
+        """Let go of the buffer."""
+        self._words.release()
+        self._bytes.release()
+
+    def _id(self, entry: int) -> str:
+        return self._bytes[entry * 8 - _ID_BYTES : entry * 8].hex()
+
+    def _write(self, entry: int, namespace: str, begun: int) -> None:
+        at = entry * 8 - _ID_BYTES
+        packed = bytes.fromhex(namespace) + begun.to_bytes(8, "little") + bytes(8)
+        self._bytes[at : at + _ENTRY_BYTES] = packed
+
+    def _map(self, buffer: "WriteableBuffer") -> None:
+        self._bytes = memoryview(buffer).cast("B")[:TRAILER_BYTES]
+        self._words = self._bytes.cast("Q")
+
+    def __repr__(self) -> str:
+        return f"<PoolTrailer of {len(self._entries)} ledgers, {self.number}>"

@@ -1,0 +1,89 @@
+"""Why a process may not reach a path, and the remedy."""
+
+import grp
+import os
+import pwd
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvd.machine.access import explain_denied
+from tests.daemon.users import OTHER_UID, as_stranger, needs_root
+
+NOBODY = 65534
+GROUP = next((group for group in grp.getgrall() if group.gr_gid not in {0, NOBODY}), None)
+
+pytestmark = [needs_root, pytest.mark.skipif(GROUP is None, reason="there is no other group")]
+
+
+@pytest.fixture
+def closed(runtime_dir: Path) -> Path:
+    """A directory that only root and a group may enter, with a closed one in it."""
+    runtime_dir.parent.chmod(0o711)
+    runtime_dir.mkdir(0o750)
+    (runtime_dir / "inner").mkdir(0o700)
+    assert GROUP is not None
+    os.chown(runtime_dir, 0, GROUP.gr_gid)
+    return runtime_dir
+
+
+def explain(path: Path, uid: int = OTHER_UID) -> str | None:
+    """What a process of this user, who is in no other group, is told."""
+    with as_stranger(uid):
+        return explain_denied(path)
+
+
+@pytest.fixture
+def control_socket(runtime_dir: Path) -> Iterator[Path]:
+    """A socket in a directory that all may enter."""
+    runtime_dir.parent.chmod(0o711)
+    runtime_dir.mkdir(0o755)
+    with socket.socket(socket.AF_UNIX) as listener:
+        path = runtime_dir / "control.sock"
+        listener.bind(str(path))
+        yield path
+
+
+def test_the_first_directory_that_is_closed_is_named_with_the_remedy(closed: Path) -> None:
+    """Uid, directory, mode and group, and the command that puts this user into the group."""
+    assert GROUP is not None
+    name = GROUP.gr_name
+    assert explain(closed / "inner" / "control.sock") == (
+        f"uid {OTHER_UID} may not enter {closed} (mode 0750, group {name}):"
+        f" usermod -aG {name} {OTHER_UID}, then log in again"
+    )
+    link = closed.parent / "link"
+    link.symlink_to(closed)
+    assert explain(link) == explain(closed)
+    assert explain_denied(closed / "inner") is None
+
+
+def test_a_member_whose_process_is_older_is_told_to_log_in_again(
+    closed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's files have the user in the group, the process does not."""
+    assert GROUP is not None
+    monkeypatch.setattr(os, "getgrouplist", lambda _name, _gid: [GROUP.gr_gid])
+    assert str(explain(closed, NOBODY)).endswith(
+        f"is a member now; log in again, or run: newgrp {GROUP.gr_name}"
+    )
+
+
+def test_where_no_group_helps_the_owner_is_named(closed: Path) -> None:
+    """Root's group is none to join, and a group without the right to enter does not help."""
+    closed.chmod(0o700)
+    assert str(explain(closed)).endswith(": run this as root")
+    closed.chmod(0o750)
+    os.chown(closed, NOBODY, 0)
+    assert str(explain(closed)).endswith(f": run this as {pwd.getpwuid(NOBODY).pw_name} or root")
+
+
+def test_a_socket_that_may_not_be_written_is_named(control_socket: Path) -> None:
+    """Every directory is open, and connecting would fail all the same."""
+    control_socket.chmod(0o666)
+    assert explain(control_socket) is None
+    control_socket.chmod(0o600)
+    words = f"uid {OTHER_UID} may not connect to {control_socket} (mode 0600, "
+    assert str(explain(control_socket)).startswith(words)
