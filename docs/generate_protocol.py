@@ -17,6 +17,7 @@ import msgspec
 
 from kvd.cache.directory import DirectoryWriter
 from kvd_proto import messages as m
+from kvd_proto import zmtp
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.changes import CHANGE_BYTES
@@ -111,6 +112,7 @@ _LAYOUT = RankLayout(
     storages=(65536,),
     tensors=(TensorSpec(storage=0, offset=0, page_bytes=4096, block_stride=8192),),
     groups=(GroupSpec(refs=(TensorRef(tensor=0, page_bytes=4096),), block_size=16),),
+    null_block=0,
 )
 _PIN = m.Pin(
     lease=5, lease_ms=60000, slots=IntArray.of((7,), "u4"), generations=IntArray.of((2,), "u8")
@@ -118,9 +120,14 @@ _PIN = m.Pin(
 _BLOCKS = JobBlocks.of((3, 4, 5), (3,), (1,), (0, 9), (1, 4))
 EXAMPLES: tuple[m.Message, ...] = (
     m.Hello(
-        kind="worker", engine="llama-70b", pid=4242, protocol_min=1, protocol_max=1, client="docs 1"
+        kind="worker",
+        engine="llama-70b",
+        pid=4242,
+        protocol_min=m.PROTOCOL_VERSION,
+        protocol_max=m.PROTOCOL_VERSION,
+        client="docs 1",
     ),
-    m.Welcome(protocol=1, daemon="kvd 0.1.0", pid=99),
+    m.Welcome(protocol=m.PROTOCOL_VERSION, daemon="kvd 0.1.0", pid=99),
     m.Register(
         rank=0,
         world_size=2,
@@ -536,6 +543,44 @@ def _vectors() -> list[str]:
     return lines
 
 
+def _connection() -> list[str]:
+    """What each side sends on a connection to the request socket, in that order."""
+    hello, welcome, step = (
+        next(each for each in EXAMPLES if isinstance(each, kind))
+        for kind in (m.Hello, m.Welcome, m.Step)
+    )
+    greeting = slice(zmtp.GREETING_BYTES)
+    ready = slice(zmtp.GREETING_BYTES, None)
+    sent = [
+        ("client", "greeting", zmtp.opening(b"DEALER")[greeting]),
+        ("client", "READY, a command", zmtp.opening(b"DEALER")[ready]),
+        ("daemon", "greeting", zmtp.opening(b"ROUTER")[greeting]),
+        ("daemon", "READY", zmtp.opening(b"ROUTER")[ready]),
+        ("client", "Hello, a message below 256 bytes", _framed(hello)),
+        ("daemon", "Welcome", _framed(welcome)),
+        ("client", "Step, a message of 256 bytes or more", _framed(step)),
+        ("client", "PING, a command", zmtp.command(b"PING", bytes(2) + b"kvd")),
+        ("daemon", "PONG", zmtp.command(b"PONG", b"kvd")),
+    ]
+    intro = (
+        "What travels on a connection to the request socket, in hex, with the frames of the [test"
+        " vectors](#test-vectors). A message is one ZMTP frame: flags, size, and kvd's frame. Both"
+        " sides send greeting and READY at once, without waiting for the other's. PING may come at"
+        " any time after READY."
+    )
+    return [
+        *("## A connection, byte by byte", "", intro, ""),
+        *("| from | what | bytes |", "|---|---|---|"),
+        *(f"| {side} | {what} | `{data.hex()}` |" for side, what, data in sent),
+    ]
+
+
+def _framed(message: m.Message) -> bytes:
+    """The frame of an example as a ZMTP message."""
+    frame = vector(message)
+    return zmtp.frame_header(len(frame)) + frame
+
+
 def generated() -> str:
     """The part below the marker."""
     parts = [
@@ -549,6 +594,7 @@ def generated() -> str:
         _diagram("Session", SESSION),
         _diagram("Job, in its lane", JOB),
         _diagram("Slot of a chunk", SLOT),
+        _connection(),
         _vectors(),
     ]
     return "\n\n".join("\n".join(part).rstrip() for part in parts) + "\n"

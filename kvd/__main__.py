@@ -25,7 +25,7 @@ def main() -> None:
     try:
         from kvd.cli import cli  # noqa: PLC0415  # an engine's environment may lack the extra
     except ModuleNotFoundError as error:
-        sys.exit(f"kvd: {error}; install the daemon with: pip install 'kvd-offload[daemon]'")
+        sys.exit(f"kvd: {error}; in kvd's source tree run: pip install '.[daemon]'")
     cli.main()
 
 

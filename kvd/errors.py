@@ -4,12 +4,15 @@
 
     KvdError
     ├── ConfigError
+    │   └── AddressUnavailable
     ├── AlreadyRunning
     ├── NotRunning
+    │   └── AccessDenied
     ├── PoolError
     ├── LedgerDamaged
     ├── ChannelFull
     ├── BadDatagram
+    │   └── DescriptorsLost
     ├── BadFrame
     ├── LaneError
     │   ├── ImportFailed
@@ -37,12 +40,20 @@ class ConfigError(KvdError):
     """A setting that cannot work; names the key, the value and the remedy."""
 
 
+class AddressUnavailable(ConfigError):
+    """The address of `http_listen` is in use or not on this machine, which may pass."""
+
+
 class AlreadyRunning(KvdError):
     """Another daemon holds the runtime directory; names its pid."""
 
 
 class NotRunning(KvdError):
     """No daemon answers in the runtime directory."""
+
+
+class AccessDenied(NotRunning):
+    """This process may not reach the daemon's sockets; to wait for one is of no use."""
 
 
 class PoolError(KvdError):
@@ -59,6 +70,17 @@ class ChannelFull(KvdError):
 
 class BadDatagram(KvdError):
     """A datagram above a channel's limits."""
+
+
+class DescriptorsLost(BadDatagram):
+    """This process's limit of open files left no room for a datagram's descriptors.
+
+    `frame` is what the datagram says.
+    """
+
+    def __init__(self, text: str, frame: bytes) -> None:
+        super().__init__(text)
+        self.frame = frame
 
 
 class BadFrame(KvdError):

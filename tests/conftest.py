@@ -91,7 +91,7 @@ def small_tmpfs() -> Iterator[Callable[[Path, int], None]]:
 def fakecuda(tmp_path_factory: pytest.TempPathFactory) -> FakeCuda:
     """The test driver; tests are skipped where it cannot be built or used, and say why."""
     if not importlib.util.find_spec("cuda"):
-        pytest.skip("cuda-bindings is not installed: pip install 'kvd-offload[cuda]'")
+        pytest.skip("cuda-bindings is not installed: pip install cuda-bindings")
     try:
         return FakeCuda(build(tmp_path_factory.mktemp("fakecuda")))
     except NoCompiler as missing:

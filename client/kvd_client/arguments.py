@@ -65,7 +65,7 @@ def collection(name: str, value: object, of: str) -> tuple[Any, ...]:
 def check_key(key: object) -> None:
     """Check a chunk's key."""
     if not isinstance(key, bytes):
-        raise UsageError(f"key={shown(key)}: bytes are needed, not {type(key).__name__}")
+        raise UsageError(f"a key is bytes, not {type(key).__name__}")
     if not 0 < len(key) <= MAX_KEY_BYTES:
         raise UsageError(
             f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} are possible; hash longer ones"

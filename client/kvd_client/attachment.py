@@ -4,7 +4,6 @@ Here decisions become messages, and their answers loans. Nothing here waits, and
 one thread in at a time.
 """
 
-import logging
 import mmap
 import os
 import time
@@ -16,6 +15,7 @@ from kvd_client.connection import Connection, Notice
 from kvd_client.decisions import Decisions
 from kvd_client.errors import DaemonLost
 from kvd_client.loans import Loan, Loans
+from kvd_client.logs import get_logger
 from kvd_client.reuse import ReuseFilter
 from kvd_client.seeking import Seeking
 from kvd_proto.descriptions import DescriptionsView
@@ -29,7 +29,7 @@ LEAST_REMEMBERED = 1024  # keys, by the reuse filter
 # The daemon has detached the engine, and with that dropped what a step says.
 _VOID = (ErrorCode.NOT_READY, ErrorCode.LANE_LOST)
 
-log = logging.getLogger("kvd_client")
+log = get_logger()
 
 
 @dataclass(slots=True)

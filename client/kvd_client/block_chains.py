@@ -231,9 +231,9 @@ class BlockChains:
             raise ReaderFault(f"blocks and their parents do not agree: {self!r}")
         for block in self:
             if block.holders is None or block.is_described != (block.parent is not None):
-                raise ReaderFault(f"{block.hash.hex()} has no holder, or a wrong parent: {self!r}")
+                raise ReaderFault(f"a block has no holder, or a wrong parent: {self!r}")
             if block.chained and not block.has_chain:
-                raise ReaderFault(f"{block.hash.hex()} is chained without its parent: {self!r}")
+                raise ReaderFault(f"a block is chained without its parent: {self!r}")
 
     def __repr__(self) -> str:
         return f"<BlockChains of {sum(1 for _ in self)} blocks, {len(self.rechecks)} rechecks>"

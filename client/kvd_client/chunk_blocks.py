@@ -14,6 +14,7 @@ from kvd_client.errors import UsageError
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.errors import Oversize, ProtoError
+from kvd_proto.layout import RankLayout
 
 _Arrays: TypeAlias = tuple[list[int], list[int], list[int], list[int], list[int]]
 
@@ -24,7 +25,7 @@ class ChunkBlocks:
 
     Attributes:
         keys: of the chunks, in order; `keys[0]` is the one that holds `blocks[0]`.
-        blocks: the engine's block ids, none of them the null block.
+        blocks: the engine's block ids, none of them the layout's null block.
         first: logical index of `blocks[0]` in the group: it is block
             ``first % blocks_per_chunk`` of its chunk.
     """
@@ -35,18 +36,18 @@ class ChunkBlocks:
 
 
 def pack_chunks(
-    ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks], blocks_per_chunk: int
+    ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks], layout: RankLayout
 ) -> JobBlocks:
     """Return the job for those chunks of `groups` that the ticket has.
 
     Args:
         ticket: of keys among those of `groups`.
         groups: one for each group of the layout, in its order; no keys where it has none.
-        blocks_per_chunk: of the layout.
+        layout: that the job's blocks were registered with.
 
     Raises:
-        UsageError: not a ticket, numbers of keys and blocks that do not fit each other, blocks that
-            are no integers, or too many for one job.
+        UsageError: not a ticket, numbers of keys and blocks that do not fit each other, the null
+            block, blocks that are no integers, or too many for one job.
     """
     if not isinstance(ticket, (StoreTicket, LoadTicket)):
         raise UsageError(f"ticket={shown(ticket)}: pass what prepare_store or prepare_load gave")
@@ -57,7 +58,7 @@ def pack_chunks(
         raise UsageError(f"ticket={shown(ticket)}: {error}") from error
     arrays: _Arrays = ([], [], [], [], [])
     for index, group in enumerate(collection("groups", groups, "ChunkBlocks, one a group")):
-        _add(arrays, f"groups[{index}]", group, places, blocks_per_chunk)
+        _add(arrays, f"groups[{index}]", group, places, layout)
     try:
         return JobBlocks.of(*arrays)
     except Oversize as error:
@@ -71,12 +72,13 @@ def _add(
     name: str,
     group: object,
     places: dict[bytes, tuple[int, int]],
-    blocks_per_chunk: int,
+    layout: RankLayout,
 ) -> None:
     if not isinstance(group, ChunkBlocks):
         raise UsageError(f"{name}={shown(group)}: ChunkBlocks are needed")
     keys = collection(f"{name}.keys", group.keys, "keys")
     blocks = collection(f"{name}.blocks", group.blocks, "block ids")
+    blocks_per_chunk, null_block = layout.blocks_per_chunk, layout.null_block
     entered = whole(f"{name}.first", group.first, 0) % blocks_per_chunk
     chunks = -(-(len(blocks) + entered) // blocks_per_chunk) if blocks else 0
     if len(keys) != chunks:
@@ -84,11 +86,20 @@ def _add(
             f"{name} has {len(keys)} keys, its {len(blocks)} blocks from {group.first} on lie in"
             f" {chunks} chunks of {blocks_per_chunk}"
         )
+    try:
+        names_null = null_block is not None and null_block in blocks
+    except ValueError as error:  # rows of an array
+        raise UsageError(f"{name}.blocks={shown(blocks)}: whole numbers are needed") from error
+    if names_null:
+        raise UsageError(
+            f"{name}.blocks has block {null_block}, the layout's null block, which holds no KV;"
+            " list only blocks that do, the first of them at `first`"
+        )
     block_ids, group_sizes, block_indices, slots, generations = arrays
     before, start = len(block_ids), None
     for index, key in enumerate(keys):
         if not isinstance(key, bytes):
-            raise UsageError(f"{name}.keys has {shown(key)}: bytes are needed")
+            raise UsageError(f"{name}.keys[{index}] is {type(key).__name__}: bytes are needed")
         place = places.pop(key, None)  # of equal keys the first has the chunk
         if place is None:
             continue

@@ -25,10 +25,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvd_client.access import explain_denied
 from kvd_client.dealer import Dealer
-from kvd_client.errors import DaemonLost, Refused, UsageError
+from kvd_client.errors import AccessDenied, DaemonLost, Refused, UsageError
 from kvd_proto.codec import NO_ID, WIRE, Header
-from kvd_proto.errors import DecodeError, Oversize
+from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
     PROTOCOL_VERSION,
@@ -94,6 +95,7 @@ class Connection:
 
     Raises:
         OSError: no daemon.
+        AccessDenied: this process may not connect to its sockets.
         DaemonLost: a daemon that does not do its part.
     """
 
@@ -158,6 +160,7 @@ class Connection:
 
         Raises:
             DaemonLost: end of file, or something that is no notice.
+            Refused: the daemon speaks another protocol version.
         """
         try:
             frame, fds, flags, _ = socket.recv_fds(
@@ -178,6 +181,8 @@ class Connection:
                 os.close(fd)
             if isinstance(error, DaemonLost):
                 raise
+            if isinstance(error, VersionMismatch):
+                raise Refused(str(error)) from error
             raise DaemonLost(f"an unreadable notice: {error}") from error
         return Notice(header, message, list(fds))
 
@@ -185,7 +190,12 @@ class Connection:
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         self._control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
         self._control.settimeout(CONNECT_SECONDS)
-        self._control.connect(os.fspath(path))
+        try:
+            self._control.connect(os.fspath(path))
+        except PermissionError as error:
+            if denied := explain_denied(path):
+                raise AccessDenied(denied) from error
+            raise
         self._control.setblocking(False)
 
     def _greeting(self, end: float, stop: int) -> Notice:

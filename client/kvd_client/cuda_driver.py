@@ -23,7 +23,7 @@ def _bindings() -> ModuleType:
         from cuda.bindings import driver  # noqa: PLC0415  # an extra, for CUDA workers only
     except ImportError as error:
         raise UnsupportedMemory(
-            f"CUDA memory needs the package cuda-bindings ({error}); install kvd-offload[cuda]"
+            f"CUDA memory needs the package cuda-bindings ({error}); pip install cuda-bindings"
         ) from error
     try:
         (code,) = driver.cuInit(0)

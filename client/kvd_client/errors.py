@@ -14,7 +14,8 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
     ├── CudaError
     ├── ReaderFault
     └── DaemonLost              becomes a miss, never leaves the package
-        └── Refused
+        ├── Refused
+        └── AccessDenied
 """
 
 from kvd_proto.messages import ErrorCode
@@ -80,3 +81,7 @@ class DaemonLost(KvdClientError):
 
 class Refused(DaemonLost):
     """The daemon refuses this session; the text is its reason."""
+
+
+class AccessDenied(DaemonLost):
+    """This process may not connect to the daemon; the text has the reason and the remedy."""

@@ -7,7 +7,6 @@ An answer may be lost, where a lane had to close the connection; so the lane is
 asked about overdue loads, and they end when it answers that they have.
 """
 
-import logging
 import select
 import threading
 import time
@@ -17,6 +16,7 @@ from typing import Any
 
 from kvd_client.errors import UsageError
 from kvd_client.lane_link import LaneLink
+from kvd_client.logs import get_logger
 from kvd_client.memory import ControlPage
 from kvd_client.readiness import Readiness
 from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS, TIMELINE_WORD
@@ -29,7 +29,7 @@ ASK_SECONDS = 2.0  # after which it is asked whether a load has ended, and again
 
 _LANE_ENDED = "the lane process has ended; nothing is loaded or stored until another one serves"
 
-log = logging.getLogger("kvd_client")
+log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,8 +56,8 @@ class Scheduler(SchedulerTiers):
         runtime_dir: the daemon's runtime directory.
         engine: the engine's name; its workers use the same, another engine another one.
         deadline: seconds that the daemon may take for an answer, before its session is given up.
-        counts_tokens: the engine calls `count_tokens`; otherwise the daemon counts a chunk's
-            tokens for each lookup.
+        counts_tokens: the engine calls `count_tokens`; otherwise the daemon knows how many keys
+            were looked up and found, and shows no share of prompt tokens.
         steps: the engine calls `end_step`, and the daemon is told then what was decided since the
             last one; otherwise each call tells it at once.
         events: the engine publishes what `take_changes` returns as KV events: it describes its

@@ -1,7 +1,6 @@
 """A scheduler's session: when it is attached, what its keeper does, and the requests that wait."""
 
 import itertools
-import logging
 import os
 import threading
 import time
@@ -12,6 +11,7 @@ from kvd_client.arguments import flag, seconds
 from kvd_client.attachment import Attachment, Kept, receive
 from kvd_client.changes import Changes, Source
 from kvd_client.connection import Connection, Notice
+from kvd_client.logs import get_logger
 from kvd_client.lookups import LookupCounts
 from kvd_client.readiness import ReadyNews
 from kvd_client.seeking import Seeking
@@ -33,7 +33,7 @@ from kvd_proto.messages import (
 RESET_SECONDS = 30.0  # it takes a daemon milliseconds for ten thousands of chunks
 LEFT_BEHIND_SECONDS = 1.0  # after which the keeper sends what no `end_step` has sent
 
-log = logging.getLogger("kvd_client")
+log = get_logger()
 
 
 class SchedulerSession(Session):

@@ -25,7 +25,8 @@ from typing import ClassVar, Self, TypeVar
 
 from kvd_client.arguments import seconds, shown
 from kvd_client.connection import Connection, Notice, socket_path
-from kvd_client.errors import DaemonLost, Refused, UsageError
+from kvd_client.errors import AccessDenied, DaemonLost, Refused, UsageError
+from kvd_client.logs import get_logger
 from kvd_proto.messages import Error, ErrorCode, Kind, Message, Status, StatusReport
 from kvd_proto.printable import unprintable
 
@@ -40,7 +41,7 @@ MAX_ENGINE_NAME = 256
 
 M = TypeVar("M", bound=Message)
 
-log = logging.getLogger("kvd_client")
+log = get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,9 @@ class Session:
         self.deadline = seconds("deadline", deadline, 3600.0, positive=True)
         self._changed = threading.Condition()  # of the connection, and of what it has brought
         self._connection: Connection | None = None
-        self._refusal = ""  # why the daemon refused the last connection
+        self._unreachable = f"no daemon has answered in {self.runtime_dir} yet"  # why not connected
+        self._denied = False  # this process may not connect
+        self._warned = False  # the log's last line about the connection is a warning
         self._closed = ""
         self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -114,11 +117,15 @@ class Session:
         raise NotImplementedError
 
     def wait_attached(self, timeout: float) -> AttachState:
-        """Wait until `attached`, at most `timeout` seconds; return whether it is, or why not."""
+        """Wait until `attached`, at most `timeout` seconds; return whether it is, or why not.
+
+        Returns at once where this process may not connect to the daemon.
+        """
         self._check_open()
         patience = seconds("timeout", timeout)
         with self._changed:
-            if self._changed.wait_for(lambda: self.attached or self._closed, patience) is True:
+            self._changed.wait_for(lambda: self.attached or self._closed or self._denied, patience)
+            if self.attached and not self._closed:
                 return AttachState(True)
         return AttachState(False, self._why_not_attached())
 
@@ -185,9 +192,13 @@ class Session:
             if connection is None or self._connection is not connection:
                 return
             self._connection = None
+            if why:
+                self._unreachable = f"the daemon in {self.runtime_dir} was given up: {why}"
+            warns = bool(why and not self._closed)
+            self._warned |= warns
             self._on_lost()
             self._changed.notify_all()
-        if why and not self._closed:
+        if warns:
             log.warning("connection given up: %s; misses until a daemon answers", why)
         self._wake()
 
@@ -200,10 +211,8 @@ class Session:
     def _why_not_attached(self) -> str:
         if self._closed:
             return "this session was closed meanwhile"
-        if self._refusal:
-            return f"the daemon in {self.runtime_dir} refuses: {self._refusal}"
         if not self.connected:
-            return f"no daemon answers in {self.runtime_dir}; is `kvd serve` running there?"
+            return self._unreachable
         reply = self._request(Status(), StatusReport)
         if reply is None:
             return f"the daemon in {self.runtime_dir} did not answer in time"
@@ -259,17 +268,14 @@ class Session:
         """Connect and serve the connection to its end; seconds to wait at most until the next."""
         try:
             connection = Connection(self.runtime_dir, self._kind, self.engine, self._stop)
-        except Refused as error:
-            if str(error) != self._refusal:
-                self._refusal = str(error)
-                log.warning("connection refused at %s: %s", self.runtime_dir, error)
-            return REFUSED_SECONDS
         except (DaemonLost, OSError) as error:
-            log.debug("no daemon at %s: %s", self.runtime_dir, error)
-            return ABSENT_SECONDS
-        self._refusal = ""
+            self._on_unreachable(error)
+            return REFUSED_SECONDS if isinstance(error, Refused) else ABSENT_SECONDS
+        self._denied = False
         self._connection = connection
-        log.info("connected: %r", connection)
+        # Where its loss is in the log, its return is.
+        log.log(logging.WARNING if self._warned else logging.INFO, "connected: %r", connection)
+        self._warned = False
         served, why = False, ""
         try:
             self._on_open()
@@ -287,6 +293,28 @@ class Session:
             self._on_lost()  # also what this thread did after a caller had given it up
         connection.close()
         return 0.0 if served else REFUSED_SECONDS
+
+    def _on_unreachable(self, error: DaemonLost | OSError) -> None:
+        """Note why there is no connection. A refusal is a warning, an absent daemon is none."""
+        denied, refused = isinstance(error, AccessDenied), isinstance(error, Refused)
+        if denied:
+            why = str(error)
+        elif refused:
+            why = f"the daemon in {self.runtime_dir} refuses: {error}"
+        else:
+            cause = error.strerror if isinstance(error, OSError) else None
+            why = (
+                f"no daemon answers in {self.runtime_dir} ({cause or error});"
+                " is `kvd serve` running there?"
+            )
+        with self._changed:
+            known = self._unreachable == why
+            self._unreachable, self._denied = why, denied
+            self._changed.notify_all()
+        if not known:
+            self._warned |= denied or refused
+            level = logging.WARNING if denied or refused else logging.DEBUG
+            log.log(level, "not connected, every lookup misses: %s", why)
 
     def _watch(self, connection: Connection) -> None:
         """Serve the control socket; return when the connection is to be given up."""

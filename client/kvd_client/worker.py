@@ -5,7 +5,6 @@ that has ended badly was not stored; a load that has ended badly left its blocks
 undefined and nothing writes to them any more: both are misses.
 """
 
-import logging
 import os
 from collections.abc import Iterable, Sequence
 
@@ -16,6 +15,7 @@ from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import RegistrationError, Unavailable, UsageError
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
+from kvd_client.logs import get_logger
 from kvd_client.memory import ControlPage, Descriptors, Memory
 from kvd_client.registration import registration
 from kvd_client.session import Session
@@ -47,7 +47,7 @@ MEET_SECONDS = 1.0  # for a lane that answers late: its jobs wait for a later ca
 NOTHING = "nothing is registered yet"
 TRANSIENT = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)
 
-log = logging.getLogger("kvd_client")
+log = get_logger()
 
 
 class Worker(Session):
@@ -122,8 +122,8 @@ class Worker(Session):
             stage: the pipeline stage of this rank.
             temporary: chunks are shared with temporary engines only, and dropped when the last
                 of them leaves.
-            required: raise where the daemon is not there.
-            timeout: seconds to wait for the daemon.
+            required: wait for a daemon that is not there, and raise where none comes.
+            timeout: seconds to wait for the registration.
 
         Returns:
             Whether the registration holds now. Without a daemon that is false at once (but with
@@ -132,7 +132,8 @@ class Worker(Session):
         Raises:
             UsageError: invalid memory or layout; a second registration; closed.
             RegistrationError: the daemon refuses; it is not tried again.
-            Unavailable: `required`, and no daemon within `timeout`.
+            Unavailable: `required`, and no registration within `timeout`; at once where this
+                process may not connect to the daemon.
             UnsupportedMemory: CUDA memory of a device whose streams cannot write by themselves.
             CudaError: the CUDA driver refuses.
         """
@@ -166,7 +167,7 @@ class Worker(Session):
                     self.registered
                     or self._refused_for_good is not None
                     or self._closed
-                    or not (required or self.connected)
+                    or not (self.connected or (required and not self._denied))
                 ),
                 patience,
             )
@@ -174,12 +175,15 @@ class Worker(Session):
             if (refusal := self._refused_for_good) is not None:
                 raise RegistrationError(refusal.code, refusal.text)
             if required and not self.registered:
+                if self.connected:
+                    why = self._refused or f"the daemon in {self.runtime_dir} has not answered"
+                else:
+                    why = self._unreachable
                 self._want_nothing()
                 self._give_up(self._connection, "the registration was given up")
-                raise Unavailable(
-                    f"no registration within {timeout:g} s at {self.runtime_dir}; "
-                    + (self._refusal or "is `kvd serve` running there?")
-                )
+                if not self._denied:
+                    why = f"no registration within {timeout:g} s; {why}"
+                raise Unavailable(why)
             return self.registered
 
     def unregister(self, timeout: float = REGISTER_SECONDS) -> bool:
@@ -257,8 +261,8 @@ class Worker(Session):
             Whether a lane has it; see `submit`.
 
         Raises:
-            UsageError: as `submit`; keys and blocks that do not fit each other, or are too many
-                for one job; not registered yet.
+            UsageError: as `submit`; keys and blocks that do not fit each other, the null block, or
+                too many blocks for one job; not registered yet.
         """
         return self.submit(Store, job_id, self._blocks(ticket, groups), after)
 
@@ -291,7 +295,8 @@ class Worker(Session):
         Args:
             kind: `Store` or `Load`.
             job_id: the caller's number, free again once it was reported.
-            blocks: made by `JobBlocks.of`.
+            blocks: made by `JobBlocks.of`. The layout's null block stands for a place of a chunk
+                that is left out, before its first or behind its last block.
             after: timeline number that must be reached before a block is touched, for CUDA memory
                 from `timeline.signal_on`. None: the work on these blocks has finished, as is the
                 case for CPU tensors.
@@ -303,8 +308,9 @@ class Worker(Session):
             submitted job is reported once, whatever is returned here.
 
         Raises:
-            UsageError: arrays that do not fit each other, blocks that were not registered, a job
-                id in use; or closed.
+            UsageError: arrays that do not fit each other, blocks that were not registered, the
+                null block between blocks of a chunk or in all its places, a job id in use; or
+                closed.
         """
         self._check_open()
         if (kind is not Store and kind is not Load) or not isinstance(blocks, JobBlocks):
@@ -342,7 +348,7 @@ class Worker(Session):
         wanted = self._wanted
         if wanted is None:
             raise UsageError("nothing is registered yet; call register first")
-        return pack_chunks(ticket, groups, wanted.layout.blocks_per_chunk)
+        return pack_chunks(ticket, groups, wanted.layout)
 
     def layers_loaded(self, job_id: int) -> int:
         """Return how many layers of a layer-wise load have arrived, from shared memory.
@@ -446,6 +452,9 @@ class Worker(Session):
             self._refused = ""
             log.info("rank %d of %d is registered", self.rank, self.world_size)
         elif isinstance(reply, Error):
+            self._unreachable = (
+                f"the daemon in {self.runtime_dir} refuses the registration: {reply.text}"
+            )
             if self._refusal_raises and reply.code not in TRANSIENT:
                 self._refused_for_good = reply
                 self._want_nothing()

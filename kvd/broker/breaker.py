@@ -85,7 +85,17 @@ class Breaker:
         """Whether the tier is used as ever."""
         return self.state is State.CLOSED
 
+    @property
+    def changed_at(self) -> float:
+        """When the tier came into use, or ceased to be in use: a probe changes neither."""
+        return self.since if self.closed else self.opened_at
+
     # --------------------------------------------------------------- what is seen
+
+    def process_changed(self, now: float) -> None:
+        """Its process has started, or serves: a closed breaker's state counts from then."""
+        if self.closed:
+            self.since = now
 
     def sent(self, now: float, *, idle: bool) -> None:
         """An order went out; `idle`: nothing was outstanding before it."""

@@ -136,9 +136,10 @@ class Broker:
         self.state.counts.loop_lag.observe(seconds)
         self._longest_turn = max(self._longest_turn, seconds)
 
-    def frames_dropped(self, total: int) -> None:
-        """Note how many frames were dropped so far."""
-        self.state.counts.dropped_frames = total
+    def messages_dropped(self, frames: int, replies: int) -> None:
+        """Note how many frames that were no messages, and how many replies, were dropped so far."""
+        self.state.counts.dropped_frames = frames
+        self.state.counts.dropped_replies = replies
 
     def error_sent(self, code: ErrorCode) -> None:
         """Count an ERROR that a client was sent."""
@@ -239,9 +240,7 @@ class Broker:
         session, told = request.session, request.message
         engine = session.engine if session.kind == "scheduler" else None
         if told.lookups is not None and engine is not None:
-            namespace = engine.namespace
-            size = namespace.tokens_per_chunk if namespace is not None else None
-            new = new_lookups(session.lookups, told.lookups, size)
+            new = new_lookups(session.lookups, told.lookups)
             engine.lookups.add(new)
             self.state.lookups.add(new)
         if told.kv_events is not None and engine is not None:

@@ -81,10 +81,12 @@ class ToTier(msgspec.Struct, frozen=True):
 class KillTier(msgspec.Struct, frozen=True):
     """End a tier's process; its end is reported back as lost, when it has ended.
 
+    why: for the log, after "killed by kvd: ".
     wrong: it was of no use, so the next is started after a pause that grows.
     """
 
     tier: int
+    why: str
     wrong: bool = False
 
 
@@ -101,9 +103,10 @@ class DropLane(msgspec.Struct, frozen=True):
 
 
 class KillLane(msgspec.Struct, frozen=True):
-    """End a lane process; its end is reported back as lost."""
+    """End a lane process; its end is reported back as lost, with `why` as the reason."""
 
     device: str
+    why: str
 
 
 class OpenPool(msgspec.Struct, frozen=True):

@@ -66,14 +66,11 @@ class Progress:
         return f"<Progress {list(self._samples)[-1:]}>"
 
 
-def new_lookups(
-    known: LookupCounts, reported: Lookups, tokens_per_chunk: int | None
-) -> LookupCounts:
+def new_lookups(known: LookupCounts, reported: Lookups) -> LookupCounts:
     """Return what a session has looked up since its last report, and note that it is `known`.
 
     A scheduler reports totals of its session now and then; the difference is what is new, so
     nothing counts twice however often it is reported. Totals that have fallen are old news.
-    Where a session counts no tokens they follow from the size of a chunk.
     """
     new = LookupCounts(
         lookup_chunks=max(0, reported.chunks - known.lookup_chunks),
@@ -83,7 +80,4 @@ def new_lookups(
         aborted_requests=max(0, reported.aborted_requests - known.aborted_requests),
     )
     known.add(new)
-    if reported.tokens is None or reported.hit_tokens is None:
-        size = tokens_per_chunk or 0
-        new.lookup_tokens, new.hit_tokens = new.lookup_chunks * size, new.hit_chunks * size
     return new

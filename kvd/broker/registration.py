@@ -179,7 +179,8 @@ class Registration:
         if pending is None or engine is None or pending.step is not RegisterStep.IMPORTING:
             return self._imported_again(session, message)
         if message.error:
-            return self.give_up(session, Refused(ErrorCode.BAD_LAYOUT, message.error))
+            code = ErrorCode.LIMIT if message.out_of_files else ErrorCode.BAD_LAYOUT
+            return self.give_up(session, Refused(code, message.error))
         try:  # another session may have taken the rank while the lane was busy
             check_rank(engine, pending.message, engine.workers)
             check_layout(pending.message, engine.workers, self._state.settings.pool_bytes)

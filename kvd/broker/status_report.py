@@ -164,6 +164,7 @@ def _tier(tier: Tier, now: float) -> schema.Tier:
     return schema.Tier(
         name=tier.name,
         setting=tier.setting.text,
+        keep=tier.setting.keep,
         medium=tier.info.medium,
         shared=tier.info.shared,
         described=tier.described,
@@ -171,6 +172,7 @@ def _tier(tier: Tier, now: float) -> schema.Tier:
         up=tier.up,
         pid=tier.pid,
         breaker=tier.breaker.state.value,
+        state_seconds=round(now - tier.breaker.changed_at, 3),
         usable=tier.in_use,
         unopened_seconds=round(tier.unopened_seconds(now), 3),
         set_aside_seconds=0.0 if tier.breaker.closed else round(now - tier.breaker.opened_at, 3),

@@ -99,7 +99,7 @@ class Supervision:
         failed[lane.device] = (now, message.error)
         if len(failed) > MAX_CUDA_LANES:
             del failed[next(iter(failed))]  # the oldest
-        return [KillLane(lane.device)]
+        return [KillLane(lane.device, message.error)]
 
     def _share_done(self, message: ShareDone) -> list[Effect]:
         session = self._state.registry.sessions.get(message.session)
@@ -204,7 +204,8 @@ class Supervision:
             if silent > timeout:
                 lane.killed = True
                 text = f"lane {lane.device} is killed: silent for {silent:.1f} s"
-                effects += [lane.event(text, "error"), KillLane(lane.device)]
+                why = f"did not report for {silent:.1f} s"
+                effects += [lane.event(text, "error"), KillLane(lane.device, why)]
             elif now - lane.last_ping > PING_SECONDS:
                 lane.last_ping = now
                 effects.append(ToLane(lane.device, LanePing()))

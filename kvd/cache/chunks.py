@@ -112,9 +112,7 @@ class ChunkTable:
     def watch(self, *, ready: bool, asked: bool) -> None:
         """From now on note what is to go down: what becomes READY, or what is asked for."""
         self.slots.demotable = (
-            Demotable(self.directory, ready=ready, asked=asked)
-            if ready or asked
-            else None
+            Demotable(self.directory, ready=ready, asked=asked) if ready or asked else None
         )
 
     @property

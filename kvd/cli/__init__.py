@@ -3,7 +3,9 @@
 Commands of other packages join through the entry-point group `kvd.commands`.
 """
 
+import difflib
 import importlib
+import json
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,9 @@ _OWN = {
     "completion": "kvd.cli.help:completion",
 }
 
+AS_JSON = "kvd.cli.json"
+"""In a context's `meta`: whether the command prints JSON, its error too."""
+
 _TOOLS = {"demo", "demo-sglang", "demo-vllm", "selftest"}
 """Commands of the distribution `kvd-offload-tools`."""
 
@@ -45,10 +50,30 @@ class _LazyGroup(click.Group):
 
         try:
             return super().invoke(ctx)
-        except Refused as error:
-            raise click.ClickException(f"the daemon refuses: {error} [{error.code}]") from error
+        except click.UsageError:
+            raise
+        except click.ClickException as error:
+            failure = error
         except (KvdError, ProtoError) as error:
-            raise click.ClickException(str(error)) from error
+            text = str(error)
+            if isinstance(error, Refused):
+                text = f"the daemon refuses: {error} [{error.code}]"
+            failure = click.ClickException(text)
+        if ctx.meta.get(AS_JSON):
+            print(json.dumps({"error": failure.message}))
+        raise failure
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:  # click knows no lazy command to propose
+            close = difflib.get_close_matches(args[0], self.list_commands(ctx), n=1)
+            if not close:
+                raise
+            text = f"{error.message} Did you mean {close[0]!r}?"
+            raise click.UsageError(text, ctx) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         del ctx
@@ -66,7 +91,8 @@ class _LazyGroup(click.Group):
             found = [entry for entry in _of_others() if entry.name == cmd_name]
             if not found and cmd_name in _TOOLS:
                 raise click.ClickException(
-                    f"kvd {cmd_name} is not installed here; pip install kvd-offload-tools"
+                    f"kvd {cmd_name} is not installed here;"
+                    " in kvd's source tree run: pip install ./client/tools"
                 )
             if not found:
                 return None
@@ -84,12 +110,19 @@ def _of_others() -> list["EntryPoint"]:
 
 
 def _with_our_options(command: Any) -> Any:
-    """Another package's command finds the runtime directory as ours do."""
-    from kvd.cli.options import RUNTIME_DIR  # noqa: PLC0415  # costs its imports
+    """Another package's command finds the runtime directory and prints errors as ours do."""
+    from kvd.cli.options import (  # noqa: PLC0415  # costs imports
+        RUNTIME_DIR,
+        find_reachable_dir,
+        keep_json,
+    )
 
     if isinstance(command, click.Command):
+        for parameter in command.params:
+            if parameter.name == "as_json":
+                parameter.callback = keep_json
         command.params = [
-            click.Option(["--runtime-dir"], **RUNTIME_DIR)
+            click.Option(["--runtime-dir"], **RUNTIME_DIR | {"callback": find_reachable_dir})
             if parameter.name == "runtime_dir"
             else parameter
             for parameter in command.params

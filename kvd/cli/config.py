@@ -7,7 +7,7 @@ from typing import Any
 import click
 import msgspec
 
-from kvd.cli.options import runtime_dir_option, settings_options, sources
+from kvd.cli.options import json_option, runtime_dir_option, settings_options, sources
 from kvd.config.sources import DEFAULT, Sources
 from kvd.config.tiers import parse_tiers
 from kvd.errors import ConfigError
@@ -36,9 +36,16 @@ def config() -> None:
 @config.command()
 @settings_options
 @click.option("--running", is_flag=True, help="Ask the running daemon what it runs with.")
-@click.option("--json", "form", flag_value="json", help="Print them as JSON.")
-@click.option("--toml", "form", flag_value="toml", help="Print a file that can be used.")
-def show(*, config: Path | None, running: bool, form: str | None, **options: str | None) -> None:
+@json_option("Print them as JSON.")
+@click.option("--toml", "as_toml_file", is_flag=True, help="Print a file that can be used.")
+def show(
+    *,
+    config: Path | None,
+    running: bool,
+    as_json: bool,
+    as_toml_file: bool,
+    **options: str | None,
+) -> None:
     """Show the settings that `kvd serve` would run with, and where each value came from.
 
     Takes the options of `kvd serve`: put yours here to see what they do. With --running the
@@ -61,9 +68,9 @@ def show(*, config: Path | None, running: bool, form: str | None, **options: str
         shown = loaded.as_json()
         for warning in loaded.warnings:
             click.echo(f"Warning: {warning}", err=True)
-    if form == "json":
+    if as_json:
         print(json.dumps(shown, indent=2))
-    elif form == "toml":
+    elif as_toml_file:
         print(as_toml(shown["settings"]), end="")
     else:
         from kvd.cli.tables import print_settings  # noqa: PLC0415  # --json must not pay for it
@@ -73,7 +80,7 @@ def show(*, config: Path | None, running: bool, form: str | None, **options: str
 
 @config.command()
 @runtime_dir_option
-@click.option("--json", "as_json", is_flag=True, help="Print the answer as JSON.")
+@json_option("Print the answer as JSON.")
 def reload(*, runtime_dir: Path, as_json: bool) -> None:
     """Have the running daemon read its configuration again, as SIGHUP does.
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from kvd.cli.options import settings_options, sources
+from kvd.cli.options import json_option, settings_options, sources
 from kvd.doctor.checks import examine
 from kvd.doctor.facts import Facts
 from kvd.doctor.findings import Level
@@ -17,7 +17,7 @@ _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 
 @click.command()
 @settings_options
-@click.option("--json", "as_json", is_flag=True, help="Print the findings as JSON.")
+@json_option("Print the findings as JSON.")
 def doctor(*, config: Path | None, as_json: bool, **options: str | None) -> None:
     """Check a machine for kvd: limits, memory, GPUs, directories, a running daemon.
 

@@ -136,7 +136,7 @@ def resume(*, runtime_dir: Path) -> None:
     \b
     Examples:
       kvd resume
-      kvd resume --runtime-dir /run/kvd && kvd status --wait 10
+      kvd resume --runtime-dir /run/kvd && kvd status --wait 10s
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     with Control(runtime_dir) as daemon:
         reply = daemon.ask(Resume(), Resumed)

@@ -6,24 +6,82 @@ from typing import Any, TypeVar
 
 import click
 
+from kvd.cli import AS_JSON
 from kvd.config.settings import KNOWN, About
 from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
+from kvd.errors import AccessDenied
+from kvd.machine.access import explain_denied
 from kvd_proto.errors import SizeError
 from kvd_proto.sizes import parse_duration
 
 F = TypeVar("F", bound=Callable[..., Any])
+_CONFIG = "kvd.cli.config"
 
 
 def runtime_dir_option(function: F) -> F:
-    """--runtime-dir of a command that talks to a daemon; the function gets `runtime_dir: Path`."""
-    return click.option("--runtime-dir", **RUNTIME_DIR)(function)
+    """--runtime-dir and --config of a command that talks to a daemon.
+
+    The function gets `runtime_dir: Path`.
+    """
+    function = click.option("--runtime-dir", **RUNTIME_DIR)(function)
+    return click.option(
+        "--config",
+        type=click.Path(path_type=Path, dir_okay=False),
+        callback=_keep_config,
+        is_eager=True,  # read before --runtime-dir, which needs it
+        expose_value=False,
+        help=f"The daemon's settings file, for its runtime_dir. [default: {FILE_VARIABLE}, else"
+        f" {DEFAULT_FILE} where it exists]",
+    )(function)
+
+
+def _keep_config(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+    del parameter
+    context.meta[_CONFIG] = value
+
+
+def json_option(text: str) -> Callable[[F], F]:
+    """--json of a command; the function gets `as_json: bool`. Errors are printed as JSON, too."""
+    return click.option(
+        "--json",
+        "as_json",
+        is_flag=True,
+        is_eager=True,  # an error in another option is JSON, too
+        callback=keep_json,
+        help=text,
+    )
+
+
+def keep_json(context: click.Context, parameter: click.Parameter, value: bool) -> bool:
+    """Remember whether errors are to be JSON; a callback of --json."""
+    del parameter
+    context.meta[AS_JSON] = value
+    return value
+
+
+def wide_option(function: F) -> F:
+    """--wide of a command that shows names; the function gets `wide: bool`."""
+    return click.option("--wide", is_flag=True, help="Show names whole, however long.")(function)
 
 
 def _find_runtime_dir(context: click.Context, parameter: click.Parameter, value: Any) -> Path:
     del parameter
     if context.resilient_parsing:  # completion: nothing may fail, nothing is used
         return Path()
-    return Path(Sources(flags={"runtime_dir": value} if value else {}).runtime_dir())
+    flags = {"runtime_dir": value} if value else {}
+    return Path(Sources(context.meta.get(_CONFIG), flags).runtime_dir())
+
+
+def find_reachable_dir(context: click.Context, parameter: click.Parameter, value: Any) -> Path:
+    """Return the runtime directory, for a command that does not use `Control`; a callback.
+
+    Raises:
+        AccessDenied: this process may not reach the sockets there.
+    """
+    path = _find_runtime_dir(context, parameter, value)
+    if not context.resilient_parsing and (denied := explain_denied(path / "control.sock")):
+        raise AccessDenied(denied)
+    return path
 
 
 RUNTIME_DIR: dict[str, Any] = {

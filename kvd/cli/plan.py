@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from kvd.cli.options import json_option
 from kvd.errors import PlanError
 from kvd.metrics.words import latency, rate
 from kvd.plan.figures import DTYPE_BYTES, Plan, PlanInputs, make_plan
@@ -42,7 +43,7 @@ _Count = click.IntRange(min=1)
     help="Most tokens of one engine step; counts behind sliding windows.",
 )
 @click.option("--max-seq-len", type=_Count, help="Fail if a request this long can never fit.")
-@click.option("--json", "as_json", is_flag=True, help="Print the figures as JSON.")
+@json_option("Print the figures as JSON.")
 def plan(
     *,
     config: Path,

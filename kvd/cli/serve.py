@@ -10,9 +10,9 @@ import click
 from kvd.cli.options import settings_options, sources
 from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.daemon.start import serve as run_daemon
-from kvd.errors import KvdError
+from kvd.errors import AddressUnavailable, AlreadyRunning, ConfigError, KvdError
 from kvd.logs.setup import configure
-from kvd.machine.process import raise_descriptor_limit
+from kvd.machine.open_files import raise_descriptor_limit
 from kvd.version import VERSION
 from kvd_proto.sizes import format_size
 
@@ -27,7 +27,8 @@ def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | No
     """Own a pool of host memory and serve it to inference engines until SIGTERM.
 
     Settings come from the defaults, one TOML file, the environment (KVD_CPU_BYTES and so on)
-    and the options here; the later wins.
+    and the options here; the later wins. The exit status is 0 after SIGTERM, 78 where a setting
+    cannot work, and 1 where it cannot start for a reason that may pass.
 
     \b
     Examples:
@@ -39,16 +40,22 @@ def serve(*, config: Path | None, cold: bool, verbose: bool, **options: str | No
     if verbose:
         options["log_level"] = "debug"
     places = sources(config, options)
-    loaded = places.load()
-    settings = loaded.settings
-    configure(settings.log_level, settings.log_format, "broker")
-    for warning in loaded.warnings:
-        log.warning("%s", warning)
-    raise_descriptor_limit()
     try:
+        loaded = places.load()
+        settings = loaded.settings
+        configure(settings.log_level, settings.log_format, "broker")
+        for warning in loaded.warnings:
+            log.warning("%s", warning)
+        raise_descriptor_limit()
         status = run_daemon(loaded, places, f"kvd {VERSION}", cold=cold)
+    except ConfigError as error:
+        if not log.hasHandlers():  # the settings of the log are among those that are wrong
+            configure("error", places.log_format(), "broker")
+        for line in str(error).splitlines():
+            log.error("%s", line)  # noqa: TRY400  # a sentence with its remedy, no bug to trace
+        status = 1 if isinstance(error, AddressUnavailable) else os.EX_CONFIG
     except KvdError as error:
-        log.error("%s", error)  # noqa: TRY400  # a sentence with its remedy, no bug to trace
+        log.error("%s", error)  # noqa: TRY400  # likewise
         status = 1
     sys.exit(status)
 
@@ -59,7 +66,7 @@ def purge(*, config: Path | None, **options: str | None) -> None:
     """Remove the pool that a stopped daemon has left for the next one, and its chunks.
 
     Settings are found as `kvd serve` finds them; runtime_dir and pool_dir say which pool.
-    Refuses while a daemon serves the runtime directory.
+    Refuses while a daemon uses that pool.
 
     \b
     Examples:
@@ -67,20 +74,27 @@ def purge(*, config: Path | None, **options: str | None) -> None:
       kvd purge --runtime-dir /run/kvd --pool-dir /dev/shm
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     from kvd.daemon.kept_pool import KeptPool  # noqa: PLC0415  # serve imports it later
+    from kvd.daemon.pool_dirs import last_pool_dir, purge_command  # noqa: PLC0415
     from kvd.daemon.pool_files import area_name  # noqa: PLC0415
 
     settings = sources(config, options).load().settings
     runtime = RuntimeDir(Path(settings.runtime_dir))
-    area = Path(settings.pool_dir) / area_name(runtime.path)
-    runtime.lock()
+    pool_dir = Path(settings.pool_dir).absolute()
+    area = pool_dir / area_name(runtime.path)
+    try:
+        runtime.lock()
+    except AlreadyRunning:  # a daemon with another pool_dir does not need this pool
+        if last_pool_dir(runtime.path) in {None, pool_dir}:
+            raise
     try:
         owner = area.lstat().st_uid if area.exists() else os.geteuid()
         if owner != os.geteuid():
+            command = purge_command(runtime.path, pool_dir)
             raise click.ClickException(
                 f"{area} belongs to uid {owner}, this is uid {os.geteuid()}; run it as the"
-                " daemon's user, such as: runuser -u kvd -- kvd purge"
+                f" daemon's user, such as: runuser -u kvd -- {command}"
             )
-        kept = KeptPool(Path(settings.pool_dir), runtime.path, keeps=False)
+        kept = KeptPool(pool_dir, runtime.path, keeps=False)
         freed = kept.remove()
         kept.close()
     finally:

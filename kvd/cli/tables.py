@@ -11,16 +11,22 @@ from rich.text import Text
 from kvd.cli import top_view
 from kvd.config.sources import DEFAULT
 from kvd.metrics.histogram import Histogram
-from kvd.metrics.words import NOTHING, duration, latency, number, percent, several, size
+from kvd.metrics.words import NOTHING, duration, latency, number, percent, several, shorten, size
 
-_PIPED_COLUMNS = 10_000
+_UNLIMITED_COLUMNS = 10_000
+_CHUNK_STATES = ("ready", "lent", "writing", "pinned")
 _REFUSED = ("present", "pending", "full", "quota", "not_yet", "draining")
 
 
-def print_report(report: dict[str, Any]) -> None:
-    """Print everything that matters at a glance."""
-    _console().print(top_view.header(report), top_view.problems(report), sep="\n")
+def print_report(report: dict[str, Any], *, wide: bool = False) -> None:
+    """Print everything that matters at a glance; on a terminal names are shortened, unless `wide`.
+
+    What another program reads has whole names.
+    """
+    console = _console(wide=wide)
+    console.print(top_view.header(report), top_view.problems(report), sep="\n")
     _print_table(
+        console,
         "Checks",
         ("check", "", ""),
         (
@@ -32,15 +38,17 @@ def print_report(report: dict[str, Any]) -> None:
             for check in report["checks"]
         ),
     )
-    _console().print(top_view.lanes(report["lanes"]) if report["lanes"] else "Lanes: none")
+    lanes = top_view.lanes(report["lanes"], wide=_whole_names(wide=wide))
+    console.print(lanes if report["lanes"] else "Lanes: none")
     if report["tiers"]:
-        _print_tiers(report["tiers"])
-    print_namespaces(report["namespaces"])
-    print_engines(report["engines"])
-    _print_table("Since the start", (), _totals(report))
+        _print_tiers(console, report["tiers"])
+    console.print(f"Pool: {top_view.pool_use(report)}")
+    print_namespaces(report["namespaces"], wide=wide)
+    print_engines(report["engines"], wide=wide)
+    _print_table(console, "Since the start", (), _totals(report))
 
 
-def _print_tiers(tiers: list[dict[str, Any]]) -> None:
+def _print_tiers(console: Console, tiers: list[dict[str, Any]]) -> None:
     rows = []
     for tier in tiers:
         counts = tier["counters"]
@@ -60,46 +68,51 @@ def _print_tiers(tiers: list[dict[str, Any]]) -> None:
             )
         )
     columns = ("used", "chunks", "kept", "hits", "get p50 / p99", "set aside", "last error")
-    _print_table("Tiers", ("tier", "state", *columns), rows)
+    _print_table(console, "Tiers", ("tier", "state", *columns), rows)
     for tier in tiers:
         how = f": {tier['described']}" if tier["described"] else ""
         pid = f", pid {tier['pid']}" if tier["pid"] else ""
-        _console().print(Text(f"{tier['name']} is {tier['setting']}{pid}{how}", "dim"))
+        console.print(Text(f"{tier['name']} is {tier['setting']}{pid}{how}", "dim"))
 
 
-def print_namespaces(namespaces: list[dict[str, Any]]) -> None:
-    """Print a line for each namespace."""
+def print_namespaces(namespaces: list[dict[str, Any]], *, wide: bool = False) -> None:
+    """Print a line for each namespace; names as `print_report` does."""
+    whole = _whole_names(wide=wide)
     rows = []
     for space in namespaces:
         age = Histogram(**space["counters"]["eviction_age"]).quantile(0.5)
         rows.append(
             (
                 space["id"][:8],
-                space["model"],
+                space["model"] if whole else shorten(space["model"]),
                 str(space["engines"]),
-                *(number(space["chunks"][state]) for state in ("ready", "writing", "pinned")),
+                *(number(space["chunks"][state]) for state in _CHUNK_STATES),
                 number(space["num_chunks"]),
                 size(space["bytes_per_chunk"]),
                 size(space["held_bytes"]),
                 NOTHING if age is None else f"median {duration(age)}",
             )
         )
-    chunks = ("ready", "writing", "pinned", "most", "chunk")
+    chunks = ("ready", "on loan", "writing", "pinned", "most", "chunk")
     columns = ("namespace", "model", "engines", *chunks, "holds", "age when evicted")
-    _print_table("Namespaces", columns, rows)
+    _print_table(_console(wide=wide), "Namespaces", columns, rows)
 
 
-def print_engines(engines: list[dict[str, Any]]) -> None:
-    """Print a line for each session of each engine."""
+def print_engines(engines: list[dict[str, Any]], *, wide: bool = False) -> None:
+    """Print a line for each session of each engine; names as `print_report` does."""
+    whole = _whole_names(wide=wide)
     rows = []
     for engine in engines:
         lookups, missing = engine["counters"], engine["missing_ranks"]
         waits = f"waits for ranks {missing}" if missing else "no rank registered"
         about = (
-            engine["name"],
+            engine["name"] if whole else shorten(engine["name"]),
             "attached" if engine["attached"] else waits,
             (engine["namespace"] or "")[:8],
-            _share(lookups["hit_tokens"], lookups["lookup_tokens"]),
+            top_view.found_share(
+                _share(lookups["hit_tokens"], lookups["lookup_tokens"]),
+                _share(lookups["hit_chunks"], lookups["lookup_chunks"]),
+            ),
         )
         for session in engine["sessions"]:
             rows.append(
@@ -107,7 +120,7 @@ def print_engines(engines: list[dict[str, Any]]) -> None:
                     *about,
                     session["kind"],
                     "" if session["rank"] is None else str(session["rank"]),
-                    session["device"] or "",
+                    top_view.device_name(session["device"] or "", wide=whole),
                     str(session["pid"]),
                     str(session["uid"]),
                     duration(session["seconds"]),
@@ -115,7 +128,8 @@ def print_engines(engines: list[dict[str, Any]]) -> None:
             )
             about = ("", "", "", "")
     session = ("session", "rank", "device", "pid", "uid", "since")
-    _print_table("Engines", ("engine", "state", "namespace", "tokens found", *session), rows)
+    columns = ("engine", "state", "namespace", "tokens found", *session)
+    _print_table(_console(wide=wide), "Engines", columns, rows)
 
 
 def print_settings(settings: dict[str, dict[str, Any]]) -> None:
@@ -146,12 +160,14 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
     ]
     offered = f"{number(counters['offered'])}: {number(counters['accepted'])} accepted"
     tokens, chunks = counters["lookup_tokens"], counters["lookup_chunks"]
+    found_tokens = percent(_share(counters["hit_tokens"], tokens))
+    found_keys = percent(_share(counters["hit_chunks"], chunks))
     return [
         *rows,
         ("chunks offered", offered + "".join(refused)),
         ("chunks evicted", number(counters["evicted"] + counters["yielded"])),
-        ("looked up", f"{several(tokens, 'token')}, {several(chunks, 'chunk')}"),
-        ("hit rate", _share(counters["hit_tokens"], tokens)),
+        ("looked up", f"{several(tokens, 'prompt token')}, {several(chunks, 'key')}"),
+        ("found", f"{found_tokens} of prompt tokens, {found_keys} of keys looked up"),
         ("leases", number(report["leases"])),
         *_kv_events(report),
     ]
@@ -163,19 +179,25 @@ def _kv_events(report: dict[str, Any]) -> list[tuple[str, str]]:
     return [("KV events", f"{published} published; {lateness}")] if lateness else []
 
 
-def _share(found: int, asked: int) -> str:
-    return percent(found / asked) if asked else NOTHING
+def _share(found: int, asked: int) -> float | None:
+    return found / asked if asked else None
 
 
 def _print_table(
-    title: str, columns: tuple[str, ...], rows: Iterable[tuple[str | Text, ...]]
+    console: Console,
+    title: str,
+    columns: tuple[str, ...],
+    rows: Iterable[tuple[str | Text, ...]],
 ) -> None:
     table = Table(*columns, title=title, show_header=bool(columns))
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    _console().print(table if table.rows else f"{title}: none")
+    console.print(table if table.rows else f"{title}: none")
 
 
-def _console() -> Console:
-    # What another program reads has no width that names would have to be cut for.
-    return Console(width=None if sys.stdout.isatty() else _PIPED_COLUMNS)
+def _whole_names(*, wide: bool) -> bool:
+    return wide or not sys.stdout.isatty()
+
+
+def _console(*, wide: bool = False) -> Console:
+    return Console(width=_UNLIMITED_COLUMNS if _whole_names(wide=wide) else None)

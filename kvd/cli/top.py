@@ -13,13 +13,14 @@ from typing import TextIO
 
 import click
 
-from kvd.cli.options import runtime_dir_option
+from kvd.cli.options import runtime_dir_option, wide_option
 from kvd.cli.top_view import picture, waiting
-from kvd.errors import NotRunning
+from kvd.errors import AccessDenied, NotRunning
 from kvd.metrics.history import History
 from kvd.wire.tool import Control
 
 _ANSWER_SECONDS = 2.0
+_FILE_COLUMNS = 240
 
 
 @click.command()
@@ -32,7 +33,8 @@ _ANSWER_SECONDS = 2.0
     help="Seconds between two looks.",
 )
 @click.option("--once", is_flag=True, help="Measure for one interval, print, and leave.")
-def top(*, runtime_dir: Path, interval: float, once: bool) -> None:
+@wide_option
+def top(*, runtime_dir: Path, interval: float, once: bool, wide: bool) -> None:
     """Watch the daemon: what is wrong, the pool, throughput, queues, engines, events.
 
     It asks over the control socket and survives the daemon's restarts. Leave with q or Ctrl-C.
@@ -49,9 +51,9 @@ def top(*, runtime_dir: Path, interval: float, once: bool) -> None:
             " --json for scripts"
         )
     if once:
-        _once(runtime_dir, interval)
+        _once(runtime_dir, interval, wide=wide)
     else:
-        _live(runtime_dir, interval)
+        _live(runtime_dir, interval, wide=wide)
 
 
 def _look(history: History, runtime_dir: Path) -> bool:
@@ -60,17 +62,20 @@ def _look(history: History, runtime_dir: Path) -> bool:
         return history.add(daemon.status())
 
 
-def _once(runtime_dir: Path, interval: float) -> None:
+def _once(runtime_dir: Path, interval: float, *, wide: bool) -> None:
     from rich.console import Console  # noqa: PLC0415  # the command's help needs no drawing
 
     history = History()
     _look(history, runtime_dir)
     time.sleep(interval)
     _look(history, runtime_dir)
-    Console().print(picture(history))
+    console = Console()
+    if wide and not console.is_terminal:
+        console.width = _FILE_COLUMNS
+    console.print(picture(history, wide=wide))
 
 
-def _live(runtime_dir: Path, interval: float) -> None:
+def _live(runtime_dir: Path, interval: float, *, wide: bool) -> None:
     from rich.console import Console  # noqa: PLC0415  # the command's help needs no drawing
     from rich.live import Live  # noqa: PLC0415
 
@@ -83,7 +88,9 @@ def _live(runtime_dir: Path, interval: float) -> None:
         while True:
             try:
                 restarts += _look(history, runtime_dir)
-                shown = picture(history, restarts, live.console.height)
+                shown = picture(history, restarts, live.console.height, wide=wide)
+            except AccessDenied:  # which does not pass
+                raise
             except NotRunning as error:
                 shown = waiting(runtime_dir, str(error))
             live.update(shown, refresh=True)

@@ -14,9 +14,9 @@ from kvd.metrics import words
 from kvd.metrics.counts import DIRECTIONS, STAGES
 from kvd.metrics.history import History, Report, Span
 
+LINE_CELLS = 80
 BAR_CELLS = 50
 SPARK_CELLS = 48
-NAME_CELLS = 20
 ENGINES = 12
 EVENTS = 8
 _FIXED_LINES = 18  # header, verdict, five rules, bar, throughput, heads of tables, stages
@@ -24,13 +24,17 @@ _LINES_OF_TIERS = 2  # rule, head of the table
 _LINES_OF_ONE = 4  # a problem and its remedy
 _COUNTED = {"ready", "pinned"}  # of a namespace's chunks; the bar shows the others
 _SPARKS = "▁▂▃▄▅▆▇█"
-_STATES = (("ready", "█"), ("writing", "▓"), ("draining", "▒"))
+_STATES = (("ready", "█"), ("writing", "▓"), ("draining", "▒"), ("lent", "░"))
 _COLOURS = ("cyan", "magenta", "blue", "yellow", "green")
 _MARKS = {"error": ("✖", "bold red"), "warning": ("▲", "yellow"), "hint": ("●", "blue")}
 
 
-def picture(history: History, restarts: int = 0, height: int | None = None) -> RenderableType:
+def picture(
+    history: History, restarts: int = 0, height: int | None = None, *, wide: bool = False
+) -> RenderableType:
     """Everything that is known of the daemon, for 80 columns and more.
+
+    Names are shortened, unless `wide`.
 
     On a screen of `height` lines lists are shortened, and say by how much, so that no
     section is cut off; without it, or where that does not help, all of it is drawn.
@@ -52,20 +56,23 @@ def picture(history: History, restarts: int = 0, height: int | None = None) -> R
     namespaces, shown_lanes, shown_tiers, engines, events = wanted
     tiers_part: list[RenderableType] = []
     if below:
-        tiers_part = [Rule("Tiers, the last minute", style="dim"), tiers(span, shown_tiers)]
+        tiers_part = [
+            Rule("Tiers, the last minute", style="dim"),
+            tiers(span, shown_tiers, wide=wide),
+        ]
     return Group(
         header(span.now, restarts),
         problems(span.now, told),
         Rule("Pool", style="dim"),
-        _pool(span.now, namespaces),
+        _pool(span.now, namespaces, wide=wide),
         Rule("Throughput and hits", style="dim"),
         _throughput(history, span),
         Rule("Lanes and their jobs", style="dim"),
-        lanes(span.now["lanes"], shown_lanes),
+        lanes(span.now["lanes"], shown_lanes, wide=wide),
         _stages(span),
         *tiers_part,
         Rule("Engines", style="dim"),
-        _engines(span, engines),
+        _engines(span, engines, wide=wide),
         Rule("Events", style="dim"),
         _events(span.now["events"], events),
     )
@@ -124,14 +131,36 @@ def problems(report: Report, told: int | None = None) -> RenderableType:
     return table
 
 
-def _pool(report: Report, rows: int) -> RenderableType:
-    pool = report["pool"]
-    total = pool["cpu_bytes"]
-    bar, table = Text(), Table.grid(padding=(0, 2))
+def pool_use(report: Report) -> str:
+    """`40 GiB ready, 4 GiB on loan, 20 GiB free of 64 GiB`.
+
+    Free is what no chunk and no loan takes, also where a namespace holds it.
+    """
+    total = report["pool"]["cpu_bytes"]
+    if not total:
+        return "sized when the first engine comes"
+    taken = {
+        state: sum(namespace[f"{state}_bytes"] for namespace in report["namespaces"])
+        for state, _ in _STATES
+    }
+    free = total - sum(taken.values())
+    return (
+        f"{words.size(taken['ready'])} ready, {words.size(taken['lent'])} on loan,"
+        f" {words.size(free)} free of {words.size(total)}"
+    )
+
+
+def _pool(report: Report, rows: int, *, wide: bool) -> RenderableType:
+    total = report["pool"]["cpu_bytes"]
+    use = pool_use(report)
+    bar_cells = min(BAR_CELLS, LINE_CELLS - 1 - len(use))
+    bar, table = Text(), Table.grid(padding=(0, 1))
     for index, namespace in enumerate(report["namespaces"]):
         colour = _COLOURS[index % len(_COLOURS)]
         for state, mark in _STATES:
-            bar.append(mark * _cells(namespace[f"{state}_bytes"], total), colour)
+            cells = round(bar_cells * namespace[f"{state}_bytes"] / total) if total else 0
+            # At least one for anything that is there.
+            bar.append(mark * (cells or bool(namespace[f"{state}_bytes"])), colour)
         chunks = ", ".join(
             f"{count:,} {state}"
             for state, count in namespace["chunks"].items()
@@ -140,19 +169,14 @@ def _pool(report: Report, rows: int) -> RenderableType:
         if index < rows:
             table.add_row(
                 Text("█", colour),
-                _name(namespace["model"]),
+                _name(namespace["model"], wide=wide),
                 words.size(namespace["held_bytes"]),
                 Text(f"{chunks or 'empty'}{_more(report['namespaces'], rows, index)}", "dim"),
             )
-    bar.truncate(BAR_CELLS)
-    bar.append("·" * (BAR_CELLS - len(bar)), "dim")
-    bar.append(f" {words.size(pool.get('free_bytes'))} free of {words.size(total)}")
+    bar.truncate(bar_cells)
+    bar.append("·" * (bar_cells - len(bar)), "dim")
+    bar.append(f" {use}")
     return Group(bar, table)
-
-
-def _cells(nbytes: int, total: int) -> int:
-    """At least one for anything that is there."""
-    return max(1, round(BAR_CELLS * nbytes / total)) if nbytes and total else 0
 
 
 def _throughput(history: History, span: Span) -> RenderableType:
@@ -164,7 +188,8 @@ def _throughput(history: History, span: Span) -> RenderableType:
     hits = [
         words.percent(span.share(f"hit_{unit}", f"lookup_{unit}")) for unit in ("tokens", "chunks")
     ]
-    table.add_row("hits", hits[0], Text(f"of tokens; {hits[1]} of chunks", "dim"))
+    text = f"of prompt tokens; {hits[1]} of keys looked up"
+    table.add_row("hits", hits[0], Text(text, "dim"))
     if events := kv_events(span.now):
         told = span.rate("counters", "kv_events")
         table.add_row("events", f"{words.number(told)}/s", Text(events, "dim"))
@@ -192,13 +217,13 @@ def _spark(values: Sequence[float]) -> str:
     return "".join(_SPARKS[round((len(_SPARKS) - 1) * value / top)] for value in values)
 
 
-def lanes(found: Sequence[Report], rows: int | None = None) -> Table:
+def lanes(found: Sequence[Report], rows: int | None = None, *, wide: bool = False) -> Table:
     """A line for each lane, or the first `rows` of them."""
     table = _table("lane", "state", "queue", "oldest", "usable", "restarts")
     for index, lane in enumerate(found[:rows]):
         style = "green" if lane["state"] == "up" else "red"
         table.add_row(
-            _short(lane["device"]),
+            device_name(lane["device"], wide=wide),
             Text(lane["state"], style),
             words.number(lane["queued_jobs"]),
             words.latency(lane["oldest_job_seconds"]),
@@ -221,19 +246,17 @@ def _more(items: Sequence[Any], rows: int | None, index: int) -> str:
     if rows is None:
         return ""
     left = len(items) - rows
-    return f"   and {left} more" if left > 0 and index == rows - 1 else ""
+    return f" and {left} more" if left > 0 and index == rows - 1 else ""
 
 
-def _name(name: str) -> Text:
+def _name(name: str, *, wide: bool) -> Text:
     """A name in a column of its own, which must leave room for the figures beside it."""
-    text = Text(name)
-    text.truncate(NAME_CELLS, overflow="ellipsis")
-    return text
+    return Text(name if wide else words.shorten(name))
 
 
-def _short(device: str) -> str:
+def device_name(device: str, *, wide: bool) -> str:
     """A GPU's name has 32 digits of a UUID; eight tell it from others."""
-    return device[: len("cuda:") + 8]
+    return device if wide else device[: len("cuda:") + 8]
 
 
 def _stages(span: Span) -> Table:
@@ -248,7 +271,7 @@ def _stages(span: Span) -> Table:
     return table
 
 
-def tiers(span: Span, rows: int | None = None) -> Table:
+def tiers(span: Span, rows: int | None = None, *, wide: bool = False) -> Table:
     """A line for each tier, or the first `rows` of them, with what it did meanwhile."""
     table = _table("tier", "state", "used", "in", "out", "hits", "get p50 / p99")
     for index, part in enumerate(span.parts("tiers")[:rows]):
@@ -256,7 +279,7 @@ def tiers(span: Span, rows: int | None = None) -> Table:
         gets = part.histogram("counters", "get_latency")
         low, high = (words.latency(gets.quantile(q)) for q in (0.5, 0.99))
         table.add_row(
-            _name(tier["name"]),
+            _name(tier["name"], wide=wide),
             tier_state(tier),
             _used(tier),
             *(words.rate(part.rate("counters", f"{way}_bytes")) for way in ("put", "get")),
@@ -272,30 +295,42 @@ def _used(tier: Report) -> str:
 
 
 def tier_state(tier: Report) -> Text:
-    """Its process's state, unless its breaker or its room says more."""
+    """The state of its process, breaker or room, and for how long it has been up or away."""
+    time = words.duration(tier["state_seconds"], units=1)
     if tier["state"] != "up":
-        return Text(tier["state"], "red" if tier["state"] == "down" else "yellow")
+        return Text(f"{tier['state']} {time}", "red" if tier["state"] == "down" else "yellow")
     if tier["breaker"] != "closed":
-        return Text("set aside" if tier["breaker"] == "open" else "probing", "red")
-    return Text("full", "yellow") if tier["full"] else Text("up", "green")
+        word = "set aside" if tier["breaker"] == "open" else "probing"
+        return Text(f"{word} {time}", "red")
+    return Text("full", "yellow") if tier["full"] else Text(f"up {time}", "green")
 
 
-def _engines(span: Span, rows: int) -> RenderableType:
+def _engines(span: Span, rows: int, *, wide: bool) -> RenderableType:
     engines = span.now["engines"]
     if not engines:
         return Text("No engine is attached.", "dim")
-    table = _table("engine", "state", "ranks", "hit tokens", "scheduler's pid")
+    table = _table("engine", "state", "ranks", "tokens found", "scheduler's pid")
     for index, part in enumerate(span.parts("engines")[:rows]):
         engine = part.now
         pids = [str(one["pid"]) for one in engine["sessions"] if one["kind"] == "scheduler"]
         table.add_row(
-            _name(engine["name"]),
+            _name(engine["name"], wide=wide),
             _attachment(engine),
             str(engine["world_size"]),
-            words.percent(part.share("hit_tokens", "lookup_tokens")),
+            found_share(
+                part.share("hit_tokens", "lookup_tokens"),
+                part.share("hit_chunks", "lookup_chunks"),
+            ),
             Text(f"{' '.join(pids) or words.NOTHING}{_more(engines, rows, index)}", "dim"),
         )
     return table
+
+
+def found_share(tokens: float | None, keys: float | None) -> str:
+    """The share of prompt tokens; of keys looked up, and named so, where none are counted."""
+    if tokens is None and keys is not None:
+        return f"{words.percent(keys)} of keys"
+    return words.percent(tokens)
 
 
 def _attachment(engine: Report) -> Text:

@@ -104,8 +104,11 @@ class About:
             result = msgspec.convert(value, self.hint, strict=typed)
             if self.check is not None:
                 self.check(result)
-        except (msgspec.ValidationError, SizeError) as error:
+        except msgspec.ValidationError as error:
             raise ConfigError(f"needs {self.needs}") from error
+        except SizeError as error:
+            meant = f"; did you mean {error.meant}?" if error.meant else ""
+            raise ConfigError(f"needs {self.needs}{meant}") from error
         return result
 
 

@@ -5,6 +5,7 @@ source that cannot be used is reported with all that is wrong in it at once, eac
 place, key, value and remedy.
 """
 
+import contextlib
 import difflib
 import errno
 import os
@@ -16,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from kvd.config.settings import ENVIRONMENT_PREFIX, KNOWN, Settings
+from kvd.config.tiers import misplaced_tiers, parse_tiers
 from kvd.config.values import quota_contradictions
 from kvd.errors import ConfigError
+from kvd.machine.access import explain_denied
 
 DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 FILE_VARIABLE = "KVD_CONFIG"
@@ -78,7 +81,10 @@ class Sources:
         named = self.config or self.environment.get(FILE_VARIABLE)
         if named:
             return Path(named)
-        return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+        try:
+            return DEFAULT_FILE if DEFAULT_FILE.exists() else None
+        except PermissionError:  # to read it says why
+            return DEFAULT_FILE
 
     def load(self) -> Loaded:
         """Read every source.
@@ -103,6 +109,10 @@ class Sources:
         if size is not None:
             wrong = quota_contradictions(settings.quotas(size), size)
             _refuse([f"{origins['quota']}: quota: {text}" for text in wrong])
+        misplaced = misplaced_tiers(
+            parse_tiers(settings.tier), settings.runtime_dir, settings.pool_dir
+        )
+        _refuse([f"{origins['tier']}: tier: {text}" for text in misplaced])
         return Loaded(settings, origins, file, tuple(self._suspicious()))
 
     def runtime_dir(self) -> str:
@@ -123,6 +133,15 @@ class Sources:
             raise ConfigError(
                 f"{file}: {known.key} = {value!r}: needs {known.needs}; or give --runtime-dir"
             ) from None
+
+    def log_format(self) -> str:
+        """Return the format for the errors of other settings; the default where it is wrong too."""
+        known = KNOWN["log_format"]
+        value = self.flags.get(known.key) or self.environment.get(known.variable)
+        if not value and (file := self.file):
+            with contextlib.suppress(ConfigError):
+                value = read_toml(file)[0].get(known.key)
+        return value if value in known.choices else str(known.default)
 
     # -------------------------------------------------------------- sources
 
@@ -176,6 +195,9 @@ def read_toml(file: Path) -> tuple[dict[str, Any], str]:
             raise OSError(errno.EINVAL, "it is no regular file")  # a pipe would hold the daemon up
         text = file.read_text(encoding="utf-8")
         return tomllib.loads(text), text
+    except PermissionError as error:
+        why = explain_denied(file) or error.strerror
+        raise ConfigError(f"{file}: cannot be read: {why}") from error
     except OSError as error:
         raise ConfigError(
             f"{file}: cannot be read ({error.strerror}); name another with --config or"

@@ -137,15 +137,17 @@ def quota_contradictions(quotas: Mapping[str, Quota], cpu_bytes: int) -> Iterato
 
 
 def _bytes(model: str, key: str, amount: str | int, cpu_bytes: int) -> int:
-    text = str(amount).strip()
+    text, meant = str(amount).strip(), ""
     try:
         if not text.endswith("%"):
             return parse_size(amount)
         percent = float(text.removesuffix("%"))
         if 0 <= percent <= 100:
             return int(cpu_bytes * percent / 100)
-    except (SizeError, ValueError):
+    except SizeError as error:
+        meant = f"; did you mean {error.meant}?" if error.meant else ""
+    except ValueError:
         pass
     raise ConfigError(
-        f"{model}: {key} = {amount!r}: needs a size such as 8GiB, or 0% to 100% of the pool"
+        f"{model}: {key} = {amount!r}: needs a size such as 8GiB, or 0% to 100% of the pool{meant}"
     )

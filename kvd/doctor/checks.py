@@ -5,6 +5,7 @@ import platform
 import stat
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import psutil
 
@@ -13,6 +14,7 @@ from kvd.doctor.facts import Facts
 from kvd.doctor.findings import Finding, Said, fail, ok, warn
 from kvd.doctor.tier_checks import said_of_tier
 from kvd.lane.devices.cuda import driver
+from kvd.machine.access import explain_denied
 from kvd.machine.trust import danger
 from kvd_proto.sizes import format_size
 
@@ -57,23 +59,31 @@ def processes(facts: Facts) -> Iterator[Said]:
 
 @check("memory")
 def memory(facts: Facts) -> Iterator[Said]:
-    """The pool fits the machine and the control group."""
-    wanted, reserve = facts.wanted, facts.settings.reserve_bytes
-    total, available = facts.memory
-    pool = facts.settings.pool_bytes
+    """The pool fits the machine."""
+    memory, pool, reserve = facts.memory, facts.settings.pool_bytes, facts.settings.reserve_bytes
     size = "auto" if pool is None else format_size(pool)
-    text = f"{format_size(available)} of {format_size(total)} available, cpu_bytes is {size}"
-    if wanted > available:
-        yield fail(
-            text, f"set cpu_bytes to at most {format_size(max(0, available - reserve))}, or to auto"
-        )
-    elif wanted and wanted > available - reserve:
+    text = (
+        f"{format_size(memory.available)} of {format_size(memory.total)} available, cpu_bytes is"
+        f" {size}"
+    )
+    limits, wanted = facts.limits, facts.wanted
+    if facts.runtime.holder is not None:
+        yield ok(f"{text} and taken already")
+    elif limits is None:  # "pool directory" says so
+        yield ok(text)
+    elif pool is None and (shortage := limits.of_reserve(reserve)):
+        yield warn(shortage.text, shortage.remedy)
+    elif shortage := limits.of_machine(wanted):
+        yield fail(shortage.text, shortage.remedy)
+    elif limits.filesystem.writable and wanted - limits.held > max(0, memory.available - reserve):
         yield warn(
             f"{text}: less than {format_size(reserve)} is left to everybody else",
             "make cpu_bytes smaller: when memory runs out, the kernel kills processes",
         )
     else:
-        yield ok(text if facts.runtime.report is None else f"{text} and taken already")
+        yield ok(
+            f"{text}; the kept pool has {format_size(limits.held)} of it" if limits.held else text
+        )
 
 
 @check("swap")
@@ -89,53 +99,39 @@ def swap(facts: Facts) -> Iterator[Said]:
 @check("cgroup")
 def control_group(facts: Facts) -> Iterator[Said]:
     """The limit of the control group leaves room for the pool."""
-    group, wanted = facts.cgroup, facts.wanted
+    group, limits = facts.cgroup, facts.limits
     if group is None:
         yield ok(f"no memory limit for {facts.subject}")
-        return
-    text = (
-        f"{group.group} may take {format_size(group.limit)} and has {format_size(group.room)} left"
-    )
-    if wanted > group.room:
-        yield fail(
-            f"{text}; cpu_bytes is {format_size(wanted)}",
-            "the pool counts against the limit (memory.max, MemoryMax=, resources.limits.memory):"
-            " raise it to the pool and 1 GiB more, or make the pool smaller",
-        )
+    elif limits is not None and (shortage := limits.of_group(facts.wanted)):
+        yield fail(shortage.text, shortage.remedy)
     else:
-        yield ok(text)
+        yield ok(
+            f"{group.group} may take {format_size(group.limit)} and has {format_size(group.room)}"
+            " left"
+        )
 
 
 @check("pool directory")
 def pool_dir(facts: Facts) -> Iterator[Said]:
     """The pool's filesystem is memory, large enough, and ours to write."""
-    place, wanted = facts.pool, facts.wanted
+    place, limits = facts.pool, facts.limits
     name = f"pool_dir = {place.path}"
-    if not place.exists:
+    if limits is None:
         yield fail(f"{name}: no such directory", "use a tmpfs such as /dev/shm")
         return
+    filesystem = limits.filesystem
     text = (
-        f"{name}: {place.kind} at {place.mounted_at}, {format_size(place.free)} of"
-        f" {format_size(place.size)} free"
+        f"{name}: {filesystem.kind} at {filesystem.mounted_at}, {format_size(filesystem.room)} of"
+        f" {format_size(filesystem.size)} free"
     )
-    if place.kind not in ("tmpfs", "hugetlbfs", "ramfs"):
-        yield fail(
-            f"{text}: this is no memory",
-            "use a tmpfs such as /dev/shm, or a mounted hugetlbfs: a pool on a disk is slow and"
-            " cannot be pinned",
-        )
+    if shortage := limits.on_disk():
+        yield fail(shortage.text, shortage.remedy)
     elif not place.writable:
         yield fail(f"{text}: not writable for this user", "run kvd as its own user")
     elif problem := danger(place.path, place.mode):
         yield fail(name, problem)
-    elif wanted > place.free:
-        mib = -(-(wanted + place.size - place.free) // 2**20)
-        yield fail(
-            f"{text}, cpu_bytes is {format_size(wanted)}",
-            f"enlarge it: mount -o remount,size={mib}M"
-            f" {place.mounted_at}; in Docker --shm-size, in Kubernetes a larger emptyDir with"
-            " medium: Memory; or make cpu_bytes smaller",
-        )
+    elif filesystem.writable and (shortage := limits.of_filesystem(facts.wanted)):
+        yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(text)
 
@@ -145,20 +141,20 @@ def huge_pages(facts: Facts) -> Iterator[Said]:
     """Huge pages where the pool is to lie in them; otherwise only whether they are used."""
     pages, size = facts.huge_pages.get("HugePages_Free", 0), facts.huge_pages.get("Hugepagesize", 0)
     total = facts.huge_pages.get("HugePages_Total", 0)
-    text = f"{pages} of {total} huge pages of {format_size(size)} are free"
-    if facts.pool.kind != "hugetlbfs":
-        text += "; the pool does not lie in them" if total else "; none are set aside"
-        yield ok(text)
+    limits = facts.limits
+    if limits is None or limits.filesystem.writable:
+        text = f"{pages} of {total} huge pages of {format_size(size)} are free"
+        yield ok(f"{text}; " + ("the pool does not lie in them" if total else "none are set aside"))
         return
-    need = max(facts.wanted, size)
-    if facts.runtime.report is None and pages * size < need:
-        yield fail(
-            f"{text}, the pool needs {format_size(need)}",
-            f"sysctl vm.nr_hugepages={total + -(-(need - pages * size) // size if size else 1)}"
-            " early after boot, before memory is in small pieces",
-        )
+    filesystem = limits.filesystem
+    need = 0 if facts.runtime.holder is not None else max(facts.wanted, filesystem.page_bytes)
+    if shortage := limits.of_filesystem(need):
+        yield fail(shortage.text, shortage.remedy)
     else:
-        yield ok(text)
+        yield ok(
+            f"{filesystem.room // filesystem.page_bytes} of {filesystem.huge_pages} huge pages of"
+            f" {format_size(filesystem.page_bytes)} are free"
+        )
 
 
 @check("memlock")
@@ -239,7 +235,7 @@ def gpus(facts: Facts) -> Iterator[Said]:
                 "in a container: NVIDIA_VISIBLE_DEVICES=all and"
                 " NVIDIA_DRIVER_CAPABILITIES=compute,utility; under systemd:"
                 " PrivateDevices=no and DeviceAllow for /dev/nvidia*; pip install"
-                " 'kvd-offload[cuda]'",
+                " cuda-bindings",
             )
         else:
             yield ok("none; engines on the CPU are served")
@@ -332,6 +328,8 @@ def daemon(facts: Facts) -> Iterator[Said]:
         yield ok(f"{text}, {'ready' if here.report['ready'] else 'not ready'}")
         for condition in here.report["conditions"]:
             yield warn(condition["text"], condition["remedy"])
+    elif here.denied:
+        yield warn(f"pid {here.holder} serves {here.path}, but cannot be asked", here.denied)
     elif here.holder is not None:
         yield fail(
             f"pid {here.holder} holds {here.path} and does not answer: {here.silence}",
@@ -370,8 +368,10 @@ def examine(facts: Facts) -> list[Finding]:
                 found.append(Finding(name, *said))  # noqa: PERF401  # also what came before an error
             continue
         except (OSError, psutil.Error) as error:
+            path = getattr(error, "filename", None)
+            denied = explain_denied(Path(path)) if isinstance(path, str) else None
             text = f"this cannot be looked at: {error}"
-            said = warn(text, "run kvd doctor as the daemon's user, or as root")
+            said = warn(text, denied or "run kvd doctor as the daemon's user, or as root")
         except Exception as error:  # noqa: BLE001  # the other checks are worth having
             text = f"this check failed: {type(error).__name__}: {error}"
             said = warn(text, "a bug in kvd: report it; the other lines hold")

@@ -19,26 +19,33 @@ import psutil
 from kvd.config.settings import Settings
 from kvd.config.values import parse_listen
 from kvd.daemon.addresses import bind_tcp
+from kvd.daemon.pool_files import area_name
 from kvd.doctor.gpus import Gpus, ask_gpus, run_python
 from kvd.doctor.tiers import TierFacts, ask
-from kvd.errors import ConfigError, NotRunning
+from kvd.errors import AccessDenied, ConfigError, NotRunning
 from kvd.machine.numa import gpu_nodes
-from kvd.machine.room import MemoryLimit, memory_limit
+from kvd.machine.room import (
+    Filesystem,
+    MachineMemory,
+    MemoryLimit,
+    PoolLimits,
+    held_bytes,
+    memory_limit,
+)
 from kvd.wire.tool import Control
 
 _ANSWER_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Filesystem:
-    """Where the pool is to lie, with its mode. Sizes in bytes; `kind` as /proc/mounts names it."""
+class PoolDirectory:
+    """Where the pool is to lie.
+
+    filesystem: that it is on; None where it is no directory.
+    """
 
     path: Path
-    exists: bool = False
-    kind: str = ""
-    mounted_at: str = ""
-    size: int = 0
-    free: int = 0
+    filesystem: Filesystem | None = None
     writable: bool = False
     mode: int = 0o700
 
@@ -51,6 +58,7 @@ class RuntimeFacts:
     writable: this user may write there, or make it.
     holder: pid of the process that holds the lock, if one does.
     report: what the daemon answered to STATUS; None where it did not, and then `silence` says why.
+    denied: why this user may not ask the daemon, with the remedy; empty where it may.
     """
 
     path: Path
@@ -60,6 +68,7 @@ class RuntimeFacts:
     holder: int | None = None
     report: dict[str, Any] | None = None
     silence: str = ""
+    denied: str = ""
 
 
 class Facts:
@@ -95,11 +104,13 @@ class Facts:
         """The runtime directory."""
         path = Path(self.settings.runtime_dir)
         holder = _lock_holder(path)
-        report, silence = None, ""
+        report, silence, denied = None, "", ""
         if holder is not None:
             try:
                 with Control(path, timeout=_ANSWER_SECONDS) as control:
                     report = control.status()
+            except AccessDenied as error:
+                denied = str(error)
             except NotRunning as error:
                 silence = str(error)
         status = _status(path)
@@ -112,6 +123,7 @@ class Facts:
             holder=holder,
             report=report,
             silence=silence,
+            denied=denied,
         )
 
     @cached_property
@@ -123,8 +135,8 @@ class Facts:
 
     @property
     def wanted(self) -> int:
-        """Bytes that the pool still takes; 0 where it is made already, or its size is auto."""
-        return 0 if self.runtime.report is not None else self.settings.pool_bytes or 0
+        """Bytes of the pool that a start makes; 0 where a daemon has it, or its size is auto."""
+        return 0 if self.runtime.holder is not None else self.settings.pool_bytes or 0
 
     @cached_property
     def subject(self) -> str:
@@ -144,10 +156,9 @@ class Facts:
         return _limit(self.daemon, resource.RLIMIT_NOFILE)
 
     @cached_property
-    def memory(self) -> tuple[int, int]:
-        """Of the machine, and what of it can be had without swapping."""
-        memory = psutil.virtual_memory()
-        return int(memory.total), int(memory.available)
+    def memory(self) -> MachineMemory:
+        """Memory of the machine."""
+        return MachineMemory.read()
 
     @cached_property
     def swap_used(self) -> int:
@@ -160,26 +171,29 @@ class Facts:
         return memory_limit(self.daemon)
 
     @cached_property
-    def pool(self) -> Filesystem:
+    def pool(self) -> PoolDirectory:
         """The pool's directory."""
         path = Path(self.settings.pool_dir)
         if not path.is_dir():
-            return Filesystem(path)
-        real = path.resolve()
-        mounts = [line.split() for line in _read(Path("/proc/mounts")).splitlines()]
-        over = [(fields[1], fields[2]) for fields in mounts if real.is_relative_to(fields[1])]
-        mounted_at, kind = max(over, key=lambda mount: len(mount[0]), default=("/", ""))
-        room = os.statvfs(path)
-        return Filesystem(
-            path=path,
-            exists=True,
-            kind=kind,
-            mounted_at=mounted_at,
-            size=room.f_blocks * room.f_frsize,
-            free=room.f_bavail * room.f_frsize,
-            writable=os.access(path, os.W_OK | os.X_OK),
-            mode=path.stat().st_mode,
-        )
+            return PoolDirectory(path)
+        writable = os.access(path, os.W_OK | os.X_OK)
+        return PoolDirectory(path, Filesystem.of(path), writable, path.stat().st_mode)
+
+    @cached_property
+    def held(self) -> int:
+        """Bytes of the pool that a stopped daemon has left, which the next one uses again."""
+        if self.runtime.holder is not None:
+            return 0
+        area = area_name(Path(self.settings.runtime_dir).absolute())
+        return held_bytes(Path(self.settings.pool_dir) / area / "pool")
+
+    @property
+    def limits(self) -> PoolLimits | None:
+        """What limits the pool that a start makes; None where its directory is not there."""
+        filesystem = self.pool.filesystem
+        if filesystem is None:
+            return None
+        return PoolLimits(filesystem, self.memory, self.cgroup, self.held)
 
     @cached_property
     def huge_pages(self) -> dict[str, int]:

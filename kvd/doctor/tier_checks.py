@@ -11,7 +11,7 @@ from kvd.doctor.tiers import (
     DiskFacts,
     StoreFacts,
     TierFacts,
-    floor_bytes,
+    size_shortage,
 )
 from kvd.metrics.words import rate
 from kvd_proto.sizes import format_size
@@ -58,7 +58,6 @@ def _disk_tier(name: str, setting: TierSetting, disk: DiskFacts) -> Iterator[Sai
             f"; {PROBE_THREADS} threads write {rate(disk.written)} and read {rate(disk.read)}"
             f" in blocks of {format_size(BLOCK_BYTES)}"
         )
-    text += f"; io_uring: {disk.uring or 'allowed'}"
     problems = list(_disk_problems(setting, disk))
     for problem, remedy in problems:
         yield warn(f"{text}; {problem}", remedy)
@@ -81,20 +80,16 @@ def _disk_problems(setting: TierSetting, disk: DiskFacts) -> Iterator[tuple[str,
         yield "this is the root file system", f"{remedy} is left to the system"
     elif not disk.direct:
         yield "it takes no I/O past the page cache (O_DIRECT)", "ext4 or xfs on a local disk"
-    floor = floor_bytes(setting, disk.size)
-    room = max(0, disk.free + disk.held - floor)
-    if setting.size_bytes is not None and setting.size_bytes > room:
-        size = format_size(setting.size_bytes)
-        what = f"its size of {size} cannot be reached: {format_size(floor)} are left to others"
-        yield what, f"size={room // 2**30}GiB at most, or make room"
+    if shortage := size_shortage(setting, disk):
+        yield shortage.text, shortage.remedy
 
 
 def _store_tier(name: str, store: StoreFacts) -> Iterator[Said]:
     if store.missing:
         yield fail(
             f"{name}: the package cannot be used: {store.missing}",
-            "pip install 'kvd-offload[mooncake]', and of the system libibverbs1, librdmacm1 and"
-            " libnuma1",
+            "pip install mooncake-transfer-engine-non-cuda, and of the system libibverbs1, librdmacm1"
+            " and libnuma1",
         )
     if store.refused:
         yield fail(

@@ -5,7 +5,6 @@ its time is up. It is killed then and not waited for: what hangs in the kernel m
 """
 
 import contextlib
-import ctypes
 import errno
 import importlib
 import importlib.metadata
@@ -27,6 +26,7 @@ import msgspec
 
 from kvd.config.tiers import TierSetting, parse_tier
 from kvd.errors import ConfigError
+from kvd.machine.room import Shortage
 from kvd.tier.backends import check_tiers, options_of
 
 PATIENCE_SECONDS = 8.0
@@ -37,7 +37,6 @@ PROBE_THREADS = 4
 CONNECT_SECONDS = 2.0
 MEMORY = frozenset(("tmpfs", "ramfs", "hugetlbfs"))
 NETWORK = frozenset(("nfs", "nfs4", "cifs", "smb3", "9p", "ceph", "glusterfs", "lustre", "beegfs"))
-_IO_URING_SETUP = 425  # on every architecture that Linux got it on
 _MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 _MOUNTS = Path("/proc/self/mountinfo")
 _BLOCK_DEVICES = Path("/sys/dev/block")
@@ -57,7 +56,6 @@ class DiskFacts:
     medium: `NVMe`, `SSD`, `rotating`, `virtual disk`, `memory`, `network`, or `unknown`.
     held: bytes that the directory's files take. free, size: of the file system.
     direct: it takes I/O past the page cache. written, read: bytes a second, None if not measured.
-    uring: why io_uring cannot be used; empty where it can.
     """
 
     exists: bool = False
@@ -73,7 +71,6 @@ class DiskFacts:
     direct: bool = False
     written: float | None = None
     read: float | None = None
-    uring: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,11 +123,11 @@ def ask(text: str) -> TierFacts:
     )
 
 
-def floor_bytes(setting: TierSetting, filesystem_bytes: int) -> int:
-    """What a disk tier leaves free of a file system of this size."""
+def size_shortage(setting: TierSetting, disk: DiskFacts) -> Shortage | None:
+    """Return why a disk tier's size cannot be reached, as its own process says at its start."""
     from kvd.tier.disk.options import DiskOptions  # noqa: PLC0415  # few have one
 
-    return DiskOptions.parse(options_of(setting)).floor_of(filesystem_bytes)
+    return DiskOptions.parse(options_of(setting)).shortage(disk.size, disk.free, disk.held)
 
 
 def _run(command: list[str]) -> tuple[bytes, str, bool]:
@@ -165,7 +162,7 @@ def main() -> None:
 def look_at_disk(setting: TierSetting) -> Iterator[Facts]:
     """Yield what is so of a directory, piece by piece: names of `DiskFacts`, and `doing`."""
     wanted = Path(setting.target)
-    yield {"uring": uring_problem(), "doing": f"looking at {wanted}"}
+    yield {"doing": f"looking at {wanted}"}
     yield _mount(wanted)  # by its name alone, so that what hangs is known by its mount
     wanted = wanted.resolve()
     yield _mount(wanted)
@@ -230,19 +227,6 @@ def _held(place: Path) -> int:
             with contextlib.suppress(OSError):
                 total += os.lstat(os.path.join(folder, name)).st_blocks * 512  # noqa: PTH118
     return total
-
-
-def uring_problem() -> str:
-    """Why this process may not use io_uring; empty where it may."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    # Without parameters it fails with EFAULT, after it was decided whether it is allowed.
-    libc.syscall(ctypes.c_long(_IO_URING_SETUP), 1, None)
-    code = ctypes.get_errno()
-    if code == errno.EFAULT:
-        return ""
-    if code == errno.ENOSYS:
-        return "this kernel has none"
-    return f"{os.strerror(code)}: seccomp, as Docker's default profile, or io_uring_disabled"
 
 
 def probe(place: Path, free: int) -> Facts:

@@ -6,12 +6,13 @@ answered when the last of these has ended.
 
 import logging
 
-from kvd.errors import BadDatagram, ImportFailed, LaneError
+from kvd.errors import DescriptorsLost, ImportFailed, LaneError
 from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import JobState, LaneJob
 from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.workers import Binding, Worker, Workers, who_is
 from kvd.logs.setup import set_level
+from kvd.machine.open_files import is_out_of_files, open_files_remedy
 from kvd.wire.link import (
     LINK,
     BindWorker,
@@ -60,14 +61,18 @@ class Orders:
         """
         self._link.flush()
         for _ in range(FRAMES_PER_TURN):
-            received = self._link.recv()
+            try:
+                received = self._link.recv()
+            except DescriptorsLost as error:
+                self._refuse(error)
+                continue
             if received is None:
                 return
             frame, fds = received
             try:
                 _, message = LINK.decode(frame)
                 self.carry_out(message, fds)
-            except (DecodeError, BadDatagram):
+            except DecodeError:
                 _log.exception("a frame of the link makes no sense")
             finally:
                 close_all(fds)
@@ -98,16 +103,39 @@ class Orders:
             case _:
                 _log.error("%s is no order", type(message).__name__)
 
+    def _refuse(self, error: DescriptorsLost) -> None:
+        """Refuse an order whose descriptors could not be received."""
+        _, message = LINK.decode(error.frame)
+        if isinstance(message, ImportWorker):
+            self._not_imported(message, str(error), out_of_files=True)
+        else:
+            _log.error("%s is left out: %s", type(message).__name__, error)
+
     def _import(self, message: ImportWorker, fds: tuple[int, ...]) -> None:
-        error = ""
         try:
             worker = self._workers.add(message, fds)
-            _log.info("imported the memory of %s", worker.who, extra=worker.who.fields)
-        except ImportFailed as problem:
-            error = str(problem)[:TEXT_LIMIT]
-            who = who_is(message)
-            _log.warning("%s: memory not imported: %s", who, error, extra=who.fields)
-        answer = Imported(session=message.session, error=error, attempt=message.attempt)
+        except ImportFailed as error:
+            if is_out_of_files(error.__cause__):
+                text = f"{error}; {open_files_remedy()}"
+                self._not_imported(message, text, out_of_files=True)
+            else:
+                self._not_imported(message, str(error))
+            return
+        _log.info("imported the memory of %s", worker.who, extra=worker.who.fields)
+        answer = Imported(session=message.session, error="", attempt=message.attempt)
+        self._reports.tell_broker(answer)
+
+    def _not_imported(
+        self, message: ImportWorker, error: str, *, out_of_files: bool = False
+    ) -> None:
+        who = who_is(message)
+        _log.warning("%s: memory not imported: %s", who, error, extra=who.fields)
+        answer = Imported(
+            session=message.session,
+            error=error[:TEXT_LIMIT],
+            attempt=message.attempt,
+            out_of_files=out_of_files,
+        )
         self._reports.tell_broker(answer)
 
     def _bind(self, message: BindWorker, fds: tuple[int, ...]) -> None:

@@ -50,8 +50,10 @@ class Requests:
         """Serve one message, then report what ended by it."""
         try:
             header = REQUESTS.decode_header(received.frame)
-        except DecodeError:
+        except DecodeError as error:
             self._reports.counts.dropped_frames += 1
+            pid, uid = self._reports.router.peer(received.identity)
+            _log.warning("a message of pid %d, uid %d, cannot be read: %s", pid, uid, error)
             return
         # The token proves that the sender means this boot of the daemon: it was made by it.
         worker = self._workers.by_token(header.session)

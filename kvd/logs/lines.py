@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
+from kvd.logs.faults import without_bytes
 from kvd_proto.printable import printable
 
 _PRIORITIES = {"DEBUG": 7, "INFO": 6, "WARNING": 4, "ERROR": 3, "CRITICAL": 2}  # of sd-daemon(3)
@@ -40,7 +41,7 @@ class LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's line, or lines."""
-        trace = self.formatException(record.exc_info) if record.exc_info else ""
+        trace = without_bytes(self.formatException(record.exc_info)) if record.exc_info else ""
         return self._form(record, trace)
 
     def _plain(self, record: logging.LogRecord, trace: str) -> str:

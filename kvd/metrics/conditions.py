@@ -29,7 +29,14 @@ YOUNG_SECONDS = 60.0
 LATE_SECONDS = 5.0  # an idle engine publishes once a second; as the alert KvdEventsLate
 ASIDE_SECONDS = 5.0  # a breaker that opens for a moment does what it is there for
 OFTEN = 3
-UNKEPT_SHARE = 0.1  # as the alert KvdTierLagging
+UNKEPT_SHARE = 0.1  # with keep=asked, as the alert KvdTierLagging; with keep=all any chunk counts
+BEHIND = (
+    "Tier {name} falls behind: {times} an hour are not kept.",
+    (
+        "Stores are faster than the tier, and none waits for it: keep=asked, a larger queue, a"
+        " faster medium, or a larger pool."
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,10 +180,15 @@ def _tier_full(tier: Span) -> Case:
     return bool(tier.now["full"]) and {"used": used, "total": total}
 
 
-def _unkept(namespace: Span) -> Case:
-    left = namespace.rise("counters", "evicted") + namespace.rise("counters", "yielded")
-    unkept = namespace.rise("counters", "undemoted")
-    return unkept > UNKEPT_SHARE * left and {"times": several(unkept, "chunk")}
+def _behind(*, keep: str) -> Find:
+    def find(tier: Span) -> Case:
+        unkept, kept = tier.rise("counters", "unkept"), tier.rise("counters", "puts", "ok")
+        least = 0.0 if keep == "all" else UNKEPT_SHARE * (unkept + kept)
+        if tier.now["keep"] != keep or unkept <= least:
+            return False
+        return {"times": several(unkept * 3600 / tier.seconds, "chunk")}
+
+    return find
 
 
 def _young(namespace: Span) -> Case:
@@ -363,6 +375,7 @@ WARNINGS = (
         "Make room on its file system, or lower its size; what it has is served.",
         "tiers",
     ),
+    Kind("tier behind", _behind(keep="all"), *BEHIND, "tiers"),
     Kind(
         "replies dropped",
         _rises("counters", "dropped_replies", word="reply", plural="replies"),
@@ -373,8 +386,9 @@ WARNINGS = (
     Kind(
         "messages dropped",
         _rises("broker", "dropped_frames", word="message"),
-        "{times} could not be understood in the last minute.",
-        "Look in the log for who sent them; an engine may run another version of kvd's client.",
+        "{times} could not be read in the last minute.",
+        "The log says which process sent them (grep 'cannot be read'); it may run another version"
+        " of kvd's client, or be no client of kvd.",
     ),
     Kind(
         "leases expired",
@@ -399,14 +413,7 @@ HINTS = (
         " is asked for twice.",
         "namespaces",
     ),
-    Kind(
-        "not kept in time",
-        _unkept,
-        "{times} of {model} left memory in the last minute before a tier had taken them.",
-        "The tier is slower than chunks come in: keep=asked, a larger queue, a faster medium, or a"
-        " larger pool.",
-        "namespaces",
-    ),
+    Kind("tier behind", _behind(keep="asked"), *BEHIND, "tiers"),
     Kind(
         "engine's events late",
         _late,

@@ -210,11 +210,6 @@ class ChunkCounts(Counts):
         " within two seconds, too many waited, or the daemon drained",
         "sought_dropped_chunks_total",
     )
-    undemoted: int = counter(
-        "Chunks that a tier wanted and that were evicted before their turn, or found no place in"
-        " the queue",
-        "undemoted_chunks_total",
-    )
     eviction_age: Histogram = histogram(
         "Seconds since a chunk was stored or last of use (pinned for a load, or named by a"
         " request that finished), when it was evicted; exact to a quarter of a second",
@@ -241,11 +236,15 @@ class ChunkCounts(Counts):
 class LookupCounts(Counts):
     """What an engine has looked up in the directory."""
 
-    lookup_chunks: int = counter("Chunks looked up in the directory", "lookup_chunks_total")
-    hit_chunks: int = counter("Of these, chunks that were READY", "lookup_hit_chunks_total")
+    lookup_chunks: int = counter(
+        "Keys looked up in the directory. An engine that stops at the first miss looks up no key"
+        " behind it, so `hit_chunks` of these is not the share of the prompts that was found",
+        "lookup_chunks_total",
+    )
+    hit_chunks: int = counter("Of these, keys whose chunks were READY", "lookup_hit_chunks_total")
     lookup_tokens: int = counter(
-        "Prompt tokens asked for, where the engine counts them (vLLM: of each request when it is"
-        " admitted); else `tokens_per_chunk` for each chunk looked up",
+        "Prompt tokens asked for, as the engine counts them (vLLM: of each request when it is"
+        " admitted); 0 where it does not",
         "lookup_tokens_total",
     )
     hit_tokens: int = counter("Of these, tokens that were found", "lookup_hit_tokens_total")
@@ -384,8 +383,18 @@ class TierCounts(Counts):
         "reason",
         keys=BREAKER_REASONS,
     )
+    unkept: int = counter(
+        "Chunks that `keep` names and that left memory before the tier had taken them, or came"
+        " late: stores are faster than the tier",
+        "unkept_chunks_total",
+    )
     dropped: int = counter(
         "Chunks that the tier dropped by itself to make room for others", "dropped_chunks_total"
+    )
+    damaged_records: int = counter(
+        "Records of its index that were damaged when one of its processes began, and were dropped"
+        " with their chunks",
+        "damaged_records_total",
     )
     restarts: int = counter("Processes that were lost and replaced", "restarts_total")
 
@@ -417,14 +426,18 @@ class BrokerCounts(Counts):
         keys=LIMITS,
     )
     dropped_frames: int = counter(
-        "Frames that were no messages, and replies that nobody read",
+        "Frames that were no messages; the log says who sent them",
         "kvd_broker_dropped_frames_total",
+    )
+    dropped_replies: int = counter(
+        "Replies to clients that do not read, or that were gone before they were sent",
+        "kvd_broker_dropped_replies_total",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessUsage:
-    """What the operating system says of this process, handed in like `available_bytes`.
+    """What the operating system says of this process.
 
     time: unix seconds. host: the machine's name. max_fds: the limit of open descriptors, 0 where
     there is none.

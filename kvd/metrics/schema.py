@@ -96,7 +96,11 @@ class Pool:
     """The memory that holds chunks."""
 
     cpu_bytes: int = gauge("Size of the pool; 0 while it is not decided", "kvd_pool_bytes")
-    free_bytes: int = gauge("Bytes of the pool that no namespace holds", "kvd_pool_free_bytes")
+    free_bytes: int = gauge(
+        "Bytes of the pool that no namespace holds. Those that a namespace holds for neither chunk"
+        " nor loan are free, too, and not counted here",
+        "kvd_pool_free_bytes",
+    )
     allocated_bytes: int = gauge(
         "Bytes of the pool whose memory is there", "kvd_pool_allocated_bytes"
     )
@@ -249,6 +253,7 @@ class Tier:
 
     name: str = shown("Its kind, such as `disk`; the second of one kind is `disk-2`")
     setting: str = shown("As the operator wrote it")
+    keep: str = shown("Which chunks go down: `asked`, `all` or `never`")
     medium: str = shown("What engines and routers call it: `disk`, `remote`, `memory`")
     shared: bool = shown("Other daemons put and remove chunks there, too")
     described: str = shown("How it works, as its process says; empty until one serves")
@@ -258,6 +263,10 @@ class Tier:
     breaker: str = shown(
         "`closed` (used), `open` (set aside: lookups miss what only it has) or `probing` (whether"
         " it works again is tried)"
+    )
+    state_seconds: float = gauge(
+        "How long the tier has been in use, or has not been: set aside, starting or down",
+        "kvd_tier_state_seconds",
     )
     usable: bool = gauge("1 if chunks are put to it and got from it now", "kvd_tier_usable")
     set_aside_seconds: float = gauge(

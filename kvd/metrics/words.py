@@ -1,8 +1,12 @@
-"""Figures as words for people, a few characters each."""
+"""Figures and names as words for people, a few characters each."""
+
+import re
 
 from kvd_proto.sizes import format_size
 
 NOTHING = "\N{EN DASH}"
+NAME_LENGTH = 27
+_SNAPSHOT = re.compile(r".*/models--(?:[^/]*--)?([^/]+)/snapshots/([0-9a-f]{8})[0-9a-f]*/?")
 
 
 def size(nbytes: float | None) -> str:
@@ -40,8 +44,8 @@ def latency(seconds: float | None) -> str:
     return f"{seconds * 1e6:.0f} µs"
 
 
-def duration(seconds: float | None) -> str:
-    """`4 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`."""
+def duration(seconds: float | None, units: int = 2) -> str:
+    """`4 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`: the largest units, one or two."""
     if seconds is None:
         return NOTHING
     left = max(0, int(seconds))
@@ -50,10 +54,25 @@ def duration(seconds: float | None) -> str:
         if left >= length:
             parts.append(f"{left // length} {unit}")
             left %= length
-    return " ".join(parts[:2]) or "0 s"
+    return " ".join(parts[:units]) or "0 s"
 
 
 def several(count: float, singular: str, plural: str | None = None) -> str:
     """`1 chunk`, `12 chunks`."""
     word = singular if round(count) == 1 else plural or f"{singular}s"
     return f"{number(count)} {word}"
+
+
+def shorten(name: str) -> str:
+    """`vllm-llama-3-…d8f6b5d-x2k4q`: at most `NAME_LENGTH` characters, the middle left out.
+
+    A path in a Hugging Face cache becomes model and revision first: `Qwen3-8B@6f6073b4`. The
+    page's `shorten` (kvd/report/page/words.js) follows the same rule.
+    """
+    if len(name) <= NAME_LENGTH:
+        return name
+    name = _SNAPSHOT.sub(r"\1@\2", name)
+    if len(name) <= NAME_LENGTH:
+        return name
+    head = NAME_LENGTH // 2
+    return f"{name[:head]}…{name[head + 1 - NAME_LENGTH :]}"

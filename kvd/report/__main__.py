@@ -76,7 +76,9 @@ async def _serve(options: argparse.Namespace) -> None:
     fds = [options.unix_fd] + ([options.tcp_fd] if options.tcp_fd is not None else [])
     beating = asyncio.create_task(_beat(options.beat_fd))
     serving = asyncio.create_task(Quiet(config).serve([Listener(fd) for fd in fds]))
-    done, _ = await asyncio.wait([beating, serving], return_when=asyncio.FIRST_COMPLETED)
+    recording = asyncio.create_task(app.record())
+    tasks = [beating, serving, recording]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()
 

@@ -19,6 +19,7 @@ from kvd.metrics.schema import Check
 from kvd.report.broker_client import BrokerClient
 from kvd.report.exposition import WATCHERS, Exposition
 from kvd.report.guard import Guard
+from kvd.report.samples import Samples
 
 ANSWER_SECONDS = 2.0
 SCRAPE_SECONDS = 1.0
@@ -43,6 +44,7 @@ class App:
 
     def __init__(self, broker: BrokerClient) -> None:
         self._broker = broker
+        self._samples = Samples()
         self._watchers = 0
         routes = [
             Route("/livez", self.probe),
@@ -51,6 +53,7 @@ class App:
             Route("/status", self.status),
             Route("/metrics", self.metrics),
             Route("/events", self.events),
+            Route("/history", self.history),
             *(Route(*_file(path)) for path in sorted(_PAGE.iterdir())),
         ]
         self._paths = [route.path for route in routes]
@@ -59,6 +62,10 @@ class App:
     def guarded(self, host: str) -> ASGIApp:
         """Return the whole application, for a server that listens on `host`."""
         return Guard(self._router, host, frozenset(self._paths))
+
+    async def record(self) -> None:
+        """Keep samples for `/history`, until cancelled."""
+        await self._samples.record(self._broker)
 
     async def probe(self, request: Request) -> Response:
         """Pass, or fail with 503 and what is wrong, as text or JSON.
@@ -126,6 +133,11 @@ class App:
             )
         return StreamingResponse(self._watch(), media_type="text/event-stream")
 
+    async def history(self, request: Request) -> Response:
+        """What a page shows of the time before it was opened; see `Samples.told`."""
+        del request
+        return Response(_compact(self._samples.told()), media_type="application/json")
+
     async def _watch(self) -> AsyncIterator[str]:
         self._watchers += 1
         WATCHERS.inc()
@@ -139,7 +151,7 @@ class App:
                     name, now = "trouble", time.time()
                     since = self._broker.silent_since or now
                     told = {"time": now, "since": since, "text": str(error)}
-                yield f"event: {name}\ndata: {json.dumps(told, separators=(',', ':'))}\n\n"
+                yield f"event: {name}\ndata: {_compact(told)}\n\n"
                 await asyncio.sleep(PERIOD_SECONDS)
         finally:
             self._watchers -= 1
@@ -162,6 +174,10 @@ def _deadline(request: Request) -> float | None:
     except ValueError:
         return None
     return seconds if 0 < seconds <= LONGEST_ANSWER_SECONDS else None
+
+
+def _compact(content: Any) -> str:
+    return json.dumps(content, separators=(",", ":"))
 
 
 def _json(content: Any, status: int) -> Response:

@@ -99,11 +99,15 @@ class ImportWorker(Message, frozen=True):
 
 
 class Imported(Message, frozen=True):
-    """Lane → broker: the answer to ImportWorker; `error` is empty where it worked."""
+    """Lane → broker: the answer to ImportWorker; `error` is empty where it worked.
+
+    out_of_files: the lane's limit of open files is why, so a later registration may work.
+    """
 
     session: Count
     error: Text
     attempt: Count = 0
+    out_of_files: bool = False
 
 
 class BindWorker(Message, frozen=True):

@@ -1,13 +1,13 @@
 """A listening Unix socket that can refuse a connection when no descriptor is left for it."""
 
 import contextlib
-import errno
 import logging
 import os
 import socket
 from pathlib import Path
 
 from kvd.errors import ConfigError
+from kvd.machine.open_files import is_out_of_files, open_files_remedy
 
 BACKLOG = 1024
 
@@ -60,13 +60,13 @@ class Listener:
         except (BlockingIOError, ConnectionAbortedError):
             return None
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):
+            if is_out_of_files(error):
                 raise NoDescriptor(*error.args) from error
             raise
 
     def refuse(self) -> None:
         """Close the next connection, for which there is no descriptor."""
-        log.error("no file descriptor is left for a connection; raise LimitNOFILE")
+        log.error("no file descriptor is left for a connection; %s", open_files_remedy())
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1

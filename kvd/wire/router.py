@@ -182,6 +182,11 @@ class Router:
                 return Received(connection.identity, frame)
         return None
 
+    def peer(self, identity: bytes) -> tuple[int, int]:
+        """Return pid and uid of the process that connected; -1 each where it has gone."""
+        connection = self._by_identity.get(identity)
+        return (connection.pid, connection.uid) if connection is not None else (-1, -1)
+
     def prove(self, identity: bytes) -> None:
         """This connection belongs to a session: new connections do not displace it."""
         connection = self._by_identity.get(identity)
@@ -317,8 +322,11 @@ class Router:
         pongs, incoming.pongs = incoming.pongs, []
         if pongs and not connection.closed:
             self._send(connection, b"".join(pongs))
-        self.dropped += incoming.dropped
-        incoming.dropped = 0
+        if incoming.dropped:
+            text = "a message of pid %d, uid %d, cannot be read: it has several parts"
+            log.warning(text, connection.pid, connection.uid)
+            self.dropped += incoming.dropped
+            incoming.dropped = 0
         if (
             (pongs or incoming.more or frame is not None)
             and len(incoming)

@@ -14,7 +14,8 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
-from kvd.errors import BadDatagram, ChannelFull
+from kvd.errors import BadDatagram, ChannelFull, DescriptorsLost
+from kvd.machine.open_files import open_files_remedy
 
 SOCKET_BUFFER_BYTES = 2**20  # asked for; the kernel clamps it to net.core.wmem_max
 MAX_DATAGRAM_BYTES = 2**20
@@ -136,6 +137,7 @@ class Channel:
         Raises:
             EOFError: the peer has closed its end, or died.
             BadDatagram: a datagram above the limits; it is consumed, its descriptors are closed.
+            DescriptorsLost: this process may open no more files; likewise.
         """
         if not self._buffer:
             self._buffer = bytearray(MAX_DATAGRAM_BYTES)
@@ -148,13 +150,18 @@ class Channel:
         except ConnectionError as error:
             raise EOFError("the peer is gone") from error
         fds = _descriptors(ancillary)
-        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        if flags & socket.MSG_TRUNC:
             close_all(fds)
-            raise BadDatagram(f"a datagram above {len(self._buffer)} bytes or its descriptors")
+            raise BadDatagram(f"a datagram above {len(self._buffer)} bytes")
         if size == 0:
             close_all(fds)
             raise EOFError("the peer has closed its end")
-        return bytes(memoryview(self._buffer)[:size]), fds
+        frame = bytes(memoryview(self._buffer)[:size])
+        if flags & socket.MSG_CTRUNC:
+            close_all(fds)
+            text = f"no file descriptor is left to receive; {open_files_remedy()}"
+            raise DescriptorsLost(text, frame)
+        return frame, fds
 
     def close(self) -> None:
         """Close the socket and the descriptors that wait."""

@@ -46,7 +46,10 @@ class BeginTier(Message, frozen=True):
 
 
 class TierReady(Message, frozen=True):
-    """Tier → broker, first: it serves."""
+    """Tier → broker, first: it serves.
+
+    damaged_records: of its index, found at the start and dropped.
+    """
 
     pid: Count
     medium: Name
@@ -55,6 +58,7 @@ class TierReady(Message, frozen=True):
     total_bytes: Count
     used_bytes: Count
     chunks: Count
+    damaged_records: Count = 0
 
 
 class TierFailed(Message, frozen=True):

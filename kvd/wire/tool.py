@@ -8,7 +8,8 @@ from typing import Any, Self, TypeVar
 
 import zmq
 
-from kvd.errors import NotRunning, Refused
+from kvd.errors import AccessDenied, NotRunning, Refused
+from kvd.machine.access import explain_denied
 from kvd.version import VERSION
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import DecodeError
@@ -25,6 +26,7 @@ class Control:
     Raises:
         NotRunning: no daemon answers in `runtime_dir` within `timeout` seconds, or one does and
             refuses this process or has another protocol version.
+        AccessDenied: this process may not reach the daemon's sockets; with the remedy.
     """
 
     def __init__(self, runtime_dir: Path, timeout: float = 5.0) -> None:
@@ -47,6 +49,9 @@ class Control:
             self._control_socket.settimeout(self._timeout)
             self._control_socket.connect(str(self._runtime_dir / "control.sock"))
             greeting = self._control_socket.recv(_MAX_NOTICE_BYTES)
+        except PermissionError as error:
+            path = self._runtime_dir / "control.sock"
+            raise AccessDenied(explain_denied(path) or f"{path}: {error.strerror}") from error
         except OSError as error:
             raise NotRunning(
                 f"no daemon answers in {self._runtime_dir} ({error}); start one with:"

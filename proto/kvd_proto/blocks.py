@@ -4,9 +4,9 @@ The j-th listed block of group g sits at position
 ``block_indices[g] % blocks_per_chunk + j``; it belongs to the group's chunk
 number ``position // blocks_per_chunk`` and is block
 ``position % blocks_per_chunk`` of it. What is counted is what the job lists:
-at a sliding window's edge a chunk's first blocks are simply not listed. Block 0, the engine's null
-block, stands for a place that is left out: so chunks that are full in part can be in the middle of
-a job.
+at a sliding window's edge a chunk's first blocks are simply not listed. Where the layout has a null
+block, that one stands for a place that is left out: so chunks that are full in part can be in the
+middle of a job.
 """
 
 from array import array
@@ -22,7 +22,6 @@ from kvd_proto.errors import JobShapeError, Oversize, WrongType
 from kvd_proto.layout import RankLayout
 
 Ints = npt.NDArray[np.intp]
-NULL_BLOCK = 0
 DTYPES: dict[str, DType] = {
     "block_ids": "u4",
     "group_sizes": "u4",
@@ -60,8 +59,8 @@ class Chunks:
 class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=True):
     """Blocks of one rank, and the chunks that they lie in.
 
-    block_ids: u4, flat, group by group; 0 for a place of a chunk that is left out. The others of a
-    chunk follow each other, and there is one at least.
+    block_ids: u4, flat, group by group; the layout's null block for a place of a chunk that is left
+    out. The others of a chunk follow each other, and there is one at least.
     group_sizes: u4, how many blocks of each group are listed, 0 for none.
     block_indices: u4, logical index of each group's first listed block.
     slots: u4, of the chunks, group by group, as many as the listed blocks lie in.
@@ -151,18 +150,21 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         if high >= num_slots:
             raise JobShapeError(f"slots {low}..{high} of an arena of {num_slots}")
         low, high = self.block_ids.extent()
-        if low == NULL_BLOCK:
-            kept: dict[str, bool] = self.__dict__
-            kept["sparse"] = True
-            self._check_places(self.chunks(factor), factor)
         if high >= layout.num_blocks:
             raise JobShapeError(
-                f"block_ids {low}..{high} are not within 1..{layout.num_blocks - 1}"
+                f"block_ids {low}..{high} are not within 0..{layout.num_blocks - 1}"
             )
+        null_block = layout.null_block
+        within = null_block is not None and low <= null_block <= high
+        named = within and null_block in self.block_ids.array()
+        kept: dict[str, int | None] = self.__dict__
+        kept["null_block"] = null_block if named else None
+        if named:
+            self._check_places(self.chunks(factor), factor)
 
     def chunks(self, blocks_per_chunk: int) -> Chunks:
         """The chunks of a job that was checked."""
-        if "sparse" in self.__dict__:
+        if self.null_block is not None:
             return self._sparse_chunks(blocks_per_chunk)
         first, count, group = array("H"), array("H"), array("H")
         for number, (size, index) in enumerate(zip(self.sizes, self.indices, strict=True)):
@@ -184,16 +186,17 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         return Chunks(self.slots.array(), self.generations.array(), first, count, group)
 
     @property
-    def is_sparse(self) -> bool:
-        """Whether some places of a job that was checked are left out."""
-        return "sparse" in self.__dict__
+    def null_block(self) -> int | None:
+        """Of a job that was checked: the layout's null block, where the job names it."""
+        kept: dict[str, int | None] = self.__dict__
+        return kept.get("null_block")
 
     def _places(self, factor: int) -> Iterator[tuple[int, Ints, Ints]]:
         """Of each group: its number, and chunk and place in the chunk of blocks not left out."""
         ids, at = self.block_ids.numpy(), 0
         for number, (size, index) in enumerate(zip(self.sizes, self.indices, strict=True)):
             skip = index % factor
-            listed = np.flatnonzero(ids[at : at + size]) + skip
+            listed = np.flatnonzero(ids[at : at + size] != self.null_block) + skip
             yield number, listed // factor, listed % factor
             at += size
 

@@ -13,6 +13,7 @@ An operator's block-count override beats the measured count everywhere, so that 
 capacity that the engine does not have (``v1/core/kv_cache_utils.py``).
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -54,7 +55,7 @@ def size_pool(layouts: Sequence[RankLayout], cpu_bytes: int) -> ChunkSizes:
     arenas = tuple(layout.slot_bytes for layout in _shares(layouts))
     chunk = sum(arenas)
     count = cpu_bytes // chunk if chunk else 0
-    if not count:
+    if count < 1:
         raise SizeError(
             f"a pool of {cpu_bytes} bytes ({format_size(cpu_bytes)}) holds no chunk of"
             f" {chunk} bytes ({format_size(chunk)}); raise --cpu-bytes to at least"
@@ -77,7 +78,14 @@ def auto_cpu_bytes(
 
     Returns:
         The size, and how it came about, in one line.
+
+    Raises:
+        SizeError: a negative number, or a ratio that is none.
     """
+    _at_least("available", available, 0)
+    _at_least("reserve", reserve, 0)
+    if not 0 < ratio < math.inf:
+        raise SizeError(f"ratio = {ratio}; give a finite number above 0")
     reported = [layout.used_bytes for layout in _shares(layouts)]
     wanted = int(ratio * sum(reported))
     room = max(0, available - reserve)
@@ -100,6 +108,9 @@ class LayerGroup:
     page_bytes: padded page of each layer, in bytes of one rank.
     block_size, sliding_window: in tokens.
     uniform_type: pages may differ in size; memory is laid out in tuples of one page of each.
+
+    Raises:
+        SizeError: blocks or a window of no tokens.
     """
 
     page_bytes: tuple[int, ...]
@@ -107,12 +118,22 @@ class LayerGroup:
     sliding_window: int | None = None
     uniform_type: bool = False
 
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        if self.sliding_window is not None:
+            _at_least("sliding_window", self.sliding_window, 1)
+
     def blocks_for(self, tokens: int, batched_tokens: int) -> int:
         """Blocks that a request of `tokens` holds in this group at its worst moment.
 
         Behind a window blocks are given back: the window and one batch are alive, and one block
         more where they do not start at a block's edge.
+
+        Raises:
+            SizeError: a negative request, or steps of no tokens.
         """
+        _at_least("tokens", tokens, 0)
+        _at_least("batched_tokens", batched_tokens, 1)
         blocks = _cdiv(tokens, self.block_size)
         if self.sliding_window is None:
             return blocks
@@ -173,8 +194,13 @@ def longest_request(
         limit: the model's own limit in tokens; with sliding windows alone
             nothing else may bound a request.
         batched_tokens: most tokens of one engine step.
+
+    Raises:
+        SizeError: no block, a negative limit, or steps of no tokens.
     """
-    low, high = 0, max(0, limit)
+    _at_least("num_blocks", num_blocks, 1)
+    _at_least("limit", limit, 0)
+    low, high = 0, limit
     while low < high:  # needs grow with tokens, so bisect
         middle = (low + high + 1) // 2
         if blocks_needed(groups, middle, batched_tokens) <= num_blocks - NULL_BLOCKS:
@@ -216,6 +242,11 @@ def admit(
         f" available are {available} ({format_size(available * each)}; {blocks} blocks"
         f" {origin}, less the null block); {more}, or lower max seq len to {fits} or less"
     )
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise SizeError(f"{name} = {value}; give {least} or more")
 
 
 def _cdiv(a: int, b: int) -> int:

@@ -91,7 +91,8 @@ class Codec:
         """
         if header.version != PROTOCOL_VERSION:
             raise VersionMismatch(
-                f"protocol version {header.version}, this side speaks {PROTOCOL_VERSION}"
+                f"the other side speaks protocol version {header.version}, this side"
+                f" {PROTOCOL_VERSION}; install the same version of kvd on both"
             )
         decoder = self._decoders.get(header.tag)
         if decoder is None:

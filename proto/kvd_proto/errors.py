@@ -40,7 +40,14 @@ class LayoutError(ProtoError):
 
 
 class SizeError(LayoutError):
-    """Sizes that hold nothing; sizes and durations that cannot be read."""
+    """Sizes that hold nothing; sizes and durations that cannot be read.
+
+    `meant` is the size that a text with half a unit, such as 64Gi, stands for; else empty.
+    """
+
+    def __init__(self, text: str, meant: str = "") -> None:
+        super().__init__(f"{text}; did you mean {meant}?" if meant else text)
+        self.meant = meant
 
 
 class JobShapeError(LayoutError):

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.blocks import NULL_BLOCK, JobBlocks
+from kvd_proto.blocks import JobBlocks
 from kvd_proto.copies import Copies, Grid, Regions, Run
 from kvd_proto.layout import RankLayout
 
@@ -79,7 +79,7 @@ class Expander:
 
     def expand(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> Copies:
         """The byte ranges of a job that was checked against the layout, coalesced."""
-        if len(blocks.block_ids) * self._most <= FEW_PAGES and not blocks.is_sparse:
+        if len(blocks.block_ids) * self._most <= FEW_PAGES and blocks.null_block is None:
             return Copies.of(self.expand_few(blocks, turn))
         return self.expand_many(blocks, turn)
 
@@ -179,8 +179,8 @@ class Expander:
                 ids, slot, inside = ids[mine], slot[mine], None if inside is None else inside[mine]
                 if not len(ids):
                     continue
-            if blocks.is_sparse:
-                listed = ids != NULL_BLOCK
+            if blocks.null_block is not None:
+                listed = ids != blocks.null_block
                 ids, slot = ids[listed], slot[listed]
                 inside = None if inside is None else inside[listed]
                 if not len(ids):

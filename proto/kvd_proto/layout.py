@@ -31,6 +31,7 @@ MAX_GROUPS = 1024
 MAX_TENSORS = 8192
 MAX_REFS = 8192  # of all groups together
 MAX_LAYERS = 8192
+MAX_STORAGES = 4096
 
 
 class Range(NamedTuple):
@@ -41,6 +42,7 @@ class Range(NamedTuple):
 
 
 COUNT = Range(1, MAX_BLOCKS)
+BLOCK = Range(0, MAX_BLOCKS - 1)
 CHUNK_BLOCKS = Range(1, MAX_BLOCKS_PER_CHUNK)
 SIZE = Range(1, MAX_BYTES)
 OFFSET = Range(0, MAX_BYTES)
@@ -106,15 +108,18 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
     groups: which of them belong together; at least one.
     replicated: every rank holds the same bytes (MLA under tensor parallelism), so a chunk is
     stored once and ranks take turns to write.
+    null_block: the block that never holds KV, below num_blocks: in a job it stands for a place of
+    a chunk that is left out. nil: there is none, all blocks hold KV.
     """
 
     num_blocks: Annotated[int, COUNT]
     blocks_per_chunk: Annotated[int, CHUNK_BLOCKS]
     hash_block_size: Annotated[int, COUNT]
-    storages: tuple[Annotated[int, SIZE], ...]
+    storages: Annotated[tuple[Annotated[int, SIZE], ...], Meta(max_length=MAX_STORAGES)]
     tensors: Annotated[tuple[TensorSpec, ...], Meta(max_length=MAX_TENSORS)]
     groups: Annotated[tuple[GroupSpec, ...], Meta(max_length=MAX_GROUPS)]
     replicated: bool = False
+    null_block: Annotated[int, BLOCK] | None = None
 
     @cached_property
     def kinds(self) -> bytes:
@@ -203,6 +208,13 @@ def validate_layout(layout: RankLayout) -> None:
     _check_range("num_blocks", layout.num_blocks, COUNT, "start the engine with more memory")
     _check_range("blocks_per_chunk", layout.blocks_per_chunk, CHUNK_BLOCKS, "use 1 or more")
     _check_range("hash_block_size", layout.hash_block_size, COUNT, "use the engine's own")
+    if (null_block := layout.null_block) is not None:
+        _check_range("null_block", null_block, BLOCK, "give the engine's null block, or none")
+        if null_block >= layout.num_blocks:
+            raise LayoutError(
+                f"null_block = {null_block}, but blocks are 0..{layout.num_blocks - 1}; give the"
+                " engine's null block, or none"
+            )
     if not layout.tensors or not layout.groups:
         raise SizeError(
             f"{len(layout.tensors)} tensors in {len(layout.groups)} groups: there is nothing to"
@@ -281,14 +293,14 @@ def _check_group(layout: RankLayout, index: int, group: GroupSpec) -> None:
 def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) -> None:
     """Check that the ranks of one engine agree.
 
-    All ranks must have the same num_blocks, factors and groups; ranks of one
+    All ranks must have the same num_blocks, null block, factors and groups; ranks of one
     pipeline stage also the same page sizes and contents (other stages hold other
     layers, and so cannot hold replicas of each other's shares).
 
     Raises:
         LayoutError: naming the odd rank and both figures.
     """
-    for name in ("num_blocks", "blocks_per_chunk", "hash_block_size", "replicated"):
+    for name in ("num_blocks", "null_block", "blocks_per_chunk", "hash_block_size", "replicated"):
         _agree(name, layouts, attrgetter(name))
     _agree("groups (kind, block size, window)", layouts, attrgetter("kinds"), _kinds)
     of = {rank: stages[rank] for rank in sorted(layouts)}

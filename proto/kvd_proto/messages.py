@@ -15,15 +15,17 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvd_proto.arrays import IntArray
+from kvd_proto.arrays import MAX_ARRAY_ITEMS, IntArray
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
-from kvd_proto.layout import RankLayout
+from kvd_proto.layout import MAX_STORAGES, RankLayout
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+"""Grows with every change after which a frame of the version before is refused, or says another
+thing. A daemon and a client of different versions do not talk."""
 HOST = "host"  # the device that is host memory
-MAX_KEYS = 65536
+MAX_KEYS = MAX_ARRAY_ITEMS
 MAX_KEY_BYTES = 48
 MAX_RANKS = 64
 MAX_DESCRIPTORS = 253  # of one datagram: the kernel's own limit, SCM_MAX_FD
@@ -225,7 +227,7 @@ class Register(Message, frozen=True, kw_only=True, omit_defaults=True):
     device: Name
     fingerprint: Fingerprint
     layout: RankLayout
-    handles: Annotated[tuple[Handle, ...], Meta(max_length=4096)]
+    handles: Annotated[tuple[Handle, ...], Meta(max_length=MAX_STORAGES)]
     temporary: bool = False
 
 
@@ -237,7 +239,7 @@ class Registered(Message, frozen=True):
     incarnation: which of the device's lane processes that is, as in LaneUp.
     """
 
-    missing_ranks: tuple[int, ...]
+    missing_ranks: Annotated[tuple[int, ...], Meta(max_length=MAX_RANKS)]
     lane: Name
     incarnation: Count
 
@@ -427,8 +429,7 @@ class Lookups(Message, frozen=True):
     Figures never fall.
 
     chunks, hit_chunks: keys looked up in the directory, and those that were READY.
-    tokens, hit_tokens: prompt tokens asked for and found; None: not counted, the daemon takes
-    the chunks' size.
+    tokens, hit_tokens: prompt tokens asked for and found; None: not counted.
     aborted_requests: that the engine gave up because a load had failed.
     """
 
@@ -610,8 +611,8 @@ class ConfigReloaded(Message, frozen=True):
     """
 
     file: Text
-    changes: tuple[ConfigChange, ...]
-    warnings: tuple[Text, ...]
+    changes: Annotated[tuple[ConfigChange, ...], Meta(max_length=MAX_ARRAY_ITEMS)]
+    warnings: Annotated[tuple[Text, ...], Meta(max_length=MAX_ARRAY_ITEMS)]
 
 
 class ShowConfig(Message, frozen=True):
@@ -655,10 +656,11 @@ class TierInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Attached(Message, frozen=True):
     """Broker to every session of an engine whose ranks are all registered and served by lanes.
 
-    Carries a read-only descriptor of the namespace's directory. For a scheduler one of the
-    namespace's descriptions follows, where `description_bytes` is above 0, and as a rule the read
-    end of a pipe, non-blocking: a byte comes each time that chunks which this engine stored became
-    READY.
+    Carries one to three descriptors. The first one of every session reads the namespace's
+    directory. A scheduler gets two more: where `description_bytes` is above 0 one that reads the
+    namespace's descriptions; then the read end of a pipe, non-blocking, where a byte comes each
+    time that chunks which this engine stored became READY. A daemon that has no descriptor left
+    sends no pipe.
 
     namespace: its id, 16 bytes.
     world_size: as registered.

@@ -21,6 +21,8 @@ def parse_size(text: str | int) -> int:
         SizeError: it is none of these, or negative.
     """
     size = _parse(str(text), _BYTES)
+    if size is None and _parse(f"{text}B", _BYTES) is not None:
+        raise SizeError(f"{text!r} is no size", meant=f"{text}B")
     if size is None:
         raise SizeError(f"{text!r} is no size; write bytes or a number with a unit, such as 64GiB")
     return int(size)

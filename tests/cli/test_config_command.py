@@ -78,6 +78,39 @@ def test_check_asks_the_backends_of_tiers(file: Path) -> None:
     assert f"{place}: no tier is called disc; known are disk, memory, mooncake" in done.output
 
 
+@pytest.mark.parametrize(
+    ("tiers", "words"),
+    [
+        (["disk:{run}/."], "is, contains or lies in the runtime directory (runtime_dir = {link})"),
+        (["disk:{link}"], "the runtime directory"),
+        (["disk:{run}/sub/"], "the runtime directory"),
+        (["disk:{top}"], "the runtime directory"),
+        (["disk:{pool}/../pool"], "the pool's directory (pool_dir = {pool})"),
+        (["disk:/data/a", "disk:/data//a/"], "another tier's directory (/data/a)"),
+        (["disk:/data/a", "memory:", "disk:/data/a/b"], "another tier's directory (/data/a)"),
+    ],
+)
+def test_a_tier_in_a_directory_of_something_else_is_refused(
+    file: Path, tmp_path: Path, tiers: list[str], words: str
+) -> None:
+    """The runtime directory, the pool's and another tier's are named, and none of these is one."""
+    run, link = tmp_path / "run", tmp_path / "link"
+    run.mkdir()
+    link.symlink_to(run)
+    names = {"top": tmp_path, "run": run, "link": link, "pool": tmp_path / "pool"}
+    texts = [f"{tier.format(**names)}{'' if tier == 'memory:' else ',size=1GiB'}" for tier in tiers]
+    settings = f'runtime_dir = "{link}"\npool_dir = "{names["pool"]}"\n'
+    file.write_text(f"{settings}tier = {json.dumps(texts)}\n")
+    done = kvd("config", "check", str(file))
+    assert done.exit_code == 1
+    assert f"{file}:3: tier: {texts[-1]!r}: its directory" in done.output
+    assert words.format(**names) in done.output
+    assert "give the tier a directory of its own, such as disk:/var/lib/kvd/tier" in done.output
+    for text in (f"disk:{tmp_path}/run2,size=1GiB", f"disk:{names['pool']}/tier,size=1GiB"):
+        file.write_text(f"{settings}tier = {json.dumps([text])}\n")
+        assert kvd("config", "check", str(file)).exit_code == 0
+
+
 def test_tiers_are_flags_one_after_the_other() -> None:
     """--tier is given once for each, and the order stays."""
     done = kvd("config", "show", "--tier", "disk:/a", "--tier", "memory:", "--json")
@@ -94,3 +127,16 @@ def test_tools_look_where_the_daemon_would_be(tmp_path: Path, command: str) -> N
     file.write_text(f'runtime_dir = "{tmp_path}/file"\n')
     done = kvd(command, KVD_CONFIG=str(file))
     assert f"{tmp_path}/file" in done.output
+
+
+@pytest.mark.parametrize(
+    "command", [("status",), ("top", "--once"), ("drain",), ("config", "reload")]
+)
+def test_tools_read_the_file_that_config_names(tmp_path: Path, command: tuple[str, ...]) -> None:
+    """--config leads a tool to the daemon that was started with it, unless --runtime-dir does."""
+    file = tmp_path / "kvd.toml"
+    file.write_text(f'runtime_dir = "{tmp_path}/file"\n')
+    for option in (("--config", str(file)), ("--runtime-dir", f"{tmp_path}/flag")):
+        command = (*command, *option)
+        done = kvd(*command, KVD_CONFIG="/dev/null")
+        assert f"{tmp_path}/{'flag' if '--runtime-dir' in option else 'file'}" in done.output

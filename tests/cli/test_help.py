@@ -66,6 +66,18 @@ def test_help_of_nothing_is_an_error() -> None:
     assert "No such command 'x'" in done.output
 
 
+@pytest.mark.parametrize(
+    ("wrong", "near"), [(["statsu"], "status"), (["config", "chek"], "check"), (["x"], "")]
+)
+def test_a_misspelt_command_is_answered_with_the_nearest(wrong: list[str], near: str) -> None:
+    """Where there is a near one; the exit status is that of other mistakes of usage."""
+    done = CliRunner().invoke(cli, wrong, prog_name="kvd")
+    assert done.exit_code == 2
+    assert done.stderr.rstrip().endswith(
+        f"No such command {wrong[-1]!r}." + (f" Did you mean {near!r}?" if near else "")
+    )
+
+
 @pytest.mark.parametrize("name", ["demo", "demo-sglang", "demo-vllm", "selftest"])
 def test_a_tool_that_is_not_installed_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, name: str
@@ -75,7 +87,8 @@ def test_a_tool_that_is_not_installed_says_how_to_install_it(
     result = CliRunner().invoke(cli, [name])
     assert result.exit_code == 1
     assert result.stderr == (
-        f"Error: kvd {name} is not installed here; pip install kvd-offload-tools\n"
+        f"Error: kvd {name} is not installed here;"
+        " in kvd's source tree run: pip install ./client/tools\n"
     )
 
 

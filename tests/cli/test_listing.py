@@ -8,11 +8,12 @@ from click.testing import CliRunner, Result
 
 from kvd.cli import cli
 from kvd.cli.tables import print_report
+from kvd.metrics.words import shorten
 from kvd.report.exposition import Exposition
 from kvd.wire.tool import Control
 from kvd_proto.messages import Status, StatusReport
 from tests.client.fake_daemon import FakeDaemon
-from tests.report.reports import empty_report, loaded_report
+from tests.report.reports import LONG_NAMES, empty_report, loaded_report
 from tests.waiting import PATIENCE, eventually
 
 EVIL = "a\x1b[2J\0\u202e"
@@ -63,6 +64,30 @@ def test_names_are_never_cut_when_piped(daemon: Any, command: str) -> None:
     assert LONG in told(where, command)
 
 
+@pytest.mark.parametrize("wide", [False, True])
+def test_a_terminal_gets_short_names_or_wide_ones(
+    wide: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Engines, models and devices are shortened on a terminal, and whole with --wide."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "240")
+    name, device = next(iter(LONG_NAMES)) + "-0", "cuda:" + "0f" * 16
+    report = report_with(name)
+    report["engines"][0]["sessions"][1]["device"] = device
+    print_report(report, wide=wide)
+    text = capsys.readouterr().out
+    assert (name in text, device in text) == (wide, wide)
+    assert (shorten(name) in text, "cuda:0f0f0f0f " in text) == (not wide, not wide)
+
+
+@pytest.mark.parametrize("command", ["status", "engines", "namespaces", "top"])
+def test_names_are_whole_with_wide(daemon: Any, command: str) -> None:
+    """Each command that shows names takes --wide."""
+    where = daemon(LONG)
+    once = ("--once", "--interval", "0.1") if command == "top" else ()
+    assert LONG in told(where, command, "--wide", *once)
+
+
 @pytest.mark.parametrize(
     "command", [["engines"], ["namespaces"], ["status"], ["top", "--once", "--interval", "0.1"]]
 )
@@ -88,12 +113,20 @@ def test_no_name_puts_controls_into_the_metrics(daemon: Any) -> None:
 
 
 def test_a_report_of_a_loaded_daemon(capsys: pytest.CaptureFixture[str]) -> None:
-    """Engines, models, lanes, hit rate and refusals appear."""
+    """Engines, models, lanes, the pool's use, hit rate, tiers' time and refusals appear."""
     report = loaded_report(60.0)
-    report["counters"] |= {"lookup_tokens": 2000, "hit_tokens": 1500, "full": 17}
+    report["counters"] |= {"lookup_tokens": 2000, "hit_tokens": 500, "full": 17}
     print_report(report)
     text = capsys.readouterr().out
-    for part in ("75 %", "17 full", "host", "ready", report["engines"][0]["name"]):
+    for part in (
+        "25 % of prompt tokens, 75 % of keys looked up",
+        "Pool: 39 GiB ready, 4 GiB on loan, 19 GiB free of 64 GiB",
+        "up 3 d",
+        "17 full",
+        "host",
+        "ready",
+        report["engines"][0]["name"],
+    ):
         assert part in text
 
 

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvd.logs.faults import fault_text, fault_trace
 from kvd.logs.lines import LineFormatter
 from kvd.logs.queued import MOST_A_MINUTE, MOST_LINES, WINDOW_SECONDS, Limiter, QueuedHandler
 from tests.waiting import PATIENCE, eventually
@@ -86,6 +87,14 @@ def test_a_traceback_follows_its_line() -> None:
     told = json.loads(LineFormatter("json", "broker", {}).format(traced()))
     assert told["event"] == "it failed"
     assert "ValueError: first" in told["exception"]
+
+
+@given(st.binary(), st.binary())
+def test_bytes_that_an_exception_holds_are_left_out(one: bytes, other: bytes) -> None:
+    """A KeyError would show the key of a chunk."""
+    assert fault_text(KeyError(one)) == "KeyError(b'…')"
+    trace = fault_trace(LookupError(one, "of", other))
+    assert trace == "LookupError: (b'…', 'of', b'…')\n"
 
 
 def test_the_journal_gets_a_priority_on_every_line_and_no_time() -> None:

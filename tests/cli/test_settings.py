@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from kvd.config.sources import DEFAULT, Sources
 from kvd.config.values import Quota
 from kvd.errors import ConfigError
 from kvd_proto import messages
+from tests.daemon.users import OTHER_UID, as_user, needs_root
 
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "cpu_bytes": st.sampled_from(["64GiB", "65536", "512 MiB", "auto"]),
@@ -33,7 +35,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
         ]
     ),
     "tier": st.sampled_from(
-        [["disk:/a,size=1GiB"], ["disk:/a b", "memory:,size=1MiB"], ["mooncake:master=[::1]:1"]]
+        [["disk:/d,size=1GiB"], ["disk:/d e", "memory:,size=1MiB"], ["mooncake:master=[::1]:1"]]
     ),
 }
 SOME = st.fixed_dictionaries({}, optional=VALUES)
@@ -123,14 +125,12 @@ def test_the_file_is_the_flag_then_the_variable_then_the_default_one(
 
 def test_everything_wrong_in_a_file_is_told_at_once(file: Path) -> None:
     """Each line names file, line, key, value and remedy; unknown keys get the nearest one."""
-    text = (
-        '# mine\ncpu_byte = "1GiB"\nreserve = "2 giraffes"\npolicy = "mru"\nlease_seconds = "x"\n'
-    )
+    text = '# mine\ncpu_byte = "1GiB"\nreserve = "2Gi"\npolicy = "mru"\nlease_seconds = "x"\n'
     lines = problems(file, text + "max_sessions = 0\nhost_ratio = true\n[http]\nport = 1\n")
     assert sorted(lines) == sorted(
         [
             f"{file}:2: cpu_byte = '1GiB': no such setting; did you mean cpu_bytes?",
-            f"{file}:3: reserve = '2 giraffes': needs a size such as 64GiB or 512MiB",
+            f"{file}:3: reserve = '2Gi': needs a size such as 64GiB or 512MiB; did you mean 2GiB?",
             f"{file}:4: policy = 'mru': needs one of lru, arc",
             f"{file}:5: lease_seconds = 'x': needs a number above 0 and at most 86400",
             f"{file}:6: max_sessions = 0: needs a whole number from 1 to 65536",
@@ -148,6 +148,7 @@ def test_everything_wrong_in_a_file_is_told_at_once(file: Path) -> None:
             '[quota.llama]\ncap = "150%"\n',
             "llama: cap = '150%': needs a size such as 8GiB",
         ),
+        ('[quota.llama]\ncap = "8Gi"\n', "% of the pool; did you mean 8GiB?"),
         ("[quota.llama]\ncap = true\n", "needs for each model"),
         ("quota = 5\n", "needs for each model"),
         ("[quota.llama]\n", "llama: nothing is neither floor nor cap"),
@@ -255,6 +256,26 @@ def test_a_file_that_cannot_be_read_is_refused(file: Path) -> None:
         sources.load()
 
 
+@needs_root
+def test_a_file_that_may_not_be_reached_says_who_may(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default file, too: it is not taken for one that is not there."""
+    runtime_dir.parent.chmod(0o711)
+    runtime_dir.mkdir(0o700)
+    file = runtime_dir / "kvd.toml"
+    monkeypatch.setattr("kvd.config.sources.DEFAULT_FILE", file)
+    for sources in (Sources(environment={}), Sources(config=file, environment={})):
+        denied = f"^{file}: cannot be read: uid {OTHER_UID} may not enter {runtime_dir} "
+        with pytest.raises(ConfigError, match=denied), as_user():
+            sources.runtime_dir()
+    runtime_dir.chmod(0o711)
+    file.touch(0o600)
+    denied = f"^{file}: cannot be read: uid {OTHER_UID} may not read {file} "
+    with pytest.raises(ConfigError, match=denied), as_user():
+        Sources(environment={}).load()
+
+
 def test_an_empty_variable_is_not_set() -> None:
     """KVD_POLICY= as compose files write it leaves the default."""
     loaded = Sources(environment={"KVD_POLICY": "", "KVD_CONFIG": "/dev/null"}).load()
@@ -285,6 +306,13 @@ def test_a_tool_needs_only_the_runtime_directory(file: Path) -> None:
     file.write_text("runtime_dir = 5\n")
     with pytest.raises(ConfigError, match="--runtime-dir"):
         Sources(config=file, environment={}).runtime_dir()
+
+
+def test_a_value_that_a_setting_needs_is_shown_as_it_is_written() -> None:
+    """In the sample file only a word becomes the beginning of a sentence."""
+    known = replace(KNOWN["http_listen"], wants="tcp://HOST:PORT, or off")
+    assert generate_configuration._needs(known) == "tcp://HOST:PORT, or off."
+    assert generate_configuration._needs(KNOWN["policy"]) == "One of lru, arc."
 
 
 def test_generated_files_are_current() -> None:

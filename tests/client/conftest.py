@@ -20,7 +20,7 @@ from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.layouts import flat_layout
 from tests.waiting import DEADLINE
 
-LAYOUT = flat_layout(512, factor=2)
+LAYOUT = flat_layout(512, factor=2, null_block=0)
 FINGERPRINT = Fingerprint(model="tiny")
 
 

@@ -27,6 +27,7 @@ from kvd_proto.directory import SlotState
 from kvd_proto.directory_header import DirectoryHeader
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
+    PROTOCOL_VERSION,
     Attached,
     Cancel,
     Done,
@@ -478,7 +479,7 @@ def stepped(slots: Sequence[int] = (), generations: Sequence[int] = ()) -> Stepp
 
 
 _REPLIES: dict[type[Message], Callable[[Any], Message | None]] = {
-    Hello: lambda _: Welcome(protocol=1, daemon="fake 1", pid=os.getpid()),
+    Hello: lambda _: Welcome(protocol=PROTOCOL_VERSION, daemon="fake 1", pid=os.getpid()),
     Register: lambda _: Registered(missing_ranks=(), lane="host", incarnation=1),
     Unregister: lambda _: Ok(),
     Ping: lambda _: Pong(pid=os.getpid()),

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 from kvd_client import ChunkBlocks, LoadTicket, StoreTicket, UsageError
 from kvd_client.chunk_blocks import pack_chunks
 from kvd_proto.blocks import chunks_per_group
+from tests.layouts import flat_layout
+
+LAYOUT = flat_layout(1, factor=2)
 
 
 def store_ticket(places: dict[bytes, tuple[int, int]]) -> StoreTicket:
@@ -44,7 +47,7 @@ def test_a_job_has_exactly_the_granted_chunks(
     """Each granted chunk's blocks are where it holds them; those of others are left out."""
     factor, groups, granted = made
     places = {key: (index, 100 + index) for index, key in enumerate(granted)}
-    job = pack_chunks(store_ticket(places), groups, factor)
+    job = pack_chunks(store_ticket(places), groups, flat_layout(1, factor=factor))
     assert sum(job.sizes) == len(job.block_ids)
     counts = chunks_per_group(job.sizes, job.indices, factor)
     block_ids, slots = job.block_ids.numpy().tolist(), job.slots.numpy().tolist()
@@ -77,18 +80,34 @@ def test_keys_and_blocks_that_do_not_fit_are_refused() -> None:
     """The error names both numbers; a value of another kind is named."""
     ticket = store_ticket({b"k": (0, 1)})
     with pytest.raises(UsageError, match=r"groups\[0\] has 1 keys, its 5 blocks from 3 on lie in"):
-        pack_chunks(ticket, [ChunkBlocks([b"k"], [1, 2, 3, 4, 5], first=3)], 2)
+        pack_chunks(ticket, [ChunkBlocks([b"k"], [1, 2, 3, 4, 5], first=3)], LAYOUT)
     with pytest.raises(UsageError, match="ChunkBlocks are needed"):
-        pack_chunks(ticket, [([b"k"], [1])], 2)  # type: ignore[list-item]
+        pack_chunks(ticket, [([b"k"], [1])], LAYOUT)  # type: ignore[list-item]
     with pytest.raises(UsageError, match="prepare_store or prepare_load"):
-        pack_chunks(None, [], 2)  # type: ignore[arg-type]
+        pack_chunks(None, [], LAYOUT)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "figures"),
+    [([1, 7], "blocks has block 7, the layout's null block"), (np.ones((2, 2)), "whole numbers")],
+)
+def test_the_null_block_is_refused_whether_or_not_its_chunk_was_granted(
+    blocks: Any, figures: str
+) -> None:
+    """A block that holds no KV, or rows in place of numbers, are named with their group."""
+    with pytest.raises(UsageError, match=rf"groups\[1\]\..*{figures}"):
+        pack_chunks(
+            store_ticket({}),
+            [ChunkBlocks([], []), ChunkBlocks([b"k"], blocks)],
+            flat_layout(1, factor=2, null_block=7),
+        )
 
 
 @pytest.mark.parametrize("key", ["k", [1], bytearray(b"k"), None])
 def test_keys_that_are_no_bytes_are_refused(key: Any) -> None:
     """They would be left out without a word, as are those that the ticket has not."""
-    with pytest.raises(UsageError, match=r"groups\[0\]\.keys has .*: bytes are needed"):
-        pack_chunks(store_ticket({b"k": (0, 1)}), [ChunkBlocks([key], [1])], 1)
+    with pytest.raises(UsageError, match=r"groups\[0\]\.keys\[0\] is .*: bytes are needed"):
+        pack_chunks(store_ticket({b"k": (0, 1)}), [ChunkBlocks([key], [1])], flat_layout(1))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +117,7 @@ def test_keys_that_are_no_bytes_are_refused(key: Any) -> None:
 def test_tickets_that_no_daemon_gave_are_refused(ticket: StoreTicket | LoadTicket) -> None:
     """Their fields have other types, or do not fit each other."""
     with pytest.raises(UsageError, match="ticket=<"):
-        pack_chunks(ticket, [ChunkBlocks([b"k"], [1])], 1)
+        pack_chunks(ticket, [ChunkBlocks([b"k"], [1])], flat_layout(1))
 
 
 def test_tickets_travel_to_other_processes() -> None:

@@ -1,5 +1,6 @@
 """Forks, process exits and threads: what a client leaves behind."""
 
+import logging
 import os
 import signal
 import subprocess
@@ -95,6 +96,27 @@ def test_a_daemon_that_refuses_is_asked_less_often(
         eventually(lambda: wanted and max(wanted) > 1.5)
         assert max(wanted) <= 2.0
         assert not worker.registered
+
+
+def test_the_loss_of_a_daemon_and_its_return_are_warnings_that_name_kvd(
+    runtime_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first connection is none: an engine's log at this level is whole without it."""
+    caplog.set_level(logging.INFO)
+    with FakeDaemon(runtime_dir) as first:
+        scheduler = Scheduler(runtime_dir, "engine", deadline=DEADLINE)
+        assert scheduler.connected
+        first.kill()
+    with scheduler:
+        eventually(lambda: not scheduler.connected)
+        with FakeDaemon(runtime_dir):
+            eventually(lambda: scheduler.connected)
+    lines = [(record.levelno, record.getMessage()[:16]) for record in caplog.records]
+    assert lines[:3] == [
+        (logging.INFO, "kvd: connected: "),
+        (logging.WARNING, "kvd: connection "),
+        (logging.WARNING, "kvd: connected: "),
+    ]
 
 
 def test_close_ends_the_keeper(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:

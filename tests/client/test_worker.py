@@ -164,6 +164,18 @@ def test_required_registration_raises_without_daemon(runtime_dir: Path, memory: 
         assert not worker.register([memory], LAYOUT, FINGERPRINT)
 
 
+def test_required_registration_that_is_refused_says_why(
+    daemon: FakeDaemon, memory: HostMemory
+) -> None:
+    """A daemon that is there and never takes it is not called absent."""
+    daemon.replies[Register] = lambda _: Error(code=ErrorCode.LANE_LOST, text="no lane yet")
+    with (
+        Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker,
+        pytest.raises(Unavailable, match=r"no registration within 1 s; .*no lane yet"),
+    ):
+        worker.register([memory], LAYOUT, FINGERPRINT, required=True, timeout=1)
+
+
 def test_refused_registration_raises(daemon: FakeDaemon, memory: HostMemory) -> None:
     """A refusal carries the daemon's code and whole sentence, and is not tried again by itself."""
     good = daemon.replies[Register]
@@ -642,7 +654,7 @@ def test_wrong_jobs_raise(daemon: FakeDaemon, worker: Worker) -> None:
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"block_ids": [3, 4]}, "sum to 3, but 2 block_ids"),
         ({"block_ids": [0, 4, 5]}, "all places of chunk 0 of the job are left out"),
-        ({"block_ids": [3, 4, 8]}, r"block_ids 3\.\.8 are not within 1\.\.7"),
+        ({"block_ids": [3, 4, 8]}, r"block_ids 3\.\.8 are not within 0\.\.7"),
         ({"block_indices": [1, 2]}, "2 block_indices"),
         ({"slots": [1]}, "1 slots with 2 generations"),
         ({"slots": [1], "generations": [1]}, "2 chunks .* 1 slots"),

@@ -9,6 +9,7 @@ import zmq
 
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import (
+    PROTOCOL_VERSION,
     Error,
     ErrorCode,
     Fingerprint,
@@ -80,7 +81,9 @@ class RawClient:
         frame = WIRE.encode(message, self.request_id, self.boot_id, self.token)
         socket.send_fds(self.control_socket, [frame], list(fds))
 
-    def hello(self, kind: str = "scheduler", engine: str = "raw", protocol: int = 1) -> Message:
+    def hello(
+        self, kind: str = "scheduler", engine: str = "raw", protocol: int = PROTOCOL_VERSION
+    ) -> Message:
         """The handshake."""
         return self.ask(
             Hello(

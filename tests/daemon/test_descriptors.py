@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from kvd_client.errors import RegistrationError
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.full import fill_up
@@ -61,6 +62,29 @@ def test_sessions_work_on_without_descriptors(daemon: Daemon, more: int) -> None
         assert report["broker"]["limits"]["open_files"] >= 1
     assert daemon.process.poll() is None
     assert "Traceback" not in daemon.log.read_text()
+
+
+@pytest.mark.parametrize("more", [0, 1, 3, 4])
+def test_a_lane_without_descriptors_refuses_registrations_and_lives(
+    daemon: Daemon, more: int
+) -> None:
+    """The refusal names limit and remedy; the lane serves on, and takes the engine later."""
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        lane = daemon.status()["lanes"][0]["pid"]
+        with descriptors_limited(lane, more):
+            with (
+                Engine(daemon.runtime_dir, name="late", world_size=1, ranks=()) as late,
+                pytest.raises(RegistrationError, match=r"raise LimitNOFILE \(ulimit -n\), now \d"),
+            ):
+                late.add(0)
+            keys = keys_of("kept", 4)
+            engine.store(keys)
+            wait_hit(engine, keys)
+        with Engine(daemon.runtime_dir, name="later", world_size=1).wait_attached():
+            assert daemon.status()["lanes"][0]["pid"] == lane
+    log = daemon.wait_log("memory not imported: ")
+    assert "Traceback" not in log
+    assert "is lost" not in log
 
 
 def test_a_ledger_that_finds_no_room_refuses_its_engine(

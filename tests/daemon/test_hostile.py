@@ -62,12 +62,21 @@ def test_a_body_that_is_no_message_is_answered_by_its_id(client: RawClient) -> N
     assert isinstance(client.ask(Ping()), Pong)
 
 
-def test_frames_without_a_header_are_dropped(client: RawClient) -> None:
-    """Junk, empty frames and multipart messages get no reply and do no harm."""
+def test_frames_without_a_header_are_dropped(client: RawClient, shared_daemon: Daemon) -> None:
+    """Junk, empty frames and multipart messages get no reply; the log says who sent them."""
+    before = shared_daemon.status()["broker"]["dropped_frames"]
     for parts in ([b""], [b"junk"], [b"a", b"b", b"c"], [os.urandom(64)], [bytes(48)]):
         client.socket.send_multipart(parts)
     assert isinstance(client.ask(Ping()), Pong)
     assert not client.socket.poll(0)
+    assert shared_daemon.status()["broker"]["dropped_frames"] == before + 5
+    client.hello()
+    client.raw(WIRE.encode(Step(), 7, client.boot_id, client.token)[:HEADER_BYTES] + b"\xc1")
+    pid, uid = os.getpid(), os.getuid()
+    shared_daemon.wait_log(f"a message of pid {pid}, uid {uid}, cannot be read: it has several")
+    shared_daemon.wait_log("a message of engine raw ")
+    log = shared_daemon.wait_log(f"(pid {pid}), uid {uid}, cannot be read: ")
+    assert log.count(f"a message of pid {pid}, uid {uid}, cannot be read: ") >= 5
 
 
 def test_tokens_and_boot_ids_are_checked(client: RawClient, shared_daemon: Daemon) -> None:

@@ -7,10 +7,20 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
+from msgspec.structs import replace
 
-from kvd_client import ChunkBlocks, JobResult, LookupResult, Scheduler, Worker
+from kvd_client import (
+    ChunkBlocks,
+    JobBlocks,
+    JobResult,
+    Load,
+    LookupResult,
+    Scheduler,
+    UsageError,
+    Worker,
+)
 from tests.conftest import Daemon
-from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 
@@ -46,6 +56,44 @@ def test_a_store_leaves_out_what_was_refused(engine: Engine) -> None:
             worker.wait([71], PATIENCE)
         assert [result.success for result in worker.get_finished()] == [True]
         assert engine.wrong_bytes(keys, others) == 0
+
+
+def test_block_0_holds_kv_where_no_block_is_null(engine: Engine) -> None:
+    """Stored from block 0, a chunk is found, and it loads right into other blocks and block 0."""
+    with engine:
+        worker, keys, nothing = engine.workers[0], keys_of("chunk", 2), ChunkBlocks([], [])
+        blocks = engine.fill(keys, 0)
+        with engine.begin(keys) as ticket:
+            assert worker.store(1, ticket, [ChunkBlocks(keys, blocks), nothing])
+            worker.wait([1], PATIENCE)
+        wait_hit(engine, keys)
+        for job, loaded in enumerate(([12, 13, 14, 15], [13, 14, 12, 0]), 2):
+            engine.poison(loaded)
+            with engine.scheduler.prepare_load(keys) as found:
+                assert worker.load(job, found, [ChunkBlocks(keys, loaded), nothing])
+                worker.wait([job], PATIENCE)
+            assert engine.wrong_bytes(keys, loaded) == 0
+        assert [result.success for result in worker.get_finished()] == [True] * 3
+
+
+def test_a_job_of_the_null_block_is_the_callers_mistake(shared_daemon: Daemon, label: str) -> None:
+    """Stores and loads that name the layout's null block raise at once, and move nothing."""
+    layout = replace(make_layout(), null_block=0)
+    with Engine(shared_daemon.runtime_dir, label, 1, label, layout).wait_attached() as engine:
+        worker, keys, nothing = engine.workers[0], keys_of("chunk", 2), ChunkBlocks([], [])
+        engine.store(keys)
+        wait_hit(engine, keys)
+        named = [ChunkBlocks(keys, [0, 12, 13, 14]), nothing]
+        refusal = pytest.raises(UsageError, match=r"groups\[0\]\.blocks has block 0, .* null block")
+        with engine.scheduler.prepare_load(keys) as found, refusal:
+            worker.load(101, found, named)
+        refusal = pytest.raises(UsageError, match=r"groups\[0\]\.blocks has block 0, .* null block")
+        with engine.begin(keys_of("new", 2)) as ticket, refusal:
+            worker.store(102, ticket, [ChunkBlocks(keys_of("new", 2), [12, 13, 14, 0]), nothing])
+        torn = JobBlocks.of([0, 0], [2, 0], [0, 0], [0], [1])
+        with pytest.raises(UsageError, match="all places of chunk 0 of the job are left out"):
+            worker.submit(Load, 103, torn)
+        assert worker.get_finished() == []
 
 
 def test_leaving_a_ticket_completes_it(engine: Engine) -> None:

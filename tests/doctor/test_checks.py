@@ -11,26 +11,26 @@ import pytest
 from kvd.config.settings import Settings
 from kvd.config.tiers import parse_tier
 from kvd.doctor.checks import CHECKS, examine
-from kvd.doctor.facts import Facts, Filesystem, RuntimeFacts
+from kvd.doctor.facts import Facts, PoolDirectory, RuntimeFacts
 from kvd.doctor.findings import Finding, Level
 from kvd.doctor.gpus import Gpu, Gpus
 from kvd.doctor.tiers import DiskFacts, StoreFacts, TierFacts
-from kvd.machine.room import MemoryLimit
+from kvd.machine.room import Filesystem, MachineMemory, MemoryLimit
 
 GIB = 2**30
 QUIET = {"swap", "other daemon", "tier"}  # say nothing where nothing is wrong
 H200 = Gpu("ab" * 16, "NVIDIA H200", "0000:17:00.0", ipc=True, descriptors=True)
 
 
-POOL = Filesystem(
+SHM = Filesystem(
     Path("/dev/shm"),
-    exists=True,
     kind="tmpfs",
     mounted_at="/dev/shm",
+    page_bytes=4096,
     size=128 * GIB,
-    free=127 * GIB,
-    writable=True,
+    room=127 * GIB,
 )
+POOL = PoolDirectory(SHM.directory, SHM, writable=True)
 GPUS = Gpus(("/dev/nvidia0",), "580.65", 13000, (H200,))
 HEALTHY = {
     "settings": Settings(runtime_dir="/run/kvd", cpu_bytes="64GiB"),
@@ -40,10 +40,11 @@ HEALTHY = {
     "daemon": None,
     "locked": None,
     "open_files": 1_048_576,
-    "memory": (256 * GIB, 200 * GIB),
+    "memory": MachineMemory(256 * GIB, 200 * GIB),
     "swap_used": 0,
     "cgroup": None,
     "pool": POOL,
+    "held": 0,
     "huge_pages": {"HugePages_Total": 0, "HugePages_Free": 0, "Hugepagesize": 2**21},
     "nodes": {"node0": 256 * GIB},
     "gpu_nodes": (),
@@ -101,8 +102,18 @@ def test_the_nodes_of_the_gpus_are_named(near: tuple[str, ...], says: str) -> No
 
 
 def pool(**changes: Any) -> dict[str, Any]:
-    """Another filesystem for the pool."""
+    """Another directory for the pool."""
     return {"pool": replace(POOL, **changes)}
+
+
+def shm(**changes: Any) -> dict[str, Any]:
+    """Another filesystem for the pool."""
+    return pool(filesystem=replace(SHM, **changes))
+
+
+HUGE: dict[str, Any] = {"kind": "hugetlbfs", "page_bytes": 2**21}
+KEPT = {"held": 64 * GIB + 2**21}
+"""What a stopped daemon's pool of 64 GiB takes."""
 
 
 def gpus(**changes: Any) -> dict[str, Any]:
@@ -140,32 +151,33 @@ def store(**given: str) -> dict[str, Any]:
 
 
 def test_a_tier_that_is_well_is_told_with_its_figures() -> None:
-    """Mount, device, room, speed and io_uring of a disk; package and master of a store."""
-    found = {each.name: each for each in examine(machine(**disk(uring="not permitted")))}["tier"]
+    """Mount, device, room and speed of a disk; package and master of a store."""
+    found = {each.name: each for each in examine(machine(**disk()))}["tier"]
     assert found.level is Level.OK
     for word in ("xfs at /var/lib/kvd of /dev/nvme0n1p1 (nvme0n1, NVMe)", "900 GiB of 1000 GiB"):
         assert word in found.text
     assert "write 3.1 GB/s and read 2.3 GB/s" in found.text
-    assert "io_uring: not permitted" in found.text
     found = {each.name: each for each in examine(machine(**store()))}["tier"]
     assert (found.level, "takes connections" in found.text) == (Level.OK, True)
 
 
+AUTO = Settings(runtime_dir="/run/kvd", reserve="100TiB")
 DOWN = {"name": "lane down", "level": "error", "text": "Lane host is down.", "remedy": "Wait."}
 REPORT = {"version": "kvd 0.1.0", "pid": 7, "ready": False, "conditions": [DOWN]}
 BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("machine", Level.FAIL, "4.18", {"kernel": "4.18.0-553"}),
-    ("memory", Level.FAIL, "at most 58 GiB", {"memory": (256 * GIB, 60 * GIB)}),
-    ("memory", Level.WARN, "2 GiB", {"memory": (256 * GIB, 65 * GIB)}),
+    ("memory", Level.FAIL, "58GiB or less", {"memory": MachineMemory(256 * GIB, 60 * GIB)}),
+    ("memory", Level.WARN, "2 GiB", {"memory": MachineMemory(256 * GIB, 131 * GIB // 2)}),
+    ("memory", Level.WARN, "reserve = 100 TiB leaves nothing", {"settings": AUTO}),
     ("processes", Level.FAIL, "PYTHON=", {"child_problem": "Permission denied"}),
     ("swap", Level.WARN, "1 GiB", {"swap_used": GIB}),
     ("cgroup", Level.FAIL, "memory.max", {"cgroup": MemoryLimit(Path("/g"), 9 * GIB, 0)}),
-    ("pool directory", Level.FAIL, "no such directory", pool(exists=False)),
-    ("pool directory", Level.FAIL, "no memory", pool(kind="ext4")),
+    ("pool directory", Level.FAIL, "no such directory", pool(filesystem=None)),
+    ("pool directory", Level.FAIL, "no memory", shm(kind="ext4")),
     ("pool directory", Level.FAIL, "not writable", pool(writable=False)),
-    ("pool directory", Level.FAIL, "size=65536M /dev/shm; in Docker", pool(free=2**26, size=2**26)),
+    ("pool directory", Level.FAIL, "size=65537M /dev/shm; in Docker", shm(room=2**26, size=2**26)),
     ("pool directory", Level.FAIL, "chmod +t /dev/shm", pool(mode=0o777)),
-    ("huge pages", Level.FAIL, "vm.nr_hugepages=32768", pool(kind="hugetlbfs")),
+    ("huge pages", Level.FAIL, "echo 32769 > /sys/", shm(**HUGE, size=0, room=0)),
     ("memlock", Level.FAIL, "LimitMEMLOCK", {"locked": 2**23}),
     ("open files", Level.WARN, "LimitNOFILE=4352", {"open_files": 1024}),
     ("NUMA", Level.WARN, "spans", {"nodes": {"node0": 32 * GIB, "node1": 32 * GIB}}),
@@ -185,6 +197,7 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("runtime directory", Level.WARN, "chgrp kvd /run/kvd", runtime(0o40755, 0)),
     ("daemon", Level.WARN, "Lane host is down", runtime(holder=7, report=REPORT)),
     ("daemon", Level.FAIL, "silent", runtime(holder=7, silence="silent")),
+    ("daemon", Level.WARN, "usermod -aG kvd", runtime(holder=7, denied="usermod -aG kvd USER")),
     ("other daemon", Level.WARN, "kvd serve", {"others": {9: "kvd serve"}}),
     ("tier", Level.FAIL, "hangs", disk(hung="writing and reading a file in /var/lib/kvd")),
     ("tier", Level.FAIL, "ReadWritePaths=/var/lib/kvd/tier", disk(writable=False)),
@@ -194,7 +207,7 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("tier", Level.WARN, "findmnt", disk(mounted_at="/")),
     ("tier", Level.WARN, "O_DIRECT", disk(direct=False, written=None, read=None)),
     ("tier", Level.WARN, "size=398GiB at most", disk(free=400 * GIB, held=30 * GIB)),
-    ("tier", Level.FAIL, "kvd-offload[mooncake]", store(missing="No module named 'mooncake'")),
+    ("tier", Level.FAIL, "pip install mooncake", store(missing="No module named 'mooncake'")),
     ("tier", Level.FAIL, "mooncake_master", store(refused="Connection refused")),
     ("HTTP", Level.FAIL, "in use", {"port_problem": "in use"}),
 ]
@@ -234,18 +247,39 @@ def test_a_check_that_fails_is_a_finding() -> None:
     assert "this check failed: ValueError" in found.text
 
 
+def test_missing_huge_pages_are_one_finding() -> None:
+    """The mount is not to be enlarged: the pages are to be set aside, and how many is said."""
+    findings = examine(machine(**shm(**HUGE, size=0, room=0)))
+    (found,) = (finding for finding in findings if finding.level is not Level.OK)
+    assert found.name == "huge pages"
+    assert "hugepages-2048kB/nr_hugepages" in found.remedy
+    assert "remount" not in found.remedy
+
+
+FULL = MachineMemory(256 * GIB, GIB)
+
+
 @pytest.mark.parametrize(
     "fine",
     [
-        pool(free=0)
+        shm(room=0)
         | runtime(holder=7, report=REPORT | {"ready": True, "conditions": []})
-        | {"memory": (256 * GIB, GIB), "cgroup": MemoryLimit(Path("/g"), 66 * GIB, 65 * GIB)},
-        {"settings": Settings(runtime_dir="/run/kvd"), "memory": (256 * GIB, GIB)},
+        | {"memory": FULL, "cgroup": MemoryLimit(Path("/g"), 66 * GIB, 65 * GIB)},
+        shm(room=0) | KEPT | {"memory": FULL, "cgroup": MemoryLimit(Path("/g"), 2 * GIB, 2 * GIB)},
+        shm(**HUGE, room=0) | KEPT,
+        shm(**HUGE, room=65 * GIB) | {"memory": FULL},
+        {"settings": Settings(runtime_dir="/run/kvd"), "memory": MachineMemory(8 * GIB, 4 * GIB)},
     ],
-    ids=["the running daemon has taken it", "cpu_bytes is auto"],
+    ids=[
+        "the running daemon has taken it",
+        "a stopped daemon has left its pool",
+        "it left it in huge pages",
+        "the pool goes into huge pages",
+        "cpu_bytes is auto",
+    ],
 )
 def test_a_full_machine_may_be_fine(fine: dict[str, Any]) -> None:
-    """What a running daemon has taken is not missed, and without a size there is none to judge."""
+    """What a daemon has taken or left is not missed, and without a size there is none to judge."""
     assert {finding.level for finding in examine(machine(**fine))} == {Level.OK}
 
 

@@ -17,8 +17,11 @@ from click.testing import CliRunner
 
 from kvd.cli import cli
 from kvd.config.settings import Settings
+from kvd.doctor.checks import examine
 from kvd.doctor.facts import Facts
+from kvd.doctor.findings import Level
 from tests.daemon.serving import StartDaemon
+from tests.daemon.users import OTHER_UID, as_user, needs_root
 from tests.fakecuda.harness import FakeCuda
 from tests.processes import frozen
 from tests.waiting import eventually
@@ -137,7 +140,42 @@ def test_a_running_daemon_is_seen_with_its_own_limits(
     assert f"pid {daemon.process.pid} holds" in found["daemon"]["text"]
 
 
-@pytest.mark.parametrize("fails", ["statvfs", "access"])
+def test_the_pool_of_a_stopped_daemon_counts(start_daemon: StartDaemon) -> None:
+    """What it has left is used again by the next one, so it is no memory that is missing."""
+    daemon = start_daemon("--keep-pool", "yes")
+    settings = Settings(runtime_dir=str(daemon.runtime_dir), cpu_bytes="64MiB", http_listen="off")
+    assert Facts(settings).held == 0  # it runs: nothing is to be made
+    daemon.stop()
+    facts = Facts(settings)
+    assert facts.held >= facts.wanted == 64 * 2**20
+    (memory,) = [finding for finding in examine(facts) if finding.name == "memory"]
+    assert "the kept pool has 64" in memory.text
+
+
+@needs_root
+def test_a_user_who_may_not_enter_is_told_how_to(start_daemon: StartDaemon) -> None:
+    """The daemon is well: directory, mode and group are named, and nothing is to be restarted."""
+    daemon = start_daemon("--keep-pool", "yes")
+    here = daemon.runtime_dir
+    here.parent.chmod(0o711)
+    os.chown(here, -1, 4243)
+    settings = Settings(runtime_dir=str(here), cpu_bytes="64MiB", http_listen="off")
+    with as_user():
+        found = {finding.name: finding for finding in examine(Facts(settings))}
+    told = found["daemon"]
+    assert told.level is Level.WARN
+    assert f"pid {daemon.process.pid} serves {here}" in told.text
+    assert f"uid {OTHER_UID} may not enter {here} (mode 0750, group 4243)" in told.remedy
+    assert f"usermod -aG 4243 {OTHER_UID}" in told.remedy
+    assert "taken already" in found["memory"].text
+    daemon.stop()
+    with as_user():
+        found = {finding.name: finding for finding in examine(Facts(settings))}
+    assert "cannot be looked at" in found["memory"].text
+    assert f"uid {OTHER_UID} may not enter /dev/shm/kvd-" in found["memory"].remedy
+
+
+@pytest.mark.parametrize("fails", ["os.statvfs", "kvd.doctor.facts._status"])
 def test_no_doctor_ends_in_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -147,7 +185,7 @@ def test_no_doctor_ends_in_a_traceback(
         raise PermissionError(errno.EACCES, "Permission denied", "/closed")
 
     monkeypatch.setattr(sys, "executable", str(tmp_path))
-    monkeypatch.setattr(os, fails, denied)
+    monkeypatch.setattr(fails, denied)
     monkeypatch.setattr(psutil, "process_iter", denied)
     done = CliRunner().invoke(cli, ["doctor", "--json", *quiet(tmp_path)])
     assert done.exit_code == 1, done.output

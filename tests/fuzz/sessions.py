@@ -13,6 +13,7 @@ from kvd_proto.blocks import JobBlocks
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
+    PROTOCOL_VERSION,
     REPLY_OF,
     Cancel,
     Clear,
@@ -58,7 +59,12 @@ class _Session:
     def enter(self, actor: int, kind: Kind, engine: str) -> None:
         self.steps.append(Act(self.base + actor, "open"))
         hello = Hello(
-            kind=kind, engine=engine, pid=4242, protocol_min=1, protocol_max=1, client="fuzz"
+            kind=kind,
+            engine=engine,
+            pid=4242,
+            protocol_min=PROTOCOL_VERSION,
+            protocol_max=PROTOCOL_VERSION,
+            client="fuzz",
         )
         self.ask(actor, hello)
 
@@ -166,6 +172,7 @@ def random_layout(rng: random.Random) -> RankLayout:
         ),
         groups=tuple(groups),
         replicated=rng.random() < 0.2,
+        null_block=rng.choice([None, 0, blocks - 1]),
     )
 
 

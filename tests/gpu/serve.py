@@ -10,7 +10,7 @@ import sys
 from kvd.config.sources import Sources
 from kvd.daemon.start import serve
 from kvd.logs.setup import configure
-from kvd.machine.process import raise_descriptor_limit
+from kvd.machine.open_files import raise_descriptor_limit
 from kvd.version import VERSION
 
 

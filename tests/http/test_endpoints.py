@@ -25,7 +25,7 @@ from tests.report.reports import changed, loaded_report
 from tests.waiting import PATIENCE, eventually
 
 READY = loaded_report(60.0)
-PATHS = "/livez, /healthz, /readyz, /status, /metrics, /events"
+PATHS = "/livez, /healthz, /readyz, /status, /metrics, /events, /history"
 DOCS = (Path(__file__).parents[2] / "docs" / "http.md").read_text()
 
 
@@ -95,7 +95,7 @@ def test_nothing_can_be_changed(method: str, path: str) -> None:
     assert set(answer.headers["allow"].split(", ")) == {"GET", "HEAD"}
 
 
-@pytest.mark.parametrize("path", ["/livez", "/status", "/metrics", "/events", "/"])
+@pytest.mark.parametrize("path", ["/livez", "/status", "/metrics", "/events", "/history", "/"])
 def test_head_is_answered_without_a_body(path: str) -> None:
     """HEAD is reading too, on every path."""
     answer = ask(path, "HEAD")
@@ -184,7 +184,10 @@ def test_with_the_port_off_there_is_the_unix_socket_and_a_process_when_asked(
 
 
 def test_a_port_in_use_is_said_before_anything_is_made(start_daemon: StartDaemon) -> None:
-    """The error names the setting, the address and the remedy; no pool has been made."""
+    """The error names the setting, the address and the remedy; no pool has been made.
+
+    The exit status is not that of a wrong setting: the port may be free soon.
+    """
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         daemon = start_daemon("--http-listen", f"127.0.0.1:{port}", ready=False)

@@ -17,12 +17,26 @@ from typing import Any
 import psutil
 import pytest
 
+from kvd.metrics.words import NOTHING, shorten
 from kvd_proto.messages import KvEvents, Ping
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.raw_client import RawClient
 from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, run_kvd
-from tests.http.serving import port_of
+from tests.http.browser import (
+    BROKEN_HEADS,
+    CONTACT,
+    CONTRAST,
+    NAMELESS,
+    PATIENCE_MS,
+    SHOWN_STATE,
+    SPLIT,
+    TALL,
+    UNREACHED,
+    Tab,
+)
+from tests.http.serving import over_unix, port_of, report_of
 from tests.processes import frozen, has_ended
+from tests.report.reports import HUB, LONG_NAMES, REVISION
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
@@ -31,7 +45,7 @@ EVIL = "<img src=x onerror=document.title='evil'>"
 MODELS = ("llama-70b", EVIL)
 PHONE = {"width": 390, "height": 844}
 DESKTOP = {"width": 1280, "height": 900}
-PATIENCE_MS = 60_000
+PODS = 24
 ROUND = 12  # chunks stored and loaded at a time
 BLOCKS = 2 * 2 * ROUND + 2  # a half to store from, a half to load into
 PICTURE = os.environ.get("KVD_SCREENSHOT")  # where to keep a picture for the README
@@ -48,116 +62,6 @@ SECTIONS = [
     "Engines",
     "Events",
 ]
-# WCAG 2: relative luminance and contrast of every text with what lies behind it.
-CONTRAST = """() => {
-  const canvas = document.createElement("canvas").getContext("2d", {willReadFrequently: true});
-  const rgba = (colour) => {
-    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data];
-  };
-  const light = ([r, g, b]) => [r, g, b].map((c) => c / 255)
-    .map((c) => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
-    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
-  const behind = (node) => {
-    for (; node; node = node.parentElement) {
-      const colour = rgba(getComputedStyle(node).backgroundColor);
-      if (colour[3] === 255) return colour;
-    }
-    return rgba("Canvas");
-  };
-  const bad = [];
-  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walk.nextNode()) {
-    const node = walk.currentNode.parentElement;
-    if (!walk.currentNode.data.trim() || !node.checkVisibility()) continue;
-    if (node.closest("svg, .unseen, noscript, option")) continue;
-    const [a, b] = [light(rgba(getComputedStyle(node).color)), light(behind(node))];
-    const ratio = (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05);
-    if (ratio < 4.5) bad.push(`${walk.currentNode.data.trim()}: ${ratio.toFixed(2)}`);
-  }
-  return bad;
-}"""
-# Figures that stand on another line than their unit.
-SPLIT = r"""() => {
-  const figure = /\d[\d.,]*[\s\u00a0](?:[KMGTP]iB|[kMGT]?B\/s|B|s|ms|µs|min|h|d|%)(?![\p{L}\d])/gu;
-  const bad = [];
-  let seen = 0;
-  const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-  while (walk.nextNode()) {
-    const node = walk.currentNode;
-    if (!node.parentElement.checkVisibility() || node.parentElement.closest(".unseen")) continue;
-    for (const found of node.data.matchAll(figure)) {
-      const range = document.createRange();
-      range.setStart(node, found.index);
-      range.setEnd(node, found.index + found[0].length);
-      seen += 1;
-      if (new Set([...range.getClientRects()].map((box) => box.top)).size > 1) bad.push(found[0]);
-    }
-  }
-  return [seen, bad];
-}"""
-NAMELESS = """() => [...document.querySelectorAll(
-    "svg, button, select, a, summary, table, section")]
-  .filter((node) => node.getAttribute("aria-hidden") !== "true")
-  .filter((node) => !(node.getAttribute("aria-label") || node.textContent.trim()
-    || node.labels?.length || document.getElementById(node.getAttribute("aria-labelledby"))))
-  .map((node) => node.outerHTML.slice(0, 80))"""
-# A banner says that the page and the daemon have lost each other, and why.
-CONTACT = (
-    "document.getElementById('contact').checkVisibility()"
-    " && document.getElementById('contact-text').textContent.includes('{}')"
-)
-UNREACHED = """[...document.querySelectorAll("a, button, select, summary")]
-  .filter((node) => node.checkVisibility() && !("reached" in node.dataset))
-  .map((node) => node.outerHTML.slice(0, 80))"""
-
-
-class Tab:
-    """One page; `complaints` are console errors, exceptions and requests to elsewhere."""
-
-    def __init__(self, page: Any, origin: str) -> None:
-        self.page = page
-        self.origin = origin
-        self.complaints: list[str] = []
-        page.set_default_timeout(PATIENCE_MS)
-        page.on("console", self._console)
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("request", self._request)
-
-    def _console(self, message: Any) -> None:
-        # A daemon that is down is what some tests are about.
-        if message.type == "error" and "net::ERR" not in message.text:
-            self.complaints.append(message.text)
-
-    def _request(self, request: Any) -> None:
-        if not request.url.startswith((self.origin, "data:")):
-            self.complaints.append(f"asked {request.url}")
-
-    def open(self) -> "Tab":
-        """Go to the status page and wait for the first report."""
-        self.page.goto(f"{self.origin}/")
-        self.until("document.querySelector('#checks li') !== null")
-        return self
-
-    def until(self, condition: str) -> None:
-        """Wait until an expression is true."""
-        # Not by the library's own way: that evaluates text, which the page's policy forbids.
-        self.page.evaluate(
-            "new Promise((found, lost) => {"
-            f" const end = Date.now() + {PATIENCE_MS};"
-            f" const look = () => ({condition}) ? found()"
-            " : Date.now() > end ? lost(new Error('never: ' + document.body.innerText))"
-            " : setTimeout(look, 50); look(); })"
-        )
-
-    def text(self, selector: str) -> str:
-        """What a reader reads there."""
-        return " ".join(self.page.inner_text(selector).split())
-
-    def ask(self, script: str) -> Any:
-        """The value of a script."""
-        return self.page.evaluate(script)
-
 
 OpenTab = Callable[..., Tab]
 
@@ -224,6 +128,38 @@ def busy() -> Iterator[Daemon]:
         yield daemon
 
 
+@pytest.fixture(scope="module")
+def crowd() -> Iterator[Daemon]:
+    """24 engines that are named as pods, models as snapshots, and a tier with a long error."""
+    sizes = ("8B", "70B", "405B")
+    models = [f"{HUB}meta-llama--Llama-3.1-{size}-Instruct/snapshots/{REVISION}" for size in sizes]
+    absent = f"disk:/{'n' * 80}/tier,size=64MiB"
+    options = ("--http-listen", "127.0.0.1:0", "--tier", absent)
+    with (
+        daemon_left_clean(*options, cpu_bytes="256MiB") as daemon,
+        ExitStack() as stack,
+    ):
+        engines = [
+            stack.enter_context(
+                Engine(
+                    daemon.runtime_dir,
+                    name=pod(i),
+                    model=models[i % 3],
+                    world_size=1 if i else 8,
+                )
+            )
+            for i in range(PODS)
+        ]
+        for engine in engines:
+            engine.wait_attached()
+        yield daemon
+
+
+def pod(number: int) -> str:
+    """The name of a pod, as a Deployment gives it."""
+    return f"vllm-llama-3-1-70b-instruct-prefill-7c9d8f6b5d-{number:05x}"
+
+
 @pytest.fixture
 def tab(chromium: Any) -> Iterator[OpenTab]:
     """Opens pages on a daemon, which are closed with the test: each draws as long as it is open."""
@@ -256,6 +192,16 @@ def test_everything_is_there_and_moves(tab: OpenTab, busy: Daemon, size: dict[st
     assert page.complaints == []
 
 
+def test_figures_are_named_for_what_they_are(tab: OpenTab, busy: Daemon) -> None:
+    """Of the pool what is ready, on loan and free; keys found where engines count no tokens."""
+    page = tab(busy, DESKTOP)
+    use = r"[\d.]+ % ready [\d.]+ % on loan, [\d.]+ % free of 256 MiB"
+    assert re.search(use, page.text("#pool"))
+    page.until("/[1-9].*% of keys/.test(document.getElementById('engines-table').textContent)")
+    assert "of keys looked up since" in page.text("#hits-total")
+    assert page.text("#hit-tokens") == NOTHING
+
+
 def test_pictures_have_tables_in_which_names_are_text(tab: OpenTab, busy: Daemon) -> None:
     """Charts and pool can be read as tables and in words; a name that is markup does nothing."""
     page = tab(busy, DESKTOP)
@@ -263,12 +209,61 @@ def test_pictures_have_tables_in_which_names_are_text(tab: OpenTab, busy: Daemon
     for name in ("throughput", "hits"):
         page.page.click(f"#{name}-details summary")
         page.until(f"document.querySelectorAll('#{name}-details tbody tr').length > 0")
-    assert EVIL in page.text("#pool-table")
+    assert shorten(EVIL) in page.text("#pool-table")
+    titles = page.ask("[...document.querySelectorAll('#pool-table th')].map((c) => c.title)")
+    assert any(EVIL in title for title in titles)
     assert "evil" not in page.ask("document.title")
     assert page.ask("document.querySelectorAll('main img').length") == 0
     label = page.ask("document.getElementById('pool-picture').getAttribute('aria-label')")
     assert "llama-70b" in label
     assert page.complaints == []
+
+
+@pytest.mark.parametrize("width", [390, 1100, 1280, 1440])
+def test_real_names_take_a_line_or_two(tab: OpenTab, crowd: Daemon, width: int) -> None:
+    """With 24 pods and models' paths nothing scrolls sideways; whole names are a hover away."""
+    page = tab(crowd, {"width": width, "height": 900})
+    rows = "document.querySelectorAll('#engines-table tbody tr').length"
+    page.until(f"{rows} === {PODS} && document.querySelector('#pool-table tbody tr')")
+    page.until("document.getElementById('tiers-table').textContent.includes('nnn')")
+    assert page.ask("document.documentElement.scrollWidth") <= width
+    assert page.ask(TALL) == []
+    assert width < 500 or page.ask(BROKEN_HEADS) == []
+    named = page.ask(
+        "[...document.querySelectorAll('#engines-table th[scope=row]')]"
+        ".map((cell) => [cell.textContent, cell.title])"
+    )
+    assert sorted(whole for _, whole in named) == sorted(map(pod, range(PODS)))
+    assert len({short for short, _ in named}) == PODS
+    titles = page.ask("[...document.querySelectorAll('#pool-table th')].map((c) => c.title)")
+    assert sum(f"{HUB}meta-llama--Llama-3.1-70B" in title for title in titles) == 1
+    assert page.complaints == []
+
+
+def test_the_page_shortens_names_as_the_commands_do(tab: OpenTab, web: Daemon) -> None:
+    """`shorten` of the page and of `kvd.metrics.words` agree."""
+    page = tab(web, DESKTOP)
+    names = json.dumps([*LONG_NAMES])
+    script = f"import('/static/words.js').then((words) => {names}.map(words.shorten))"
+    assert page.ask(script) == [*LONG_NAMES.values()]
+
+
+def test_a_page_that_opens_has_history(tab: OpenTab, busy: Daemon) -> None:
+    """Its charts and figures of the last minute begin before it was opened."""
+    page = tab(busy, DESKTOP)
+    with over_unix(busy) as client:
+        eventually(
+            lambda: client.get("/history").json()["samples"], lambda samples: len(samples) > 2
+        )
+        report = report_of(client)
+    one = f"retry: 600000\nevent: report\ndata: {json.dumps(report)}\n\n"
+    page.page.route(
+        "**/events", lambda route: route.fulfill(content_type="text/event-stream", body=one)
+    )
+    page.page.reload()
+    line = "document.querySelector('#throughput-chart path.line.out').getAttribute('d')"
+    page.until(f"({line}?.match(/L/g) ?? []).length >= 1")  # one report alone is no line
+    assert "stores in the last minute" in page.text("#share-store-text")
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
@@ -334,6 +329,7 @@ def test_a_restart_is_told_and_survived(tab: OpenTab, start_daemon: StartDaemon)
     eventually(lambda: all(map(has_ended, children)))  # one of them has the port, too
     page.until(CONTACT.format("no contact with the daemon"))
     assert "What is shown is from" in page.text("#contact-text")
+    assert page.ask(SHOWN_STATE) == ["Unknown", "quiet", "quiet"]
     second = start_daemon("--http-listen", f"127.0.0.1:{port}")
     page.until("document.getElementById('restart').checkVisibility()")
     assert "was restarted" in page.text("#restart-text")
@@ -356,11 +352,19 @@ def test_a_daemon_without_engines_is_not_called_well(tab: OpenTab, web: Daemon) 
 
 
 def test_a_wedged_broker_is_told(tab: OpenTab, web: Daemon) -> None:
-    """A broker that stands still: the page says that what it shows is old, until it is back."""
+    """A broker that stands still: the state is unknown, grey, since when; then it is back."""
     page = tab(web, DESKTOP)
+    page.until("document.getElementById('state').textContent === 'Ready'")
     with frozen(web.process.pid):
         page.until(CONTACT.format("does not answer"))
+        for _ in range(3):  # pause and resume change nothing of it
+            assert page.ask(SHOWN_STATE) == ["Unknown", "quiet", "quiet"]
+            assert re.search(r"unknown since \d\d:\d\d:\d\d, for \d+ s", page.text("#verdict"))
+            page.page.click("#pause")
     page.until("!document.getElementById('contact').checkVisibility()")
+    assert page.text("#pause") == "Resume"
+    assert page.ask(SHOWN_STATE)[0] == "Ready"
+    assert "unknown" not in page.text("#verdict")
 
 
 def test_what_is_wrong_comes_first_with_the_remedy(tab: OpenTab, start_daemon: StartDaemon) -> None:
@@ -388,7 +392,7 @@ def test_a_tier_that_is_set_aside_is_told(
     page = tab(daemon, DESKTOP)
     row = "document.querySelector('#tiers-table tbody').textContent"
     problem = "document.getElementById('problems').textContent.includes('set aside')"
-    page.until(f"/up/.test({row}) && !{problem}")
+    page.until(f"/up for \\d+\\ss/.test({row}) && !{problem}")
     with Engine(daemon.runtime_dir).wait_attached() as engine:
         turn = count()
 
@@ -400,7 +404,7 @@ def test_a_tier_that_is_set_aside_is_told(
 
         eventually(kept)
         hang.touch()  # from now on puts hang
-        aside = f"/set aside for|probing/.test({row}) && {problem}"
+        aside = f"/set aside for \\d+\\ss/.test({row}) && {problem}"
         eventually(lambda: (kept(), page.ask(aside)), lambda seen: seen[1])
         hang.unlink()
         page.until(f"/up/.test({row}) && !{problem}")

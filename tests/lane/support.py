@@ -49,7 +49,8 @@ from tests.waiting import PATIENCE
 
 TIMELINE, EPOCH = 0, 1  # words of a control page; the second is that of stores
 SLOTS = 16  # of a directory
-LAYOUT = flat_layout(4096, 4096, blocks=32, factor=2)
+NULL_BLOCK = 31
+LAYOUT = flat_layout(4096, 4096, blocks=32, factor=2, null_block=NULL_BLOCK)
 NAMESPACE = bytes(range(16))
 BOOT = b"b" * 16
 M = TypeVar("M", bound=Message)

@@ -14,6 +14,7 @@ from kvd_proto.messages import JobStatus, Load, Ok, Store, Wait
 from tests.lane.support import (
     BOOT,
     LAYOUT,
+    NULL_BLOCK,
     SLOTS,
     Directory,
     FakeWorker,
@@ -159,7 +160,7 @@ def test_a_lent_slot_is_written_before_its_key_is_known(
 
 
 REFUSED: list[tuple[list[int], list[int], dict[str, list[int]], str]] = [
-    ([0, 0], [3], {}, "left out"),
+    ([NULL_BLOCK, NULL_BLOCK], [3], {}, "left out"),
     ([1, 32], [3], {}, "block_ids"),
     ([1, 2], [SLOTS], {}, "slots"),
     ([1, 2], [3, 4], {}, "slots"),
@@ -192,6 +193,25 @@ def test_a_job_that_does_not_fit_the_layout_is_refused(
         assert worker.done().status in {JobStatus.REFUSED, JobStatus.STALE}
     assert (lane.pool.bytes == 0xAB).all()
     assert (worker.pages(range(32)) == 0xEE).all()
+
+
+def test_a_job_leaves_out_the_layouts_null_block_and_no_other(
+    lane: Lane, worker: FakeWorker, directory: Directory
+) -> None:
+    """Places of block 31 are not stored, and not loaded; block 0 holds KV as any other."""
+    directory.set([3, 4], SlotState.WRITING)
+    worker.fill(1)
+    assert worker.run(Store, 1, [0, NULL_BLOCK, NULL_BLOCK, 5], [3, 4]) is JobStatus.OK
+    share = lane.share()
+    assert (share.first.numpy().tolist(), share.count.numpy().tolist()) == ([0, 1], [1, 1])
+    directory.set([3], SlotState.READY, first=0, count=1)
+    directory.set([4], SlotState.READY, first=1, count=1)
+    stored = worker.pages([5, 0])
+    worker.poison()
+    assert worker.run(Load, 2, [8, NULL_BLOCK, NULL_BLOCK, 0], [3, 4]) is JobStatus.OK
+    assert (worker.pages([0, 8]) == stored).all()
+    others = [block for block in range(32) if block not in (0, 8)]
+    assert (worker.pages(others) == 0xEE).all()
 
 
 def test_a_job_without_blocks_is_done_at_once(lane: Lane, worker: FakeWorker) -> None:

@@ -1,5 +1,9 @@
 """What fits: chunks into the pool; pool bytes per block, override, longest request, admission."""
 
+import math
+import re
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -50,6 +54,39 @@ def test_a_budget_below_one_chunk_is_refused_with_the_remedy() -> None:
     with pytest.raises(SizeError, match=r"pool of 4095 bytes.*at least 4096"):
         size_pool([flat_layout(4096)], 4095)
     assert size_pool([flat_layout(4096)], 4096).num_chunks == 1
+
+
+@pytest.mark.parametrize(
+    ("calculate", "named"),
+    [
+        (lambda: size_pool([flat_layout(4096)], -1), "a pool of -1 bytes"),
+        (lambda: size_pool([flat_layout(4096)], 0), "a pool of 0 bytes"),
+        (lambda: auto_cpu_bytes([flat_layout(1)], available=-1, reserve=0), "available = -1;"),
+        (lambda: auto_cpu_bytes([flat_layout(1)], available=1, reserve=-1), "reserve = -1;"),
+        *(
+            (
+                lambda ratio=ratio: auto_cpu_bytes(
+                    [flat_layout(1)], available=1, reserve=0, ratio=ratio
+                ),
+                f"ratio = {ratio};",
+            )
+            for ratio in (-1.0, 0.0, math.inf, math.nan)
+        ),
+        (lambda: LayerGroup((4096,), 0), "block_size = 0;"),
+        (lambda: LayerGroup((4096,), 16, 0), "sliding_window = 0;"),
+        (lambda: blocks_needed([FULL], -1), "tokens = -1;"),
+        (lambda: blocks_needed([WINDOW], 16, 0), "batched_tokens = 0;"),
+        (lambda: longest_request([FULL], 0, 16), "num_blocks = 0;"),
+        (lambda: longest_request([FULL], 10, -1), "limit = -1;"),
+        (lambda: admit(-1, [FULL], 10), "tokens = -1;"),
+    ],
+)
+def test_impossible_numbers_are_refused_by_name(
+    calculate: Callable[[], object], named: str
+) -> None:
+    """A number that no pool, group or request can have is an error that names it."""
+    with pytest.raises(SizeError, match=re.escape(named)):
+        calculate()
 
 
 def test_auto_is_the_ratio_capped_by_what_is_there() -> None:

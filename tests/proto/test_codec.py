@@ -1,7 +1,7 @@
 """The codec: every message survives, every malformed one is named."""
 
 import contextlib
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import msgspec
 import numpy as np
@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from docs import generate_protocol
 from docs.generate_protocol import BOOT_ID, EXAMPLES, REQUEST_ID, TOKEN, vector
 from kvd_proto.arrays import MAX_ARRAY_ITEMS, IntArray
-from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, MAX_REGISTER_BYTES, REQUESTS, WIRE
+from kvd_proto.codec import (
+    HEADER_BYTES,
+    MAGIC,
+    MAX_MESSAGE_BYTES,
+    MAX_REGISTER_BYTES,
+    REQUESTS,
+    WIRE,
+)
 from kvd_proto.errors import (
     DecodeError,
     Oversize,
@@ -20,6 +27,7 @@ from kvd_proto.errors import (
     WrongType,
 )
 from kvd_proto.messages import (
+    PROTOCOL_VERSION,
     REPLY_OF,
     TAGS,
     Message,
@@ -30,7 +38,7 @@ from kvd_proto.messages import (
 )
 
 
-def frame_of(tag: int, body: object, version: int = 1) -> bytes:
+def frame_of(tag: int, body: object, version: int = PROTOCOL_VERSION) -> bytes:
     """A frame with a chosen body, valid or not."""
     header = WIRE.encode(Ping(), 9)[:HEADER_BYTES]
     raw = body if isinstance(body, bytes) else msgspec.msgpack.encode(body)
@@ -65,7 +73,8 @@ def test_generated_documentation_is_current() -> None:
         b"",
         b"xyz\0" + bytes(60),
         WIRE.encode(Ping())[: HEADER_BYTES - 1],
-        frame_of(0x30, {}, version=2),
+        frame_of(0x30, {}, version=PROTOCOL_VERSION - 1),
+        frame_of(0x30, {}, version=PROTOCOL_VERSION + 1),
         frame_of(0x7777, {}),
         frame_of(0x30, b""),
         frame_of(0x30, b"\xc1"),
@@ -102,7 +111,8 @@ def test_a_malformed_frame_is_refused(frame: bytes) -> None:
     with pytest.raises(DecodeError) as caught:
         WIRE.decode(frame)
     assert str(caught.value)
-    assert isinstance(caught.value, VersionMismatch) == (frame[4:6] == b"\2\0")
+    other_version = frame[:4] == MAGIC and frame[4:6] != PROTOCOL_VERSION.to_bytes(2, "little")
+    assert isinstance(caught.value, VersionMismatch) == other_version
 
 
 def test_nested_fields_are_checked_as_strictly() -> None:
@@ -197,13 +207,41 @@ def test_an_array_that_fits_no_message_is_not_made(values: Any) -> None:
         IntArray.of(values, "u4")
 
 
+def structs_of_the_wire() -> set[type[msgspec.Struct]]:
+    """Messages, and the maps inside of them."""
+    found, new = set[type[msgspec.Struct]](), list[Any](TAGS.values())
+    while new:
+        hint = new.pop()
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct) and hint not in found:
+            found.add(hint)
+            new += get_type_hints(hint, include_extras=True).values()
+        new += get_args(hint)
+    return found
+
+
+def test_every_array_has_a_documented_bound() -> None:
+    """No array field of any message takes more items than the page says that an array has."""
+    bounds = {}
+    for kind in structs_of_the_wire():
+        for field, hint in get_type_hints(kind, include_extras=True).items():
+            if get_origin(get_args(hint)[0] if get_origin(hint) is Annotated else hint) is tuple:
+                metas = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+                bounds[f"{kind.__name__}.{field}"] = max((m.max_length for m in metas), default=0)
+    assert {name: most for name, most in bounds.items() if not 0 < most <= MAX_ARRAY_ITEMS} == {}
+    assert {"RankLayout.storages", "Step.keys"} <= bounds.keys()
+    text = " ".join(generate_protocol.FILE.read_text(encoding="utf-8").split())
+    assert f"an integer array at most {MAX_ARRAY_ITEMS:,} items" in text
+    assert f"how many items other arrays have, {MAX_ARRAY_ITEMS:,} at most" in text
+    assert f"| 4 | 2 | protocol version ({PROTOCOL_VERSION}) |" in text
+
+
 def test_a_registration_above_its_bounds_is_refused_before_it_is_looked_at() -> None:
     """By its bytes without a look into them, by its lists before a layout is made of them."""
     frame = WIRE.encode(next(each for each in EXAMPLES if isinstance(each, Register)))
     with pytest.raises(DecodeError, match=f"a Register of {MAX_REGISTER_BYTES + 1} bytes"):
         WIRE.decode(frame[:HEADER_BYTES] + b"\xc1" * (MAX_REGISTER_BYTES + 1 - HEADER_BYTES))
     fields = msgspec.msgpack.decode(frame[HEADER_BYTES:])
-    for name, most in (("groups", 1024), ("tensors", 8192)):
+    for name, most in (("groups", 1024), ("tensors", 8192), ("storages", 4096)):
         layout = fields["layout"] | {name: fields["layout"][name][:1] * (most + 1)}
         body = msgspec.msgpack.encode(fields | {"layout": layout})
         with pytest.raises(DecodeError, match=rf"length <= {most} .*layout.{name}"):

@@ -121,6 +121,7 @@ def test_an_engines_last_rank_is_compared_as_quickly_as_its_second() -> None:
         ({"groups": (GroupSpec((TensorRef(0, 0),), 16),)}, "0 is not within 1..4096"),
         ({"groups": (GroupSpec((), 16),)}, "refers to no tensor"),
         # A count of blocks that was read from a KV-first shape runs out of the allocation.
+        ({"null_block": 8}, r"null_block = 8, but blocks are 0\.\.7; give the engine's"),
         ({"num_blocks": 16}, r"offset 0 \+ 15 \* stride 4096 \+ page 4096 = 65536"),
         # A group that needs more than was reported would write beyond its slot.
         (
@@ -245,6 +246,7 @@ def test_every_region_lies_inside_the_slot(
         ({"num_blocks": 7}, "num_blocks = 7"),
         ({"blocks_per_chunk": 1}, "blocks_per_chunk = 1"),
         ({"hash_block_size": 8}, "hash_block_size = 8"),
+        ({"null_block": 0}, "null_block = 0"),
         ({"replicated": True}, "replicated = True"),
         (
             {"groups": (GroupSpec(dense().groups[0].refs, 16, "sliding", 64),)},

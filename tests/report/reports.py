@@ -25,6 +25,17 @@ GIB = 2**30
 MODEL = "llama-3-70b"
 BOUNDS = [1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0]
 AGES = [1.0, 60.0, 600.0, 3600.0]
+HUB = "/root/.cache/huggingface/hub/models--"
+REVISION = "6f6073b423013f6a7d4d9f39144961bfbfbc386b"
+LONG_NAMES = {
+    "a" * 27: "a" * 27,
+    "vllm-llama-3-3-70b-instruct-prefill-7c9d8f6b5d-x2k4q": "vllm-llama-3-…d8f6b5d-x2k4q",
+    f"{HUB}meta-llama--Llama-3.3-70B-Instruct/snapshots/{REVISION}": "Llama-3.3-70B…ruct@6f6073b4",
+    f"{HUB}gpt2/snapshots/{REVISION}/": "gpt2@6f6073b4",
+    "/mnt/models/shared/llama-3-70b-instruct-awq": "/mnt/models/s…-instruct-awq",
+    "\N{GRINNING FACE}" * 28: "\N{GRINNING FACE}" * 13 + "…" + "\N{GRINNING FACE}" * 13,
+}
+"""Names and how they are shortened: by Python and by the page."""
 
 
 def part(kind: type, **given: Any) -> Any:
@@ -97,8 +108,8 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
         done,
         pool=_pool(10),
         namespaces=[
-            _namespace("aa" * 16, MODEL, done, 40, 30, 1, 0),
-            _namespace("bb" * 16, "qwen-2.5-7b", done, 14, 9, 0, 1),
+            _namespace("aa" * 16, MODEL, done, 40, 30, 1, 0, 4),
+            _namespace("bb" * 16, "qwen-2.5-7b", done, 14, 9, 0, 1, 0),
         ],
         engines=[
             _engine("llama-70b-0", "aa" * 16, 4, done),
@@ -139,7 +150,7 @@ def _pool(free: int) -> Any:
 
 
 def _namespace(identity: str, model: str, done: int, held: int, *bytes_by_state: int) -> Any:
-    ready, writing, draining = (each * GIB for each in bytes_by_state)
+    ready, writing, draining, lent = (each * GIB for each in bytes_by_state)
     return part(
         schema.Namespace,
         id=identity,
@@ -149,9 +160,10 @@ def _namespace(identity: str, model: str, done: int, held: int, *bytes_by_state:
         num_chunks=3200,
         held_bytes=held * GIB,
         ready_bytes=ready,
+        lent_bytes=lent,
         writing_bytes=writing,
         draining_bytes=draining,
-        chunks=part(schema.Chunks, ready=1536, writing=51, pinned=12),
+        chunks=part(schema.Chunks, ready=1536, lent=205, writing=51, pinned=12),
         counters=_chunks(done) | {"eviction_age": histogram(AGES, 0, 0, 10 * done)},
     )
 
@@ -199,6 +211,7 @@ def _tier(name: str, medium: str, setting: str, done: int) -> Any:
         schema.Tier,
         name=name,
         setting=setting,
+        keep="asked",
         medium=medium,
         shared=medium == "remote",
         described="4 threads",
@@ -206,6 +219,7 @@ def _tier(name: str, medium: str, setting: str, done: int) -> Any:
         up=True,
         pid=4260,
         breaker="closed",
+        state_seconds=3 * 86_400.0,
         usable=True,
         total_bytes=500 * GIB,
         used_bytes=100 * GIB,

@@ -10,7 +10,6 @@ from tests.report.reports import AGES, changed, empty_report, histogram, loaded_
 
 LATER = 60.0
 LANE = ("lanes", 1)
-SPACE = ("namespaces", 0, "counters")
 EVICTED = ("namespaces", 0, "counters", "eviction_age")
 
 PUBLISHED = ("engines", 0, "published")
@@ -43,7 +42,7 @@ CASES: list[tuple[str, Change, list[str]]] = [
     ("tier corrupt", ((*TIER, "counters", "gets", "corrupt"), 2), ["2 chunks", "disk", "smartctl"]),
     ("tier failed", ((*TIER, "counters", "puts", "failed"), 1), ["1 chunk of tier disk"]),
     ("tier full", ((*TIER, "full"), True), ["100 GiB of 500 GiB", "file system"]),
-    ("not kept in time", ((*SPACE, "undemoted"), 300), ["300 chunks of llama", "keep=asked"]),
+    ("tier behind", ((*TIER, "counters", "unkept"), 300), ["18,000 chunks an hour", "keep=asked"]),
     ("replies dropped", ((*LANE, "counters", "dropped_replies"), 1), ["1 reply"]),
     ("messages dropped", (("broker", "dropped_frames"), 5), ["5 messages"]),
     ("leases expired", (("counters", "leases_expired"), 2), ["2 leases"]),
@@ -103,6 +102,18 @@ def test_a_breaker_that_opens_for_a_moment_is_no_news() -> None:
     often = changed(once, *TIER, "counters", "opened", "failed", to=3)
     (problem,) = conditions(Span(often, loaded_report(0.0)))
     assert problem.text == "Tier disk was set aside 4 times in the last minute."
+
+
+def test_keep_all_means_all() -> None:
+    """One chunk that is not kept is a warning with keep=all, and no news with keep=asked."""
+    report = changed(loaded_report(LATER), *TIER, "counters", "unkept", to=1)
+    assert conditions(Span(report, loaded_report(0.0))) == []
+    report = changed(report, *TIER, "keep", to="all")
+    (problem,) = conditions(Span(report, loaded_report(0.0)))
+    assert (problem.level, problem.text) == (
+        "warning",
+        "Tier disk falls behind: 60 chunks an hour are not kept.",
+    )
 
 
 def test_the_worst_comes_first() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from kvd.cli.top_view import picture, shares, waiting
+from kvd.cli.top_view import picture, shares, tier_state, waiting
 from kvd.metrics.conditions import conditions
 from kvd.metrics.history import History, Span
 from tests.report.reports import GIB, START, changed, empty_report, loaded_report
@@ -54,7 +54,7 @@ def test_everything_fits_the_terminal(width: int) -> None:
     assert "400 MB/s" in text
     assert "2 GB/s" in text
     assert "75 %" in text
-    assert "10 GiB free of 64 GiB" in text
+    assert "39 GiB ready, 4 GiB on loan, 19 GiB free of 64 GiB" in text
     assert "12 ms late at most; 4 snapshots, 0 overruns" in text
     assert "llama-70b-1" in text
     assert "…" not in text
@@ -78,14 +78,52 @@ def crowded_report(seconds: float) -> dict[str, Any]:
     report["namespaces"] = [
         copy.deepcopy(space) | {"model": "meta-llama/Llama-3.1-405B-Instruct-FP8", "chunks": chunks}
     ] * 4
+    report["pool"]["cpu_bytes"] = 2038 * GIB
     return report | {"time": START + 1e5 + seconds, "host": "gpu-17"}
+
+
+def crowded_history() -> History:
+    """A minute of a large node."""
+    history = History()
+    for second in range(61):
+        history.add(crowded_report(float(second)))
+    return history
+
+
+def test_names_are_shortened_in_the_middle_or_whole() -> None:
+    """Replicas and models stay apart in the short names; `wide` shows them whole."""
+    short, whole = (drawn(picture(crowded_history(), wide=wide), 160) for wide in (False, True))
+    for name in ("meta-llama-Ll…uct-replica-7", "meta-llama/Ll…-Instruct-FP8"):
+        assert name in short
+    assert "cuda:00000000 " in short
+    for name in ("meta-llama-Llama-3.1-70B-Instruct-replica-7", "cuda:" + f"{7:032x}"):
+        assert name in whole
+    assert "…" not in whole
+
+
+def test_a_tier_says_since_when_it_is_as_it_is() -> None:
+    """In use, set aside or down: each with its time."""
+    tier = loaded_report()["tiers"][0]
+    assert tier_state(tier).plain == "up 3 d"
+    aside = tier | {"breaker": "open", "state_seconds": 200.0}
+    assert tier_state(aside).plain == "set aside 3 min"
+    assert tier_state(aside | {"state": "down"}).plain == "down 3 min"
+
+
+def test_keys_are_named_where_tokens_are_not_counted() -> None:
+    """An engine without token counts shows the share of keys looked up, and says so."""
+    report = changed(loaded_report(60.0), "engines", 0, "counters", "lookup_tokens", to=0)
+    history = History()
+    history.add(loaded_report(0.0))
+    history.add(report)
+    text = drawn(picture(history))
+    assert "75 % of keys" in next(line for line in text.splitlines() if "llama-70b-0" in line)
+    assert "75 %      of prompt tokens; 75 % of keys looked up" in text
 
 
 def test_a_small_terminal_shows_every_figure_whole() -> None:
     """At 80 by 24 a crowded daemon fits: names are shortened, lists say what is left out."""
-    history = History()
-    for second in range(61):
-        history.add(crowded_report(float(second)))
+    history = crowded_history()
     lines = drawn(picture(history, 1, 24)).splitlines()
     assert "restarted 1 time" in lines[0]
     text = "\n".join(lines)

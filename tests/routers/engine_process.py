@@ -181,7 +181,7 @@ class Member:
         blocks = range(1, 1 + len(chunks) * FACTOR - missing)
         groups = [ChunkBlocks((), ())] * len(KINDS)
         groups[chunks[0].group] = ChunkBlocks([chunk.key for chunk in chunks], blocks, missing)
-        arrays = pack_chunks(ticket, groups, FACTOR)
+        arrays = pack_chunks(ticket, groups, engine.layout)
         engine.job += 1
         for worker in engine.workers.values():
             worker.submit(Store, engine.job, arrays)

@@ -23,6 +23,7 @@ from tests.vllm.support import (
     compute_references,
     far_apart,
     numbers,
+    prompts,
     wait_served,
     wait_stored,
     with_in_process_copy,
@@ -142,3 +143,20 @@ def test_warm_answers_are_those_of_the_engines_own_cache(served: Served) -> None
     assert namespace["chunks"]["ready"] == stored
     assert namespace["replicated"] is (served.setting == MLA_TP2)
     assert namespace["world_size"] == served.setting.tensor_parallel
+
+
+@pytest.mark.parametrize("served", [DENSE], indirect=True, ids=["dense"])
+def test_a_request_limits_what_of_it_is_stored_and_loaded(served: Served) -> None:
+    """`max_offload_tokens` and `max_load_tokens`, down to whole chunks of 64 tokens; 0: nothing."""
+    engine, daemon = served.engine, served.daemon
+    (known,), (new,) = served.known.prompts[:1], prompts(1, seed=1)
+    ask_found(engine, [known])
+    stored = wait_stored(daemon)
+    for most, chunks in ((0, 0), (150, 2)):
+        engine.reset()
+        engine.generate([new], kv_transfer_params={"max_offload_tokens": most})
+        assert wait_stored(daemon) == stored + chunks
+    for most, loaded in ((0, 0), (150, 128)):
+        engine.reset()
+        (answer,) = engine.generate([known], kv_transfer_params={"max_load_tokens": most})
+        assert answer.cached_tokens == loaded

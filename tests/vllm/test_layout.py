@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
 from kvd_client import RankLayout, TensorRef, TensorSpec, UnsupportedMemory
@@ -125,6 +126,13 @@ def test_chunks_of_several_blocks(tmp_path: Path, extra: dict[str, Any], factor:
     layout = laid_out(tmp_path, full(["a", "b"]), extra=extra)
     assert layout.blocks_per_chunk == factor
     assert layout.share_bytes == layout.slot_bytes == 2 * PAGE * factor
+
+
+def test_the_null_block_is_the_one_that_vllm_never_hands_out(tmp_path: Path) -> None:
+    """Its number in the layout is its number in vLLM's own block pool."""
+    pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=16)
+    layout = laid_out(tmp_path, full(["a", "b"]))
+    assert layout.null_block == pool.null_block.block_id
 
 
 def test_blocks_are_as_many_as_configured(tmp_path: Path) -> None:

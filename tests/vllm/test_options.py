@@ -181,8 +181,9 @@ def test_the_scheduler_starts_with_a_line_for_each_thing_that_is_not_as_it_shoul
     for role in KVConnectorRole:
         connector(tmp_path, role, extra=extra, hash_algorithm=algorithm).shutdown()
     lines = [record.getMessage() for record in caplog.records if "kvd" in record.name]
-    wanted = [*warned, "no kvd daemon answers at"]
+    wanted = [*warned, f"no daemon answers in {runtime_dir}"]
     assert len(lines) == len(wanted)
+    assert all(line.startswith("kvd: ") for line in lines)
     assert all(words in line for words, line in zip(wanted, lines, strict=True))
 
 

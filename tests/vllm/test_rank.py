@@ -1,6 +1,7 @@
 """A rank's side: every job is reported once, failed ones too, and whose failure is whose."""
 
 import itertools
+import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -221,8 +222,8 @@ def test_the_log_tells_a_reason_once_until_a_job_succeeds(
         rank.submit_load(next(number), chunks(2), blocks())
         assert set(outcomes(rank).values()) == {False}
     assert [record.message for record in caplog.records] == [
-        "a store failed and is a cache miss: lost",
-        "a load failed and is a cache miss: lost",
+        "kvd: a store failed and is a cache miss: lost",
+        "kvd: a load failed and is a cache miss: lost",
     ]
     caplog.clear()
     lane.has_lane = True
@@ -231,7 +232,23 @@ def test_the_log_tells_a_reason_once_until_a_job_succeeds(
         lane.end(lane.submitted[-1][1], success=success)
         outcomes(rank)
     assert [record.message for record in caplog.records] == [
-        "a load failed and is a cache miss: lost"
+        "kvd: a load failed and is a cache miss: lost"
+    ]
+
+
+def test_a_store_whose_chunks_were_given_up_is_no_warning(
+    rank: KvdOffloadingWorker, lane: FakeWorker, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A reset ends stores in flight: their reason is for debugging, that of a load is a warning."""
+    caplog.set_level(logging.DEBUG)
+    rank.submit_store(1, blocks(), chunks(2))
+    rank.submit_load(2, chunks(2), blocks())
+    text = "slot 0 generation 1 is not this engine's to write (2 of 2 chunks)"
+    lane.ended += [JobResult(job, JobStatus.STALE, text=text) for job in (1, 2)]
+    assert outcomes(rank) == {1: False, 2: False}
+    assert [(record.levelno, record.message.split()[2]) for record in caplog.records] == [
+        (logging.DEBUG, "store"),
+        (logging.WARNING, "load"),
     ]
 
 

@@ -42,6 +42,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from kvd_client.engine_options import OptionsError
+from kvd_client.logs import get_logger
 from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.events import PoolEvents, groups_in_tiers
 from kvd_client.vllm.identity import random_hash_seed
@@ -57,7 +58,7 @@ from kvd_client.vllm.versions import untested
 from kvd_client.vllm.wish import wanted_layout
 from kvd_client.vllm.worker import KvdOffloadingWorker
 
-log = logging.getLogger("kvd_client.vllm")
+log = get_logger("kvd_client.vllm")
 
 
 @dataclass

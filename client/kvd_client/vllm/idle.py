@@ -7,7 +7,6 @@ False. A step would do as well, but each one keeps vLLM's workers in a busy loop
 """
 
 import inspect
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -16,9 +15,10 @@ from vllm.distributed.kv_events import KVCacheEvent, KVEventBatch
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
+from kvd_client.logs import get_logger
 from kvd_client.vllm.upstream import require
 
-log = logging.getLogger("kvd_client.vllm")
+log = get_logger("kvd_client.vllm")
 
 _FAILED = "publishing without steps failed and is off; this engine publishes in its steps only"
 

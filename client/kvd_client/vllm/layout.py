@@ -10,6 +10,8 @@ from kvd_client import GroupSpec, RankLayout, TensorRef
 from kvd_client.torch_memory import BlockTensor, SharedTensors, share_torch
 from kvd_client.vllm.fragments import Fragment, Pages
 
+NULL_BLOCK = 0  # of vLLM's BlockPool: never handed out; 0 in a block table means "skipped"
+
 
 def share_caches(
     views: Mapping[str, torch.Tensor], config: OffloadingConfig, kv_cache_config: KVCacheConfig
@@ -54,6 +56,7 @@ def share_caches(
             for spec in (kv_cache_config.kv_cache_groups[group.group_id].kv_cache_spec,)
         ),
         replicated=config.replicated_layout,
+        null_block=NULL_BLOCK,
     )
     return shared, layout
 

@@ -1,6 +1,5 @@
 """What vLLM's offloading logic gets: a manager for the scheduler, a worker for a rank."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,6 +20,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvd_client import KvdClientError, RankLayout, Scheduler, Worker
 from kvd_client.engine_options import OptionsError
+from kvd_client.logs import get_logger
 from kvd_client.vllm import metrics
 from kvd_client.vllm.identity import fingerprint
 from kvd_client.vllm.layout import share_caches
@@ -32,7 +32,7 @@ from kvd_client.vllm.wish import layout_line, wanted_layout
 from kvd_client.vllm.worker import KvdOffloadingWorker
 from kvd_proto.messages import HOST
 
-log = logging.getLogger("kvd_client.vllm")
+log = get_logger("kvd_client.vllm")
 
 _OWN_CONNECTOR = (
     "KvdOffloadingSpec works with kvd's connector only, for OffloadingConnector stops the engine"
@@ -90,8 +90,8 @@ class KvdOffloadingSpec(OffloadingSpec):
         )
         if not scheduler.connected:
             log.warning(
-                "no kvd daemon answers at %s; the engine runs without offload until one does",
-                self.options.runtime_dir,
+                "the engine runs without offload until a daemon answers: %s",
+                scheduler.wait_attached(0).why,
             )
         return KvdOffloadingManager(
             scheduler,

@@ -15,7 +15,8 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from kvd_client import JobBlocks, JobResult, KvdClientError, Load, Store, Worker
+from kvd_client import JobBlocks, JobResult, JobStatus, KvdClientError, Load, Store, Worker
+from kvd_client.logs import get_logger
 from kvd_client.torch_timeline import work_so_far
 from kvd_client.vllm.manager import ChunkSlots
 from kvd_client.vllm.options import Options
@@ -23,7 +24,7 @@ from kvd_proto.errors import ProtoError
 
 LET_GO_SECONDS = 10.0  # a sleep may wait for copies that are under way
 
-log = logging.getLogger("kvd_client.vllm")
+log = get_logger("kvd_client.vllm")
 
 
 class KvdOffloadingWorker(OffloadingWorker):
@@ -188,7 +189,10 @@ class KvdOffloadingWorker(OffloadingWorker):
         self._failed.append(TransferResult(job_id, success=False))
 
     def _results(self, ended: list[JobResult]) -> list[TransferResult]:
-        """Convert results; each reason of a failure is logged once until a job succeeds."""
+        """Convert results; each reason of a failure is logged once until a job succeeds.
+
+        A store whose chunks are not the engine's any more is ordinary: after a reset for instance.
+        """
         if any(result.success for result in ended):
             self._logged.clear()
         for result in ended:
@@ -196,7 +200,8 @@ class KvdOffloadingWorker(OffloadingWorker):
             line = f"a {kind} failed and is a cache miss: {result.text}"
             if not result.success and line not in self._logged:
                 self._logged.add(line)
-                log.warning(line)
+                stale_store = kind == "store" and result.status is JobStatus.STALE
+                log.log(logging.DEBUG if stale_store else logging.WARNING, line)
         return [
             TransferResult(
                 result.job_id,

@@ -3,7 +3,7 @@
 import { Charts } from "./charts.js";
 import { $, say, set } from "./dom.js";
 import { History } from "./history.js";
-import { showChecks, showEvents, showConditions, showState, stateOf } from "./overview.js";
+import { showChecks, showEvents, showConditions, showState, showUnknown, stateOf } from "./overview.js";
 import { Pool } from "./pool.js";
 import { Stream } from "./stream.js";
 import { showTiers } from "./tiers.js";
@@ -38,8 +38,10 @@ function silence(how) {
 function take(report) {
   const before = history.now;
   const restarted = history.add(report);
+  if (!before) recall();
   heard = Date.now() / 1000;
-  if (outage) announce("Contact with the daemon is back.");
+  const back = outage !== null;
+  if (back) announce("Contact with the daemon is back.");
   outage = null;
   contact();
   if (restarted) {
@@ -48,17 +50,27 @@ function take(report) {
     set($("restart"), "hidden", null);
     announce($("restart-text").textContent);
   }
+  if (!paused || back) show();
+}
+
+/** Ask for what was before this page was opened. */
+async function recall() {
+  const answer = await fetch("history").catch(() => null);
+  if (!answer?.ok) return;
+  history.recall(await answer.json());
   if (!paused) show();
 }
 
 function show() {
   const report = history.now;
   if (!report) return;
-  showState(report);
-  const words = showConditions(report);
-  const rules = report.conditions.map((condition) => condition.name).join();
-  if (rules !== verdict) announce(words);
-  verdict = rules;
+  if (!outage) {
+    showState(report);
+    const words = showConditions(report);
+    const rules = report.conditions.map((condition) => condition.name).join();
+    if (rules !== verdict) announce(words);
+    verdict = rules;
+  }
   showChecks(report);
   pool.show(report);
   charts.show(history);
@@ -77,6 +89,7 @@ function contact() {
   document.body.classList.toggle("stale", outage !== null);
   set($("contact"), "hidden", outage ? null : "");
   if (outage) {
+    showUnknown(outage.since);
     const seen = heard == null ? "Nothing has come yet" : `What is shown is from ${clock(heard)}, ${duration(now - heard)} ago`;
     const next = outage.next == null ? "" : ` Next try in ${duration(Math.max(1, outage.next - now))}.`;
     say($("contact-text"), `${outage.text} ${seen}.${next}`);

@@ -5,7 +5,7 @@ import { KEEP_SECONDS, byMinute } from "./history.js";
 import { NOTHING, clock, duration, percent, rate } from "./words.js";
 
 const [WIDE, HIGH, TOP] = [600, 120, 8];
-const HOLE_SECONDS = 5; // no line is drawn over a longer silence
+const HOLE_SECONDS = 12; // no line is drawn over a longer silence
 
 /** A chart of some series, each with a class for its looks, in one SVG with a name. */
 class Chart {
@@ -107,21 +107,23 @@ export class Charts {
     table("throughput", [rates[1], rates[0]], rate);
 
     const shares = ["tokens", "chunks"].map((unit) => history.shares(`hit_${unit}`, `lookup_${unit}`));
-    const [tokens, chunks] = shares.map((series) => series.at(-1).value);
+    const [tokens, keys] = shares.map((series) => series.at(-1).value);
     say($("hit-tokens"), percent(tokens));
-    say($("hit-chunks"), percent(chunks));
+    say($("hit-keys"), percent(keys));
     this.#hits.draw(shares, 1, "100 %", history.restarts, history.seconds);
-    set(this.#hits.svg, "aria-label", tokens == null
-      ? "Hit rate: nobody has looked anything up in the last seconds."
-      : `Hit rate: now ${percent(tokens)} of tokens and ${percent(chunks)} of chunks.`);
+    set(this.#hits.svg, "aria-label", keys == null && tokens == null
+      ? "Hit rate: nothing was looked up in the last seconds."
+      : `Hit rate: now ${percent(tokens)} of prompt tokens and ${percent(keys)} of keys looked up.`);
     say($("hits-total"), total(history.now.counters));
     table("hits", shares, percent);
   }
 }
 
 function total(counters) {
-  const { lookup_tokens: asked, hit_tokens: found } = counters;
-  return asked ? `${percent(found / asked)} of tokens since the daemon's start.` : "Nobody has looked anything up yet.";
+  const { lookup_tokens: tokens, hit_tokens: foundTokens, lookup_chunks: keys, hit_chunks: foundKeys } = counters;
+  if (tokens) return `${percent(foundTokens / tokens)} of prompt tokens since the daemon's start.`;
+  if (!keys) return "Nothing has been looked up yet.";
+  return `${percent(foundKeys / keys)} of keys looked up since the daemon's start. No engine counts prompt tokens.`;
 }
 
 function table(id, serieses, word) {

@@ -60,7 +60,7 @@ export function each(parent, items, key, make, update) {
 }
 
 /**
- * Fill a table's body. Each row is {key, cells}; a cell is a text, or {text, tone, draw}
+ * Fill a table's body. Each row is {key, cells}; a cell is a text, or {text, tone, title, draw}
  * where `draw(cell)` adds what text cannot say. The first cell heads its row.
  */
 export function rows(table, data) {
@@ -73,8 +73,9 @@ export function rows(table, data) {
     (line, row) => row.cells.forEach((cell, i) => {
       const box = line.cells[i];
       if (table.classList.contains("stacks")) set(box, "data-label", heads[i].textContent);
-      const { text, tone, draw } = typeof cell === "object" ? cell : { text: cell };
+      const { text, tone, title, draw } = typeof cell === "object" ? cell : { text: cell };
       set(box, "data-tone", tone);
+      if (title) set(box, "title", title);
       if (draw) draw(box);
       else say(box, text);
     }),

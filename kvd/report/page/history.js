@@ -23,6 +23,16 @@ export class History {
     return restarted;
   }
 
+  /** Take what was before the first report, as `/history` gives it. */
+  recall({ fields, samples, report }) {
+    const { time: first, boot } = this.samples[0];
+    if (report?.boot_id !== boot) return;
+    const older = samples.filter(([time]) => time < first).map(([time, ...values]) => (
+      { time, boot, counters: Object.fromEntries(fields.map((field, i) => [field, values[i]])) }));
+    this.samples.unshift(...older);
+    if (report.time < first && this.before.boot_id === boot) this.reports.unshift(report);
+  }
+
   get now() {
     return this.reports.at(-1);
   }

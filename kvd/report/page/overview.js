@@ -21,6 +21,16 @@ export function showState(report) {
   say($("identity"), `${report.version}, process ${report.pid}, boot ${report.boot_id.slice(0, 8)}`);
 }
 
+/** What is shown while no report comes: nobody knows how the daemon is; `since` in unix seconds. */
+export function showUnknown(since) {
+  say($("state"), "Unknown");
+  set($("state"), "data-tone", "quiet");
+  say($("uptime"), "");
+  const time = `${clock(since)}, for ${duration(Date.now() / 1000 - since)}`;
+  say($("verdict"), `The daemon's state is unknown since ${time}. What is below is older.`);
+  set($("verdict"), "data-tone", "quiet");
+}
+
 /** Shows what is wrong, and returns the verdict in words. */
 export function showConditions(report) {
   const found = report.conditions;

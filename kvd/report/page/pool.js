@@ -1,11 +1,21 @@
 // The pool as a picture: cells of equal size, coloured by namespace, filled by state.
 
 import { $, each, el, rows, say, set, svg } from "./dom.js";
-import { number, percent, size } from "./words.js";
+import { number, percent, shorten, size } from "./words.js";
 
 const CELLS = 400;
 const COLOURS = 6;
-const STATES = ["ready", "writing", "draining"];
+const STATES = { ready: "ready", writing: "being written", draining: "draining", lent: "on loan" };
+
+/** Bytes by state, all namespaces together; free is what no chunk and no loan takes. */
+export function use(report) {
+  const bytes = {};
+  for (const state of Object.keys(STATES)) {
+    bytes[state] = report.namespaces.reduce((sum, namespace) => sum + namespace[`${state}_bytes`], 0);
+  }
+  const taken = Object.values(bytes).reduce((sum, one) => sum + one, 0);
+  return { ...bytes, free: report.pool.cpu_bytes - taken };
+}
 
 /**
  * What each cell shows, as [{space, state, cells}]: in proportion to bytes, at least one cell
@@ -16,9 +26,8 @@ export function parts(report, cells = CELLS) {
   if (!total) return [];
   const found = [];
   report.namespaces.forEach((namespace, index) => {
-    const inUse = STATES.map((state) => [state, namespace[`${state}_bytes`]]);
-    const empty = namespace.held_bytes - inUse.reduce((sum, [, bytes]) => sum + bytes, 0);
-    for (const [state, bytes] of [...inUse, ["held", empty]]) {
+    for (const state of Object.keys(STATES)) {
+      const bytes = namespace[`${state}_bytes`];
       if (bytes > 0) found.push({ space: index, state, cells: Math.max(1, Math.floor((bytes / total) * cells)) });
     }
   });
@@ -41,9 +50,12 @@ export class Pool {
 
   show(report) {
     this.#report = report;
-    const { cpu_bytes: total, free_bytes: free = 0 } = report.pool;
-    say($("pool-used"), total ? percent((total - free) / total) : "–");
-    say($("pool-of"), total ? `in use of ${size(total)}` : "sized when the first engine comes");
+    const total = report.pool.cpu_bytes;
+    const { ready, lent, free } = use(report);
+    say($("pool-ready"), total ? `${percent(ready / total)} ready` : "–");
+    say($("pool-of"), total
+      ? `${percent(lent / total)} on loan, ${percent(free / total)} free of ${size(total)}`
+      : "sized when the first engine comes");
     this.#draw();
     this.#key(report);
     this.#table(report);
@@ -66,7 +78,7 @@ export class Pool {
   }
 
   #key(report) {
-    const states = { ready: "ready", writing: "being written", draining: "draining", held: "held, empty", free: "free" };
+    const states = { ...STATES, free: "free" };
     each($("pool-key"), Object.keys(states), (state) => state, () => el("li"), (item, state) => {
       if (!item.children.length) {
         const cell = svg("rect", { x: 1, y: 1, width: 8, height: 8, rx: 1.5, class: state === "free" ? "free" : `any ${state}` });
@@ -83,7 +95,8 @@ export class Pool {
         key: namespace.id,
         cells: [
           { draw: (box) => name(box, namespace, index) },
-          size(namespace.held_bytes), size(namespace.ready_bytes), size(namespace.writing_bytes), size(namespace.draining_bytes),
+          size(namespace.held_bytes), size(namespace.ready_bytes), size(namespace.lent_bytes),
+          size(namespace.writing_bytes), size(namespace.draining_bytes),
           `${number(ready)}${pinned ? `, ${number(pinned)} pinned` : ""}`,
         ],
       };
@@ -99,14 +112,15 @@ function name(box, namespace, index) {
     box.append(svg("svg", { viewBox: "0 0 10 10", class: "swatch", "aria-hidden": "true" }, cell), el("span"));
   }
   set(box.querySelector("rect"), "class", `ns${index % COLOURS} ready`);
-  say(box.querySelector("span"), namespace.model);
-  set(box, "title", `namespace ${namespace.id}`);
+  say(box.querySelector("span"), shorten(namespace.model));
+  set(box, "title", `${namespace.model}, namespace ${namespace.id}`);
 }
 
 /** The picture in a sentence, for those who do not see it. */
 function summary(report) {
-  const { cpu_bytes: total, free_bytes: free = 0 } = report.pool;
+  const total = report.pool.cpu_bytes;
   if (!total) return "The pool has no size yet.";
-  const spaces = report.namespaces.map(({ model, held_bytes: held }) => `${model} ${percent(held / total)}`);
-  return `Pool of ${size(total)}: ${[...spaces, `free ${percent(free / total)}`].join(", ")}.`;
+  const { lent, free } = use(report);
+  const spaces = report.namespaces.map(({ model, ready_bytes: ready }) => `${percent(ready / total)} ready of ${model}`);
+  return `Pool of ${size(total)}: ${[...spaces, `${percent(lent / total)} on loan`, `${percent(free / total)} free`].join(", ")}.`;
 }

@@ -2,7 +2,7 @@
 
 import { $, rows, set } from "./dom.js";
 import { gained, quantile } from "./history.js";
-import { NOTHING, duration, latency, number, rate, several, size } from "./words.js";
+import { NOTHING, duration, latency, named, number, rate, several, size } from "./words.js";
 
 export function showTiers(history) {
   const { now, before } = history;
@@ -17,7 +17,7 @@ export function showTiers(history) {
     return {
       key: tier.name,
       cells: [
-        tier.name,
+        named(tier.name),
         state(tier),
         `${size(tier.used_bytes)} of ${size(tier.total_bytes || null)}`,
         number(tier.chunks),
@@ -34,8 +34,9 @@ export function showTiers(history) {
 }
 
 function state(tier) {
-  if (tier.state !== "up") return { text: tier.state, tone: tier.state === "down" ? "bad" : "warn" };
-  if (tier.breaker === "open") return { text: `set aside for ${duration(tier.set_aside_seconds)}`, tone: "bad" };
-  if (tier.breaker === "probing") return { text: "probing", tone: "bad" };
-  return tier.full ? { text: "full", tone: "warn" } : { text: "up", tone: "good" };
+  const time = `for ${duration(tier.state_seconds)}`;
+  if (tier.state !== "up") return { text: `${tier.state} ${time}`, tone: tier.state === "down" ? "bad" : "warn" };
+  if (tier.breaker === "open") return { text: `set aside ${time}`, tone: "bad" };
+  if (tier.breaker === "probing") return { text: `probing, set aside ${time}`, tone: "bad" };
+  return tier.full ? { text: "full", tone: "warn" } : { text: `up ${time}`, tone: "good" };
 }

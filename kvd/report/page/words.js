@@ -1,6 +1,9 @@
-// Figures as words for people, a few characters each.
+// Figures and names as words for people, a few characters each.
 
 export const NOTHING = "–";
+export const NAME_LENGTH = 27;
+
+const SNAPSHOT = /.*\/models--(?:[^/]*--)?([^/]+)\/snapshots\/([0-9a-f]{8})[0-9a-f]*\/?/u;
 
 const numbers = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
 const clocks = new Intl.DateTimeFormat(undefined, {
@@ -75,4 +78,22 @@ export function clock(time) {
 /** A GPU's name has 32 digits of a UUID; eight tell it from others. */
 export function device(name) {
   return name.startsWith("cuda:") ? name.slice(0, 13) : name;
+}
+
+/**
+ * vllm-llama-3-…d8f6b5d-x2k4q: at most `NAME_LENGTH` characters, the middle left out. A path in
+ * a Hugging Face cache becomes model and revision first: Qwen3-8B@6f6073b4. The same rule as
+ * `shorten` in kvd/metrics/words.py.
+ */
+export function shorten(name) {
+  let letters = [...name];
+  if (letters.length > NAME_LENGTH) letters = [...name.replace(SNAPSHOT, "$1@$2")];
+  if (letters.length <= NAME_LENGTH) return letters.join("");
+  const head = Math.floor(NAME_LENGTH / 2);
+  return `${letters.slice(0, head).join("")}…${letters.slice(head + 1 - NAME_LENGTH).join("")}`;
+}
+
+/** A cell of a table: the short name, and the whole one on hover. */
+export function named(name) {
+  return { text: shorten(name), title: name };
 }

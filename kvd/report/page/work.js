@@ -2,7 +2,7 @@
 
 import { $, each, el, rows, say, set, svg } from "./dom.js";
 import { count, gained, mean, merged, quantile } from "./history.js";
-import { NOTHING, device, duration, latency, number, percent, several, size } from "./words.js";
+import { NOTHING, device, duration, latency, named, number, percent, several, size } from "./words.js";
 
 const STAGES = {
   queued: "until it started",
@@ -151,15 +151,21 @@ export function showEngines(history) {
     return {
       key: engine.name,
       cells: [
-        engine.name,
+        named(engine.name),
         engine.attached ? { text: "attached", tone: "good" } : { text: "waiting", tone: "warn" },
         { draw: (box) => ranks(box, engine) },
-        models.get(engine.namespace) ?? NOTHING,
-        percent(rise("lookup_tokens") > 0 ? rise("hit_tokens") / rise("lookup_tokens") : null),
+        named(models.get(engine.namespace) ?? NOTHING),
+        found(rise),
         duration(seconds),
       ],
     };
   }));
+}
+
+/** The share of prompt tokens; of keys looked up, and named so, where none are counted. */
+function found(rise) {
+  if (rise("lookup_tokens") > 0) return percent(rise("hit_tokens") / rise("lookup_tokens"));
+  return rise("lookup_chunks") > 0 ? `${percent(rise("hit_chunks") / rise("lookup_chunks"))} of keys` : NOTHING;
 }
 
 function ranks(box, engine) {

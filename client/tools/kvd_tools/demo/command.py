@@ -22,7 +22,6 @@ from kvd_tools.demo.rank import ENGINE, Setup
 from kvd_tools.demo.report import Summary, memcpy_rate, summarize, table
 from kvd_tools.demo.tiers import NO_FIGURES, settled_figures
 from kvd_tools.demo.workload import Prompt, conversations, distinct_pieces
-from kvd_tools.errors import check_installed
 
 MAX_WORLD_SIZE = 16
 POOL_SHARE = 0.4  # of the working set, so that chunks are evicted
@@ -99,7 +98,6 @@ def demo(
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     console = Console()
     try:
-        check_installed("torch", "kvd demo", "pip install torch")
         cpu_bytes = None if cpu_size is None else parse_size(cpu_size)
         prompts = list(conversations(count, seed))
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

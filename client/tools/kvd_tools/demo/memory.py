@@ -48,6 +48,7 @@ def rank_layout(num_blocks: int) -> RankLayout:
             group(GROUPS[0], "full", None),
             group(GROUPS[1], "sliding_window", WINDOW_BLOCKS * BLOCK_TOKENS),
         ),
+        null_block=NULL_BLOCK,
     )
 
 

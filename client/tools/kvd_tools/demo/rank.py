@@ -15,6 +15,7 @@ from pathlib import Path
 from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_client.errors import KvdClientError
 from kvd_client.jobs import JobResult
+from kvd_client.memory import HostMemory
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.worker import Worker
 from kvd_proto.messages import Fingerprint
@@ -73,22 +74,17 @@ def run(pipe: Connection, setup: Setup) -> None:
 
 
 def _run(pipe: Connection, setup: Setup) -> None:
-    # An engine has torch; the scheduler's side of the demo does not need it.
-    import torch  # noqa: PLC0415
-
-    from kvd_client.torch_memory import share_torch  # noqa: PLC0415
-
-    tensors = [torch.empty((setup.num_blocks, stride), dtype=torch.uint8) for stride in STRIDES]
-    shared = share_torch(tensors)
-    memory = KvMemory(setup.rank, [tensor.numpy() for tensor in tensors])
+    storages = [HostMemory.allocate(setup.num_blocks * stride) for stride in STRIDES]
+    arrays = [storage.array.reshape(setup.num_blocks, -1) for storage in storages]
+    memory = KvMemory(setup.rank, arrays)
     with Worker(setup.runtime_dir, ENGINE, setup.rank, setup.world_size) as worker:
         worker.register(
-            shared.memory,
+            storages,
             rank_layout(setup.num_blocks),
             Fingerprint(model="kvd-demo", dtype="uint8"),
             required=True,
         )
-        pipe.send(shared.device)
+        pipe.send(storages[0].device)
         _serve(pipe, memory, worker, corrupt=setup.corrupt)
         pipe.send(memory.strayed())
 

@@ -73,10 +73,10 @@ class Bench:
         self.block_bytes = size = self.chunk_bytes // BLOCKS_PER_CHUNK
         self.keys: Sequence[bytes] = [os.urandom(32) for _ in range(CHUNKS)]
         blocks = CHUNKS * BLOCKS_PER_CHUNK
-        self.num_blocks = 1 + 2 * blocks
+        self.num_blocks = 2 * blocks
         seed = int.from_bytes(os.urandom(8))
-        self.source = list(range(1, 1 + blocks))  # block 0 is never listed in a job
-        self.destination = list(range(1 + blocks, self.num_blocks))
+        self.source = list(range(blocks))
+        self.destination = list(range(blocks, self.num_blocks))
         random.Random(seed).shuffle(self.destination)  # so that no pattern helps
         self._row_of = {
             block: row for side in (self.source, self.destination) for row, block in enumerate(side)

@@ -50,7 +50,7 @@ def bindings() -> ModuleType:
     except ImportError as error:
         raise CudaMissing(
             f"a CUDA device needs the package cuda-bindings ({error});"
-            " install it with: pip install 'kvd-offload[cuda]'"
+            " install it with: pip install cuda-bindings"
         ) from error
     module: ModuleType = driver
     return module

@@ -1,0 +1,20 @@
+"""The client's loggers. An engine prints their lines among its own, so each begins with "kvd: "."""
+
+import logging
+from collections.abc import MutableMapping
+from typing import Any
+
+
+class ClientLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose lines begin with "kvd: "."""
+
+    def process(
+        self, msg: object, kwargs: MutableMapping[str, Any]
+    ) -> tuple[object, MutableMapping[str, Any]]:
+        """See `logging.LoggerAdapter`."""
+        return f"kvd: {msg}", kwargs
+
+
+def get_logger(name: str = "kvd_client") -> ClientLogger:
+    """Return the logger of this name, `kvd_client` or one below it."""
+    return ClientLogger(logging.getLogger(name))
