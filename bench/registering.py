@@ -19,7 +19,13 @@ from kvd.config.sources import Loaded
 from kvd.wire.link import LINK, Imported, LaneReady
 from kvd_proto.codec import WIRE
 from kvd_proto.layout import GroupSpec
-from kvd_proto.messages import Fingerprint, Hello, HostHandle, Register
+from kvd_proto.messages import (
+    PROTOCOL_VERSION,
+    Fingerprint,
+    Hello,
+    HostHandle,
+    Register,
+)
 
 GROUPS, TENSORS, PAGE, BLOCKS = 1024, 8192, 4096, 16
 RANKS = 64
@@ -65,7 +71,12 @@ def _steps(ranks: int) -> dict[str, float]:
     for rank in range(ranks):
         session, _ = broker.connected(rank.to_bytes(16), Peer(1, 0, 0))
         hello = Hello(
-            kind="worker", engine="e", pid=1, protocol_min=1, protocol_max=1, client="bench"
+            kind="worker",
+            engine="e",
+            pid=1,
+            protocol_min=PROTOCOL_VERSION,
+            protocol_max=PROTOCOL_VERSION,
+            client="bench",
         )
         broker.request(session, 1, hello, 0.0)
         frame = WIRE.encode(largest(rank, ranks))

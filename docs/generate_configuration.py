@@ -47,7 +47,8 @@ def table() -> str:
 
 
 def _needs(known: About) -> str:
-    text = known.needs[0].upper() + known.needs[1:]
+    first, _, rest = known.needs.partition(" ")
+    text = f"{first[0].upper()}{first[1:]} {rest}" if first.isalpha() else known.needs
     return f"{text}.{' Changes live.' if known.live else ''}"
 
 

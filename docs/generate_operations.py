@@ -15,6 +15,7 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).parents[1]
 PAGE = REPOSITORY / "docs" / "operations.md"
+LEFT_OUT = (".venv*", ".git", ".*_cache", ".hypothesis", "out", "build", "dist")
 BEGIN, END = "<!-- transcript: begin -->\n", "<!-- transcript: end -->"
 DONE = "==done=="
 
@@ -73,7 +74,7 @@ def build(target: Path) -> None:
         shutil.copytree(
             REPOSITORY,
             tree,
-            ignore=shutil.ignore_patterns(".venv*", ".git", ".*_cache", ".hypothesis", "out"),
+            ignore=shutil.ignore_patterns(*LEFT_OUT),
         )
         file = tree / "kvd" / "version.py"
         file.write_text(file.read_text().replace('"0.1.0"', f'"{version}"'))
