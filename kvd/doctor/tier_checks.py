@@ -88,8 +88,8 @@ def _store_tier(name: str, store: StoreFacts) -> Iterator[Said]:
     if store.missing:
         yield fail(
             f"{name}: the package cannot be used: {store.missing}",
-            "pip install mooncake-transfer-engine-non-cuda, and of the system libibverbs1, librdmacm1"
-            " and libnuma1",
+            "pip install mooncake-transfer-engine-non-cuda, and of the system libibverbs1,"
+            " librdmacm1 and libnuma1",
         )
     if store.refused:
         yield fail(
