@@ -119,6 +119,7 @@ class Promotion:
         most = max(nbytes, self._reach(namespace) // REACH_PART)
         wanted: dict[Tier, dict[bytes, PromotionRequest]] = {}
         unknown: dict[bytes, PromotionRequest] = {}
+        set_aside: list[PromotionRequest] = []  # their tier is busy, others may have room
         for _ in range(min(KEYS_A_TURN, len(keys))):
             sought = keys.pop()
             key = sought.key
@@ -137,16 +138,23 @@ class Promotion:
                 if (asked := waiting.asked.get(key)) is not None:
                     asked.engines |= sought.engines
                 elif place is None and ask:
-                    unknown[key] = sought
+                    unknown[key] = sought.joined(unknown.get(key))
                 continue
             mine = wanted.setdefault(tier, {})
-            if coming + nbytes > most or not tier.get_room(nbytes * len(mine), nbytes):
-                keys.put_back([sought])
-                self.blocked = True
+            if key in mine:
+                mine[key] = sought.joined(mine[key])
+            elif coming + nbytes > most:
+                set_aside.append(sought)
                 break
-            if key not in mine:
+            elif tier.get_room(nbytes * len(mine), nbytes):
                 mine[key] = sought
                 coming += nbytes
+            else:
+                set_aside.append(sought)
+                if len(self._state.tiers) == 1:
+                    break
+        self.blocked |= bool(set_aside)
+        keys.put_back(set_aside)
         return wanted, unknown
 
     def _reach(self, namespace: Namespace) -> int:

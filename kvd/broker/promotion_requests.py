@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 from kvd.broker.tiers import Tier
 
-MAX_REQUESTS = 65536  # keys of a namespace
+MAX_REQUESTS = 65536
+"""Keys of an engine that waits alone; of n that wait, the last one may have an n-th of them."""
 
 
 class PromotionRequest(NamedTuple):
@@ -28,6 +29,10 @@ class PromotionRequest(NamedTuple):
     since: float
     tier: Tier | None = None
 
+    def joined(self, other: "PromotionRequest | None") -> "PromotionRequest":
+        """This one, for the engines of another request of the same key, too."""
+        return self._replace(engines=self.engines | other.engines) if other else self
+
 
 class PromotionRequests:
     """Requests of one namespace; the engine whose turn it is comes first in `_queues`."""
@@ -42,11 +47,13 @@ class PromotionRequests:
         Returns:
             How many found no room.
         """
-        accepted = keys[: max(0, MAX_REQUESTS - self._count)]
+        queue = self._queues.get(engine, deque())
+        engines = len(self._queues.keys() | {engine})
+        accepted = keys[: max(0, MAX_REQUESTS // engines - len(queue))]
         if accepted:
-            engines = frozenset({engine})
-            queue = self._queues.setdefault(engine, deque())
-            queue.extend(PromotionRequest(key, engines, now) for key in accepted)
+            wanted_by = frozenset({engine})
+            self._queues[engine] = queue
+            queue.extend(PromotionRequest(key, wanted_by, now) for key in accepted)
             self._count += len(accepted)
         return len(keys) - len(accepted)
 

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from kvd.broker.breaker import State
 from kvd.broker.demotion import GATHER_SECONDS
 from kvd.broker.effects import Notify, Reply
+from kvd.broker.promotion_requests import MAX_REQUESTS, PromotionRequests
 from kvd.broker.tiering import STUCK_SECONDS
 from kvd.broker.tiers import GET_BYTES
 from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, NewEpoch, OpenSpace, Outcome, Put
@@ -309,6 +310,49 @@ def test_engines_take_turns() -> None:
     assert sorted(order) == sorted([*many[begun:], *few])
     assert [key for key in order if key in few] == few
     assert set(few) <= set(order[: 2 * len(few)])
+
+
+def test_no_engine_fills_the_queue_for_others() -> None:
+    """However much one engine wants, another one's keys find room."""
+    requests = PromotionRequests()
+    assert requests.extend(1, [b"a"] * (MAX_REQUESTS + 3), 0.0) == 3
+    assert requests.extend(2, [b"b"] * 3, 0.0) == 0
+    assert requests.extend(1, [b"a"], 0.0) == 1
+    assert [requests.pop().key for _ in range(4)] == [b"a", b"b", b"a", b"b"]
+    assert len(requests) == MAX_REQUESTS - 1
+
+
+def test_a_key_that_two_engines_wait_for_wakes_both() -> None:
+    """It is requested once, whichever engine's turn it was."""
+    bench, disk = bench_of(f"{DISK},late=60", chunks=16)
+    many, shared = [bytes([1, i]) for i in range(8)], b"shared"
+    bench.keep(*many, shared)
+    bench.evict()
+    second = bring_second(bench)
+    bench.seek(*many, shared)
+    assert shared not in keys_told(disk, Get)
+    bench.carry_out(bench.step(second, sought=(shared,), now=bench.now)[1])
+    bench.woken.clear()
+    bench.run()
+    assert keys_told(disk, Get).count(shared) == 1
+    assert {bench.engine(session).number for session in (bench.scheduler, second)} <= set(
+        bench.woken
+    )
+
+
+def test_a_tier_that_is_busy_keeps_no_chunk_of_another_waiting() -> None:
+    """What comes from the second tier does not wait until the first has room."""
+    bench = TierBench(f"{DISK},late=60,queue=4KiB", "memory:,late=60", chunks=64)
+    first, second = bench.fakes
+    bench.keep(b"a", b"b", b"c")
+    tiers = bench.namespace.directory.tiers
+    tiers.release(b"c", 0)
+    bench.evict()
+    bench.seek(b"a", b"b", b"c")
+    assert (keys_told(first, Get), keys_told(second, Get)) == ([b"a"], [b"c"])
+    bench.run()
+    assert keys_told(first, Get) == [b"a", b"b"]
+    bench.check()
 
 
 def test_gets_are_as_many_as_keep_a_tier_busy() -> None:
