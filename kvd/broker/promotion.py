@@ -143,15 +143,12 @@ class Promotion:
             mine = wanted.setdefault(tier, {})
             if key in mine:
                 mine[key] = sought.joined(mine[key])
-            elif coming + nbytes > most:
-                set_aside.append(sought)
-                break
-            elif tier.get_room(nbytes * len(mine), nbytes):
+            elif coming + nbytes <= most and tier.get_room(nbytes * len(mine), nbytes):
                 mine[key] = sought
                 coming += nbytes
             else:
                 set_aside.append(sought)
-                if len(self._state.tiers) == 1:
+                if coming + nbytes > most or len(self._state.tiers) == 1:
                     break
         self.blocked |= bool(set_aside)
         keys.put_back(set_aside)

@@ -324,7 +324,8 @@ class PoolLimits:
 
     @property
     def _counts_as_memory(self) -> bool:
-        return self.filesystem.kind != _HUGETLBFS
+        """Of a disk the kernel writes pages back; huge pages were taken from memory before."""
+        return self.filesystem.kind == _TMPFS
 
     def _missing(self, nbytes: int) -> int:
         """Return the bytes that a pool of `nbytes` still takes; none where it is of 0 bytes."""
