@@ -18,6 +18,9 @@ Little-endian::
         16  u64       number of the change that was begun last; 0: the entry is free
         24  u64       number of the change that was ended last
 
+An entry whose numbers no daemon can have written is damaged, and counts as free: only its ledger
+is not believed.
+
 A change is made in four steps, so that a kill between any two of them leaves a ledger that is
 believed, and holds what it held before the change or after it:
 
@@ -50,6 +53,8 @@ _ENTRY_BYTES = 32
 _ENTRIES = range((_ENTRIES_AT + _ID_BYTES) // 8, TRAILER_BYTES // 8, _ENTRY_BYTES // 8)
 """An entry is the place of its first number, counted in words of 8 bytes."""
 MOST_LEDGERS = len(_ENTRIES)  # max_namespaces allows fewer
+EPOCH_SHIFT = 32
+LAST_EPOCH = 2**32 - 2**23  # that is read; above it is room for the epochs of later daemons
 
 
 def pack_head(pool: str) -> bytes:
@@ -71,10 +76,13 @@ class PoolTrailer:
 
     def __init__(self, buffer: "WriteableBuffer") -> None:
         self._map(buffer)
-        begun = np.frombuffer(self._bytes, "<u8")[_ENTRIES.start :: _ENTRIES.step]
-        used = (_ENTRIES[place] for place in np.flatnonzero(begun).tolist())
-        self._entries = {self._id(entry): entry for entry in used}
-        self.number = int(begun.max())
+        words = np.frombuffer(self._bytes, "<u8")
+        begun = words[_ENTRIES.start :: _ENTRIES.step]
+        ended = words[_ENTRIES.start + 1 :: _ENTRIES.step]
+        used = (begun > 0) & (begun >> EPOCH_SHIFT <= LAST_EPOCH) & (ended <= begun)
+        entries = (_ENTRIES[place] for place in np.flatnonzero(used).tolist())
+        self._entries = {self._id(entry): entry for entry in entries}
+        self.number = int(begun[used].max(initial=0))
 
     @classmethod
     def create(cls, pool: str) -> Self:
@@ -102,7 +110,10 @@ class PoolTrailer:
         try:
             return self._entries[namespace]
         except KeyError:
-            raise LedgerDamaged("the pool has no chunks of it: it is an older ledger") from None
+            raise LedgerDamaged(
+                "the pool has no chunks of it: it is an older ledger, or its entry in the pool's"
+                " trailer is damaged"
+            ) from None
 
     def add(self, namespace: str) -> int:
         """Return the entry of a new ledger, whose first change is begun."""

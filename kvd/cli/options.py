@@ -85,7 +85,7 @@ def find_reachable_dir(context: click.Context, parameter: click.Parameter, value
 
 
 RUNTIME_DIR: dict[str, Any] = {
-    "type": click.Path(file_okay=False),
+    "type": click.Path(file_okay=False, readable=False),  # `AccessDenied` says more
     "callback": _find_runtime_dir,
     "help": f"The daemon's runtime directory. [default: {KNOWN['runtime_dir'].variable}, else"
     f" runtime_dir of the configuration file, else {KNOWN['runtime_dir'].default}]",

@@ -84,7 +84,8 @@ def purge(*, config: Path | None, **options: str | None) -> None:
     try:
         runtime.lock()
     except AlreadyRunning:  # a daemon with another pool_dir does not need this pool
-        if last_pool_dir(runtime.path) in {None, pool_dir}:
+        last = last_pool_dir(runtime.path)
+        if last is None or last.resolve() == pool_dir.resolve():
             raise
     try:
         owner = area.lstat().st_uid if area.exists() else os.geteuid()

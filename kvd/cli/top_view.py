@@ -166,12 +166,13 @@ def _pool(report: Report, rows: int, *, wide: bool) -> RenderableType:
             for state, count in namespace["chunks"].items()
             if count and state in _COUNTED
         )
+        nothing = "none ready" if any(namespace["chunks"].values()) else "empty"
         if index < rows:
             table.add_row(
                 Text("█", colour),
                 _name(namespace["model"], wide=wide),
                 words.size(namespace["held_bytes"]),
-                Text(f"{chunks or 'empty'}{_more(report['namespaces'], rows, index)}", "dim"),
+                Text(f"{chunks or nothing}{_more(report['namespaces'], rows, index)}", "dim"),
             )
     bar.truncate(bar_cells)
     bar.append("·" * (bar_cells - len(bar)), "dim")

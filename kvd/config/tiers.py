@@ -130,22 +130,30 @@ def misplaced_tiers(tiers: Sequence[TierSetting], runtime_dir: str, pool_dir: st
             continue
         for own in _spellings(runtime_dir):
             if place.is_relative_to(own) or own.is_relative_to(place):
-                yield _is_taken(tier, "the runtime directory", f"runtime_dir = {runtime_dir}")
+                yield _is_taken(
+                    tier,
+                    "is, contains or lies in the runtime directory",
+                    f"runtime_dir = {runtime_dir}",
+                )
                 break
         for own in _spellings(pool_dir):
             if own.is_relative_to(place):
-                yield _is_taken(tier, "the pool's directory", f"pool_dir = {pool_dir}")
+                yield _is_taken(
+                    tier, "is or contains the pool's directory", f"pool_dir = {pool_dir}"
+                )
                 break
         for other in earlier:
             if place.is_relative_to(other) or other.is_relative_to(place):
-                yield _is_taken(tier, "another tier's directory", str(other))
+                yield _is_taken(
+                    tier, "is, contains or lies in another tier's directory", str(other)
+                )
                 break
         earlier.append(place)
 
 
-def _is_taken(tier: TierSetting, whose: str, which: str) -> str:
+def _is_taken(tier: TierSetting, how: str, which: str) -> str:
     return (
-        f"{tier.text!r}: its directory is, contains or lies in {whose} ({which}); give the tier a"
+        f"{tier.text!r}: its directory {how} ({which}); give the tier a"
         f" directory of its own, such as {tier.kind}:/var/lib/kvd/tier"
     )
 

@@ -21,6 +21,7 @@ from kvd.wire.listener import Listener
 log = logging.getLogger("kvd.daemon")
 _START_AFTER_SECONDS = 2.0
 _SILENT_SECONDS = 30.0
+_HELD_UP_SECONDS = 5.0  # between two turns: the broker itself stood still, and has read no report
 _PAUSE_SECONDS = 0.25
 
 
@@ -47,7 +48,7 @@ class HttpProcess:
         self._unix = Listener(unix_path)
         self._poller = poller
         self._child = ChildProcess("kvd.report", "the HTTP process", poller, _PAUSE_SECONDS)
-        self._heard = 0.0
+        self._heard = self._turned = 0.0
         self._eager_at: float | None = None
         self._watched: list[int] = []
         if self._tcp is not None:
@@ -68,6 +69,9 @@ class HttpProcess:
 
     def turn(self, ready: dict[int, int], now: float) -> None:
         """Start the process, watch it, start it again."""
+        if (paused := now - self._turned) > _HELD_UP_SECONDS:
+            self._heard += paused
+        self._turned = now
         if self._eager_at is None:
             self._eager_at = now + _START_AFTER_SECONDS
         if self._child.running:

@@ -1,12 +1,16 @@
 """The kept pool: what a daemon leaves to the next one in files.
 
 A damaged ledger or manifest is renamed, and the latest one stays; a pool never is, since
-two do not fit into memory: its file is used again.
+two do not fit into memory: its file is used again, or removed.
 
 A pool that this daemon does not go on with is given up only when the new one is allocated:
 the file grows beside the old bytes, new ledgers have names of their own, and no lane writes
-until then. The new manifest is the moment at which the old pool is gone. A start that fails
-or is killed before leaves everything as it was.
+until then. The old pool is gone when the header of its trailer is cleared, before anything
+else of it changes: an older manifest that is put back later is not believed. A start that
+fails or is killed before leaves everything as it was.
+
+Where no manifest says which pool the file holds, any trailers may lie in it. Then the file is
+made anew, once it is known that the new pool fits.
 """
 
 import contextlib
@@ -20,9 +24,9 @@ from pathlib import Path
 
 from kvd.cache.ledger import MAGIC, Ledger
 from kvd.cache.namespaces import Keeping, Namespaces
-from kvd.cache.trailer import NAME_BYTES, PoolTrailer
+from kvd.cache.trailer import EPOCH_SHIFT, NAME_BYTES, PoolTrailer
 from kvd.daemon.descriptions import DescriptionFile
-from kvd.daemon.memory import PoolMemory
+from kvd.daemon.memory import PoolMemory, shortage_remedy
 from kvd.daemon.pool_dirs import purge_command
 from kvd.daemon.pool_files import (
     DESCRIPTIONS,
@@ -43,7 +47,6 @@ from kvd_proto.sizes import format_size
 log = logging.getLogger("kvd.daemon")
 
 _DRAFT = ".new"  # of a namespace's file beside those of the pool before
-_EPOCH_SHIFT = 32
 _LAST_CLOCK = 2**32 - 2**24
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
@@ -108,7 +111,7 @@ class KeptPool:
         """
         name, ledgers = self._find(cpu_bytes)
         try:
-            pool = PoolMemory(self._files.pool, cpu_bytes)
+            pool = PoolMemory(self._files.pool, cpu_bytes, anew=self._before is None)
         except PoolError as error:
             raise PoolError(f"{error}{self.what_stays}") from error
         try:
@@ -134,7 +137,7 @@ class KeptPool:
             trailer = PoolTrailer.create(name)
         self._trailer = trailer
         epoch = self._next_epoch(trailer)
-        trailer.number = max(trailer.number, epoch << _EPOCH_SHIFT)
+        trailer.number = max(trailer.number, epoch << EPOCH_SHIFT)
         manifest = Manifest(
             version=VERSION,
             pool=name,
@@ -149,7 +152,7 @@ class KeptPool:
             self.settle()
         keeping = None
         if self.keeps:
-            keeping = Keeping(self.make_ledger, name, trailer, epoch << _EPOCH_SHIFT)
+            keeping = Keeping(self.make_ledger, name, trailer, epoch << EPOCH_SHIFT)
         while True:
             namespaces = make_namespaces(keeping, pool.fill)
             if self._restore(ledgers, namespaces, trailer):
@@ -165,7 +168,7 @@ class KeptPool:
         """
         now = max(0, min(int(time.time()), _LAST_CLOCK))
         before = self._before.epoch if self._before is not None else 0
-        return max(now, before + 1, (trailer.number >> _EPOCH_SHIFT) + 1)
+        return max(now, before + 1, (trailer.number >> EPOCH_SHIFT) + 1)
 
     def _find(self, cpu_bytes: int) -> tuple[str, _Ledgers]:
         """Return the name of a pool of `cpu_bytes`, and what it can go on with."""
@@ -181,9 +184,6 @@ class KeptPool:
             manifest = None
         self._goes_on = manifest is not None
         if manifest is None:
-            with contextlib.suppress(OSError):  # a file is used again, for its memory
-                if not is_own_file(self._files.pool.lstat()):
-                    remove_tree(self._files.pool)
             return os.urandom(NAME_BYTES // 2).hex(), {}
         ledgers: _Ledgers = {}
         for file in self._files.ledgers():
@@ -191,8 +191,8 @@ class KeptPool:
                 self._open_ledger(file, ledgers)
             except OSError as error:
                 raise PoolError(
-                    f"{file} cannot be opened now: {error.strerror}; raise LimitNOFILE (ulimit -n)"
-                    f" or free memory{self.what_stays}"
+                    f"{file} cannot be opened now: {error.strerror}{shortage_remedy(error)}"
+                    f"{self.what_stays}"
                 ) from error
         if not ledgers:
             log.info("the kept pool of %s is used again; it has no chunks", format_size(cpu_bytes))
@@ -260,14 +260,13 @@ class KeptPool:
             return
         manifest, pool = self._new
         if not self._goes_on:
-            mapped = pool.map_trailer()
+            self._mapped = self._mapped or pool.map_trailer()
             if self._before is not None:
                 log.info("the new pool is there: the one that was kept is given up")
             for file in self._files.of_namespaces():
                 remove_tree(file)
             if self._trailer is not None:  # over bytes of the old pool, which has no chunks now
-                self._trailer.move(mapped)
-            self._mapped = mapped
+                self._trailer.move(self._mapped)
         self._files.write_manifest(manifest)
         self._before, self._new, self._fresh = manifest, None, not self._goes_on
         for draft in self._files.of_namespaces(_DRAFT):

@@ -13,6 +13,7 @@ at several nodes, on each in turn, so that no rank has all of its bytes far away
 """
 
 import contextlib
+import errno
 import fcntl
 import mmap
 import os
@@ -21,14 +22,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvd.broker.effects import Event
+from kvd.cache.trailer import HEAD_BYTES
+from kvd.daemon.pool_files import remove_tree
 from kvd.errors import PoolError
 from kvd.machine import numa
-from kvd.machine.room import TRAILER_BYTES, Filesystem, PoolLimits
+from kvd.machine.open_files import is_out_of_files, open_files_remedy
+from kvd.machine.room import TRAILER_BYTES, Filesystem, PoolLimits, held_bytes
 from kvd.pool.filling import FillOrder
 from kvd_proto.sizes import format_size
 
 _STEP = 16 * 2**20
 _NEAR = 0.95  # of the pool; what is missing may be a sample's error
+
+
+def shortage_remedy(error: OSError) -> str:
+    """Return what to do where a file cannot be opened or mapped, for the end of an error."""
+    if is_out_of_files(error):
+        return f"; {open_files_remedy()}"
+    return "; free memory" if error.errno == errno.ENOMEM else ""
 
 
 class PoolMemory:
@@ -38,6 +49,7 @@ class PoolMemory:
         path: where it lies; a file that is there is used with what it holds. A larger one keeps
             its size until `settle`.
         nbytes: of chunks; they take whole pages.
+        anew: remove what is there, once it is known that the pool fits.
 
     Attributes:
         nbytes: of the pages with chunks, where the trailer begins.
@@ -49,7 +61,7 @@ class PoolMemory:
         PoolError: it cannot be made, with the figures.
     """
 
-    def __init__(self, path: Path, nbytes: int) -> None:
+    def __init__(self, path: Path, nbytes: int, *, anew: bool = False) -> None:
         self.path = path
         self.allocated = 0  # bytes in the order of filling
         self.error = ""
@@ -61,7 +73,12 @@ class PoolMemory:
             self.file_bytes = self.nbytes + trailer_bytes
             self._step = max(_STEP, filesystem.page_bytes)
             self.fill = FillOrder.of(self.nbytes, filesystem.page_bytes)
+            if shortage := PoolLimits.of(path.parent, held_bytes(path)).shortage(nbytes):
+                raise PoolError(str(shortage))
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            if anew:
+                remove_tree(path)
+                flags |= os.O_EXCL
             self.fd = os.open(path, flags, 0o600)
             with contextlib.ExitStack() as undo:
                 undo.callback(os.close, self.fd)
@@ -72,8 +89,6 @@ class PoolMemory:
                     undo.callback(path.unlink)
                 else:
                     undo.callback(os.ftruncate, self.fd, size)
-                if shortage := PoolLimits.of(path.parent, held).shortage(nbytes):
-                    raise PoolError(str(shortage))
                 os.ftruncate(self.fd, max(self.file_bytes, size))
                 if held >= max(self.file_bytes, size):
                     self.allocated = self.nbytes
@@ -96,12 +111,26 @@ class PoolMemory:
         Raises:
             PoolError: it cannot be mapped now.
         """
+        return self._map_trailer(self.nbytes)
+
+    def clear_trailer(self, offset: int) -> None:
+        """Clear the header of an older pool's trailer: no manifest of that pool is believed again.
+
+        The header is what a daemon looks for; its page is in memory, so the store cannot fail.
+
+        Raises:
+            PoolError: it cannot be mapped now, and nothing is changed.
+        """
+        with self._map_trailer(offset) as mapped:
+            mapped[:HEAD_BYTES] = bytes(HEAD_BYTES)
+
+    def _map_trailer(self, offset: int) -> mmap.mmap:
         try:
-            return mmap.mmap(self.fd, self.file_bytes - self.nbytes, offset=self.nbytes)
+            return mmap.mmap(self.fd, self.file_bytes - self.nbytes, offset=offset)
         except OSError as error:
             raise PoolError(
-                f"{self.path}: the pool's trailer cannot be mapped: {error.strerror}; raise"
-                " LimitNOFILE (ulimit -n) or free memory"
+                f"{self.path}: the pool's trailer cannot be mapped: {error.strerror}"
+                f"{shortage_remedy(error)}"
             ) from error
 
     def start(self, wake: Callable[[], object]) -> None:

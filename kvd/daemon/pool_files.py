@@ -55,17 +55,23 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: int
     pool: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{NAME_BYTES}}}$")]
     cpu_bytes: int
-    bytes: int
+    bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     inode: int
     kernel: str
     epoch: Annotated[int, msgspec.Meta(ge=0, lt=2**32 - 1)]
 
-    def objection(self, pool_file: Path) -> str:
+    def file_bytes(self, filesystem: Filesystem) -> int:
+        """Return the size of the file of this pool."""
+        return self.bytes + filesystem.whole_pages(TRAILER_BYTES)
+
+    def objection(self, pool_file: Path, filesystem: Filesystem) -> str:
         """Return why the pool cannot be used; empty where it can."""
         if self.version != VERSION:
             return f"it has version {self.version}, this daemon reads {VERSION}"
         if self.kernel != kernel_boot():
             return "the machine was started anew since"
+        if self.bytes != filesystem.whole_pages(self.cpu_bytes):
+            return f"a pool of {self.cpu_bytes} bytes does not have {self.bytes} bytes of chunks"
         try:
             fd = os.open(pool_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError:
@@ -74,6 +80,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             status = os.fstat(fd)
             if not is_own_file(status) or status.st_ino != self.inode:
                 return f"{pool_file} is another file"
+            if status.st_size < self.file_bytes(filesystem):
+                return f"{pool_file} is cut off: it has {status.st_size} bytes"
             if os.pread(fd, HEAD_BYTES, self.bytes) != pack_head(self.pool):
                 return f"{pool_file} has the chunks of another pool, or none"
         finally:
@@ -101,10 +109,10 @@ class PoolFiles:
         self.own = True
         place = notes = pool_dir / area_name(runtime_dir)
         filesystem = Filesystem.of(pool_dir)
-        self._trailer_bytes = filesystem.whole_pages(TRAILER_BYTES)
+        self._filesystem = filesystem
         if not filesystem.writable:
             # No other pool's: nothing of a pool that lies in NOTES_DIR is taken for this one's.
-            notes = NOTES_DIR / area_name(runtime_dir, pool_dir.absolute())
+            notes = NOTES_DIR / area_name(runtime_dir, pool_dir.resolve())
         check_place("pool_dir", pool_dir)
         if notes.parent != pool_dir:
             check_place("the directory of the pool's manifest", notes.parent)
@@ -143,7 +151,7 @@ class PoolFiles:
             self.set_aside(self._manifest, f"it cannot be read: {error}")
             return None
         if manifest is not None:
-            reason = manifest.objection(self.pool)
+            reason = manifest.objection(self.pool, self._filesystem)
         elif self.pool.exists() or self.ledgers():
             reason = f"there is no {MANIFEST}; the cache starts empty"
         else:
@@ -178,7 +186,7 @@ class PoolFiles:
 
     def file_bytes(self, manifest: Manifest) -> int:
         """Return the size of the file of this pool."""
-        return manifest.bytes + self._trailer_bytes
+        return manifest.file_bytes(self._filesystem)
 
     def ledgers(self) -> list[Path]:
         """Return the ledgers, or what stands in their places."""

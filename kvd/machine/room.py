@@ -8,6 +8,7 @@ can be mapped but not written with write(), and their pages were taken from the 
 before; without a size option of the mount statvfs knows nothing of the room.
 """
 
+import mmap
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,6 @@ _HUGETLBFS = "hugetlbfs"
 _TMPFS = "tmpfs"
 _HUGE_PAGES = Path("/sys/kernel/mm/hugepages")
 _MEMINFO = Path("/proc/meminfo")
-_SMALL_PAGE = 4096
 _MOUNTS = Path("/proc/self/mounts")
 _ESCAPED = str.maketrans({c: rf"\{ord(c):03o}" for c in " \t\n\\#"})  # as the kernel writes paths
 _GROUPS = Path("/sys/fs/cgroup")
@@ -64,7 +64,8 @@ class Filesystem:
         size, room = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
         kind, mounted_at = _mount(directory)
         if kind != _HUGETLBFS:
-            return cls(directory, kind, mounted_at, _SMALL_PAGE, size, room)
+            page = max(4096, mmap.ALLOCATIONGRANULARITY)  # the trailer is mapped by itself
+            return cls(directory, kind, mounted_at, page, size, room)
         page = found.f_bsize
         pages, free = _huge_pages(page, "nr"), _huge_pages(page, "free") * page
         if found.f_blocks:  # the mount has a size
@@ -195,10 +196,10 @@ def written_size(nbytes: int) -> str:
 
 
 def held_bytes(pool_file: Path) -> int:
-    """Return the memory that a pool's file takes now, which the next daemon uses again."""
+    """Return the memory that a pool's file takes, as far as it can be seen; 0 without a file."""
     try:
         return pool_file.lstat().st_blocks * 512
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:
         return 0
 
 

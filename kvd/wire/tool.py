@@ -52,9 +52,14 @@ class Control:
         except PermissionError as error:
             path = self._runtime_dir / "control.sock"
             raise AccessDenied(explain_denied(path) or f"{path}: {error.strerror}") from error
+        except TimeoutError as error:
+            raise NotRunning(
+                f"the daemon in {self._runtime_dir} does not answer within {self._timeout:g} s: it"
+                " is frozen or overloaded; look at its log (journalctl -u kvd) and its processes"
+            ) from error
         except OSError as error:
             raise NotRunning(
-                f"no daemon answers in {self._runtime_dir} ({error}); start one with:"
+                f"no daemon answers in {self._runtime_dir} ({error.strerror}); start one with:"
                 f" kvd serve --runtime-dir {self._runtime_dir}"
             ) from error
         if not greeting:

@@ -113,16 +113,20 @@ def test_the_reason_of_an_end_says_who_ended_the_process(lost: Callable[..., str
 def test_an_http_process_that_does_not_report_is_replaced_with_one_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The line says for how long nothing came."""
+    """The line says for how long nothing came; that the broker itself stood still counts not."""
     poller = select.epoll()
     http = HttpProcess(tmp_path, tmp_path / "http.sock", "127.0.0.1:0", poller)
-    for now in (0.0, 10.0, 60.0):  # it begins, starts the process, misses its reports
+    for now in (0.0, 10.0, 90.0):  # it begins, starts the process, stands still
         http.turn({}, now)
+    pid = http.pid
+    for now in range(91, 122):
+        assert http.pid == pid
+        http.turn({}, float(now))
     while http.pid >= 0:
-        http.turn(dict(poller.poll(DEADLINE)), 60.0)
+        http.turn(dict(poller.poll(DEADLINE)), 121.0)
     http.close()
     lines = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
-    assert lines == ["the HTTP process has ended: killed by kvd: did not report for 50 s"]
+    assert lines == ["the HTTP process has ended: killed by kvd: did not report for 31 s"]
 
 
 def test_a_lane_whose_lifeline_the_broker_cannot_receive_is_killed(

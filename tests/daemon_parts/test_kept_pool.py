@@ -2,9 +2,11 @@
 
 import errno
 import fcntl
+import mmap
 import os
 import re
 import stat
+import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,20 +14,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.cache.resets import Resets
-from kvd.cache.trailer import MOST_LEDGERS
+from kvd.cache.trailer import MOST_LEDGERS, PoolTrailer
+from kvd.cli.serve import purge
 from kvd.config.settings import Settings
 from kvd.config.sources import Sources
-from kvd.daemon import pool_files
+from kvd.daemon import kept_pool, pool_files
 from kvd.daemon.descriptions import DescriptionFiles
 from kvd.daemon.kept_pool import KeptPool, MakeNamespaces
 from kvd.daemon.memory import PoolMemory
+from kvd.daemon.pool_dirs import remember_pool_dir
 from kvd.daemon.pool_files import VERSION, area_name
+from kvd.daemon.runtime_dir import RuntimeDir
 from kvd.daemon.shared import DirectoryMemory
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
 from kvd.machine import room
@@ -327,6 +333,7 @@ def test_a_pool_that_cannot_fit_leaves_what_is_kept(
     assert contents(area(tmp_path)) == before
     limit = MemoryLimit(Path("/sys/fs/cgroup/small"), SIZE, SIZE)
     monkeypatch.setattr(room, "memory_limit", lambda: limit)
+    monkeypatch.setattr(room, "_mount", lambda directory: ("tmpfs", str(directory)))
     with pytest.raises(
         PoolError, match=r"control group /sys/fs/cgroup/small: 0 B of 1 MiB are left"
     ):
@@ -483,17 +490,16 @@ def test_a_full_filesystem_hinders_no_restart(
 
 
 def test_a_pool_without_room_for_its_manifest_is_refused(
-    start: Start, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pool fits, the manifest does not: with the remedy; nothing of it is damage later."""
-    small_tmpfs(tmp_path, 2 * SIZE)
     kept_chunks(start)
     for file in [area(tmp_path) / "manifest.json", *area(tmp_path).glob("*.descriptions")]:
         file.unlink()
-    filler = fill_up(tmp_path)
+    monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
     with pytest.raises(PoolError, match="cannot be written: No space left on device; make room"):
         start()
-    filler.unlink()
+    monkeypatch.undo()
     start()
     assert not list(area(tmp_path).glob("*.damaged-*"))
 
@@ -552,6 +558,22 @@ def empty(file: Path, size: int = 0) -> None:
     os.truncate(file, size)
 
 
+def damage_numbers(place: Path, begun: int, ended: int, entry: int | None = None) -> None:
+    """Write the numbers of an entry of the trailer: one without a ledger, or that of the ledger."""
+    with (place / "pool").open("r+b") as file:
+        file.seek(SIZE)
+        trailer = file.read(TRAILER_BYTES)
+        at = 64 + 32 * entry if entry is not None else trailer.index(NAMES[0])
+        file.seek(SIZE + at + 16)
+        file.write(struct.pack("<QQ", begun, ended))
+
+
+ODD_NUMBERS = {
+    "all ones": (2**64 - 1, 2**64 - 1),
+    "the last epochs": ((2**32 - 2) << 32, (2**32 - 2) << 32),
+    "ended and not begun": (5, 6),
+}
+
 HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "ledger's magic word": (lambda at: flip(ledger_of(at), 0), "no ledger"),
     "ledger's description": (lambda at: flip(ledger_of(at), 60), "header is damaged"),
@@ -587,6 +609,18 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
     "another pool": (exchange_pool, "another file"),
     "no pool": (lambda at: (at / "pool").unlink(), "is gone"),
     "a folder for the pool": (lambda at: replace_by_folder(at / "pool"), "another file"),
+    "a pool that is cut off": (lambda at: os.truncate(at / "pool", SIZE + PAGE), "is cut off"),
+    "another size": (
+        lambda at: edit_manifest(at, f'"cpu_bytes":{SIZE}', f'"cpu_bytes":{2 * SIZE}'),
+        "does not have 1048576 bytes of chunks",
+    ),
+    "an impossible size": (lambda at: edit_manifest(at, '"bytes":', '"bytes":-'), "cannot be read"),
+} | {
+    f"numbers in the trailer: {name}": (
+        lambda at, odd=odd: damage_numbers(at, *odd),
+        "its entry in the pool's trailer is damaged",
+    )
+    for name, odd in ODD_NUMBERS.items()
 }
 
 
@@ -662,6 +696,197 @@ def test_an_older_copy_that_is_put_back_gives_no_wrong_byte(
     if held == "new":
         found = life.described(life.open())
         assert all(found[key] in {None, description(key)} for key in keys)
+
+
+def settle_another(start: Start, size: int, name: str, **settings: bool) -> set[bytes]:
+    """Give up what is kept for a pool of this size with chunks; their keys."""
+    life = start(size, **settings)
+    life.allocate()
+    life.keep.settle()
+    table = life.open().table
+    store(table, keys_of(name, table.directory.num_slots // 2))
+    keys = ready_keys(table)
+    life.end()
+    return keys
+
+
+def put_back(place: Path, older: dict[str, bytes]) -> None:
+    """Put back all but the pool; newer ledgers go."""
+    for file in place.iterdir():
+        if file.name != "pool":
+            file.unlink()
+    for name in older.keys() - {"pool"}:
+        (place / name).write_bytes(older[name])
+
+
+SIZES_SINCE: dict[str, tuple[int, ...]] = {
+    "grown": (2 * SIZE,),
+    "shrunk": (SIZE // 2,),
+    "grown and shrunk": (2 * SIZE, SIZE),
+    "shrunk and grown": (SIZE // 2, 2 * SIZE),
+    "grown by less than a trailer": (SIZE + PAGE,),
+    "the same": (SIZE,),
+}
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["known", "without its manifest"])
+@pytest.mark.parametrize("sizes", SIZES_SINCE.values(), ids=SIZES_SINCE)
+def test_a_pool_that_was_given_up_is_not_believed_again(
+    start: Start, tmp_path: Path, sizes: tuple[int, ...], *, lost: bool
+) -> None:
+    """Its trailer is gone, wherever it lay, also where nothing said where that was."""
+    kept_chunks(start)
+    older = contents(area(tmp_path))
+    if lost:
+        (area(tmp_path) / "manifest.json").unlink()
+    for size in sizes:
+        settle_another(start, size, f"n{size}", cold=True)
+    put_back(area(tmp_path), older)
+    assert start().held == []
+    assert set().union(*start().held) == set()
+
+
+class Killed(BaseException):
+    """The daemon is killed here."""
+
+
+@pytest.mark.parametrize("size", [2 * SIZE, SIZE // 2, SIZE], ids=["larger", "smaller", "the same"])
+def test_a_kill_while_a_pool_is_given_up_gives_no_wrong_byte(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Between any two steps: the old chunks or none at once, none once others lie there."""
+    steps = [
+        (PoolMemory, "clear_trailer"),
+        (kept_pool, "remove_tree"),
+        (PoolTrailer, "move"),
+        (pool_files.PoolFiles, "write_manifest"),
+        (PoolMemory, "settle"),
+    ]
+    for owner, name in steps:
+        old = kept_chunks(start)
+        older = contents(area(tmp_path))
+        life = start(size, cold=True) if size > SIZE else None
+        with monkeypatch.context() as patch:
+
+            def killed(*_: object) -> None:
+                raise Killed
+
+            if life is None:
+                patch.setattr(owner, name, killed)
+                with pytest.raises(Killed):
+                    start(size, cold=True)
+            else:
+                life.allocate()
+                patch.setattr(owner, name, killed)
+                with pytest.raises(Killed):
+                    life.keep.settle()
+                life.kill()
+        found = set().union(*start().held)
+        assert found == (old if name == "clear_trailer" else set()), name
+        settle_another(start, 2 * SIZE, name)
+        put_back(area(tmp_path), older)
+        assert start().held == [], name
+
+
+@pytest.mark.parametrize(("begun", "ended"), ODD_NUMBERS.values(), ids=ODD_NUMBERS)
+def test_a_damaged_entry_of_the_trailer_costs_its_own_ledger_only(
+    start: Start, tmp_path: Path, begun: int, ended: int
+) -> None:
+    """One that no ledger has costs nothing, and later daemons start and change ledgers."""
+    keys = kept_chunks(start)
+    damage_numbers(area(tmp_path), begun, ended, entry=5)
+    for turn in range(3):
+        life = start()
+        assert set().union(*life.held) == keys
+        (key,) = keys_of(f"turn {turn}", 1)
+        store(life.open(1).table, [key])
+        keys |= {key}
+    damage_numbers(area(tmp_path), begun, ended)
+    assert start().held == [{key for key in keys if not key.startswith(b"a ")}]
+
+
+def test_a_start_of_another_format_that_does_not_fit_leaves_the_pool(
+    start: Start, tmp_path: Path
+) -> None:
+    """The release before finds what it left."""
+    kept_chunks(start)
+    edit_manifest(area(tmp_path), f'"version":{VERSION}', '"version":2')
+    before = contents(area(tmp_path))
+    with pytest.raises(PoolError, match="does not fit"):
+        start(2**60)
+    assert contents(area(tmp_path)) == before
+
+
+def test_pages_of_64_kib_are_whole_in_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trailer begins where the kernel can map it."""
+    monkeypatch.setattr(mmap, "ALLOCATIONGRANULARITY", 2**16)
+    pool = PoolMemory(tmp_path / "pool", SIZE + PAGE)
+    assert (pool.nbytes, pool.file_bytes) == (SIZE + 2**16, SIZE + 2**16 + 3 * 2**16)
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(errno.EMFILE, "raise LimitNOFILE"), (errno.ENOMEM, "free memory"), (errno.EINVAL, "")],
+    ids=["EMFILE", "ENOMEM", "EINVAL"],
+)
+def test_a_trailer_that_cannot_be_mapped_loses_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, number: int, said: str
+) -> None:
+    """The error has the remedy of its cause; the start after that has every chunk."""
+    keys = kept_chunks(start)
+    real = mmap.mmap
+
+    def fails(fd: int, nbytes: int, **options: Any) -> mmap.mmap:
+        if options:
+            raise OSError(number, os.strerror(number))
+        return real(fd, nbytes, **options)
+
+    monkeypatch.setattr(mmap, "mmap", fails)
+    with pytest.raises(PoolError, match="trailer cannot be mapped") as caught:
+        start()
+    monkeypatch.undo()
+    assert said in str(caught.value)
+    assert ("LimitNOFILE" in str(caught.value)) is (number == errno.EMFILE)
+    assert set().union(*start().held) == keys
+
+
+def test_the_end_needs_no_look_at_the_pool(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where the pool's file cannot be looked at, the last line of the log says nothing of it."""
+    life = start()
+    monkeypatch.setattr(Path, "lstat", failing(errno.ESTALE, "pool", Path.lstat))
+    assert life.keep.left(3) == ""
+
+
+def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On hugetlbfs, where the lock is on another directory, as elsewhere."""
+    notes, huge, link = tmp_path / "shm", tmp_path / "huge", tmp_path / "link"
+    notes.mkdir()
+    huge.mkdir()
+    link.symlink_to(huge)
+    monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
+    monkeypatch.setattr(Filesystem, "writable", property(lambda _: False))
+    monkeypatch.setattr("kvd.machine.directory_lock.WAIT_SECONDS", 0.0)
+    runtime = RuntimeDir(tmp_path / "run")
+    runtime.lock()
+    remember_pool_dir(runtime.path, huge)
+    kept = KeptPool(huge, runtime.path, keeps=True)
+    pool, _ = kept.open(SIZE, maker(DirectoryMemory()))
+    command = ["--runtime-dir", str(runtime.path), "--pool-dir", str(link)]
+    assert isinstance(CliRunner().invoke(purge, command).exception, AlreadyRunning)
+    assert pool.path.exists()
+    pool.close()
+    kept.close()
+    runtime.release()
+    assert CliRunner().invoke(purge, command).exit_code == 0
+    assert not list(huge.iterdir())
+    assert not list(notes.iterdir())
 
 
 def test_a_pool_of_the_format_before_is_given_up(

@@ -29,7 +29,7 @@ Told = Sequence[dict[str, Any]]
 @click.command()
 @click.option(
     "--runtime-dir",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=click.Path(path_type=Path, file_okay=False, readable=False),
     default=Path("/run/kvd"),
     envvar="KVD_RUNTIME_DIR",
     show_default=True,
