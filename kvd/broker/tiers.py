@@ -21,8 +21,9 @@ from kvd_proto.tier_table import TierStatus
 BATCH_BYTES = 4 * 2**20
 BATCH_CHUNKS = 256
 PUT_BYTES_BESIDE_GETS = 32 * 2**20
-GET_BYTES, GET_SECONDS = 2 * BATCH_BYTES, 0.005
-"""Gets under way at least, and time between an answer and the next order; see `Tier.get_room`."""
+GET_BYTES, GET_CHUNKS = 8 * BATCH_BYTES, 8
+"""Gets under way may always be so much: something for each thread of a tier, and as much waiting."""
+GET_SECONDS = 0.005  # between an answer and the next order
 FULL_PAUSES = (1.0, 30.0)  # without puts, in seconds: the first, and the longest
 RATE_BYTES, RATE_SECONDS = 16 * 2**20, 0.25
 """Gets are measured in stretches of at least so much; the first counts however short it is."""
@@ -224,7 +225,7 @@ class Tier:
         """
         before += self.get_bytes
         busy = 2 * self.pace.bytes_per_second * (self.pace.latency_us / 1e6 + GET_SECONDS)
-        most = min(self.setting.queue_bytes, max(GET_BYTES, int(busy)))
+        most = min(self.setting.queue_bytes, max(GET_BYTES, GET_CHUNKS * nbytes, int(busy)))
         return not before or before + nbytes <= most
 
     def full(self, now: float) -> None:
