@@ -262,6 +262,7 @@ class KeptPool:
         if not self._goes_on:
             self._mapped = self._mapped or pool.map_trailer()
             if self._before is not None:
+                pool.clear_trailer(self._before.bytes)
                 log.info("the new pool is there: the one that was kept is given up")
             for file in self._files.of_namespaces():
                 remove_tree(file)
@@ -340,7 +341,10 @@ class KeptPool:
         Args:
             chunks: READY in the pool of this daemon.
         """
-        held = self.held_bytes()
+        try:
+            held = self.held_bytes()
+        except OSError as error:
+            return f"; {self._files.pool} cannot be looked at: {error.strerror}"
         if not held:
             return ""
         own = self._goes_on or self._fresh

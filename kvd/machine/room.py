@@ -196,10 +196,10 @@ def written_size(nbytes: int) -> str:
 
 
 def held_bytes(pool_file: Path) -> int:
-    """Return the memory that a pool's file takes, as far as it can be seen; 0 without a file."""
+    """Return the memory that a pool's file takes now, which the next daemon uses again."""
     try:
         return pool_file.lstat().st_blocks * 512
-    except OSError:
+    except (FileNotFoundError, NotADirectoryError):
         return 0
 
 
