@@ -2,7 +2,13 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# What the demo and the wheels need comes first; the rest, torch among it, on top.
+BASE_STAMP := $(VENV)/.base
 STAMP := $(VENV)/.installed
+# Has torch without CUDA: 200 MB where PyPI's wheel and what it needs are 3 GB.
+TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
+# Where `make wheels` puts them.
+DIST := dist
 VLLM := .venv-vllm
 VLLM_STAMP := $(VLLM)/.installed
 SGLANG := .venv-sglang
@@ -11,16 +17,25 @@ ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo demo-cluster test test-fast test-vllm test-sglang test-routers test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-sglang
+.PHONY: help demo wheels demo-cluster test test-fast test-vllm test-sglang test-routers test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-sglang nightly
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-$(STAMP): pyproject.toml client/tools/pyproject.toml constraints.txt
+$(BASE_STAMP): pyproject.toml client/tools/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "kvd needs Python >= 3.11, '$(PYTHON)' is older; try: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]' --editable client/tools
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
+	  --editable '.[daemon]' --editable client/tools
+	@touch $@
+
+$(STAMP): $(BASE_STAMP)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps \
+	  --retries 1 --extra-index-url $(TORCH_INDEX) torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-build-isolation \
+	  --editable '.[dev]'
 	@touch $@
 
 $(VLLM_STAMP): pyproject.toml client/tools/pyproject.toml tests/vllm/environment.sh tests/vllm/requirements.txt
@@ -43,8 +58,13 @@ $(ROUTERS_STAMP): tests/routers/environment.sh tests/routers/requirements.txt
 
 .venv-routers: $(ROUTERS_STAMP)
 
-demo: $(STAMP) ## two ranks store and load verified KV bytes through one daemon
+demo: $(BASE_STAMP) ## two ranks store and load verified KV bytes through one daemon
 	$(BIN)/kvd demo
+
+# Hatchling of .venv, not one that pip would fetch for the build.
+wheels: $(BASE_STAMP) ## build the wheels of daemon, client and tools into dist/
+	rm -f $(DIST)/kvd_offload*.whl
+	$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(DIST) . ./client/tools
 
 demo-vllm: $(VLLM_STAMP) ## vLLM on a CPU, with a cache too small, then restarted
 	$(VLLM)/bin/kvd demo-vllm
@@ -138,6 +158,16 @@ nightly-sglang: $(SGLANG_STAMP) ## what test-sglang leaves out: slow models, lon
 	$(MAKE) sglang-kills KILLS=100
 	$(MAKE) sglang-kills KILLS=100 LAYERWISE=1
 
+# What .ci/run leaves out and needs no GPU, each for as long as it takes by itself.
+NIGHTLY := demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls restart-loop tier-kills fuzz soak events-exact nightly-sglang check-deploy
+
+nightly: ## the rare targets one after another, for hours; the last line names those that failed
+	@failed=; for target in $(NIGHTLY); do \
+	  echo "== make $$target"; $(MAKE) --no-print-directory $$target || failed="$$failed $$target"; done; \
+	echo "== make events-exact TIER=1"; \
+	$(MAKE) --no-print-directory events-exact TIER=1 || failed="$$failed events-exact-TIER=1"; \
+	[ -z "$$failed" ] || { echo "make nightly: failed:$$failed"; exit 1; }
+
 fuzz: $(STAMP) ## mutated sessions for SECONDS against codec, broker and a live daemon (SEED=n to repeat)
 	PYTHONPATH=. $(BIN)/python tests/fuzz/run.py $(or $(SECONDS),600) $(SEED)
 
@@ -155,10 +185,10 @@ gpu gpu-explore:
 	  || { echo "make $@ needs Python >= 3.11 with torch, '$(PYTHON)' is older; try: make $@ PYTHON=python3.12"; exit 1; }
 	@WHEELS="$(WHEELS)" $(PYTHON) tests/gpu/run.py $(GPU_RUN)
 
-check-deploy: $(STAMP) ## build the image and run it, boot the unit; as root on Debian
+check-deploy: $(BASE_STAMP) ## build the image and run it, boot the unit; as root on Debian
 	tests/install-debian.sh --images
 	docker/check.sh
 	deploy/systemd/check.sh
 
 clean: ## remove what the commands above made
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-routers bench/out build/check .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-routers bench/out build/check $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -2,7 +2,7 @@
 # Builds docker/Dockerfile and runs it as docker/compose.yaml would, without a Docker engine:
 # the daemon as its own user without any capability on a read-only root, its healthcheck, an
 # engine in a second container, and the end by SIGTERM. Prints the size. Needs root; the tools
-# come with tests/install-debian.sh.
+# come with tests/install-debian.sh --images.
 # usage: docker/check.sh            BASE=python:3.11-slim-bookworm docker/check.sh
 #   without BASE the image is built on Debian's own Python, for machines without a registry.
 set -euo pipefail
@@ -13,7 +13,7 @@ work=$(mktemp -d)
 said() { echo "docker/check.sh: $*"; }
 
 for need in buildah podman runc debootstrap; do
-  command -v "$need" >/dev/null || { said "$need is missing; run tests/install-debian.sh"; exit 2; }
+  command -v "$need" >/dev/null || { said "$need is missing; run tests/install-debian.sh --images"; exit 2; }
 done
 [ "$(id -u)" = 0 ] || { said "run it as root"; exit 2; }
 
@@ -35,21 +35,13 @@ mkdir -p "$work"
 
 if [ -z "${BASE:-}" ]; then
   BASE=localhost/kvd-check-base
-  if [ ! -x "$cache/root/usr/bin/python3.11" ]; then
-    said "making a Debian with Python"
-    rm -rf "$cache/root"
-    mkdir -p "$cache"
-    debootstrap --variant=minbase --include=python3,python3-pip,python3-venv bookworm \
-      "$cache/root" http://deb.debian.org/debian >"$cache/debootstrap.log" \
-      || { tail -n 5 "$cache/debootstrap.log"; exit 1; }
-    rm -rf "$cache"/root/var/cache/apt/* "$cache"/root/var/lib/apt/lists/*
-    ln -sf /usr/bin/python3 "$cache/root/usr/local/bin/python"
-  fi
+  tests/debian-root.sh "$cache/root" python3,python3-pip,python3-venv
+  ln -sf /usr/bin/python3 "$cache/root/usr/local/bin/python"
   said "fetching what kvd needs"
-  .venv/bin/python -m hatchling build --target wheel --directory "$work" >/dev/null 2>&1
+  make --silent wheels DIST="$work"
   .venv/bin/python -m pip download --quiet --dest "$cache/wheels" --constraint constraints.txt \
     --python-version 3.11 --only-binary :all: hatchling setuptools \
-    "$(echo "$work"/*.whl)[daemon,cuda]" 2>"$work/download.log" \
+    "$(echo "$work"/kvd_offload-*.whl)[daemon,cuda]" 2>"$work/download.log" \
     || { tail -n 5 "$work/download.log"; exit 1; }
   rm -f "$cache"/wheels/kvd_offload-*
   base=$(buildah from scratch)

@@ -7,7 +7,7 @@
 #   ip, unshare, setpriv           nodes with own networks        tests/tier
 #   libibverbs librdmacm libnuma libcurl   Mooncake Store         tests/tier
 #   cc, libzmq, msgpack for C      clients in C                   tests/c_client, tests/wire
-#   fio                            a disk tier's speed          bench/disk.py
+#   fio                            a disk tier's speed            bench/disk.py
 #   buildah podman runc catatonit debootstrap   the image         make check-deploy
 set -eu
 missing=

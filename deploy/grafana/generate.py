@@ -300,9 +300,9 @@ ROWS: dict[str, list[Panel]] = {
         graph(
             "Not kept in time",
             "short",
-            "Per second: chunks that a tier wanted and that were evicted before their turn; and"
-            " chunks that were to come up and did not.",
-            (_rate("kvd_undemoted_chunks_total", "instance"), "{{instance}} not kept"),
+            "Per second: chunks that a tier was to keep and that left memory first; and chunks that"
+            " were to come up and did not.",
+            (_rate("kvd_tier_unkept_chunks_total", "tier"), "{{instance}} {{tier}} not kept"),
             (_rate("kvd_not_promoted_chunks_total", "instance"), "{{instance}} not come up"),
             (_rate("kvd_sought_dropped_chunks_total", "instance"), "{{instance}} not asked for"),
         ),

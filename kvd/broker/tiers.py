@@ -22,7 +22,7 @@ BATCH_BYTES = 4 * 2**20
 BATCH_CHUNKS = 256
 PUT_BYTES_BESIDE_GETS = 32 * 2**20
 GET_BYTES, GET_CHUNKS = 8 * BATCH_BYTES, 8
-"""Gets under way may always be so much: something for each thread of a tier, and as much waiting."""
+"""Gets under way may always be so much: work for each thread of a tier, and as much waiting."""
 GET_SECONDS = 0.005  # between an answer and the next order
 FULL_PAUSES = (1.0, 30.0)  # without puts, in seconds: the first, and the longest
 RATE_BYTES, RATE_SECONDS = 16 * 2**20, 0.25

@@ -11,11 +11,13 @@ from kvd.config.settings import Settings
 from kvd.config.sources import Sources
 from kvd.config.tiers import parse_tiers
 from kvd.tier.backends import check_tiers
+from kvd.version import VERSION
 from kvd_proto.sizes import parse_size
 from tests.deploy.places import DEPLOY
 
 KUBERNETES = DEPLOY / "kubernetes"
 FILES = ("daemonset.yaml", "engine.yaml", "mooncake.yaml", "sidecar.yaml")
+MONITOR = "prometheus/podmonitor.yaml"
 GIB = 2**30
 
 
@@ -43,12 +45,61 @@ def size(text: str) -> int:
     return int(text.removesuffix("Gi")) * GIB
 
 
-@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("name", [*FILES, MONITOR])
 @pytest.mark.parametrize("version", ["1.29", kubernetes_validate.latest_version()])
 def test_manifests_follow_the_schemas(name: str, version: str) -> None:
     """Strictly: an unknown key is an error, in the oldest release with sidecars and the newest."""
     for document in documents(name):
+        if document["apiVersion"] == "monitoring.coreos.com/v1":
+            continue  # of the Prometheus Operator: no type of Kubernetes' own
         kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_registry_and_version_of_an_image_stand_in_one_place() -> None:
+    """Manifests name images without registry and tag; kustomization.yaml says which each one is."""
+    text = (KUBERNETES / "kustomization.yaml").read_text()
+    found = yaml.safe_load(text)
+    named = {image["name"]: image["newTag"] for image in found["images"]}
+    assert named["kvd"] == named["kvd-mooncake"] == VERSION
+    used = {
+        image
+        for name in FILES
+        for image in re.findall(r"image: (\S+)", (KUBERNETES / name).read_text())
+    }
+    assert used == set(named)
+    assert set(re.findall(r"- (\S+\.yaml)", text)) == set(FILES)
+    assert found["resources"] == ["daemonset.yaml"]
+
+
+def test_an_update_leaves_most_nodes_their_cache() -> None:
+    """A share of the nodes is updated at a time, and an engine does not take kvd's place."""
+    objects = {each["kind"]: each for each in documents("daemonset.yaml")}
+    spec = objects["DaemonSet"]["spec"]
+    assert spec["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": "10%"}
+    priority = objects["PriorityClass"]
+    assert priority["value"] > 0
+    for name in ("daemonset.yaml", "mooncake.yaml"):
+        assert pod(name)["priorityClassName"] == priority["metadata"]["name"]
+
+
+def test_the_operators_job_is_the_one_of_the_rules() -> None:
+    """The PodMonitor takes job="kvd" from a label of the pods, and its port is one that listens."""
+    monitor, policy = documents(MONITOR)
+    labels = documents("daemonset.yaml")[-1]["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"] == labels
+    assert policy["spec"]["podSelector"]["matchLabels"] == labels
+    assert labels[monitor["spec"]["jobLabel"]] == "kvd"
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    component = yaml.safe_load((KUBERNETES / "prometheus/kustomization.yaml").read_text())
+    patch = yaml.safe_load(component["patches"][0]["patch"])
+    (container,) = patch["spec"]["template"]["spec"]["containers"]
+    assert container["name"] == kvd_container("daemonset.yaml")["name"]
+    (port,) = container["ports"]
+    assert endpoint["port"] == port["name"]
+    assert policy["spec"]["ingress"][0]["ports"] == [{"port": port["name"]}]
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    settings = Sources(config=None, environment=variables).load().settings
+    assert settings.http_listen == f"0.0.0.0:{port['containerPort']}"
 
 
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])

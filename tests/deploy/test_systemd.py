@@ -79,6 +79,29 @@ def test_the_user_is_a_system_user_and_keeps_its_shared_memory() -> None:
     assert entry[:3] == ["u", service["User"], "-"]
 
 
+@pytest.mark.parametrize("old", ['pool_dir = "/mnt/old"', '#pool_dir = "/dev/shm"', ""])
+def test_the_pool_moves_to_huge_pages_whatever_the_settings_file_has(
+    tmp_path: Path, old: str
+) -> None:
+    """The command of the README sets the mount's directory, also where a section ends the file."""
+    (command,) = re.findall(r"^sed -i .*", (SYSTEMD / "README.md").read_text(), re.MULTILINE)
+    file = tmp_path / "kvd.toml"
+    file.write_text(f'# mine\n{old}\ncpu_bytes = "1GiB"\n[quota.llama]\nfloor = "8MiB"\n')
+    for _ in range(2):
+        done = run("sh", "-c", command.replace("/etc/kvd/kvd.toml", str(file)))
+        assert done.returncode == 0, done.stderr
+        settings = Sources(config=file, flags={}, environment={}).load().settings
+        assert settings.pool_dir == parsed("run-hugepages-kvd.mount")["Mount"]["Where"]
+        assert (settings.cpu_bytes, list(settings.quota)) == ("1GiB", ["llama"])
+
+
+def test_a_wrong_setting_is_not_tried_again() -> None:
+    """The exit status of a wrong setting ends the unit; every other failure starts it again."""
+    service = parsed("kvd.service")["Service"]
+    assert service["Restart"] == "on-failure"
+    assert service["RestartPreventExitStatus"] == str(os.EX_CONFIG)
+
+
 def test_directory_rights_agree() -> None:
     """systemd-tmpfiles and the unit make the same runtime directory."""
     service = parsed("kvd.service")["Service"]
@@ -161,7 +184,7 @@ def test_the_installer_refuses_a_python_that_the_service_cannot_run(
     python = executable(folder / "bin" / "python3", 'echo "$*" >>"$LOG"')  # makes no environment
     python.parent.chmod(mode)
     path = f"{folder / 'stubs'}:{os.environ['PATH']}"
-    install = ("sh", SYSTEMD / "install.sh", "kvd-offload[daemon]")
+    install = ("sh", SYSTEMD / "install.sh", ".[daemon]")
     done = run(*install, PATH=path, LOG=str(log), PYTHON=str(python))
     assert done.returncode
     refused = f"user kvd cannot run {python}" in done.stderr

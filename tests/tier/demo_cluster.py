@@ -3,7 +3,12 @@
 Time to first token on the second node: of prompts that it computes, that its own pool has, and
 that the first node has computed and stored. All on this machine: two daemons with pools of their
 own, a master and a store, each node in a network namespace; vLLM on the CPU, one engine at a time.
-Every answer is compared, token for token. Exit status 1 where one differs or nothing was found.
+Answers to prompts that were found whole are compared, token for token: what vLLM computes in
+bfloat16 depends on how much of a prompt it computes at a time, also without kvd. Exit status 1
+where one differs or no prompt was found whole.
+
+The engines compute in float32. Of a prompt whose beginning alone is found vLLM computes the rest in
+other steps than of a cold one, and in bfloat16 it then rounds otherwise, which changes tokens.
 """
 
 import argparse
@@ -11,8 +16,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import ClassVar
 
 from kvd_proto.sizes import format_size
 from kvd_tools.demo_vllm.engine import EngineProcess
@@ -24,19 +31,35 @@ from tests.daemon.serving import Daemon, started_daemons
 from tests.tier.mooncake_cluster import Cluster, why_not
 from tests.waiting import eventually
 
-LAYERS, PROMPTS, PROMPT_TOKENS = 18, 4, 2000
+LAYERS, PROMPTS, PROMPT_TOKENS = 9, 4, 2000
 ATTACHED, HITS = "vllm:kv_offload_kvd_attached", "vllm:external_prefix_cache_hits"
 
 
-def serve(name: str, engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[Answer], int]:
-    """Every prompt, one after another; the answers, and how many tokens were found."""
-    before = engine.metric(HITS)
-    answers = [engine.generate([prompt], ANSWER_TOKENS)[0] for prompt in prompts]
+class ExactScenario(Scenario):
+    """Prompts whose answers do not depend on how much of them is found."""
+
+    __slots__ = ()
+    NUMBER_BYTES: ClassVar[int] = 4
+
+    def write_options(self, place: Path, runtime_dir: Path) -> EngineOptions:
+        """As `Scenario` writes them, in float32."""
+        return replace(Scenario.write_options(self, place, runtime_dir), dtype="float32")
+
+
+def serve(
+    name: str, engine: EngineProcess, prompts: list[list[int]]
+) -> tuple[list[Answer], list[int]]:
+    """Every prompt, one after another; the answers, and how many tokens were found of each."""
+    answers, found = [], []
+    for prompt in prompts:
+        before = engine.metric(HITS)
+        answers += engine.generate([prompt], ANSWER_TOKENS)
+        found.append(int(engine.metric(HITS) - before))
     seconds = [answer.first_token_seconds for answer in answers]
-    hits = int(engine.metric(HITS) - before)
+    hits = sum(found)
     each = " ".join(f"{one:.2f}" for one in seconds)
     print(f"{name:<34}{median(seconds):6.3f} s  {hits:>7,} tokens found  {each}", flush=True)
-    return answers, hits
+    return answers, found
 
 
 def attach(engine: EngineProcess, prompt: list[int]) -> None:
@@ -63,7 +86,7 @@ def wait_kept(daemon: Daemon) -> int:
 
 def run(prompts: int, tokens: int) -> bool:
     """Run it; whether all was found and the same."""
-    scenario = Scenario(LAYERS, 2 * prompts, tokens)
+    scenario = ExactScenario(LAYERS, 2 * prompts, tokens)
     first, *every = scenario.make_prompts()
     shared, own = every[:prompts], every[prompts:]
     needed = (prompts + 1) * scenario.longest * scenario.token_bytes
@@ -93,18 +116,21 @@ def run(prompts: int, tokens: int) -> bool:
             print(f"A: {wait_kept(daemons[0]):,} chunks are kept in Mooncake Store\n", flush=True)
         with engine_of(options[1], place / "engine-b.log", first) as engine:
             computed, _ = serve("B: computed", engine, own)
-            again, _ = serve("B: from its own pool", engine, own)
+            again, own_hits = serve("B: from its own pool", engine, own)
             loaded, hits = serve("B: from A, through Mooncake Store", engine, shared)
         (tier_of_b,) = daemons[1].status()["tiers"]
     times = [median(answer.first_token_seconds for answer in some) for some in (computed, loaded)]
-    same = [a.tokens for a in stored + computed] == [a.tokens for a in loaded + again]
+    pairs = zip(stored + computed, loaded + again, hits + own_hits, strict=True)
+    whole = max(own_hits)
+    compared = [a.tokens == b.tokens for a, b, found in pairs if found == whole > 0]
     found = tier_of_b["counters"]["gets"]["ok"]
     print(
         f"\nFirst token on B: computing takes {times[0] / times[1]:.1f} times as long as loading"
         f" what A stored ({found:,} chunks, {format_size(tier_of_b['counters']['get_bytes'])})."
-        f" Answers are {'the same' if same else 'NOT THE SAME'}, token for token."
+        f" {compared.count(True)} of {len(compared)} answers to prompts found whole are the same,"
+        " token for token."
     )
-    return same and hits > 0
+    return all(compared) and whole in hits
 
 
 @contextmanager
