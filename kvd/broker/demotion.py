@@ -145,13 +145,14 @@ class Demotion:
         return effects
 
     def done(self, tier: Tier, batch: Batch, order: Put, done: Done, now: float) -> list[Effect]:
-        """A put has ended: what is kept is found from now on."""
+        """A put has ended: what is kept is found from now on, what is not may be put again."""
         namespace, counts, unknown = batch.namespace, tier.counts.puts, list[bytes]()
         tiers = namespace.directory.tiers if batch.epoch == namespace.epoch else None
         nbytes = namespace.geometry.bytes_per_chunk
+        demotable = namespace.table.slots.demotable
         columns = (order.first.tolist(), order.count.tolist(), order.groups.tolist())
-        rows = zip(order.keys, done.outcomes.tolist(), *columns, strict=True)
-        for key, code, first, count, group in rows:
+        rows = zip(order.keys, done.outcomes.tolist(), batch.refs, *columns, strict=True)
+        for key, code, ref, first, count, group in rows:
             outcome = Outcome(code)
             counts[outcome.name.lower()] += 1
             if outcome is Outcome.OK:
@@ -164,6 +165,8 @@ class Demotion:
                 tier.full(now)
             elif outcome in {Outcome.GONE, Outcome.LATE}:
                 tier.counts.unkept += 1
+            if outcome is not Outcome.OK and demotable is not None:
+                demotable.not_kept(*ref)
         if unknown and not tier.info.shared:  # the table is full: nobody would find them
             return [ToTier(tier.index, Drop(namespace=namespace.id, keys=tuple(unknown)))]
         return []

@@ -116,6 +116,11 @@ class Demotable:
         if tiers is None or place is None or place.tiers != (1 << tiers.num_tiers) - 1:
             self.ready([slot])
 
+    def not_kept(self, slot: int, generation: int) -> None:
+        """A tier could not keep this chunk: it goes down again when it is asked for once more."""
+        if self._directory.generation(slot) == generation:
+            self._marks[slot] = _STORED
+
     def pinned(self, slots: list[int]) -> None:
         """These READY chunks are about to be loaded."""
         marks, new = self._marks, []

@@ -97,6 +97,22 @@ def test_chunks_that_leave_memory_before_a_tier_has_them_are_counted() -> None:
     assert disk.tier.counts.unkept == 4
 
 
+@pytest.mark.parametrize("outcome", [Outcome.LATE, Outcome.FAILED, Outcome.FULL])
+def test_what_could_not_be_kept_goes_down_when_it_is_asked_for_again(outcome: Outcome) -> None:
+    """A tier that was slow, failed or was full for a moment keeps it the next time."""
+    bench, disk = bench_of(DISK)
+    refs = bench.store(b"a")
+    disk.spoils = outcome
+    bench.load(refs)
+    bench.run()
+    disk.spoils = None
+    bench.run(2.0)
+    assert (keys_told(disk, Put), bench.below(b"a")) == ([b"a"], None)
+    bench.load(refs)
+    bench.run()
+    assert (keys_told(disk, Put), bench.below(b"a")) == ([b"a", b"a"], 1)
+
+
 def names(count: int, begin: int = 0) -> list[bytes]:
     """So many keys."""
     return [number.to_bytes(2, "little") for number in range(begin, begin + count)]

@@ -2,6 +2,8 @@
 
 import itertools
 import signal
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,25 +12,16 @@ from typing import Any
 
 import pytest
 
-from kvd.errors import TierError
-from kvd.tier.contract import Options, Space
-from kvd.tier.mooncake import MooncakeTier
-from kvd.tier.seal import HEAD_BYTES
-from kvd.wire.tiering import Outcome
 from kvd_client import LookupResult
 from kvd_client.seeking import NOT_BELOW
-from kvd_proto.descriptions import record_bytes, room
-from tests.daemon.engines import FACTOR, PAGE, TENSORS, Engine, keys_of, make_layout, wait_hit
+from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.hidden import assert_hidden, texts_of
 from tests.daemon.serving import Daemon, StartDaemon, started_daemons
 from tests.http.serving import over_unix
-from tests.tier.areas import Area
-from tests.tier.conformance import put_all, soon
 from tests.tier.mooncake_cluster import Cluster, Node, why_not
 from tests.waiting import eventually
 
 REASON = why_not()
-SHARES = (PAGE * FACTOR * TENSORS,) * 2  # of the ranks of an Engine
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
 
@@ -151,28 +144,11 @@ def test_what_one_stored_the_other_loads(here: Place, there: Place) -> None:
 
 
 def spoil(cluster: Cluster, namespace: bytes, keys: list[bytes]) -> None:
-    """Replace these chunks' objects by others with a bit turned."""
-    area = Area()
-
-    def opened() -> MooncakeTier | TierError:
-        try:
-            return MooncakeTier.open(Options("", {"master": cluster.master_address}), area.memory)
-        except TierError as error:  # the master stands still for a while
-            return error
-
-    with cluster.add_node("spoiler").entered():
-        tier = eventually(opened, lambda found: isinstance(found, MooncakeTier))
-        assert isinstance(tier, MooncakeTier)
-        space = tier.begin(
-            Space(namespace, 0, SHARES, HEAD_BYTES + room(record_bytes(make_layout())))
-        )
-        chunks = area.empties(space, keys)
-        assert tier.get(chunks, soon()) == [Outcome.OK] * len(keys)
-        tier.remove(space, keys)
-        for chunk in chunks:
-            chunk.shares[0][0] ^= 1
-        put_all(tier, chunks)
-        tier.close()
+    """Replace these chunks' objects by others with a bit turned, from another node."""
+    # A process of its own: threads of Mooncake's stay in the network in which they began.
+    command = [*cluster.add_node("spoiler").command(), sys.executable, "-m", "tests.tier.spoiling"]
+    command += [cluster.master_address, namespace.hex(), *(key.hex() for key in keys)]
+    subprocess.run(command, check=True, timeout=60)
 
 
 def test_damaged_objects_are_told_of_without_their_keys(

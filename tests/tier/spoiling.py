@@ -1,0 +1,47 @@
+"""Turns a bit in objects of a Mooncake Store: `… -m tests.tier.spoiling MASTER NAMESPACE KEY…`.
+
+Namespace and keys in hexadecimal digits; the chunks are those of `tests.daemon.engines.Engine`.
+"""
+
+import sys
+
+from kvd.errors import TierError
+from kvd.tier.contract import Options, Space
+from kvd.tier.mooncake import MooncakeTier
+from kvd.tier.seal import HEAD_BYTES
+from kvd.wire.tiering import Outcome
+from kvd_proto.descriptions import record_bytes, room
+from tests.daemon.engines import FACTOR, PAGE, TENSORS, make_layout
+from tests.tier.areas import Area
+from tests.tier.conformance import put_all, soon
+from tests.waiting import eventually
+
+SHARES = (PAGE * FACTOR * TENSORS,) * 2  # of the ranks of an Engine
+
+
+def main(master: str, namespace: str, *keys: str) -> None:
+    """Get each chunk, turn a bit, and put it in place of the right one."""
+    area = Area()
+
+    def opened() -> MooncakeTier | TierError:
+        try:
+            return MooncakeTier.open(Options("", {"master": master}), area.memory)
+        except TierError as error:  # the master stands still for a while
+            return error
+
+    tier = eventually(opened, lambda found: isinstance(found, MooncakeTier))
+    assert isinstance(tier, MooncakeTier)
+    head_bytes = HEAD_BYTES + room(record_bytes(make_layout()))
+    space = tier.begin(Space(bytes.fromhex(namespace), 0, SHARES, head_bytes))
+    wanted = [bytes.fromhex(key) for key in keys]
+    chunks = area.empties(space, wanted)
+    assert tier.get(chunks, soon()) == [Outcome.OK] * len(wanted)
+    tier.remove(space, wanted)
+    for chunk in chunks:
+        chunk.shares[0][0] ^= 1
+    put_all(tier, chunks)
+    tier.close()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
