@@ -88,6 +88,7 @@ def test_every_loaded_byte_is_verified(tmp_path: Path) -> None:
     assert figures["evicted_chunks"] > 0
     assert figures["verified_bytes"] > 0
     assert figures["tier_stored_chunks"] is figures["tier_out_GBps"] is None
+    assert "tier" not in done.stdout
     assert "bytes are right" in done.stdout
 
 

@@ -9,7 +9,6 @@ from rich.table import Table
 
 MEMCPY_BYTES = 64 * 2**20
 MEMCPY_RUNS = 5
-NOTHING = "\N{EN DASH}"
 MEANING = {
     "requests": "prompts served",
     "lookups": "keys looked up in shared memory",
@@ -75,11 +74,11 @@ def summarize(
 
 
 def table(summary: Summary) -> Table:
-    """Return the summary for people."""
+    """Return the summary for people, without figures that this run has none of."""
     made = Table("figure", "value", "what it is", title="kvd demo")
     made.columns[1].justify = "right"
     for name, value in summary.items():
-        text = f"{value:,}" if isinstance(value, int) else str(value)
-        text = NOTHING if value is None else text
-        made.add_row(name, text, MEANING[name])
+        if value is not None:
+            text = f"{value:,}" if isinstance(value, int) else str(value)
+            made.add_row(name, text, MEANING[name])
     return made
