@@ -100,8 +100,10 @@ def demo(
     try:
         cpu_bytes = None if cpu_size is None else parse_size(cpu_size)
         prompts = list(conversations(count, seed))
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-        summary = _run(prompts, world_size, cpu_bytes, tiers, console, corrupt=corrupt)
+        signals = Signals()
+        summary = _run(
+            prompts, world_size, cpu_bytes, tiers, console, signals=signals, corrupt=corrupt
+        )
     except (KvdClientError, SizeError) as error:
         raise click.ClickException(str(error)) from error
     console.print(table(summary))
@@ -123,6 +125,7 @@ def _run(
     tiers: tuple[str, ...],
     console: Console,
     *,
+    signals: "Signals",
     corrupt: bool,
 ) -> Summary:
     # Both groups of the longest prompt, and the null block.
@@ -145,14 +148,17 @@ def _run(
         ):
             end = time.monotonic() + ATTACH_SECONDS
             while not scheduler.wait_attached(LOOK_SECONDS):
+                signals.check()
                 ranks.receive(0)  # raises for one that has ended
                 if time.monotonic() > end:
                     raise daemon.lost(f"ranks are ready, but no chunks after {ATTACH_SECONDS:g} s")
             engine = Engine(scheduler, ranks, num_blocks)
             started = time.perf_counter()
             for prompt in track(prompts, "serving", console=console):
+                signals.check()
                 engine.serve(prompt)
             engine.drain()
+            signals.check()
             wall_seconds = time.perf_counter() - started
             tier_figures = settled_figures(scheduler) if tiers else NO_FIGURES
             engine.counts["strayed_bytes"] = ranks.stop()
@@ -164,3 +170,31 @@ def _run(
         "device": ranks.device,
     }
     return summarize(engine.counts, engine.job_ns, others)
+
+
+class Signals:
+    """Ends the demo at Ctrl-C and SIGTERM: at once, or at the next `check`.
+
+    Python drops an exception that a signal's handler raises in a finalizer.
+    """
+
+    def __init__(self) -> None:
+        self._number = 0
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self._received)
+
+    def _received(self, number: int, _frame: object) -> None:
+        self._number = number
+        self.check()
+
+    def check(self) -> None:
+        """Raise what ends the demo, if a signal came.
+
+        Raises:
+            KeyboardInterrupt: after Ctrl-C.
+            SystemExit: after SIGTERM, with the status 128 + 15.
+        """
+        if self._number == signal.SIGINT:
+            raise KeyboardInterrupt
+        if self._number:
+            sys.exit(128 + self._number)
