@@ -34,7 +34,7 @@ from kvd_proto.messages import JobStatus, Message
 
 _log = logging.getLogger(__name__)
 
-FRAMES_PER_TURN = 64  # to be read of each socket, before the device gets its turn
+FRAMES_PER_TURN = 64  # of the broker, before the device gets its turn
 
 
 class Orders:
