@@ -21,7 +21,7 @@ from tests.waiting import PATIENCE, eventually
 MASTER_PORT = 50051
 METRICS_PORT = 9003
 STORE_PORT = 50061
-LEASE_MS = 500
+LEASE_MS = 60_000  # a get that takes longer is a miss
 TTL_SECONDS = 15  # a store that stands still for longer counts as dead, and all that it held
 _TOOLS = ("ip", "nsenter", "setpriv", "unshare")
 
