@@ -17,7 +17,7 @@ from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import run_kvd
 from tests.processes import python
-from tests.waiting import DEADLINE, PATIENCE, eventually
+from tests.waiting import DEADLINE, PATIENCE
 
 MIB = 2**20
 
@@ -199,11 +199,6 @@ def test_chunks_that_had_to_go_for_its_loans_are_no_failure(
         assert bench.wait_until(bench.ready)
         gone.append(len(before) - len(bench.stored))
 
-    def ran() -> int:
-        steps = run_steps(daemon)
-        assert [step["name"] for step in steps if step["ok"]] == NAMES, steps
-        return sum(gone)
-
     monkeypatch.setattr(Bench, "store", store_and_lend)
     daemon = start_daemon(cpu_bytes="32MiB")
     with Engine(daemon.runtime_dir).wait_attached() as engine:
@@ -211,7 +206,10 @@ def test_chunks_that_had_to_go_for_its_loans_are_no_failure(
         for first in range(0, len(keys), 12):
             engine.store(keys[first : first + 12])
         with engine.scheduler.prepare_load(keys):  # nothing of this engine's is evicted
-            eventually(ran)  # a run that was lent enough before it stored loses none
+            steps = run_steps(daemon)
+    assert [step["name"] for step in steps if step["ok"]] == NAMES, steps
+    # With naps (make test-stalls) loans may all have come before there was a chunk to lose.
+    assert sum(gone) > 0 or "LD_PRELOAD" in os.environ
 
 
 def test_a_draining_daemon_refuses_it_and_says_so(shared_daemon: Daemon) -> None:
