@@ -1,9 +1,11 @@
 """What demo and self-test tell of tiers, from reports."""
 
 from typing import Any
+from unittest.mock import Mock
 
+from kvd_client.scheduler import Scheduler
 from kvd_tools.demo.report import MEANING
-from kvd_tools.demo.tiers import NO_FIGURES, figures
+from kvd_tools.demo.tiers import NO_FIGURES, figures, settled_figures
 from kvd_tools.selftest.tiers import line, told
 from tests.report.reports import changed, loaded_report
 
@@ -27,6 +29,14 @@ def test_nothing_is_made_up_without_a_tier_or_a_transfer() -> None:
     assert figures([]) == NO_FIGURES
     counts = TIERS[0]["counters"] | {"get_bytes": 0, "get_seconds": 0.0}
     assert figures([counts])["tier_out_GBps"] is None
+
+
+def test_a_status_that_comes_late_is_asked_for_again() -> None:
+    """The figures are those of the first status that names tiers, not of one that never came."""
+    settled = [tier | {"queued_put_bytes": 0, "queued_get_bytes": 0} for tier in TIERS]
+    scheduler = Mock(spec=Scheduler)
+    scheduler.status.side_effect = [{}, {"tiers": settled}]
+    assert settled_figures(scheduler)["tier_stored_chunks"] == 2 * 600
 
 
 def test_the_self_test_tells_whether_a_tier_is_used() -> None:

@@ -56,12 +56,15 @@ def _may_begin(scheduler: Scheduler, keys: list[bytes], found: list[LookupResult
 
 
 def settled_figures(scheduler: Scheduler) -> Figures:
-    """What the daemon's tiers have done when nothing is on its way any more."""
+    """What the daemon's tiers have done when nothing is on its way any more.
+
+    A status that did not come in time names no tiers, and is asked for again.
+    """
     end = time.monotonic() + SETTLE_SECONDS
     while True:
         tiers: list[dict[str, Any]] = scheduler.status().get("tiers", [])
         waiting = sum(tier["queued_put_bytes"] + tier["queued_get_bytes"] for tier in tiers)
-        if not waiting or time.monotonic() > end:
+        if (tiers and not waiting) or time.monotonic() > end:
             return figures([tier["counters"] for tier in tiers])
         time.sleep(LOOK_SECONDS)
 
