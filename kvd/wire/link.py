@@ -24,7 +24,11 @@ def lane_socket(device: str, incarnation: int) -> str:
 
 
 class BeginLane(Message, frozen=True):
-    """Broker → lane, first: what it is to serve. Carries the pool's file.
+    """Broker → lane, first: what it is to serve. Carries the pool's file, then the pin lock.
+
+    The pin lock is a memory file of the broker's. A lane holds its record lock (fcntl(2), F_SETLK)
+    while it pins or unpins a piece of the pool: one lane of the node at a time. The kernel releases
+    the lock when the lane's process ends.
 
     endpoint: where workers will send it jobs.
     log_level, log_style: its process was started before the settings were read.
@@ -43,8 +47,8 @@ class BeginLane(Message, frozen=True):
 class LaneReady(Message, frozen=True):
     """Lane → broker, first: it serves. Carries the read end of its lifeline.
 
-    pins: it can use the pool only where it has pinned it.
-    usable_bytes: see PoolUsable, which follows where this is not the whole pool.
+    pins: it can use the pool only where it has pinned it, and pins the arenas of bound workers.
+    usable_bytes: see PoolUsable.
     """
 
     incarnation: Count
@@ -55,13 +59,18 @@ class LaneReady(Message, frozen=True):
 
 
 class PoolUsable(Message, frozen=True):
-    """Lane → broker: how much of the pool it can copy now, in the order of `kvd.pool.filling`.
+    """Lane → broker: how much of the pool it can copy now; sent whenever one of these has changed.
 
+    usable_bytes: the longest prefix of the pool, in the order of `kvd.pool.filling`, in which every
+        byte of the bound workers' arenas is pinned. The whole pool where no worker is bound.
+        BindWorker may reduce it.
+    bindings: BindWorker orders that this lane had executed when it measured `usable_bytes`.
     error: why it will never be more; empty while there is hope.
     """
 
     usable_bytes: Count
     error: Text
+    bindings: Count = 0
 
 
 class LaneLog(Message, frozen=True):
@@ -96,6 +105,15 @@ class ImportWorker(Message, frozen=True):
     layout: RankLayout
     handles: tuple[Handle, ...]
     attempt: Count = 0
+
+
+class Importing(Message, frozen=True):
+    """Lane → broker: the next call of the driver maps this session's memory; Imported follows.
+
+    A lane that ends between the two ended by this session's memory.
+    """
+
+    session: Count
 
 
 class Imported(Message, frozen=True):
@@ -181,6 +199,7 @@ class LanePong(Message, frozen=True):
     """Lane → broker: alive, with what it holds and has done.
 
     oldest_job_ns: how long ago the oldest job that has not started was accepted.
+    pinned_bytes: of the pool, pinned by this lane now.
     """
 
     queued_jobs: Count = 0
@@ -188,10 +207,14 @@ class LanePong(Message, frozen=True):
     workers: Count = 0
     counters: LaneCounts = msgspec.field(default_factory=LaneCounts)
     oldest_job_ns: Count = 0
+    pinned_bytes: Count = 0
 
 
 class StopLane(Message, frozen=True):
-    """Broker → lane: refuse new jobs, finish what is queued, exit 0."""
+    """Broker → lane: refuse new jobs, finish what is queued, unpin the pool piece by piece, exit 0.
+
+    The lane answers orders and pings until then.
+    """
 
 
 LINK = Codec(
@@ -213,6 +236,7 @@ LINK = Codec(
         0x10F: PoolUsable,
         0x110: LaneLog,
         0x111: BeginLane,
+        0x112: Importing,
     }
 )
 """The codec of the link."""
