@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import os
 import select
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -50,6 +51,7 @@ class Lanes:
         self._poller = poller
         self._carry_out = carry_out
         self._incarnations = itertools.count(1)
+        self._pin_lock = os.memfd_create("kvd-pin-lock", os.MFD_CLOEXEC)
         self.processes = {process.device: process for process in started}
 
     @property
@@ -82,7 +84,7 @@ class Lanes:
             log_level=settings.log_level,
             log_style=settings.log_format,
         )
-        self.send(process.device, begin, [pool.fd])
+        self.send(process.device, begin, [pool.fd, self._pin_lock])
 
     def turn(self, ready: dict[int, int], now: float) -> None:
         """Read what lanes have sent, and notice those that have ended."""
@@ -145,6 +147,7 @@ class Lanes:
         for process in self.processes.values():
             process.kill()
             process.reap(time.monotonic())
+        os.close(self._pin_lock)
 
     def __repr__(self) -> str:
         return f"<Lanes {list(self.processes.values())}>"

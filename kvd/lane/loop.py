@@ -74,16 +74,19 @@ class LaneService:
         self._device = device
         self._pool_bytes = pool_bytes
         self._lifeline = lifeline
-        self._usable = 0
+        self._told: tuple[int, int] = (0, 0)  # usable bytes and executed bindings, as reported
         self._standstill = Standstill("lane")
         self._workers = Workers(device)
         self._runner = Runner(device, limits)
         self._reports = Reports(self._router, link, self._runner)
-        self._orders = Orders(self._reports, self._workers, pool_bytes)
+        self._orders = Orders(self._reports, self._workers, device, pool_bytes)
         self._requests = Requests(self._reports, self._workers)
 
     def run(self) -> None:
-        """Serve until StopLane (queued work is finished first) or the end of the broker.
+        """Serve until StopLane or the end of the broker.
+
+        After StopLane queued work is finished, then the pool is unpinned piece by piece; orders and
+        pings are answered meanwhile. Without the broker the process ends at once.
 
         Raises:
             ChannelFull: the broker does not read what it must know.
@@ -91,13 +94,13 @@ class LaneService:
         try:
             self._announce()
             nap = paused = 0.0
-            while not (self._runner.stopping and not len(self._runner)):
+            while not self._is_over():
                 orders = self._wait(self._patience(nap))
                 requests = self._router.pending
-                if self._usable < self._pool_bytes:
-                    self._tell_usable()
                 if orders:
                     self._orders.read()
+                if self._device.pins:
+                    self._tell_usable()
                 if requests:
                     self._serve_workers()
                 moved = self._runner.turn()
@@ -114,6 +117,9 @@ class LaneService:
         finally:
             self._router.close(linger=LINGER_SECONDS if self._runner.stopping else 0.0)
             self._link.close()
+
+    def _is_over(self) -> bool:
+        return self._runner.stopping and not len(self._runner) and self._device.unpin()
 
     def _serve_workers(self) -> None:
         """Serve what has come from workers, some of it where it is much."""
@@ -151,7 +157,8 @@ class LaneService:
         if not len(self._runner):
             if self._reports.shares:
                 return SHARES_WAIT_MS
-            return FILLING_MS if self._usable < self._pool_bytes else None
+            pinning = self._told[0] < self._pool_bytes or self._runner.stopping
+            return FILLING_MS if pinning else None
         return 1 if nap >= LONGEST_NAP else 0
 
     def _back_off(self, nap: float, *, busy: bool) -> float:
@@ -176,23 +183,21 @@ class LaneService:
         return time.monotonic()
 
     def _announce(self) -> None:
-        self._usable = self._device.usable_bytes
+        self._told = (self._device.usable_bytes, 0)
         ready = LaneReady(
             incarnation=self._incarnation,
             pid=os.getpid(),
             endpoint=self._endpoint,
             pins=self._device.pins,
-            usable_bytes=self._usable,
+            usable_bytes=self._told[0],
         )
         self._link.send(LINK.encode(ready), (self._lifeline,))
         os.close(self._lifeline)
 
     def _tell_usable(self) -> None:
-        """Report how much of the pool can be copied, whenever that is more than before."""
-        error, usable = self._device.pool_error, self._device.usable_bytes
-        if error:
-            self._reports.tell_broker(PoolUsable(usable_bytes=0, error=error[:TEXT_LIMIT]))
-            self._usable = self._pool_bytes  # nothing follows
-        elif usable > self._usable:
-            self._reports.tell_broker(PoolUsable(usable_bytes=usable, error=""))
-            self._usable = usable
+        """Report how much of the pool can be copied, and how many bindings that covers."""
+        now = (self._device.usable_bytes, self._orders.bindings)
+        if now != self._told:
+            self._told = now
+            error = self._device.pool_error[:TEXT_LIMIT]
+            self._reports.tell_broker(PoolUsable(usable_bytes=now[0], error=error, bindings=now[1]))

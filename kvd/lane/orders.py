@@ -7,7 +7,7 @@ answered when the last of these has ended.
 import logging
 
 from kvd.errors import DescriptorsLost, ImportFailed, LaneError
-from kvd.lane.devices.device import Direction
+from kvd.lane.devices.device import Device, Direction
 from kvd.lane.jobs import JobState, LaneJob
 from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.workers import Binding, Worker, Workers, who_is
@@ -17,6 +17,7 @@ from kvd.wire.link import (
     LINK,
     BindWorker,
     Imported,
+    Importing,
     ImportWorker,
     LaneLog,
     LanePing,
@@ -43,15 +44,21 @@ class Orders:
     Args:
         reports: where orders come from, answers go, and the ends of jobs that an order has stopped.
         workers: what orders are about.
+        device: pins the arenas of bound workers.
         pool_bytes: size of the pool.
+
+    Attributes:
+        bindings: BindWorker orders that were executed.
     """
 
-    def __init__(self, reports: Reports, workers: Workers, pool_bytes: int) -> None:
+    def __init__(self, reports: Reports, workers: Workers, device: Device, pool_bytes: int) -> None:
         self._reports = reports
         self._link = reports.link
         self._runner = reports.runner
         self._workers = workers
+        self._device = device
         self._pool_bytes = pool_bytes
+        self.bindings = 0
 
     def read(self) -> None:
         """Carry out what has come, some of it where it is much.
@@ -112,6 +119,7 @@ class Orders:
             _log.error("%s is left out: %s", type(message).__name__, error)
 
     def _import(self, message: ImportWorker, fds: tuple[int, ...]) -> None:
+        self._reports.tell_broker(Importing(session=message.session))
         try:
             worker = self._workers.add(message, fds)
         except ImportFailed as error:
@@ -139,16 +147,21 @@ class Orders:
         self._reports.tell_broker(answer)
 
     def _bind(self, message: BindWorker, fds: tuple[int, ...]) -> None:
+        self.bindings += 1
         worker = self._workers.by_session(message.session)
         if worker is None or worker.leaving:
             fields = {"session": message.session}
             _log.warning("session %d is to be bound and is not here", message.session, extra=fields)
             return
         try:
-            worker.binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
+            binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
         except LaneError:
             # Unbound, its jobs are refused.
             _log.exception("%s cannot be bound", worker.who, extra=worker.who.fields)
+            return
+        worker.binding = binding
+        end = message.arena_base + binding.slot_bytes * message.num_slots
+        self._device.use_arena(worker.memory, message.arena_base, end)
 
     def _release(self, message: ReleaseWorker) -> None:
         worker = self._workers.by_session(message.session)
@@ -194,6 +207,7 @@ class Orders:
             LanePong(
                 **self._runner.figures(),
                 workers=len(self._workers),
+                pinned_bytes=self._device.pinned_bytes,
                 counters=self._reports.counted,
             )
         )

@@ -6,7 +6,6 @@ The broker starts it before there is a pool, so that the imports are done when t
 import logging
 import os
 import socket
-from pathlib import Path
 
 from kvd.errors import ChannelFull, KvdError
 from kvd.lane.devices.device import Device
@@ -29,7 +28,7 @@ def run(link_fd: int) -> int:
     """Serve until the broker is done; the exit status."""
     link = Channel(socket.socket(fileno=link_fd))
     try:
-        begin, (pool_fd,) = first_order(link, LINK, BeginLane)
+        begin, (pool_fd, pin_lock) = first_order(link, LINK, BeginLane)
     except EOFError:  # the broker had no use for it
         return 0
     name = f"lane {begin.device}#{begin.incarnation}"
@@ -37,14 +36,14 @@ def run(link_fd: int) -> int:
     configure(begin.log_level, begin.log_style, name, **context)
     raise_descriptor_limit()
     try:
-        pool_fd = move_up(pool_fd)
+        pool_fd, pin_lock = move_up(pool_fd), move_up(pin_lock)
         lifeline = open_lifeline()
         hold_pool(pool_fd)
         service = LaneService(
             incarnation=begin.incarnation,
             endpoint=begin.endpoint,
             link=link,
-            device=_device(begin, pool_fd),
+            device=_device(begin, pool_fd, pin_lock),
             pool_bytes=begin.pool_bytes,
             lifeline=lifeline,
             limits=Limits(begin.max_queued_jobs, begin.max_queued_bytes),
@@ -64,18 +63,15 @@ def run(link_fd: int) -> int:
     return 0
 
 
-def _device(begin: BeginLane, pool_fd: int) -> Device:
+def _device(begin: BeginLane, pool_fd: int, pin_lock: int) -> Device:
     if begin.device == HOST:
         return HostDevice(pool_fd, begin.pool_bytes)
     # The host's lane needs no CUDA; a daemon without cuda-bindings has only that one.
-    from kvd.lane.devices.cuda import options  # noqa: PLC0415
     from kvd.lane.devices.cuda.backend import CudaDevice  # noqa: PLC0415
     from kvd.lane.devices.cuda.uuids import show_slice  # noqa: PLC0415
 
     show_slice(begin.device)
-    chosen = options.read(os.environ.get(options.VARIABLE, ""))
-    runtime = Path(begin.endpoint.removeprefix("ipc://")).parent
-    return CudaDevice(begin.device, pool_fd, begin.pool_bytes, chosen, runtime)
+    return CudaDevice(begin.device, pool_fd, begin.pool_bytes, pin_lock=pin_lock)
 
 
 def open_lifeline() -> int:

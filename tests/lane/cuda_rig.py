@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.backend import CudaDevice
-from kvd.lane.devices.cuda.options import Options
+from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.device import Direction
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 from tests.fakecuda.harness import FakeCuda, calls, mark, switch

@@ -312,7 +312,7 @@ class Lane:
             log_level="info",
             log_style="human",
         )
-        self.tell(begin, [self.pool.fd])
+        self.tell(begin, [self.pool.fd, self.pool.fd])  # a host lane pins nothing
         self.workers: list[FakeWorker] = []
         self._seen: list[Message] = []
         try:

@@ -544,7 +544,7 @@ def orders_on(bench: Bench) -> tuple[Orders, Reports, Link]:
     link = Link()
     router: Any = SimpleNamespace(limits={}, send=lambda _identity, _frame: True)
     reports = Reports(router, cast(Channel, link), bench.runner)
-    return Orders(reports, bench.workers, pool_bytes=1), reports, link
+    return Orders(reports, bench.workers, bench.device, pool_bytes=1), reports, link
 
 
 @pytest.mark.parametrize("state", STATES)

@@ -125,7 +125,7 @@ class Device(ABC):
     Attributes:
         piece_bytes: how much of a job to submit at a time while other jobs wait for their turn.
         bulk_bytes: the same while none does; not less.
-        pins: only what is pinned of the pool can be used.
+        pins: only what is pinned of the pool can be used, and arenas are pinned once they are used.
     """
 
     piece_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, PIECE_BYTES)
@@ -135,7 +135,20 @@ class Device(ABC):
     @property
     @abstractmethod
     def usable_bytes(self) -> int:
-        """Bytes of the pool usable now, in the order of `kvd.pool.filling`; only grows."""
+        """The longest prefix of the pool, in the order of `kvd.pool.filling`, that can be used.
+
+        Of a device that pins: in which everything is pinned that `use_arena` asked for. It grows
+        with what is pinned, and `use_arena` may reduce it.
+        """
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the pool that are pinned."""
+        return 0
+
+    def use_arena(self, memory: MemoryId, begin: int, end: int) -> None:
+        """Jobs of this memory may use pool bytes begin..end - 1, until it is released."""
+        del memory, begin, end  # what is not pinned is there
 
     def holds(self, begin: int, end: int) -> bool:  # noqa: ARG002  # what is not pinned is there
         """Whether jobs may use pool bytes begin..end - 1 yet, as far as `pool_error` lets them."""
@@ -145,6 +158,13 @@ class Device(ABC):
     def pool_error(self) -> str:
         """Why the rest of the pool will never be usable; empty while there is hope."""
         return ""
+
+    def unpin(self) -> bool:
+        """Unpin the pool piece by piece, called again until True: nothing of it is pinned.
+
+        No job is left, and none follows.
+        """
+        return True
 
     @abstractmethod
     def import_memory(
@@ -165,7 +185,7 @@ class Device(ABC):
 
     @abstractmethod
     def release_memory(self, memory: MemoryId) -> None:
-        """Unmap a worker's storages.
+        """Unmap a worker's storages; what the driver refuses to unmap is logged.
 
         Raises:
             LaneError: unknown, or transfers are in flight on it; it stays mapped.
@@ -185,6 +205,8 @@ class Device(ABC):
         self, memory: MemoryId, direction: Direction, pool_base: int, copies: Copies
     ) -> Moves:
         """Put a job's runs into the form that `submit` takes; no run is above `piece_bytes`.
+
+        `holds` is true of everything in the pool that they touch.
 
         Args:
             memory: the worker's.

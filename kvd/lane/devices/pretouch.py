@@ -13,7 +13,7 @@ not would be allocated, and charged to this process instead of the worker's.
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -25,6 +25,16 @@ _SHORT_STEP = 2 * 2**20  # `stop` waits for one
 _WAIT_SECONDS = 0.01
 
 
+def touch(mapping: memoryview, begin: int, end: int, stop: threading.Event) -> bool:
+    """Read one byte of every page from begin to before end; False where `stop` was set first."""
+    pages = np.frombuffer(mapping, np.uint8)
+    for at in range(begin, end, _STEP):
+        if stop.is_set():
+            return False
+        np.bitwise_or.reduce(pages[at : min(at + _STEP, end) : _PAGE])  # releases the GIL
+    return True
+
+
 class Pretouch:
     """A thread that reads one byte of every page of a mapping, once.
 
@@ -32,41 +42,32 @@ class Pretouch:
         mapping: the whole file's mapping; in use until `stop` has returned.
         fd: the file; duplicated, stays the caller's.
         fill: the order in which it is allocated, of the mapping's size.
-        touched: called in the thread with each piece whose pages are there; whether to go on.
     """
 
-    def __init__(
-        self,
-        mapping: memoryview,
-        fd: int,
-        fill: FillOrder,
-        touched: Callable[[int], bool] = lambda _piece: True,
-    ) -> None:
+    def __init__(self, mapping: memoryview, fd: int, fill: FillOrder) -> None:
         self._mapping = mapping
         self._fill = fill
-        self._touched = touched
         self._fd = os.dup(fd)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvd-pretouch", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        pages = np.frombuffer(self._mapping, np.uint8)
         done = 0
         for piece in self._fill.order:
             begin, end = self._fill.span(piece)
             before = done - begin
-            while begin < end and not self._stop.is_set():
+            while begin < end:
+                if self._stop.is_set():
+                    return
                 allocated = os.fstat(self._fd).st_blocks * 512 - before
                 until = min(end, allocated, begin + _STEP)
                 if until <= begin:
                     self._stop.wait(_WAIT_SECONDS)
                     continue
-                np.bitwise_or.reduce(pages[begin:until:_PAGE])  # releases the GIL
+                touch(self._mapping, begin, until, self._stop)
                 done += until - begin
                 begin = until
-            if self._stop.is_set() or not self._touched(piece):
-                return
 
     def stop(self) -> None:
         """End the thread and release the mapping. May be called again."""

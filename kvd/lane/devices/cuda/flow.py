@@ -1,22 +1,21 @@
 """One direction of a device: a stream, and the transfers on it in the order of their ends.
 
 A transfer that the driver takes soon is enqueued at once, by the lane's thread. One that would
-keep it is given to the direction's own thread, and so are those behind it while that thread has
-something to do: what was submitted first is enqueued first. How long the driver takes for a run
-differs by driver and way to copy, so it is timed at every transfer.
+keep the lane's thread is given to the direction's own thread, and so are those behind it while
+that thread has work: what was submitted first is enqueued first. How long the driver takes for a
+run differs by driver and way to copy, so every transfer is timed.
 
-An event after each transfer marks its end, and where the next one is already there, the
-beginning of that one. So a transfer costs one event, and a second one where the stream was idle.
+An event after each transfer marks its end. A transfer's time is the lane's clock: from its
+submission, or the end of the one before it, until its end is seen.
 """
 
 import time
 from collections import deque
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from kvd.errors import CudaError
+from kvd.errors import CudaError, DeviceLost
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.copier import Copier
+from kvd.lane.devices.cuda.copies import Copier
 from kvd.lane.devices.cuda.driver import Context, Event, Stream, Undo
 from kvd.lane.devices.cuda.feeder import Feeder
 from kvd.lane.devices.cuda.moves import Runs
@@ -32,9 +31,8 @@ def run_ns(known: float, runs: int, nanoseconds: int) -> float:
     """What the driver takes for a run, in nanoseconds, after one more transfer.
 
     Shorter times are believed at once, longer ones by a half each: a thread may have waited for
-    the interpreter's lock, or for a processor; but where a kernel and the copy engine take turns,
-    each must be believed again within a few transfers. Of few runs nothing is learnt: what a call
-    costs by itself is most of their time.
+    the interpreter's lock, or for a processor. Few runs tell nothing: what a call costs by itself
+    is most of their time.
 
     Args:
         known: so far.
@@ -48,7 +46,6 @@ def run_ns(known: float, runs: int, nanoseconds: int) -> float:
 class _Enqueued:
     """A transfer on the stream, or on its way there.
 
-    alone: nothing was on the stream before it; `start` is its own, not the end of another.
     fed: nothing more of it will be enqueued.
     marked: whether `end` marks its end; otherwise the stream is asked whether it is idle.
     """
@@ -56,12 +53,9 @@ class _Enqueued:
     transfer: Transfer
     runs: Runs
     since: float
-    alone: bool
-    start: Event | None = None
     end: Event | None = None
     fed: bool = False
     marked: bool = False
-    taken: list[int] = field(default_factory=list)
     error: str = ""
 
     def fail(self, error: CudaError) -> None:
@@ -77,16 +71,12 @@ class Flow:
         copier: shared by both.
         context: the device's.
         undo: ends the thread, destroys stream and events; nothing may be in flight then.
-
-    Attributes:
         inline_runs: transfers of at most so many runs are enqueued by the caller's thread; None:
             those that the driver has taken in INLINE_NS so far.
 
     Raises:
         CudaError: there is no stream.
     """
-
-    inline_runs: int | None = None
 
     def __init__(
         self,
@@ -95,12 +85,15 @@ class Flow:
         copier: Copier,
         context: Context,
         undo: Undo,
+        *,
+        inline_runs: int | None = None,
     ) -> None:
         self.direction = direction
         self.stream: Stream = driver.create_stream(priority)
         undo.add(driver.destroy_stream, self.stream)
         self._undo = undo
         self._copier = copier
+        self._inline_runs = inline_runs
         self._feeder: Feeder[_Enqueued] = Feeder(
             f"copies-{direction}", context, self._feed, self._refuse
         )
@@ -112,17 +105,11 @@ class Flow:
         self.nbytes = 0
 
     def enqueue(self, transfer: Transfer, runs: Runs) -> None:
-        """Start a transfer. What fails of it is reported with its end, when nothing of it moves.
-
-        Raises:
-            DeviceLost: the transfer will never be reported.
-        """
-        before = self._enqueued[-1] if self._enqueued else None
-        entry = _Enqueued(transfer, runs, time.monotonic(), alone=before is None)
+        """Start a transfer. A failure is reported with its end, when nothing of it moves."""
+        entry = _Enqueued(transfer, runs, time.monotonic())
         self._enqueued.append(entry)
         self.nbytes += transfer.nbytes
         try:
-            entry.start = self._event() if before is None else before.end
             entry.end = self._event()
         except CudaError as error:
             self._refuse(entry, error)
@@ -158,19 +145,18 @@ class Flow:
 
     def _is_short(self, runs: int) -> bool:
         """Whether so many runs are not worth handing over to the direction's thread."""
-        if self.inline_runs is not None:
-            return runs <= self.inline_runs
+        if self._inline_runs is not None:
+            return runs <= self._inline_runs
         return runs * self._run_ns <= INLINE_NS
 
     def _feed(self, entry: _Enqueued) -> None:
         """Enqueue a transfer's copies, in whichever thread."""
-        begun = time.perf_counter_ns()
+        count, began = len(entry.runs), time.perf_counter_ns()
         try:
-            if entry.alone and entry.start is not None:
-                driver.record(entry.start, self.stream)
             try:
-                self._copier.enqueue(entry.runs, self.direction, self.stream, entry.taken)
-                self._run_ns = run_ns(self._run_ns, len(entry.runs), time.perf_counter_ns() - begun)
+                if count:
+                    self._copier.copy(entry.runs, self.direction, self.stream)
+                self._run_ns = run_ns(self._run_ns, count, time.perf_counter_ns() - began)
             finally:
                 # Some of the copies may be on their way even if not all are.
                 if entry.end is not None:
@@ -205,35 +191,18 @@ class Flow:
             return driver.is_idle(self.stream)
         except CudaError as error:
             entry.fail(error)
+            if not driver.is_alive(self.stream):
+                raise DeviceLost(entry.error) from error
             return False  # asked again; what never ends is noticed by its age
 
     def _finish(self, entry: _Enqueued) -> Finished:
         self.nbytes -= entry.transfer.nbytes
-        took = 0 if entry.error else self._took(entry)
-        self._last_end = time.monotonic()
-        if entry.start is not None:
-            self._events.append(entry.start)
-        if entry.end is not None and not self._begins_next(entry.end):
-            self._events.append(entry.end)
-        self._copier.give_back(self.direction, entry.taken)
-        return Finished(entry.transfer, took, entry.error)
-
-    def _begins_next(self, end: Event) -> bool:
-        """Whether the next transfer is timed from this event on; it is given back with that one."""
-        return bool(self._enqueued) and self._enqueued[0].start is end
-
-    def _took(self, entry: _Enqueued) -> int:
-        """Nanoseconds of the device; by this thread's clock where the driver does not report it.
-
-        Its bytes have arrived: not to know the time is no failure.
-        """
         now = time.monotonic()
-        if entry.start is not None and entry.end is not None:
-            with suppress(CudaError):
-                device = driver.nanoseconds_between(entry.start, entry.end)
-                # The stream may have been idle since the end of the one before.
-                return device if entry.alone else min(device, int((now - entry.since) * 1e9))
-        return int((now - max(entry.since, self._last_end)) * 1e9)
+        took = 0 if entry.error else int((now - max(entry.since, self._last_end)) * 1e9)
+        self._last_end = now
+        if entry.end is not None:
+            self._events.append(entry.end)
+        return Finished(entry.transfer, took, entry.error)
 
     def __len__(self) -> int:
         return len(self._enqueued)

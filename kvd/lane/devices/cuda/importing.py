@@ -35,7 +35,7 @@ class ImportedMemory:
 
     Raises:
         HandleRefused: the driver does not open a handle.
-        ImportFailed: memory that is not as described. Nothing stays open.
+        ImportFailed: the driver fails, or memory is not as described. Nothing stays open.
     """
 
     def __init__(

@@ -74,130 +74,92 @@ class CudaMoves(Moves):
     """Runs by address, none across two registrations of the pool.
 
     ends: see Moves.
-    columns: see Columns; the pool's side is an offset in the pool until `place` was called.
-    needed: how many bytes of the pool must be pinned, in the order of filling.
+    columns: see Columns.
     """
 
-    __slots__ = ("_registration", "columns", "needed", "placed")
+    __slots__ = ("columns",)
 
-    def __init__(self, ends: Ends, table: Ints, registration: Ints, needed: int) -> None:
+    def __init__(self, ends: Ends, table: Ints) -> None:
         super().__init__(ends)
         self.columns = Columns(table.view(np.uint64))
-        self.needed = needed
-        self.placed = False
-        self._registration = registration  # of the first runs; those behind them repeat it
-
-    def place(self, where: Addresses) -> None:
-        """Make offsets in the pool addresses, once what they need of it is pinned.
-
-        Args:
-            where: uint64[registrations], what to add to an offset there.
-        """
-        self.placed = True
-        if len(self):
-            host = self.columns.table[HOST].reshape(-1, len(self._registration))
-            host += where[self._registration]
 
 
-def prepare(
-    copies: Copies,
-    *,
-    pool_base: int,
-    storages: Addresses,
-    longest: int,
-    registration_bytes: int,
-    filled_with: Ints,
-    where: Addresses | None = None,
-) -> CudaMoves:
-    """Turn runs into addresses.
+class PoolSide(NamedTuple):
+    """Where a job's arena lies, as the device finds it.
+
+    base: where the arena begins in the pool.
+    unit: bytes of one registration of the pool.
+    where: uint64[registrations], what to add to an offset in the pool for an address.
+    """
+
+    base: int
+    unit: int
+    where: Addresses
+
+
+def prepare(copies: Copies, pool: PoolSide, storages: Addresses, longest: int) -> CudaMoves:
+    """Turn runs into addresses; what they touch of the pool is pinned.
 
     Args:
         copies: a job's runs.
-        pool_base: where the arena begins in the pool.
+        pool: see PoolSide.
         storages: uint64[storages], where the worker's storages begin.
         longest: bytes of a run, at most.
-        registration_bytes: of one registration of the pool.
-        filled_with: int64[registrations]; see FillOrder.
-        where: what `place` takes, once all of the pool is pinned.
     """
-    place = _Place(
-        pool_base, storages.view(np.int64), longest, registration_bytes, filled_with, where
-    )
+    starts = storages.view(np.int64)
     if len(copies.grids) == 1:
-        made = _of_grid(copies.grids[0], place)
+        made = _of_grid(copies.grids[0], pool, starts, longest)
     elif copies.few:
-        made = _of_few(copies.runs, place)
+        made = _of_few(copies.runs, pool, starts, longest)
     else:
         made = None
-    return made or _of_columns(copies.shorten(longest).split(registration_bytes, pool_base), place)
+    return made or _of_columns(copies.shorten(longest).split(pool.unit, pool.base), pool, starts)
 
 
-class _Place(NamedTuple):
-    """The other arguments of `prepare`."""
-
-    base: int
-    storages: Ints
-    longest: int
-    unit: int
-    filled_with: Ints
-    where: Addresses | None
-
-    def needed(self, registration: Ints) -> int:
-        """How many bytes must be pinned for these registrations."""
-        return 0 if self.where is not None else int(self.filled_with[registration].max(initial=0))
-
-
-def _of_grid(grid: Grid, place: _Place) -> CudaMoves | None:
+def _of_grid(grid: Grid, pool: PoolSide, storages: Ints, longest: int) -> CudaMoves | None:
     """The same runs in each region: additions of what differs by region to what differs by run.
 
     None if one run may have to be cut.
     """
-    regions, nbytes, unit = grid.regions, grid.nbytes, place.unit
-    begin = grid.arena + (place.base + regions.first)
-    registration = begin // unit
+    regions, nbytes = grid.regions, grid.nbytes
+    begin = grid.arena + (pool.base + regions.first)
+    registration = begin // pool.unit
     end = begin + nbytes
     end += regions.last - regions.first - 1
-    end //= unit
+    end //= pool.unit
     # Of short arrays, bytes are compared fastest.
-    if grid.longest > place.longest or end.tobytes() != registration.tobytes():
+    if grid.longest > longest or end.tobytes() != registration.tobytes():
         return None
     count, runs = len(regions.start), len(nbytes)
     table = np.empty((3, count, runs), np.int64)
+    begin += pool.where[registration].view(np.int64)
     begin -= regions.first
-    if place.where is not None:
-        begin += place.where[registration].view(np.int64)
     np.add(regions.start[:, np.newaxis], begin, out=table[HOST])
-    starts = place.storages[regions.storage] + regions.offset
+    starts = storages[regions.storage] + regions.offset
     np.add(starts[:, np.newaxis], grid.memory, out=table[DEVICE])
     table[NBYTES] = nbytes
-    made = CudaMoves(
-        table[NBYTES].cumsum(), table.reshape(3, -1), registration, place.needed(registration)
-    )
-    made.placed = place.where is not None
-    return made
+    return CudaMoves(table[NBYTES].cumsum(), table.reshape(3, -1))
 
 
-def _of_few(runs: Sequence[Run], place: _Place) -> CudaMoves | None:
+def _of_few(runs: Sequence[Run], pool: PoolSide, storages: Ints, longest: int) -> CudaMoves | None:
     """One by one; None if one run must be cut."""
-    base, storages, longest, unit, *_ = place
-    host, device, sizes, registration = [], [], [], []
+    host, device, sizes = [], [], []
     for storage, offset, arena, nbytes in runs:
-        number, inside = divmod(base + arena, unit)
-        if nbytes > longest or inside + nbytes > unit:
+        number, inside = divmod(pool.base + arena, pool.unit)
+        if nbytes > longest or inside + nbytes > pool.unit:
             return None
-        registration.append(number)
-        host.append(base + arena)
+        host.append((pool.base + arena + int(pool.where[number])) % 2**64)
         device.append(int(storages[storage]) + offset)
         sizes.append(nbytes)
-    table, numbers = np.array([host, device, sizes], np.int64), np.array(registration, np.int64)
-    return CudaMoves(list(accumulate(sizes)), table, numbers, place.needed(numbers))
+    table = np.array([host, device, sizes], np.uint64).view(np.int64)
+    return CudaMoves(list(accumulate(sizes)), table)
 
 
-def _of_columns(copies: Copies, place: _Place) -> CudaMoves:
+def _of_columns(copies: Copies, pool: PoolSide, storages: Ints) -> CudaMoves:
     storage, offset, arena, nbytes = copies.columns
     table = np.empty((3, len(nbytes)), np.int64)
-    np.add(arena, place.base, out=table[HOST])
-    np.add(place.storages[storage], offset, out=table[DEVICE])
+    np.add(arena, pool.base, out=table[HOST])
+    table[HOST] += pool.where[table[HOST] // pool.unit].view(np.int64)
+    np.add(storages[storage], offset, out=table[DEVICE])
     table[NBYTES] = nbytes
-    registration = table[HOST] // place.unit
-    return CudaMoves(nbytes.cumsum(), table, registration, place.needed(registration))
+    return CudaMoves(nbytes.cumsum(), table)

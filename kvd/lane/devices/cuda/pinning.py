@@ -1,53 +1,67 @@
-"""The pool, mapped and pinned in pieces.
+"""The pool, mapped and pinned in pieces: those that ranks of this device use, and no others.
 
-One registration of a large pool may fail where several smaller ones work, so
-the pool is registered in pieces. Slots have another size in every namespace, so
-no size of piece suits them all: a boundary may cut a slot, and copies are split
-where they cross one (`moves.py`); no copy spans two registrations.
+A pinned piece costs kernel memory and, for the device's page tables, GPU memory in every process
+that pins it, so a lane pins the arenas of the ranks that are bound to it. One registration of a
+large range may fail where several smaller ones work, so the pool is registered piece by piece.
+Slots have another size in every namespace: a boundary may cut a slot, and copies are split where
+they cross one (`moves.py`).
 
-Pieces are registered by the thread that touches their pages, in the order of
-`kvd.pool.filling`, so that one piece is pinned while later ones are still being
-allocated. What comes later is not usable yet. A failure undoes what was
-registered and stays: pageable memory is never used instead.
+One thread makes the set of pinned pieces equal to the wanted one. It pins in the order of
+`kvd.pool.filling`, in which the broker allocates: a piece's pages are touched once they are there,
+then registered. Then it unpins pieces that are not wanted. Pieces of a rank that has left stay
+pinned until another rank's arena is wanted, so an engine that restarts finds its arena pinned.
 
-To pin memory takes locks of the driver that every process of the machine needs to start work on
-a GPU, about 0.1 s a GB. So pieces are small, and after each the driver is left alone for as long
-as that piece took; the next piece's pages are touched meanwhile. In all a pool takes at most
-twice the time that the driver needs for it.
+To pin and to unpin take locks of the driver that every process of the machine needs to start work
+on a GPU. So pieces are small, only one lane at a time registers or unregisters one (the pin lock),
+and after each piece the driver is left alone for as long as the piece took.
+
+A failure to pin undoes what was registered and is final: pageable memory is never used instead.
 """
 
+import fcntl
 import logging
 import mmap
 import os
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
+import numpy.typing as npt
 
 from kvd.errors import LaneError
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.driver import Addresses, Context, Undo
-from kvd.lane.devices.pretouch import Pretouch
+from kvd.lane.devices.cuda.driver import Addresses, Context
+from kvd.lane.devices.pretouch import touch
 from kvd.machine.pool_map import map_pool
 from kvd.pool.filling import FillOrder, piece_bytes_for
 
 _log = logging.getLogger(__name__)
 
 _LINES = 10  # of the log
-LONGEST_PAUSE = 0.25  # seconds between two registrations
+_POLL_SECONDS = 0.005
+LONGEST_PAUSE = 0.25  # seconds between two pieces
+
+Pieces = npt.NDArray[np.bool_]
 
 
 def pause_after(seconds: float) -> float:
-    """How long others have the driver after a registration that took so long; in seconds."""
+    """How long others have the driver after a piece that took so long; in seconds."""
     return min(seconds, LONGEST_PAUSE)
 
 
 class PinnedPool:
-    """The pool's mapping; starts to pin it.
+    """The pool's mapping, and the pieces of it that are pinned.
 
     Attributes:
-        pinned: bytes, in the order of filling, that copies may use.
-        error: why the pool is not and will not be pinned; empty while there is hope.
+        nbytes: of the pool.
+        piece_bytes: of one registration; the last one may be shorter.
+        where: by piece, what to add to an offset in the pool for the device's address of it.
+        usable: the longest prefix of the pool, in the order of filling, of which every wanted
+            piece is pinned; `nbytes` where no piece is wanted.
+        pinned: bytes that are pinned.
+        error: why pieces are not and will not be pinned; empty while there is hope.
 
     Args:
         pool_fd: the pool's file; stays the caller's.
@@ -55,6 +69,8 @@ class PinnedPool:
         context: the device's.
         piece_bytes: of one registration; whole pages of the file, which may be huge ones. None:
             the pieces in which the broker fills the pool.
+        pin_lock: a file whose record lock this process holds while it pins or unpins a piece;
+            stays the caller's. None: no other process pins.
 
     Raises:
         PoolError: a file that is too small or cannot be mapped.
@@ -66,6 +82,7 @@ class PinnedPool:
         pool_bytes: int,
         context: Context,
         piece_bytes: int | None = None,
+        pin_lock: int | None = None,
     ) -> None:
         if piece_bytes is None:
             page_bytes = max(mmap.PAGESIZE, os.fstat(pool_fd).st_blksize)
@@ -73,83 +90,208 @@ class PinnedPool:
         self._mapping = map_pool(pool_fd, pool_bytes)
         self.nbytes = pool_bytes
         self.piece_bytes = piece_bytes
-        self.address = np.frombuffer(self._mapping, np.uint8).ctypes.data
-        self.fill = FillOrder(pool_bytes, piece_bytes)
-        # By piece: what is added to an offset in the pool for the device to find it.
-        self.where: Addresses = np.zeros(len(self.fill.order), np.uint64)
-        self.pinned = 0
-        self.error = ""
+        self._fill = FillOrder(pool_bytes, piece_bytes)
+        self._order = np.array(self._fill.order, np.intp)
+        self._address = np.frombuffer(self._mapping, np.uint8).ctypes.data
         self._context = context
-        self._since: float | None = None
-        self._rested = 0.0  # when the next registration may begin
+        self._pin_lock = pin_lock
+        self._fd = os.dup(pool_fd)
+        self._behind = os.fstat(pool_fd).st_size - pool_bytes  # the trailer, allocated first
+        self.where: Addresses = np.zeros(len(self._order), np.uint64)
+        self.usable, self.pinned, self.error = pool_bytes, 0, ""
+        self._needs: dict[int, Pieces] = {}  # by owner
+        self._wanted: Pieces = np.zeros(len(self._order), np.bool_)
+        self._is_pinned: Pieces = np.zeros(len(self._order), np.bool_)
+        self._since: float | None = None  # when the driver's call began
+        self._changed = threading.Condition()  # guards what this thread and the lane's both write
         self._closing = threading.Event()
-        self._registered = Undo()
-        self._pretouch = Pretouch(self._mapping, pool_fd, self.fill, self._pin)
+        self._thread = threading.Thread(target=self._run, name="kvd-pin", daemon=True)
+        self._thread.start()
+
+    # -------------------------------------------------- called by the lane's thread
+
+    def need(self, owner: int, begin: int, end: int) -> None:
+        """Pin pool bytes begin..end - 1 for an owner, besides what it needs already.
+
+        Pieces that no owner needs any more are unpinned.
+        """
+        first, last = begin // self.piece_bytes, (end - 1) // self.piece_bytes
+        with self._changed:
+            needs = self._needs.setdefault(owner, np.zeros_like(self._wanted))
+            needs[first : last + 1] = True
+            self._wanted = np.logical_or.reduce(list(self._needs.values()))
+            self._measure()
+            self._changed.notify()
+
+    def drop(self, owner: int) -> None:
+        """An owner needs nothing any more, and no copy of it is in flight."""
+        self._needs.pop(owner, None)
+
+    def unpin(self) -> None:
+        """Unpin all pieces, one after another; no copy may be in flight."""
+        with self._changed:
+            self._needs.clear()
+            self._wanted = np.zeros_like(self._wanted)
+            self._measure()
+            self._changed.notify()
 
     def holds(self, begin: int, end: int) -> bool:
         """Whether copies may use pool bytes begin..end - 1."""
-        return self.pinned >= self.nbytes or self.fill.needed(begin, end) <= self.pinned
+        first, last = begin // self.piece_bytes, (end - 1) // self.piece_bytes
+        return bool(self._is_pinned[first : last + 1].all())
 
     @property
     def stuck_seconds(self) -> float:
-        """For how long the driver has been at the registration of one piece; 0 where it is not."""
+        """For how long the driver has been at one piece; 0 where it is not."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
     def close(self) -> None:
-        """Stop, unpin and unmap; no copy may be in flight.
+        """Stop, unpin everything without a pause, and unmap; no copy may be in flight.
 
         Raises:
             CudaError: a piece cannot be unpinned.
         """
         self._closing.set()
-        self._pretouch.stop()
-        self.pinned = 0
+        with self._changed:
+            self._changed.notify()
+        self._thread.join()
+        os.close(self._fd)
         try:
-            self._unregister()
+            self._unregister_all()
         finally:
             self._mapping.release()
 
-    def _pin(self, piece: int) -> bool:
-        """Register a piece; whether to go on."""
-        if self._closing.wait(max(0.0, self._rested - time.monotonic())):
-            return False
-        try:
-            self._register(piece)
-        except LaneError as error:
-            done, self.pinned = self.pinned, 0
-            self._since = None
-            self.error = (
-                f"the pool cannot be pinned after {done} of {self.nbytes} bytes ({error});"
-                " raise the limit of locked memory (LimitMEMLOCK=infinity, ulimit -l unlimited)"
-                " or make the pool smaller"
-            )
-            _log.error("%s", self.error)  # no bug: no traceback
+    # ----------------------------------------------------------- the pinning thread
+
+    def _run(self) -> None:
+        while (piece := self._next_piece()) is not None:
             try:
-                self._unregister()
+                driver.use_context(self._context)
+                if self._is_pinned[piece]:
+                    self._unpin_piece(piece)
+                elif self._touch(piece):
+                    self._pin_piece(piece)
+            except LaneError as error:
+                self._give_up(error)
+                return
+
+    def _next_piece(self) -> int | None:
+        """Wait for a piece to pin or, where there is none, to unpin; None: the end."""
+        with self._changed:
+            while not self._closing.is_set():
+                differing = self._wanted != self._is_pinned
+                missing = (differing & self._wanted)[self._order]
+                if missing.any():
+                    return int(self._order[missing.argmax()])
+                if differing.any():
+                    return int(differing.argmax())
+                self._changed.wait()
+        return None
+
+    def _touch(self, piece: int) -> bool:
+        """Read every page of a piece once it is allocated; whether to go on.
+
+        To touch is cheap, and to register what was not touched keeps the driver ten times as long.
+        """
+        begin, end = self._fill.span(piece)
+        filled = self._fill.filled_with[piece] + self._behind
+        while os.fstat(self._fd).st_blocks * 512 < filled:
+            if self._closing.wait(_POLL_SECONDS) or not self._wanted[piece]:
+                return False
+        return touch(self._mapping, begin, end, self._closing)
+
+    def _pin_piece(self, piece: int) -> None:
+        begin, end = self._fill.span(piece)
+        with self._turn() as mine:
+            if not mine:
+                return
+            address = self._address + begin
+            driver.register_host(address, end - begin)
+            try:
+                where = (driver.device_address(address) - begin) % 2**64
             except LaneError:
-                _log.exception("and what was pinned cannot be undone")
-            return False
-        return True
+                driver.unregister_host(address)
+                raise
+            with self._changed:
+                self.where[piece] = where
+                self._is_pinned[piece] = True
+                before, self.pinned = self.pinned, self.pinned + end - begin
+                self._measure()
+        wanted = max(1, int(self._wanted.sum())) * self.piece_bytes
+        if before * _LINES // wanted < self.pinned * _LINES // wanted:
+            _log.info("pinned %d of %d bytes of the pool", self.pinned, wanted)
 
-    def _register(self, piece: int) -> None:
-        begin, end = self.fill.span(piece)
-        address = self.address + begin
-        self._since = began = time.monotonic()
-        driver.use_context(self._context)  # this thread's, for its first call
-        driver.register_host(address, end - begin)
-        self._registered.add(driver.unregister_host, address)
-        # Copies may use it once its address is known.
-        self.where[piece] = (driver.device_address(address) - begin) % 2**64
-        before, self.pinned = self.pinned, self.pinned + end - begin
-        now, self._since = time.monotonic(), None
-        self._rested = now + pause_after(now - began)
-        if before * _LINES // self.nbytes < self.pinned * _LINES // self.nbytes:
-            _log.info("pinned %d of %d bytes of the pool", self.pinned, self.nbytes)
+    def _unpin_piece(self, piece: int) -> None:
+        begin, end = self._fill.span(piece)
+        with self._turn() as mine:
+            if not mine:
+                return
+            with self._changed:
+                if self._wanted[piece]:
+                    return
+                self._is_pinned[piece] = False
+            driver.unregister_host(self._address + begin)
+            self.pinned -= end - begin
 
-    def _unregister(self) -> None:
-        """As much as can be."""
-        self._registered.close()
+    @contextmanager
+    def _turn(self) -> Iterator[bool]:
+        """Hold the pin lock for a call of the driver and the pause after it; False: the end."""
+        locked = self._acquire()
+        try:
+            self._since = began = time.monotonic()
+            yield locked
+            took, self._since = time.monotonic() - began, None
+            if locked:
+                self._closing.wait(pause_after(took))
+        finally:
+            self._since = None
+            if locked and self._pin_lock is not None:
+                fcntl.lockf(self._pin_lock, fcntl.LOCK_UN)
+
+    def _acquire(self) -> bool:
+        while not self._closing.is_set():
+            if self._pin_lock is None:
+                return True
+            try:
+                fcntl.lockf(self._pin_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:  # another lane has it
+                self._closing.wait(_POLL_SECONDS)
+            else:
+                return True
+        return False
+
+    def _give_up(self, error: LaneError) -> None:
+        self.error = (
+            f"the pool cannot be pinned after {self.pinned} bytes ({error}); look at dmesg and"
+            " MemAvailable: the driver takes kernel memory for pinned pages (12 MiB a GiB), Linux"
+            " 6.11 to 6.13 pins no more than 2 GB at a time, and pages in a movable zone cannot be"
+            " pinned; a smaller pool needs less"
+        )
+        _log.error("%s", self.error)  # no bug: no traceback
+        try:
+            self._unregister_all()
+        except LaneError:
+            _log.exception("and what was pinned cannot be undone")
+        self.usable = 0
+
+    def _unregister_all(self) -> None:
+        with driver.Undo() as undo:
+            for piece in np.flatnonzero(self._is_pinned).tolist():
+                undo.add(driver.unregister_host, self._address + self._fill.span(piece)[0])
+            self._is_pinned[:] = False
+            self.pinned = 0
+
+    def _measure(self) -> None:
+        if self.error:
+            return
+        missing = (self._wanted & ~self._is_pinned)[self._order]
+        if not missing.any():
+            self.usable = self.nbytes
+            return
+        piece = int(self._order[missing.argmax()])
+        begin, end = self._fill.span(piece)
+        self.usable = self._fill.filled_with[piece] - (end - begin)
 
     def __repr__(self) -> str:
         return f"<PinnedPool {self.pinned} of {self.nbytes} bytes>"

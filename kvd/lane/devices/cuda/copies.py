@@ -1,0 +1,232 @@
+"""How a piece's runs are copied: by one `cuMemcpyBatchAsync`, or below driver 12.8 one by one.
+
+The copy engines move the bytes and disturb no computing. The driver's functions are called by
+their addresses: the bindings take lists of objects, which for a piece of 500 runs cost more than
+the copy.
+
+Sources of stores are read in stream order only: the engine may reuse its blocks as soon as the
+event after the copies is reached, and reads ahead of the stream could see what it has not computed
+yet. Sources of loads lie in the pool, which does not change while the chunk is leased; they may be
+read at any time.
+"""
+
+import ctypes
+import logging
+import mmap
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kvd.errors import CudaError
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.driver import Stream, Undo, bindings, call, check, shown, version
+from kvd.lane.devices.cuda.moves import DEVICE, HOST, NBYTES, Columns, Runs
+from kvd.lane.devices.device import Direction
+
+_log = logging.getLogger(__name__)
+
+# Forms of cuMemcpyBatchAsync: the version that brought one, and whether that also tells which copy
+# was wrong. A driver has those that are not newer than itself.
+_BATCH_FORMS = ((13000, False), (12080, True))
+_TRIAL_BYTES = 2**16
+_TRIAL_RUN_BYTES = 1000
+
+
+class BatchCopy:
+    """`cuMemcpyBatchAsync`, called with columns of numbers as they lie in memory.
+
+    Args:
+        overlap: request CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE: the copy engines, where the
+            driver might copy by kernels, which take the device from those who compute. Drivers
+            that do not know the flag refuse the first batch.
+
+    Attributes:
+        overlap: as requested.
+        tells_index: whether this driver's form tells which copy was wrong.
+
+    Raises:
+        CudaError: this driver lacks the function.
+    """
+
+    def __init__(self, *, overlap: bool) -> None:
+        have = version()
+        # The newest that the driver has: asked for a newer one, it could answer with an older form.
+        form = next((form for form in _BATCH_FORMS if form[0] <= have), None)
+        if form is None:
+            attempted = "looking for cuMemcpyBatchAsync"
+            raise CudaError(-1, f"not in a driver for CUDA {shown(have)}", attempted)
+        since, self.tells_index = form
+        self.overlap = overlap
+        pointer, size = ctypes.c_void_p, ctypes.c_size_t
+        self._function = ctypes.CFUNCTYPE(
+            ctypes.c_int,
+            *(pointer, pointer, pointer, size),  # targets, sources, sizes, count
+            *(pointer, pointer, size),  # attributes, first indices, their number
+            *((pointer,) if self.tells_index else ()),
+            pointer,  # stream
+        )(_address_of("cuMemcpyBatchAsync", since))
+        self._attributes = [_attributes(order, overlap=overlap) for order in ("STREAM", "ANY")]
+        # The attributes count from copy 0 on. Both numbers are only read, or of no interest.
+        self._first, self._wrong = ctypes.c_size_t(0), ctypes.c_size_t(0)
+        first = ctypes.addressof(self._first)
+        ends = (ctypes.addressof(self._wrong),) if self.tells_index else ()
+        # By whether the order is any: what follows the number of copies.
+        self._rest = [(each.getPtr(), first, 1, *ends) for each in self._attributes]
+
+    def enqueue(
+        self,
+        targets: int,
+        sources: int,
+        sizes: int,
+        count: int,
+        stream: Stream,
+        *,
+        source_in_any_order: bool,
+    ) -> None:
+        """Enqueue copies, in any order among themselves.
+
+        Args:
+            targets: where uint64[count] lie, each an address as the device knows it.
+            sources: the same.
+            sizes: the same, in bytes.
+            count: of copies, at least one.
+            stream: where.
+            source_in_any_order: sources may be read at any time until the copies have ended;
+                otherwise not before the stream gets there.
+
+        Raises:
+            CudaError: some may have been enqueued.
+        """
+        rest = self._rest[source_in_any_order]
+        # The bindings' handles are numbers.
+        code = self._function(targets, sources, sizes, count, *rest, int(stream))  # type: ignore[call-overload]
+        if code:
+            check(code, f"enqueueing {count} copies")
+
+    def copy(self, runs: Runs, direction: Direction, stream: Stream) -> None:
+        """Enqueue runs, one at least.
+
+        Raises:
+            CudaError: some may have been enqueued.
+        """
+        host, device, sizes = runs.pointers()
+        load = direction is Direction.LOAD
+        target, source = (device, host) if load else (host, device)
+        self.enqueue(target, source, sizes, len(runs), stream, source_in_any_order=load)
+
+    def __repr__(self) -> str:
+        return f"copies in batches{', by the copy engines only' if self.overlap else ''}"
+
+
+class SingleCopies:
+    """`cuMemcpyAsync`, called for each run; sources are read when the stream gets there.
+
+    Raises:
+        CudaError: this driver lacks the function.
+    """
+
+    def __init__(self) -> None:
+        number = ctypes.c_uint64
+        self._function = ctypes.CFUNCTYPE(
+            ctypes.c_int, number, number, ctypes.c_size_t, ctypes.c_void_p
+        )(_address_of("cuMemcpyAsync", version()))
+
+    def copy(self, runs: Runs, direction: Direction, stream: Stream) -> None:
+        """See BatchCopy."""
+        host, device, sizes = runs.table.tolist()
+        targets, sources = (device, host) if direction is Direction.LOAD else (host, device)
+        function, handle = self._function, int(stream)  # type: ignore[call-overload]
+        for target, source, nbytes in zip(targets, sources, sizes, strict=True):
+            code = function(target, source, nbytes, handle)
+            if code:
+                check(code, "enqueueing a copy")
+
+    def __repr__(self) -> str:
+        return "copies one by one"
+
+
+Copier: TypeAlias = BatchCopy | SingleCopies
+
+
+def choose(stream: Stream) -> Copier:
+    """Return the first way that works: batches by the copy engines, batches, one by one.
+
+    Batches are tried with a few bytes, there and back.
+
+    Args:
+        stream: for the trial; this function waits for it.
+
+    Raises:
+        CudaError: there is no memory for the trial, or this driver has no way to copy.
+    """
+    why = ""
+    with Undo() as undo:
+        trial = _Trial(undo)
+        for overlap in (True, False):
+            try:
+                copier = BatchCopy(overlap=overlap)
+                trial.run(copier, stream)
+            except CudaError as error:
+                driver.wait_for_stream(stream)  # some of the copies may be on their way
+                why = str(error)
+            else:
+                return copier
+    _log.info("copies are enqueued one by one: %s", why)
+    return SingleCopies()
+
+
+class _Trial:
+    """Pinned host memory and as much device memory, for two copies there and back."""
+
+    def __init__(self, undo: Undo) -> None:
+        self._memory = mmap.mmap(-1, _TRIAL_BYTES)
+        self._bytes = np.frombuffer(self._memory, np.uint8)
+        address = self._bytes.ctypes.data
+        driver.register_host(address, _TRIAL_BYTES)
+        undo.add(driver.unregister_host, address)
+        device = driver.allocate(_TRIAL_BYTES)
+        undo.add(driver.free, device)
+        self._offsets = np.arange(2, dtype=np.uint64) * np.uint64(_TRIAL_BYTES // 2)
+        table = np.empty((3, 2), np.uint64)
+        table[HOST] = self._offsets + np.uint64(driver.device_address(address))
+        table[DEVICE] = self._offsets + np.uint64(device)
+        table[NBYTES] = _TRIAL_RUN_BYTES
+        self._runs = Columns(table).all
+
+    def run(self, copier: Copier, stream: Stream) -> None:
+        """Load and store a pattern, and wait.
+
+        Raises:
+            CudaError: the driver refuses, or moves the wrong bytes.
+        """
+        expected = np.zeros(_TRIAL_BYTES, np.uint8)
+        for begin in self._offsets.tolist():
+            expected[begin : begin + _TRIAL_RUN_BYTES] = np.arange(_TRIAL_RUN_BYTES) % 251 + 1
+        self._bytes[:] = expected
+        copier.copy(self._runs, Direction.LOAD, stream)
+        driver.wait_for_stream(stream)
+        self._bytes[:] = 0
+        copier.copy(self._runs, Direction.STORE, stream)
+        driver.wait_for_stream(stream)
+        if not np.array_equal(self._bytes, expected):
+            raise CudaError(-1, "it moved the wrong bytes", f"trying {copier!r}")
+
+
+def _address_of(name: str, since: int) -> int:
+    """The address of a driver function, in the form that a version brought."""
+    attempted = f"looking for {name}"
+    flags = bindings().CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
+    address, status = call(attempted, "cuGetProcAddress", name.encode(), since, flags)
+    if not int(address):
+        raise CudaError(-1, f"not in this driver ({status.name})", attempted)
+    return int(address)
+
+
+def _attributes(order: str, *, overlap: bool) -> Any:
+    cuda = bindings()
+    made = cuda.CUmemcpyAttributes()
+    made.srcAccessOrder = getattr(
+        cuda.CUmemcpySrcAccessOrder, f"CU_MEMCPY_SRC_ACCESS_ORDER_{order}"
+    )
+    made.flags = int(overlap and cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
+    return made
