@@ -15,12 +15,15 @@ SGLANG := .venv-sglang
 SGLANG_STAMP := $(SGLANG)/.installed
 ROUTERS := .venv-routers
 ROUTERS_STAMP := $(ROUTERS)/.installed
+# The bindings of CUDA 12, found before those of .venv.
+CUDA12 := .cuda12
+CUDA12_STAMP := $(CUDA12)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help demo wheels demo-cluster test test-fast test-vllm test-sglang test-routers test-stalls test-explore demo-vllm lint format bench bench-lane gpu gpu-explore check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-sglang nightly
+.PHONY: help demo wheels demo-cluster test test-fast test-vllm test-sglang test-routers test-stalls test-explore test-cuda12 demo-vllm lint format bench bench-lane gpu check-deploy docs screenshot operations-transcript constraints constraints-vllm constraints-sglang clean restart-loop tier-kills fuzz soak events-exact demo-sglang sglang-kills nightly-sglang nightly
 
 help: ## show this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 $(BASE_STAMP): pyproject.toml client/tools/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -48,6 +51,11 @@ $(SGLANG_STAMP): pyproject.toml client/tools/pyproject.toml tests/sglang/environ
 
 $(ROUTERS_STAMP): tests/routers/environment.sh tests/routers/requirements.txt
 	PYTHON=$(PYTHON) tests/routers/environment.sh $(ROUTERS)
+	@touch $@
+
+$(CUDA12_STAMP): $(STAMP)
+	rm -rf $(CUDA12)
+	$(BIN)/python -m pip install --quiet --no-deps --target $(CUDA12) 'cuda-bindings==12.9.*'
 	@touch $@
 
 .venv: $(STAMP)
@@ -144,6 +152,10 @@ test-stalls: $(VENV)/naps.so ## make test on a machine where every thread stands
 test-explore: $(STAMP) ## property tests with thousands of random examples
 	$(BIN)/python -m pytest -n 2 -m hypothesis --hypothesis-profile=explore -o faulthandler_timeout=3600 -o timeout=4000
 
+test-cuda12: $(CUDA12_STAMP) ## the tests on the test driver, with the bindings that engines on CUDA 12 have
+	PYTHONPATH=$(CURDIR)/$(CUDA12) $(BIN)/python -c 'import cuda.bindings as b; assert b.__version__.startswith("12.9."), b.__version__'
+	PYTHONPATH=$(CURDIR)/$(CUDA12) $(BIN)/python -m pytest -n 2 --dist loadfile -m fakecuda tests/client tests/lane tests/fakecuda tests/daemon/test_cuda.py
+
 restart-loop: $(STAMP) ## kill -9 the daemon KILLS times under load (SEED=n to repeat), check every chunk
 	PYTHONPATH=. $(BIN)/python -m tests.soak.restart_loop $(or $(KILLS),200) $(SEED)
 
@@ -159,7 +171,7 @@ nightly-sglang: $(SGLANG_STAMP) ## what test-sglang leaves out: slow models, lon
 	$(MAKE) sglang-kills KILLS=100 LAYERWISE=1
 
 # What .ci/run leaves out and needs no GPU, each for as long as it takes by itself.
-NIGHTLY := demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls restart-loop tier-kills fuzz soak events-exact nightly-sglang check-deploy
+NIGHTLY := demo demo-vllm demo-sglang demo-cluster bench bench-lane test-explore test-stalls test-cuda12 restart-loop tier-kills fuzz soak events-exact nightly-sglang check-deploy
 
 nightly: ## the rare targets one after another, for hours; the last line names those that failed
 	@failed=; for target in $(NIGHTLY); do \
@@ -178,12 +190,9 @@ events-exact: $(VLLM_STAMP) $(ROUTERS_STAMP) ## compare what routers know with w
 	PYTHONPATH=. $(VLLM)/bin/python -m tests.routers.exactness $(or $(PASSES),20) $(SEED) $(if $(TIER),--tier)
 
 gpu: ## CUDA tests and benchmark on a real GPU; WHEELS=folder for missing packages
-gpu-explore: ## what a CUDA lane's defaults should be, measured on a real GPU
-gpu-explore: GPU_RUN := --explore
-gpu gpu-explore:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "make $@ needs Python >= 3.11 with torch, '$(PYTHON)' is older; try: make $@ PYTHON=python3.12"; exit 1; }
-	@WHEELS="$(WHEELS)" $(PYTHON) tests/gpu/run.py $(GPU_RUN)
+	@WHEELS="$(WHEELS)" $(PYTHON) tests/gpu/run.py
 
 check-deploy: $(BASE_STAMP) ## build the image and run it, boot the unit; as root on Debian
 	tests/install-debian.sh --images
@@ -191,4 +200,4 @@ check-deploy: $(BASE_STAMP) ## build the image and run it, boot the unit; as roo
 	deploy/systemd/check.sh
 
 clean: ## remove what the commands above made
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-routers bench/out build/check $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-routers $(CUDA12) bench/out build/check $(DIST) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,16 +1,19 @@
 """One rank in CUDA memory and its scheduler, through a real daemon: what moves, and how fast."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
-from gpu_device import Gpu
+from gpu_device import Gpu, Piece
 from harness import SECONDS, Engine, Ints, Served, fresh_keys, layout
 
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.device import Direction
+from kvd_client import JobBlocks
 from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.tickets import LoadTicket, StoreTicket
+from kvd_proto.expand import Expander
 
 TENSORS, BLOCKS_PER_CHUNK = 2, 16
 JOB_BYTES = 32 * 2**20
@@ -44,8 +47,10 @@ class GpuEngine(Engine):
         half = self.chunks * BLOCKS_PER_CHUNK
         shape = layout(TENSORS, fragment, 2 * half + 1, BLOCKS_PER_CHUNK)  # block 0 is null
         rng = np.random.default_rng(fragment)
-        self._from = 1 + rng.permutation(half)
-        self._to = 1 + half + rng.permutation(half)
+        self._blocks = {
+            Direction.STORE: 1 + rng.permutation(half),
+            Direction.LOAD: 1 + half + rng.permutation(half),
+        }
         self.device_bytes = shape.storages[0]
         self._address = driver.allocate(self.device_bytes)
         # The period divides no page, so that all pages differ.
@@ -68,31 +73,32 @@ class GpuEngine(Engine):
         tickets: list[StoreTicket | LoadTicket] = []
         tickets += [self.find(load)] if load else []
         tickets += [self.offer(fresh)] if store else []
-        step = max(1, self.chunks * JOB_BYTES // self.nbytes)
         started = time.perf_counter()
-        self.finish(
-            *(
-                self._submit(ticket, begin, min(begin + step, self.chunks))
-                for begin in range(0, self.chunks, step)
-                for ticket in tickets
-            )
-        )
+        self.finish(*(self._submit(t, part) for part in self._jobs() for t in tickets))
         gbps = len(tickets) * self.nbytes / (time.perf_counter() - started) / 1e9
         if isinstance(tickets[0], LoadTicket):
             self.scheduler.complete_load(tickets[0])
         self.stored(fresh)
         return fresh, gbps
 
-    def one_chunk(self, keys: list[bytes], *, store: bool) -> list[float]:
-        """Microseconds from submission to seen finished of one job for each key."""
-        took = []
-        for key in keys:
-            with self.offer([key]) if store else self.find([key]) as ticket:
-                started = time.perf_counter()
-                self.finish(self._submit(ticket, 0, 1))
-                took.append((time.perf_counter() - started) * 1e6)
-            self.stored([key] if store else [])
-        return took
+    def load_one(self, key: bytes) -> float:
+        """Microseconds from submission to seen finished of a job that loads one chunk."""
+        with self.find([key]) as ticket:
+            started = time.perf_counter()
+            self.finish(self._submit(ticket, slice(0, 1)))
+            return (time.perf_counter() - started) * 1e6
+
+    def pieces(self, direction: Direction) -> list[Piece]:
+        """What `move` copies, a job each, if chunks lie one after another in the host memory."""
+        expander, pieces = Expander(self.layout), []
+        for part in self._jobs():
+            slots = np.arange(part.start, part.stop)
+            blocks = self._blocks_of(direction, part)
+            job = JobBlocks.of(blocks, [len(blocks)], [0], slots, slots)
+            _, *columns = expander.expand(job).columns
+            offsets, host, sizes = (column.astype(np.uint64) for column in columns)
+            pieces.append((offsets + np.uint64(self._address), host, sizes))
+        return pieces
 
     def check(self) -> None:
         """Fail unless what was loaded is what was stored.
@@ -104,18 +110,27 @@ class GpuEngine(Engine):
         for tensor in range(TENSORS):
             data = self._gpu.read(self._address + tensor * size, size)
             pages = data.reshape(self.layout.num_blocks, self._fragment)
-            if not np.array_equal(pages[self._from], pages[self._to]):
+            stored, loaded = (self._blocks[way] for way in (Direction.STORE, Direction.LOAD))
+            if not np.array_equal(pages[stored], pages[loaded]):
                 raise RuntimeError(f"{self._fragment} bytes: loaded is not what was stored")
 
-    def _submit(self, ticket: StoreTicket | LoadTicket, begin: int, end: int) -> int:
-        direction, blocks = Direction.LOAD, self._to
-        if isinstance(ticket, StoreTicket):
-            direction, blocks = Direction.STORE, self._from
+    def _jobs(self) -> Iterator[slice]:
+        """The chunks of each job."""
+        step = max(1, self.chunks * JOB_BYTES // self.nbytes)
+        for begin in range(0, self.chunks, step):
+            yield slice(begin, min(begin + step, self.chunks))
+
+    def _blocks_of(self, direction: Direction, chunks: slice) -> Ints:
+        begin, end = chunks.start * BLOCKS_PER_CHUNK, chunks.stop * BLOCKS_PER_CHUNK
+        return self._blocks[direction][begin:end]
+
+    def _submit(self, ticket: StoreTicket | LoadTicket, chunks: slice) -> int:
+        direction = Direction.STORE if isinstance(ticket, StoreTicket) else Direction.LOAD
         stream = int(self._gpu.streams[direction])  # type: ignore[call-overload]  # a number
-        part = slice(begin, end)
-        ticket = replace(ticket, slots=ticket.slots[part], generations=ticket.generations[part])
-        chosen: Ints = blocks[begin * BLOCKS_PER_CHUNK : end * BLOCKS_PER_CHUNK]
-        return self.submit(ticket, chosen, self.worker.timeline.signal_on(stream))
+        slots, generations = ticket.slots[chunks], ticket.generations[chunks]
+        part = replace(ticket, slots=slots, generations=generations)
+        blocks = self._blocks_of(direction, chunks)
+        return self.submit(part, blocks, self.worker.timeline.signal_on(stream))
 
     def __exit__(self, *_: object) -> None:
         super().__exit__()

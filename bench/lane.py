@@ -1,7 +1,7 @@
 """Measures what a CUDA lane's processor time allows: a table, and bench/out/lane.json.
 
-A real daemon, lane and engines on the test driver (tests/fakecuda), whose copies, kernels and
-events end at once and move nothing: what is left is the lane's own work. It says nothing about a
+A real daemon, lane and engines on the test driver (tests/fakecuda), whose copies and events end
+at once and move nothing: what is left is the lane's own work. It says nothing about a
 GPU.
 
 GB/s allowed are the bytes moved by processor time of the lane's busiest thread, from
@@ -12,7 +12,6 @@ can do; it may do less, because the threads share the interpreter's lock. Beside
 - `cpu_ms_per_GB_*`: processor milliseconds a GB of all threads, loads and stores at once;
 - `*_calls_*`: the driver's calls take CALL_NS of processor time for each fragment, without the
   interpreter's lock, as a real driver is reported to (0.5 to 0.6 µs);
-- `*_kernel_*`: the same where the kernel moves all: a call for a list of fragments;
 - `*_bulk_*`: jobs of 256 MiB in place of 32 MiB, one at a time and direction;
 - `*_workers_*`: so many engines at once;
 - `before_*`: of a pinned commit, taken in turns in the same run.
@@ -102,8 +101,6 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             console.print(f"without figures of the commit before: {why}", markup=False)
         sides = Sides(trees, driver, place, options)
         parts = [(sides.fragments, fragment, "fragments") for fragment in options.fragments]
-        if SHORT in options.fragments:
-            parts.append((sides.kernel, SHORT, "the kernel, fragments"))
         staged = {LONG} if options.quick else {SHORT, LONG}
         chosen = sorted(staged.intersection(options.fragments))
         parts += [(sides.stages, fragment, "stages, fragments") for fragment in chosen]

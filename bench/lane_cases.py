@@ -23,7 +23,6 @@ BULK_BYTES = 256 * MIB
 JOBS = 16  # at a time and direction
 # One chunk of 128 KiB, as in latency.py.
 ONE_CHUNK = {"fragment": 16384, "tensors": 4, "blocks_per_chunk": 2}
-ALL = 2**40  # bytes
 NOW, BEFORE = "", "before_"  # what figures' names begin with
 
 Answers = list[dict[str, Any]]
@@ -67,17 +66,6 @@ class Sides:
         with ExitStack() as stack:
             most = max(case.job_bytes for case in cases)
             return self._measure(self._start(stack, self._shape(fragment, most)), cases)
-
-    def kernel(self, fragment: int) -> Figures:
-        """The same where the kernel moves all; of this tree alone.
-
-        The test driver plays the kernel, and knows no earlier one.
-        """
-        cases = [Case(f"{m}_kernel{{}}_{fragment}", m, fragment, call_ns=CALL_NS) for m in MOVES]
-        with ExitStack() as stack:
-            shape = self._shape(fragment)
-            sides = self._start(stack, shape, only=NOW, kernel_below=ALL)
-            return self._measure(sides, cases)
 
     def stages(self, fragment: int) -> Figures:
         """Microseconds a piece and milliseconds a GB of each stage of the lane's work.
@@ -130,14 +118,12 @@ class Sides:
                 yield Case(name, move, fragment, job_bytes=BULK_BYTES, jobs=1)
 
     def _start(
-        self, stack: ExitStack, shape: dict[str, int], only: str | None = None, **how: Any
+        self, stack: ExitStack, shape: dict[str, int], *, timed: bool = False
     ) -> dict[str, Side]:
         sides = {}
         for name, tree in self._trees.items():
-            if only not in {None, name}:
-                continue
             folder = Path(tempfile.mkdtemp(dir=self._place))
-            sides[name] = stack.enter_context(Side(tree, self._driver, folder, shape, **how))
+            sides[name] = stack.enter_context(Side(tree, self._driver, folder, shape, timed=timed))
         for side in sides.values():
             side.ready()
         return sides

@@ -11,7 +11,7 @@ from rich.table import Table
 
 KIB, MIB = 1024, 2**20
 MOVES = ("load", "store", "both")
-KINDS = {"": "", "_calls": "driver's calls", "_kernel": "kernel", "_bulk": "256 MiB jobs"}
+KINDS = {"": "", "_calls": "driver's calls", "_bulk": "256 MiB jobs"}
 COMPARED = {"allowed", KINDS["_calls"], KINDS["_bulk"]}
 FASTER, FASTER_FRAGMENTS = 4.0, (8 * KIB, 64 * KIB)
 BOTH_RATIO = 1.8

@@ -67,8 +67,6 @@ class Side:
         folder: for the driver's switches and the daemon's lines.
         options: of lane_load.py, by name.
         timed: whether the lane has the timers of lane_timers.
-        kernel_below: bytes; shorter fragments go by the kernel. (Timings of the test driver, by
-            which a lane would choose, say nothing.)
 
     Raises:
         RuntimeError: it does not start, or ends before its time.
@@ -82,7 +80,6 @@ class Side:
         options: dict[str, int],
         *,
         timed: bool = False,
-        kernel_below: int = 0,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         control = folder / "control"
@@ -94,8 +91,7 @@ class Side:
         variables = driver.environment(CONTROL=control, ELSEWHERE=0) | {
             "PYTHONPATH": ":".join(map(str, paths)),
             "PYTHONSAFEPATH": "1",
-            "LANE_CUDA": f"kernel={kernel_below},order=any",
-            "LANE_KERNEL_BELOW": str(kernel_below),  # as the tree before it was called
+            "LANE_KERNEL_BELOW": "0",  # the pinned commit: all by the copy engines, as this tree
         }
         command = [sys.executable, str(bench / "lane_load.py")]
         command += ["--control", str(control), "--log", str(self._log)]

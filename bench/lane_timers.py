@@ -40,6 +40,7 @@ _TIMED = (
     ("kvd.lane.devices.cuda.backend", "CudaDevice._runs_of", "descriptors"),
     ("kvd.lane.devices.cuda.backend", "CudaDevice.submit", "enqueue"),
     ("kvd.lane.devices.cuda.flow", "Flow._feed", "enqueue"),
+    ("kvd.lane.devices.cuda.copies", "BatchCopy.enqueue", "driver call"),
     ("kvd.lane.devices.cuda.driver", "BatchCopy.enqueue", "driver call"),
     ("kvd.lane.devices.cuda.backend", "CudaDevice.progress", "completion"),
     ("kvd.lane.runner", "Runner._piece_done", "completion"),

@@ -2,19 +2,22 @@
 
 `cuda-bindings` is imported at the first call, so that a client of host memory
 needs neither it nor a driver. Devices are ordinals of this process, streams and
-events the driver's handles as integers. The calls may be made by any thread.
+events the driver's handles as integers. The calls may be made by any thread. A call
+that fails raises `CudaError`, whether the driver or its bindings are the cause.
 """
 
 import ctypes
 import functools
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
-from kvd_client.errors import CudaError, UnsupportedMemory
+from kvd_client.errors import CudaError, UnsupportedMemory, cause
 
 IPC_HANDLE_BYTES = 64
+BINDINGS_FAILED = -1  # `CudaError.code` where the bindings fail; the driver's codes are positive
 
 
 @functools.cache
@@ -31,6 +34,8 @@ def _bindings() -> ModuleType:
         raise UnsupportedMemory(
             f"CUDA memory needs the NVIDIA driver, libcuda.so.1 cannot be loaded: {error}"
         ) from error
+    except Exception as error:
+        raise _bindings_error("cuInit", "start the CUDA driver", error) from error
     if int(code):
         raise CudaError(int(code), _name(driver, code), "start the CUDA driver")
     module: ModuleType = driver
@@ -38,8 +43,33 @@ def _bindings() -> ModuleType:
 
 
 def _name(driver: ModuleType, code: Any) -> str:
-    failed, name = driver.cuGetErrorName(code)
-    return f"error {int(code)}" if int(failed) else name.decode()
+    with suppress(Exception):  # an error without a name stays the error that it is
+        failed, name = driver.cuGetErrorName(code)
+        if not int(failed):
+            return str(name.decode())
+    return f"error {int(code)}"
+
+
+def _bindings_error(name: str, attempted: str, error: Exception) -> CudaError:
+    """The error of a call that the bindings did not make, or whose code they do not know."""
+    text = f"{name} failed in cuda-bindings (12.9 to 13 are supported): {cause(error)}"
+    return CudaError(BINDINGS_FAILED, text, attempted)
+
+
+def _try(attempted: str, function: str, *arguments: Any) -> tuple[Any, list[Any]]:
+    """Call a driver function; its code, which may be an error's, and its results.
+
+    Raises:
+        CudaError: the bindings failed: they raise ValueError for a code that they do not know,
+            RuntimeError or AttributeError for a function that the driver or they do not have.
+        UnsupportedMemory: there is no driver.
+    """
+    driver = _bindings()
+    try:
+        code, *results = getattr(driver, function)(*arguments)
+    except Exception as error:
+        raise _bindings_error(function, attempted, error) from error
+    return code, results
 
 
 def _call(attempted: str, function: str, *arguments: Any) -> Any:
@@ -49,11 +79,43 @@ def _call(attempted: str, function: str, *arguments: Any) -> Any:
         CudaError: it did not succeed.
         UnsupportedMemory: there is no driver.
     """
-    driver = _bindings()
-    code, *results = getattr(driver, function)(*arguments)
+    code, results = _try(attempted, function, *arguments)
     if int(code):
-        raise CudaError(int(code), _name(driver, code), attempted)
+        raise CudaError(int(code), _name(_bindings(), code), attempted)
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _constant(name: str) -> Any:
+    """A constant of the bindings, such as "CUevent_flags.CU_EVENT_DISABLE_TIMING".
+
+    Raises:
+        CudaError: the bindings do not have it.
+        UnsupportedMemory: there is no driver.
+    """
+    driver = _bindings()
+    try:
+        return operator.attrgetter(name)(driver)
+    except AttributeError as error:
+        raise _bindings_error(name, "look up a constant", error) from error
+
+
+@contextmanager
+def beside_captures() -> Iterator[None]:
+    """Allow this thread's calls while another thread captures a CUDA graph.
+
+    As a rule CUDA refuses calls that may synchronize (registering host memory, allocating,
+    querying an event) while any thread captures a graph in global mode, and such a call also
+    voids the capture. A thread in relaxed mode may make them.
+    """
+    attempted = "make calls while another thread captures a graph"
+    relaxed = _constant("CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED")
+    mode = _call(attempted, "cuThreadExchangeStreamCaptureMode", relaxed)
+    try:
+        yield
+    finally:
+        # A thread that stays in relaxed mode is allowed more than before: nothing of it fails.
+        with suppress(CudaError):
+            _call(attempted, "cuThreadExchangeStreamCaptureMode", mode)
 
 
 # --------------------------------------------------------------------- devices
@@ -83,7 +145,7 @@ def streams_can_write(device: int) -> bool:
     """Whether a stream of this device can write 64 bits by itself."""
     attempted = f"ask what streams of device {device} can do"
     handle = _call(attempted, "cuDeviceGet", device)
-    kind = _bindings().CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS
+    kind = _constant("CUdevice_attribute.CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS")
     return bool(_call(attempted, "cuDeviceGetAttribute", kind, handle))
 
 
@@ -154,9 +216,11 @@ def any_context() -> Iterator[None]:
 
 # ---------------------------------------------------------------------- memory
 
+_POSIX_DESCRIPTOR = "CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR"
+
 
 def _pointer_attribute(address: int, name: str) -> Any:
-    kind = getattr(_bindings().CUpointer_attribute, f"CU_POINTER_ATTRIBUTE_{name}")
+    kind = _constant(f"CUpointer_attribute.CU_POINTER_ATTRIBUTE_{name}")
     return _call(f"ask about address {address:#x}", "cuPointerGetAttribute", kind, address)
 
 
@@ -186,18 +250,16 @@ def ipc_handle(base: int) -> bytes:
 
 def exports(address: int) -> tuple[bool, bool]:
     """Whether memory can be exported as a descriptor, and whether as a handle of a fabric."""
-    kinds = _bindings().CUmemAllocationHandleType
     allowed = int(_pointer_attribute(address, "ALLOWED_HANDLE_TYPES"))
-    return (
-        bool(allowed & int(kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR)),
-        bool(allowed & int(kinds.CU_MEM_HANDLE_TYPE_FABRIC)),
-    )
+    kinds = (_POSIX_DESCRIPTOR, "CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_FABRIC")
+    descriptor, fabric = (bool(allowed & int(_constant(kind))) for kind in kinds)
+    return descriptor, fabric
 
 
 def export(base: int) -> int:
     """A new descriptor of an allocation of the virtual memory management."""
     attempted = f"export the memory at {base:#x}"
-    kind = _bindings().CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    kind = _constant(_POSIX_DESCRIPTOR)
     handle = _call(attempted, "cuMemRetainAllocationHandle", base)
     try:
         return int(_call(attempted, "cuMemExportToShareableHandle", handle, kind, 0))
@@ -232,8 +294,7 @@ def copy_out(target: int, address: int, nbytes: int) -> None:
 def register_host(address: int, nbytes: int) -> int:
     """Let devices write to host memory; the address by which they do."""
     attempted = f"register {nbytes} bytes of host memory"
-    driver = _bindings()
-    flags = driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+    flags = _constant("CU_MEMHOSTREGISTER_PORTABLE") | _constant("CU_MEMHOSTREGISTER_DEVICEMAP")
     _call(attempted, "cuMemHostRegister", address, nbytes, flags)
     try:
         return int(_call(attempted, "cuMemHostGetDevicePointer", address, 0))
@@ -252,12 +313,12 @@ def unregister_host(address: int) -> None:
 
 def write_value(stream: int, address: int, value: int) -> None:
     """Have a stream write 64 bits, after all that was put on it before."""
-    _call(f"write {value} from a stream", "cuStreamWriteValue64", stream, address, value, 0)
+    _call("write a number from a stream", "cuStreamWriteValue64", stream, address, value, 0)
 
 
 def new_event() -> int:
     """An event without a time."""
-    kind = _bindings().CUevent_flags.CU_EVENT_DISABLE_TIMING
+    kind = _constant("CUevent_flags.CU_EVENT_DISABLE_TIMING")
     return int(_call("make an event", "cuEventCreate", int(kind)))
 
 
@@ -273,12 +334,12 @@ def stream_waits(stream: int, event: int) -> None:
 
 def has_happened(event: int) -> bool:
     """Whether an event has happened, or was never recorded."""
-    driver = _bindings()
-    (code,) = driver.cuEventQuery(event)
-    if code == driver.CUresult.CUDA_ERROR_NOT_READY:
+    attempted = "ask for an event"
+    code, _ = _try(attempted, "cuEventQuery", event)
+    if int(code) == int(_constant("CUresult.CUDA_ERROR_NOT_READY")):
         return False
     if int(code):
-        raise CudaError(int(code), _name(driver, code), "ask for an event")
+        raise CudaError(int(code), _name(_bindings(), code), attempted)
     return True
 
 

@@ -14,14 +14,14 @@ from typing import Self
 from kvd_client import cuda_driver
 from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
-from kvd_client.memory import Descriptors, Memory
+from kvd_client.memory import LARGER_ALLOCATIONS, Descriptors, Memory
 from kvd_proto.messages import MAX_SEGMENTS, IpcHandle, VmmHandle, VmmSegment
 
 _REMEDY = (
     "vLLM's cumem allocator and PyTorch's expandable segments make such memory: start vLLM"
-    " without --enable-sleep-mode and --enable-cumem-allocator, set"
-    " TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 or remove expandable_segments:True from"
-    " PYTORCH_CUDA_ALLOC_CONF; any allocator that asks for POSIX file descriptors will do"
+    " without --enable-sleep-mode and --enable-cumem-allocator, and remove"
+    " expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF; any other allocator must ask for POSIX"
+    " file descriptors"
 )
 _FABRIC_REMEDY = (
     "vLLM's cumem allocator makes such memory in a process that may use an IMEX channel: give"
@@ -77,20 +77,21 @@ class DeviceMemory(Memory):
         if not isinstance(address, int) or not 0 < address < 2**64:
             raise UsageError(f"address={shown(address)}: a device pointer is needed")
         whole("nbytes", nbytes, 1)
-        with cuda_driver.any_context():
-            ordinal = cuda_driver.device_of(address)
-        device = cuda_driver.device_name(ordinal)
-        context = cuda_driver.PrimaryContext(ordinal)
-        try:
-            with context.current():
-                allocations = _allocations(address, nbytes)
-                ipc, descriptors = b"", None
-                if cuda_driver.has_ipc_handle(address) and len(allocations) == 1:
-                    ipc = cuda_driver.ipc_handle(allocations[0][0])
-                else:
-                    descriptors = _exported(allocations)
-        finally:
-            context.release()
+        with cuda_driver.beside_captures():
+            with cuda_driver.any_context():
+                ordinal = cuda_driver.device_of(address)
+            device = cuda_driver.device_name(ordinal)
+            context = cuda_driver.PrimaryContext(ordinal)
+            try:
+                with context.current():
+                    allocations = _allocations(address, nbytes)
+                    ipc, descriptors = b"", None
+                    if cuda_driver.has_ipc_handle(address) and len(allocations) == 1:
+                        ipc = cuda_driver.ipc_handle(allocations[0][0])
+                    else:
+                        descriptors = _exported(allocations)
+            finally:
+                context.release()
         return cls(
             ordinal,
             device,
@@ -121,7 +122,7 @@ def _allocations(address: int, nbytes: int) -> list[Allocation]:
         if len(found) == MAX_SEGMENTS:
             raise UnsupportedMemory(
                 f"{nbytes} bytes at {address:#x} lie in more than {MAX_SEGMENTS} CUDA allocations;"
-                " have the allocator make larger ones"
+                f" {LARGER_ALLOCATIONS}"
             )
         base, size = cuda_driver.allocation_of(at)
         found.append((base, size))

@@ -56,11 +56,11 @@ class UnsupportedVllm(KvdClientError):
 
 
 class CudaError(KvdClientError):
-    """The CUDA driver refused a call.
+    """A call of the CUDA driver failed.
 
     Args:
-        code: the driver's number of the error.
-        name: the driver's name for it.
+        code: the driver's number of the error; -1 where its bindings failed.
+        name: the driver's name for it; the cause where the bindings failed.
         attempted: what was to be done.
     """
 
@@ -85,3 +85,9 @@ class Refused(DaemonLost):
 
 class AccessDenied(DaemonLost):
     """This process may not connect to the daemon; the text has the reason and the remedy."""
+
+
+def cause(error: BaseException) -> str:
+    """What a log line says of an error: the first line of its text, after its type if not ours."""
+    text = str(error).partition("\n")[0]
+    return text if isinstance(error, KvdClientError) else f"{type(error).__name__}: {text}"

@@ -21,6 +21,12 @@ from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.messages import HOST, Handle, HostHandle
 
+LARGER_ALLOCATIONS = (
+    "have the allocator make larger ones: PyTorch's expandable segments are of 20 MiB, remove"
+    " expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF"
+)
+"""The remedy for memory that lies in too many allocations."""
+
 
 def sealed_file(name: str, nbytes: int) -> int:
     """Return the descriptor of a new zeroed memory file of fixed size.

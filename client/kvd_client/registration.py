@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from kvd_client.arguments import declared, shown
 from kvd_client.errors import UnsupportedMemory, UsageError
-from kvd_client.memory import Descriptors, Memory
+from kvd_client.memory import LARGER_ALLOCATIONS, Descriptors, Memory
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import LayoutError, ProtoError
 from kvd_proto.layout import RankLayout, validate_layout
@@ -101,7 +101,6 @@ def _handles(memory: Sequence[Memory], layout: RankLayout) -> tuple[list[Handle]
     if len(fds) >= MAX_DESCRIPTORS:
         raise UsageError(
             f"the memory lies in {len(fds)} files or allocations, {MAX_DESCRIPTORS - 1} at most can"
-            " be registered; put tensors into fewer storages, or have the allocator make larger"
-            " allocations"
+            f" be registered; put tensors into fewer storages, or {LARGER_ALLOCATIONS}"
         )
     return handles, fds

@@ -31,17 +31,17 @@ class StreamSignals:
     """
 
     def __init__(self, device: int, page: ControlPage) -> None:
-        if not cuda_driver.streams_can_write(device):
-            raise UnsupportedMemory(
-                f"streams of CUDA device {device} cannot write 64 bits by themselves, by which kvd"
-                " learns what has finished: a GPU since Volta is needed"
-            )
         self.device = device
         self._page = page
-        self._context = cuda_driver.PrimaryContext(device)
         self._stream: int | None = None
         self._marked = True  # the event is after all that a stream may write
-        with contextlib.ExitStack() as undo:
+        with cuda_driver.beside_captures(), contextlib.ExitStack() as undo:
+            if not cuda_driver.streams_can_write(device):
+                raise UnsupportedMemory(
+                    f"streams of CUDA device {device} cannot write 64 bits by themselves, by which"
+                    " kvd learns what has finished: a GPU since Volta is needed"
+                )
+            self._context = cuda_driver.PrimaryContext(device)
             undo.callback(self._context.release)
             with self._context.current():
                 self._last = cuda_driver.new_event()
@@ -51,6 +51,9 @@ class StreamSignals:
 
     def signal(self, stream: int, number: int) -> None:
         """Set the timeline to `number` when all that is on the stream now has finished.
+
+        Another thread's capture of a graph forbids none of these calls: each is put on a stream,
+        and none allocates or asks.
 
         Raises:
             CudaError: the driver refuses; the number may never be reached.
@@ -73,7 +76,11 @@ class StreamSignals:
         A page that a stream may still write to stays for ever.
         """
         _KEPT.append(self)
-        with contextlib.suppress(KvdClientError), self._context.current():
+        with (
+            contextlib.suppress(KvdClientError),
+            cuda_driver.beside_captures(),
+            self._context.current(),
+        ):
             if self._marked and cuda_driver.has_happened(self._last):
                 cuda_driver.unregister_host(self._page.address)
                 _KEPT.remove(self)

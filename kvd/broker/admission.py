@@ -66,7 +66,7 @@ def check_device(state: BrokerState, device: str, now: float) -> None:
         raise Refused(
             ErrorCode.LIMIT,
             f"lanes of {MAX_CUDA_LANES} CUDA devices run already, {device} would be one more;"
-            " restart the daemon to be rid of those that are not used any more",
+            " those that no engine uses end after lane_idle_seconds",
             limit="cuda_lanes",
         )
 
@@ -130,7 +130,11 @@ def check_layout(message: Register, others: Mapping[int, Session], budget: int |
 
 
 def auto_size(
-    settings: Settings, layouts: Sequence[RankLayout], available: int, kept: int | None
+    settings: Settings,
+    layouts: Sequence[RankLayout],
+    available: int,
+    kept: int | None,
+    lanes: int = 0,
 ) -> tuple[int, str]:
     """Return the size of a pool for an engine of these ranks, in bytes, and how it came about.
 
@@ -141,8 +145,9 @@ def auto_size(
     Args:
         settings: of the daemon.
         layouts: of the ranks.
-        available: bytes of memory that the machine has to give.
+        available: bytes of the largest pool that fits, beside what pinning it takes.
         kept: size of the pool that the daemon before left, if it can be used.
+        lanes: how many times it is pinned, see `pinning_lanes`.
 
     Raises:
         Refused: such a pool would hold no chunk.
@@ -152,6 +157,7 @@ def auto_size(
         ratio=settings.host_ratio,
         available=available,
         reserve=settings.reserve_bytes,
+        lanes=lanes,
     )
     if kept and kept != cpu_bytes and abs(kept - cpu_bytes) * KEPT_PART <= cpu_bytes:
         cpu_bytes = kept

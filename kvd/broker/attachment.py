@@ -67,7 +67,7 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     engine.namespace, engine.stepped = namespace, False
     # The others are bound when their lane, which was lost meanwhile, has mapped their memory.
     return [
-        *(bind(worker) for worker in workers if worker.imported),
+        *(bind(state, worker) for worker in workers if worker.imported),
         *tell_served(state, engine),
         Event(
             f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
@@ -108,13 +108,14 @@ def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
     )
 
 
-def bind(worker: Session) -> ToLane:
-    """Tell the worker's lane where its chunks live."""
+def bind(state: BrokerState, worker: Session) -> ToLane:
+    """Tell the worker's lane where its chunks live, and count that order."""
     engine, registration = worker.engine, worker.registration
     if engine is None or registration is None or engine.namespace is None:
         raise KvdError(f"{worker!r} cannot be bound")
     geometry = engine.namespace.geometry
     arena = 0 if registration.layout.replicated else registration.rank
+    state.lanes[registration.device].bindings += 1
     return ToLane(
         registration.device,
         BindWorker(

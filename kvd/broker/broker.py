@@ -12,7 +12,7 @@ from kvd.broker.admission import check_descriptors, check_names
 from kvd.broker.attachment import attached_notice
 from kvd.broker.background import Background
 from kvd.broker.caching import Caching
-from kvd.broker.effects import DropEngine, Effect, Event, Notify, ToLane
+from kvd.broker.effects import DropEngine, Effect, Event, Notify
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import new_lookups
 from kvd.broker.operations import Handler, Operations
@@ -29,7 +29,6 @@ from kvd.errors import Refused
 from kvd.metrics import schema
 from kvd.metrics.counts import ProcessUsage
 from kvd.metrics.history import History
-from kvd.wire.link import StopLane
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     Error,
@@ -122,8 +121,8 @@ class Broker:
     def stop(self) -> list[Effect]:
         """End the daemon: take no new stores, and have lanes finish what they have."""
         self.state.stopping = True
-        stop: list[Effect] = [ToLane(device, StopLane()) for device in self.state.lanes]
-        return [Event("stopping: a signal came"), *stop, *self.tiering.stop()]
+        lanes, tiers = self.supervision.stop(), self.tiering.stop()
+        return [Event("stopping: a signal came"), *lanes, *tiers]
 
     def note(self, event: Event, time: float) -> None:
         """Keep an event for reports, numbered from 1 on; `time` in unix seconds."""

@@ -110,9 +110,13 @@ class KillLane(msgspec.Struct, frozen=True):
 
 
 class OpenPool(msgspec.Struct, frozen=True):
-    """Open a pool for an engine of these ranks; `pool_opened` or `pool_refused` follows."""
+    """Open a pool for an engine of these ranks; `pool_opened` or `pool_refused` follows.
+
+    layouts, devices: of each rank, in the order of ranks.
+    """
 
     layouts: tuple[RankLayout, ...]
+    devices: tuple[str, ...]
 
 
 class DropFds(msgspec.Struct, frozen=True):

@@ -9,6 +9,8 @@ from kvd.wire.link import LanePong
 
 NO_REPORT = LanePong()
 """The figures of a lane that has not answered yet."""
+EXITED = "exit status 0"
+"""The reason that a lost lane's process gives where it ended as it was told."""
 
 
 @dataclass(slots=True)
@@ -19,15 +21,24 @@ class Lane:
     pins: it can use the pool only where it has pinned it.
     failure: why the present process cannot serve, as it reports.
     past: what the processes before the present one have done.
-    usable_bytes: how much of the pool it can copy, in the order of `kvd.pool.filling`.
+    reported_bytes: of the pool, which it could copy when it had executed `bindings_done` of the
+        `bindings` orders that bind a worker.
     pool_error: why that will never be all of it.
+    importing: the session whose memory it is mapping; 0 for none.
+    last_used: when a session last had memory on the device, or wanted to; monotonic seconds.
+    ending: it was told to finish its jobs and exit.
     """
 
     device: str
     on_demand: bool = False
     failure: str = ""
-    usable_bytes: int = 0
+    reported_bytes: int = 0
+    bindings: int = 0
+    bindings_done: int = 0
     pool_error: str = ""
+    importing: int = 0
+    last_used: float = 0.0
+    ending: bool = False
     incarnation: int = 0
     up: bool = False
     pins: bool = False
@@ -42,15 +53,29 @@ class Lane:
 
     @property
     def state(self) -> str:
-        """One of "up", "starting" (it never was up), "down" (it was lost or cannot start)."""
+        """One of "up", "ending", "starting" (it never was up), "down" (lost, or cannot start)."""
         if self.up:
-            return "up"
+            return "ending" if self.ending else "up"
         return "down" if self.last_error else "starting"
 
     @property
     def serves(self) -> bool:
-        """It is up, and can copy some of the pool or knows that it never will."""
-        return self.up and bool(self.usable_bytes or self.pool_error)
+        """It takes workers."""
+        return self.up and not self.ending
+
+    @property
+    def usable_bytes(self) -> int:
+        """How much of the pool it can copy, in the order of `kvd.pool.filling`.
+
+        A worker that was just bound may need memory that is not pinned: until the lane has answered
+        that order, none is known to be usable.
+        """
+        return 0 if self.pins and self.bindings_done < self.bindings else self.reported_bytes
+
+    @property
+    def has_jobs(self) -> bool:
+        """Its last report says that jobs wait or are being copied."""
+        return bool(self.pong.queued_jobs or self.pong.bytes_in_flight)
 
     @property
     def fields(self) -> Fields:
@@ -65,6 +90,19 @@ class Lane:
     def event(self, text: str, level: str = "info") -> Event:
         """Return an event that carries this lane's identifiers."""
         return Event(text, level, self.fields)
+
+    def process_ended(self, error: str) -> None:
+        """Forget what held for its process alone; what that has done stays counted.
+
+        error: how it ended; empty where it ended because it was told to.
+        """
+        self.past.add(self.pong.counters)
+        self.past.restarts += bool(error)
+        self.last_error = error
+        self.pong = NO_REPORT
+        self.up = self.ending = False
+        self.importing = self.bindings = self.bindings_done = 0
+        self.failure = ""
 
     def __repr__(self) -> str:
         state = "up" if self.up else "down"

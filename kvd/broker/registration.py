@@ -12,7 +12,7 @@ then refused with the reason::
 from kvd.broker.admission import check_device, check_layout, check_names, check_rank, names_of
 from kvd.broker.attachment import attach, bind, import_worker, lane_up, tell_served
 from kvd.broker.background import Background, Task
-from kvd.broker.effects import DropFds, Effect, Event, OpenPool, StartLane, ToLane
+from kvd.broker.effects import DropFds, Effect, Event, Notify, OpenPool, StartLane, ToLane
 from kvd.broker.lanes import Lane
 from kvd.broker.sessions import (
     Engine,
@@ -28,7 +28,16 @@ from kvd.config.values import quota_contradictions
 from kvd.errors import KvdError, Refused
 from kvd.wire.link import Imported, ReleaseWorker
 from kvd_proto.errors import LayoutError
-from kvd_proto.messages import Error, ErrorCode, Ok, Register, Registered, Unregister
+from kvd_proto.messages import (
+    MAX_TEXT,
+    Detached,
+    Error,
+    ErrorCode,
+    Ok,
+    Register,
+    Registered,
+    Unregister,
+)
 
 REGISTER_SECONDS = 20.0
 AT_ONCE = 1024  # a layout with more tensors and groups is checked in a turn of its own
@@ -74,7 +83,8 @@ class Registration:
             return []
         self._opening = engine
         ranks = sorted(engine.waiting.items())
-        return [OpenPool(tuple(s.stated.layout for _, s in ranks if s.stated is not None))]
+        stated = [session.stated for _, session in ranks if session.stated is not None]
+        return [OpenPool(tuple(s.layout for s in stated), tuple(s.device for s in stated))]
 
     # ------------------------------------------------------------ requests
 
@@ -89,6 +99,8 @@ class Registration:
         if session.pending is not None or session.releasing is not None:
             raise Refused(ErrorCode.BAD_STATE, "a registration of this session is under way")
         check_names(ErrorCode.BAD_LAYOUT, names_of(message))
+        if fatal := state.fatal_imports.refusal(session, message, request.now):
+            raise Refused(ErrorCode.BAD_LAYOUT, fatal)
         check_device(state, message.device, request.now)
         if state.namespaces is None and message.temporary:
             raise Refused(
@@ -164,17 +176,42 @@ class Registration:
         effects: list[Effect] = []
         for session in self._state.registry.sessions.values():
             registration = session.registration
-            if registration is not None and registration.device == lane.device:
-                effects += [lane_up(session, lane), import_worker(session, registration)]
-            else:
+            if registration is None or registration.device != lane.device:
                 effects += self.advance(session)
+            elif not self._state.fatal_imports.refusal(session, registration, lane.last_seen):
+                effects += [lane_up(session, lane), import_worker(session, registration)]
         return effects
+
+    def lane_ended_importing(self, session: Session, lane: Lane) -> list[Effect]:
+        """A lane's process ended while it mapped this session's memory: it may be tried once more.
+
+        After that the registration is refused. One that holds, and that the lane was to map again
+        after its restart, stays without a lane, and its engine detached.
+        """
+        fatal, message, engine = self._state.fatal_imports, session.stated, session.engine
+        if message is None or engine is None:
+            return []
+        fatal.lane_ended(session, lane.last_error, lane.last_seen)
+        text = fatal.refusal(session, message, lane.last_seen)
+        if not text:
+            return []
+        if session.pending is not None:
+            return self.give_up(session, Refused(ErrorCode.BAD_LAYOUT, text))
+        notice = Detached(reason=text[:MAX_TEXT])
+        notices = [Notify(number, notice) for number in engine.sessions]
+        return [session.event(f"{session.who}: {text}", "error"), *notices]
+
+    def release_all(self, lane: Lane) -> list[Effect]:
+        """Have a lane let go of every worker's memory; what is registered holds for the next."""
+        workers = self._state.workers_of(lane.device)
+        return [effect for each in workers for effect in self._release(each, lane.device)]
 
     def imported(self, message: Imported) -> list[Effect]:
         """A lane has mapped a worker's memory, or could not."""
         session = self._state.registry.sessions.get(message.session)
         if session is None or message.attempt != session.attempt:
             return []
+        self._state.fatal_imports.answered(session)
         pending, engine = session.pending, session.engine
         if pending is None or engine is None or pending.step is not RegisterStep.IMPORTING:
             return self._imported_again(session, message)
@@ -214,7 +251,7 @@ class Registration:
         engine = session.engine
         if engine is None or not engine.attached:
             return []
-        return [bind(session), *tell_served(self._state, engine)]
+        return [bind(self._state, session), *tell_served(self._state, engine)]
 
     @staticmethod
     def released(session: Session) -> list[Effect]:
@@ -263,11 +300,8 @@ class Registration:
                 text = f"lane {lane.device} did not map the memory in time; try again"
                 effects += self._release(session, lane.device)
                 session.attempt += 1
-            elif not lane.up:
-                text = f"lane {lane.device} is not up; try again"
             else:
-                code = ErrorCode.NOT_READY
-                text = f"lane {lane.device} has nothing of the pool yet; try again"
+                text = f"lane {lane.device} is {lane.state}; try again"
             effects += self.give_up(session, Refused(code, text))
         return effects
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvd.broker.effects import Effect, Notify, ToLane
+from kvd.broker.fatal_imports import FatalImports
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import Progress, RecentMax
 from kvd.broker.sessions import Engine, Peer, Registry, Session
@@ -36,7 +37,8 @@ class BrokerState:
     """Sessions, engines, lanes and namespaces.
 
     `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.filling`.
-    `failed_lanes` holds when a device's lane could last not start, and why.
+    `failed_lanes` holds when a device's lane could last not start, and why; `fatal_imports` whose
+    memory lanes were mapping when they ended.
     `gone_lanes` are the counts of lanes that were let go, `lookups` and `kv_events` those of all
     engines. `tiers` are those below the pool, in order.
 
@@ -51,6 +53,7 @@ class BrokerState:
     usage: Callable[[], ProcessUsage] = ProcessUsage
     lanes: dict[str, Lane] = field(default_factory=dict)
     failed_lanes: dict[str, tuple[float, str]] = field(default_factory=dict)
+    fatal_imports: FatalImports = field(default_factory=FatalImports)
     gone_lanes: LaneCounts = field(default_factory=LaneCounts)
     namespaces: Namespaces | None = None
     allocated: int = 0

@@ -156,6 +156,7 @@ def _lane(state: BrokerState, lane: Lane, now: float) -> schema.Lane:
         usable_bytes=min(lane.usable_bytes, state.allocated) if lane.up else 0,
         pins=lane.pins,
         pin_error=lane.pool_error,
+        pinned_bytes=pong.pinned_bytes,
         counters=lane.counters,
     )
 
@@ -273,6 +274,8 @@ def _lane_check(state: BrokerState, lane: Lane, now: float) -> Check:
 
 
 def _lane_text(state: BrokerState, lane: Lane, now: float) -> str:
+    if lane.ending:
+        return "ending"
     if lane.up:
         jobs = lane.pong.queued_jobs
         text = f"up, last heard {max(0.0, now - lane.last_seen):.1f} s ago, {jobs} jobs queued"

@@ -222,7 +222,7 @@ def lanes(found: Sequence[Report], rows: int | None = None, *, wide: bool = Fals
     """A line for each lane, or the first `rows` of them."""
     table = _table("lane", "state", "queue", "oldest", "usable", "restarts")
     for index, lane in enumerate(found[:rows]):
-        style = "green" if lane["state"] == "up" else "red"
+        style = {"up": "green", "ending": "yellow"}.get(lane["state"], "red")
         table.add_row(
             device_name(lane["device"], wide=wide),
             Text(lane["state"], style),

@@ -251,6 +251,10 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         _Seconds,
         About("A lane that is silent for longer is replaced.", _TIME, "SECONDS", live=True),
     ] = 5.0
+    lane_idle_seconds: Annotated[
+        _Seconds,
+        About("A GPU's lane that no engine uses for longer ends.", _TIME, "SECONDS", live=True),
+    ] = 300.0
     drain_seconds: Annotated[
         _Seconds,
         About("How long the daemon waits for copies when it stops.", _TIME, "SECONDS", live=True),

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvd.broker.effects import OpenPool
 from kvd.cache.ledger import MAGIC, Ledger
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.cache.trailer import EPOCH_SHIFT, NAME_BYTES, PoolTrailer
@@ -95,7 +96,7 @@ class KeptPool:
         return held_bytes(self._files.pool)
 
     def open(
-        self, cpu_bytes: int, make_namespaces: MakeNamespaces
+        self, cpu_bytes: int, make_namespaces: MakeNamespaces, engine: OpenPool | None = None
     ) -> tuple[PoolMemory, Namespaces]:
         """Open a pool of `cpu_bytes`, with every chunk of the daemon before that is undamaged.
 
@@ -104,6 +105,7 @@ class KeptPool:
         Args:
             cpu_bytes: the budget.
             make_namespaces: makes them without any namespace; called again where one is damaged.
+            engine: that decides the pool's size; None where it is fixed.
 
         Raises:
             PoolError: the memory cannot be had, or no descriptor is left; nothing is lost.
@@ -111,7 +113,8 @@ class KeptPool:
         """
         name, ledgers = self._find(cpu_bytes)
         try:
-            pool = PoolMemory(self._files.pool, cpu_bytes, anew=self._before is None)
+            anew = self._before is None
+            pool = PoolMemory(self._files.pool, cpu_bytes, anew=anew, engine=engine)
         except PoolError as error:
             raise PoolError(f"{error}{self.what_stays}") from error
         try:

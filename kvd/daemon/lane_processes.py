@@ -103,8 +103,7 @@ class Lanes:
                     process.kill(f"the broker could not receive its lifeline: {error}")
             if process.pidfd in ready:
                 reason = process.reap(now)
-                if not self._core.state.stopping:
-                    self._carry_out(self._core.supervision.lost(process.device, reason))
+                self._carry_out(self._core.supervision.lost(process.device, reason))
 
     def _message(
         self, process: LaneProcess, frame: bytes, fds: tuple[int, ...], now: float

@@ -63,6 +63,7 @@ from kvd.machine.process_usage import UsageReader
 from kvd.machine.room import PoolLimits
 from kvd.pool.filling import FillOrder
 from kvd.wire.listener import Listener
+from kvd_proto.capacity import pinning_lanes
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
@@ -116,7 +117,8 @@ class Service:
         self._ready_pipes = ReadyPipes()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._pool: PoolMemory | None = None
-        self._stop_at: float | None = None
+        self._drained_by: float | None = None  # end of `drain_seconds`
+        self._stop_at = math.inf  # when the lanes are killed, whatever they do
         self._signals = 0
         self._next_tick = 0.0
         self._held_up = False  # by a process that may still write to the pool's memory
@@ -244,10 +246,11 @@ class Service:
 
     # ----------------------------------------------------------------- pool
 
-    def _pool_limits(self) -> PoolLimits:
-        return PoolLimits.of(Path(self._settings.pool_dir), self._kept_pool.held_bytes())
+    def _pool_limits(self, pinning_lanes: int | None = None) -> PoolLimits:
+        pool_dir = Path(self._settings.pool_dir)
+        return PoolLimits.of(pool_dir, self._kept_pool.held_bytes(), pinning_lanes)
 
-    def _open_pool(self, cpu_bytes: int) -> Namespaces:
+    def _open_pool(self, cpu_bytes: int, engine: OpenPool | None = None) -> Namespaces:
         def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
             return Namespaces(
                 cpu_bytes,
@@ -262,7 +265,7 @@ class Service:
             )
 
         try:
-            self._pool, namespaces = self._kept_pool.open(cpu_bytes, make)
+            self._pool, namespaces = self._kept_pool.open(cpu_bytes, make, engine)
         except PoolError:
             if self._settings.pool_bytes is not None:  # this daemon does not start
                 self._kept_pool.close()
@@ -278,13 +281,14 @@ class Service:
 
     def _open_sized(self, effect: OpenPool) -> None:
         """Open a pool whose size the ranks of an engine decide."""
-        largest = self._pool_limits().largest
+        lanes = pinning_lanes(effect.layouts, effect.devices)
+        largest = self._pool_limits(lanes).largest
         registration = self.core.registration
         try:
             cpu_bytes, explanation = auto_size(
-                self._settings, effect.layouts, largest, self._kept_pool.kept_bytes()
+                self._settings, effect.layouts, largest, self._kept_pool.kept_bytes(), lanes
             )
-            namespaces = self._open_pool(cpu_bytes)
+            namespaces = self._open_pool(cpu_bytes, effect)
         except Refused as refusal:
             self._carry_out(registration.pool_refused(refusal))
         except PoolError as error:
@@ -377,20 +381,24 @@ class Service:
         if not self._signals:
             return False
         now = time.monotonic()
-        if self._stop_at is None:
+        lanes = self.core.supervision
+        if self._drained_by is None:
             self._carry_out(self.core.stop())
-            self._notifier.stopping(self._settings.drain_seconds)
-            self._stop_at = now + self._settings.drain_seconds
+            self._drained_by = now + self._settings.drain_seconds
+            self._stop_at = self._drained_by + lanes.unpin_seconds
+            self._notifier.stopping(self._stop_at - now)
         if not self._lanes.running or self._signals > 1:
             return True
         if now >= self._stop_at:
-            log.warning("not drained after %.0f s, stopping", self._settings.drain_seconds)
+            log.warning("lanes run %.0f s after the drain, stopping", now - self._drained_by)
             return True
+        if now >= self._drained_by:
+            self._carry_out(lanes.end_drain())
         return False
 
     def _shutdown(self) -> None:
         self._http.close()
-        self._notifier.stopping(0.0)
+        self._notifier.stopping(self.core.supervision.unpin_seconds)  # lanes that are killed unpin
         self._connections.close()
         self._requests.close()
         self._lanes.close()

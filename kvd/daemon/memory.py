@@ -7,9 +7,11 @@ Its pages are allocated by a thread of its own, so that a full /dev/shm is an er
 at start and not a SIGBUS under load, and so that the broker answers meanwhile. What becomes
 of it when the daemon ends is the business of `kvd.daemon.kept_pool`.
 
-Which bytes will belong to which GPU is not known then: ranks come later, and others after them.
-So pages are asked for on the node of the GPUs that this machine or container has; where these sit
-at several nodes, on each in turn, so that no rank has all of its bytes far away.
+Pages are asked for on the nodes of the GPUs that this machine or container has. Where an engine
+decides the pool's size, each rank's arena goes to the node of the rank's GPU. Where the size is
+fixed no rank is known yet: the pool is cut into as many equal parts as there are GPUs, and each
+goes to the node of its GPU, in order of bus ids. So an engine that has all GPUs in this order
+finds each arena near.
 """
 
 import contextlib
@@ -18,21 +20,26 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
-from kvd.broker.effects import Event
+from kvd.broker.effects import Event, OpenPool
 from kvd.cache.trailer import HEAD_BYTES
 from kvd.daemon.pool_files import remove_tree
 from kvd.errors import PoolError
 from kvd.machine import numa
+from kvd.machine.numa import GpuNode, Node
 from kvd.machine.open_files import is_out_of_files, open_files_remedy
 from kvd.machine.room import TRAILER_BYTES, Filesystem, PoolLimits, held_bytes
 from kvd.pool.filling import FillOrder
+from kvd_proto.capacity import pinning_lanes, size_pool
 from kvd_proto.sizes import format_size
 
 _STEP = 16 * 2**20
-_NEAR = 0.95  # of the pool; what is missing may be a sample's error
+_FAR = 0.05  # of the pool; less may be a sample's error
 
 
 def shortage_remedy(error: OSError) -> str:
@@ -40,6 +47,49 @@ def shortage_remedy(error: OSError) -> str:
     if is_out_of_files(error):
         return f"; {open_files_remedy()}"
     return "; free memory" if error.errno == errno.ENOMEM else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Bytes begin..end - 1 of the pool, and the node that they are to lie on, if any."""
+
+    begin: int
+    end: int
+    node: Node | None
+
+
+def place_parts(
+    nbytes: int, filesystem: Filesystem, gpus: Sequence[GpuNode], engine: OpenPool | None
+) -> list[Part]:
+    """Return the parts of a pool, in order; one without a node where no GPU's is known.
+
+    Args:
+        nbytes: of chunks.
+        filesystem: that the pool is on: parts are whole pages.
+        gpus: in order of their bus ids.
+        engine: that decides the pool's size. Its arenas are the parts, unless a rank's GPU is not
+            among `gpus` or the ranks share one arena.
+    """
+    if not gpus:
+        return [Part(0, filesystem.whole_pages(nbytes), None)]
+    node_of = {gpu.device: gpu.node for gpu in gpus}
+    if (
+        engine is not None
+        and not engine.layouts[0].replicated
+        and node_of.keys() >= set(engine.devices)
+    ):
+        sizes = size_pool(engine.layouts, nbytes)
+        ends = [size * sizes.num_chunks for size in accumulate(sizes.slot_bytes)]
+        nodes = [node_of[device] for device in engine.devices]
+    else:
+        ends = [nbytes * (number + 1) // len(gpus) for number in range(len(gpus))]
+        nodes = [gpu.node for gpu in gpus]
+    ends = [filesystem.whole_pages(end) for end in (*ends[:-1], nbytes)]
+    return [
+        Part(begin, end, node)
+        for begin, end, node in zip((0, *ends), ends, nodes, strict=False)
+        if begin < end
+    ]
 
 
 class PoolMemory:
@@ -50,6 +100,7 @@ class PoolMemory:
             its size until `settle`.
         nbytes: of chunks; they take whole pages.
         anew: remove what is there, once it is known that the pool fits.
+        engine: that decides the pool's size; None where it is fixed.
 
     Attributes:
         nbytes: of the pages with chunks, where the trailer begins.
@@ -61,7 +112,9 @@ class PoolMemory:
         PoolError: it cannot be made, with the figures.
     """
 
-    def __init__(self, path: Path, nbytes: int, *, anew: bool = False) -> None:
+    def __init__(
+        self, path: Path, nbytes: int, *, anew: bool = False, engine: OpenPool | None = None
+    ) -> None:
         self.path = path
         self.allocated = 0  # bytes in the order of filling
         self.error = ""
@@ -73,8 +126,11 @@ class PoolMemory:
             self.file_bytes = self.nbytes + trailer_bytes
             self._step = max(_STEP, filesystem.page_bytes)
             self.fill = FillOrder.of(self.nbytes, filesystem.page_bytes)
-            if shortage := PoolLimits.of(path.parent, held_bytes(path)).shortage(nbytes):
+            lanes = pinning_lanes(engine.layouts, engine.devices) if engine is not None else None
+            if shortage := PoolLimits.of(path.parent, held_bytes(path), lanes).shortage(nbytes):
                 raise PoolError(str(shortage))
+            gpus = numa.gpu_nodes(os.sched_getaffinity(0))
+            self._parts = place_parts(nbytes, filesystem, gpus, engine)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             if anew:
                 remove_tree(path)
@@ -156,16 +212,19 @@ class PoolMemory:
         return self.ready or not self._patchy
 
     def _allocate(self, wake: Callable[[], object]) -> None:
-        nodes = numa.gpu_nodes(os.sched_getaffinity(0))
         try:
             for piece in self.fill.order if self.allocated < self.nbytes else ():
                 begin, end = self.fill.span(piece)
-                for start in range(begin, end, self._step):
+                start = begin
+                while start < end:
                     if self._stop.is_set():
                         return
-                    if nodes:
-                        numa.run_on(nodes[start // self._step % len(nodes)])
-                    os.posix_fallocate(self.fd, start, min(self._step, end - start))
+                    part = next(part for part in self._parts if start < part.end)
+                    stop = min(start + self._step, end, part.end)
+                    if part.node is not None:
+                        numa.run_on(part.node)
+                    os.posix_fallocate(self.fd, start, stop - start)
+                    start = stop
                 self.allocated += end - begin
                 wake()
         except OSError as error:
@@ -175,21 +234,27 @@ class PoolMemory:
             )
         wake()
         if self.ready and numa.number_of_nodes() > 1:
-            self.place = self._where({node.number for node in nodes})
+            self.place = self._where()
             wake()
 
-    def _where(self, near: set[int]) -> Event:
-        """On which nodes the pool lies, and what to do where the GPUs sit at others."""
-        shares = numa.shares_of(self.fd, self.nbytes)
-        there = sum(share for node, share in shares.items() if node in near)
+    def _where(self) -> Event:
+        """On which nodes the pool lies, and what to do where its parts lie far from their GPUs."""
+        bytes_on: dict[int, float] = defaultdict(float)  # by node
+        far_bytes = 0.0
+        for part in self._parts:
+            part_bytes = part.end - part.begin
+            for node, share in numa.shares_of(self.fd, part.begin, part.end).items():
+                bytes_on[node] += share * part_bytes
+                if part.node is not None and node != part.node.number:
+                    far_bytes += share * part_bytes
+        shares = {node: nbytes / self.nbytes for node, nbytes in sorted(bytes_on.items())}
         text = f"the pool's memory: {numa.described(shares) or 'its nodes are not known'}"
-        if not shares or not near or there >= _NEAR:
+        if far_bytes <= _FAR * self.nbytes:
             return Event(text)
-        sit = ", ".join(f"node {number}" for number in sorted(near))
         return Event(
-            f"{text}; the GPUs sit at {sit}, and copies from other nodes are slower: choose a"
-            " smaller --cpu-bytes or end what fills the node, then kvd purge, for a pool that is"
-            " kept stays where it is",
+            f"{text}; {100 * far_bytes / self.nbytes:.0f} % of it is on another node than the GPU"
+            " that it is for, and copies from there are slower: choose a smaller --cpu-bytes or end"
+            " what fills the node, then kvd purge, for a pool that is kept stays where it is",
             "warning",
         )
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it comes with what is imported last, see kvd.daemon.start
 log = logging.getLogger("kvd.daemon")
 _MAX_WAITING = 16
 SLOWEST_BEAT_SECONDS = 5.0
-SHUTDOWN_SECONDS = 60.0  # a lane's end unpins its memory: tens of seconds for a large pool
+SHUTDOWN_SECONDS = 30.0  # of what follows the lanes' end: tiers, the pool's files
 _TEXT_SECONDS = 1.0
 _LONGEST_TEXT = 400
 
@@ -125,7 +125,7 @@ class Notifier:
         return lines
 
     def stopping(self, seconds: float) -> None:
-        """The daemon ends, after at most `seconds` of draining."""
+        """The daemon ends; its lanes do within `seconds`."""
         self._say(["STOPPING=1", f"EXTEND_TIMEOUT_USEC={_usec(seconds + SHUTDOWN_SECONDS)}"])
 
     def close(self) -> None:

@@ -4,6 +4,7 @@ import os
 import platform
 import stat
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from kvd.doctor.tier_checks import said_of_tier
 from kvd.lane.devices.cuda import driver
 from kvd.machine.access import explain_denied
 from kvd.machine.trust import danger
+from kvd_proto.capacity import CONTEXT_GPU_BYTES, pin_gpu_bytes, pin_kernel_bytes
 from kvd_proto.sizes import format_size
 
 OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is the long-term one
@@ -64,7 +66,7 @@ def memory(facts: Facts) -> Iterator[Said]:
     size = "auto" if pool is None else format_size(pool)
     text = (
         f"{format_size(memory.available)} of {format_size(memory.total)} available, cpu_bytes is"
-        f" {size}"
+        f" {size}{_pinning(facts)}"
     )
     limits, wanted = facts.limits, facts.wanted
     if facts.runtime.holder is not None:
@@ -75,7 +77,9 @@ def memory(facts: Facts) -> Iterator[Said]:
         yield warn(shortage.text, shortage.remedy)
     elif shortage := limits.of_machine(wanted):
         yield fail(shortage.text, shortage.remedy)
-    elif limits.filesystem.writable and wanted - limits.held > max(0, memory.available - reserve):
+    elif limits.filesystem.writable and wanted - limits.held + limits.pin_bytes(wanted) > max(
+        0, memory.available - reserve
+    ):
         yield warn(
             f"{text}: less than {format_size(reserve)} is left to everybody else",
             "make cpu_bytes smaller: when memory runs out, the kernel kills processes",
@@ -84,6 +88,20 @@ def memory(facts: Facts) -> Iterator[Said]:
         yield ok(
             f"{text}; the kept pool has {format_size(limits.held)} of it" if limits.held else text
         )
+
+
+def _pinning(facts: Facts) -> str:
+    """What pinning the pool costs the machine and each GPU; empty where no GPU is here."""
+    if not facts.pinned:
+        return ""
+    pool = facts.settings.pool_bytes
+    nbytes = 2**30 if pool is None else pool
+    return (
+        f"; each lane that pins {'a GiB' if pool is None else 'all'} of it takes"
+        f" {format_size(pin_kernel_bytes(nbytes, 1))} of kernel memory and"
+        f" {format_size(pin_gpu_bytes(nbytes))} of its GPU's, beside"
+        f" {format_size(CONTEXT_GPU_BYTES)} for its context"
+    )
 
 
 @check("swap")
@@ -157,26 +175,6 @@ def huge_pages(facts: Facts) -> Iterator[Said]:
         )
 
 
-@check("memlock")
-def locked_memory(facts: Facts) -> Iterator[Said]:
-    """The limit of locked memory, without which a pool cannot be pinned."""
-    if facts.locked is None:
-        yield ok(f"no limit for {facts.subject}")
-        return
-    need = facts.settings.pool_bytes
-    text = f"{facts.subject} may lock {format_size(facts.locked)}"
-    if need is not None and facts.locked >= need:
-        yield ok(f"{text}, the pool has {format_size(need)}")
-        return
-    wants = "cpu_bytes is auto" if need is None else f"the pool has {format_size(need)}"
-    judge = fail if facts.gpus.devices else warn
-    yield judge(
-        f"{text}; {wants}" + ("" if facts.gpus.devices else "; no GPU pins it here"),
-        "LimitMEMLOCK=infinity in the unit, --ulimit memlock=-1 in Docker, ulimit -l unlimited in"
-        " a shell: a GPU's lane pins the pool",
-    )
-
-
 @check("open files")
 def open_files(facts: Facts) -> Iterator[Said]:
     """Descriptors for every session."""
@@ -201,13 +199,15 @@ def numa(facts: Facts) -> Iterator[Said]:
         yield ok("one node")
         return
     text = ", ".join(f"{name} {format_size(size)}" for name, size in nodes.items())
-    if len(near) == 1:
+    gpus_at = Counter(near)
+    if len(gpus_at) == 1:
         text += f"; the GPUs sit at {near[0]}, where the pool is put"
     elif near:
-        text += f"; GPUs sit at {' and '.join(near)}, among which the pool is divided"
-    pool = facts.settings.pool_bytes
-    room = sum(nodes.get(name, 0) for name in near) or min(nodes.values())
-    if pool is not None and pool > room:
+        text += f"; GPUs sit at {' and '.join(sorted(gpus_at))}, each with its part of the pool"
+    pool = facts.settings.pool_bytes or 0
+    # As many equal parts as GPUs, each at its GPU's node.
+    shares = {name: count / len(near) for name, count in gpus_at.items()} or dict.fromkeys(nodes, 1)
+    if any(pool * share > nodes.get(name, 0) for name, share in shares.items()):
         yield warn(
             f"{text}; the pool of {format_size(pool)} spans nodes",
             "copies across nodes are slower; a daemon for each node, each near its GPUs, is the"
@@ -244,14 +244,19 @@ def gpus(facts: Facts) -> Iterator[Said]:
         ways = [("IPC handles", gpu.ipc), ("file descriptors", gpu.descriptors)]
         can = " and ".join(name for name, possible in ways if possible)
         text = f"{gpu.name} {gpu.uuid[:8]} at {gpu.bus}"
-        if gpu.ipc:
+        if gpu.refusal:
+            yield fail(
+                f"{text}: {gpu.refusal}",
+                f"nvidia-smi -i {gpu.bus} -c DEFAULT, as root: an engine and kvd's lane are two"
+                " processes on the GPU",
+            )
+        elif gpu.ipc:
             yield ok(f"{text} shares memory by {can}")
         elif gpu.descriptors:
             yield warn(
                 f"{text} shares memory by {can} only",
-                "engines need memory that has descriptors: vLLM --enable-cumem-allocator, or"
-                " TORCH_CUDA_EXPANDABLE_SEGMENTS_IPC=1 and"
-                " PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True",
+                "engines need memory that has descriptors: start vLLM with"
+                " --enable-cumem-allocator",
             )
         else:
             yield fail(

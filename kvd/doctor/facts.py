@@ -23,7 +23,7 @@ from kvd.daemon.pool_files import area_name
 from kvd.doctor.gpus import Gpus, ask_gpus, run_python
 from kvd.doctor.tiers import TierFacts, ask
 from kvd.errors import AccessDenied, ConfigError, NotRunning
-from kvd.machine.numa import gpu_nodes
+from kvd.machine.numa import gpu_nodes, has_gpus
 from kvd.machine.room import (
     Filesystem,
     MachineMemory,
@@ -146,14 +146,13 @@ class Facts:
         return f"the daemon, pid {self.daemon}"
 
     @cached_property
-    def locked(self) -> int | None:
-        """Most memory that may be locked."""
-        return _limit(self.daemon, resource.RLIMIT_MEMLOCK)
-
-    @cached_property
     def open_files(self) -> int | None:
         """Most files that may be open."""
-        return _limit(self.daemon, resource.RLIMIT_NOFILE)
+        try:  # the hard limit: the daemon raises its soft one itself
+            _, limit = resource.prlimit(self.daemon or 0, resource.RLIMIT_NOFILE)
+        except (PermissionError, ProcessLookupError):
+            _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return None if limit == resource.RLIM_INFINITY else limit
 
     @cached_property
     def memory(self) -> MachineMemory:
@@ -193,7 +192,12 @@ class Facts:
         filesystem = self.pool.filesystem
         if filesystem is None:
             return None
-        return PoolLimits(filesystem, self.memory, self.cgroup, self.held)
+        return PoolLimits(filesystem, self.memory, self.cgroup, self.held, int(self.pinned))
+
+    @cached_property
+    def pinned(self) -> bool:
+        """Whether GPUs are here: their lanes pin the pool."""
+        return has_gpus()
 
     @cached_property
     def huge_pages(self) -> dict[str, int]:
@@ -219,12 +223,12 @@ class Facts:
 
     @cached_property
     def gpu_nodes(self) -> tuple[str, ...]:
-        """Those of them at which GPUs sit, as far as the daemon may run there."""
+        """The node of each GPU, in order of bus ids, as far as the daemon may run there."""
         try:
             allowed = os.sched_getaffinity(self.daemon or 0)
         except OSError:
             allowed = os.sched_getaffinity(0)
-        return tuple(f"node{node.number}" for node in gpu_nodes(allowed))
+        return tuple(f"node{gpu.node.number}" for gpu in gpu_nodes(allowed))
 
     @cached_property
     def gpus(self) -> Gpus:
@@ -261,14 +265,6 @@ class Facts:
         except ConfigError as error:
             return str(error)
         return ""
-
-
-def _limit(pid: int | None, which: int) -> int | None:
-    try:
-        _, hard = resource.prlimit(pid or 0, which)  # the daemon raises its soft limits itself
-    except (PermissionError, ProcessLookupError):
-        _, hard = resource.getrlimit(which)
-    return None if hard == resource.RLIM_INFINITY else hard
 
 
 def _read(path: Path) -> str:

@@ -20,13 +20,18 @@ _PATIENCE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Gpu:
-    """One device. `ipc` and `descriptors`: memory can be shared by handle, and as a descriptor."""
+    """One device.
+
+    ipc, descriptors: memory can be shared by handle, and as a descriptor.
+    refusal: why no lane can use it; empty where one can.
+    """
 
     uuid: str
     name: str
     bus: str
     ipc: bool
     descriptors: bool
+    refusal: str = ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,8 @@ def main() -> None:
         cuda = driver.version()
         for device, uuid in driver.devices():
             name, bus = driver.device_name(device), driver.pci_bus_id(device)
-            found.append(Gpu(uuid.hex(), name, bus, *driver.can_share(device)))
+            shared = driver.can_share(device)
+            found.append(Gpu(uuid.hex(), name, bus, *shared, driver.refusal(device)))
     except CudaMissing as error:
         missing = str(error)
         with contextlib.suppress(LaneError):

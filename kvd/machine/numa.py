@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import mmap
 import os
+import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ GPUS = Path("/proc/driver/nvidia/gpus")  # a folder for each that can be seen fr
 SYSFS = Path("/sys")
 _NODES = Path("devices/system/node")
 _MAPS = Path("/proc/self/numa_maps")
+_UUID = re.compile(r"^GPU UUID:\s+GPU-([0-9a-fA-F-]{36})\s*$", re.MULTILINE)
 _SAMPLES = 1024
 _GOLDEN = 0.6180339887498949  # the fractions of its multiples are as even as can be
 
@@ -39,24 +41,46 @@ def number_of_nodes() -> int:
         return 1
 
 
-def gpu_nodes(allowed: AbstractSet[int]) -> tuple[Node, ...]:
-    """Return the nodes of the GPUs that can be seen from here, in order of their numbers.
+@dataclass(frozen=True, slots=True)
+class GpuNode:
+    """A GPU's node. device: as lanes name the GPU, ``cuda:<32 hex digits>``; empty if unknown."""
+
+    device: str
+    node: Node
+
+
+def has_gpus() -> bool:
+    """Whether GPUs can be seen from here."""
+    return any(GPUS.glob("*"))
+
+
+def gpu_nodes(allowed: AbstractSet[int]) -> tuple[GpuNode, ...]:
+    """Return the node of each GPU that can be seen from here, in order of the GPUs' bus ids.
 
     None on a machine of one node, without GPUs, or that does not say where they sit; and only
     nodes of which processors are `allowed`: a daemon may have been bound to a part of the machine.
     """
     if number_of_nodes() < 2:
         return ()
-    found = set()
-    for gpu in GPUS.glob("*"):
+    found = []
+    for gpu in sorted(GPUS.glob("*")):
         with contextlib.suppress(OSError, ValueError):
-            found.add(int((SYSFS / "bus/pci/devices" / gpu.name / "numa_node").read_text("ascii")))
-    nodes = []
-    for number in sorted(found - {-1}):
-        with contextlib.suppress(OSError, ValueError):
-            cpus = numbers((SYSFS / _NODES / f"node{number}" / "cpulist").read_text("ascii"))
-            nodes.append(Node(number, frozenset(cpus & allowed)))
-    return tuple(node for node in nodes if node.cpus)
+            place = SYSFS / "bus/pci/devices" / gpu.name / "numa_node"
+            number = int(place.read_text("ascii"))  # -1 where it is not known: no such folder
+            text = (SYSFS / _NODES / f"node{number}" / "cpulist").read_text("ascii")
+            if cpus := numbers(text) & allowed:
+                found.append(GpuNode(_device(gpu), Node(number, frozenset(cpus))))
+    return tuple(found)
+
+
+def _device(gpu: Path) -> str:
+    """The device's name, from the line ``GPU UUID: GPU-01234567-89ab-…`` of the driver."""
+    try:
+        text = (gpu / "information").read_text("utf-8", "replace")
+    except OSError:
+        return ""
+    uuid = _UUID.search(text)
+    return "cuda:" + uuid[1].replace("-", "").lower() if uuid else ""
 
 
 def run_on(node: Node) -> None:
@@ -84,14 +108,16 @@ def samples(nbytes: int) -> list[int]:
     return [int(sample * _GOLDEN % 1 * nbytes) for sample in range(_SAMPLES)]
 
 
-def shares_of(fd: int, nbytes: int) -> dict[int, float]:
-    """By node: the share of a memory file that lies there, from a thousand pages of it.
+def shares_of(fd: int, begin: int, end: int) -> dict[int, float]:
+    """By node: the share of bytes begin..end - 1 of a memory file there, from a thousand pages.
 
-    All of it must be allocated. Empty where the kernel does not say.
+    All of them must be allocated, and `begin` be the start of a page. Empty where the kernel does
+    not say.
     """
+    nbytes = end - begin
     pages: dict[int, int] = {}
     try:
-        with mmap.mmap(fd, nbytes) as mapping:
+        with mmap.mmap(fd, nbytes, offset=begin) as mapping:
             for at in samples(nbytes):
                 mapping[at]  # so the page is in this process's page table
             first = ctypes.c_char.from_buffer(mapping)

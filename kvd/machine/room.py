@@ -10,10 +10,13 @@ before; without a size option of the mount statvfs knows nothing of the room.
 
 import mmap
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from kvd.machine.numa import has_gpus
+from kvd_proto.capacity import PIN_KERNEL_BYTES, pin_kernel_bytes
 from kvd_proto.sizes import format_size
 
 TRAILER_BYTES = 33 * 4096  # behind the chunks in the pool's file, see kvd.cache.trailer
@@ -208,32 +211,54 @@ class PoolLimits:
     """What limits the size of a pool.
 
     `HEADROOM` is left to the daemon's own processes, of the machine and of the control group.
-    A pool in huge pages takes none of that memory.
+    A pool in huge pages takes none of that memory. To pin a pool takes kernel memory, which counts
+    against the machine's memory alone.
 
     held: bytes that the pool's file takes already. They are used again, so a pool that is no
         larger fits in any case.
+    pinning_lanes: how many times the pool is pinned, whole.
     """
 
     filesystem: Filesystem
     memory: MachineMemory
     group: MemoryLimit | None
     held: int
+    pinning_lanes: int = 0
 
     @classmethod
-    def of(cls, pool_dir: Path, held: int) -> Self:
-        """Return the limits of a pool in `pool_dir`, as they are now, for this process."""
-        return cls(Filesystem.of(pool_dir), MachineMemory.read(), memory_limit(), held)
+    def of(cls, pool_dir: Path, held: int, pinning_lanes: int | None = None) -> Self:
+        """Return the limits of a pool in `pool_dir`, as they are now, for this process.
+
+        Args:
+            pool_dir: where it goes.
+            held: bytes that its file takes already.
+            pinning_lanes: None where the ranks are not known: one where GPUs can be seen.
+        """
+        lanes = int(has_gpus()) if pinning_lanes is None else pinning_lanes
+        return cls(Filesystem.of(pool_dir), MachineMemory.read(), memory_limit(), held, lanes)
 
     @property
     def largest(self) -> int:
         """Bytes of the largest pool that fits now, without the trailer of its file."""
         rooms = [self.filesystem.room]
-        if self._counts_as_memory:
-            rooms.append(_without_headroom(self.memory.available))
-            if self.group is not None:
-                rooms.append(_without_headroom(self.group.room))
+        if self._counts_as_memory and self.group is not None:
+            rooms.append(_without_headroom(self.group.room))
         trailer = self.filesystem.whole_pages(TRAILER_BYTES)
-        return max(0, self.held + max(0, min(rooms)) - trailer)
+        held = self.held - trailer
+        return max(0, held, min(held + min(rooms), self._largest_of_machine(held)))
+
+    def _largest_of_machine(self, held: int) -> int:
+        """The same by the machine's memory alone, with `held` bytes there: pool and pins fit."""
+        room, pins = _without_headroom(self.memory.available), self.pinning_lanes * PIN_KERNEL_BYTES
+        if self._counts_as_memory:
+            most = (held + room) * 2**30 // (2**30 + pins)
+        else:
+            most = room * 2**30 // pins if pins else sys.maxsize
+        return most // self.filesystem.page_bytes * self.filesystem.page_bytes
+
+    def pin_bytes(self, nbytes: int) -> int:
+        """Return the kernel memory that a pool of `nbytes` takes when it is pinned."""
+        return pin_kernel_bytes(self.filesystem.whole_pages(nbytes), self.pinning_lanes)
 
     def shortage(self, nbytes: int) -> Shortage | None:
         """Return why a pool of `nbytes` does not fit, the machine's memory first."""
@@ -241,21 +266,25 @@ class PoolLimits:
 
     def of_machine(self, nbytes: int) -> Shortage | None:
         """Return why the machine's memory is too small."""
-        missing = self._missing(nbytes)
-        if not missing or not self._counts_as_memory:
+        missing, pins = self._missing(nbytes), self.pin_bytes(nbytes)
+        if not missing:
             return None
+        held = self.held
+        if not self._counts_as_memory:
+            missing = held = 0
         available = self.memory.available
         room = _without_headroom(available)
-        if missing <= room:
+        if missing + pins <= room:
             return None
         others = ""
-        if missing <= self.memory.total - self.held - HEADROOM:
+        if missing + pins <= self.memory.total - held - HEADROOM:
             others = "end other processes first"
+        to_pin = f", and {format_size(pins)} for pinning it" if pins else ""
         return Shortage(
             f"a pool of {format_size(nbytes)} does not fit the machine's memory:"
             f" {format_size(available)} of {format_size(self.memory.total)} are"
             f" available{self._and_held}, of which {format_size(available - room)} are for kvd's"
-            " own processes",
+            f" own processes{to_pin}",
             self._remedy(others),
         )
 

@@ -241,8 +241,9 @@ WARNINGS = (
         "pinning",
         _pinning,
         "Lane {device} cannot pin the pool: {error}. It can use {usable} of {pool}.",
-        "Raise the memlock limit (LimitMEMLOCK=infinity in the unit, ulimits.memlock in the"
-        " container), restart kvd, and see kvd doctor.",
+        "Where kernel memory is short (dmesg, MemAvailable): a smaller cpu_bytes. With Linux 6.11"
+        " to 6.13: another kernel. In a movable zone (movablecore=, memory plugged in later): other"
+        " memory. Then restart kvd.",
         "lanes",
     ),
     Kind(

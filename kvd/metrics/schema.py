@@ -222,8 +222,11 @@ class Lane:
         "`host`, or `cuda:` and the device's UUID. CUDA devices appear when workers register on"
         " them; a lane that cannot start is not listed"
     )
-    up: bool = gauge("1 if the lane serves", "kvd_lane_up")
-    state: str = shown("`up`, `starting` (it never was up) or `down` (lost, and started again)")
+    up: bool = gauge("1 if the lane serves or is ending", "kvd_lane_up")
+    state: str = shown(
+        "`up`, `ending` (told to finish its jobs, unpin and exit), `starting` (it never was up) or"
+        " `down` (lost, and started again)"
+    )
     pid: int = shown("Of its process")
     incarnation: int = shown("Number of its process")
     last_error: str = shown("How its last process ended")
@@ -244,6 +247,7 @@ class Lane:
     )
     pins: bool = shown("It can use only memory that it has pinned")
     pin_error: str = shown("Why it cannot pin all of the pool; empty while there is hope")
+    pinned_bytes: int = gauge("Bytes of the pool that the lane has pinned", "kvd_lane_pinned_bytes")
     counters: LaneCounts = part(prefix="kvd_")
 
 

@@ -16,8 +16,8 @@ from kvd.errors import PoolError
 # Pieces are so many bytes long, or pages of more: whole huge pages of tmpfs, which does not always
 # say that it uses them, and whole short pieces of a lane's copies.
 UNIT_BYTES = 8 * 2**20
-# To pin a piece keeps the driver of the whole machine from others, about 0.1 s a GB; and Linux 6.11
-# to 6.13 pins no more than 2 GB at a time.
+# To pin a piece keeps the driver of the whole machine from others, about 0.04 s a GiB; and Linux
+# 6.11 to 6.13 pins no more than 2 GB at a time.
 MAX_PIECE_BYTES = 256 * 2**20
 MIN_PIECE_BYTES = 64 * 2**20
 _PIECES = 256

@@ -25,6 +25,17 @@ from kvd_proto.sizes import format_size
 NULL_BLOCKS = 1  # block 0 is never handed out
 DEFAULT_BATCHED_TOKENS = 8192
 
+PIN_KERNEL_BYTES = 12 * 2**20
+"""Kernel memory of a pinned GiB, in each lane that pins it.
+
+48 bytes for each page of 4 KiB, measured on an H200 (driver 580, 2026-11-26); the sources of the
+driver's kernel module name 32. It cannot be swapped out, and no control group's limit counts it.
+"""
+PIN_GPU_BYTES = 2 * 2**20
+"""Memory of a lane's GPU that a pinned GiB takes; measured with the above."""
+CONTEXT_GPU_BYTES = 528 * 2**20
+"""Memory of its GPU that a lane takes before it pins anything; measured with the above."""
+
 
 def tokens_per_chunk(layout: RankLayout) -> int | None:
     """Tokens of one chunk; None where groups' blocks hold different numbers of them."""
@@ -69,12 +80,44 @@ def _shares(layouts: Sequence[RankLayout]) -> Sequence[RankLayout]:
     return layouts[:1] if layouts[0].replicated else layouts
 
 
+def pinning_lanes(layouts: Sequence[RankLayout], devices: Sequence[str]) -> int:
+    """How many times a pool for one engine is pinned, whole; ranks are in the same order.
+
+    A GPU's lane pins the arenas of its ranks: together one pool, and with replicated shares all of
+    it in each lane. The host's lane pins nothing.
+    """
+    lanes = len({device for device in devices if device.startswith("cuda:")})
+    return lanes if layouts[0].replicated else min(lanes, 1)
+
+
+def pin_kernel_bytes(nbytes: int, lanes: int) -> int:
+    """Return the kernel memory that pinning `nbytes` in each of so many lanes takes."""
+    return _cdiv(nbytes * lanes * PIN_KERNEL_BYTES, 2**30)
+
+
+def pin_gpu_bytes(nbytes: int) -> int:
+    """Return the memory of its GPU that a lane takes for pinning `nbytes`."""
+    return _cdiv(nbytes * PIN_GPU_BYTES, 2**30)
+
+
 def auto_cpu_bytes(
-    layouts: Sequence[RankLayout], *, available: int, reserve: int, ratio: float = 2.0
+    layouts: Sequence[RankLayout],
+    *,
+    available: int,
+    reserve: int,
+    ratio: float = 2.0,
+    lanes: int = 0,
 ) -> tuple[int, str]:
     """Ratio x the KV bytes of all ranks of an engine, at most what is available less a reserve.
 
     Replicated shares count once. The order of the ranks does not matter.
+
+    Args:
+        layouts: of the ranks.
+        available: bytes of the largest pool that fits, beside what pinning it takes.
+        reserve: bytes that are left to others.
+        ratio: bytes of the pool for each byte of KV.
+        lanes: see `pinning_lanes`; for the line.
 
     Returns:
         The size, and how it came about, in one line.
@@ -95,9 +138,13 @@ def auto_cpu_bytes(
     else:
         kv = f"{format_size(sum(reported))} GPU KV of {len(reported)} ranks"
     text = (
-        f"{ratio:g} x {kv} = {format_size(wanted)}; available {format_size(available)} - reserve"
-        f" {format_size(reserve)} = {format_size(room)}; pool {format_size(size)}"
+        f"{ratio:g} x {kv} = {format_size(wanted)}; available {format_size(available)}"
+        f"{' after pinning' if lanes else ''} - reserve {format_size(reserve)} ="
+        f" {format_size(room)}; pool {format_size(size)}"
     )
+    if lanes:
+        pins = format_size(pin_kernel_bytes(size, lanes))
+        text += f", pinned {'once' if lanes == 1 else f'{lanes} times'} for {pins} of kernel memory"
     return size, text
 
 

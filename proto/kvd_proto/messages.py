@@ -682,7 +682,7 @@ class Attached(Message, frozen=True):
 
 
 class Detached(Message, frozen=True):
-    """A rank has left, or a lane is lost: nothing can be loaded or stored until the next Attached.
+    """A rank has left, or a lane is gone: nothing can be loaded or stored until the next Attached.
 
     reason: for people.
     """

@@ -15,10 +15,9 @@ from hypothesis.stateful import (
     rule,
 )
 
-from kvd.broker.effects import DropLane, Effect, KillLane, Notify, StartLane, ToLane
+from kvd.broker.effects import Effect, Notify
 from kvd.broker.sessions import Session
 from kvd.broker.status_report import status_report
-from kvd.wire.link import LaneFailed
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
     Attached,
@@ -43,19 +42,12 @@ from kvd_proto.messages import (
     Stepped,
     Unregister,
 )
-from tests.broker.brokers import (
-    CUDA,
-    PAGE,
-    DrivenBroker,
-    hello,
-    lane_ready,
-    make_broker,
-)
+from tests.broker.brokers import CUDA, PAGE, hello, make_broker
+from tests.broker.lane_rules import DEVICE, LaneRules
 from tests.layouts import flat_layout
 
 WORLD = 2
 POOL = 40 * PAGE
-DEVICE = st.sampled_from(["host", CUDA])
 PICK = st.integers(0, 50)
 PING = Ping(
     lookups=Lookups(chunks=7, hit_chunks=3),
@@ -65,22 +57,19 @@ ENGINES = st.sampled_from(["a", "b", "t"])  # t is temporary, otherwise as a
 KEYS = [f"key-{i}".encode() for i in range(24)]
 
 
-class BrokerMachine(DrivenBroker, RuleBasedStateMachine):
+class BrokerMachine(LaneRules, RuleBasedStateMachine):
     """Two models, engines of two ranks, two lanes that answer when they like."""
 
     sessions = Bundle("sessions")
 
     def __init__(self) -> None:
         RuleBasedStateMachine.__init__(self)
-        DrivenBroker.__init__(self, make_broker(POOL, lease_seconds=5, ticket_seconds=5))
+        broker = make_broker(POOL, lease_seconds=5, ticket_seconds=5, lane_idle_seconds=10)
+        LaneRules.__init__(self, broker)
         self.totals: dict[str, float] = {}
-        self.lane_inbox: dict[str, list[Message]] = {"host": [], CUDA: []}
         self.lent: list[tuple[Session, bytes, int, int]] = []
         self.found: list[tuple[int, int]] = []
         self.request_id = 0
-        self.incarnation = 0
-        self.wanted = {"host"}  # lanes that the broker wants to have a process
-        self.up: set[str] = set()
         self.finding: set[int] = set()  # sessions that were told that chunks can be found
         self.start_lane("host")
 
@@ -89,9 +78,6 @@ class BrokerMachine(DrivenBroker, RuleBasedStateMachine):
     def carried_out(self, effect: Effect) -> None:
         """Note what the broker wants done."""
         match effect:
-            case ToLane():
-                assert effect.device in self.up, f"{effect} to a lane that is down"
-                self.lane_inbox[effect.device].append(effect.message)
             case Notify(message=Attached()):
                 session = self.broker.state.registry.sessions[effect.session]
                 assert session.engine is not None
@@ -99,14 +85,8 @@ class BrokerMachine(DrivenBroker, RuleBasedStateMachine):
                 self.finding.add(effect.session)
             case Notify(message=Detached()):
                 self.finding.discard(effect.session)
-            case KillLane():
-                self.end_lane(effect.device)
-            case StartLane():
-                assert effect.device not in self.wanted
-                self.wanted.add(effect.device)
-            case DropLane():
-                assert effect.device not in self.up
-                self.wanted.remove(effect.device)
+            case _:
+                self.carried_out_by_lanes(effect)
 
     def ask(self, session: Session, message: Message, descriptors: int = 0) -> Message | None:
         """Make a request; its reply, if there is one already."""
@@ -117,44 +97,6 @@ class BrokerMachine(DrivenBroker, RuleBasedStateMachine):
     def alive(self, session: Session) -> bool:
         """Whether the session is still open."""
         return session.number in self.broker.state.registry.sessions
-
-    @rule(device=DEVICE)
-    def start_lane(self, device: str) -> None:
-        """A lane process that is wanted comes up."""
-        if device in self.wanted - self.up:
-            self.up.add(device)
-            self.incarnation += 1
-            self.from_lane(lane_ready(incarnation=self.incarnation), device)
-
-    @rule(device=DEVICE, says_why=st.booleans())
-    def lane_does_not_start(self, device: str, says_why: bool) -> None:
-        """A lane process that is wanted dies before it is up, with a word or without."""
-        if device in self.wanted - self.up:
-            if says_why:
-                self.from_lane(LaneFailed(error="no such device"), device)
-            else:
-                self.end_lane(device)
-
-    @rule(device=DEVICE)
-    def lose_lane(self, device: str) -> None:
-        """A lane process that is up dies."""
-        if device in self.up:
-            self.end_lane(device)
-
-    def end_lane(self, device: str) -> None:
-        """A lane process is gone, up or not."""
-        self.up.discard(device)
-        self.lane_inbox[device].clear()
-        self.carry_out(self.broker.supervision.lost(device, "killed"))
-
-    @rule(device=DEVICE, count=st.integers(1, 8))
-    def lane_works(self, device: str, count: int) -> None:
-        """A lane answers some of what it was told."""
-        inbox = self.lane_inbox[device]
-        for _ in range(min(count, len(inbox))):
-            if not inbox:
-                return
-            self.lane_answers(inbox.pop(0), device)
 
     # ------------------------------------------------------------- sessions
 
@@ -199,12 +141,6 @@ class BrokerMachine(DrivenBroker, RuleBasedStateMachine):
                 came.append(worker)
         self.lanes_work()
         return came
-
-    def lanes_work(self) -> None:
-        """All lanes that are wanted are up and do what they were told."""
-        for device in sorted(self.wanted):
-            self.start_lane(device)
-            self.lane_works(device, 10_000)
 
     @rule(
         session=sessions, rank=st.integers(0, WORLD), device=DEVICE, descriptors=st.integers(1, 2)
@@ -285,6 +221,11 @@ class BrokerMachine(DrivenBroker, RuleBasedStateMachine):
         assert session.engine is not None
         assert session.engine.namespace is not None
         assert not (self.broker.state.draining and len(reply.slots))
+        if len(reply.slots) and any(
+            worker.registration is not None and worker.registration.device == CUDA
+            for worker in session.engine.workers.values()
+        ):
+            assert self.executed[CUDA] == self.bindings[CUDA]
         table, ns_id = session.engine.namespace.table, session.engine.namespace.id
         slots, generations = reply.slots.tolist(), reply.generations.tolist()
         for slot, generation in zip(slots, generations, strict=True):

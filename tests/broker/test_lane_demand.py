@@ -5,17 +5,32 @@ from msgspec.structs import replace
 
 from kvd.broker.admission import FAILED_SECONDS, MAX_CUDA_LANES
 from kvd.broker.broker import Broker
-from kvd.broker.effects import DropFds, DropLane, Effect, Event, KillLane, Reply, StartLane, ToLane
-from kvd.broker.sessions import Session
+from kvd.broker.effects import (
+    DropFds,
+    DropLane,
+    Effect,
+    Event,
+    KillLane,
+    Notify,
+    Reply,
+    StartLane,
+    ToLane,
+)
+from kvd.broker.fatal_imports import REMEMBERED_SECONDS
+from kvd.broker.sessions import Peer, Session
 from kvd.broker.status_report import status_report
 from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import (
+    Importing,
+    ImportWorker,
     LaneFailed,
     LanePong,
     Released,
     ReleaseWorker,
+    StopLane,
 )
 from kvd_proto.messages import (
+    Detached,
     Error,
     ErrorCode,
     Message,
@@ -26,6 +41,7 @@ from kvd_proto.messages import (
 from tests.broker.brokers import (
     CUDA,
     join,
+    lane_ready,
     lane_up,
     make_broker,
     mapped,
@@ -224,3 +240,194 @@ def test_a_slow_broker_still_notices_a_silent_lane(broker: Broker) -> None:
     effects = [effect for turn in range(20) for effect in broker.tick(turn * 100.0)]
     (killed,) = [effect for effect in effects if isinstance(effect, KillLane)]
     assert killed.why.startswith("did not report for ")
+
+
+def importing(broker: Broker, session: Session) -> None:
+    """The lane says that it is about to map the session's memory."""
+    broker.supervision.received(CUDA, Importing(session=session.number), 0.0)
+
+
+def imports(effects: list[Effect]) -> list[int]:
+    """The sessions whose memory lanes are asked to map."""
+    orders = [effect.message for effect in effects if isinstance(effect, ToLane)]
+    return [order.session for order in orders if isinstance(order, ImportWorker)]
+
+
+def test_memory_that_ended_two_lanes_is_not_mapped_again(broker: Broker) -> None:
+    """It is refused with the reason, in a new session too, for a while; others are served."""
+    bad, good = (join(broker, "worker", name) for name in ("bad", "good"))
+    for session in (bad, good):
+        broker.request(session, 2, register(CUDA), 0.0, 2)
+    lane_up(broker, CUDA, incarnation=2)
+    importing(broker, bad)
+    lost = broker.supervision.lost(CUDA, "killed by signal 11")
+    assert not replies(lost)
+    assert any("while it mapped the memory of engine bad" in e.text for e in events(lost))
+    assert imports(lane_up(broker, CUDA, incarnation=3)) == [bad.number, good.number]
+    importing(broker, bad)
+    error = refusal(broker.supervision.lost(CUDA, "killed by signal 7"))
+    assert error.code is ErrorCode.BAD_LAYOUT
+    assert f"lane {CUDA} ended 2 times while it mapped the memory of pid 1" in error.text
+    assert "killed by signal 7" in error.text
+    assert imports(lane_up(broker, CUDA, incarnation=4)) == [good.number]
+    anew, other = join(broker, "worker", "bad"), join(broker, "worker", "bad", peer=Peer(2, 0, 0))
+    for session in (bad, anew):
+        assert refusal(broker.request(session, 3, register(CUDA), 1.0, 2)) == error
+    assert imports(broker.request(other, 2, register(CUDA), 1.0, 2)) == [other.number]
+    later = REMEMBERED_SECONDS + 1.0
+    assert imports(broker.request(anew, 4, register(CUDA), later, 2)) == [anew.number]
+
+
+def test_a_registered_worker_whose_memory_ends_lanes_stays_without_one(broker: Broker) -> None:
+    """After its second end of a lane the next one maps all others; its engine reads why, once."""
+    bad, good = (join(broker, "worker", name) for name in ("bad", "good"))
+    serve(broker, bad)
+    broker.request(good, 2, register(CUDA), 0.0, 2)
+    mapped(broker, good, CUDA)
+    broker.supervision.lost(CUDA, "killed by signal 9")
+    told: list[Notify] = []
+    for incarnation in (3, 4):
+        assert imports(lane_up(broker, CUDA, incarnation=incarnation)) == [bad.number, good.number]
+        importing(broker, bad)
+        effects = broker.supervision.lost(CUDA, "killed by signal 11")
+        told += [effect for effect in effects if isinstance(effect, Notify)]
+    (notice,) = told
+    assert notice.session == bad.number
+    assert isinstance(notice.message, Detached)
+    assert "ended 2 times while it mapped" in notice.message.reason
+    assert imports(lane_up(broker, CUDA, incarnation=5)) == [good.number]
+    assert bad.engine is not None
+    assert not bad.engine.served
+
+
+def test_a_lane_that_answers_clears_the_worker(broker: Broker) -> None:
+    """Two ends of lanes count only where no lane mapped or refused the memory between them."""
+    session = join(broker)
+    serve(broker, session)
+    for incarnation in (3, 4, 5):
+        importing(broker, session)
+        broker.supervision.lost(CUDA, "killed by signal 11")
+        assert imports(lane_up(broker, CUDA, incarnation=incarnation)) == [session.number]
+        importing(broker, session)
+        mapped(broker, session, CUDA)
+
+
+def events(effects: list[Effect]) -> list[Event]:
+    """The events among the effects."""
+    return [effect for effect in effects if isinstance(effect, Event)]
+
+
+def watch(broker: Broker, begin: float, end: float) -> list[tuple[float, ToLane | KillLane]]:
+    """What lanes are told but pings, with the time; those that are up answer every second."""
+    told: list[tuple[float, ToLane | KillLane]] = []
+    for second in range(int(begin), int(end) + 1):
+        for device, lane in broker.state.lanes.items():
+            if lane.up:
+                broker.supervision.received(device, LanePong(), float(second))
+        effects = broker.supervision.watch(float(second))
+        orders = [effect for effect in effects if isinstance(effect, ToLane | KillLane)]
+        told += [
+            (second, order)
+            for order in orders
+            if isinstance(order, KillLane) or isinstance(order.message, StopLane)
+        ]
+    return told
+
+
+@pytest.fixture
+def idle(broker: Broker) -> Broker:
+    """One whose CUDA lane served a worker for 100 s, and whose last session left then."""
+    broker.state.settings = replace(broker.state.settings, lane_idle_seconds=30.0)
+    session = join(broker)
+    serve(broker, session)
+    assert not watch(broker, 0, 100)
+    broker.lost(session)
+    return broker
+
+
+def test_a_lane_without_engines_ends_after_a_while(idle: Broker) -> None:
+    """It is told once, the host's never; its end is no error, no restart, and leaves no lane."""
+    (at, order), *more = watch(idle, 101, 200)
+    assert (at, order, more) == (131, ToLane(CUDA, StopLane()), [])
+    assert status_report(idle.state, 1, "test", 200.0)["lanes"][1]["state"] == "ending"
+    assert idle.state.ready
+    idle.supervision.received(CUDA, LanePong(counters=LaneCounts(store_bytes=4096)), 200.0)
+    effects = idle.supervision.lost(CUDA, "exit status 0")
+    (line,) = events(effects)
+    assert (line.text, line.level) == (f"lane {CUDA} has ended: no engine for 30 s", "info")
+    assert effects[-1] == DropLane(CUDA)
+    totals = status_report(idle.state, 1, "test", 200.0)["counters"]
+    assert (totals["store_bytes"], totals["restarts"]) == (4096, 0)
+
+
+def test_a_lane_that_a_session_waits_for_or_leaves_does_not_end(broker: Broker) -> None:
+    """Registering and unregistering are use, however long they take."""
+    session = join(broker)
+    broker.request(session, 2, register(CUDA), 0.0, 2)
+    lane_up(broker, CUDA, incarnation=2)
+    assert not watch(broker, 0, 400)
+    mapped(broker, session, CUDA)
+    broker.request(session, 3, Unregister(), 0.0)
+    assert not watch(broker, 400, 800)
+    broker.supervision.received(CUDA, Released(session=session.number), 800.0)
+    assert [at for at, _ in watch(broker, 801, 1200)] == [1101]
+
+
+def test_a_lane_that_came_too_late_for_its_worker_waits_for_another(broker: Broker) -> None:
+    """The time without engines counts from the lane's start."""
+    session = join(broker)
+    broker.request(session, 2, register(CUDA), 0.0, 2)
+    broker.lost(session)
+    broker.supervision.received(CUDA, lane_ready(), 1000.0)
+    assert [at for at, _ in watch(broker, 1001, 1400)] == [1301]
+
+
+def test_a_worker_that_comes_while_its_lane_ends_gets_the_next_one(idle: Broker) -> None:
+    """The lane that ends takes no worker; the process after it does."""
+    watch(idle, 101, 140)
+    session = join(idle, "worker", "late")
+    effects = idle.request(session, 2, register(CUDA), 140.0, 2)
+    assert not [effect for effect in effects if isinstance(effect, ToLane | StartLane)]
+    assert not replies(effects)
+    ended = idle.supervision.lost(CUDA, "exit status 0")
+    assert not [effect for effect in ended if isinstance(effect, DropLane)]
+    assert not replies(ended)
+    assert imports(lane_up(idle, CUDA, incarnation=3)) == [session.number]
+
+
+@pytest.mark.parametrize("reason", ["killed by signal 11", "exit status 1"])
+def test_a_lane_that_fails_while_it_ends_is_an_error(idle: Broker, reason: str) -> None:
+    """Only an exit with status 0 is what it was told."""
+    watch(idle, 101, 140)
+    assert ("error", f"lane {CUDA} is lost: {reason}") in [
+        (event.level, event.text) for event in events(idle.supervision.lost(CUDA, reason))
+    ]
+
+
+def test_a_lane_that_hangs_while_it_ends_is_killed(idle: Broker) -> None:
+    """It is pinged as before, and silence has the same end."""
+    watch(idle, 101, 140)
+    effects = [effect for tick in range(141, 151) for effect in idle.supervision.watch(float(tick))]
+    assert CUDA in {effect.device for effect in effects if isinstance(effect, KillLane)}
+
+
+def test_a_stop_waits_for_jobs_and_then_for_memory_that_is_unpinned(broker: Broker) -> None:
+    """Lanes that have jobs after the drain are killed; the others get time by what they pinned."""
+    serve(broker, join(broker))
+    pinned = LanePong(pinned_bytes=400 * 2**30)
+    for device, pong in (("host", LanePong(queued_jobs=2)), (CUDA, pinned)):
+        broker.supervision.received(device, pong, 0.0)
+    stops = [effect for effect in broker.stop() if isinstance(effect, ToLane)]
+    assert stops == [ToLane("host", StopLane()), ToLane(CUDA, StopLane())]
+    assert broker.supervision.unpin_seconds == pytest.approx(50.0)
+    report = status_report(broker.state, 1, "test", 0.0)
+    assert [lane["pinned_bytes"] for lane in report["lanes"]] == [0, 400 * 2**30]
+    killed, again = broker.supervision.end_drain(), broker.supervision.end_drain()
+    assert [effect.device for effect in killed if isinstance(effect, KillLane)] == ["host"]
+    assert not again
+    assert "not drained after 10 s, 2 jobs" in events(killed)[0].text
+    ended = broker.supervision.lost(CUDA, "exit status 0")
+    assert not events(ended)
+    assert [type(e.message) for e in ended if isinstance(e, Notify)] == [Detached]
+    assert broker.state.lanes[CUDA].counters.restarts == 0
+    assert broker.supervision.unpin_seconds == pytest.approx(10.0)

@@ -23,7 +23,7 @@ def engine_comes(broker: Broker, device: str) -> None:
     """An engine of one rank registers memory of `device`, whose lane comes up and pins."""
     session = brokers.join(broker)
     broker.request(session, 2, brokers.register(device), 0.0, 2)
-    brokers.lane_up(broker, device, usable_bytes=POOL // 8, pins=True)
+    brokers.lane_up(broker, device, usable_bytes=POOL, pins=True)
     brokers.mapped(broker, session, device)
     assert broker.state.workers_of(device)
 
@@ -71,15 +71,17 @@ def test_a_lane_that_pins_holds_readiness_up_while_it_has_workers() -> None:
     broker.pool_allocated(POOL)
     assert broker.state.ready
     engine_comes(broker, CUDA)
+    assert named(broker, "pool").percent == 0.0  # it has not answered the order that binds
+    broker.supervision.received(CUDA, PoolUsable(usable_bytes=POOL // 8, error="", bindings=1), 1.0)
     check = named(broker, "pool")
     assert (check.ok, check.percent) == (False, 12.5)
     assert check.text == f"lane {CUDA} has pinned 8 MiB of 64 MiB (12 %)"
     broker.supervision.received(
-        CUDA, PoolUsable(usable_bytes=0, error="no memory may be locked"), 2.0
+        CUDA, PoolUsable(usable_bytes=0, error="no memory may be locked", bindings=1), 2.0
     )
     assert named(broker, "pool").text == f"lane {CUDA}: no memory may be locked"
     assert report(broker)["lanes"][1]["pin_error"] == "no memory may be locked"
-    broker.supervision.received(CUDA, PoolUsable(usable_bytes=POOL, error=""), 3.0)
+    broker.supervision.received(CUDA, PoolUsable(usable_bytes=POOL, error="", bindings=1), 3.0)
     assert broker.state.ready
     assert named(broker, "pool").text == "64 MiB are allocated and pinned"
 

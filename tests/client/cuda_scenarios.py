@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import gc
+import itertools
 import os
 import sys
 import tempfile
@@ -14,11 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from cuda.bindings import driver
 
 from kvd_client import (
     CudaError,
     DeviceMemory,
     HostMemory,
+    JobBlocks,
+    KvdClientError,
+    Store,
     Timeline,
     UnsupportedMemory,
     UsageError,
@@ -46,6 +51,7 @@ from tests.fakecuda.harness import functions_named, switch
 from tests.waiting import DEADLINE, eventually
 
 SIZE = 8 * 4096
+REMOVE = "remove expandable_segments:True from PYTORCH_CUDA_ALLOC_CONF"
 
 # ---------------------------------------------------------------------- tools
 
@@ -194,7 +200,7 @@ def no_more_segments_than_a_registration_can_carry() -> None:
     assert len(registered(fits, fits)[1].fds) == MAX_DESCRIPTORS - 1
     opened = open_files()
     large = DeviceMemory.at(made.address, made.nbytes)
-    with refused(UsageError, f"lies in {MAX_DESCRIPTORS} files", "252 at most", "larger"):
+    with refused(UsageError, f"lies in {MAX_DESCRIPTORS} files", "252 at most", "larger", REMOVE):
         registered(large, large)
     large.close()
     assert open_files() == opened
@@ -206,7 +212,7 @@ def memory_in_absurdly_many_allocations_is_refused() -> None:
     made = cuda.VirtualMemory(segments=3)
     cuda_memory.MAX_SEGMENTS = 2  # type: ignore[attr-defined]  # as imported there
     opened = open_files()
-    with refused(UnsupportedMemory, "more than 2 CUDA allocations"):
+    with refused(UnsupportedMemory, "more than 2 CUDA allocations", REMOVE):
         DeviceMemory.at(made.address, made.nbytes)
     assert open_files() == opened
 
@@ -226,7 +232,7 @@ def memory_that_is_not_exportable_is_refused() -> None:
     cuda.use_device()
     closed, fabric = (cuda.VirtualMemory(kinds=kinds) for kinds in (None, cuda.FABRIC))
     opened = open_files()
-    with refused(UnsupportedMemory, "without a way", "--enable-sleep-mode", "expandable_segments"):
+    with refused(UnsupportedMemory, "without a way", "--enable-sleep-mode", REMOVE):
         DeviceMemory.at(closed.address, SIZE)
     with refused(UnsupportedMemory, "to a fabric only", "NVIDIA_IMEX_CHANNELS"):
         DeviceMemory.at(fabric.address, SIZE)
@@ -302,6 +308,35 @@ def memory_of_one_worker_is_on_one_device() -> None:
     assert registered(first, first)[0].device == first.device
 
 
+UNKNOWN_CODE = 12345  # for which the bindings raise ValueError
+Failure = int | type[Exception]
+FAILURES: tuple[Failure, ...] = (999, UNKNOWN_CODE, ValueError, RuntimeError, AttributeError)
+"""How a driver's function fails: with a code, or with what the bindings raise."""
+
+
+@contextmanager
+def failing(name: str, number: int | None, failure: Failure) -> Iterator[None]:
+    """A function of the driver fails at its n-th call from now; None: at every call."""
+    if isinstance(failure, int):
+        switch(f"fail={name}:{number or '*'}:{failure}")
+        yield
+        switch("fail=")
+        return
+    # The driver's log has one name for both versions of it, of which bindings before 13 have two.
+    newer = f"{name}_v2"
+    attribute = newer if name == "cuDeviceGetUuid" and hasattr(driver, newer) else name
+    function, calls = getattr(driver, attribute), itertools.count(1)
+
+    def fail(*arguments: object) -> object:
+        if number in {None, next(calls)}:
+            raise failure(name)
+        return function(*arguments)
+
+    setattr(driver, attribute, fail)
+    yield
+    setattr(driver, attribute, function)
+
+
 def every_failure_of_the_driver_names_what_was_attempted() -> None:
     """Each call that cuda_driver.py names fails once; errors are typed, nothing is left open."""
     cuda.use_device()
@@ -323,12 +358,17 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
     assert unseen == elsewhere - calls.keys(), unseen
     opened = open_files()
     for name in sorted(functions & calls.keys()):
-        for number in range(1, calls[name] + 1):
-            switch(f"fail={name}:{number}:999")
+        for number, failure in itertools.product(range(1, calls[name] + 1), FAILURES):
             kept = len(timelines._KEPT)
-            errors = life(plain, exported, streams)
-            switch("fail=")
-            assert all("CUDA_ERROR_UNKNOWN (999)" in text for text in errors), (name, errors)
+            with failing(name, number, failure):
+                errors = life(plain, exported, streams)
+            if failure == 999:
+                cause = "CUDA_ERROR_UNKNOWN (999)"
+            elif failure == UNKNOWN_CODE:
+                cause = f"ValueError: {UNKNOWN_CODE} is not a valid CUresult (-1)"
+            else:
+                cause = f"{getattr(failure, '__name__', '')}: {name} (-1)"
+            assert all(text.endswith(cause) for text in errors), (name, errors)
             # A page of which it is not known that nothing writes to it stays, without a word; its
             # mapping holds a descriptor.
             assert errors or name in HARMLESS or len(timelines._KEPT) > kept, name
@@ -337,7 +377,13 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
 
 
 # What the driver then keeps is this process's own, and is let go at its end.
-HARMLESS = {"cuMemRelease", "cuDevicePrimaryCtxRelease", "cuEventDestroy", "cuMemHostUnregister"}
+HARMLESS = {
+    "cuMemRelease",
+    "cuDevicePrimaryCtxRelease",
+    "cuEventDestroy",
+    "cuMemHostUnregister",
+    "cuThreadExchangeStreamCaptureMode",  # of its second call: the thread keeps a right
+}
 
 
 def life(plain: int, exported: int, streams: list[int]) -> list[str]:
@@ -369,6 +415,58 @@ def life(plain: int, exported: int, streams: list[int]) -> list[str]:
     return errors
 
 
+def no_failure_of_the_driver_leaves_a_worker_that_is_registered() -> None:
+    """A function that fails, whichever and however, refuses a registration or a number.
+
+    Everything else that an engine calls goes through: a job of no number is not submitted.
+    """
+    cuda.use_device()
+    address, stream = allocated(2 * SIZE), cuda.new_stream()
+    names = sorted(name for name in functions_named(cuda_driver) if hasattr(driver, name))
+    failures = itertools.product(names, FAILURES, (False, True))
+    refusals = Counter[str]()
+    with tempfile.TemporaryDirectory(prefix="kvd-") as path, FakeDaemon(Path(path)):
+        for name, failure, is_registered in failures:
+            worker = Worker(path, "engine", 0, 1, deadline=DEADLINE)
+            if is_registered:
+                register(worker, address)
+            with failing(name, None, failure):
+                try:
+                    if not is_registered:
+                        register(worker, address)
+                    after = worker.timeline.signal_on(stream)
+                except KvdClientError:
+                    refusals[name] += 1
+                else:
+                    worker.submit(Store, 1, JobBlocks.of([1], [1, 0], [0, 0], [0], [1]), after)
+                worker.wait([1], DEADLINE)
+                worker.get_finished()
+                worker.unregister()
+                worker.close()
+    assert refusals["cuMemHostRegister"] == len(FAILURES)  # of registrations alone
+    assert refusals["cuStreamWriteValue64"] == 2 * len(FAILURES)
+
+
+def a_capture_in_another_thread_goes_on() -> None:
+    """A worker that registers, signals and ends breaks no graph that another thread captures."""
+    cuda.use_device()
+    plain, exported = allocated(2 * SIZE), cuda.VirtualMemory().address
+    stream = cuda.new_stream()
+    switch("capture=1")
+    for address in (plain, exported):
+        DeviceMemory.at(address, SIZE).close()
+    page, timeline = signalled()
+    until(timeline, timeline.signal_on(stream))
+    timeline.follow(None)
+    page.close()
+    assert not timelines._KEPT
+    calls = harness.calls(Path(os.environ["FAKECUDA_LOG"]))
+    assert "cuMemHostUnregister" in calls
+    assert "@broken-capture" not in calls
+    own_mode = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+    assert cuda.call("cuThreadExchangeStreamCaptureMode", own_mode) == own_mode
+
+
 def copies() -> None:
     """What the self-test does with memory of its own."""
     assert cuda_driver.count_devices() == 1
@@ -394,9 +492,21 @@ def open_files() -> int:
 
 
 def a_driver_that_does_not_start_says_so() -> None:
-    """Also where it has no name for its error."""
-    with refused(CudaError, "start the CUDA driver", "(999)"):
+    """Also where it has no name for its error, and where the bindings do not know its code."""
+    code = -1 if f":{UNKNOWN_CODE}" in os.environ["FAKECUDA_FAIL"].split(",")[0] else 999
+    with refused(CudaError, "start the CUDA driver", f"({code})"):
         DeviceMemory.at(4096, 1)
+
+
+def bindings_that_lack_a_constant_are_named() -> None:
+    """As a CudaError with the constant's name; the worker serves once they have it."""
+    cuda.use_device()
+    page = ControlPage()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(driver, "CUevent_flags")
+        with refused(CudaError, "CUevent_flags.CU_EVENT_DISABLE_TIMING failed in cuda-bindings"):
+            StreamSignals(0, page)
+    StreamSignals(0, page).close()
 
 
 def numbers_are_reached_when_the_stream_is_there() -> None:
@@ -477,7 +587,7 @@ def a_failed_signal_raises_and_the_next_one_counts() -> None:
     _, timeline = signalled()
     stream = cuda.new_stream()
     switch("fail=cuStreamWriteValue64:1:999")
-    with refused(CudaError, "write 1 from a stream"):
+    with refused(CudaError, "write a number from a stream"):
         timeline.signal_on(stream)
     until(timeline, timeline.signal_on(stream))
     assert timeline.reached == 2

@@ -48,6 +48,10 @@ NEVER_STARTS = scenarios.a_driver_that_does_not_start_says_so
         # Its first call fails, with and without a name for the error.
         (NEVER_STARTS, {"FAIL": "cuInit:1:999"}),
         (NEVER_STARTS, {"FAIL": "cuInit:1:999,cuGetErrorName:1:999"}),
+        (NEVER_STARTS, {"FAIL": f"cuInit:1:{scenarios.UNKNOWN_CODE}"}),
+        (NEVER_STARTS, {"FAIL": f"cuInit:1:999,cuGetErrorName:1:{scenarios.UNKNOWN_CODE}"}),
+        (scenarios.no_failure_of_the_driver_leaves_a_worker_that_is_registered, {}),
+        (scenarios.bindings_that_lack_a_constant_are_named, {}),
     ],
     ids=lambda part: getattr(part, "__name__", ""),
 )
@@ -56,6 +60,12 @@ def test_worker_on_the_test_driver(
 ) -> None:
     """The scenario's name is the behaviour."""
     fakecuda.check(scenario, SEED=3, **switches)
+
+
+@pytest.mark.fakecuda
+def test_a_capture_in_another_thread_goes_on(fakecuda: FakeCuda, tmp_path: Path) -> None:
+    """The calls that CUDA forbids beside a capture are made in relaxed mode, which then ends."""
+    fakecuda.check(scenarios.a_capture_in_another_thread_goes_on, LOG=tmp_path / "calls.log")
 
 
 @pytest.mark.fakecuda

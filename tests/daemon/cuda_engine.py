@@ -249,13 +249,17 @@ def _places(keys: Sequence[bytes], blocks: Sequence[int]) -> list[tuple[bytes, i
 
 @dataclass
 class CudaEngine:
-    """A scheduler here, ranks in processes of their own with memory on one device."""
+    """A scheduler here, ranks in processes of their own with memory on one device.
+
+    device: its ordinal.
+    """
 
     runtime_dir: Path
     name: str = "engine"
     world_size: int = 2
     kind: str = "ipc"
     page: int = PAGE
+    device: int = 0
     rank_type: type[Rank] = Rank
     ranks: dict[int, Asked] = field(default_factory=dict)
 
@@ -267,7 +271,7 @@ class CudaEngine:
 
     def add(self, rank: int) -> None:
         """Start a rank."""
-        make = partial(self.rank_type, kind=self.kind, page=self.page)
+        make = partial(self.rank_type, kind=self.kind, device=self.device, page=self.page)
         self.ranks[rank] = Asked(make, self.runtime_dir, self.name, rank, self.world_size)
 
     def register(self) -> str:

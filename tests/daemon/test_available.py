@@ -17,7 +17,9 @@ from kvd.machine.room import (
     memory_limit,
 )
 from kvd_proto.sizes import format_size
-from tests.daemon.serving import StartDaemon
+from tests.daemon.engines import Engine
+from tests.daemon.serving import StartDaemon, run_kvd
+from tests.nodes import describe
 from tests.processes import python
 
 MIB, GIB = 2**20, 2**30
@@ -33,9 +35,10 @@ def limits(
     memory: MachineMemory = MEMORY,
     group: MemoryLimit | None = None,
     held: int = 0,
+    pinning_lanes: int = 0,
 ) -> PoolLimits:
     """A machine of 24 GiB, of which 20 are available, with a tmpfs of 64 GiB."""
-    return PoolLimits(filesystem, memory, group, held)
+    return PoolLimits(filesystem, memory, group, held, pinning_lanes)
 
 
 @pytest.mark.parametrize(
@@ -73,6 +76,34 @@ def test_the_largest_pool_fits_and_no_larger_one(found: PoolLimits, pages: int) 
     assert format_size(largest + 1) in shortage.text
 
 
+@pytest.mark.parametrize("lanes", [1, 8])
+@pytest.mark.parametrize(
+    ("found", "room"),
+    [
+        (limits(), 19 * GIB - TRAILER),
+        (limits(held=3 * GIB), 22 * GIB - TRAILER),
+        (limits(HUGE, MachineMemory(2 * GIB, 64 * MIB)), 32 * MIB),
+    ],
+    ids=["memory", "kept", "huge"],
+)
+def test_the_largest_pool_leaves_room_for_its_pins(
+    found: PoolLimits, room: int, lanes: int
+) -> None:
+    """Pool and pins, or in huge pages the pins alone, fit the machine's memory, and no larger."""
+    found = replace(found, pinning_lanes=lanes)
+    page, of_pool = found.filesystem.page_bytes, found.filesystem is SHM
+    assert 0 < found.largest == found.largest // page * page
+    for more, fits in ((0, True), (page, False)):
+        pool = found.largest + more
+        assert (pool * of_pool + lanes * pool * 48 // 4096 <= room) is fits
+        assert (found.of_machine(pool) is None) is fits
+
+
+def test_pins_are_no_memory_of_the_control_group() -> None:
+    """Kernel memory counts against the machine's: the group's limit leaves as large a pool."""
+    assert limits(group=GROUP, pinning_lanes=8).largest == limits(group=GROUP).largest
+
+
 @pytest.mark.parametrize(
     ("found", "wanted", "text", "remedy"),
     [
@@ -86,6 +117,12 @@ def test_the_largest_pool_fits_and_no_larger_one(found: PoolLimits, pages: int) 
             "choose --cpu-bytes 18GiB or less",
         ),
         (limits(), 22 * GIB, "20 GiB of 24 GiB", "18GiB or less, or end other processes first"),
+        (
+            limits(pinning_lanes=8),
+            19 * GIB - TRAILER,
+            "of which 1 GiB are for kvd's own processes, and 1.78 GiB for pinning it",
+            "choose --cpu-bytes 17GiB or less, or end other processes first",
+        ),
         (limits(held=3 * GIB), 30 * GIB, "beside the 3 GiB of the kept pool", "21GiB or less"),
         (
             limits(memory=MachineMemory(2 * GIB, GIB // 2)),
@@ -286,6 +323,32 @@ def test_a_pool_larger_than_the_memory_does_not_start(
     assert "choose --cpu-bytes " in line
     assert "remount" not in line
     assert not list(tmp_path.glob("kvd-*"))
+
+
+def test_pins_count_where_gpus_may_pin(
+    tmp_path: Path, start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside GPUs a fixed size must leave room for pins, and a size that a host's ranks decide not.
+
+    The machine is described with 64 MiB available: the largest pool that nothing pins is 32 MiB,
+    less its trailer.
+    """
+    describe(tmp_path, {"0000:17:00.0": "0"}, online="0")
+    (tmp_path / "meminfo").write_text("MemTotal: 1048576 kB\nMemAvailable: 65536 kB\n")
+    (tmp_path / "sitecustomize.py").write_text(
+        "from pathlib import Path; from kvd.machine import numa, room\n"
+        f"numa.GPUS = Path({str(tmp_path / 'gpus')!r})\n"
+        f"room._MEMINFO = Path({str(tmp_path / 'meminfo')!r})"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    largest = 32 * MIB - TRAILER
+    done = run_kvd("serve", "--runtime-dir", str(tmp_path / "run"), "--cpu-bytes", str(largest))
+    assert done.returncode == 1
+    assert "64 MiB of 1 GiB are available" in done.stderr
+    assert "for pinning it; choose --cpu-bytes 31MiB or less" in done.stderr
+    daemon = start_daemon("--reserve", "0", "--host-ratio", "1000", cpu_bytes="auto", ready=False)
+    with Engine(daemon.runtime_dir, world_size=1).wait_attached():
+        assert daemon.status()["pool"]["cpu_bytes"] == largest
 
 
 def test_an_auto_that_leaves_nothing_is_said_at_start(start_daemon: StartDaemon) -> None:

@@ -1,14 +1,11 @@
 """Engines in CUDA memory, from process to process, on a test driver that is no GPU."""
 
-import contextlib
 import select
 import signal
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,9 +20,10 @@ from tests.daemon.cuda_engine import (
     lane_of,
     wait_lane,
 )
+from tests.daemon.cuda_lanes import Lanes, cuda_lanes, holders, in_copy, wait_next_lane
 from tests.daemon.engines import FACTOR, PAGE, TENSORS, Engine, keys_of, wait_hit
 from tests.daemon.users import OTHER_UID, needs_root
-from tests.fakecuda.harness import calls, write_control
+from tests.fakecuda.harness import calls
 from tests.processes import kill_and_wait
 from tests.waiting import eventually
 
@@ -35,30 +33,6 @@ COMPUTED = 0x5A
 RANK_CHUNK_BYTES = FACTOR * TENSORS * PAGE
 # Pinned in two pieces; the arena of rank 0 is in the first, rank 1's in the second.
 POOL = 128 * 2**20
-
-
-@dataclass(frozen=True)
-class Lanes:
-    """Daemons whose lanes obey switches of the test driver, and the calls that these made."""
-
-    start_daemon: StartDaemon
-    control: Path
-    log: Path
-
-    def start(self, *flags: str, **settings: Any) -> Daemon:
-        """A daemon; of the switches, ranks see nothing."""
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("FAKECUDA_CONTROL", str(self.control))
-            patch.setenv("FAKECUDA_LOG", str(self.log))
-            return self.start_daemon(*flags, **settings)
-
-    def switch(self, text: str) -> None:
-        """A line of `key=value`; read before the lane's next call of the driver."""
-        write_control(self.control, text)
-
-    def wait_hanging(self) -> None:
-        """Until a call of the driver hangs."""
-        eventually(lambda: "@hang" in calls(self.log))
 
 
 @pytest.fixture
@@ -147,26 +121,6 @@ def test_an_engine_that_sleeps_has_its_memory_back_and_other_memory_when_it_wake
         engine.store(later, first_block=1)
         assert engine.load(later) == 0
         assert wait_lane(daemon, workers=2)["counters"]["restarts"] == 0
-
-
-def holders(files: set[int]) -> set[str]:
-    """Processes that have one of these files open or mapped, by their commands."""
-    found = set()
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
-            mapped = {int(line.split()[4]) for line in (process / "maps").read_text().splitlines()}
-            if not files.isdisjoint(mapped | inodes(process)):
-                found.add((process / "cmdline").read_text())
-    return found
-
-
-def inodes(process: Path) -> set[int]:
-    """Of the files that a process has open."""
-    found = set()
-    for entry in (process / "fd").iterdir():
-        with contextlib.suppress(OSError):  # closed meanwhile
-            found.add(entry.stat().st_ino)
-    return found
 
 
 @needs_root
@@ -295,9 +249,8 @@ def test_a_lane_that_loses_its_device_or_hangs_or_is_killed_is_replaced(
 
 @HANGS
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["hang=cuIpcCloseMemHandle:1", "fail=cuIpcCloseMemHandle:1:1"])
-def test_a_close_that_hangs_or_fails_costs_that_lane_alone(
-    engine: CudaEngine, daemon: Daemon, lanes: Lanes, way: str
+def test_a_close_that_hangs_costs_that_lane_alone(
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes
 ) -> None:
     """The memory of a worker that left cannot be closed; host and other ranks are served on."""
     with Engine(daemon.runtime_dir, name="host-engine", world_size=2).wait_attached() as host:
@@ -305,20 +258,103 @@ def test_a_close_that_hangs_or_fails_costs_that_lane_alone(
         engine.store(keys)
         (before,) = (lane for lane in daemon.status()["lanes"] if lane["device"] == "host")
         pid = lane_of(daemon)["pid"]
-        lanes.switch(way)
+        lanes.switch("hang=cuIpcCloseMemHandle:1")
         engine.ranks[1].kill()
-        if way.startswith("hang"):
-            lanes.wait_hanging()
+        lanes.wait_hanging()
         others = keys_of("host", 3)
         host.store(others)
         wait_hit(host, others)
         assert host.load(others) == (3, 0)
-        lanes.switch(way.partition("=")[0] + "=")
+        lanes.switch("hang=")
         wait_next_lane(daemon, pid, workers=1)
         engine.replace(1)
         assert engine.load(keys) == 0
         (now,) = (lane for lane in daemon.status()["lanes"] if lane["device"] == "host")
         assert (now["pid"], now["counters"]["restarts"]) == (before["pid"], 0)
+
+
+def test_memory_that_cannot_be_closed_costs_nobody_anything(
+    engine: CudaEngine, daemon: Daemon, lanes: Lanes
+) -> None:
+    """The lane keeps what a worker that left had, and serves the rank that takes its place."""
+    keys = keys_of("kept", 4)
+    engine.store(keys)
+    pid = lane_of(daemon)["pid"]
+    for code in ("719~", "99999"):
+        lanes.switch(f"fail=cuIpcCloseMemHandle:1:{code}")
+        engine.ranks[1].kill()
+        wait_lane(daemon, workers=1)
+        engine.replace(1)
+        assert engine.load(keys) == 0
+    assert lane_of(daemon)["pid"] == pid
+
+
+def test_a_handle_that_the_driver_refuses_costs_its_own_engine_alone(
+    engine: CudaEngine, daemon: Daemon
+) -> None:
+    """Its worker is told of the driver's reason; the lane goes on, and the good engine with it."""
+    keys = keys_of("kept", 4)
+    engine.store(keys)
+    lane = wait_lane(daemon, workers=2)
+    for code in ("999", "719~", "99999"):
+        bad = Asked(Rank, daemon.runtime_dir, "bad", 0, 1)
+        bad.ask("switch", f"handles={code}")
+        with pytest.raises(RuntimeError, match=rf"opening a worker's memory: .*{code.rstrip('~')}"):
+            bad.ask("register")
+        assert engine.load(keys) == 0
+        engine.store(keys_of(f"more {code}", 2), first_block=20)
+        bad.close()
+    after = wait_lane(daemon, workers=2)
+    assert (after["pid"], after["counters"]["restarts"]) == (lane["pid"], 0)
+
+
+def test_memory_that_ends_two_lanes_is_refused(engine: CudaEngine, daemon: Daemon) -> None:
+    """An import that costs the context is blamed on that session: the third lane does not try."""
+    keys = keys_of("kept", 4)
+    engine.store(keys)
+    bad = Asked(Rank, daemon.runtime_dir, "bad", 0, 1)
+    bad.ask("switch", "handles=719")
+    with pytest.raises(RuntimeError, match="ended 2 times while it mapped the memory of pid"):
+        bad.ask("register")
+    bad.close()
+    lane = wait_lane(daemon, workers=2)
+    assert lane["counters"]["restarts"] == 2
+    engine.wait_attached()
+    assert engine.load(keys) == 0
+
+
+def test_the_pool_is_pinned_for_complete_engines_and_unpinned_at_the_end(lanes: Lanes) -> None:
+    """Not for a rank whose engine lacks another; and no process ends with a part of it pinned."""
+    daemon = lanes.start(cpu_bytes=str(POOL))
+    with CudaEngine(daemon.runtime_dir) as engine:
+        engine.ranks[0].ask("register")
+        assert wait_lane(daemon, workers=1)["pinned_bytes"] == 0
+        assert calls(lanes.log).count("cuMemHostRegister") == 1  # the lane's trial of batches
+        engine.ranks[1].ask("register")
+        engine.wait_attached()
+        wait_lane(daemon, pinned_bytes=POOL, usable_bytes=POOL)
+        daemon.stop()
+        made = calls(lanes.log)
+        assert made.count("cuMemHostUnregister") == made.count("cuMemHostRegister") == 3
+        assert "@pinned-at-exit" not in made
+
+
+def test_one_lane_pins_at_a_time(lanes: Lanes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one lane's registration hangs, that of another device waits for it."""
+    monkeypatch.setenv("FAKECUDA_DEVICES", "2")
+    daemon = lanes.start()
+    lanes.switch("hang=cuMemHostRegister:2")  # after the trial of batches
+    with (
+        CudaEngine(daemon.runtime_dir, "first", world_size=1) as first,
+        CudaEngine(daemon.runtime_dir, "second", world_size=1, device=1) as second,
+    ):
+        first.register()
+        lanes.wait_hanging()
+        second.register()
+        select.select([], [], [], 0.3)
+        assert calls(lanes.log).count("@hang") == 1
+        lanes.switch("unhang=")
+        eventually(lambda: [lane["pinned_bytes"] > 0 for lane in cuda_lanes(daemon)] == [True] * 2)
 
 
 def test_a_device_that_the_daemon_does_not_see_is_refused(
@@ -392,7 +428,7 @@ def test_lookups_are_answered_while_the_pool_is_pinned_anew(lanes: Lanes) -> Non
         engine.register()
         engine.store(keys)
         first.stop(signal.SIGKILL)
-        lanes.switch("hang=cuMemHostRegister:4")  # two for the lane itself, two for the pool
+        lanes.switch("hang=cuMemHostRegister:3")  # one for the lane itself, two for the pool
         second = lanes.start("--keep-pool", "yes", cpu_bytes=str(POOL), ready=False)
         engine.wait_attached(second)
         wait_lane(second, workers=2, usable_bytes=POOL // 2)
@@ -405,15 +441,3 @@ def test_lookups_are_answered_while_the_pool_is_pinned_anew(lanes: Lanes) -> Non
         wait_lane(second, usable_bytes=POOL)
         assert engine.load(keys) == 0
         assert second.wait_ready()["namespaces"][0]["counters"]["restored"] == 6
-
-
-def wait_next_lane(daemon: Daemon, pid: int, workers: int) -> None:
-    """Until another CUDA lane than that of this pid has so many workers."""
-    eventually(
-        lambda: lane_of(daemon), lambda lane: lane["pid"] != pid and lane["workers"] == workers
-    )
-
-
-def in_copy(daemon: Daemon, nbytes: int = 1) -> None:
-    """Until the CUDA lane has so many bytes in flight."""
-    eventually(lambda: lane_of(daemon)["bytes_in_flight"], lambda found: found >= nbytes)

@@ -1,6 +1,7 @@
 """Things that die: the worst that follows is a miss, and nothing stays behind."""
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -129,6 +130,28 @@ def test_a_killed_lane_costs_its_jobs_and_nothing_else(
         wait_state(daemon, writing=0, draining=0, ready=6)
         assert engine.load(keys) == (6, 0)
         assert engine.store(keys_of("lost", 2))
+
+
+@pytest.mark.parametrize(("drain_seconds", "signals"), [("0.5", 1), ("3600", 2)])
+def test_a_stop_waits_for_jobs_as_long_as_it_may(
+    start_daemon: StartDaemon, drain_seconds: str, signals: int
+) -> None:
+    """A lane with jobs is killed after `drain_seconds`, by name; a second signal ends at once."""
+    daemon = start_daemon("--drain-seconds", drain_seconds)
+    with Engine(daemon.runtime_dir).wait_attached() as engine:
+        ticket = engine.begin(keys_of("lost", 2))
+        blocks = JobBlocks.of(
+            engine.fill(ticket.keys, 20), [4, 0], [0, 0], ticket.slots, ticket.generations
+        )
+        worker = engine.workers[0]
+        worker.submit(Store, 999, blocks, after=worker.timeline.reserve())  # never signalled
+        eventually(lambda: daemon.status()["lanes"][0]["queued_jobs"])
+        if signals == 2:
+            daemon.process.send_signal(signal.SIGTERM)
+            daemon.wait_log("stopping: a signal came")
+        assert daemon.stop() == 0
+    killed = f"lane host is killed: not drained after {drain_seconds} s, 1 jobs queued"
+    assert (killed in daemon.log.read_text()) == (signals == 1)
 
 
 def test_a_load_that_begins_after_its_lease_is_served_while_the_chunks_are_there(

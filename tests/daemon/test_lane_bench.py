@@ -53,6 +53,7 @@ def test_the_lane_benchmark_measures_both_trees_and_writes_every_figure(tmp_path
     assert set(result) >= FIGURES
     numbers = [name for name in result if "_GBps_" in name or name.endswith("_us")]
     assert all(result[name] > 0 for name in numbers)
+    assert result[f"stage_store_driver_call_ms_per_GB_{FRAGMENT}"] > 0  # its timer is installed
     before = {name for name in result if name.startswith("before_")}
     if "without figures of the commit before" in done.stdout:
         assert not before

@@ -7,9 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from kvd.broker.supervision import UNPIN_SECONDS_PER_GIB
+from kvd.config.settings import Settings
+
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 INSTALL = "tests/install-debian.sh installs it on Debian"
+
+
+def stop_seconds(pinned_gib: float) -> float:
+    """What the deployments' comments promise: how long a daemon with the default drain may stop."""
+    return Settings().drain_seconds + UNPIN_SECONDS_PER_GIB * pinned_gib + 20
 
 
 def tool(name: str) -> str:

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from math import ceil
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,17 @@ import yaml
 from kvd.config.settings import KNOWN, Settings
 from kvd.config.tiers import parse_tiers
 from kvd.tier.backends import check_tiers
-from tests.deploy.places import ROOT, run
+from tests.deploy.places import ROOT, run, stop_seconds
 
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
+COMPOSE = (DOCKER / "compose.yaml").read_text()
 
 
 @pytest.fixture(scope="module")
 def services() -> dict[str, dict[str, Any]]:
     """The services of the compose file."""
-    found: dict[str, dict[str, Any]] = yaml.safe_load((DOCKER / "compose.yaml").read_text())
+    found: dict[str, dict[str, Any]] = yaml.safe_load(COMPOSE)
     return found["services"]
 
 
@@ -68,13 +70,15 @@ def test_the_engine_shares_only_the_runtime_directory(services: dict[str, dict[s
 
 
 def test_a_large_pool_fits(services: dict[str, dict[str, Any]]) -> None:
-    """The default of shm_size is above that of the pool, memory may be locked, the end has time."""
+    """The default of shm_size is above that of the pool, and a stop has time to unpin it."""
     kvd = services["kvd"]
     (pool,) = re.findall(r":-(\d+)GiB", kvd["environment"]["KVD_CPU_BYTES"])
     (room,) = re.findall(r":-(\d+)gb", kvd["shm_size"])
     assert int(room) > int(pool)
-    assert kvd["ulimits"]["memlock"] == -1
-    assert int(kvd["stop_grace_period"].removesuffix("s")) >= Settings().drain_seconds + 60
+    grace = int(kvd["stop_grace_period"].removesuffix("s"))
+    assert grace >= stop_seconds(int(pool))
+    told = re.findall(r"(\d+) s\s+(?:# )?here, (\d+) s for 1 TiB", COMPOSE)
+    assert told == [(str(ceil(stop_seconds(int(pool)))), str(ceil(stop_seconds(1024))))]
 
 
 def test_variables_are_settings(services: dict[str, dict[str, Any]]) -> None:

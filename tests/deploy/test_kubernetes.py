@@ -13,7 +13,7 @@ from kvd.config.tiers import parse_tiers
 from kvd.tier.backends import check_tiers
 from kvd.version import VERSION
 from kvd_proto.sizes import parse_size
-from tests.deploy.places import DEPLOY
+from tests.deploy.places import DEPLOY, stop_seconds
 
 KUBERNETES = DEPLOY / "kubernetes"
 FILES = ("daemonset.yaml", "engine.yaml", "mooncake.yaml", "sidecar.yaml")
@@ -187,8 +187,10 @@ def test_a_sidecar_is_a_native_one_and_does_not_take_the_engine_down() -> None:
 
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
 def test_the_end_has_time(name: str) -> None:
-    """The grace period is longer than the drain, by what unpinning may take."""
-    assert pod(name)["terminationGracePeriodSeconds"] >= Settings().drain_seconds + 60
+    """The grace period is longer than the drain, by what unpinning the pool may take."""
+    memory = kvd_container(name)["resources"]["limits"]["memory"]  # more than the pool has
+    seconds = stop_seconds(parse_size(memory.removesuffix("i") + "iB") / GIB)
+    assert pod(name)["terminationGracePeriodSeconds"] >= seconds
 
 
 @pytest.mark.parametrize("name", ["engine.yaml", "sidecar.yaml"])

@@ -38,13 +38,13 @@ HEALTHY = {
     "cpus": 64,
     "child_problem": "",
     "daemon": None,
-    "locked": None,
     "open_files": 1_048_576,
     "memory": MachineMemory(256 * GIB, 200 * GIB),
     "swap_used": 0,
     "cgroup": None,
     "pool": POOL,
     "held": 0,
+    "pinned": True,
     "huge_pages": {"HugePages_Total": 0, "HugePages_Free": 0, "Hugepagesize": 2**21},
     "nodes": {"node0": 256 * GIB},
     "gpu_nodes": (),
@@ -90,7 +90,7 @@ TWO_NODES = {"node0": 128 * GIB, "node1": 32 * GIB}
     ("near", "says"),
     [
         (("node0",), "the GPUs sit at node0, where the pool is put"),
-        (("node0", "node1"), "GPUs sit at node0 and node1, among which the pool is divided"),
+        (("node1", "node0", "node0"), "GPUs sit at node0 and node1, each with its part of the"),
     ],
 )
 def test_the_nodes_of_the_gpus_are_named(near: tuple[str, ...], says: str) -> None:
@@ -161,13 +161,15 @@ def test_a_tier_that_is_well_is_told_with_its_figures() -> None:
     assert (found.level, "takes connections" in found.text) == (Level.OK, True)
 
 
+TOTAL, PINLESS = 256 * GIB, 131 * GIB // 2  # a pool of 64 GiB would fit, if it were not pinned
 AUTO = Settings(runtime_dir="/run/kvd", reserve="100TiB")
 DOWN = {"name": "lane down", "level": "error", "text": "Lane host is down.", "remedy": "Wait."}
 REPORT = {"version": "kvd 0.1.0", "pid": 7, "ready": False, "conditions": [DOWN]}
 BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("machine", Level.FAIL, "4.18", {"kernel": "4.18.0-553"}),
     ("memory", Level.FAIL, "58GiB or less", {"memory": MachineMemory(256 * GIB, 60 * GIB)}),
-    ("memory", Level.WARN, "2 GiB", {"memory": MachineMemory(256 * GIB, 131 * GIB // 2)}),
+    ("memory", Level.FAIL, "768 MiB for pinning it", {"memory": MachineMemory(TOTAL, PINLESS)}),
+    ("memory", Level.WARN, "2 GiB", {"memory": MachineMemory(256 * GIB, 133 * GIB // 2)}),
     ("memory", Level.WARN, "reserve = 100 TiB leaves nothing", {"settings": AUTO}),
     ("processes", Level.FAIL, "PYTHON=", {"child_problem": "Permission denied"}),
     ("swap", Level.WARN, "1 GiB", {"swap_used": GIB}),
@@ -178,15 +180,16 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("pool directory", Level.FAIL, "size=65537M /dev/shm; in Docker", shm(room=2**26, size=2**26)),
     ("pool directory", Level.FAIL, "chmod +t /dev/shm", pool(mode=0o777)),
     ("huge pages", Level.FAIL, "echo 32769 > /sys/", shm(**HUGE, size=0, room=0)),
-    ("memlock", Level.FAIL, "LimitMEMLOCK", {"locked": 2**23}),
     ("open files", Level.WARN, "LimitNOFILE=4352", {"open_files": 1024}),
     ("NUMA", Level.WARN, "spans", {"nodes": {"node0": 32 * GIB, "node1": 32 * GIB}}),
     ("NUMA", Level.WARN, "sit at node1, where", {"nodes": TWO_NODES, "gpu_nodes": ("node1",)}),
+    ("NUMA", Level.WARN, "spans", {"nodes": TWO_NODES, "gpu_nodes": ("node1", "node1", "node0")}),
     ("GPU", Level.FAIL, "shows no device", gpus(devices=())),
     ("GPU", Level.FAIL, "for CUDA 11.8", gpus(devices=(), cuda=11080, missing="too old")),
     ("GPU", Level.FAIL, "update the NVIDIA driver to 525", gpus(devices=(), cuda=11080)),
     ("GPU", Level.FAIL, "did not answer", gpus(devices=(), problem="it did not answer")),
-    ("GPU", Level.WARN, "expandable", gpus(devices=(replace(H200, ipc=False),))),
+    ("GPU", Level.WARN, "--enable-cumem-allocator", gpus(devices=(replace(H200, ipc=False),))),
+    ("GPU", Level.FAIL, "-i 0000:17:00.0 -c DEFAULT", gpus(devices=(replace(H200, refusal="no"),))),
     ("GPU", Level.FAIL, "WSL", gpus(devices=(replace(H200, ipc=False, descriptors=False),))),
     ("GPU driver", Level.WARN, "12.4", gpus(cuda=12040)),
     ("runtime directory", Level.FAIL, "/run/kvd", runtime(path=Path("/run/kvd" * 12))),
@@ -265,9 +268,11 @@ FULL = MachineMemory(256 * GIB, GIB)
         shm(room=0)
         | runtime(holder=7, report=REPORT | {"ready": True, "conditions": []})
         | {"memory": FULL, "cgroup": MemoryLimit(Path("/g"), 66 * GIB, 65 * GIB)},
-        shm(room=0) | KEPT | {"memory": FULL, "cgroup": MemoryLimit(Path("/g"), 2 * GIB, 2 * GIB)},
+        shm(room=0)
+        | KEPT
+        | {"memory": FULL, "cgroup": MemoryLimit(Path("/g"), 2 * GIB, 2 * GIB), "pinned": False},
         shm(**HUGE, room=0) | KEPT,
-        shm(**HUGE, room=65 * GIB) | {"memory": FULL},
+        shm(**HUGE, room=65 * GIB) | {"memory": FULL, "pinned": False},
         {"settings": Settings(runtime_dir="/run/kvd"), "memory": MachineMemory(8 * GIB, 4 * GIB)},
     ],
     ids=[
@@ -283,7 +288,25 @@ def test_a_full_machine_may_be_fine(fine: dict[str, Any]) -> None:
     assert {finding.level for finding in examine(machine(**fine))} == {Level.OK}
 
 
-def test_without_a_gpu_a_low_memlock_is_a_warning() -> None:
-    """Nothing pins the pool on a machine without GPUs."""
-    facts = machine(locked=2**16, gpus=Gpus())
-    assert [finding.level for finding in of(facts, "memlock")] == [Level.WARN]
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "all of it takes 768 MiB of kernel memory and 128 MiB of its GPU's, beside 528 MiB"),
+        ({"settings": Settings(runtime_dir="/run/kvd")}, "a GiB of it takes 12 MiB of kernel"),
+        ({"pinned": False}, ""),
+    ],
+    ids=["64 GiB", "auto", "no GPU"],
+)
+def test_what_pinning_costs_is_said(changes: dict[str, Any], says: str) -> None:
+    """The memory's line has the costs of the machine and of each GPU, where GPUs are here."""
+    (memory,) = (found for found in examine(machine(**changes)) if found.name == "memory")
+    assert memory.level is Level.OK
+    assert says in memory.text
+    assert bool(says) == ("kernel memory" in memory.text)
+
+
+def test_huge_pages_do_not_hold_what_pinning_takes() -> None:
+    """A pool in huge pages takes none of the machine's memory until it is pinned."""
+    (found,) = of(machine(**shm(**HUGE, room=65 * GIB), memory=FULL), "memory")
+    assert found.level is Level.FAIL
+    assert "768 MiB for pinning it" in found.text

@@ -81,11 +81,24 @@ def lower() -> None:
 
 
 @pytest.mark.fakecuda
-def test_a_low_memlock_fails_where_a_gpu_would_pin(tmp_path: Path, fakecuda: FakeCuda) -> None:
-    """With a GPU here, the same limit is a failure, and the exit status says so."""
-    status, found = doctor(*quiet(tmp_path), before=lower, env=fakecuda.environment())
-    assert (status, found["memlock"]["level"]) == (1, "fail")
-    assert "shares memory by IPC handles" in found["GPU"]["text"]
+@pytest.mark.parametrize(
+    ("mode", "mps", "level", "says"),
+    [
+        (0, 0, "ok", "shares memory by IPC handles"),
+        (3, 0, "fail", "EXCLUSIVE_PROCESS"),
+        (3, 1, "ok", "shares memory by IPC handles"),
+        (2, 0, "fail", "PROHIBITED"),
+    ],
+    ids=["default", "exclusive", "exclusive with MPS", "prohibited"],
+)
+def test_a_gpu_that_lets_one_process_in_fails(
+    tmp_path: Path, fakecuda: FakeCuda, mode: int, mps: int, level: str, says: str
+) -> None:
+    """The compute mode is read without a context; a low limit of locked memory does no harm."""
+    env = fakecuda.environment(COMPUTE_MODE=mode, MPS=mps)
+    status, found = doctor(*quiet(tmp_path), before=lower, env=env)
+    assert (found["GPU"]["level"], status) == (level, int(level == "fail"))
+    assert says in found["GPU"]["text"]
 
 
 @pytest.mark.fakecuda
@@ -132,7 +145,7 @@ def test_a_running_daemon_is_seen_with_its_own_limits(
         lambda: doctor(*quiet(tmp_path)), lambda told: ", ready" in told[1]["daemon"]["text"]
     )
     assert f"pid {daemon.process.pid}, ready" in found["daemon"]["text"]
-    assert f"the daemon, pid {daemon.process.pid}" in found["memlock"]["text"]
+    assert f"the daemon, pid {daemon.process.pid}" in found["open files"]["text"]
     assert f"pid {other.process.pid}" in found["other daemon"]["text"]
     with frozen(daemon.process.pid):
         status, found = doctor(*quiet(tmp_path))

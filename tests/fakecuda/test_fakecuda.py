@@ -4,17 +4,21 @@ A scenario runs in a process that has the test driver: it takes strings and asse
 of the lane show as well, because they fail where it is not kept, has none.
 """
 
+import contextlib
 import ctypes
+import fcntl
 import os
 import signal
+import struct
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from cuda.bindings import driver
 
+from tests.asked import Asked
 from tests.fakecuda.cudatensor import (
     GRANULARITY,
     DeviceMemory,
@@ -26,14 +30,21 @@ from tests.fakecuda.cudatensor import (
     use_device,
 )
 from tests.fakecuda.harness import FakeCuda, calls, mark, switch
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.fakecuda
 
 PAGE = 4096
 INVALID_VALUE, OUT_OF_MEMORY = 1, 2
+DEVICE_UNAVAILABLE = 46
 INVALID_CONTEXT = 201
 NOT_FOUND = 500
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
+LAUNCH_FAILED = 719
+CAPTURE_UNSUPPORTED = 900
+UNKNOWN = 999
+DRIVER_LOCK = 8  # a byte of the library's file
+RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
 
 def copy_batch(targets: list[int], sources: list[int], sizes: list[int], stream: int) -> None:
@@ -152,7 +163,6 @@ def instant_copies() -> None:
     event = call("cuEventCreate", 0)
     call("cuEventRecord", event, stream)
     call("cuEventQuery", event)
-    assert call("cuEventElapsedTime", event, event) == 0.0
     switch("copies=")
     assert memory.read(3) == b"kvd"
 
@@ -166,6 +176,168 @@ def busy_calls() -> None:
     before = time.thread_time_ns()
     copy_batch([77] * 100, [99] * 100, [PAGE] * 100, stream)
     assert time.thread_time_ns() - before >= 2_000_000
+
+
+def failures() -> None:
+    """A failure costs the context by its code, unless the rule says otherwise."""
+    use_device()
+    handle = driver.CUipcMemHandle()
+    for rule, after in (("719~", 0), ("999", 0), ("719", LAUNCH_FAILED)):
+        switch(f"fail=cuIpcOpenMemHandle:1:{rule}")
+        assert code_of("cuIpcOpenMemHandle", handle, 1) == int(rule.rstrip("~"))
+        assert code_of("cuCtxSynchronize") == after
+
+
+def unknown_codes() -> None:
+    """The bindings raise ValueError for a code that they do not know."""
+    use_device()
+    switch("fail=cuMemAlloc:1:99999")
+    with pytest.raises(ValueError, match="99999"):
+        driver.cuMemAlloc(PAGE)
+
+
+class Exporter:
+    """Another process's memory."""
+
+    def __init__(self) -> None:
+        use_device()
+        self._memory = DeviceMemory(PAGE)
+
+    def handle(self) -> bytes:
+        """Of the memory."""
+        return self._memory.handle()
+
+    switch = staticmethod(switch)
+
+    def close(self) -> None:
+        """Nothing to do: the process ends."""
+
+
+def handles_that_cannot_be_opened() -> None:
+    """The exporter's switch says with which code, and whether the importer's context is lost."""
+    use_device()
+    exporter, handle = Asked(Exporter), driver.CUipcMemHandle()
+    for rule, after in (("999", 0), ("719~", 0), ("719", LAUNCH_FAILED)):
+        exporter.ask("switch", f"handles={rule}")
+        ctypes.memmove(handle.getPtr(), exporter.ask("handle"), 64)
+        assert code_of("cuIpcOpenMemHandle", handle, 1) == int(rule.rstrip("~"))
+        assert code_of("cuCtxSynchronize") == after
+    exporter.close()
+
+
+def closing_waits() -> None:
+    """A handle is closed when earlier work of the context has ended."""
+    use_device()
+    exporter, stream, memory = Asked(Exporter), new_stream(), DeviceMemory(PAGE)
+    handle = driver.CUipcMemHandle()
+    ctypes.memmove(handle.getPtr(), exporter.ask("handle"), 64)
+    address = call("cuIpcOpenMemHandle", handle, 1)
+    switch("hold=copies")
+    call("cuMemcpyDtoDAsync", memory.address, address, PAGE, stream)
+    context = call("cuCtxGetCurrent")
+    with in_thread(lambda: call("cuIpcCloseMemHandle", address), context) as closing:
+        closing.join(0.1)
+        assert closing.is_alive()
+        switch("hold=")
+    exporter.close()
+
+
+@contextlib.contextmanager
+def in_thread(action: Callable[[], object], context: object) -> Iterator[threading.Thread]:
+    """A thread with this context that does something; it ends, and well, at the end of the body."""
+    done = threading.Event()
+
+    def run() -> None:
+        call("cuCtxSetCurrent", context)
+        action()
+        done.set()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    yield thread
+    thread.join()
+    assert done.is_set()
+
+
+def lock_file() -> int:
+    """The test driver's file, opened as another process would."""
+    (path,) = {
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text("ascii").splitlines()
+        if "libcuda.so.1" in line
+    }
+    return os.open(path, os.O_RDWR)
+
+
+def set_lock(file: int, kind: int, byte: int = DRIVER_LOCK) -> bool:
+    """Lock or unlock a byte of the library's file; False where another holder has it."""
+    try:
+        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, byte, 1, 0))
+    except OSError:
+        return False
+    return True
+
+
+def pinning_keeps_others_from_the_driver() -> None:
+    """Registering and its end take time under a lock of all processes, and work waits for it."""
+    use_device()
+    device, host, file = DeviceMemory(PAGE), PinnedBytes(64 * PAGE), lock_file()
+    context = call("cuCtxGetCurrent")
+
+    def is_locked() -> bool:
+        return not (set_lock(file, fcntl.F_WRLCK) and set_lock(file, fcntl.F_UNLCK))
+
+    switch("pin_ns=1000000")  # 0.256 s
+    switch("unpin_ns=1000000")
+    with in_thread(host.unregister, context):
+        eventually(is_locked)
+    register = lambda: call("cuMemHostRegister", host.address, 64 * PAGE, 0)  # noqa: E731
+    with in_thread(register, context):
+        eventually(is_locked)
+    assert set_lock(file, fcntl.F_WRLCK)
+    with in_thread(lambda: device.write(b"kvd"), context) as copying:
+        copying.join(0.1)
+        assert copying.is_alive()
+        set_lock(file, fcntl.F_UNLCK)
+
+
+def ends_with_pinned_memory() -> None:
+    """The process ends, and its registrations with it."""
+    use_device()
+    PinnedBytes(64 * PAGE)
+
+
+def compute_modes() -> None:
+    """No context where computing is prohibited, one process's where that is exclusive."""
+    call("cuInit", 0)
+    attribute = driver.CUdevice_attribute
+    for mode, mps in ((2, 0), (3, 0), (3, 1)):
+        switch(f"compute_mode={mode}")
+        switch(f"mps={mps}")
+        asked = [attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, attribute(133)]
+        assert [call("cuDeviceGetAttribute", each, 0) for each in asked] == [mode, mps]
+        file = lock_file()
+        assert set_lock(file, fcntl.F_WRLCK, 0)  # another process has the device
+        code = code_of("cuDevicePrimaryCtxRetain", 0)
+        assert code == {(2, 0): UNKNOWN, (3, 0): DEVICE_UNAVAILABLE}.get((mode, mps), 0)
+        os.close(file)
+    call("cuDevicePrimaryCtxRelease", 0)
+    switch("mps=0")
+    use_device()
+    assert not set_lock(lock_file(), fcntl.F_WRLCK, 0)
+
+
+def capture_in_another_thread() -> None:
+    """Unsafe calls fail and are logged; with the relaxed mode they work, and others always do."""
+    use_device()
+    switch("capture=1")
+    assert code_of("cuMemAlloc", PAGE) == CAPTURE_UNSUPPORTED
+    event = call("cuEventCreate", 0)
+    assert code_of("cuEventQuery", event) == CAPTURE_UNSUPPORTED
+    before = call("cuThreadExchangeStreamCaptureMode", RELAXED)
+    assert (code_of("cuMemAlloc", PAGE), code_of("cuEventQuery", event)) == (0, 0)
+    assert call("cuThreadExchangeStreamCaptureMode", before) == RELAXED
+    assert code_of("cuEventQuery", event) == CAPTURE_UNSUPPORTED
 
 
 @pytest.mark.parametrize("part", ["4", "41", "41 ", "41 cuInit"])
@@ -190,6 +362,13 @@ SCENARIOS: list[Callable[[], None]] = [
     unmapped_under_a_copy,
     instant_copies,
     busy_calls,
+    failures,
+    unknown_codes,
+    handles_that_cannot_be_opened,
+    closing_waits,
+    pinning_keeps_others_from_the_driver,
+    compute_modes,
+    capture_in_another_thread,
 ]
 
 
@@ -197,6 +376,17 @@ SCENARIOS: list[Callable[[], None]] = [
 def test_the_driver_keeps_the_rule(fakecuda: FakeCuda, scenario: Callable[[], None]) -> None:
     """What the scenario's first line says, in a process of its own, under unkind timing."""
     fakecuda.check(scenario, SEED=1)
+
+
+def test_a_process_pays_at_its_end_for_what_it_has_pinned(
+    fakecuda: FakeCuda, tmp_path: Path
+) -> None:
+    """What is still registered takes its time, and the log names it."""
+    log = tmp_path / "log"
+    began = time.monotonic()
+    fakecuda.check(ends_with_pinned_memory, LOG=log, UNPIN_NS=2_000_000)
+    assert time.monotonic() - began > 64 * 4 * 0.002
+    assert calls(log).count("@pinned-at-exit") == 1
 
 
 def test_host_code_cannot_touch_device_memory(fakecuda: FakeCuda) -> None:

@@ -1,9 +1,8 @@
 """`make gpu`: the tests that need a GPU, then the benchmark, in under 8 minutes.
 
-`make gpu-explore`, which is `--explore`: what the defaults should be, in under 9 minutes.
-Both need what environment.py says. What they find is in bench/out: gpu.json and
-gpu-explore.json, with a log for each part in the folders gpu and gpu-explore. What matters of
-the logs is printed, the last lines being a summary.
+It needs what environment.py says. The figures are in bench/out/gpu.json, the logs of the
+benchmark's parts in bench/out/gpu, those of the tests in bench/out/gpu-tests. What matters of the
+logs is printed, the last lines being a summary.
 """
 
 import argparse
@@ -29,7 +28,7 @@ TESTS = (
     *("--confcutdir", "tests/gpu", "-p", "no:cacheprovider", "-m", "gpu", "tests/gpu"),
 )
 OUT = ROOT / "bench" / "out"
-SECONDS, EXPLORE_SECONDS = 470.0, 530.0
+SECONDS = 470.0
 SHARE_OF_TESTS = 0.45
 LAST_WORDS_SECONDS = 10.0
 REASON_LETTERS = 300
@@ -40,9 +39,8 @@ _OUTCOME = re.compile(r"^\S*::(\S+)(?: (PASSED|FAILED|ERROR|SKIPPED)\b.*)?", re.
 def main() -> int:
     """Run all; the exit status, 2 where it refuses."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--mib", type=int, default=2048, help="the benchmarks move at a time")
+    parser.add_argument("--mib", type=int, default=2048, help="the benchmark moves at a time")
     parser.add_argument("--out", type=Path, default=OUT, help="folder for figures and logs")
-    parser.add_argument("--explore", action="store_true", help="measure what defaults should be")
     options, others = parser.parse_known_args()
     try:
         check()
@@ -55,28 +53,21 @@ def main() -> int:
             )
         with tempfile.TemporaryDirectory(prefix="kvd-gpu-") as folder:
             Path(folder).chmod(0o755)  # engines of other users import from it, too
-            found = environment(Path(folder))
+            variables = environment(Path(folder))
             how = ["--mib", f"{mib}", *others]
-            run = _explore if options.explore else _tests_and_benchmark
-            return run(how, found, options.out.resolve())
+            return _tests_and_benchmark(how, variables, options.out.resolve())
     except Refused as refusal:
         print(f"make gpu: {refusal}", file=sys.stderr)
         return 2
 
 
-def _explore(how: Sequence[str], found: Mapping[str, str], out: Path) -> int:
-    end = time.monotonic() + EXPLORE_SECONDS
-    command = _bench("gpu_explore.py", out / "gpu-explore.json", how, end)
-    return _run("the sweeps", command, found, end)
-
-
-def _tests_and_benchmark(how: Sequence[str], found: Mapping[str, str], out: Path) -> int:
+def _tests_and_benchmark(how: Sequence[str], variables: Mapping[str, str], out: Path) -> int:
     end = time.monotonic() + SECONDS
     logs = out / "gpu-tests"
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
     log = logs / "tests.log"
-    ours = {**found, "GPU_TESTS_LOG": str(logs / "daemons.log")}
+    ours = {**variables, "GPU_TESTS_LOG": str(logs / "daemons.log")}
     print("the tests", flush=True)
     half = time.monotonic() + SHARE_OF_TESTS * SECONDS
     with log.open("wb") as sink:
@@ -84,19 +75,13 @@ def _tests_and_benchmark(how: Sequence[str], found: Mapping[str, str], out: Path
     said = log.read_text(encoding="utf-8", errors="replace")
     if tested:
         print(extract(said), flush=True)
-    measured = _run(
-        "the benchmark", _bench("gpu_transfer.py", out / "gpu.json", how, end), found, end
-    )
+    left = end - time.monotonic() - LAST_WORDS_SECONDS
+    bench = [sys.executable, "bench/gpu.py", "--out", str(out / "gpu.json")]
+    measured = _run("the benchmark", [*bench, "--seconds", f"{left:.0f}", *how], variables, end)
     for line in tests_summary(said):
         print(line)
     print(f"tests: exit status {tested}, lines in {log} and {logs / 'daemons.log'}")
     return measured or tested
-
-
-def _bench(program: str, out: Path, how: Sequence[str], end: float) -> list[str]:
-    left = end - time.monotonic() - LAST_WORDS_SECONDS
-    command = [sys.executable, f"bench/{program}", "--out", str(out)]
-    return [*command, "--seconds", f"{left:.0f}", *how]
 
 
 def tests_summary(said: str) -> list[str]:

@@ -9,6 +9,7 @@ import sys
 
 from kvd.config.sources import Sources
 from kvd.daemon.start import serve
+from kvd.errors import KvdError
 from kvd.logs.setup import configure
 from kvd.machine.open_files import raise_descriptor_limit
 from kvd.version import VERSION
@@ -25,7 +26,11 @@ def main() -> int:
     loaded = sources.load()
     configure(loaded.settings.log_level, loaded.settings.log_format, "broker")
     raise_descriptor_limit()
-    return serve(loaded, sources, f"kvd {VERSION}", cold=False)
+    try:
+        return serve(loaded, sources, f"kvd {VERSION}", cold=False)
+    except KvdError as error:
+        print(f"kvd: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

@@ -1,15 +1,13 @@
 """What stands in for a machine with a GPU, for the tests of `make gpu` on the test driver.
 
-A torch that sleeps instead of computing, a Python that has only what such a machine is sure to
-have, an MPS that writes down what it was told.
+A torch that sleeps instead of computing, and a Python that has only what such a machine is sure to
+have.
 """
 
 from pathlib import Path
 
 TORCH = """
 import time, types
-with open({log!r}, "a") as log:
-    log.write("imported\\n")
 
 class Tensor:
     def __getitem__(self, key):
@@ -28,7 +26,7 @@ cuda = types.SimpleNamespace(is_available=lambda: True, synchronize=lambda: None
 randn = lambda *shape, **how: Tensor()
 empty_like = lambda other: Tensor()
 def matmul(left, right, out):
-    time.sleep(0.001)
+    time.sleep(0.0001)
 mv = matmul
 """
 
@@ -46,35 +44,9 @@ class Bare:  # no function: pytest puts it into a class, where that would become
 PathFinder.find_spec = Bare()
 """
 
-MPS = """#!/bin/sh
-if [ "$1" = -d ]; then
-  echo "started in $CUDA_MPS_PIPE_DIRECTORY" >> {log}
-  exit 0
-fi
-read -r told
-echo "$told" >> {log}
-[ "$told" != get_server_list ] || echo 4711
-"""
-
-
-def seeming_torch(folder: Path) -> Path:
-    """Make it there; the file to which it adds a line for each import."""
-    imports = folder / "imports"
-    (folder / "torch").mkdir()
-    (folder / "torch" / "__init__.py").write_text(TORCH.format(log=str(imports)))
-    return imports
-
 
 def bare_python(folder: Path) -> None:
     """Let Pythons that have this folder on their path be bare, with the torch above."""
-    seeming_torch(folder)
+    (folder / "torch").mkdir()
+    (folder / "torch" / "__init__.py").write_text(TORCH)
     (folder / "sitecustomize.py").write_text(BARE)
-
-
-def seeming_mps(folder: Path) -> Path:
-    """Make the program there; the file to which it adds what it is told."""
-    told = folder / "told"
-    program = folder / "nvidia-cuda-mps-control"
-    program.write_text(MPS.format(log=told))
-    program.chmod(0o755)
-    return told

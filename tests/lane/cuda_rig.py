@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
-from kvd.lane.devices.device import Direction
+from kvd.lane.devices.device import Direction, MemoryId
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 from tests.fakecuda.harness import FakeCuda, calls, mark, switch
 from tests.lane.cuda_memory import CudaWorkers
@@ -17,6 +17,7 @@ from tests.lane.support import Memory
 from tests.waiting import eventually
 
 POOL_BYTES = 2**20
+WHOLE_POOL = MemoryId(0)  # needs all of it; no worker's memory has the number
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class TestDriver:
     def reset(self) -> None:
         """No delays, nothing held, no failures."""
         switches = ("fail=", "unhang=", "hold=", "any=", "seed=", "max_pin=0", "vmm_ranges=1")
-        for text in (*switches, "elsewhere=1", "driver_version=13000"):
+        for text in (*switches, "elsewhere=1", "driver_version=13000", "compute_mode=0", "mps=0"):
             switch(text)
 
 
@@ -80,7 +81,10 @@ def switched(environment: dict[str, str]) -> Iterator[None]:
 
 
 class CudaRig(Rig):
-    """One backend, its pool, and workers whose device memory another process owns."""
+    """One backend, its pool, and workers whose device memory another process owns.
+
+    pinned: the whole pool is, from the start. Otherwise only what `use_arena` names.
+    """
 
     def __init__(
         self,
@@ -91,7 +95,6 @@ class CudaRig(Rig):
         pinned: bool = True,
         pool: Memory | None = None,
         pool_bytes: int = POOL_BYTES,
-        folder: Path | None = None,
     ) -> None:
         self.driver = fake_driver
         self._workers = workers
@@ -99,17 +102,17 @@ class CudaRig(Rig):
         if pool is None:
             self.pool.bytes[:] = 0xAB
         self.mark = fake_driver.mark
-        self.device = self.cuda = CudaDevice(
-            fake_driver.device, self.pool.fd, pool_bytes, options, folder
-        )
+        self.device = self.cuda = CudaDevice(fake_driver.device, self.pool.fd, pool_bytes, options)
         if pinned:
+            self.device.use_arena(WHOLE_POOL, 0, pool_bytes)
             self.wait_until_pinned()
 
     def wait_until_pinned(self) -> None:
-        """Or until the pool is given up, and the thread that does it has ended."""
+        """All of it, or until it is given up."""
         cuda, nbytes = self.cuda, len(self.pool.bytes)
-        eventually(lambda: cuda.pool_error or cuda.usable_bytes == nbytes)
-        eventually(lambda: not cuda._pool._pretouch._thread.is_alive())
+        eventually(lambda: cuda.pool_error or cuda.pinned_bytes == nbytes)
+        if cuda.pool_error:  # what was pinned is unpinned then
+            eventually(lambda: not cuda._pool._thread.is_alive())
 
     def use(self, workers: CudaWorkers) -> None:
         """Workers that are made from now on have this memory."""

@@ -4,23 +4,22 @@ import os
 import pwd
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvd.errors import ImportFailed
-from kvd.lane.devices.cuda.backend import MOST_IN_FLIGHT
-from kvd.lane.devices.cuda.options import Options
+from kvd.errors import CudaMissing, ImportFailed
+from kvd.lane.devices.cuda.backend import MOST_IN_FLIGHT, Options
+from kvd.lane.devices.cuda.copies import BatchCopy
 from kvd.lane.devices.device import Direction
 from kvd.lane.workers import Workers
 from kvd.pool.filling import FillOrder
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.messages import HostHandle, VmmHandle, VmmSegment
 from tests.fakecuda.cudatensor import GRANULARITY
-from tests.lane.cuda_checks import PAGE, by_kernel, engine_only
+from tests.lane.cuda_checks import PAGE, options
 from tests.lane.cuda_memory import CudaWorkers
-from tests.lane.cuda_rig import POOL_BYTES, CudaRig, TestDriver
+from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig, TestDriver
 from tests.lane.device_contract import DeviceContract, Rig, Run, drain, pattern
 from tests.lane.support import Memory, import_message
 from tests.layouts import flat_layout
@@ -32,16 +31,15 @@ SIZES = DeviceContract.SIZES
 
 
 # Seed, a switch, whether memory has descriptors, and the backend's options: copies in batches, as
-# a driver for CUDA 12.8 has them, and one by one, as without them; short runs by the kernel; by the
-# directions' threads.
+# a driver for CUDA 12.8 has them, and one by one, as without them; by the directions' threads.
 BACKENDS: dict[str, tuple[int, str, bool, Options]] = {
-    "batches": (1, "any=random", False, engine_only()),
-    "single copies": (2, "fail=cuMemcpyBatchAsync:*:801", True, engine_only()),
-    "kernel": (3, "any=late", False, by_kernel(3000)),
-    "older batches": (4, "driver_version=12080", False, engine_only()),
-    "overlapping batches": (5, "driver_version=13010", False, engine_only()),
-    "the host's addresses": (7, "elsewhere=0", False, engine_only()),
-    "threads": (6, "any=random", False, engine_only(inline_runs=0)),
+    "batches": (1, "any=random", False, options()),
+    "single copies": (2, "fail=cuMemcpyBatchAsync:*:801", True, options()),
+    "an old driver": (3, "driver_version=12000", False, options()),
+    "older batches": (4, "driver_version=12080", False, options()),
+    "plain batches": (5, "fail=cuMemcpyBatchAsync:1:1", False, options()),
+    "the host's addresses": (7, "elsewhere=0", False, options()),
+    "threads": (6, "any=random", False, options(inline_runs=0)),
 }
 
 
@@ -57,14 +55,15 @@ class TestCudaDevice(DeviceContract):
         vmm_workers: CudaWorkers,
     ) -> Iterator[Rig]:
         """A backend of its own, with a pool that is registered in many pieces."""
-        seed, setting, by_descriptor, options = BACKENDS[request.param]
+        seed, setting, by_descriptor, chosen = BACKENDS[request.param]
         fake_driver.set(f"seed={seed}")
         fake_driver.set(setting)
-        made = CudaRig(fake_driver, vmm_workers if by_descriptor else ipc_workers, options)
-        batch = made.cuda.copier.batch
-        assert (batch is None) == (request.param == "single copies")
-        assert batch is None or batch.tells_index == (request.param == "older batches")
-        assert batch is None or batch.overlap == (request.param == "overlapping batches")
+        made = CudaRig(fake_driver, vmm_workers if by_descriptor else ipc_workers, chosen)
+        copier, name = made.cuda.copier, request.param
+        assert isinstance(copier, BatchCopy) == (name not in {"single copies", "an old driver"})
+        if isinstance(copier, BatchCopy):
+            assert copier.tells_index == (name == "older batches")
+            assert copier.overlap == (name != "plain batches")
         yield made
         made.close()
 
@@ -72,7 +71,7 @@ class TestCudaDevice(DeviceContract):
 @pytest.fixture
 def rig(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[CudaRig]:
     """A backend with little room."""
-    made = CudaRig(fake_driver, ipc_workers, engine_only(bytes_in_flight=10_000))
+    made = CudaRig(fake_driver, ipc_workers, options(bytes_in_flight=10_000))
     yield made
     made.close()
 
@@ -179,7 +178,7 @@ def test_transfers_in_flight_are_bounded_however_short(
     fake_driver: TestDriver, ipc_workers: CudaWorkers
 ) -> None:
     """Of one direction there are no more than MOST_IN_FLIGHT; the other is open."""
-    rig = CudaRig(fake_driver, ipc_workers, engine_only())
+    rig = CudaRig(fake_driver, ipc_workers, options())
     memory, _ = rig.attach(SIZES)
     fake_driver.set("hold=copies")
     for number in range(MOST_IN_FLIGHT):
@@ -198,55 +197,49 @@ def test_an_empty_transfer_ends(rig: CudaRig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "in_batches", "overlap"),
+    ("failures", "shown"),
     [
-        (("driver_version=13000",), True, False),
-        (("driver_version=13010",), True, True),
-        (("driver_version=13010", "fail=cuMemcpyBatchAsync:1:1"), True, False),
-        (
-            ("driver_version=13010", "fail=cuMemcpyBatchAsync:1:1,cuMemcpyBatchAsync:2:801"),
-            False,
-            False,
-        ),
+        ("", "copies in batches, by the copy engines only"),
+        ("cuMemcpyBatchAsync:1:1", "copies in batches"),
+        ("cuMemcpyBatchAsync:1:1,cuMemcpyBatchAsync:2:801", "copies one by one"),
+        ("cuMemcpyBatchAsync:2:99999,cuMemcpyBatchAsync:3:999", "copies one by one"),
     ],
-    ids=["not known", "taken", "refused", "no batches"],
+    ids=["taken", "flag refused", "batches refused", "half way"],
 )
-def test_batches_ask_for_the_copy_engines_where_the_driver_takes_that(
-    fake_driver: TestDriver,
-    ipc_workers: CudaWorkers,
-    settings: tuple[str, ...],
-    in_batches: bool,
-    overlap: bool,
+@pytest.mark.parametrize("version", [12080, 13000, 13020])
+def test_batches_ask_for_the_copy_engines_unless_the_driver_refuses(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers, version: int, failures: str, shown: str
 ) -> None:
-    """Whoever refuses the flag gets batches without it; whoever refuses all, single copies."""
-    for setting in settings:
-        fake_driver.set(setting)
-    rig = CudaRig(fake_driver, ipc_workers, engine_only())
-    batch = rig.cuda.copier.batch
-    assert (batch is not None, batch is not None and batch.overlap) == (in_batches, overlap)
+    """A driver that refuses the flag gets batches without it, or single copies if these fail."""
+    fake_driver.set(f"driver_version={version}")
+    fake_driver.set(f"fail={failures}")
+    rig = CudaRig(fake_driver, ipc_workers, options())
+    assert repr(rig.cuda.copier) == shown
     rig.close()
 
 
-def test_what_is_fast_is_measured_once(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers, tmp_path: Path
+@pytest.mark.parametrize(
+    ("mode", "mps", "words"),
+    [
+        (2, 0, r"compute mode is PROHIBITED; nvidia-smi -c DEFAULT"),
+        (3, 0, r"compute mode is EXCLUSIVE_PROCESS: .* the engine or kvd; nvidia-smi -c DEFAULT"),
+        (3, 1, ""),
+    ],
+    ids=["prohibited", "exclusive", "with MPS"],
+)
+def test_a_device_without_room_for_a_second_process_is_refused(
+    fake_driver: TestDriver, ipc_workers: CudaWorkers, mode: int, mps: int, words: str
 ) -> None:
-    """The first lane of a device warms it up and measures; the next one reads what it kept.
-
-    Where another way to copy is all there is, what was measured of both says nothing.
-    """
-    counts, thresholds = [], []
-    for setting in ("fail=", "fail=", "fail=cuModuleLoadData:1:801", "fail="):
-        fake_driver.set(setting)
-        before = fake_driver.mark
-        options = Options(registration_bytes=65536)
-        rig = CudaRig(fake_driver, ipc_workers, options, folder=tmp_path)
-        thresholds.append(rig.cuda.copier.thresholds)
-        rig.close()
-        counts.append(fake_driver.calls(before).count("cuLaunchKernel"))
-    assert counts[1:3] == [2, 0]  # there and back, to see that it works; it cannot be loaded
-    assert min(counts[0], counts[3]) > 2
-    assert thresholds[0] == thresholds[1]
-    assert [path.suffix for path in tmp_path.iterdir()] == [".json"]
+    """The compute mode is asked for before a context is made, and named with the remedy."""
+    fake_driver.set(f"compute_mode={mode}")
+    fake_driver.set(f"mps={mps}")
+    before = fake_driver.mark
+    if words:
+        with pytest.raises(CudaMissing, match=words):
+            CudaRig(fake_driver, ipc_workers, options())
+        assert "cuDevicePrimaryCtxRetain" not in fake_driver.calls(before)
+    else:
+        CudaRig(fake_driver, ipc_workers, options()).close()
 
 
 TRANSFERS = 120
@@ -263,14 +256,8 @@ def test_memory_and_pool_are_as_a_model_says(
     rng = random.Random(seed)
     fake_driver.set(f"seed={seed}")
     fake_driver.set("any=random")
-    below = {direction: rng.choice([0, 3000, 10**6]) for direction in Direction}
-    options = Options(
-        registration_bytes=65536,
-        kernel_below=below,
-        any_order=rng.choice([False, True]),
-        inline_runs=rng.choice([0, 2, 64]),  # 2: both threads enqueue in turn
-    )
-    rig = CudaRig(fake_driver, ipc_workers, options)
+    # 2: both threads enqueue in turn.
+    rig = CudaRig(fake_driver, ipc_workers, options(inline_runs=rng.choice([0, 2, 64])))
     memory, source = rig.attach((PAGES * PAGE,))
     device, pool = pattern(PAGES * PAGE, seed), pattern(POOL_BYTES, seed + 100)
     rig.put(source, 0, 0, device)
@@ -332,11 +319,17 @@ def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
     fake_driver: TestDriver, ipc_workers: CudaWorkers, huge_pool: Memory
 ) -> None:
     """Pages that are not there yet are not touched, which would end in SIGBUS; then all serves."""
-    options = Options(registration_bytes=HUGE, kernel_below={}, any_order=True)
     rig = CudaRig(
-        fake_driver, ipc_workers, options, pinned=False, pool=huge_pool, pool_bytes=HUGE_POOL_BYTES
+        fake_driver,
+        ipc_workers,
+        Options(registration_bytes=HUGE),
+        pinned=False,
+        pool=huge_pool,
+        pool_bytes=HUGE_POOL_BYTES,
     )
     try:
+        rig.device.use_arena(WHOLE_POOL, 0, HUGE_POOL_BYTES)
+        os.posix_fallocate(huge_pool.fd, HUGE_POOL_BYTES, FILE_BYTES - HUGE_POOL_BYTES)
         memory, source = rig.attach((65536,))
         rig.put(source, 0, 0, pattern(65536, 1))
         fill = FillOrder(HUGE_POOL_BYTES, HUGE)

@@ -1,10 +1,12 @@
-"""A job's runs as addresses: the same in each of the ways in which they are worked out."""
+"""A job's runs as addresses, and what the driver is taken to need for one."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.lane.devices.cuda.moves import CudaMoves, prepare
+from kvd.lane.devices.cuda.flow import INLINE_NS, RUN_NS, run_ns
+from kvd.lane.devices.cuda.moves import PoolSide, prepare
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.copies import Copies
 from kvd_proto.expand import Expander
@@ -44,38 +46,14 @@ def test_addresses_are_the_same_however_runs_are_given(
     grids = expander.expand_many(blocks)
     pieces = 2**22 // registration + 1
     rng = np.random.default_rng(1)
-    filled = rng.permutation(pieces) + 1
     where = rng.integers(2**40, 2**41, pieces).astype(np.uint64)
     storages = np.arange(1, len(layout.storages) + 1, dtype=np.uint64) * np.uint64(2**42)
-    made: list[CudaMoves] = []
-    for copies in (grids, Copies(*grids.columns), Copies.of(expander.expand_few(blocks))):
-        moves = prepare(
-            copies,
-            pool_base=base,
-            storages=storages,
-            longest=longest,
-            registration_bytes=registration,
-            filled_with=filled,
-        )
-        moves.place(where)
-        made.append(moves)
-        placed = prepare(
-            copies,
-            pool_base=base,
-            storages=storages,
-            longest=longest,
-            registration_bytes=registration,
-            filled_with=filled,
-            where=where,
-        )
-        if not placed.placed:
-            placed.place(where)
-        np.testing.assert_array_equal(placed.columns.table, moves.columns.table)
-        assert placed.needed == 0
+    pool = PoolSide(base, registration, where)
+    forms = (grids, Copies(*grids.columns), Copies.of(expander.expand_few(blocks)))
+    made = [prepare(copies, pool, storages, longest) for copies in forms]
     for moves in made[1:]:
         np.testing.assert_array_equal(moves.columns.table, made[0].columns.table)
         np.testing.assert_array_equal(moves.ends, made[0].ends)
-        assert moves.needed == made[0].needed
     moved = []
     for storage, offset, arena, nbytes in grids.runs:
         for byte in range(0, nbytes, 4):  # pages, boundaries and lengths are multiples of it
@@ -88,20 +66,15 @@ def test_addresses_are_the_same_however_runs_are_given(
         found += [(host + byte, device + byte) for byte in range(0, nbytes, 4)]
     assert found == moved
     np.testing.assert_array_equal(made[0].ends, made[0].columns.table[2].cumsum())
-    touched = {(base + a + b) // registration for _, _, a, n in grids.runs for b in range(n)}
-    assert made[0].needed == max(int(filled[piece]) for piece in touched)
 
 
-def test_a_job_without_runs_needs_nothing() -> None:
-    """No run, no byte to be pinned."""
-    for copies in (Copies.of([]), Copies.of_grids([])):
-        moves = prepare(
-            copies,
-            pool_base=0,
-            storages=np.zeros(1, np.uint64),
-            longest=1,
-            registration_bytes=1,
-            filled_with=np.array([7]),
-        )
-        moves.place(np.zeros(1, np.uint64))
-        assert (len(moves), moves.needed) == (0, 0)
+def test_what_the_driver_takes_for_a_run_is_learnt_from_many_runs() -> None:
+    """A shorter time at once, a longer one by a half a step; few runs tell nothing."""
+    assert run_ns(RUN_NS, 500, 5_000) == 10
+    assert run_ns(RUN_NS, 500, 5_000_000) == pytest.approx(825)
+    assert run_ns(RUN_NS, 8, 100) == RUN_NS
+    slow = RUN_NS
+    for _ in range(100):
+        slow = run_ns(slow, 500, 500 * 2_000)
+    assert slow == 2_000
+    assert 64 * RUN_NS < INLINE_NS < 128 * RUN_NS

@@ -5,6 +5,7 @@ docs/testing.md lists them.
 
 import multiprocessing
 import os
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.context import ForkServerContext
@@ -15,22 +16,16 @@ import pytest
 
 from kvd.errors import LaneError
 from kvd.lane import runner
-from kvd.lane.devices.cuda import (
-    calibration_file,
-    copier,
-    driver,
-    feeder,
-    flow,
-    move_kernel,
-    pinning,
-)
-from kvd.lane.devices.cuda.backend import CudaDevice
+from kvd.lane.devices.cuda import driver, feeder, flow, pinning
+from kvd.lane.devices.cuda.backend import CudaDevice, Options
+from kvd.lane.devices.cuda.copies import BatchCopy
 from kvd.lane.devices.cuda.driver import Event, Stream
-from kvd.lane.devices.cuda.options import Options
+from kvd.lane.devices.cuda.pinning import PinnedPool
 from kvd.lane.jobs import JobState, LaneJob, Refusal
 from kvd_proto.copies import Copies
 from tests.fakecuda.harness import FakeCuda
 from tests.lane import cuda_checks as checks
+from tests.lane import cuda_pin_checks as pins
 from tests.lane.cuda_memory import CudaWorkers
 from tests.lane.cuda_rig import CudaRig, TestDriver, load
 from tests.lane.device_contract import DeviceContract
@@ -41,9 +36,9 @@ pytestmark = pytest.mark.fakecuda
 
 def careless_batches() -> Callable[..., None]:
     """Stores let the driver read device memory before the stream gets there."""
-    enqueue = driver.BatchCopy.enqueue
+    enqueue = BatchCopy.enqueue
 
-    def careless(self: driver.BatchCopy, *args: Any, **_order: bool) -> None:
+    def careless(self: BatchCopy, *args: Any, **_order: bool) -> None:
         enqueue(self, *args, source_in_any_order=True)
 
     return careless
@@ -57,7 +52,7 @@ def segments_reversed() -> Callable[..., int]:
 
 def record_the_end_first(patch: pytest.MonkeyPatch) -> None:
     """The event that says that copies have ended is recorded before them."""
-    enqueue, record = copier.Copier.enqueue, driver.record
+    copy, record = BatchCopy.copy, driver.record
     waiting: list[Callable[[], None]] = []
 
     def early(event: Event, stream: Stream) -> None:
@@ -65,8 +60,8 @@ def record_the_end_first(patch: pytest.MonkeyPatch) -> None:
         while waiting:
             waiting.pop()()
 
-    late = lambda self, *args: waiting.append(lambda: enqueue(self, *args))  # noqa: E731
-    patch.setattr(copier.Copier, "enqueue", late)
+    late = lambda self, *args: waiting.append(lambda: copy(self, *args))  # noqa: E731
+    patch.setattr(BatchCopy, "copy", late)
     patch.setattr(driver, "record", early)
 
 
@@ -82,6 +77,17 @@ def look_only_before_the_copy() -> Callable[[LaneJob], Refusal | None]:
     return lambda job: objection(job) if job.state is JobState.QUEUED else None
 
 
+def raise_as_the_bindings_do(_attempted: str, name: str, *arguments: object) -> Any:
+    """What the bindings raise is not made an error of the lane."""
+    return getattr(driver.bindings(), name)(*arguments)
+
+
+def need_the_whole_pool() -> Callable[..., None]:
+    """Whoever needs a part of the pool has all of it pinned."""
+    need = PinnedPool.need
+    return lambda self, owner, _begin, _end: need(self, owner, 0, self.nbytes)
+
+
 def one_priority() -> Callable[[int], Stream]:
     """Streams are made as they come."""
     create = driver.create_stream
@@ -91,6 +97,7 @@ def one_priority() -> Callable[[int], Stream]:
 Taken = tuple[object, str, object]  # whose attribute is replaced, and by what
 NO_TIMELINE: Taken = (runner, "_reached", lambda _now: lambda _job: True)
 NO_SPLIT: Taken = (Copies, "split", lambda copies, _unit, _base: copies)
+NO_PROBE: Taken = (driver, "is_alive", lambda _stream: False)
 NO_SECOND_LOOK: Taken = (LaneJob, "objection", look_only_before_the_copy())
 
 
@@ -99,13 +106,22 @@ class Rule:
     """A check, what takes the rule behind it away, and the backend on which both are seen.
 
     before_start: the rule is one for setting up; it is taken away first.
+    pinned: the pool is, before the check.
+    ends: the check costs the process its device.
     """
 
     check: Callable[[CudaRig], None]
     taken: tuple[Taken, ...] | Callable[[pytest.MonkeyPatch], None]
-    options: Options = field(default_factory=checks.engine_only)
+    options: Options = field(default_factory=checks.options)
     setting: str = ""
     before_start: bool = False
+    pinned: bool = True
+    ends: bool = False
+
+    @property
+    def name(self) -> str:
+        """The check's."""
+        return self.check.__name__
 
     def take_away(self) -> None:
         """In this process, for good."""
@@ -120,7 +136,7 @@ class Rule:
         """That backend."""
         if self.setting:
             fake_driver.set(self.setting)
-        return CudaRig(fake_driver, workers, self.options, pinned="hang" not in self.setting)
+        return CudaRig(fake_driver, workers, self.options, pinned=self.pinned)
 
 
 RULES = [
@@ -128,7 +144,7 @@ RULES = [
     Rule(checks.loads_wait_for_the_timeline, (NO_TIMELINE,)),
     Rule(
         checks.sources_are_read_at_their_turn,
-        ((driver.BatchCopy, "enqueue", careless_batches()),),
+        ((BatchCopy, "enqueue", careless_batches()),),
     ),
     Rule(
         checks.batches_are_given_the_devices_addresses,
@@ -138,21 +154,13 @@ RULES = [
     Rule(
         checks.pieces_of_a_direction_keep_their_order,
         ((feeder.Feeder, "idle", True),),
-        checks.engine_only(inline_runs=1),
-    ),
-    Rule(
-        checks.an_event_marks_one_piece,
-        ((flow.Flow, "_begins_next", lambda _self, _end: False),),
+        checks.options(inline_runs=1),
     ),
     Rule(
         checks.a_thread_reports_a_failure_with_its_piece,
         ((flow._Enqueued, "fail", lambda _self, _error: None),),
-        checks.engine_only(inline_runs=0),
+        checks.options(inline_runs=0),
         setting="fail=cuMemcpyBatchAsync:*:801",
-    ),
-    Rule(
-        checks.what_was_measured_of_another_driver_is_not_used,
-        ((calibration_file, "_is_of", lambda _kept, _identity: True),),
     ),
     Rule(checks.ends_are_reported_after_the_last_byte, record_the_end_first),
     Rule(
@@ -165,16 +173,11 @@ RULES = [
         ((flow.Flow, "uses", lambda _self, _memory: False),),
     ),
     Rule(checks.no_copy_spans_two_registrations, (NO_SPLIT,)),
-    Rule(checks.no_kernel_access_spans_two_registrations, (NO_SPLIT,), checks.by_kernel(4096)),
-    Rule(
-        checks.run_lists_are_left_alone_while_a_kernel_reads_them,
-        ((move_kernel.Ring, "take", lambda _self, words: (0, words)),),
-        checks.by_kernel(4096),
-    ),
     Rule(
         checks.nothing_is_copied_before_it_is_pinned,
-        ((CudaDevice, "_is_pinned", lambda _self, _transfer: True),),
-        setting="hang=cuMemHostRegister:2",  # the first is the lane's own scratch memory
+        ((CudaDevice, "holds", lambda _self, _begin, _end: True),),
+        setting="hang=cuMemHostRegister:2",  # the first is the lane's trial of batches
+        pinned=False,
     ),
     Rule(checks.a_run_stays_inside_its_storage, ((Copies, "check_bounds", lambda *_: None),)),
     Rule(
@@ -185,23 +188,55 @@ RULES = [
         checks.segments_lie_in_their_order,
         ((driver, "map_descriptors", segments_reversed()),),
     ),
+    Rule(checks.an_import_that_fails_costs_that_memory_alone, (NO_PROBE,)),
+    Rule(checks.a_release_that_fails_costs_that_memory_alone, (NO_PROBE,)),
     Rule(
-        checks.what_was_pinned_is_unpinned_when_the_rest_cannot_be,
-        ((pinning.PinnedPool, "_unregister", lambda _self: None),),
-        setting="hang=cuMemHostRegister:3",
+        checks.a_context_that_does_not_answer_ends_the_lane,
+        ((driver, "is_alive", lambda _stream: True),),
+        ends=True,
     ),
     Rule(
-        checks.a_registration_is_short,
-        ((pinning, "piece_bytes_for", lambda *_: 512 * 2**20),),
+        checks.a_code_that_the_bindings_do_not_know_fails_one_transfer,
+        ((driver, "_called", raise_as_the_bindings_do),),
     ),
     Rule(
-        checks.others_have_the_driver_between_two_registrations,
+        pins.only_arenas_in_use_are_pinned,
+        ((PinnedPool, "need", need_the_whole_pool()),),
+        pinned=False,
+    ),
+    Rule(
+        pins.pieces_of_a_rank_that_left_go_when_another_is_bound,
+        ((PinnedPool, "drop", lambda _self, _owner: None),),
+        pinned=False,
+    ),
+    Rule(
+        pins.one_process_pins_at_a_time,
+        ((PinnedPool, "_acquire", lambda _self: True),),
+        pinned=False,
+    ),
+    Rule(
+        pins.others_have_the_driver_between_two_pieces,
         ((pinning, "pause_after", lambda _seconds: 0.0),),
+        pinned=False,
+    ),
+    Rule(
+        pins.a_registration_is_short,
+        ((pinning, "piece_bytes_for", lambda *_: 512 * 2**20),),
+        pinned=False,
+    ),
+    Rule(
+        pins.what_was_pinned_is_unpinned_when_the_rest_cannot_be,
+        ((PinnedPool, "_unregister_all", lambda _self: None),),
+        pinned=False,
+    ),
+    Rule(
+        pins.a_lane_that_stops_unpins_piece_by_piece,
+        ((CudaDevice, "unpin", lambda _self: True),),
     ),
     Rule(
         checks.bytes_in_flight_are_bounded,
         ((CudaDevice, "has_room", lambda _self, _direction: True),),
-        checks.engine_only(bytes_in_flight=10_000),
+        checks.options(bytes_in_flight=10_000),
     ),
     Rule(
         checks.loads_go_before_stores_on_the_device,
@@ -211,21 +246,21 @@ RULES = [
     Rule(
         checks.a_device_that_hangs_is_given_up,
         ((CudaDevice, "_check_pulse", lambda _self: None),),
-        checks.engine_only(stuck_seconds=0.05),
+        checks.options(stuck_seconds=0.05),
     ),
     Rule(
         checks.a_thread_that_hangs_is_given_up,
         ((CudaDevice, "_check_pulse", lambda _self: None),),
-        checks.engine_only(stuck_seconds=0.05, inline_runs=0),
+        checks.options(stuck_seconds=0.05, inline_runs=0),
     ),
     Rule(checks.a_store_is_void_when_its_blocks_were_taken_back, (NO_SECOND_LOOK,)),
     Rule(checks.a_load_is_stale_when_its_chunk_was_replaced, (NO_SECOND_LOOK,)),
 ]
-NOTICED = 77  # an exit status that no other way to end has
-NAMES = [rule.check.__name__ for rule in RULES]
+KEPT, NOTICED = 76, 77  # exit statuses that no other way to end has
+NAMES = [rule.name for rule in RULES]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=NAMES)
+@pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.ends], ids=lambda r: r.name)
 def test_the_backend_keeps_the_rule(
     fake_driver: TestDriver, ipc_workers: CudaWorkers, rule: Rule
 ) -> None:
@@ -245,31 +280,47 @@ def forks() -> ForkServerContext:
     return context
 
 
+@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.ends], ids=lambda r: r.name)
+def test_the_backend_keeps_the_rule_and_loses_its_device(
+    fakecuda: FakeCuda, forks: ForkServerContext, tmp_path: Path, rule: Rule
+) -> None:
+    """The same, for checks that cost a process its device."""
+    assert exit_status(forks, fakecuda, tmp_path, rule.name, taken=False) == KEPT
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_without_the_rule_the_check_fails(
     fakecuda: FakeCuda, forks: ForkServerContext, tmp_path: Path, name: str
 ) -> None:
     """With the rule taken away the check notices; so the rule is tested, not only written."""
-    process = forks.Process(target=miss_the_rule, args=(fakecuda, tmp_path / "calls.log", name))
+    assert exit_status(forks, fakecuda, tmp_path, name, taken=True) == NOTICED
+
+
+def exit_status(
+    forks: ForkServerContext, fakecuda: FakeCuda, folder: Path, name: str, *, taken: bool
+) -> int | None:
+    """Check a rule, kept or taken away, in a process of its own; how that ends."""
+    process = forks.Process(target=check, args=(fakecuda, folder / "calls.log", name, taken))
     process.start()
     process.join(LONG)
     process.kill()
-    assert process.exitcode == NOTICED
+    return process.exitcode
 
 
-def miss_the_rule(fakecuda: FakeCuda, log: Path, name: str) -> None:
+def check(fakecuda: FakeCuda, log: Path, name: str, taken: bool) -> None:
     """A process of its own, for a backend without its rules may lose the device."""
     os.environ.update(fakecuda.environment())  # for the process with the device memory
-    (rule,) = (rule for rule in RULES if rule.check.__name__ == name)
+    (rule,) = (rule for rule in RULES if rule.name == name)
     fake_driver = load(fakecuda, log)
     workers = CudaWorkers(ipc=True)
-    if rule.before_start:
+    if taken and rule.before_start:
         rule.take_away()
     rig = rule.rig(fake_driver, workers)
-    if not rule.before_start:
+    if taken and not rule.before_start:
         rule.take_away()
     try:
         rule.check(rig)
-    except (AssertionError, LaneError, pytest.fail.Exception):
+    except (AssertionError, LaneError, ValueError, pytest.fail.Exception):
+        traceback.print_exc()
         os._exit(NOTICED)  # without letting go of what may be out of order
-    os._exit(0)
+    os._exit(KEPT)

@@ -3,21 +3,27 @@
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_proto.capacity import (
+    CONTEXT_GPU_BYTES,
     LayerGroup,
     admit,
     auto_cpu_bytes,
     blocks_needed,
     longest_request,
     per_block_pool_bytes,
+    pin_gpu_bytes,
+    pin_kernel_bytes,
+    pinning_lanes,
     size_pool,
 )
 from kvd_proto.errors import SizeError
+from kvd_proto.sizes import format_size, parse_size
 from tests.layouts import flat_layout
 
 GIB = 1024**3
@@ -111,6 +117,49 @@ def test_auto_counts_each_rank_once_and_replicated_shares_once() -> None:
         assert "2 x 1.56 MiB GPU KV of 2 ranks = 3.12 MiB" in why
     same = [flat_layout(4096, blocks=100, replicated=True)] * 8
     assert auto_cpu_bytes(same, available=GIB, reserve=0)[0] == 2 * 4096 * 100
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicated", "lanes"),
+    [
+        (["host"] * 2, False, 0),
+        (["cuda:a"], False, 1),
+        (["cuda:a", "cuda:b"], False, 1),
+        (["cuda:a", "cuda:b"], True, 2),
+        (["cuda:a", "cuda:a"], True, 1),
+    ],
+    ids=["host", "one", "two", "replicated", "one GPU"],
+)
+def test_how_often_a_pool_is_pinned(devices: list[str], replicated: bool, lanes: int) -> None:
+    """Once where arenas divide it, by each GPU's lane where all ranks hold the same."""
+    layouts = [flat_layout(4096, replicated=replicated)] * len(devices)
+    assert pinning_lanes(layouts, devices) == lanes
+
+
+def test_auto_says_what_pinning_takes() -> None:
+    """12 MiB of kernel memory for each GiB and lane that pins it: 48 bytes a page of 4 KiB."""
+    rank = flat_layout(4096, blocks=10 * GIB // 4096, replicated=True)
+    _, why = auto_cpu_bytes([rank] * 8, available=99 * GIB, reserve=4 * GIB, lanes=8)
+    assert "available 99 GiB after pinning - reserve 4 GiB" in why
+    assert "; pool 20 GiB, pinned 8 times for 1.88 GiB of kernel memory" in why
+    assert pin_kernel_bytes(4096, 1) == 48
+    assert pin_gpu_bytes(64 * GIB) == GIB // 8
+
+
+def test_the_operators_table_follows_from_the_measured_figures() -> None:
+    """docs/operations.md: memory of each GPU, kernel memory, and what to take off vLLM's share."""
+    page = (Path(__file__).parents[2] / "docs/operations.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d+ [GT]iB) \| (TP .*?) \| (.+) \|$", page, re.MULTILINE)
+    assert len(rows) == 9
+    for size, ranks, figures in rows:
+        pool = parse_size(size)
+        each = pool // 8 if ranks == "TP 8" else pool
+        of_gpu = CONTEXT_GPU_BYTES + pin_gpu_bytes(each)
+        kernel = pin_kernel_bytes(pool, 8 if ranks == "TP 8, replicated" else 1)
+        off = [math.ceil(1000 * of_gpu / mib / 2**20) / 1000 for mib in (81_559, 143_771)]
+        told = figures.split(" | ")
+        assert told[:2] == [f"{of_gpu // 2**20:,} MiB", format_size(kernel)], size
+        assert told[4:] == [f"{share:.3f}" for share in off], size
 
 
 def test_one_uniform_group_has_its_page_size() -> None:

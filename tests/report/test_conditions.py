@@ -24,7 +24,7 @@ CASES: list[tuple[str, Change, list[str]]] = [
     ("lane down", ((*LANE, "state"), "down"), ["cuda:", "kvd doctor"]),
     ("lane starting", ((*LANE, "state"), "starting"), ["cuda:"]),
     ("not ready", (("checks", 0), FAILED), ["Pool: 40 % pinned"]),
-    ("pinning", ((*LANE, "pin_error"), "memlock is 64 KiB"), ["64 KiB", "64 GiB", "memlock"]),
+    ("pinning", ((*LANE, "pin_error"), "no memory"), ["no memory", "64 GiB", "kernel memory"]),
     ("draining", (("draining",), True), ["kvd resume"]),
     ("lane silent", ((*LANE, "seconds_since_heard"), 4.2), ["4 s"]),
     ("lane restarted", ((*LANE, "counters", "restarts"), 1), ["cuda:"]),

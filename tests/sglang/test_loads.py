@@ -1,17 +1,35 @@
-"""Loads that a linker cannot do: its prompt is computed, or with layers its request is counted."""
+"""Loads and stores that a linker cannot do: nothing raises, and prompts are computed."""
 
 import os
 import signal
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
+from kvd_client import CudaError
+from kvd_client.errors import cause
+from kvd_client.sglang import pool_cache
 from kvd_client.sglang.linker import KvdLinker
+from kvd_client.sglang.pages import PagePool
 from tests.conftest import StartDaemon
 from tests.daemon.serving import Daemon
 from tests.processes import has_memory
 from tests.sglang.conftest import StartLinker
-from tests.sglang.device_pools import FROM, KEYS, NODE, PAGE, TO, dense, fill, indices, store
+from tests.sglang.device_pools import (
+    ARGUMENTS,
+    FROM,
+    KEYS,
+    NODE,
+    PAGE,
+    TO,
+    dense,
+    fill,
+    indices,
+    parameters,
+    store,
+)
 from tests.waiting import eventually
 
 KEEP = ("--keep-pool", "yes")
@@ -89,3 +107,74 @@ def test_requests_that_are_aborted_are_counted(
         lambda: [engine["counters"]["aborted_requests"] for engine in after.status()["engines"]],
         lambda counts: sum(counts) == 1,
     )
+
+
+LOST = (
+    CudaError(700, "CUDA_ERROR_ILLEGAL_ADDRESS", "write a number from a stream"),
+    RuntimeError("CUDA error: an illegal memory access was encountered"),
+    ValueError("12345 is not a valid CUresult"),
+)
+each_loss = pytest.mark.parametrize("lost", LOST, ids=lambda error: type(error).__name__)
+
+
+def raising(error: Exception) -> NoReturn:
+    """What a call to torch or to the driver does when the device is lost."""
+    raise error
+
+
+@each_loss
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_a_lost_device_is_a_load_and_a_store_that_fail(
+    daemon: Daemon,
+    start_linker: StartLinker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lost: Exception,
+    layerwise: bool,
+) -> None:
+    """Where torch or the driver raises in a step, a line names the cause, and SGLang goes on."""
+    linker = ready(start_linker, daemon, layerwise=layerwise, load_timeout=0.2)
+    monkeypatch.setattr(pool_cache, "work_so_far", lambda *_: raising(lost))
+    if layerwise:
+        assert load(linker)
+        assert not linker.finish_layer_wise_loading(linker.start_layer_wise_loading())
+    else:
+        assert not load(linker)
+    node = PoolTransfer(PoolName.KV, device_indices=indices(TO, PAGE), keys=KEYS[NODE : 2 * NODE])
+    assert not store(linker, [node])
+    assert "chunks is not submitted" in caplog.text
+    monkeypatch.setattr(PagePool, "device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(linker, "record_offload_ready", lambda: raising(lost))
+    assert not store(linker, [node])
+    assert f"a node cannot be stored: {cause(lost)}" in caplog.text
+    linker.reset()
+
+
+@each_loss
+def test_a_device_that_is_lost_at_the_start_leaves_an_engine_without_offload(
+    daemon: Daemon,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    lost: Exception,
+) -> None:
+    """One line names the cause; lookups, loads and stores come to nothing. `required` raises it."""
+    monkeypatch.setattr(PagePool, "share", lambda *_: raising(lost))
+
+    def start(*, required: bool) -> KvdLinker:
+        kind = dense()
+        extra = {"runtime_dir": str(daemon.runtime_dir), "required": required}
+        return KvdLinker(
+            ARGUMENTS, parameters(kind), components=kind.components, extra_config=extra
+        )
+
+    linker = start(required=False)
+    (line,) = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert str(lost) in line
+    assert line.endswith("; the engine runs without offload")
+    asked = [PoolTransfer(PoolName.KV, device_indices=indices(TO, PAGE), keys=KEYS[:NODE])]
+    assert linker.lookup("request", asked) == []
+    assert not load(linker)
+    assert not store(linker, asked)
+    linker.close()
+    with pytest.raises(type(lost), match=str(lost)[:9]):
+        start(required=True)

@@ -151,9 +151,15 @@ def test_jobs_go_through_and_come_back_once(rank: KvdOffloadingWorker, lane: Fak
 
 
 def test_cuda_memory_is_ready_when_the_engines_stream_is_there(
-    rank: KvdOffloadingWorker, lane: FakeWorker, monkeypatch: pytest.MonkeyPatch
+    rank: KvdOffloadingWorker,
+    lane: FakeWorker,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Every job waits for what is on torch's current stream; a lost device fails the job."""
+    """Every job waits for what is on torch's current stream; a lost device fails the jobs.
+
+    The log tells it once.
+    """
     lane.device = "cuda:" + "0f" * 16
     stream = SimpleNamespace(cuda_stream=7)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
@@ -162,8 +168,13 @@ def test_cuda_memory_is_ready_when_the_engines_stream_is_there(
     rank.submit_load(2, chunks(2), blocks())
     assert lane.afters == [1007, 1008]
     lane.refusal = "cuda"
-    rank.submit_load(3, chunks(2), blocks())
-    assert outcomes(rank) == {3: False}
+    for number in (3, 4):
+        rank.submit_load(number, chunks(2), blocks())
+    assert outcomes(rank) == {3: False, 4: False}
+    (line,) = [record.message for record in caplog.records]
+    assert line.startswith(
+        "kvd: a load failed and is a cache miss: CUDA cannot write from a stream"
+    )
 
 
 def test_a_load_of_chunks_that_are_gone_asks_nobody(

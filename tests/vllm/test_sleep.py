@@ -200,7 +200,10 @@ def test_an_error_that_nobody_expects_stops_no_engine(
     lines = [(line.levelname, line.getMessage()) for line in caplog.records if line.exc_info]
     assert [level for level, _ in lines] == ["ERROR", "ERROR"]
     assert "could not be told" in lines[0][1]
-    assert lines[1][1] == "kvd: the KV cache cannot be registered; the engine runs without offload"
+    assert lines[1][1] == (
+        "kvd: the KV cache cannot be registered: RuntimeError: an error of the driver; the engine"
+        " runs without offload"
+    )
     worker.close()
 
 

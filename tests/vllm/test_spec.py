@@ -1,6 +1,8 @@
 """What vLLM's logic is given: a manager and a worker, with a daemon, without, with odd memory."""
 
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
@@ -17,17 +20,22 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
     OffloadKey,
     ReqContext,
+    TransferResult,
     make_offload_key,
 )
 
-from kvd_client import Unavailable, UnsupportedMemory, Worker
+from kvd_client import Unavailable, UnsupportedMemory, Worker, cuda_driver
 from kvd_client.vllm import (
     KvdOffloadingManager,
     KvdOffloadingSpec,
     KvdOffloadingWorker,
     OptionsError,
 )
+from kvd_client.vllm.manager import ChunkSlots
+from tests.client.fake_daemon import FakeDaemon
+from tests.client.stand_in_driver import FAILURES, TORCH, install
 from tests.conftest import Daemon
+from tests.fakecuda.harness import functions_named
 from tests.vllm.configs import (
     BLOCKS,
     PAGE,
@@ -74,6 +82,18 @@ def ended(worker: KvdOffloadingWorker, job_id: int) -> bool:
     (result,) = worker.get_finished()
     assert result.job_id == job_id
     return bool(result.success)
+
+
+def reported(rank: KvdOffloadingWorker, count: int) -> list[TransferResult]:
+    """The reports of so many jobs, once they are there."""
+    results: list[TransferResult] = []
+
+    def arrived() -> int:
+        results.extend(rank.get_finished())
+        return len(results)
+
+    eventually(arrived, count.__eq__)
+    return results
 
 
 def found(manager: KvdOffloadingManager, keys: Sequence[OffloadKey]) -> list[LookupResult]:
@@ -142,6 +162,49 @@ def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
     spec.options = msgspec.structs.replace(spec.options, required=True)
     with pytest.raises(UnsupportedMemory, match="before share_memory_"):
         spec.serve(views)
+
+
+def test_no_failure_of_the_driver_or_of_torch_reaches_the_engine(
+    tmp_path: Path,
+    runtime_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whichever call fails, and however, at the start or later: the engine starts and steps.
+
+    Without its memory registered it runs without offload, which one line says; else its jobs fail,
+    and each is reported once.
+    """
+    driver = install(monkeypatch)
+    spec, views = make_spec(tmp_path, runtime_dir)
+    slots = ChunkSlots(np.zeros(1, "<u4"), np.ones(1, "<u8"), {0: 1})
+    runtime_dir.mkdir()
+    names = sorted(functions_named(cuda_driver) | {TORCH})
+    refused, failed = Counter[str](), Counter[str]()
+
+    with FakeDaemon(runtime_dir):
+        for name, driver.failure, late in itertools.product(names, FAILURES, (False, True)):
+            caplog.clear()
+            driver.failing = "" if late else name
+            rank = spec.serve(views)
+            driver.failing = name
+            lines = [record.getMessage() for record in caplog.records if record.levelno > 30]
+            assert len(lines) == (rank.worker is None)
+            assert all(line.endswith("; the engine runs without offload") for line in lines)
+            refused[name] += rank.worker is None
+            rank.submit_store(STORE, job(1, 0, 1, 1), slots)
+            rank.submit_load(LOAD, slots, job(1, 0, 1, 1))
+            rank.wait({STORE, LOAD})
+            results = reported(rank, 2)
+            assert {result.job_id for result in results} == {STORE, LOAD}
+            failed[name] += sum(not result.success for result in results)
+            rank.let_go()
+            rank.take_up()
+            rank.shutdown()
+    rounds = len(FAILURES)
+    assert (refused["cuMemHostRegister"], failed["cuMemHostRegister"]) == (rounds, 2 * rounds)
+    assert (refused["cuStreamWriteValue64"], failed["cuStreamWriteValue64"]) == (0, 4 * rounds)
+    assert (refused[TORCH], failed[TORCH]) == (rounds, 4 * rounds)
 
 
 def test_an_absent_daemon_stops_an_engine_that_requires_it(

@@ -1,7 +1,8 @@
 """SGLang's interface to an external cache, on kvd's scheduler and worker.
 
 SGLang's methods are called by the scheduler's thread of each rank. Nothing raises after the
-start, whatever happens to the daemon, and nothing waits for it but a request for its load.
+start, whatever happens to the daemon or the CUDA driver. Nothing waits for the daemon but a
+request for its load.
 """
 
 import time
@@ -13,8 +14,9 @@ from typing import Any
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
-from kvd_client import KvdClientError, LoadTicket
-from kvd_client.logs import get_logger
+from kvd_client import LoadTicket
+from kvd_client.errors import cause
+from kvd_client.logs import get_logger, log_no_offload
 from kvd_client.sglang.coverage import Piece, chunk_keys, covered, prefix, windows
 from kvd_client.sglang.identity import fingerprint
 from kvd_client.sglang.loads import Batch, LayerCounter, Wanted
@@ -57,6 +59,7 @@ class KvdLinker(UnifiedCacheLinker):
     Raises:
         OptionsError: invalid settings.
         KvdClientError: with `required`, where the daemon is absent or cannot serve this memory.
+            So does whatever else torch or the driver raised; without `required` nothing leaves.
     """
 
     def __init__(
@@ -82,11 +85,11 @@ class KvdLinker(UnifiedCacheLinker):
         try:
             found = find_pools(params, components)
             self._open(server_args, params, found)
-        except KvdClientError as error:
+        except Exception as error:
             self._close_caches()
             if self.options.required:
                 raise
-            log.error("%s; the engine runs without offload", error)  # noqa: TRY400  # no stack: one sentence
+            log_no_offload(log, error)
             return
         self.pools = dict(found.entries)
         if PoolName.MAMBA in self.pools:
@@ -279,17 +282,18 @@ class KvdLinker(UnifiedCacheLinker):
         What cannot be stored is accepted as well, for ranks must agree on what is under way.
         """
         del session_id
+        events: Sequence[Any] = ()
         try:
             parts = [
                 (cache, chunk_keys(transfer.keys or ()), transfer.device_indices)
                 for transfer in transfers
                 if (cache := self._caches.get(transfer.name)) is not None and transfer.keys
             ]
-        except ValueError:  # keys that are no hashes: nothing is stored
-            log.exception("a node cannot be stored")
+            if any(cache.pool.device.type != "cpu" for cache, _, _ in parts):
+                events = self.record_offload_ready()
+        except Exception as error:  # noqa: BLE001  # keys that are no hashes, a lost device
+            log.warning("a node cannot be stored: %s", cause(error))
             parts = []
-        on_host = all(cache.pool.device.type == "cpu" for cache, _, _ in parts)
-        events = () if on_host else self.record_offload_ready()
         self._offloads.add(Offload(parts, events, whole=bool(parts)))
         return True
 

@@ -23,13 +23,13 @@ from kvd_client import (
     Worker,
 )
 from kvd_client.arguments import Blocks
+from kvd_client.errors import cause
 from kvd_client.logs import get_logger
 from kvd_client.sglang.coverage import Piece
 from kvd_client.sglang.options import Options
 from kvd_client.sglang.pages import NO_PAGE, PagePool
 from kvd_client.torch_timeline import work_so_far
 from kvd_proto.arrays import MAX_ARRAY_ITEMS
-from kvd_proto.errors import ProtoError
 
 Rows = npt.NDArray[np.uint32]
 """[chunks, blocks per chunk]: the page of each block; `NO_PAGE` for those that are left out."""
@@ -205,8 +205,8 @@ class PoolCache:
         try:
             blocks = JobBlocks.of(rows.reshape(-1), [rows.size], [0], slots, generations)
             taken = submit(number, blocks, after=work_so_far(self.worker, stream))
-        except (KvdClientError, ProtoError) as error:
-            log.warning("a job of %d chunks is not submitted: %s", len(rows), error)
+        except Exception as error:  # noqa: BLE001  # of torch or the driver too: a miss
+            log.warning("a job of %d chunks is not submitted: %s", len(rows), cause(error))
             return None
         if not taken:
             self.result(number)  # it has failed already

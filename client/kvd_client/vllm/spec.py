@@ -18,9 +18,9 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvd_client import KvdClientError, RankLayout, Scheduler, Worker
+from kvd_client import RankLayout, Scheduler, Worker
 from kvd_client.engine_options import OptionsError
-from kvd_client.logs import get_logger
+from kvd_client.logs import get_logger, log_no_offload
 from kvd_client.vllm import metrics
 from kvd_client.vllm.identity import fingerprint
 from kvd_client.vllm.layout import share_caches
@@ -112,13 +112,14 @@ class KvdOffloadingSpec(OffloadingSpec):
 
         Raises:
             KvdClientError: with `required`, where the daemon is absent or cannot serve this memory.
+                So does whatever else torch or the driver raised; without `required` nothing leaves.
         """
         try:
             worker = self._register(views)
-        except KvdClientError as error:
+        except Exception as error:
             if self.options.required:
                 raise
-            log.error("%s; the engine runs without offload", error)  # noqa: TRY400  # no stack: one sentence
+            log_no_offload(log, error)
             worker = None
         rank = KvdOffloadingWorker(
             worker,

@@ -1,7 +1,7 @@
 """A rank's side of vLLM's offloading interface, on a kvd `Worker`.
 
 Every submitted job is reported once by `get_finished`, as a success or as a
-failure; nothing raises after the start, whatever happens to the daemon.
+failure; nothing raises after the start, whatever happens to the daemon or the CUDA driver.
 """
 
 import logging
@@ -16,11 +16,11 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvd_client import JobBlocks, JobResult, JobStatus, KvdClientError, Load, Store, Worker
-from kvd_client.logs import get_logger
+from kvd_client.errors import cause
+from kvd_client.logs import get_logger, log_no_offload
 from kvd_client.torch_timeline import work_so_far
 from kvd_client.vllm.manager import ChunkSlots
 from kvd_client.vllm.options import Options
-from kvd_proto.errors import ProtoError
 
 LET_GO_SECONDS = 10.0  # a sleep may wait for copies that are under way
 
@@ -139,10 +139,8 @@ class KvdOffloadingWorker(OffloadingWorker):
             return
         try:
             self._share(self.worker)
-        except KvdClientError as error:
-            log.error("%s; the engine runs without offload", error)  # noqa: TRY400  # no stack: one sentence
-        except Exception:  # the engine wakes up all the same
-            log.exception("the KV cache cannot be registered; the engine runs without offload")
+        except Exception as error:  # noqa: BLE001  # the engine wakes up all the same
+            log_no_offload(log, error)
 
     def shutdown(self) -> None:
         """Unregister the memory and end the session."""
@@ -161,8 +159,8 @@ class KvdOffloadingWorker(OffloadingWorker):
         try:
             job = JobBlocks.of(*arrays, chunks.slots, chunks.generations)
             worker.submit(kind, job_id, job, after=work_so_far(worker))
-        except (KvdClientError, ProtoError) as error:
-            log.warning("job %d is not submitted: %s", job_id, error)
+        except Exception as error:  # noqa: BLE001  # of torch or the driver too: a miss
+            self._log_once(f"a {kind.__name__.lower()} failed and is a cache miss: {cause(error)}")
             self._fail(job_id, str(error))
 
     def _torn_chunks(self, blocks: GPULoadStoreSpec, chunks: ChunkSlots) -> str:
@@ -198,10 +196,9 @@ class KvdOffloadingWorker(OffloadingWorker):
         for result in ended:
             kind = "store" if self._loads.pop(result.job_id, None) is None else "load"
             line = f"a {kind} failed and is a cache miss: {result.text}"
-            if not result.success and line not in self._logged:
-                self._logged.add(line)
+            if not result.success:
                 stale_store = kind == "store" and result.status is JobStatus.STALE
-                log.log(logging.DEBUG if stale_store else logging.WARNING, line)
+                self._log_once(line, logging.DEBUG if stale_store else logging.WARNING)
         return [
             TransferResult(
                 result.job_id,
@@ -213,6 +210,12 @@ class KvdOffloadingWorker(OffloadingWorker):
             else TransferResult(result.job_id, success=False)
             for result in ended
         ]
+
+    def _log_once(self, line: str, level: int = logging.WARNING) -> None:
+        """Log a reason why jobs fail, once until a job succeeds."""
+        if line not in self._logged:
+            self._logged.add(line)
+            log.log(level, "%s", line)
 
     def __repr__(self) -> str:
         return f"<KvdOffloadingWorker {len(self._loads)} loads, {self.worker!r}>"

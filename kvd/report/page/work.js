@@ -10,7 +10,7 @@ const STAGES = {
   copied: "first to last byte",
   reported: "until the engine is told",
 };
-const TONES = { up: "good", starting: "warn", down: "bad" };
+const TONES = { up: "good", starting: "warn", ending: "warn", down: "bad" };
 
 export function showLanes(report) {
   rows($("lanes-table"), report.lanes.map((lane) => ({

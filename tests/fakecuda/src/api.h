@@ -36,14 +36,11 @@
     FUNCTION(cuStreamWriteValue64, 9000) FUNCTION(cuStreamWaitEvent, 3020) \
     FUNCTION(cuEventCreate, 2000) FUNCTION(cuEventDestroy, 2000) FUNCTION(cuEventRecord, 2000) \
     FUNCTION(cuEventQuery, 2000) FUNCTION(cuEventSynchronize, 2000) \
-    FUNCTION(cuEventElapsedTime, 2000) \
     FUNCTION(cuMemcpyAsync, 4000) FUNCTION(cuMemcpyHtoDAsync, 2000) \
     FUNCTION(cuMemcpyDtoHAsync, 2000) FUNCTION(cuMemcpyDtoDAsync, 3000) \
     FUNCTION(cuMemcpyHtoD, 2000) FUNCTION(cuMemcpyDtoH, 2000) \
     FUNCTION(cuMemcpyBatchAsync, 12080) FUNCTION(cuMemsetD8, 2000) \
-    FUNCTION(cuMemsetD8Async, 3020) \
-    FUNCTION(cuModuleLoadData, 2000) FUNCTION(cuModuleUnload, 2000) \
-    FUNCTION(cuModuleGetFunction, 2000) FUNCTION(cuLaunchKernel, 4000)
+    FUNCTION(cuMemsetD8Async, 3020) FUNCTION(cuThreadExchangeStreamCaptureMode, 10010)
 
 CUresult cuInit(unsigned flags);
 CUresult cuDriverGetVersion(int *version);
@@ -109,7 +106,6 @@ CUresult cuEventDestroy(CUevent event);
 CUresult cuEventRecord(CUevent event, CUstream handle);
 CUresult cuEventQuery(CUevent event);
 CUresult cuEventSynchronize(CUevent event);
-CUresult cuEventElapsedTime(float *milliseconds, CUevent from, CUevent to);
 CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream handle);
 CUresult cuMemcpyHtoDAsync(CUdeviceptr to, const void *from, size_t bytes, CUstream handle);
 CUresult cuMemcpyDtoHAsync(void *to, CUdeviceptr from, size_t bytes, CUstream handle);
@@ -124,11 +120,6 @@ CUresult cuMemcpyBatchAsync_v2(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes
                                CUstream handle);
 CUresult cuMemsetD8(CUdeviceptr address, unsigned char value, size_t bytes);
 CUresult cuMemsetD8Async(CUdeviceptr address, unsigned char value, size_t bytes, CUstream handle);
-CUresult cuModuleLoadData(CUmodule *module, const void *image);
-CUresult cuModuleUnload(CUmodule module);
-CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name);
-CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z,
-                        unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared,
-                        CUstream handle, void **parameters, void **extra);
+CUresult cuThreadExchangeStreamCaptureMode(int *mode);
 
 #endif

@@ -1,14 +1,6 @@
-/* The functions that enqueue copies, memsets and the gather kernel. */
+/* The functions that enqueue copies and memsets. */
 #include "api.h"
 #include "fake.h"
-
-#define KERNEL_NAME "kvd_move"
-
-struct Module { struct Module *next; bool has_kernel; };
-struct Function { struct Module *module; };
-
-static struct Module *modules;
-static struct Function kernel;
 
 /* What may be wrong with one copy, found when it is submitted. The lock is held. */
 static CUresult check(Entry *entry, bool pageable_allowed) {
@@ -23,6 +15,7 @@ static CUresult check(Entry *entry, bool pageable_allowed) {
 
 static CUresult submit(Entry *entries, size_t count, CUstream handle, bool synchronous) {
     be_busy(count);
+    await_driver();
     if (settings.instant) return SUCCESS;
     pthread_mutex_lock(&lock);
     struct Stream *stream = stream_of(handle);
@@ -95,7 +88,7 @@ static CUresult batch(CUdeviceptr *to, CUdeviceptr *from, size_t *bytes, size_t 
     if (handle == NULL || handle == LEGACY_STREAM) return INVALID_VALUE; /* as the driver */
     for (size_t i = 0; i < kinds; i++)
         if (attributes[i].srcAccessOrder < ORDER_STREAM || attributes[i].srcAccessOrder > ORDER_ANY ||
-            attributes[i].flags > (settings.driver_version >= OVERLAP_SINCE ? OVERLAP : 0) ||
+            attributes[i].flags > OVERLAP ||
             starts[i] >= count || (i && starts[i] <= starts[i - 1]))
             return INVALID_VALUE;
     if (settings.instant) return submit(NULL, count, handle, false);
@@ -152,74 +145,4 @@ EXPORT CUresult cuMemsetD8(CUdeviceptr address, unsigned char value, size_t byte
     ENTER("cuMemsetD8", NEEDS_CONTEXT);
     CUresult result = cuMemsetD8Async(address, value, bytes, NULL);
     return result ? result : cuStreamSynchronize(NULL);
-}
-
-/* --- the gather kernel -------------------------------------------------------------- */
-
-EXPORT CUresult cuModuleLoadData(CUmodule *module, const void *image) {
-    ENTER("cuModuleLoadData", NEEDS_CONTEXT);
-    if (!image) return INVALID_VALUE;
-    bool binary = !memcmp(image, "\177ELF", 4);
-    if (!binary && !strstr(image, ".version")) return INVALID_IMAGE;
-    struct Module *made = calloc(1, sizeof *made);
-    made->has_kernel = binary || strstr(image, ".entry " KERNEL_NAME) != NULL;
-    pthread_mutex_lock(&lock);
-    made->next = modules;
-    modules = made;
-    pthread_mutex_unlock(&lock);
-    *module = made;
-    return SUCCESS;
-}
-
-EXPORT CUresult cuModuleUnload(CUmodule module) {
-    ENTER("cuModuleUnload", NEEDS_CONTEXT);
-    pthread_mutex_lock(&lock);
-    struct Module **link = &modules;
-    while (*link && *link != module) link = &(*link)->next;
-    CUresult result = *link ? SUCCESS : INVALID_HANDLE;
-    if (*link) {
-        *link = module->next;
-        if (kernel.module == module) kernel.module = NULL;
-        free(module);
-    }
-    pthread_mutex_unlock(&lock);
-    return result;
-}
-
-EXPORT CUresult cuModuleGetFunction(CUfunction *function, CUmodule module, const char *name) {
-    ENTER("cuModuleGetFunction", NEEDS_CONTEXT);
-    pthread_mutex_lock(&lock);
-    struct Module *found = modules;
-    while (found && found != module) found = found->next;
-    CUresult result = !found                                              ? INVALID_HANDLE
-                      : found->has_kernel && !strcmp(name, KERNEL_NAME) ? SUCCESS
-                                                                          : NOT_FOUND;
-    if (!result) {
-        kernel.module = module;
-        *function = &kernel;
-    }
-    pthread_mutex_unlock(&lock);
-    return result;
-}
-
-EXPORT CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y,
-                               unsigned grid_z, unsigned block_x, unsigned block_y,
-                               unsigned block_z, unsigned shared, CUstream handle,
-                               void **parameters, void **extra) {
-    ENTER("cuLaunchKernel", NEEDS_CONTEXT);
-    if (function != &kernel || !kernel.module) return INVALID_HANDLE;
-    if (!parameters || extra || !grid_x || !grid_y || !grid_z || !block_x || !block_y || !block_z ||
-        (uint64_t)block_x * block_y * block_z > 1024 || shared > 48 * 1024)
-        return INVALID_VALUE;
-    be_busy(1);
-    if (settings.instant) return SUCCESS;
-    Op *op = op_make(OP_MOVE); /* parameters are copied by the launch, what they point to is not */
-    op->address = *(CUdeviceptr *)parameters[0];
-    op->value = *(uint32_t *)parameters[1];
-    pthread_mutex_lock(&lock);
-    struct Stream *stream = stream_of(handle);
-    if (stream) stream_push(stream, op);
-    else free(op);
-    pthread_mutex_unlock(&lock);
-    return stream ? SUCCESS : INVALID_HANDLE;
 }

@@ -15,8 +15,6 @@ typedef uint64_t CUdeviceptr;
 typedef struct Context *CUcontext;
 typedef struct Stream *CUstream;
 typedef struct Event *CUevent;
-typedef struct Module *CUmodule;
-typedef struct Function *CUfunction;
 typedef uint64_t CUmemGenericAllocationHandle;
 
 enum {
@@ -27,7 +25,6 @@ enum {
     DEVICE_UNAVAILABLE = 46,
     NO_DEVICE = 100,
     INVALID_DEVICE = 101,
-    INVALID_IMAGE = 200,
     INVALID_CONTEXT = 201,
     MAP_FAILED_ = 205,
     INVALID_HANDLE = 400,
@@ -39,6 +36,7 @@ enum {
     NOT_REGISTERED = 713,
     NOT_PERMITTED = 800,
     NOT_SUPPORTED = 801,
+    CAPTURE_UNSUPPORTED = 900,
     UNKNOWN = 999,
 };
 
@@ -62,7 +60,7 @@ typedef struct {
 typedef struct { CUmemLocation location; int flags; } CUmemAccessDesc;
 
 enum { ORDER_STREAM = 1, ORDER_DURING_API_CALL = 2, ORDER_ANY = 3 };
-enum { OVERLAP = 1, OVERLAP_SINCE = 13010 };
+enum { OVERLAP = 1 };
 
 typedef struct {
     int srcAccessOrder;
@@ -80,6 +78,8 @@ enum { EVENT_BLOCKING_SYNC = 1, EVENT_DISABLE_TIMING = 2, EVENT_INTERPROCESS = 4
 enum { IPC_LAZY_PEER_ACCESS = 1 };
 enum { REGISTER_PORTABLE = 1, REGISTER_DEVICEMAP = 2, REGISTER_READ_ONLY = 8 };
 enum { MEMORY_HOST = 1, MEMORY_DEVICE = 2 };
+enum { COMPUTE_DEFAULT = 0, COMPUTE_PROHIBITED = 2, COMPUTE_EXCLUSIVE = 3 };
+enum { CAPTURE_GLOBAL = 0, CAPTURE_THREAD_LOCAL = 1, CAPTURE_RELAXED = 2 };
 
 #define LEGACY_STREAM ((CUstream)1)
 #define PER_THREAD_STREAM ((CUstream)2)

@@ -18,7 +18,7 @@ static const struct { int code; const char *name; } errors[] = {
     {0, "CUDA_SUCCESS"}, {1, "CUDA_ERROR_INVALID_VALUE"}, {2, "CUDA_ERROR_OUT_OF_MEMORY"},
     {3, "CUDA_ERROR_NOT_INITIALIZED"}, {4, "CUDA_ERROR_DEINITIALIZED"},
     {46, "CUDA_ERROR_DEVICE_UNAVAILABLE"}, {100, "CUDA_ERROR_NO_DEVICE"},
-    {101, "CUDA_ERROR_INVALID_DEVICE"}, {200, "CUDA_ERROR_INVALID_IMAGE"},
+    {101, "CUDA_ERROR_INVALID_DEVICE"},
     {201, "CUDA_ERROR_INVALID_CONTEXT"}, {205, "CUDA_ERROR_MAP_FAILED"},
     {206, "CUDA_ERROR_UNMAP_FAILED"}, {214, "CUDA_ERROR_ECC_UNCORRECTABLE"},
     {218, "CUDA_ERROR_INVALID_PTX"}, {220, "CUDA_ERROR_NVLINK_UNCORRECTABLE"},
@@ -33,6 +33,7 @@ static const struct { int code; const char *name; } errors[] = {
     {717, "CUDA_ERROR_INVALID_ADDRESS_SPACE"}, {718, "CUDA_ERROR_INVALID_PC"},
     {719, "CUDA_ERROR_LAUNCH_FAILED"}, {800, "CUDA_ERROR_NOT_PERMITTED"},
     {801, "CUDA_ERROR_NOT_SUPPORTED"}, {802, "CUDA_ERROR_SYSTEM_NOT_READY"},
+    {900, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"},
     {999, "CUDA_ERROR_UNKNOWN"},
 };
 
@@ -98,6 +99,8 @@ static void in_child(void) {
     pthread_mutex_init(&lock, NULL);
     initialised = false;
     current = NULL;
+    locks_in_child();
+    host_in_child();
 }
 
 struct Context *context_of(CUdevice device) {
@@ -197,6 +200,7 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     if (!context_of(device)) return INVALID_DEVICE;
     switch (attribute) {
     case 1: case 2: case 5: *value = 1024; break;           /* threads per block, block x, grid x */
+    case 20: *value = settings.compute_mode; break;
     case 10: *value = 32; break;                            /* warp */
     case 16: *value = 4; break;                             /* multiprocessors */
     case 19: case 41: case 91: case 99: *value = 1; break;  /* mapped host memory, one address space */
@@ -209,10 +213,16 @@ EXPORT CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice device)
     case 93: case 122: *value = settings.mem_ops; break;    /* 64-bit stream memory operations */
     case 102: case 103: *value = 1; break;                  /* virtual memory, as a descriptor */
     case 125: *value = 1; break;                            /* IPC */
+    case 133: *value = settings.mps; break;
     case 134: *value = -1; break;                           /* no NUMA node */
     default: *value = 0;
     }
     return SUCCESS;
+}
+
+/* Whether one process at a time may have a context. */
+static bool is_exclusive(void) {
+    return settings.compute_mode == COMPUTE_EXCLUSIVE && !settings.mps;
 }
 
 EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
@@ -221,6 +231,9 @@ EXPORT CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) {
     if (!found) return INVALID_DEVICE;
     pthread_mutex_lock(&lock);
     CUresult result = found->fault;
+    if (!result && settings.compute_mode == COMPUTE_PROHIBITED) result = UNKNOWN;
+    if (!result && !found->users && is_exclusive() && !take_device(visible[device]))
+        result = DEVICE_UNAVAILABLE;
     if (!result) {
         found->users++;
         *context = found;
@@ -235,14 +248,17 @@ EXPORT CUresult cuDevicePrimaryCtxRelease(CUdevice device) {
     if (!context) return INVALID_DEVICE;
     pthread_mutex_lock(&lock);
     CUresult result = SUCCESS;
+    size_t unpinned = 0;
     if (context->users == 0) result = INVALID_CONTEXT;
     else if (--context->users == 0) {
         context_drain(context);
         context_forget_streams(context);
         drop_memory(context);
-        drop_registrations(context);
+        unpinned = drop_registrations(context);
+        if (is_exclusive()) give_device(visible[device]);
     }
     pthread_mutex_unlock(&lock);
+    occupy_driver(unpinned, settings.unpin_ns);
     return result;
 }
 

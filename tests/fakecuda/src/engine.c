@@ -167,35 +167,6 @@ static CUresult do_pieces(struct Stream *stream, Piece *pieces, size_t count) {
     return result;
 }
 
-/* One number of a kernel's list, which lies in memory that the device can reach. */
-static CUresult read_word(uint64_t address, uint64_t *word) {
-    size_t can = 0;
-    Backing *held;
-    const char *source = pin(address, false, false, &can, &held);
-    bool whole = source && can >= sizeof *word && device_sees(address);
-    if (whole) memcpy(word, source, sizeof *word);
-    unpin(held);
-    return whole ? SUCCESS : ILLEGAL_ADDRESS;
-}
-
-/* The kernel kvd_move: its list of runs (all sources, all targets, all lengths) is read when it
- * starts, not when it is launched. */
-static CUresult do_move(struct Stream *stream, const Op *op) {
-    CUresult result = enter_work("@kernel");
-    Piece *pieces = calloc(op->value + 1, sizeof *pieces);
-    for (uint64_t i = 0; i < op->value && !result; i++) {
-        uint64_t run[3];
-        for (int column = 0; column < 3 && !result; column++)
-            result = read_word(op->address + (op->value * column + i) * sizeof *run, &run[column]);
-        if (!result && !(device_sees(run[0]) && device_sees(run[1]))) result = ILLEGAL_ADDRESS;
-        if (!result) pieces[i] = (Piece){run[1], run[0], run[2], false, NULL};
-    }
-    if (settings.seeded) shuffle(stream, pieces, op->value);
-    if (!result) result = do_pieces(stream, pieces, op->value);
-    free(pieces);
-    return result;
-}
-
 static CUresult do_set(struct Stream *stream, const Op *op) {
     CUresult result = enter_work("@memset");
     pause_by_chance(stream);
@@ -230,7 +201,6 @@ static CUresult do_value(struct Stream *stream, const Op *op) {
 static CUresult do_record(struct Stream *stream, Op *op) {
     pause_by_chance(stream); /* completion is seen late */
     pthread_mutex_lock(&lock);
-    op->record->seconds = now_seconds();
     op->record->done = true;
     record_release(op->record);
     pthread_cond_broadcast(&changed);
@@ -251,7 +221,6 @@ static CUresult do_wait(struct Stream *stream, Op *op) {
 static CUresult perform(struct Stream *stream, Op *op) {
     switch (op->kind) {
     case OP_COPY: return do_pieces(stream, op->pieces, op->count);
-    case OP_MOVE: return do_move(stream, op);
     case OP_SET: return do_set(stream, op);
     case OP_VALUE: return do_value(stream, op);
     case OP_RECORD: return do_record(stream, op);

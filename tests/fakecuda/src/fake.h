@@ -31,8 +31,14 @@ typedef struct {
     size_t max_pin;            /* most bytes of one registration; 0: any number */
     bool vmm_ranges;           /* cuMemGetAddressRange knows virtual memory */
     bool elsewhere;            /* devices find registered memory at another address */
-    bool instant;              /* copies, kernels and events end at once and move nothing */
+    bool instant;              /* copies, memsets and events end at once and move nothing */
     long call_ns;              /* processor time that a call takes for each copy it is given */
+    long pin_ns, unpin_ns;     /* for each KiB, under the driver's lock */
+    int compute_mode;
+    bool mps;
+    int handle_code;           /* of failures to open handles that are made now; 0: none */
+    bool handle_sticky;
+    bool capture;              /* another thread captures a stream, in global mode */
 } Settings;
 
 extern Settings settings;
@@ -47,7 +53,7 @@ CUresult enter(const char *name, Needs needs);
         if (refused_) return refused_;              \
     } while (0)
 
-/* The same for work that runs later ("@copy", "@kernel", "@memset", "@value"). */
+/* The same for work that runs later ("@copy", "@memset", "@value"). */
 CUresult enter_work(const char *name);
 void log_line(const char *name);
 void settings_refresh(void);
@@ -55,6 +61,17 @@ void nap(long microseconds);
 /* Keep this thread busy as long as a driver would be with so many copies. */
 void be_busy(size_t copies);
 uint64_t draw(uint64_t *state);
+
+/* --- locks.c: what processes share -------------------------------------------------- */
+
+/* Hold the driver's lock as long as it takes to pin or unpin so many bytes. */
+void occupy_driver(size_t bytes, long ns_per_kib);
+/* Wait until no process holds the driver's lock, where a switch says that pinning takes time. */
+void await_driver(void);
+/* A device in exclusive mode; false where another process has it. */
+bool take_device(int number);
+void give_device(int number);
+void locks_in_child(void);
 
 /* --- device.c ---------------------------------------------------------------------- */
 
@@ -123,7 +140,9 @@ typedef struct HostRange {
 HostRange *host_range_at(uint64_t address, size_t *into);
 /* Whether a device finds memory at this address. Copies of a stream take host addresses too. */
 bool device_sees(uint64_t address);
-void drop_registrations(struct Context *context);
+/* Unregisters all; how many bytes that were. The lock is held. */
+size_t drop_registrations(struct Context *context);
+void host_in_child(void);
 
 typedef enum { PLACE_BAD, PLACE_DEVICE, PLACE_REGISTERED, PLACE_PAGEABLE } Place;
 
@@ -142,7 +161,6 @@ void backing_release(Backing *backing);
 
 typedef struct Record {        /* one recording of an event */
     bool done;
-    double seconds;
     int references;
 } Record;
 
@@ -154,7 +172,7 @@ struct Event {
     struct Event *next;
 };
 
-typedef enum { OP_COPY, OP_SET, OP_MOVE, OP_VALUE, OP_RECORD, OP_WAIT, OP_AFTER } OpKind;
+typedef enum { OP_COPY, OP_SET, OP_VALUE, OP_RECORD, OP_WAIT, OP_AFTER } OpKind;
 
 typedef struct {
     uint64_t to, from;
@@ -174,7 +192,7 @@ typedef struct Op {
     OpKind kind;
     Piece *pieces;             /* OP_COPY */
     size_t count;
-    uint64_t address, value;   /* OP_SET, OP_VALUE; OP_MOVE: run list and its length */
+    uint64_t address, value;   /* OP_SET, OP_VALUE */
     size_t bytes;
     Record *record;            /* OP_RECORD, OP_WAIT */
     struct Stream *stream;     /* OP_AFTER: until that stream has done `value` ops */

@@ -110,6 +110,7 @@ EXPORT CUresult cuMemHostRegister(void *address, size_t bytes, unsigned flags) {
         ranges = made;
     }
     pthread_mutex_unlock(&lock);
+    if (!result) occupy_driver(bytes, settings.pin_ns);
     return result;
 }
 
@@ -125,20 +126,39 @@ EXPORT CUresult cuMemHostUnregister(void *address) {
     ENTER("cuMemHostUnregister", NEEDS_CONTEXT);
     pthread_mutex_lock(&lock);
     CUresult result = NOT_REGISTERED;
+    size_t bytes = 0;
     for (HostRange **link = &ranges; *link; link = &(*link)->next)
         if ((*link)->base == (uintptr_t)address) {
+            bytes = (*link)->bytes;
             drop(link); /* copies in flight will fault */
             result = SUCCESS;
             break;
         }
     pthread_mutex_unlock(&lock);
+    occupy_driver(bytes, settings.unpin_ns);
     return result;
 }
 
-void drop_registrations(struct Context *context) {
+size_t drop_registrations(struct Context *context) {
+    size_t bytes = 0;
     for (HostRange **link = &ranges; *link;)
-        if ((*link)->context == context) drop(link);
-        else link = &(*link)->next;
+        if ((*link)->context == context) {
+            bytes += (*link)->bytes;
+            drop(link);
+        } else link = &(*link)->next;
+    return bytes;
+}
+
+void host_in_child(void) { ranges = NULL; }
+
+/* What is still pinned when the process ends is unpinned then, in one go. */
+__attribute__((destructor)) static void unpin_at_exit(void) {
+    size_t bytes = 0;
+    pthread_mutex_lock(&lock);
+    for (HostRange *range = ranges; range; range = range->next) bytes += range->bytes;
+    pthread_mutex_unlock(&lock);
+    if (bytes) log_line("@pinned-at-exit");
+    occupy_driver(bytes, settings.unpin_ns);
 }
 
 EXPORT CUresult cuMemHostGetDevicePointer(CUdeviceptr *address, void *host, unsigned flags) {

@@ -23,6 +23,7 @@ typedef struct {
     uint32_t user;             /* effective */
     uint64_t inode, bytes;
     unsigned char uuid[16];
+    int32_t code, sticky;      /* how opening it fails */
 } IpcHandle;
 
 typedef struct Reservation {
@@ -188,7 +189,8 @@ EXPORT CUresult cuIpcGetMemHandle(CUipcMemHandle *handle, CUdeviceptr address) {
     if (region && region->base == address && region->kind == REGION_ALLOC &&
         !fstat(region->backing->fd, &file)) {
         IpcHandle made = {.magic = HANDLE_MAGIC, .pid = getpid(), .fd = region->backing->fd,
-                          .user = geteuid(), .inode = file.st_ino, .bytes = region->bytes};
+                          .user = geteuid(), .inode = file.st_ino, .bytes = region->bytes,
+                          .code = settings.handle_code, .sticky = settings.handle_sticky};
         device_uuid(region->backing->ordinal, made.uuid);
         memset(handle, 0, sizeof *handle);
         memcpy(handle, &made, sizeof made);
@@ -219,6 +221,10 @@ static CUresult open_handle(CUdeviceptr *address, const IpcHandle *handle) {
     device_uuid(current->ordinal, uuid);
     if (handle->magic != HANDLE_MAGIC) return INVALID_VALUE;
     if (handle->pid == getpid()) return INVALID_CONTEXT; /* as the driver: not at home */
+    if (handle->code) {
+        if (handle->sticky) poison(current, handle->code);
+        return handle->code;
+    }
     if (memcmp(uuid, handle->uuid, sizeof uuid)) return MAP_FAILED_;
     if (handle->user != geteuid()) return NOT_PERMITTED;
     int fd = open_exported(handle);
@@ -259,12 +265,11 @@ EXPORT CUresult cuIpcOpenMemHandle(CUdeviceptr *address, CUipcMemHandle handle, 
 EXPORT CUresult cuIpcCloseMemHandle(CUdeviceptr address) {
     ENTER("cuIpcCloseMemHandle", NEEDS_CONTEXT);
     pthread_mutex_lock(&lock);
+    CUresult result = context_drain(current); /* closing waits, as cuMemFree does */
     Region *region = region_at(address);
-    CUresult result = INVALID_VALUE;
-    if (region && region->base == address && region->kind == REGION_IPC) {
-        if (--region->opened == 0) region_drop(region); /* copies in flight will fault */
-        result = SUCCESS;
-    }
+    if (!result && (!region || region->base != address || region->kind != REGION_IPC))
+        result = INVALID_VALUE;
+    if (!result && --region->opened == 0) region_drop(region);
     pthread_mutex_unlock(&lock);
     return result;
 }

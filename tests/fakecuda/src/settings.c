@@ -6,6 +6,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "api.h"
 #include "fake.h"
 
 #define MAX_RULES 64
@@ -29,6 +30,7 @@ static struct timespec control_time;
 static off_t control_size = -1;
 static ino_t control_inode;
 static unsigned long hang_generation;
+static __thread int capture_mode = CAPTURE_GLOBAL;
 
 uint64_t draw(uint64_t *state) {
     uint64_t x = (*state += 0x9e3779b97f4a7c15ull);
@@ -62,7 +64,12 @@ static void drop_rules(bool hangs) {
     rule_count = kept;
 }
 
-/* "function:n[:code[!]]"; n is a number, "n+" or "*"; several with commas. */
+/* Whether a failure with this code, "code[!|~]", fails all later calls in the context. */
+static bool costs_context(const char *code) {
+    return !strchr(code, '~') && (strchr(code, '!') || is_sticky(atoi(code)));
+}
+
+/* "function:n[:code[!|~]]"; n is a number, "n+" or "*"; several with commas. */
 static int add_rules(const char *text, bool hangs) {
     char copy[1024], *save = NULL;
     if (strlen(text) >= sizeof copy) return INVALID_VALUE;
@@ -78,7 +85,7 @@ static int add_rules(const char *text, bool hangs) {
         rule->nth = when[0] == '*' ? 0 : atol(when);
         rule->onwards = strchr(when, '+') != NULL;
         rule->code = hangs ? 0 : atoi(code);
-        rule->sticky = strchr(code, '!') != NULL || is_sticky(rule->code);
+        rule->sticky = costs_context(code);
         if (!hangs && rule->code <= 0) return INVALID_VALUE;
     }
     return SUCCESS;
@@ -117,6 +124,14 @@ static int apply(const char *text) {
     else if (!strcmp(key, "elsewhere")) settings.elsewhere = value[0] != '0';
     else if (!strcmp(key, "copies")) settings.instant = !strcmp(value, "instant");
     else if (!strcmp(key, "call_ns")) settings.call_ns = atol(value);
+    else if (!strcmp(key, "pin_ns")) settings.pin_ns = atol(value);
+    else if (!strcmp(key, "unpin_ns")) settings.unpin_ns = atol(value);
+    else if (!strcmp(key, "compute_mode")) settings.compute_mode = atoi(value);
+    else if (!strcmp(key, "mps")) settings.mps = value[0] == '1';
+    else if (!strcmp(key, "handles")) {
+        settings.handle_code = atoi(value);
+        settings.handle_sticky = costs_context(value);
+    } else if (!strcmp(key, "capture")) settings.capture = value[0] == '1';
     else return INVALID_VALUE;
     return SUCCESS;
 }
@@ -131,7 +146,8 @@ __attribute__((constructor)) static void settings_start(void) {
                           .vmm_ranges = true, .elsewhere = true};
     static const char *const keys[] = {
         "SEED", "ANY", "HOLD", "DEVICES", "DRIVER_VERSION", "MEM_OPS", "MAX_PIN",
-        "VMM_RANGES", "ELSEWHERE", "COPIES", "CALL_NS", "FAIL", "HANG",
+        "VMM_RANGES", "ELSEWHERE", "COPIES", "CALL_NS", "PIN_NS", "UNPIN_NS",
+        "COMPUTE_MODE", "MPS", "CAPTURE", "HANDLES", "FAIL", "HANG",
     };
     if (getenv("FAKECUDA_SEED")) settings.any = 2;
     for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
@@ -222,11 +238,37 @@ static CUresult inject(const char *name, struct Context *context) {
     return code;
 }
 
+/* Calls that CUDA may forbid a thread while another one captures. */
+static bool is_unsafe(const char *name) {
+    static const char *const unsafe[] = {
+        "cuMemAlloc", "cuMemFree", "cuMemHostRegister", "cuMemHostUnregister", "cuEventQuery",
+        "cuEventSynchronize", "cuStreamQuery", "cuStreamSynchronize", "cuCtxSynchronize",
+        "cuMemcpyHtoD", "cuMemcpyDtoH", "cuMemsetD8", "cuIpcGetMemHandle", "cuIpcOpenMemHandle",
+        "cuIpcCloseMemHandle",
+    };
+    for (size_t i = 0; i < sizeof unsafe / sizeof *unsafe; i++)
+        if (!strcmp(name, unsafe[i])) return true;
+    return false;
+}
+
+EXPORT CUresult cuThreadExchangeStreamCaptureMode(int *mode) {
+    ENTER("cuThreadExchangeStreamCaptureMode", NEEDS_NOTHING);
+    if (*mode < CAPTURE_GLOBAL || *mode > CAPTURE_RELAXED) return INVALID_VALUE;
+    int before = capture_mode;
+    capture_mode = *mode;
+    *mode = before;
+    return SUCCESS;
+}
+
 CUresult enter(const char *name, Needs needs) {
     pthread_mutex_lock(&lock);
     struct Context *context = current;
     CUresult result = inject(name, context);
     if (!result && needs >= NEEDS_INIT && !initialised) result = NOT_INITIALIZED;
+    if (!result && settings.capture && capture_mode == CAPTURE_GLOBAL && is_unsafe(name)) {
+        log_line("@broken-capture");
+        result = CAPTURE_UNSUPPORTED;
+    }
     if (!result && needs == NEEDS_CONTEXT) {
         if (!context) result = INVALID_CONTEXT;
         else if (context->fault) result = context->fault;

@@ -63,6 +63,7 @@ EXPORT CUresult cuStreamWriteValue64(CUstream handle, CUdeviceptr address, uint6
     ENTER("cuStreamWriteValue64", NEEDS_CONTEXT);
     if (!settings.mem_ops) return NOT_SUPPORTED;
     if (address % sizeof value || flags > 1) return INVALID_VALUE;
+    await_driver();
     pthread_mutex_lock(&lock);
     struct Stream *stream = stream_of(handle);
     Place place = place_of(address, sizeof value);
@@ -122,10 +123,8 @@ EXPORT CUresult cuEventRecord(CUevent handle, CUstream stream_handle) {
         record_release(event->latest);
         event->latest = calloc(1, sizeof *event->latest);
         event->latest->references = settings.instant ? 1 : 2; /* the event and the operation */
-        if (settings.instant) {
-            event->latest->seconds = now_seconds();
-            event->latest->done = true;
-        } else {
+        if (settings.instant) event->latest->done = true;
+        else {
             Op *op = op_make(OP_RECORD);
             op->record = event->latest;
             stream_push(stream, op);
@@ -175,19 +174,6 @@ EXPORT CUresult cuEventSynchronize(CUevent handle) {
         result = record->done ? SUCCESS : context->fault;
         record_release(record);
     }
-    pthread_mutex_unlock(&lock);
-    return result;
-}
-
-EXPORT CUresult cuEventElapsedTime(float *milliseconds, CUevent from_handle, CUevent to_handle) {
-    ENTER("cuEventElapsedTime", NEEDS_CONTEXT);
-    pthread_mutex_lock(&lock);
-    struct Event *from = event_of(from_handle), *to = event_of(to_handle);
-    CUresult result = SUCCESS;
-    if (!from || !to || !from->latest || !to->latest || (from->flags | to->flags) & EVENT_DISABLE_TIMING)
-        result = INVALID_HANDLE;
-    else if (!from->latest->done || !to->latest->done) result = NOT_READY;
-    else *milliseconds = (float)((to->latest->seconds - from->latest->seconds) * 1e3);
     pthread_mutex_unlock(&lock);
     return result;
 }

@@ -1,0 +1,192 @@
+"""What must hold of pinning, as functions; see cuda_checks.py."""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import pytest
+
+from kvd.errors import ImportFailed
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.pinning import LONGEST_PAUSE, PinnedPool
+from kvd.pool.filling import FillOrder
+from tests.asked import Asked
+from tests.lane.cuda_checks import SIZES
+from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig
+from tests.lane.support import Memory
+from tests.waiting import eventually
+
+UNIT = 65536  # of the rig's registrations
+PIECES = 8  # of a pool of a check's own
+SOON = 10.0  # seconds
+REGISTER, UNREGISTER = "cuMemHostRegister", "cuMemHostUnregister"
+
+
+def is_soon(question: Callable[[], bool]) -> bool:
+    """Whether it becomes so within SOON: without a rule it never does."""
+    end = time.monotonic() + SOON
+    while not (answer := question()) and time.monotonic() < end:
+        time.sleep(0.001)
+    return answer
+
+
+@contextlib.contextmanager
+def pool_of(rig: CudaRig, pin_lock: int | None = None) -> Iterator[PinnedPool]:
+    """A pool of its own, in eight pieces."""
+    memory = Memory(POOL_BYTES)
+    memory.bytes[:] = 0
+    context = rig.cuda._pool._context
+    pool = PinnedPool(memory.fd, POOL_BYTES, context, POOL_BYTES // PIECES, pin_lock)
+    try:
+        yield pool
+    finally:
+        pool.close()
+        memory.close()
+
+
+class Neighbour:
+    """Another lane's process, as far as the pin lock goes."""
+
+    def __init__(self, pid: int, pin_lock: int) -> None:
+        self._fd = os.open(f"/proc/{pid}/fd/{pin_lock}", os.O_RDWR)
+
+    def take(self) -> bool:
+        """Lock; whether that was possible without waiting."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+        return True
+
+    def give(self) -> None:
+        """Unlock."""
+        fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """The process ends."""
+
+
+def only_arenas_in_use_are_pinned(rig: CudaRig) -> None:
+    """Nothing is pinned for an engine without an arena; then the pieces that its arena touches."""
+    memory, _ = rig.attach(SIZES)
+    assert (rig.device.usable_bytes, rig.device.pinned_bytes) == (POOL_BYTES, 0)
+    *_, last = FillOrder(POOL_BYTES, UNIT).order
+    begin, end = last * UNIT, (last + 1) * UNIT
+    rig.device.use_arena(memory, begin + 10, end - 10)
+    eventually(lambda: rig.device.holds(begin, end))
+    assert (rig.device.usable_bytes, rig.device.pinned_bytes) == (POOL_BYTES, UNIT)
+
+
+def pieces_of_a_rank_that_left_go_when_another_is_bound(rig: CudaRig) -> None:
+    """An engine that restarts finds its arena pinned; one with another arena has that one alone."""
+    memory, _ = rig.attach(SIZES)
+    rig.device.use_arena(memory, 0, UNIT)
+    eventually(lambda: rig.device.pinned_bytes == UNIT)
+    before = rig.driver.mark
+    rig.device.release_memory(memory)
+    again, _ = rig.attach(SIZES)
+    rig.device.use_arena(again, 0, UNIT)
+    rig.device.release_memory(again)
+    other, _ = rig.attach(SIZES)
+    assert rig.device.holds(0, UNIT)
+    rig.device.use_arena(other, 2 * UNIT, 3 * UNIT)
+    assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 1)
+    eventually(lambda: rig.device.pinned_bytes == UNIT)
+    assert rig.driver.calls(before).count(REGISTER) == 1
+    assert (rig.device.holds(0, UNIT), rig.device.holds(2 * UNIT, 3 * UNIT)) == (False, True)
+
+
+def one_process_pins_at_a_time(rig: CudaRig) -> None:
+    """A piece is pinned or unpinned under the lock that all lanes share, and not without it."""
+    lock = Memory(4096)
+    neighbour = Asked(Neighbour, os.getpid(), lock.fd)
+    tries = 0
+    lockf = fcntl.lockf
+
+    def counted(fd: int, how: int) -> None:
+        nonlocal tries
+        tries += 1
+        lockf(fd, how)
+
+    with pytest.MonkeyPatch.context() as patch, pool_of(rig, lock.fd) as pool:
+        patch.setattr(fcntl, "lockf", counted)
+        for call in (REGISTER, UNREGISTER):
+            assert is_soon(lambda: bool(neighbour.ask("take")))
+            before, tries, pinned = rig.driver.mark, 0, pool.pinned
+            pool.need(1, 0, POOL_BYTES) if call == REGISTER else pool.unpin()
+            eventually(lambda: tries >= 3 or pool.pinned != pinned)  # noqa: B023
+            assert pool.pinned == pinned
+            rig.driver.set(f"hang={call}:1")
+            neighbour.ask("give")
+            rig.driver.wait_for("@hang", 1, before)
+            assert not neighbour.ask("take")
+            rig.driver.set("unhang=")
+            eventually(lambda: pool.pinned == POOL_BYTES - pinned)  # noqa: B023
+    neighbour.close()
+    lock.close()
+
+
+def others_have_the_driver_between_two_pieces(rig: CudaRig) -> None:
+    """After each piece the driver is left alone for as long as the piece took, at both ends."""
+    busy: list[tuple[float, float]] = []
+    register, unregister = driver.register_host, driver.unregister_host
+
+    def slow(address: int, *nbytes: int) -> None:
+        began = time.monotonic()
+        time.sleep(0.005)
+        register(address, *nbytes) if nbytes else unregister(address)
+        busy.append((began, time.monotonic()))
+
+    with pytest.MonkeyPatch.context() as patch, pool_of(rig) as pool:
+        patch.setattr(driver, "register_host", slow)
+        patch.setattr(driver, "unregister_host", slow)
+        pool.need(1, 0, POOL_BYTES)
+        eventually(lambda: pool.pinned == POOL_BYTES)
+        pool.unpin()
+        eventually(lambda: not pool.pinned)
+    assert len(busy) == 2 * PIECES
+    for (began, ended), (next_began, _) in pairwise(busy):
+        assert next_began - ended >= min(ended - began, LONGEST_PAUSE)
+
+
+def a_registration_is_short(rig: CudaRig) -> None:
+    """A machine that pins no more than 256 MiB at a time pins a large pool, piece by piece."""
+    rig.driver.set(f"max_pin={256 * 2**20}")
+    large = Memory(70 * 2**30)  # of which one piece is there
+    pool = PinnedPool(large.fd, len(large.bytes), rig.cuda._pool._context)
+    try:
+        os.posix_fallocate(large.fd, 0, pool.piece_bytes)
+        pool.need(1, 0, pool.piece_bytes)
+        eventually(lambda: pool.error or pool.pinned)
+        assert (pool.error, pool.pinned) == ("", pool.piece_bytes)
+    finally:
+        pool.close()
+        large.close()
+
+
+def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
+    """The third piece fails: the two before it are let go, and workers are told of the reason."""
+    before = rig.driver.mark
+    rig.driver.set(f"fail={REGISTER}:3:2")
+    rig.device.use_arena(WHOLE_POOL, 0, POOL_BYTES)
+    eventually(lambda: rig.device.pool_error)
+    with pytest.raises(ImportFailed, match="cannot be pinned"):
+        rig.attach(SIZES)
+    assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 2)
+    assert (rig.device.usable_bytes, rig.device.pinned_bytes) == (0, 0)
+
+
+def a_lane_that_stops_unpins_piece_by_piece(rig: CudaRig) -> None:
+    """Nobody waits in the call, and it is done when nothing is pinned."""
+    before = rig.driver.mark
+    rig.driver.set(f"hang={UNREGISTER}:2")
+    assert not rig.device.unpin()
+    rig.driver.wait_for("@hang", 1, before)
+    assert not rig.device.unpin()
+    assert rig.device.pinned_bytes == POOL_BYTES - UNIT
+    rig.driver.set("unhang=")
+    eventually(rig.device.unpin)
+    assert rig.driver.calls(before).count(UNREGISTER) == POOL_BYTES // UNIT
