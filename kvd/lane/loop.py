@@ -74,7 +74,7 @@ class LaneService:
         self._device = device
         self._pool_bytes = pool_bytes
         self._lifeline = lifeline
-        self._told: tuple[int, int] = (0, 0)  # usable bytes and executed bindings, as reported
+        self._reported = PoolUsable(usable_bytes=0, error="")
         self._standstill = Standstill("lane")
         self._workers = Workers(device)
         self._runner = Runner(device, limits)
@@ -99,10 +99,10 @@ class LaneService:
                 requests = self._router.pending
                 if orders:
                     self._orders.read()
-                if self._device.pins:
-                    self._tell_usable()
                 if requests:
                     self._serve_workers()
+                if self._device.pins:
+                    self._report_usable()
                 moved = self._runner.turn()
                 self._reports.report_ended()
                 if self._reports.shares_due:  # after the replies: to wake the broker takes a while
@@ -157,8 +157,9 @@ class LaneService:
         if not len(self._runner):
             if self._reports.shares:
                 return SHARES_WAIT_MS
-            pinning = self._told[0] < self._pool_bytes or self._runner.stopping
-            return FILLING_MS if pinning else None
+            last = self._reported
+            is_pinning = last.usable_bytes < self._pool_bytes and not last.error
+            return FILLING_MS if is_pinning or self._runner.stopping else None
         return 1 if nap >= LONGEST_NAP else 0
 
     def _back_off(self, nap: float, *, busy: bool) -> float:
@@ -183,21 +184,28 @@ class LaneService:
         return time.monotonic()
 
     def _announce(self) -> None:
-        self._told = (self._device.usable_bytes, 0)
+        self._reported = PoolUsable(usable_bytes=self._device.usable_bytes, error="")
         ready = LaneReady(
             incarnation=self._incarnation,
             pid=os.getpid(),
             endpoint=self._endpoint,
             pins=self._device.pins,
-            usable_bytes=self._told[0],
+            usable_bytes=self._reported.usable_bytes,
         )
         self._link.send(LINK.encode(ready), (self._lifeline,))
         os.close(self._lifeline)
 
-    def _tell_usable(self) -> None:
-        """Report how much of the pool can be copied, and how many bindings that covers."""
-        now = (self._device.usable_bytes, self._orders.bindings)
-        if now != self._told:
-            self._told = now
-            error = self._device.pool_error[:TEXT_LIMIT]
-            self._reports.tell_broker(PoolUsable(usable_bytes=now[0], error=error, bindings=now[1]))
+    def _report_usable(self) -> None:
+        """Report how much of the pool can be copied, where that has changed."""
+        device, last, bindings = self._device, self._reported, self._orders.bindings
+        if (
+            device.usable_bytes == last.usable_bytes
+            and bindings == last.bindings
+            and bool(device.pool_error) == bool(last.error)
+        ):
+            return
+        error = device.pool_error[:TEXT_LIMIT]  # first: usable bytes follow it
+        self._reported = PoolUsable(
+            usable_bytes=device.usable_bytes, error=error, bindings=bindings
+        )
+        self._reports.tell_broker(self._reported)

@@ -48,7 +48,7 @@ class Orders:
         pool_bytes: size of the pool.
 
     Attributes:
-        bindings: BindWorker orders that were executed.
+        bindings: BindWorker orders that came, executed or not.
     """
 
     def __init__(self, reports: Reports, workers: Workers, device: Device, pool_bytes: int) -> None:
@@ -115,8 +115,10 @@ class Orders:
         _, message = LINK.decode(error.frame)
         if isinstance(message, ImportWorker):
             self._not_imported(message, str(error), out_of_files=True)
-        else:
-            _log.error("%s is left out: %s", type(message).__name__, error)
+            return
+        if isinstance(message, BindWorker):  # the broker counts it; the worker stays unbound
+            self.bindings += 1
+        _log.error("%s is left out: %s", type(message).__name__, error)
 
     def _import(self, message: ImportWorker, fds: tuple[int, ...]) -> None:
         self._reports.tell_broker(Importing(session=message.session))

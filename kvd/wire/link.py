@@ -64,7 +64,7 @@ class PoolUsable(Message, frozen=True):
     usable_bytes: the longest prefix of the pool, in the order of `kvd.pool.filling`, in which every
         byte of the bound workers' arenas is pinned. The whole pool where no worker is bound.
         BindWorker may reduce it.
-    bindings: BindWorker orders that this lane had executed when it measured `usable_bytes`.
+    bindings: BindWorker orders that this lane had received when it measured `usable_bytes`.
     error: why it will never be more; empty while there is hope.
     """
 
@@ -110,7 +110,7 @@ class ImportWorker(Message, frozen=True):
 class Importing(Message, frozen=True):
     """Lane → broker: the next call of the driver maps this session's memory; Imported follows.
 
-    A lane that ends between the two ended by this session's memory.
+    The end of a lane between the two is blamed on this session's memory.
     """
 
     session: Count

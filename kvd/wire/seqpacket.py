@@ -142,9 +142,12 @@ class Channel:
         if not self._buffer:
             self._buffer = bytearray(MAX_DATAGRAM_BYTES)
         try:
-            size, ancillary, flags, _ = self._sock.recvmsg_into(
-                [self._buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
+            try:
+                size, ancillary, flags, _ = self._receive()
+            except ConnectionResetError:
+                # The peer is gone and left frames unread. The kernel says that once, before it
+                # hands over the frames that the peer had sent.
+                size, ancillary, flags, _ = self._receive()
         except BlockingIOError:
             return None
         except ConnectionError as error:
@@ -168,6 +171,9 @@ class Channel:
         while self._queue:
             self._drop_head()
         self._sock.close()
+
+    def _receive(self) -> tuple[int, list[tuple[int, int, bytes]], int, object]:
+        return self._sock.recvmsg_into([self._buffer], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
 
     def _send_now(self, frame: bytes, fds: Sequence[int]) -> bool:
         try:

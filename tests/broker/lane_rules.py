@@ -3,7 +3,7 @@
 from collections import Counter
 
 from hypothesis import strategies as st
-from hypothesis.stateful import rule
+from hypothesis.stateful import invariant, rule
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import DropLane, Effect, KillLane, StartLane, ToLane
@@ -21,6 +21,7 @@ from kvd_proto.messages import Message
 from tests.broker.brokers import CUDA, DrivenBroker, lane_ready
 
 DEVICE = st.sampled_from(["host", CUDA])
+IDLE_SECONDS = 10.0
 
 
 class LaneRules(DrivenBroker):
@@ -117,15 +118,37 @@ class LaneRules(DrivenBroker):
         self.cannot_pin &= device != CUDA
         self.carry_out(self.broker.supervision.lost(device, reason))
 
-    @rule(device=DEVICE)
-    def memory_ends_its_lane(self, device: str) -> None:
-        """A lane dies in the call that maps a worker's memory."""
-        inbox = self.lane_inbox[device]
-        orders = [message for message in inbox if isinstance(message, ImportWorker)]
-        if orders and orders[0].attempt == self.attempt(orders[0]):
-            self.from_lane(Importing(session=orders[0].session), device)
-            self.fatal[self.worker(orders[0].session)] += 1
-            self.end_lane(device)
+    @rule(times=st.sampled_from([1, 1, 2, 3]))
+    def memory_ends_its_lane(self, times: int) -> None:
+        """A lane dies in the call that maps a worker's memory, and so do those after it."""
+        for _ in range(times):
+            if not self.orders_to_import():
+                self.lose_lane(CUDA)
+                self.start_lane(CUDA)
+            for order in self.orders_to_import()[:1]:
+                self.from_lane(Importing(session=order.session), CUDA)
+                self.fatal[self.worker(order.session)] += 1
+                self.end_lane(CUDA)
+
+    def orders_to_import(self) -> list[ImportWorker]:
+        """What the CUDA device's lane is to map, and has not read."""
+        orders = [order for order in self.lane_inbox[CUDA] if isinstance(order, ImportWorker)]
+        return [order for order in orders if order.attempt == self.attempt(order)]
+
+    def leave_lane_idle(self) -> None:
+        """All workers of the CUDA device are gone, for longer than its lane stays."""
+        sessions = self.broker.state.registry.sessions.values()
+        users = [
+            session
+            for session in sessions
+            for each in (session.registration, session.pending, session.releasing)
+            if each is not None and each.device == CUDA
+        ]
+        if CUDA in self.up:
+            for session in users:
+                self.lose(session)
+            self.pass_time(IDLE_SECONDS + 1, sorted(self.up))
+            assert CUDA in self.ending
 
     def attempt(self, order: ImportWorker) -> int | None:
         """Which answer of a lane about this memory counts; None where it is wanted no more."""
@@ -182,6 +205,14 @@ class LaneRules(DrivenBroker):
 
     def lanes_work(self) -> None:
         """All lanes that are wanted are up and do what they were told."""
-        for device in sorted(self.wanted):
+        for device in sorted(self.wanted) * 2:  # one that ends has another process then
             self.start_lane(device)
             self.lane_works(device, 10_000)
+
+    @invariant()
+    def usable_memory_is_known(self) -> None:
+        """A lane that pins can copy something once it has answered every order that binds."""
+        if CUDA in self.up:
+            usable = self.broker.state.lanes[CUDA].usable_bytes > 0
+            answered = self.executed[CUDA] == self.bindings[CUDA]
+            assert usable == (answered and not self.cannot_pin)

@@ -43,7 +43,7 @@ from kvd_proto.messages import (
     Unregister,
 )
 from tests.broker.brokers import CUDA, PAGE, hello, make_broker
-from tests.broker.lane_rules import DEVICE, LaneRules
+from tests.broker.lane_rules import DEVICE, IDLE_SECONDS, LaneRules
 from tests.layouts import flat_layout
 
 WORLD = 2
@@ -64,7 +64,9 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
 
     def __init__(self) -> None:
         RuleBasedStateMachine.__init__(self)
-        broker = make_broker(POOL, lease_seconds=5, ticket_seconds=5, lane_idle_seconds=10)
+        broker = make_broker(
+            POOL, lease_seconds=5, ticket_seconds=5, lane_idle_seconds=IDLE_SECONDS
+        )
         LaneRules.__init__(self, broker)
         self.totals: dict[str, float] = {}
         self.lent: list[tuple[Session, bytes, int, int]] = []
@@ -120,9 +122,11 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
         """Every run begins with both engines complete."""
         return multiple(*self.bring_up("a"), *self.bring_up("b"))
 
-    @rule(target=sessions, engine=ENGINES)
-    def another_engine(self, engine: str) -> MultipleResults[Session]:
-        """An engine comes, or what it lacks comes back."""
+    @rule(target=sessions, engine=ENGINES, after_a_while=st.booleans())
+    def another_engine(self, engine: str, after_a_while: bool) -> MultipleResults[Session]:
+        """An engine comes, or what it lacks comes back; perhaps while the idle lane ends."""
+        if after_a_while:
+            self.leave_lane_idle()
         return multiple(*self.bring_up(engine))
 
     def bring_up(self, name: str) -> list[Session]:
@@ -221,11 +225,12 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
         assert session.engine is not None
         assert session.engine.namespace is not None
         assert not (self.broker.state.draining and len(reply.slots))
-        if len(reply.slots) and any(
-            worker.registration is not None and worker.registration.device == CUDA
-            for worker in session.engine.workers.values()
-        ):
-            assert self.executed[CUDA] == self.bindings[CUDA]
+        devices = {w.registration.device for w in session.engine.workers.values() if w.registration}
+        assert (
+            self.executed[CUDA] == self.bindings[CUDA]
+            or not len(reply.slots)
+            or devices == {"host"}
+        )
         table, ns_id = session.engine.namespace.table, session.engine.namespace.id
         slots, generations = reply.slots.tolist(), reply.generations.tolist()
         for slot, generation in zip(slots, generations, strict=True):

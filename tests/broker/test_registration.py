@@ -13,8 +13,7 @@ from kvd.broker.registration import AT_ONCE
 from kvd.broker.sessions import Engine, Peer, Registry, Session
 from kvd.cache.namespaces import Namespaces
 from kvd.errors import Refused
-from kvd.pool.filling import MIN_PIECE_BYTES
-from kvd.wire.link import BindWorker, ImportWorker, PoolUsable, ReleaseWorker
+from kvd.wire.link import BindWorker, ImportWorker
 from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import (
     Attached,
@@ -152,101 +151,6 @@ def test_auto_without_room_is_refused_once_and_can_be_tried_again() -> None:
             assert "available 4 KiB" in reply.message.text
     assert not any(session.pending for session in sessions)
     assert not replies(broker.tick(1000.0))
-
-
-def attached(cpu_bytes: int) -> tuple[Broker, Session]:
-    """A broker whose one engine of one rank is attached, and the rank's session."""
-    broker = make_broker(cpu_bytes, allocated=0)
-    session = join(broker)
-    broker.request(session, 2, register(world_size=1), 0.0, 2)
-    return broker, session
-
-
-def test_memory_is_mapped_before_any_of_the_pool_can_be_copied() -> None:
-    """A rank waits for its lane's process, not for the pool to be touched or pinned."""
-    broker, session = attached(2**20)
-    orders = [effect for effect in lane_up(broker, usable_bytes=0) if isinstance(effect, ToLane)]
-    assert [type(order.message) for order in orders] == [ImportWorker]
-    assert [type(reply.message) for reply in replies(mapped(broker, session))] == [Registered]
-
-
-def test_no_slot_is_lent_before_the_lane_has_looked_at_the_new_workers_arena() -> None:
-    """A pinning lane's figure counts once it has executed every order that binds a worker."""
-    size = 4 * MIN_PIECE_BYTES
-    broker, first = attached(size)
-    broker.pool_allocated(size)
-    lane_up(broker, usable_bytes=size, pins=True)
-    mapped(broker, first)
-    assert first.engine is not None
-    usable = [broker.state.usable_bytes(first.engine)]
-    second = join(broker, "worker", "second")
-    for message in (
-        PoolUsable(usable_bytes=size, error="", bindings=1),
-        None,  # another engine is bound
-        PoolUsable(usable_bytes=MIN_PIECE_BYTES, error="", bindings=1),  # sent before that
-        PoolUsable(usable_bytes=MIN_PIECE_BYTES, error="", bindings=2),
-    ):
-        if message is None:
-            broker.request(second, 2, register(world_size=1), 0.0, 2)
-            mapped(broker, second)
-        else:
-            broker.supervision.received("host", message, 0.0)
-        usable.append(broker.state.usable_bytes(first.engine))
-    assert usable == [0, None, 0, 0, MIN_PIECE_BYTES]
-    broker.supervision.lost("host", "killed by signal 9")
-    lane_up(broker, usable_bytes=size, pins=True)
-    mapped(broker, first)
-    broker.supervision.received(
-        "host", PoolUsable(usable_bytes=size, error="", bindings=1), 0.0
-    )  # of this process
-    assert broker.state.usable_bytes(first.engine) is None
-
-
-def test_a_lane_that_cannot_pin_detaches_its_engines_until_its_next_process() -> None:
-    """Sessions read the reason at once, and memory is released; what is registered holds."""
-    broker, session = attached(2**20)
-    lane_up(broker, pins=True)
-    mapped(broker, session)
-    error = PoolUsable(usable_bytes=0, error="no memory may be locked", bindings=1)
-    effects = broker.supervision.received("host", error, 0.0)
-    notices = [effect for effect in effects if isinstance(effect, Notify)]
-    assert notices == [
-        Notify(session.number, Detached(reason="lane host: no memory may be locked"))
-    ]
-    released = [e.message for e in effects if isinstance(e, ToLane)]
-    assert released == [ReleaseWorker(session=session.number)]
-    assert not broker.supervision.received("host", error, 0.0)  # it is told once
-    broker.supervision.lost("host", "killed by signal 9")
-    again = [e.message for e in lane_up(broker, pins=True) if isinstance(e, ToLane)]
-    assert [type(order) for order in again] == [ImportWorker]
-    back = mapped(broker, session)
-    assert Attached in {type(e.message) for e in back if isinstance(e, Notify)}
-
-
-def test_stores_begin_with_the_first_piece_of_the_pool() -> None:
-    """Until then no slot is lent; afterwards what is there and no more."""
-    size = 4 * MIN_PIECE_BYTES
-    broker, session = attached(size)
-    lane_up(broker, usable_bytes=size)
-    mapped(broker, session)
-    assert session.engine is not None
-    assert session.engine.attached
-    scheduler = join(broker, "scheduler")
-
-    def lent() -> int:
-        (reply,) = replies(broker.request(scheduler, 9, Step(wanted=8), 0.0))
-        assert isinstance(reply.message, Stepped)
-        return len(reply.message.slots)
-
-    assert lent() == 0
-    broker.pool_allocated(MIN_PIECE_BYTES)
-    assert broker.state.usable_bytes(session.engine) == MIN_PIECE_BYTES
-    assert lent() == 8
-    broker.pool_allocated(size)
-    assert broker.state.ready
-    assert broker.state.usable_bytes(session.engine) is None
-    lane_up(broker, usable_bytes=5)  # another lane, which pins anew
-    assert broker.state.usable_bytes(session.engine) == 5
 
 
 def large(rank: int = 0, world_size: int = 1) -> Register:

@@ -273,10 +273,10 @@ def test_a_close_that_hangs_costs_that_lane_alone(
         assert (now["pid"], now["counters"]["restarts"]) == (before["pid"], 0)
 
 
-def test_memory_that_cannot_be_closed_costs_nobody_anything(
+def test_memory_that_cannot_be_closed_does_not_end_the_lane(
     engine: CudaEngine, daemon: Daemon, lanes: Lanes
 ) -> None:
-    """The lane keeps what a worker that left had, and serves the rank that takes its place."""
+    """The mapping stays until the lane ends; the rank that replaces the lost one is served."""
     keys = keys_of("kept", 4)
     engine.store(keys)
     pid = lane_of(daemon)["pid"]
@@ -292,7 +292,7 @@ def test_memory_that_cannot_be_closed_costs_nobody_anything(
 def test_a_handle_that_the_driver_refuses_costs_its_own_engine_alone(
     engine: CudaEngine, daemon: Daemon
 ) -> None:
-    """Its worker is told of the driver's reason; the lane goes on, and the good engine with it."""
+    """Its worker gets the driver's reason; the same lane goes on serving the good engine."""
     keys = keys_of("kept", 4)
     engine.store(keys)
     lane = wait_lane(daemon, workers=2)

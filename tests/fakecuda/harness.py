@@ -67,13 +67,8 @@ def switch(text: str) -> None:
 
 
 def functions_named(module: ModuleType) -> set[str]:
-    """Functions of the driver that a module calls, by name or as attributes of the bindings.
-
-    Of a package: those that its modules call.
-    """
-    file = Path(str(module.__file__))
-    files = file.parent.glob("*.py") if file.name == "__init__.py" else [file]
-    source = "".join(path.read_text("utf-8") for path in files)
+    """Functions of the driver that a module calls, by name or as attributes of the bindings."""
+    source = Path(str(module.__file__)).read_text("utf-8")
     return set(re.findall(r'(?:"|\b(?:cuda|driver)\.)(cu[A-Z]\w*)["(]', source))
 
 

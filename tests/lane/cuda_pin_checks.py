@@ -168,7 +168,7 @@ def a_registration_is_short(rig: CudaRig) -> None:
 
 
 def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
-    """The third piece fails: the two before it are let go, and workers are told of the reason."""
+    """The third piece fails: the first two are unpinned, and imports are refused with the error."""
     before = rig.driver.mark
     rig.driver.set(f"fail={REGISTER}:3:2")
     rig.device.use_arena(WHOLE_POOL, 0, POOL_BYTES)
@@ -180,7 +180,7 @@ def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
 
 
 def a_lane_that_stops_unpins_piece_by_piece(rig: CudaRig) -> None:
-    """Nobody waits in the call, and it is done when nothing is pinned."""
+    """`unpin` returns at once, and True only when nothing is pinned."""
     before = rig.driver.mark
     rig.driver.set(f"hang={UNREGISTER}:2")
     assert not rig.device.unpin()

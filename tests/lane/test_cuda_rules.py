@@ -83,7 +83,7 @@ def raise_as_the_bindings_do(_attempted: str, name: str, *arguments: object) -> 
 
 
 def need_the_whole_pool() -> Callable[..., None]:
-    """Whoever needs a part of the pool has all of it pinned."""
+    """An owner that needs a part of the pool has all of it pinned."""
     need = PinnedPool.need
     return lambda self, owner, _begin, _end: need(self, owner, 0, self.nbytes)
 

@@ -88,8 +88,12 @@ def test_the_queue_is_bounded() -> None:
 
 
 def test_end_of_file_raises_after_what_was_sent(pair: Pair) -> None:
-    """What a peer sent before it went is still received; then EOFError, and sending raises too."""
+    """What a peer sent before it went is still received; then EOFError, and sending raises too.
+
+    Also where the peer had not read everything.
+    """
     left, right = pair
+    right.send(b"not read")
     left.send(b"last words")
     left.close()
     assert right.recv() == (b"last words", ())

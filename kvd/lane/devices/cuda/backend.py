@@ -45,7 +45,8 @@ class Options:
     registration_bytes: of one registration of the pool; see PinnedPool.
     piece_bytes, bulk_bytes: see Device.
     bytes_in_flight: of each direction, above which no more is asked for.
-    stuck_seconds: after which a device that ends nothing, or a call that pins, is given up.
+    stuck_seconds: after which a device that ends nothing, or a call that pins or unpins, is given
+        up.
     inline_runs: see Flow.
     """
 
@@ -88,7 +89,7 @@ class CudaDevice(Device):
         self.bulk_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, options.bulk_bytes)
         self._memories: dict[MemoryId, ImportedMemory] = {}
         self._last_id = 0
-        self._asked_after_pool = False
+        self._pool_failures = 0  # after which the context answered
         driver.start()
         if lacking := driver.shortcomings():
             _log.warning("%s", lacking)
@@ -96,27 +97,29 @@ class CudaDevice(Device):
         if refusal := driver.refusal(self._device):
             raise CudaMissing(refusal)
         uuids.stay_near(driver.pci_bus_id(self._device))
-        with Undo() as undo:
-            context = driver.retain_context(self._device)
-            undo.add(driver.release_context, self._device)
-            driver.use_context(context)
-            least, greatest = driver.priorities()
-            with Undo() as trial:
-                stream = driver.create_stream(least)
-                trial.add(driver.destroy_stream, stream)
-                self.copier = copies.choose(stream)
-            self._flows = {
-                way: Flow(
-                    way, priority, self.copier, context, undo, inline_runs=options.inline_runs
-                )
-                for way, priority in ((Direction.LOAD, greatest), (Direction.STORE, least))
-            }
-            self._pool = PinnedPool(
-                pool_fd, pool_bytes, context, options.registration_bytes, pin_lock
-            )
-            undo.add(self._pool.close)
-            self._undo = undo.pop_all()
-        _log.info("%s: %r", driver.device_name(self._device), self.copier)
+        self._undo = Undo()
+        with Undo() as failed:
+            failed.push(self._undo)
+            self._set_up(pool_fd, pool_bytes, pin_lock)
+            _log.info("%s: %r", driver.device_name(self._device), self.copier)
+            failed.pop_all()
+
+    def _set_up(self, pool_fd: int, pool_bytes: int, pin_lock: int | None) -> None:
+        undo, options = self._undo, self._options
+        context = driver.retain_context(self._device)
+        undo.add(driver.release_context, self._device)
+        driver.use_context(context)
+        least, greatest = driver.priorities()
+        with Undo() as trial:
+            stream = driver.create_stream(least)
+            trial.add(driver.destroy_stream, stream)
+            self.copier = copies.choose(stream)
+        self._flows = {
+            way: Flow(way, priority, self.copier, context, undo, inline_runs=options.inline_runs)
+            for way, priority in ((Direction.LOAD, greatest), (Direction.STORE, least))
+        }
+        self._pool = PinnedPool(pool_fd, pool_bytes, context, options.registration_bytes, pin_lock)
+        undo.add(self._pool.close)
 
     @property
     def usable_bytes(self) -> int:
@@ -143,8 +146,7 @@ class CudaDevice(Device):
 
     def unpin(self) -> bool:
         """See Device."""
-        self._pool.unpin()
-        return not self._pool.pinned
+        return self._pool.unpin()
 
     def import_memory(
         self, handles: Sequence[Handle], sizes: Sequence[int], descriptors: Sequence[int]
@@ -253,7 +255,7 @@ class CudaDevice(Device):
             if flow.stuck_seconds > limit:
                 raise LaneError(f"the device hangs: {flow!r}, none has ended in {limit:g} s")
         if pool.stuck_seconds > limit:
-            raise LaneError(f"the driver hangs: {pool!r} are pinned, no more in {limit:g} s")
-        if pool.error and not self._asked_after_pool:
-            self._asked_after_pool = True
-            self._end_if_lost(LaneError(pool.error))
+            raise LaneError(f"the driver hangs: {pool!r} are pinned, unchanged for {limit:g} s")
+        if pool.failures != self._pool_failures:
+            self._pool_failures = pool.failures
+            self._end_if_lost(LaneError(pool.error or "the pool cannot be unpinned"))

@@ -1,8 +1,9 @@
 """The CUDA driver as the daemon uses it: with copies.py the only module that names its functions.
 
 Thin wrappers over `cuda.bindings.driver`: numbers in, numbers out, and every failure a CudaError
-that says what was attempted. No function waits for the device unless its name says so. The
-bindings are imported at the first call, so a daemon without them serves host memory.
+that says what was attempted. Of functions that work of the device is done by, only `free`,
+`close_ipc` and those whose name says so wait for it. The bindings are imported at the first call,
+so a daemon without them serves host memory.
 
 An error code does not tell whether the context is lost: the driver returns 999 or 719 for a bad
 handle, too, and works on. `is_alive` asks the context.
@@ -77,7 +78,7 @@ def _called(attempted: str, name: str, *arguments: object) -> tuple[Any, ...]:
         returned: tuple[Any, ...] = getattr(bindings(), name)(*arguments)
     except (RuntimeError, AttributeError) as error:
         raise CudaError(-1, f"{name} is not in this driver ({error})", attempted) from error
-    except ValueError as error:  # a newer driver's code, of which the bindings have no name
+    except (ValueError, KeyError) as error:  # a code that bindings 13, 12 do not know
         raise CudaError(-1, f"{name} failed ({error})", attempted) from error
     return returned
 
@@ -98,7 +99,7 @@ def check(code: Any, attempted: str) -> None:
     if not name:
         try:
             name = bindings().CUresult(code).name
-        except ValueError:
+        except (ValueError, KeyError):
             name = "an error that the bindings do not know"
     raise CudaError(int(code), name, attempted)
 
@@ -141,7 +142,7 @@ def start() -> None:
             f"libcuda.so.1 cannot be loaded ({error}); install the NVIDIA driver, or in a"
             " container let the runtime mount it (NVIDIA_DRIVER_CAPABILITIES=compute)"
         ) from error
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         raise CudaError(-1, f"cuInit failed ({error})", "initialising the CUDA driver") from error
     if code.name == "CUDA_ERROR_NO_DEVICE":
         raise CudaMissing(

@@ -9,13 +9,14 @@ they cross one (`moves.py`).
 One thread makes the set of pinned pieces equal to the wanted one. It pins in the order of
 `kvd.pool.filling`, in which the broker allocates: a piece's pages are touched once they are there,
 then registered. Then it unpins pieces that are not wanted. Pieces of a rank that has left stay
-pinned until another rank's arena is wanted, so an engine that restarts finds its arena pinned.
+pinned until an arena is wanted anew, so an engine that restarts finds its arena pinned.
 
 To pin and to unpin take locks of the driver that every process of the machine needs to start work
 on a GPU. So pieces are small, only one lane at a time registers or unregisters one (the pin lock),
-and after each piece the driver is left alone for as long as the piece took.
+and after each piece the driver is left alone for as long as the piece took, 0.25 s at most.
 
-A failure to pin undoes what was registered and is final: pageable memory is never used instead.
+A failure to pin is final for the whole pool: pageable memory is never used instead. Pieces that
+are pinned stay so until the copies that use them have ended and their owners have let go.
 """
 
 import fcntl
@@ -62,6 +63,7 @@ class PinnedPool:
             piece is pinned; `nbytes` where no piece is wanted.
         pinned: bytes that are pinned.
         error: why pieces are not and will not be pinned; empty while there is hope.
+        failures: of calls of the driver, so far: each may mean that the context is lost.
 
     Args:
         pool_fd: the pool's file; stays the caller's.
@@ -98,7 +100,7 @@ class PinnedPool:
         self._fd = os.dup(pool_fd)
         self._behind = os.fstat(pool_fd).st_size - pool_bytes  # the trailer, allocated first
         self.where: Addresses = np.zeros(len(self._order), np.uint64)
-        self.usable, self.pinned, self.error = pool_bytes, 0, ""
+        self.usable, self.pinned, self.error, self.failures = pool_bytes, 0, "", 0
         self._needs: dict[int, Pieces] = {}  # by owner
         self._wanted: Pieces = np.zeros(len(self._order), np.bool_)
         self._is_pinned: Pieces = np.zeros(len(self._order), np.bool_)
@@ -119,26 +121,36 @@ class PinnedPool:
         with self._changed:
             needs = self._needs.setdefault(owner, np.zeros_like(self._wanted))
             needs[first : last + 1] = True
-            self._wanted = np.logical_or.reduce(list(self._needs.values()))
-            self._measure()
-            self._changed.notify()
+            self._want(list(self._needs.values()))
 
     def drop(self, owner: int) -> None:
         """An owner needs nothing any more, and no copy of it is in flight."""
-        self._needs.pop(owner, None)
-
-    def unpin(self) -> None:
-        """Unpin all pieces, one after another; no copy may be in flight."""
         with self._changed:
-            self._needs.clear()
-            self._wanted = np.zeros_like(self._wanted)
-            self._measure()
-            self._changed.notify()
+            self._needs.pop(owner, None)
+            if self.error:
+                self._want(list(self._needs.values()))
+
+    def unpin(self) -> bool:
+        """Unpin all pieces, one after another; no copy may be in flight.
+
+        Returns:
+            Whether nothing is pinned, and no call of the driver is under way.
+        """
+        with self._changed:
+            if self._wanted.any():
+                self._needs.clear()
+                self._want([])
+        return not self.pinned and self._since is None
+
+    def _want(self, needs: list[Pieces]) -> None:
+        self._wanted = np.logical_or.reduce(needs) if needs else np.zeros_like(self._wanted)
+        self._measure()
+        self._changed.notify()
 
     def holds(self, begin: int, end: int) -> bool:
         """Whether copies may use pool bytes begin..end - 1."""
         first, last = begin // self.piece_bytes, (end - 1) // self.piece_bytes
-        return bool(self._is_pinned[first : last + 1].all())
+        return not self.error and bool(self._is_pinned[first : last + 1].all())
 
     @property
     def stuck_seconds(self) -> float:
@@ -172,20 +184,19 @@ class PinnedPool:
                     self._unpin_piece(piece)
                 elif self._touch(piece):
                     self._pin_piece(piece)
-            except LaneError as error:
+            except Exception as error:  # noqa: BLE001  # the lane's thread reports it
                 self._give_up(error)
-                return
 
     def _next_piece(self) -> int | None:
         """Wait for a piece to pin or, where there is none, to unpin; None: the end."""
         with self._changed:
             while not self._closing.is_set():
-                differing = self._wanted != self._is_pinned
-                missing = (differing & self._wanted)[self._order]
-                if missing.any():
+                missing = (self._wanted & ~self._is_pinned)[self._order]
+                if missing.any() and not self.error:
                     return int(self._order[missing.argmax()])
-                if differing.any():
-                    return int(differing.argmax())
+                needless = self._is_pinned & ~self._wanted
+                if needless.any():
+                    return int(needless.argmax())
                 self._changed.wait()
         return None
 
@@ -203,8 +214,8 @@ class PinnedPool:
 
     def _pin_piece(self, piece: int) -> None:
         begin, end = self._fill.span(piece)
-        with self._turn() as mine:
-            if not mine:
+        with self._turn() as acquired:
+            if not (acquired and self._wanted[piece]):
                 return
             address = self._address + begin
             driver.register_host(address, end - begin)
@@ -224,29 +235,31 @@ class PinnedPool:
 
     def _unpin_piece(self, piece: int) -> None:
         begin, end = self._fill.span(piece)
-        with self._turn() as mine:
-            if not mine:
-                return
+        with self._turn() as acquired:
             with self._changed:
-                if self._wanted[piece]:
+                if not acquired or self._wanted[piece]:
                     return
                 self._is_pinned[piece] = False
-            driver.unregister_host(self._address + begin)
+            try:
+                driver.unregister_host(self._address + begin)
+            except LaneError as error:
+                self.failures += 1
+                _log.error("%d bytes stay pinned until this lane ends: %s", end - begin, error)
             self.pinned -= end - begin
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
         """Hold the pin lock for a call of the driver and the pause after it; False: the end."""
-        locked = self._acquire()
+        acquired = self._acquire()
         try:
             self._since = began = time.monotonic()
-            yield locked
+            yield acquired
             took, self._since = time.monotonic() - began, None
-            if locked:
+            if acquired:
                 self._closing.wait(pause_after(took))
         finally:
             self._since = None
-            if locked and self._pin_lock is not None:
+            if acquired and self._pin_lock is not None:
                 fcntl.lockf(self._pin_lock, fcntl.LOCK_UN)
 
     def _acquire(self) -> bool:
@@ -255,32 +268,30 @@ class PinnedPool:
                 return True
             try:
                 fcntl.lockf(self._pin_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # another lane has it
+            except (BlockingIOError, PermissionError):  # another lane has it
                 self._closing.wait(_POLL_SECONDS)
             else:
                 return True
         return False
 
-    def _give_up(self, error: LaneError) -> None:
-        self.error = (
+    def _give_up(self, error: Exception) -> None:
+        text = (
             f"the pool cannot be pinned after {self.pinned} bytes ({error}); look at dmesg and"
             " MemAvailable: the driver takes kernel memory for pinned pages (12 MiB a GiB), Linux"
             " 6.11 to 6.13 pins no more than 2 GB at a time, and pages in a movable zone cannot be"
             " pinned; a smaller pool needs less"
         )
-        _log.error("%s", self.error)  # no bug: no traceback
-        try:
-            self._unregister_all()
-        except LaneError:
-            _log.exception("and what was pinned cannot be undone")
-        self.usable = 0
+        with self._changed:
+            self.failures += 1
+            self.error, self.usable = text, 0
+        _log.error("%s", text)  # no bug: no traceback
 
     def _unregister_all(self) -> None:
         with driver.Undo() as undo:
             for piece in np.flatnonzero(self._is_pinned).tolist():
                 undo.add(driver.unregister_host, self._address + self._fill.span(piece)[0])
-            self._is_pinned[:] = False
-            self.pinned = 0
+        self._is_pinned[:] = False
+        self.pinned = 0
 
     def _measure(self) -> None:
         if self.error:
