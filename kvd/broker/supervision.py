@@ -107,9 +107,11 @@ class Supervision:
         return [lane.event(f"{text}{freed_text(freed)}", "error"), *effects, *released]
 
     def _failed(self, lane: Lane, message: LaneFailed, now: float) -> list[Effect]:
-        """It cannot serve and tells why; the rest follows with its end."""
-        failed = self._state.failed_lanes
+        """It cannot serve, or cannot go on, and tells why; the rest follows with its end."""
         lane.failure = message.error
+        if lane.up:  # the next process may serve
+            return [KillLane(lane.device, message.error)]
+        failed = self._state.failed_lanes
         failed.pop(lane.device, None)
         failed[lane.device] = (now, message.error)
         if len(failed) > MAX_CUDA_LANES:
@@ -172,11 +174,14 @@ class Supervision:
         return effects
 
     def _idle_end(self, lane: Lane) -> list[Effect]:
-        """Return the log's line on a lane that ended because no session used it."""
+        """Return the log's line on a lane that ended because no session could use it."""
         if self._state.stopping:
             return []
         seconds = self._state.settings.lane_idle_seconds
-        return [lane.event(f"lane {lane.device} has ended: no engine for {seconds:g} s")]
+        text = f"lane {lane.device} has ended: no engine for {seconds:g} s"
+        if lane.pool_error:
+            text += ", for it could not pin the pool; the next one tries again"
+        return [lane.event(text)]
 
     def _unmapped(self, device: str) -> list[Effect]:
         """No memory is mapped by this device's lane any more: the next process maps it again."""
@@ -256,7 +261,8 @@ class Supervision:
     def watch(self, now: float) -> list[Effect]:
         """Ask lanes whether they are alive; kill those that have not answered for too long.
 
-        Lanes that came on demand and that no session has used for long are told to end.
+        Lanes that came on demand and that no session has used for long are told to end. A lane
+        that cannot pin the pool is of no use: the next process tries again.
         """
         effects: list[Effect] = []
         used = self._devices_in_use()
@@ -278,7 +284,7 @@ class Supervision:
             elif now - lane.last_ping > PING_SECONDS:
                 lane.last_ping = now
                 effects.append(ToLane(lane.device, LanePing()))
-            if lane.device in used:
+            if lane.device in used and not lane.pool_error:
                 lane.last_used = now
             elif lane.on_demand and now > lane.last_used + self._state.settings.lane_idle_seconds:
                 effects += self._end(lane)

@@ -7,12 +7,14 @@ a second thread, which would compete for the interpreter's lock; a CUDA device h
 own for calls of the driver that take long without that lock.
 """
 
+import contextlib
 import logging
 import os
 import select
 import time
 from pathlib import Path
 
+from kvd.errors import ChannelFull, LaneError
 from kvd.lane.devices.device import Device, Direction
 from kvd.lane.orders import Orders
 from kvd.lane.queue import Limits
@@ -21,7 +23,7 @@ from kvd.lane.runner import Runner
 from kvd.lane.worker_requests import Requests
 from kvd.lane.workers import Workers
 from kvd.machine.process import Standstill
-from kvd.wire.link import LINK, LaneReady, PoolUsable
+from kvd.wire.link import LINK, LaneFailed, LaneReady, PoolUsable
 from kvd.wire.router import Router
 from kvd.wire.seqpacket import Channel
 from kvd_proto.codec import MAX_MESSAGE_BYTES
@@ -89,6 +91,7 @@ class LaneService:
         pings are answered meanwhile. Without the broker the process ends at once.
 
         Raises:
+            LaneError: the device is lost or hangs; the broker has been told.
             ChannelFull: the broker does not read what it must know.
         """
         try:
@@ -112,6 +115,10 @@ class LaneService:
                     paused = self._pause(paused)
         except EOFError:
             _log.warning("the broker is gone: ending")
+        except LaneError as error:
+            with contextlib.suppress(EOFError, ChannelFull):
+                self._link.send(LINK.encode(LaneFailed(error=str(error)[:TEXT_LIMIT])))
+            raise
         else:
             self._reports.send_shares()
         finally:

@@ -80,7 +80,7 @@ class LaneLog(Message, frozen=True):
 
 
 class LaneFailed(Message, frozen=True):
-    """Lane → broker, instead of LaneReady: this device cannot be served, and why."""
+    """Lane → broker: why this process ends. Instead of LaneReady: the device cannot be served."""
 
     error: Text
 

@@ -25,6 +25,7 @@ from kvd.wire.link import (
     ImportWorker,
     LaneFailed,
     LanePong,
+    PoolUsable,
     Released,
     ReleaseWorker,
     StopLane,
@@ -393,6 +394,29 @@ def test_a_worker_that_comes_while_its_lane_ends_gets_the_next_one(idle: Broker)
     assert not [effect for effect in ended if isinstance(effect, DropLane)]
     assert not replies(ended)
     assert imports(lane_up(idle, CUDA, incarnation=3)) == [session.number]
+
+
+def test_a_lane_that_cannot_pin_ends_after_a_while_and_the_next_one_tries(broker: Broker) -> None:
+    """Registered sessions do not keep it: the next process gets their memory."""
+    session = join(broker)
+    serve(broker, session)
+    broker.supervision.received(CUDA, PoolUsable(usable_bytes=0, error="no memory"), 0.0)
+    assert [at for at, _ in watch(broker, 1, 400)] == [301]
+    ended = broker.supervision.lost(CUDA, "exit status 0")
+    assert "could not pin the pool; the next one tries again" in events(ended)[0].text
+    assert not [effect for effect in ended if isinstance(effect, DropLane)]
+    assert imports(lane_up(broker, CUDA, incarnation=3)) == [session.number]
+
+
+def test_a_lane_that_loses_its_device_is_replaced_and_its_reason_kept(broker: Broker) -> None:
+    """The reason is in the log and the status; who registers next waits for the next process."""
+    serve(broker, join(broker))
+    told = broker.supervision.received(CUDA, LaneFailed(error="the device is lost"), 1.0)
+    assert told == [KillLane(CUDA, "the device is lost")]
+    ended = broker.supervision.lost(CUDA, "killed by kvd: the device is lost")
+    assert events(ended)[-1].text == f"lane {CUDA} is lost: the device is lost"
+    late = broker.request(join(broker, "worker", "late"), 2, register(CUDA), 2.0, 2)
+    assert not replies(late)
 
 
 @pytest.mark.parametrize("reason", ["killed by signal 11", "exit status 1"])

@@ -123,6 +123,18 @@ def test_an_engine_that_sleeps_has_its_memory_back_and_other_memory_when_it_wake
         assert wait_lane(daemon, workers=2)["counters"]["restarts"] == 0
 
 
+def test_a_lane_that_can_pin_nothing_says_so_and_the_engine_misses(lanes: Lanes) -> None:
+    """The error of the very first piece is in the status, and the engine is detached."""
+    daemon = lanes.start()
+    lanes.switch("fail=cuMemHostRegister:2+:2")  # the first is the trial's
+    with CudaEngine(daemon.runtime_dir, world_size=1) as engine:
+        for rank in engine.ranks.values():
+            rank.ask("register")
+        lane = eventually(lambda: lane_of(daemon), lambda found: found["pin_error"])
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in lane["pin_error"]
+        eventually(lambda: not engine.scheduler.attached)
+
+
 @needs_root
 @pytest.mark.parametrize("kind", ["ipc", "vmm"])
 def test_memory_of_another_user_has_descriptors(

@@ -29,6 +29,7 @@ def test_a_lane_ends_without_engines_and_comes_back_for_the_next(
     assert not cuda_lanes(daemon)
     with CudaEngine(daemon.runtime_dir, name="next") as engine:
         engine.register()
+        daemon.wait_ready()  # its arenas are pinned again
         assert engine.load(keys) == 0
         lane = wait_lane(daemon, workers=2)
         assert (lane["pid"] != first, lane["counters"]["restarts"]) == (True, 0)

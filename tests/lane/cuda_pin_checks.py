@@ -12,10 +12,12 @@ import pytest
 from kvd.errors import ImportFailed
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.pinning import LONGEST_PAUSE, PinnedPool
+from kvd.lane.devices.device import Direction
 from kvd.pool.filling import FillOrder
 from tests.asked import Asked
 from tests.lane.cuda_checks import SIZES
-from tests.lane.cuda_rig import POOL_BYTES, WHOLE_POOL, CudaRig
+from tests.lane.cuda_rig import POOL_BYTES, CudaRig
+from tests.lane.device_contract import drain, pattern
 from tests.lane.support import Memory
 from tests.waiting import eventually
 
@@ -167,16 +169,39 @@ def a_registration_is_short(rig: CudaRig) -> None:
         large.close()
 
 
-def what_was_pinned_is_unpinned_when_the_rest_cannot_be(rig: CudaRig) -> None:
-    """The third piece fails: the first two are unpinned, and imports are refused with the error."""
+def what_was_pinned_stays_until_its_users_have_gone(rig: CudaRig) -> None:
+    """The third piece fails: jobs and imports are refused, and two pieces wait for a release."""
+    memory, _ = rig.attach(SIZES)
     before = rig.driver.mark
     rig.driver.set(f"fail={REGISTER}:3:2")
-    rig.device.use_arena(WHOLE_POOL, 0, POOL_BYTES)
+    rig.device.use_arena(memory, 0, POOL_BYTES)
     eventually(lambda: rig.device.pool_error)
     with pytest.raises(ImportFailed, match="cannot be pinned"):
         rig.attach(SIZES)
+    assert rig.device.usable_bytes == 0
+    assert rig.device.pinned_bytes == 2 * UNIT
+    assert not rig.device.holds(0, UNIT)
+    assert UNREGISTER not in rig.driver.calls(before)
+    rig.device.release_memory(memory)
     assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 2)
-    assert (rig.device.usable_bytes, rig.device.pinned_bytes) == (0, 0)
+
+
+def a_piece_that_cannot_be_unpinned_costs_no_other(rig: CudaRig) -> None:
+    """The driver refuses to unregister one piece: the pool serves, and the lane can stop."""
+    memory, _ = rig.attach(SIZES)
+    rig.device.use_arena(memory, 0, 2 * UNIT)
+    eventually(lambda: rig.device.pinned_bytes == 2 * UNIT)
+    rig.device.release_memory(memory)
+    rig.driver.set(f"fail={UNREGISTER}:1:801")
+    later, source = rig.attach(SIZES)
+    rig.device.use_arena(later, 2 * UNIT, 3 * UNIT)
+    assert is_soon(lambda: rig.device.pinned_bytes == UNIT)
+    assert (rig.device.pool_error, rig.device.usable_bytes) == ("", POOL_BYTES)
+    rig.put(source, 0, 0, pattern(4096, 1))
+    rig.submit(1, later, Direction.STORE, [(0, 0, 2 * UNIT, 4096)])
+    assert drain(rig.device)[1].error == ""
+    rig.device.release_memory(later)
+    assert is_soon(rig.device.unpin)
 
 
 def a_lane_that_stops_unpins_piece_by_piece(rig: CudaRig) -> None:

@@ -111,8 +111,6 @@ class CudaRig(Rig):
         """All of it, or until it is given up."""
         cuda, nbytes = self.cuda, len(self.pool.bytes)
         eventually(lambda: cuda.pool_error or cuda.pinned_bytes == nbytes)
-        if cuda.pool_error:  # what was pinned is unpinned then
-            eventually(lambda: not cuda._pool._thread.is_alive())
 
     def use(self, workers: CudaWorkers) -> None:
         """Workers that are made from now on have this memory."""

@@ -82,6 +82,14 @@ def raise_as_the_bindings_do(_attempted: str, name: str, *arguments: object) -> 
     return getattr(driver.bindings(), name)(*arguments)
 
 
+def unpin_or_raise(pool: PinnedPool, piece: int) -> None:
+    """A piece that the driver does not unregister is an error like any other."""
+    pool._is_pinned[piece] = False
+    begin, end = pool._fill.span(piece)
+    driver.unregister_host(pool._address + begin)
+    pool.pinned -= end - begin
+
+
 def need_the_whole_pool() -> Callable[..., None]:
     """An owner that needs a part of the pool has all of it pinned."""
     need = PinnedPool.need
@@ -225,8 +233,13 @@ RULES = [
         pinned=False,
     ),
     Rule(
-        pins.what_was_pinned_is_unpinned_when_the_rest_cannot_be,
-        ((PinnedPool, "_unregister_all", lambda _self: None),),
+        pins.what_was_pinned_stays_until_its_users_have_gone,
+        ((PinnedPool, "drop", lambda _self, _owner: None),),
+        pinned=False,
+    ),
+    Rule(
+        pins.a_piece_that_cannot_be_unpinned_costs_no_other,
+        ((PinnedPool, "_unpin_piece", unpin_or_raise),),
         pinned=False,
     ),
     Rule(

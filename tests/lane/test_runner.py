@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvd.errors import LaneError
+from kvd.errors import DescriptorsLost, LaneError
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Moves, Transfer
 from kvd.lane.devices.host import HostMoves
 from kvd.lane.orders import Orders
@@ -545,6 +545,23 @@ def orders_on(bench: Bench) -> tuple[Orders, Reports, Link]:
     router: Any = SimpleNamespace(limits={}, send=lambda _identity, _frame: True)
     reports = Reports(router, cast(Channel, link), bench.runner)
     return Orders(reports, bench.workers, bench.device, pool_bytes=1), reports, link
+
+
+def test_a_binding_whose_directory_was_lost_is_counted(bench: Bench) -> None:
+    """The broker counts the order, too: it would wait for the answer for ever."""
+    orders, _, link = orders_on(bench)
+    frame = LINK.encode(bind_message(1, bench.directory))
+    received: list[Any] = [DescriptorsLost("too many open files", frame), None]
+
+    def recv() -> Any:
+        item = received.pop(0)
+        if isinstance(item, Exception):
+            raise item
+        return item
+
+    link.recv, link.flush = recv, lambda: None  # type: ignore[attr-defined]
+    orders.read()
+    assert orders.bindings == 1
 
 
 @pytest.mark.parametrize("state", STATES)
