@@ -13,7 +13,7 @@ KIB, MIB = 1024, 2**20
 MOVES = ("load", "store", "both")
 KINDS = {"": "", "_calls": "driver's calls", "_bulk": "256 MiB jobs"}
 COMPARED = {"allowed", KINDS["_calls"], KINDS["_bulk"]}
-FASTER, FASTER_FRAGMENTS = 4.0, (8 * KIB, 64 * KIB)
+BOTH_FRAGMENTS = (8 * KIB, 64 * KIB)
 BOTH_RATIO = 1.8
 MOST = {"job_us": 150.0, "idle_percent": 1.0}
 OTHERS = {
@@ -89,16 +89,8 @@ def _others(result: dict[str, Any]) -> Table:
         if name in MOST and value is not None:
             goal = f"at most {MOST[name]:g}: {_met(value <= MOST[name])}"
         shown.add_row(text, _number(value), *_beside(result, name), goal)
-    for fragment in FASTER_FRAGMENTS:
-        for move in MOVES:
-            name = f"{move}_GBps_{fragment}"
-            value, before = result.get(name), result.get(f"before_{name}")
-            if value and before:
-                goal = f"{FASTER:g} times before: {_met(value >= FASTER * before)}"
-                text = f"{short(fragment)}: {move}, GB/s"
-                shown.add_row(text, _number(value), *_beside(result, name), goal)
     for kind in ("", "_calls"):
-        for fragment in FASTER_FRAGMENTS:
+        for fragment in BOTH_FRAGMENTS:
             load, store, both = (result.get(f"{move}{kind}_GBps_{fragment}") for move in MOVES)
             if load and store and both:
                 ratio = 2 * both / (load + store)

@@ -91,7 +91,7 @@ class Side:
         variables = driver.environment(CONTROL=control, ELSEWHERE=0) | {
             "PYTHONPATH": ":".join(map(str, paths)),
             "PYTHONSAFEPATH": "1",
-            "LANE_CUDA": "kernel=0,order=any",  # the pinned commit: all by the copy engines, as here
+            "LANE_CUDA": "kernel=0,order=any",  # of the pinned commit: as this tree
         }
         command = [sys.executable, str(bench / "lane_load.py")]
         command += ["--control", str(control), "--log", str(self._log)]

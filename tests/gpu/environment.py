@@ -163,7 +163,7 @@ def _install(packages: list[str], folder: Path) -> None:
 
 
 def _plain(package: str) -> str:
-    """A name as wheels have it: `cuda_bindings` of `cuda-bindings>=13`."""
+    """A name as wheels have it: `cuda_bindings` of `cuda-bindings>=12.9,<14`."""
     return re.sub("[-_.]+", "_", re.split("[<>=~! ]", package)[0]).lower()
 
 
