@@ -31,9 +31,7 @@ def test_a_wheel_holds_what_is_not_python(wheels: list[Path]) -> None:
     assert tracked.returncode == 0, tracked.stderr
     files = [name for name in tracked.stdout.splitlines() if (ROOT / name).exists()]
     names = {re.sub("^(client/tools|client|proto)/", "", name) for name in files}
-    assert {name for name in names if not name.endswith(".py")} >= {
-        "kvd/report/page/app.js"
-    }
+    assert {name for name in names if not name.endswith(".py")} >= {"kvd/report/page/app.js"}
     assert names <= held
 
 
