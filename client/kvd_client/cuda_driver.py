@@ -264,7 +264,7 @@ def export(base: int) -> int:
     try:
         return int(_call(attempted, "cuMemExportToShareableHandle", handle, kind, 0))
     finally:
-        # One reference more or less to memory that is this process's own: nobody is worse off.
+        # A failed release leaks one reference to this process's own memory, until it ends.
         with suppress(CudaError):
             _call(attempted, "cuMemRelease", handle)
 

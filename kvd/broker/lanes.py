@@ -17,7 +17,8 @@ EXITED = "exit status 0"
 class Lane:
     """One device's lane: its process, and what that last reported.
 
-    on_demand: it came with the first worker of its device, and goes when it ends and none is left.
+    on_demand: started for the first worker of its device; removed when its process has ended and
+        no worker is left.
     pins: it can use the pool only where it has pinned it.
     failure: why the present process cannot serve, as it reports.
     past: what the processes before the present one have done.

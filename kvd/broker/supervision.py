@@ -36,7 +36,7 @@ from kvd_proto.messages import MAX_TEXT, Detached, ErrorCode, Message
 
 PING_SECONDS = 0.5
 UNPIN_SECONDS_PER_GIB = 0.1
-"""What a lane may take. It takes 0.016 to 0.019 s (H200), pauses as long, and waits for others."""
+"""Allowed to unpin. An H200 takes 0.016 to 0.019 s; lanes pause as long, and take turns."""
 
 
 class Supervision:

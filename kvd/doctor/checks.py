@@ -81,7 +81,7 @@ def memory(facts: Facts) -> Iterator[Said]:
         0, memory.available - reserve
     ):
         yield warn(
-            f"{text}: less than {format_size(reserve)} is left to everybody else",
+            f"{text}: less than {format_size(reserve)} is left to other processes",
             "make cpu_bytes smaller: when memory runs out, the kernel kills processes",
         )
     else:

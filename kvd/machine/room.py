@@ -216,7 +216,7 @@ class PoolLimits:
 
     held: bytes that the pool's file takes already. They are used again, so a pool that is no
         larger fits in any case.
-    pinning_lanes: how many times the pool is pinned, whole.
+    pinning_lanes: how many lanes pin all of the pool; those whose arenas divide it are one.
     """
 
     filesystem: Filesystem

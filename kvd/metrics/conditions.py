@@ -241,9 +241,9 @@ WARNINGS = (
         "pinning",
         _pinning,
         "Lane {device} cannot pin the pool: {error}. It can use {usable} of {pool}.",
-        "Where kernel memory is short (dmesg, MemAvailable): a smaller cpu_bytes. With Linux 6.11"
-        " to 6.13: another kernel. In a movable zone (movablecore=, memory plugged in later): other"
-        " memory. Then restart kvd.",
+        "Where kernel memory is short (dmesg, MemAvailable): a smaller cpu_bytes. Linux 6.11 to"
+        " 6.13: use another version. Movable zone: boot without movablecore=. The lane is replaced"
+        " after lane_idle_seconds, at once by a restart of kvd.",
         "lanes",
     ),
     Kind(

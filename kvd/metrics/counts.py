@@ -281,13 +281,13 @@ class LaneCounts(Counts):
     store_bytes: int = counter("Bytes stored", "copied_bytes_total", direction="store")
     load_bytes: int = counter("Bytes loaded", "copied_bytes_total", direction="load")
     store_seconds: float = counter(
-        "Time in which the device was busy with stores",
+        "Time of stores: from submission, or the end of the one before, until the end is seen",
         "copy_seconds_total",
         start=0.0,
         direction="store",
     )
     load_seconds: float = counter(
-        "Time in which the device was busy with loads",
+        "Time of loads: from submission, or the end of the one before, until the end is seen",
         "copy_seconds_total",
         start=0.0,
         direction="load",

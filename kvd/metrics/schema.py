@@ -243,7 +243,9 @@ class Lane:
     workers: int = gauge("Ranks whose memory it has mapped", "kvd_lane_workers")
     pool_bytes: int = shown("Size of the pool")
     usable_bytes: int = gauge(
-        "Bytes of the pool that the lane can copy to and from now", "kvd_lane_pool_usable_bytes"
+        "Longest part of the pool, in the order of filling, where all that the lane's ranks use"
+        " can be copied; the whole pool where no rank is bound",
+        "kvd_lane_pool_usable_bytes",
     )
     pins: bool = shown("It can use only memory that it has pinned")
     pin_error: str = shown("Why it cannot pin all of the pool; empty while there is hope")

@@ -27,8 +27,8 @@ class BeginLane(Message, frozen=True):
     """Broker → lane, first: what it is to serve. Carries the pool's file, then the pin lock.
 
     The pin lock is a memory file of the broker's. A lane holds its record lock (fcntl(2), F_SETLK)
-    while it pins or unpins a piece of the pool: one lane of the node at a time. The kernel releases
-    the lock when the lane's process ends.
+    while it pins or unpins a piece of the pool: one lane of this daemon at a time. The kernel
+    releases the lock when the lane's process ends.
 
     endpoint: where workers will send it jobs.
     log_level, log_style: its process was started before the settings were read.

@@ -81,7 +81,7 @@ def _shares(layouts: Sequence[RankLayout]) -> Sequence[RankLayout]:
 
 
 def pinning_lanes(layouts: Sequence[RankLayout], devices: Sequence[str]) -> int:
-    """How many times a pool for one engine is pinned, whole; ranks are in the same order.
+    """How many lanes pin all of a pool for one engine; those whose arenas divide it are one.
 
     A GPU's lane pins the arenas of its ranks: together one pool, and with replicated shares all of
     it in each lane. The host's lane pins nothing.

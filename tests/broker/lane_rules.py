@@ -75,7 +75,7 @@ class LaneRules(DrivenBroker):
             case StopLane():
                 assert device == CUDA
                 assert device not in self.ending
-                assert not self.broker.state.workers_of(device)
+                assert self.cannot_pin or not self.broker.state.workers_of(device)
                 self.ending.add(device)
 
     def worker(self, number: int) -> tuple[object, ...]:

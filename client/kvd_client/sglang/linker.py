@@ -59,7 +59,8 @@ class KvdLinker(UnifiedCacheLinker):
     Raises:
         OptionsError: invalid settings.
         KvdClientError: with `required`, where the daemon is absent or cannot serve this memory.
-            So does whatever else torch or the driver raised; without `required` nothing leaves.
+        Exception: with `required`, what torch or the driver raised. Without `required` nothing is
+            raised.
     """
 
     def __init__(

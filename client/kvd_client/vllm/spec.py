@@ -112,7 +112,8 @@ class KvdOffloadingSpec(OffloadingSpec):
 
         Raises:
             KvdClientError: with `required`, where the daemon is absent or cannot serve this memory.
-                So does whatever else torch or the driver raised; without `required` nothing leaves.
+            Exception: with `required`, what torch or the driver raised. Without `required` nothing
+                is raised.
         """
         try:
             worker = self._register(views)

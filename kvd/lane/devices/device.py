@@ -106,7 +106,7 @@ class Transfer:
 class Finished:
     """A transfer that has ended. `error` is empty where every byte has arrived.
 
-    nanoseconds: how long the device was busy with it.
+    nanoseconds: from its submission, or the end of the one before it, until its end was seen.
     """
 
     transfer: Transfer
@@ -148,9 +148,9 @@ class Device(ABC):
 
     def use_arena(self, memory: MemoryId, begin: int, end: int) -> None:
         """Jobs of this memory may use pool bytes begin..end - 1, until it is released."""
-        del memory, begin, end  # what is not pinned is there
+        del memory, begin, end  # memory that needs no pins can always be used
 
-    def holds(self, begin: int, end: int) -> bool:  # noqa: ARG002  # what is not pinned is there
+    def holds(self, begin: int, end: int) -> bool:  # noqa: ARG002  # needs no pins
         """Whether jobs may use pool bytes begin..end - 1 yet, as far as `pool_error` lets them."""
         return True
 

@@ -249,7 +249,7 @@ class CudaDevice(Device):
             raise DeviceLost(str(error)) from error
 
     def _check_pulse(self) -> None:
-        """A device that hangs is not waited for for ever: the next lane may find it well."""
+        """Raise where the device or the driver hangs, or the context is lost."""
         limit, pool = self._options.stuck_seconds, self._pool
         for flow in self._flows.values():
             if flow.stuck_seconds > limit:

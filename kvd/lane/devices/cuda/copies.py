@@ -66,7 +66,7 @@ class BatchCopy:
             pointer,  # stream
         )(_address_of("cuMemcpyBatchAsync", since))
         self._attributes = [_attributes(order, overlap=overlap) for order in ("STREAM", "ANY")]
-        # The attributes count from copy 0 on. Both numbers are only read, or of no interest.
+        # The attributes count from copy 0 on. The driver reads `_first`, and writes `_wrong`.
         self._first, self._wrong = ctypes.c_size_t(0), ctypes.c_size_t(0)
         first = ctypes.addressof(self._first)
         ends = (ctypes.addressof(self._wrong),) if self.tells_index else ()

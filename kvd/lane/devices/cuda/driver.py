@@ -1,9 +1,9 @@
 """The CUDA driver as the daemon uses it: with copies.py the only module that names its functions.
 
 Thin wrappers over `cuda.bindings.driver`: numbers in, numbers out, and every failure a CudaError
-that says what was attempted. Of functions that work of the device is done by, only `free`,
-`close_ipc` and those whose name says so wait for it. The bindings are imported at the first call,
-so a daemon without them serves host memory.
+that says what was attempted. `free`, `close_ipc` and functions named `wait_…` wait for the device,
+no other function does. The bindings are imported at the first call, so a daemon without them serves
+host memory.
 
 An error code does not tell whether the context is lost: the driver returns 999 or 719 for a bad
 handle, too, and works on. `is_alive` asks the context.

@@ -134,7 +134,7 @@ class Flow:
 
     @property
     def stuck_seconds(self) -> float:
-        """For how long none has ended, the first of which the driver may not even have taken."""
+        """Seconds since the last end or the first submission; 0 where none is in flight."""
         if not self._enqueued:
             return 0.0
         return time.monotonic() - max(self._enqueued[0].since, self._last_end)

@@ -11,9 +11,10 @@ One thread makes the set of pinned pieces equal to the wanted one. It pins in th
 then registered. Then it unpins pieces that are not wanted. Pieces of a rank that has left stay
 pinned until an arena is wanted anew, so an engine that restarts finds its arena pinned.
 
-To pin and to unpin take locks of the driver that every process of the machine needs to start work
-on a GPU. So pieces are small, only one lane at a time registers or unregisters one (the pin lock),
-and after each piece the driver is left alone for as long as the piece took, 0.25 s at most.
+By NVIDIA's sources, to pin and to unpin take locks of the driver that every process of the machine
+needs to start work on a GPU. So pieces are small, only one lane of a daemon at a time registers or
+unregisters one (the pin lock), and after each piece the driver is left alone for as long as the
+piece took, 0.25 s at most.
 
 A failure to pin is final for the whole pool: pageable memory is never used instead. Pieces that
 are pinned stay so until the copies that use them have ended and their owners have let go.
