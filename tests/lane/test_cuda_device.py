@@ -3,6 +3,7 @@
 import os
 import pwd
 import random
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -187,6 +188,19 @@ def test_transfers_in_flight_are_bounded_however_short(
     assert not rig.device.has_room(Direction.STORE)
     assert rig.device.has_room(Direction.LOAD)
     rig.close()
+
+
+def test_a_transfer_takes_from_its_submission_until_its_end_is_seen(rig: CudaRig) -> None:
+    """By the lane's clock: the device's may run on a channel that waits for a slice of its own."""
+    memory, _ = rig.attach(SIZES)
+    rig.driver.set("hold=copies")
+    before, began = rig.driver.mark, time.monotonic()
+    rig.submit(1, memory, Direction.STORE, [(0, 0, 0, 4096)])
+    rig.driver.wait_for("@held-copy", 1, before)
+    eventually(lambda: time.monotonic() > began + 0.05)
+    rig.driver.set("hold=")
+    took = drain(rig.device)[1].nanoseconds / 1e9
+    assert 0.05 <= took <= time.monotonic() - began
 
 
 def test_an_empty_transfer_ends(rig: CudaRig) -> None:

@@ -5,6 +5,7 @@ docs/testing.md lists them.
 
 import multiprocessing
 import os
+import re
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -271,6 +272,14 @@ RULES = [
 ]
 KEPT, NOTICED = 76, 77  # exit statuses that no other way to end has
 NAMES = [rule.name for rule in RULES]
+PAGE = Path(__file__).parents[2] / "docs" / "testing.md"
+
+
+def test_the_page_lists_every_rule() -> None:
+    """The first table after its heading in docs/testing.md names each check, and no other."""
+    section = PAGE.read_text("utf-8").partition("### Rules, and the check that misses each")[2]
+    table = section[section.index("\n|") :].partition("\n\n")[0]
+    assert sorted(re.findall(r"`(\w+)` \|$", table, re.MULTILINE)) == sorted(NAMES)
 
 
 @pytest.mark.parametrize("rule", [rule for rule in RULES if not rule.ends], ids=lambda r: r.name)
