@@ -174,8 +174,9 @@ class Orders:
         jobs = self._stop_all(worker, "the worker is gone")
 
         def release() -> None:
-            self._workers.remove(worker)
-            _log.info("released the memory of %s", worker.who, extra=worker.who.fields)
+            if self._workers.by_session(message.session) is worker:  # no order before did it
+                self._workers.remove(worker)
+                _log.info("released the memory of %s", worker.who, extra=worker.who.fields)
             self._reports.tell_broker(Released(session=message.session))
 
         self._runner.when_ended(jobs, release)

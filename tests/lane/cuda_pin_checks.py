@@ -194,8 +194,11 @@ def a_piece_that_cannot_be_unpinned_costs_no_other(rig: CudaRig) -> None:
     rig.device.release_memory(memory)
     rig.driver.set(f"fail={UNREGISTER}:1:801")
     later, source = rig.attach(SIZES)
+    before = rig.driver.mark
     rig.device.use_arena(later, 2 * UNIT, 3 * UNIT)
-    assert is_soon(lambda: rig.device.pinned_bytes == UNIT)
+    assert is_soon(lambda: rig.driver.calls(before).count(UNREGISTER) == 2)
+    rig.device.use_arena(later, 0, 3 * UNIT)  # the piece is pinned still
+    assert is_soon(lambda: rig.device.holds(0, 3 * UNIT))
     assert (rig.device.pool_error, rig.device.usable_bytes) == ("", POOL_BYTES)
     rig.put(source, 0, 0, pattern(4096, 1))
     rig.submit(1, later, Direction.STORE, [(0, 0, 2 * UNIT, 4096)])

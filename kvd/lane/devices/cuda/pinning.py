@@ -105,6 +105,7 @@ class PinnedPool:
         self._needs: dict[int, Pieces] = {}  # by owner
         self._wanted: Pieces = np.zeros(len(self._order), np.bool_)
         self._is_pinned: Pieces = np.zeros(len(self._order), np.bool_)
+        self._stays: Pieces = np.zeros(len(self._order), np.bool_)  # the driver does not unpin it
         self._since: float | None = None  # when the driver's call began
         self._changed = threading.Condition()  # guards what this thread and the lane's both write
         self._closing = threading.Event()
@@ -135,13 +136,13 @@ class PinnedPool:
         """Unpin all pieces, one after another; no copy may be in flight.
 
         Returns:
-            Whether nothing is pinned, and no call of the driver is under way.
+            Whether nothing is pinned but what the driver does not unpin, and no call is under way.
         """
         with self._changed:
             if self._wanted.any():
                 self._needs.clear()
                 self._want([])
-        return not self.pinned and self._since is None
+        return self._since is None and not (self._is_pinned & ~self._stays).any()
 
     def _want(self, needs: list[Pieces]) -> None:
         self._wanted = np.logical_or.reduce(needs) if needs else np.zeros_like(self._wanted)
@@ -178,9 +179,13 @@ class PinnedPool:
     # ----------------------------------------------------------- the pinning thread
 
     def _run(self) -> None:
+        try:
+            driver.use_context(self._context)
+        except LaneError as error:
+            self._give_up(error)
+            return
         while (piece := self._next_piece()) is not None:
             try:
-                driver.use_context(self._context)
                 if self._is_pinned[piece]:
                     self._unpin_piece(piece)
                 elif self._touch(piece):
@@ -195,7 +200,7 @@ class PinnedPool:
                 missing = (self._wanted & ~self._is_pinned)[self._order]
                 if missing.any() and not self.error:
                     return int(self._order[missing.argmax()])
-                needless = self._is_pinned & ~self._wanted
+                needless = self._is_pinned & ~self._wanted & ~self._stays
                 if needless.any():
                     return int(needless.argmax())
                 self._changed.wait()
@@ -244,9 +249,13 @@ class PinnedPool:
             try:
                 driver.unregister_host(self._address + begin)
             except LaneError as error:
-                self.failures += 1
+                with self._changed:
+                    self._is_pinned[piece] = self._stays[piece] = True
+                    self.failures += 1
+                    self._measure()
                 _log.error("%d bytes stay pinned until this lane ends: %s", end - begin, error)
-            self.pinned -= end - begin
+            else:
+                self.pinned -= end - begin
 
     @contextmanager
     def _turn(self) -> Iterator[bool]:
@@ -271,6 +280,9 @@ class PinnedPool:
                 fcntl.lockf(self._pin_lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except (BlockingIOError, PermissionError):  # another lane has it
                 self._closing.wait(_POLL_SECONDS)
+            except OSError as error:
+                _log.warning("this lane pins without waiting for others: %s", error)
+                self._pin_lock = None
             else:
                 return True
         return False
