@@ -24,9 +24,12 @@ class Readiness:
         return self._epoll.fileno()
 
     def watch(self, fd: int, events: int = select.EPOLLIN) -> None:
-        """Be readable while `fd` is."""
-        if not self._epoll.closed:
+        """Be readable while `fd` is; nothing once this is closed, by another thread perhaps."""
+        try:
             self._epoll.register(fd, events)
+        except (OSError, ValueError):
+            if not self._epoll.closed:
+                raise
 
     def unwatch(self, fd: int) -> None:
         """Forget `fd`, which is about to be closed."""

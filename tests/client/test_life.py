@@ -1,7 +1,9 @@
 """Forks, process exits and threads: what a client leaves behind."""
 
+import errno
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -12,6 +14,7 @@ import pytest
 
 from kvd_client import HostMemory, LookupResult, Scheduler, UsageError, Worker, session
 from kvd_client.connection import Connection
+from kvd_client.readiness import Readiness
 from kvd_proto.messages import Error, ErrorCode, Register
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
@@ -202,3 +205,24 @@ def test_fork_does_not_hold_the_control_socket_open(daemon: FakeDaemon, worker: 
     eventually(lambda: not daemon.call(lambda: dict(daemon.connections)))
     os.close(write)
     os.waitpid(child, 0)
+
+
+class _ClosedMeanwhile:
+    """An epoll object that another thread closes while a descriptor is registered."""
+
+    def __init__(self) -> None:
+        self.closed = False
+
+    def register(self, fd: int, events: int) -> None:
+        """Note the events; of another descriptor than the first one fail as the kernel does."""
+        if events != select.EPOLLIN:
+            self.closed = True
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF), fd)
+
+
+def test_a_readiness_that_is_closed_meanwhile_watches_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A worker that closes while its keeper meets a lane does not fail for it."""
+    monkeypatch.setattr(select, "epoll", _ClosedMeanwhile)
+    Readiness().watch(0, select.EPOLLOUT)
