@@ -204,7 +204,7 @@ class Registration:
     def release_all(self, lane: Lane) -> list[Effect]:
         """Have a lane let go of every worker's memory; what is registered holds for the next."""
         workers = self._state.workers_of(lane.device)
-        return [effect for each in workers for effect in self._release(each, lane.device)]
+        return [effect for worker in workers for effect in self._release(worker, lane.device)]
 
     def imported(self, message: Imported) -> list[Effect]:
         """A lane has mapped a worker's memory, or could not."""

@@ -293,10 +293,10 @@ class Supervision:
     def _devices_in_use(self) -> set[str]:
         """Return the devices of sessions that have memory there, want to, or are leaving."""
         return {
-            each.device
+            use.device
             for session in self._state.registry.sessions.values()
-            for each in (session.registration, session.pending, session.releasing)
-            if each is not None
+            for use in (session.registration, session.pending, session.releasing)
+            if use is not None
         }
 
     def __repr__(self) -> str:

@@ -62,15 +62,15 @@ def gpu_nodes(allowed: AbstractSet[int]) -> tuple[GpuNode, ...]:
     """
     if number_of_nodes() < 2:
         return ()
-    found = []
+    nodes_of_gpus = []
     for gpu in sorted(GPUS.glob("*")):
         with contextlib.suppress(OSError, ValueError):
             place = SYSFS / "bus/pci/devices" / gpu.name / "numa_node"
             number = int(place.read_text("ascii"))  # -1 where it is not known: no such folder
             text = (SYSFS / _NODES / f"node{number}" / "cpulist").read_text("ascii")
             if cpus := numbers(text) & allowed:
-                found.append(GpuNode(_device(gpu), Node(number, frozenset(cpus))))
-    return tuple(found)
+                nodes_of_gpus.append(GpuNode(_device(gpu), Node(number, frozenset(cpus))))
+    return tuple(nodes_of_gpus)
 
 
 def _device(gpu: Path) -> str:

@@ -71,7 +71,7 @@ class BatchCopy:
         first = ctypes.addressof(self._first)
         ends = (ctypes.addressof(self._wrong),) if self.tells_index else ()
         # By whether the order is any: what follows the number of copies.
-        self._rest = [(each.getPtr(), first, 1, *ends) for each in self._attributes]
+        self._rest = [(one.getPtr(), first, 1, *ends) for one in self._attributes]
 
     def enqueue(
         self,
@@ -224,9 +224,11 @@ def _address_of(name: str, since: int) -> int:
 
 def _attributes(order: str, *, overlap: bool) -> Any:
     cuda = bindings()
-    made = cuda.CUmemcpyAttributes()
-    made.srcAccessOrder = getattr(
+    attributes = cuda.CUmemcpyAttributes()
+    attributes.srcAccessOrder = getattr(
         cuda.CUmemcpySrcAccessOrder, f"CU_MEMCPY_SRC_ACCESS_ORDER_{order}"
     )
-    made.flags = int(overlap and cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE)
-    return made
+    attributes.flags = int(
+        overlap and cuda.CUmemcpyFlags.CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE
+    )
+    return attributes

@@ -107,13 +107,12 @@ def prepare(copies: Copies, pool: PoolSide, storages: Addresses, longest: int) -
         longest: bytes of a run, at most.
     """
     starts = storages.view(np.int64)
+    moves = None
     if len(copies.grids) == 1:
-        made = _of_grid(copies.grids[0], pool, starts, longest)
+        moves = _of_grid(copies.grids[0], pool, starts, longest)
     elif copies.few:
-        made = _of_few(copies.runs, pool, starts, longest)
-    else:
-        made = None
-    return made or _of_columns(copies.shorten(longest).split(pool.unit, pool.base), pool, starts)
+        moves = _of_few(copies.runs, pool, starts, longest)
+    return moves or _of_columns(copies.shorten(longest).split(pool.unit, pool.base), pool, starts)
 
 
 def _of_grid(grid: Grid, pool: PoolSide, storages: Ints, longest: int) -> CudaMoves | None:

@@ -235,9 +235,9 @@ class PinnedPool:
                 self._is_pinned[piece] = True
                 before, self.pinned = self.pinned, self.pinned + end - begin
                 self._measure()
-        wanted = max(1, int(self._wanted.sum())) * self.piece_bytes
-        if before * _LINES // wanted < self.pinned * _LINES // wanted:
-            _log.info("pinned %d of %d bytes of the pool", self.pinned, wanted)
+        wanted_bytes = max(1, int(self._wanted.sum())) * self.piece_bytes
+        if before * _LINES // wanted_bytes < self.pinned * _LINES // wanted_bytes:
+            _log.info("pinned %d of %d bytes of the pool", self.pinned, wanted_bytes)
 
     def _unpin_piece(self, piece: int) -> None:
         begin, end = self._fill.span(piece)
