@@ -81,10 +81,9 @@ JOB = {
 }
 """Life of a job, in its lane."""
 SLOT = {
-    "free": {"lend": "lent", "promote": "writing"},
-    "lent": {"begin": "writing", "take_back": "draining"},
+    "free": {"begin": "writing", "promote": "writing"},
     "writing": {"all_shares": "ready", "promoted": "ready", "give_up": "draining"},
-    "ready": {"evict": "free"},
+    "ready": {"evict": "free", "begin_another": "writing"},
     "draining": {"revoked": "free"},
 }
 """Life of a slot: the states of a record in the directory."""

@@ -23,6 +23,7 @@
     ├── TierError
     ├── Refused
     ├── PlanError
+    ├── TraceError
     └── IntegrityError
 """
 
@@ -145,6 +146,10 @@ class Refused(KvdError):
 
 class PlanError(KvdError):
     """A model configuration that says too little to plan with."""
+
+
+class TraceError(KvdError):
+    """A trace that cannot be played; names the file, the line, what is wrong and the remedy."""
 
 
 class IntegrityError(KvdError):

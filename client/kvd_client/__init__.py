@@ -41,6 +41,7 @@ from kvd_client.timeline import Timeline
 from kvd_client.worker import Worker
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.directory import LookupResult
+from kvd_proto.labels import Label
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Fingerprint, JobStatus, Load, Store, TierInfo
 from kvd_proto.tier_table import TierStatus
@@ -59,6 +60,7 @@ __all__ = [
     "JobResult",
     "JobStatus",
     "KvdClientError",
+    "Label",
     "Load",
     "LoadTicket",
     "LookupResult",

@@ -14,6 +14,7 @@ import numpy as np
 from kvd_client.errors import UsageError
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
 from kvd_proto.directory_header import MAX_BLOCKS
+from kvd_proto.labels import Label
 from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS
 
 MAX_SECONDS = 1e7  # more is a mistake, and above what a lock's timeout may be
@@ -50,6 +51,15 @@ def flag(name: str, value: object) -> bool:
     if not isinstance(value, (bool, np.bool_)):
         raise UsageError(f"{name}={shown(value)}: True or False is needed")
     return bool(value)
+
+
+def request_label(value: object) -> Label:
+    """Check a label."""
+    try:
+        return Label(value)  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        names = ", ".join(label.name for label in Label)
+        raise UsageError(f"label={shown(value)}: one of kvd_client.Label, {names}") from None
 
 
 def collection(name: str, value: object, of: str) -> tuple[Any, ...]:

@@ -139,10 +139,10 @@ class Attachment:
 
     def _post(self, wanted: int) -> bool:
         outbox = self.decisions.outbox
-        step, keys = outbox.take(wanted)
+        step, given = outbox.take(wanted)
         request = self.line.post(step)
         if request:
-            outbox.sent(request, keys)
+            outbox.sent(request, given)
         if not request or self.line.unsent_fd >= 0:
             self._wake()  # the keeper gives the session up, or sends the rest of a large step
         return bool(request)

@@ -70,7 +70,7 @@ class Decisions:
             self._loans.take,
             outbox.begun,
         )
-        loans = self._loans
+        loans, given = self._loans, outbox.given
         filtered = reuse.threshold > 1
         counted: set[bytes] = set()  # by the filter, in this call
         blocks = (0, directory.blocks_per_chunk)
@@ -87,11 +87,15 @@ class Decisions:
             if key in begun:
                 answers.append(_PENDING)
                 continue
-            if (found := entry(key)) is not None:
+            found = entry(key)
+            if found is not None and given.get(found[0], found[1]) != found[1]:
+                found = None  # its slot was given to another key
+            if found is not None:
                 if found[2] != _READY:
                     answers.append(_PENDING)
                     continue
                 if found[3:] == blocks or not _covers(blocks, found[3], found[4]):
+                    loans.discard(found[:1])
                     answers.append(_PRESENT)
                     continue
             elif filtered and (key in counted or not reuse.offer(key)):
@@ -122,8 +126,11 @@ class Decisions:
     def find(
         self, keys: Sequence[bytes], ranges: Sequence[Blocks] | None
     ) -> tuple[list[bool], Chosen]:
-        """Return which keys are READY with the blocks that are needed, and their slots."""
-        entry = self._directory.entry
+        """Return which keys are READY with the blocks that are needed, and their slots.
+
+        Chunks whose slots were given to other keys count as gone. Loans of the slots found end.
+        """
+        entry, given = self._directory.entry, self.outbox.given
         first, count = 0, self._directory.blocks_per_chunk
         found: list[bool] = []
         chosen = Chosen([], [], [])
@@ -134,6 +141,7 @@ class Decisions:
             is_there = (
                 there is not None
                 and there[2] == _READY
+                and given.get(there[0], there[1]) == there[1]
                 and there[3] <= first
                 and first + count <= there[3] + there[4]
             )
@@ -142,6 +150,7 @@ class Decisions:
                 chosen.keys.append(key)
                 chosen.slots.append(there[0])
                 chosen.generations.append(there[1])
+        self._loans.discard(chosen.slots)
         return found, chosen
 
     def check(self, ranges: Sequence[Blocks]) -> None:

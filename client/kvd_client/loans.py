@@ -1,10 +1,11 @@
 """Slots that the daemon has lent to a scheduler, and how many it would like to have.
 
-A loan is a slot with a generation. Whether it still holds only the directory knows: the daemon
-takes loans back without a message.
+A slot on loan holds nothing, or a chunk that would be evicted next and is found until the slot is
+given to another key. Whether a loan still holds only the directory says: the daemon takes loans
+back without a message.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
@@ -20,7 +21,7 @@ class Loans:
     """The loans of one scheduler. Not for several threads at a time."""
 
     def __init__(self) -> None:
-        self._at_hand: deque[Loan] = deque()
+        self._at_hand: OrderedDict[int, int] = OrderedDict()  # slot -> generation, lent first first
         self._asked = 0  # since the latest answer
         self._peak = 0.0
 
@@ -36,21 +37,32 @@ class Loans:
         """
         self.end_step()
         self._asked = 0
-        self._at_hand.extend(loans)
+        at_hand = self._at_hand
+        for slot, generation in loans:
+            at_hand.pop(slot, None)  # of a loan that was taken back
+            at_hand[slot] = generation
 
     def take(self, is_lent: IsLent) -> Loan | None:
         """Return a loan that holds, which is used up now; None where there is none."""
         self._asked += 1
         at_hand = self._at_hand
         while at_hand:
-            loan = at_hand.popleft()
+            loan = at_hand.popitem(last=False)
             if is_lent(*loan):
                 return loan
         return None
 
+    def discard(self, slots: Iterable[int]) -> None:
+        """Forget the loans of slots whose chunks are used now."""
+        if at_hand := self._at_hand:
+            for slot in slots:
+                at_hand.pop(slot, None)
+
     def count(self, is_lent: IsLent) -> int:
         """How many hold; the others are forgotten."""
-        self._at_hand = deque(loan for loan in self._at_hand if is_lent(*loan))
+        for slot, generation in list(self._at_hand.items()):
+            if not is_lent(slot, generation):
+                del self._at_hand[slot]
         return len(self._at_hand)
 
     def end_step(self) -> None:

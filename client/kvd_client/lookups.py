@@ -14,6 +14,10 @@ class LookupCounts:
     tokens: int = 0
     hit_tokens: int = 0
     aborted_requests: int = 0
+    detached_tokens: int = 0
+    hints: int = 0
+    hints_ignored: int = 0
+    hints_cut: int = 0
 
     def report(self, *, with_tokens: bool) -> Lookups:
         """Return them as the daemon is told; the tokens only where the engine counts them."""
@@ -23,7 +27,11 @@ class LookupCounts:
             tokens=self.tokens if with_tokens else None,
             hit_tokens=self.hit_tokens if with_tokens else None,
             aborted_requests=self.aborted_requests,
+            detached_tokens=self.detached_tokens,
+            hints=self.hints,
+            hints_ignored=self.hints_ignored,
+            hints_cut=self.hints_cut,
         )
 
     def __bool__(self) -> bool:
-        return bool(self.chunks or self.tokens or self.aborted_requests)
+        return self != LookupCounts()

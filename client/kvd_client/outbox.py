@@ -6,14 +6,23 @@ to the step that named them on, the directory says how they stand.
 
 import time
 from collections.abc import Collection, Sequence
+from typing import NamedTuple
 
 from kvd_client.arguments import Blocks
 from kvd_client.tickets import StoreAnswer
 from kvd_proto.arrays import IntArray
-from kvd_proto.messages import MAX_KEYS, NO_ITEMS, Pin, Step
+from kvd_proto.messages import MAX_KEYS, NO_ITEMS, NO_SLOTS, Pin, Step
 
 MAX_DESCRIBED_BYTES = 4 * 2**20
 """Of a step's descriptions: with them the largest step is below the limit of a message."""
+
+
+class Given(NamedTuple):
+    """Which slots one step gives to which keys, and the generations that they get."""
+
+    keys: list[bytes]
+    slots: list[int]
+    generations: list[int]
 
 
 class Outbox:
@@ -26,13 +35,16 @@ class Outbox:
         keys: those that begin in this step.
         begun: keys whose stores have begun, while the daemon has not answered to that; with each
             the `keys` of its step, which says by identity which step that is.
+        given: the slots of these stores, each with its new generation: a chunk that the directory
+            has there under another one is going.
         since: `time.monotonic()` when the first was put in; meaningless where there is nothing.
     """
 
     def __init__(self, blocks_per_chunk: int) -> None:
         self._whole = (0, blocks_per_chunk)
         self.begun: dict[bytes, list[bytes]] = {}
-        self._sent: dict[int, list[bytes]] = {}  # by request, the keys of its step
+        self.given: dict[int, int] = {}
+        self._sent: dict[int, Given] = {}  # by request, of its step
         self.since = 0.0
         self._dropped: list[bytes] = []
         self._begin_step()
@@ -48,6 +60,11 @@ class Outbox:
         self._pins: list[Pin] = []
         self._unpinned: list[int] = []
         self._used: list[bytes] = []
+        self._used_counts: list[int] = []
+        self._prompt_counts: list[int] = []
+        self._labels = bytearray()
+        self._missed: list[bytes] = []
+        self._unstored: list[bytes] = []
         self._sought: list[bytes] = []
         self._items = len(self._dropped)
         self._present = self._pending = self._not_yet = self._refused = 0
@@ -91,6 +108,7 @@ class Outbox:
             self._described_bytes += sum(map(len, descriptions))
         self.keys.extend(keys)
         self._slots.extend(slots)
+        self.given.update(zip(slots, generations, strict=True))
         self._generations.extend(generations)
         self._blocks.extend(blocks)
 
@@ -131,10 +149,29 @@ class Outbox:
         self._add(1)
         self._unpinned.append(lease)
 
-    def use(self, keys: Collection[bytes]) -> None:
-        """A request has finished that used these, a prompt's head first."""
+    def use(self, keys: Collection[bytes], prompt: int, label: int) -> None:
+        """A request has finished.
+
+        Args:
+            keys: its chunks', a prompt's head first.
+            prompt: how many of them, from the first on, are its prompt's.
+            label: the byte of `Step.labels`.
+        """
         self._add(len(keys))
-        self._used[:0] = keys  # those of the last one come first
+        self._used.extend(keys)
+        self._used_counts.append(len(keys))
+        self._prompt_counts.append(prompt)
+        self._labels.append(label)
+
+    def miss(self, keys: Collection[bytes]) -> None:
+        """A lookup of a prompt has ended and has not found these."""
+        self._add(len(keys))
+        self._missed.extend(keys)
+
+    def leave_out(self, keys: Collection[bytes]) -> None:
+        """These got no slot and are not offered again."""
+        self._add(len(keys))
+        self._unstored.extend(keys)
 
     def seek(self, keys: Collection[bytes]) -> None:
         """These are wanted in memory, a prompt's head first."""
@@ -155,8 +192,8 @@ class Outbox:
         """Whether there is anything to tell."""
         return self.urgent or bool(self._present or self._pending or self._not_yet)
 
-    def take(self, wanted: int) -> tuple[Step, list[bytes]]:
-        """Return all of it as a step, with the keys that begin in it, and begin the next one.
+    def take(self, wanted: int) -> tuple[Step, Given]:
+        """Return all of it as a step, with what it gives to keys, and begin the next one.
 
         Args:
             wanted: how many loans the scheduler would like to have.
@@ -166,12 +203,14 @@ class Outbox:
             first = IntArray.of([first for first, _ in self._blocks], "u2")
             count = IntArray.of([count for _, count in self._blocks], "u2")
         keys, late, descriptions = self.keys, self._late, self._descriptions
+        given = Given(keys, self._slots, self._generations)
         if self._described_bytes:
             descriptions += [b""] * (len(keys) - len(descriptions))
         else:
             descriptions = []
         step = Step(
             dropped=tuple(self._dropped),
+            missed=tuple(self._missed),
             keys=tuple(keys),
             slots=IntArray.of(self._slots, "u4"),
             generations=IntArray.of(self._generations, "u8"),
@@ -181,6 +220,16 @@ class Outbox:
             pins=tuple(self._pins),
             unpinned=tuple(self._unpinned),
             used=tuple(self._used),
+            used_counts=IntArray.of(self._used_counts, "u4")
+            if len(self._used_counts) > 1
+            else NO_SLOTS,
+            prompt_counts=(
+                IntArray.of(self._prompt_counts, "u4")
+                if self._prompt_counts != self._used_counts
+                else NO_SLOTS
+            ),
+            labels=bytes(self._labels) if any(self._labels) else b"",
+            unstored=tuple(self._unstored),
             wanted=wanted,
             present=self._present,
             pending=self._pending,
@@ -192,19 +241,24 @@ class Outbox:
         for key in late:
             self.begun.pop(key, None)
         self._begin_step()
-        return step, keys
+        return step, given
 
-    def sent(self, request: int, keys: list[bytes]) -> None:
-        """A step that `take` gave was sent, as this request."""
-        if keys:
-            self._sent[request] = keys
+    def sent(self, request: int, given: Given) -> None:
+        """A step that `take` returned was sent, as this request."""
+        if given.keys:
+            self._sent[request] = given
 
     def answered(self, request: int) -> None:
         """The daemon knows what the step said: the directory has what began in it."""
-        keys = self._sent.pop(request, ())
-        for key in keys:
-            if self.begun.get(key) is keys:
+        step = self._sent.pop(request, None)
+        if step is None:
+            return
+        for key in step.keys:
+            if self.begun.get(key) is step.keys:
                 del self.begun[key]
+        for slot, generation in zip(step.slots, step.generations, strict=True):
+            if self.given.get(slot) == generation:
+                del self.given[slot]
 
     def __repr__(self) -> str:
         return f"<Outbox {self._items} to tell, {len(self.begun)} keys begun>"

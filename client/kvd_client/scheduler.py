@@ -22,6 +22,7 @@ from kvd_client.arguments import (
     flag,
     no_description,
     request_keys,
+    request_label,
     seconds,
     shown,
     whole,
@@ -32,6 +33,7 @@ from kvd_client.scheduler_tiers import SchedulerTiers
 from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
 from kvd_proto.directory import LookupResult, SlotState
 from kvd_proto.directory_header import MAX_SLOTS
+from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.messages import (
     MAX_KEY_BYTES,
 )
@@ -97,6 +99,8 @@ class Scheduler(SchedulerTiers):
         found = self._find(key, first, count)
         counts = self._counts
         counts.chunks += 1
+        if found is _HIT and self._given and self._is_given(key):
+            found = _MISS
         if found is _HIT:
             counts.hit_chunks += 1
         elif found is _MISS and key in self._begun:
@@ -110,6 +114,10 @@ class Scheduler(SchedulerTiers):
         for key in keys:
             check_key(key)
         found = list(map(self._find, keys))
+        if self._given:
+            for i, key in enumerate(keys):
+                if found[i] is _HIT and self._is_given(key):
+                    found[i] = _MISS
         self._counts.chunks += len(found)
         self._counts.hit_chunks += found.count(_HIT)
         if begun := self._begun:
@@ -127,10 +135,15 @@ class Scheduler(SchedulerTiers):
             check_key(key)
         found = self._entry(key)
         self._counts.chunks += 1
-        if found is None or found[2] != SlotState.READY:
+        if found is None or found[2] != SlotState.READY or self._is_given(key):
             return None
         self._counts.hit_chunks += 1
         return found[3], found[4]
+
+    def _is_given(self, key: bytes) -> bool:
+        """Whether this scheduler has given the chunk's slot to another key."""
+        found = self._entry(key)
+        return found is not None and self._given.get(found[0], found[1]) != found[1]
 
     def count_tokens(self, asked: int, found: int) -> None:
         """Count prompt tokens that were looked up and found, for the daemon's figures.
@@ -145,6 +158,8 @@ class Scheduler(SchedulerTiers):
             )
         self._counts.tokens += asked
         self._counts.hit_tokens += found
+        if not self.attached:
+            self._counts.detached_tokens += asked
 
     def count_aborted(self, requests: int) -> None:
         """Count requests that the engine gives up because a load has failed; as `count_tokens`."""
@@ -153,6 +168,17 @@ class Scheduler(SchedulerTiers):
                 f"requests={shown(requests)}: a whole number is needed, 0 to {MAX_TOKENS}"
             )
         self._counts.aborted_requests += requests
+
+    def count_hints(self, hints: int = 0, ignored: int = 0, cut: int = 0) -> None:
+        """Count requests with a hint, fields that were ignored, and numbers that were cut."""
+        self._counts.hints += whole("hints", hints, 0)
+        self._counts.hints_ignored += whole("ignored", ignored, 0)
+        self._counts.hints_cut += whole("cut", cut, 0)
+
+    def set_prefill_seconds(self, seconds_per_token: float) -> None:
+        """Report how long the engine takes to compute one token of a prompt, as measured."""
+        value = seconds("seconds_per_token", seconds_per_token)
+        self._prefill_ns = round(value * 1e9)
 
     # ----------------------------------------------------------------- stores
 
@@ -327,19 +353,65 @@ class Scheduler(SchedulerTiers):
 
     # ------------------------------------------------------------------ steps
 
-    def request_finished(self, keys: Collection[bytes]) -> None:
-        """Report the chunks that a finished request loaded, stored or found present.
+    def request_finished(
+        self, keys: Collection[bytes], *, prompt: int | None = None, label: Label = Label.NONE
+    ) -> None:
+        """Report a finished request: the daemon counts one use of each of its chunks.
 
-        The daemon evicts the least recently used chunks, and counts uses by this call: one for
-        each key. A prompt's head comes first. For several requests at once, put those of the last
-        one first.
+        By uses and their times it decides what is evicted. Requests are reported one by one, in the
+        order in which they end.
+
+        Args:
+            keys: of all chunks that the request's tokens fill, a prompt's head first; also of
+                those that were not found or not stored.
+            prompt: how many of them, from the first on, are of its prompt; None: all.
+            label: when the next request with these chunks is expected; see `label`.
         """
         used = request_keys(keys)
+        asked = len(used) if prompt is None else whole("prompt", prompt, 0, len(used))
+        self._report_use(used, asked, request_label(label))
+
+    def label(self, keys: Collection[bytes], label: Label) -> None:
+        """Replace the label of a request that was reported before.
+
+        Args:
+            keys: as the request was reported.
+            label: when the next request with these chunks is expected. A hint: the daemon learns
+                what it is worth.
+        """
+        self._report_use(request_keys(keys), 0, LABEL_ONLY | request_label(label))
+
+    def _report_use(self, keys: Collection[bytes], prompt: int, label: int) -> None:
         self._check_open()
         with self._state:
             there = self._attachment
-            if there is not None and there.has_room(len(used)):
-                there.decisions.outbox.use(used)
+            if there is not None and keys and there.has_room(len(keys)):
+                there.decisions.outbox.use(keys, prompt, label)
+                self._end_call(there)
+
+    def report_missed(self, keys: Collection[bytes]) -> None:
+        """Report what a prompt's lookup has not found, once it has ended, for the daemon's figures.
+
+        Args:
+            keys: of the prompt's chunks that must be computed; of one group where each token has
+                a key in several.
+        """
+        missed = request_keys(keys)
+        self._check_open()
+        with self._state:
+            there = self._attachment
+            if there is not None and missed and there.has_room(len(missed)):
+                there.decisions.outbox.miss(missed)
+                self._end_call(there)
+
+    def give_up(self, keys: Collection[bytes]) -> None:
+        """Report keys that were answered FULL and are not offered again."""
+        unstored = request_keys(keys)
+        self._check_open()
+        with self._state:
+            there = self._attachment
+            if there is not None and unstored and there.has_room(len(unstored)):
+                there.decisions.outbox.leave_out(unstored)
                 self._end_call(there)
 
     def end_step(self) -> None:

@@ -4,7 +4,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from kvd_client.arguments import flag, seconds
@@ -67,9 +67,12 @@ class SchedulerSession(Session):
         self._find: Callable[..., LookupResult] = self._find_nothing
         self._entry: Callable[[bytes], Entry | None] = self._no_entry
         self._begun: Container[bytes] = ()
+        self._given: Mapping[int, int] = {}
         self._seeking: Seeking | None = None
         self._counts = LookupCounts()
         self._reported: Lookups | None = None
+        self._prefill_ns: int | None = None
+        self._reported_prefill_ns: int | None = None
         self._changes = Changes()
         self._start()
 
@@ -161,9 +164,12 @@ class SchedulerSession(Session):
     def _on_open(self) -> None:
         # What the session before has not reported is not counted, but for what has gone wrong: that
         # is often while there is no daemon.
-        told = self._reported.aborted_requests if self._reported else 0
-        self._counts = LookupCounts(aborted_requests=self._counts.aborted_requests - told)
-        self._reported = None
+        before, told = self._counts, self._reported
+        self._counts = LookupCounts(
+            aborted_requests=before.aborted_requests - (told.aborted_requests if told else 0),
+            detached_tokens=before.detached_tokens - (told.detached_tokens if told else 0),
+        )
+        self._reported = self._reported_prefill_ns = None
         self._changes.begin_session()
 
     def _news(self) -> Ping | None:
@@ -174,9 +180,11 @@ class SchedulerSession(Session):
         else:
             self._reported = lookups
         kv_events = self._changes.report() if self._events else None
-        if lookups is None and kv_events is None:
+        prefill_ns = self._prefill_ns if self._prefill_ns != self._reported_prefill_ns else None
+        if lookups is None and kv_events is None and prefill_ns is None:
             return None
-        return Ping(lookups=lookups, kv_events=kv_events)
+        self._reported_prefill_ns = self._prefill_ns
+        return Ping(lookups=lookups, kv_events=kv_events, prefill_ns=prefill_ns)
 
     def _tell_rest(self, patience: float) -> None:
         there, end = self._attachment, time.monotonic() + patience
@@ -242,6 +250,7 @@ class SchedulerSession(Session):
         self._ready_news.abandon()
         self._attachment = None
         self._find, self._begun, self._seeking = self._find_nothing, (), None
+        self._given = {}
         self._entry = self._no_entry
         self._changes = Changes()
 
@@ -259,10 +268,12 @@ class SchedulerSession(Session):
         there = None if self._owed is not None else attachment
         if there is None:
             self._find, self._begun, self._seeking = self._find_nothing, (), None
+            self._given = {}
             self._entry = self._no_entry
             self._changes.switch(None)
         else:
             self._find, self._begun = there.directory.lookup, there.decisions.outbox.begun
+            self._given = there.decisions.outbox.given
             self._entry, self._seeking = there.directory.entry, there.seeking
             self._changes.switch(Source(there.directory, there.descriptions))
         self._attachment = attachment  # last: who sees this looks things up

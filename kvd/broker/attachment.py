@@ -62,7 +62,10 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
         temporary=registrations[0].temporary,
         record_bytes=record_bytes(layouts[0]),
     )
-    namespace.tokens_per_chunk = tokens_per_chunk(layouts[0])
+    namespace.tokens_per_chunk = tokens = tokens_per_chunk(layouts[0])
+    if namespace.table.curve is not None:
+        keys = len(layouts[0].groups)  # that each token has
+        namespace.table.curve.tokens_per_key = None if tokens is None else tokens / keys
     state.namespaces.attach_engine(namespace)
     engine.namespace, engine.stepped = namespace, False
     # The others are bound when their lane, which was lost meanwhile, has mapped their memory.

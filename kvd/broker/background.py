@@ -1,8 +1,8 @@
 """Work that takes longer than a turn of the daemon's loop may: it goes on in pieces.
 
 A task is a generator. It yields its effects after each piece of a few milliseconds, and
-engines are served before the next piece. Tasks take turns. Slots that a reset has left
-behind are freed here too, for which no request waits.
+engines are served before the next piece. Tasks take turns. No request waits for the rest: slots
+that a reset has left behind are freed, and policies and miss-ratio curves learn.
 """
 
 from collections import deque
@@ -27,6 +27,11 @@ class Background:
     def __init__(self, state: BrokerState) -> None:
         self._state = state
         self._tasks: deque[tuple[str, Task]] = deque()
+        self._learners: list[Namespace] = []  # what of these there is to learn
+
+    def learn(self) -> None:
+        """Have every namespace learn what is due, piece by piece."""
+        self._learners = self._state.open_namespaces
 
     def start(self, kind: str, task: Task) -> None:
         """Begin a task with the next `work`; refused where too many of its kind are under way."""
@@ -42,12 +47,14 @@ class Background:
     @property
     def busy(self) -> bool:
         """Whether there is `work` to do."""
-        return bool(self._tasks) or self._unswept is not None
+        return bool(self._tasks) or self._unswept is not None or bool(self._learners)
 
     def work(self) -> list[Effect]:
         """Do a piece of the next task, and one of what resets have left."""
         if (unswept := self._unswept) is not None:
             unswept.table.sweep()
+        if self._learners and not self._learners[-1].table.learn():
+            self._learners.pop()
         while self._tasks:
             kind, task = self._tasks.popleft()
             effects = next(task, None)

@@ -47,7 +47,6 @@ from kvd_proto.messages import (
 from kvd_proto.sizes import format_size
 
 SAMPLE_SECONDS = 10.0
-LOAN_SECONDS = 60.0  # after so long without use an engine's loans are taken back
 """Between reports that are kept for a minute, to find conditions that are changes."""
 
 
@@ -242,9 +241,14 @@ class Broker:
             new = new_lookups(session.lookups, told.lookups)
             engine.lookups.add(new)
             self.state.lookups.add(new)
+            if engine.namespace is not None and engine.namespace.table.curve is not None:
+                tokens = new.lookup_tokens - new.detached_tokens
+                engine.namespace.table.curve.note_lookups(tokens, new.hit_tokens, request.now)
         if told.kv_events is not None and engine is not None:
             published = engine.published.report(session.kv_events, told.kv_events, request.now)
             self.state.kv_events.add(published)
+        if told.prefill_ns is not None and engine is not None:
+            engine.prefill_seconds = told.prefill_ns / 1e9
         return [request.reply(Pong(pid=self.pid))]
 
     def _status(self, request: Request[Status]) -> list[Effect]:
@@ -258,6 +262,7 @@ class Broker:
     def tick(self, now: float) -> list[Effect]:
         """Do what is due: deadlines of leases, stores and registrations; lanes that are silent."""
         effects = self.registration.expire(now)
+        self.background.learn()
         self.state.recent_lag.observe(self._longest_turn, now)
         self._longest_turn = 0.0
         if now >= self._next_sample:
@@ -276,8 +281,7 @@ class Broker:
                     effects.append(
                         Event(f"{len(expired)} chunks in writing ran out of time", "warning")
                     )
-                idle = namespace.table.lending.call_in_spare(now - LOAN_SECONDS)
-                effects += self.state.revoke(namespace, expired + idle)
+                effects += self.state.revoke(namespace, expired)
         return effects + self.supervision.watch(now)
 
     def __repr__(self) -> str:

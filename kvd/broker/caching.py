@@ -4,14 +4,15 @@ Each is decided by the table of the namespace that the engine is attached to; sl
 table gives up while lanes may be writing there are called back from the lanes.
 """
 
+from itertools import accumulate
 from typing import TypeAlias
 
-from kvd.broker.effects import ChunksReady, Effect
+from kvd.broker.effects import Effect
 from kvd.broker.operations import Handler
 from kvd.broker.sessions import Engine, Request, Session
 from kvd.broker.state import BrokerState
 from kvd.broker.tiering import Tiering
-from kvd.cache.directory import Blocks
+from kvd.cache.directory import Blocks, Refs
 from kvd.cache.namespaces import Namespace
 from kvd.errors import Refused
 from kvd_proto.arrays import IntArray
@@ -21,6 +22,7 @@ from kvd_proto.messages import (
     NO_SLOTS,
     Error,
     ErrorCode,
+    Keys,
     Message,
     Pin,
     Reset,
@@ -28,7 +30,7 @@ from kvd_proto.messages import (
     Stepped,
 )
 
-SPARE_SECONDS = 1.0  # loans that were not used for so long go where others get too few
+UNUSED_SECONDS = 0.25  # loans that were not used for so long end where another engine stores
 _NOTHING = Stepped(slots=NO_SLOTS, generations=NO_GENERATIONS)
 
 _Slots: TypeAlias = tuple[list[int], list[int]]  # with their generations
@@ -49,51 +51,52 @@ class Caching:
         }
 
     def _step(self, request: Request[Step]) -> list[Effect]:
-        """Carry out what a scheduler has decided, and lend it slots for what it will decide."""
-        message, session, now = request.message, request.session, request.now
-        if session.kind != "scheduler":
-            raise Refused(ErrorCode.BAD_STATE, f"STEP by a {session.kind}, only schedulers may")
-        engine, namespace = _served(session)
-        slots, generations, pins = _fitting(message)
-        blocks = _blocks(message, namespace)
+        """Serve one scheduler's Step: book what it has decided, then lend it slots.
+
+        Checks come first. After them nothing is refused: what cannot be had is lost, and counted.
+        The reply says what was lent; then lanes are told which slots to leave, and tiers what to
+        bring up.
+        """
+        step, now = request.message, request.now
+        engine, namespace = _served_scheduler(request.session)
+        slots, generations, pins = _checked_slots(step)
+        blocks = _checked_blocks(step, namespace)
+        uses = _checked_uses(step)
         table, owner, state = namespace.table, engine.number, self._state
-        revoke, ready = [], 0
-        if message.dropped:
-            revoke += table.stores.drop(message.dropped, owner)
-        if message.keys:
-            ready, over = table.stores.begin(
-                message.keys,
+        to_revoke: Refs = []
+        if step.missed:
+            table.misses.explain(step.missed, now)
+        if step.dropped:
+            to_revoke += table.stores.drop(step.dropped, owner)
+        if step.keys:
+            table.stores.begin(
+                step.keys,
                 slots,
                 generations,
                 owner,
                 now,
                 blocks,
                 seconds=state.settings.ticket_seconds,
-                descriptions=message.descriptions,
+                descriptions=step.descriptions,
             )
-            revoke += over
-        for pin, pinned in zip(message.pins, pins, strict=True):
+        for pin, pinned in zip(step.pins, pins, strict=True):
             self._pin(pin, pinned, namespace, owner, now)
-        for number in message.unpinned:
+        for number in step.unpinned:
             table.loads.unpin(number, owner)
-        if message.used:
-            table.loads.finished(message.used)
-        if message.present or message.pending or message.not_yet or message.refused:
+        for keys, prompt, label in uses:
+            table.finish_request(keys, prompt, label, now)
+        if step.unstored:
+            table.stores.note_unstored(step.unstored, now)
+        if step.present or step.pending or step.not_yet or step.refused:
             table.stores.note_offered(
-                message.present,
-                message.pending,
-                message.not_yet,
-                message.refused,
-                draining=state.draining,
+                step.present, step.pending, step.not_yet, step.refused, draining=state.draining
             )
-        lent, effects = self._lend(engine, namespace, message, now)
-        if revoke:
-            effects += state.revoke(namespace, revoke)
-        if ready:
-            effects.append(ChunksReady(owner))
-        if message.sought:
-            effects += self._tiering.seek(namespace, owner, message.sought, now)
-        return [request.reply(lent), *effects]
+        effects: list[Effect] = [request.reply(self._lend(engine, namespace, step, now))]
+        if to_revoke:
+            effects += state.revoke(namespace, to_revoke)
+        if step.sought:
+            effects += self._tiering.seek(namespace, owner, step.sought, now)
+        return effects
 
     def _pin(self, pin: Pin, pinned: _Slots, namespace: Namespace, owner: int, now: float) -> None:
         table, settings = namespace.table, self._state.settings
@@ -104,53 +107,34 @@ class Caching:
         seconds = min(pin.lease_ms / 1000, settings.lease_seconds)
         table.loads.pin(pin.lease, *pinned, owner, now, seconds)
 
-    def _lend(
-        self, engine: Engine, namespace: Namespace, message: Step, now: float
-    ) -> tuple[Stepped, list[Effect]]:
-        """Lend slots that are free, and to an engine that stores others, too.
+    def _lend(self, engine: Engine, namespace: Namespace, step: Step, now: float) -> Stepped:
+        """Lend slots, and what the engine needs of other engines' unused loans.
 
-        An engine gets a part of its share ahead of need, so that others that come find free slots.
-        One that stores gets what other engines do not use, or where they use all of theirs, what is
-        evicted. An engine that only loads takes nobody's room, not even its own chunks'; nor does
-        one that has just been attached, so that what a daemon has kept is there for the first
-        request.
+        Loans cost nothing but the order of eviction: what is on loan to one engine is not evicted
+        for another one. So an engine has a part of the slots on loan, and loans that were not used
+        for a while end where another engine stores. Only an engine that stores evicts other
+        namespaces' chunks, and not with its first step, so that what a daemon has kept is there for
+        the first request.
         """
-        state, table, owner, wanted = self._state, namespace.table, engine.number, message.wanted
+        state, table, owner, wanted = self._state, namespace.table, engine.number, step.wanted
         first, engine.stepped = not engine.stepped, True
         engines = max(1, namespace.engines)
-        # One that says nothing else asks for slots in bulk.
-        bulk = not first and message == Step(wanted=wanted)
+        # A step that says nothing else asks for slots in bulk.
+        bulk = not first and step == Step(wanted=wanted)
         if not bulk:
             wanted = min(wanted, table.lending.most_ahead(engines))
-        have = len(table.slots.loans.of(owner))
-        if 2 * have >= wanted or state.draining or not state.allocated:
-            return _NOTHING, []
-        stores = message.keys or message.refused or bulk
-        spare = bool(stores) and self._spare(owner, now)
-        slots, generations = table.lending.lend(
-            owner,
-            wanted,
-            engines,
-            now,
-            state.usable_bytes(engine),
-            evict=bool(stores) and not spare,
-        )
-        effects: list[Effect] = []
-        if stores and 2 * (have + len(slots)) < wanted:  # free when lanes have been asked
+        if 2 * table.slots.loans.count(owner) >= wanted or state.draining or not state.allocated:
+            return _NOTHING
+        stores = bool(step.keys or step.refused or bulk)
+        if stores:
             for each in state.open_namespaces:
-                refs = each.table.lending.call_in_spare(now - SPARE_SECONDS, but=owner)
-                effects += state.revoke(each, refs)
-        if not slots:
-            return _NOTHING, effects
-        lent = Stepped(slots=IntArray.of(slots, "u4"), generations=IntArray.of(generations, "u8"))
-        return lent, effects
-
-    def _spare(self, owner: int, now: float) -> bool:
-        """Whether other engines have loans that they have not used for a while."""
-        return any(
-            each.table.slots.loans.idle_since(now - SPARE_SECONDS, but=owner)
-            for each in self._state.open_namespaces
+                each.table.lending.end_unused_loans(now - UNUSED_SECONDS, but=owner)
+        slots, generations = table.lending.lend(
+            owner, wanted, engines, now, state.usable_bytes(engine), evict=stores
         )
+        if not slots:
+            return _NOTHING
+        return Stepped(slots=IntArray.of(slots, "u4"), generations=IntArray.of(generations, "u8"))
 
     def _reset(self, request: Request[Reset]) -> list[Effect]:
         """Answer at once: nothing of before is found any more; slots are freed afterwards."""
@@ -180,8 +164,13 @@ def _attached(session: Session) -> tuple[Engine, Namespace]:
     return engine, engine.namespace
 
 
-def _served(session: Session) -> tuple[Engine, Namespace]:
-    """Return the same, or refuse an engine with a rank whose lane is not there."""
+def _served_scheduler(session: Session) -> tuple[Engine, Namespace]:
+    """Return a scheduler's engine and namespace, or refuse a session that may send no steps.
+
+    Those are sessions of another kind, and of an engine with a rank whose lane is not there.
+    """
+    if session.kind != "scheduler":
+        raise Refused(ErrorCode.BAD_STATE, f"STEP by a {session.kind}, only schedulers may")
     engine, namespace = _attached(session)
     for rank, worker in engine.workers.items():
         if not worker.imported and worker.registration is not None:
@@ -193,20 +182,20 @@ def _served(session: Session) -> tuple[Engine, Namespace]:
     return engine, namespace
 
 
-def _fitting(message: Step) -> tuple[list[int], list[int], list[_Slots]]:
+def _checked_slots(step: Step) -> tuple[list[int], list[int], list[_Slots]]:
     """A step's slots and generations, and those of its pins; refused where they do not fit."""
-    slots, generations = message.slots.tolist(), message.generations.tolist()
-    if not len(message.keys) == len(slots) == len(generations):
+    slots, generations = step.slots.tolist(), step.generations.tolist()
+    if not len(step.keys) == len(slots) == len(generations):
         raise Refused(
             ErrorCode.BAD_MESSAGE,
-            f"{len(slots)} slots and {len(generations)} generations for {len(message.keys)} keys",
+            f"{len(slots)} slots and {len(generations)} generations for {len(step.keys)} keys",
         )
-    if len(message.descriptions) not in {0, len(slots)}:
+    if len(step.descriptions) not in {0, len(slots)}:
         raise Refused(
             ErrorCode.BAD_MESSAGE,
-            f"{len(message.descriptions)} descriptions for {len(slots)} keys",
+            f"{len(step.descriptions)} descriptions for {len(slots)} keys",
         )
-    pins = [(pin.slots.tolist(), pin.generations.tolist()) for pin in message.pins]
+    pins = [(pin.slots.tolist(), pin.generations.tolist()) for pin in step.pins]
     for pinned, of in pins:
         if len(pinned) != len(of):
             raise Refused(
@@ -216,9 +205,9 @@ def _fitting(message: Step) -> tuple[list[int], list[int], list[_Slots]]:
     return slots, generations, pins
 
 
-def _blocks(message: Step, namespace: Namespace) -> list[Blocks]:
+def _checked_blocks(step: Step, namespace: Namespace) -> list[Blocks]:
     """Return what of each chunk is meant; nothing where it is all of every chunk."""
-    first, count, keys = message.first, message.count, len(message.keys)
+    first, count, keys = step.first, step.count, len(step.keys)
     if first is NO_ITEMS and count is NO_ITEMS:
         return []
     if not len(first) == len(count) in {0, keys}:
@@ -236,3 +225,26 @@ def _blocks(message: Step, namespace: Namespace) -> list[Blocks]:
                 ErrorCode.BAD_MESSAGE, f"{number} blocks from {begin} on of a chunk of {whole}"
             )
     return blocks
+
+
+def _checked_uses(step: Step) -> list[tuple[Keys, int, int]]:
+    """Return keys, count of keys of the prompt, and label of each request that has finished."""
+    if not step.used:
+        return []
+    counts = step.used_counts.tolist() or [len(step.used)]
+    prompts, labels = step.prompt_counts.tolist() or counts, step.labels or bytes(len(counts))
+    if not (
+        len(counts) == len(prompts) == len(labels)
+        and sum(counts) == len(step.used)
+        and all(prompt <= count for prompt, count in zip(prompts, counts, strict=True))
+    ):
+        raise Refused(
+            ErrorCode.BAD_MESSAGE,
+            f"{len(step.used)} used keys, {sum(counts)} of {len(counts)} requests with"
+            f" {len(prompts)} prompts and {len(labels)} labels",
+        )
+    ends = list(accumulate(counts))
+    return [
+        (step.used[end - count : end], prompt, label)
+        for count, end, prompt, label in zip(counts, ends, prompts, labels, strict=True)
+    ]

@@ -78,6 +78,10 @@ def new_lookups(known: LookupCounts, reported: Lookups) -> LookupCounts:
         lookup_tokens=max(0, (reported.tokens or 0) - known.lookup_tokens),
         hit_tokens=max(0, (reported.hit_tokens or 0) - known.hit_tokens),
         aborted_requests=max(0, reported.aborted_requests - known.aborted_requests),
+        detached_tokens=max(0, reported.detached_tokens - known.detached_tokens),
+        hints=max(0, reported.hints - known.hints),
+        hints_ignored=max(0, reported.hints_ignored - known.hints_ignored),
+        hints_cut=max(0, reported.hints_cut - known.hints_cut),
     )
     known.add(new)
     return new

@@ -67,7 +67,7 @@ class Operations:
             effects.append(session.event(text))
         stores, leases = in_flight(state, state.drain.since)
         for namespace in state.open_namespaces:
-            effects += state.revoke(namespace, namespace.table.lending.call_in_all())
+            namespace.table.lending.end_all_loans()
         return [request.reply(Drained(stores=stores, leases=leases)), *effects]
 
     def _resume(self, request: Request[Resume]) -> list[Effect]:

@@ -26,7 +26,7 @@ KEYS_A_TURN = 512  # that are looked at: one or two milliseconds
 SOUGHT_SECONDS = 2.0  # after so long nobody waits for them any more
 DESCRIBED_BYTES = 128 * 1024
 ASK_KEYS = 1024
-SPARE_SECONDS = 0.25  # loans that were not used for so long make room
+UNUSED_SECONDS = 0.25  # loans that were not used for so long end for promotions
 SLOT_SECONDS = 30.0  # a slot that is not filled by then is given up, whatever the tier does
 REACH_PART = 4  # of the pool: see the module's text
 
@@ -189,16 +189,10 @@ class Promotion:
                 again = [key for key in keys[begin:] if find(key) < 0]
                 waiting.keys.put_back(wanted[key] for key in again)
                 self.blocked = True
-                effects += self._call_in(now) if again else []
+                if again:
+                    for each in self._state.open_namespaces:
+                        each.table.lending.end_unused_loans(now - UNUSED_SECONDS)
                 break
-        return effects
-
-    def _call_in(self, now: float) -> list[Effect]:
-        """Take back slots that are on loan and of no use there; they are free in a moment."""
-        effects: list[Effect] = []
-        for each in self._state.open_namespaces:
-            refs = each.table.lending.call_in_spare(now - SPARE_SECONDS)
-            effects += self._state.revoke(each, refs)
         return effects
 
     def get(

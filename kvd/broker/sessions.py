@@ -135,6 +135,7 @@ class Engine:
 
     uid: the user whose processes they are; no other user may join under this name.
     stepped: its scheduler has sent a step since it was attached.
+    prefill_seconds: in which it computes a token of a prompt, as last reported; None: not known.
     """
 
     number: int
@@ -145,6 +146,7 @@ class Engine:
     namespace: Namespace | None = None
     stepped: bool = False
     lookups: LookupCounts = field(default_factory=LookupCounts)
+    prefill_seconds: float | None = None
     published: Published = field(default_factory=Published)
 
     @property

@@ -202,13 +202,13 @@ class BrokerState:
         return effects, freed
 
     def drop_owner(self, engine: Engine, namespace: Namespace) -> tuple[list[Effect], int]:
-        """End an engine's leases, give up its writes, and take back what is lent to it.
+        """End an engine's leases and loans, and give up its writes.
 
         Returns:
             What is to be done, and how many chunks in writing were given up.
         """
-        writing, lent = namespace.table.drop_owner(engine.number)
-        return self.revoke(namespace, writing + lent), len(writing)
+        writing = namespace.table.drop_owner(engine.number)
+        return self.revoke(namespace, writing), len(writing)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where an invariant does not hold."""

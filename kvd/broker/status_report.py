@@ -4,10 +4,12 @@
 """
 
 from dataclasses import fields
+from statistics import mean
 from typing import Any
 
 import msgspec
 
+from kvd.broker.forecast import forecast
 from kvd.broker.kv_events import Published
 from kvd.broker.lanes import Lane
 from kvd.broker.operations import by, drain_report
@@ -16,6 +18,7 @@ from kvd.broker.state import BrokerState
 from kvd.broker.tiers import Tier
 from kvd.cache.namespaces import Namespace
 from kvd.metrics import schema
+from kvd.metrics.advice import advice
 from kvd.metrics.conditions import conditions
 from kvd.metrics.counts import BrokerCounts, ChunkCounts, EventCounts, LaneCounts, ProcessUsage
 from kvd.metrics.history import Report, Span
@@ -47,7 +50,7 @@ def status_report(
         checks=checks(state, now),
         conditions=[],
         pool=_pool(state),
-        namespaces=list(map(_namespace, namespaces)),
+        namespaces=[_namespace(state, namespace) for namespace in namespaces],
         engines=[_engine(engine, now) for engine in state.registry.engines.values()],
         lanes=[_lane(state, lane, now) for lane in state.lanes.values()],
         tiers=[_tier(tier, now) for tier in state.tiers],
@@ -84,9 +87,10 @@ def _pool(state: BrokerState) -> schema.Pool:
     )
 
 
-def _namespace(namespace: Namespace) -> schema.Namespace:
+def _namespace(state: BrokerState, namespace: Namespace) -> schema.Namespace:
     geometry, chunks = namespace.geometry, namespace.table.slots.stats()
     nbytes, tiers = geometry.bytes_per_chunk, namespace.directory.tiers
+    foreseen = _forecast(state, namespace)
     return schema.Namespace(
         id=namespace.id.hex(),
         model=namespace.label,
@@ -100,13 +104,30 @@ def _namespace(namespace: Namespace) -> schema.Namespace:
         tier_chunks=0 if tiers is None else len(tiers),
         directory_bytes=namespace.directory.header.total_bytes,
         ready_bytes=chunks["ready"] * nbytes,
-        lent_bytes=chunks["lent"] * nbytes,
         writing_bytes=chunks["writing"] * nbytes,
         draining_bytes=chunks["draining"] * nbytes,
         changes=namespace.directory.changes.head,
         chunks=schema.Chunks(**chunks),
+        forecast=foreseen,
+        advice=None if foreseen is None else advice(foreseen),
         counters=namespace.table.counts,
+        missed_tokens=_missed_tokens(namespace),
     )
+
+
+def _forecast(state: BrokerState, namespace: Namespace) -> schema.Forecast | None:
+    if state.namespaces is None:
+        return None
+    engines = [one for one in state.registry.engines.values() if one.namespace is namespace]
+    seconds = [one.prefill_seconds for one in engines if one.prefill_seconds is not None]
+    return forecast(namespace, state.namespaces.pool, mean(seconds) if seconds else None)
+
+
+def _missed_tokens(namespace: Namespace) -> dict[str, int]:
+    tokens = namespace.tokens_per_chunk
+    if tokens is None:
+        return {}
+    return {reason: count * tokens for reason, count in namespace.table.counts.missed.items()}
 
 
 def _engine(engine: Engine, now: float) -> schema.Engine:

@@ -2,13 +2,10 @@
 
 It and its parts are the only writers of its directory. The states of a slot::
 
-    FREE -> LENT        `lending`: the scheduler may give the slot to a key by itself
-    LENT -> WRITING     `stores.begin`: it has done so, and no other chunk has the key
+    FREE -> WRITING     `stores.begin`: the scheduler's step gives a slot that is on loan to a key
+    READY -> WRITING    the same, where the slot holds a chunk: that one is evicted
     FREE -> WRITING     `promotions.begin`: a tier fills it
-    LENT -> DRAINING    taken back, a share failed, the session is gone, reset; and where begin
-                        came too late: when all shares are there, or the deadline has passed
-    WRITING -> READY    `stores.share_done`, with the last rank that was expected; `stores.begin`,
-                        where that came before; `promotions.done`
+    WRITING -> READY    `stores.share_done`, with the last rank that was expected; `promotions.done`
     WRITING -> DRAINING a share failed, the store was dropped, the deadline passed, the session is
                         gone, reset; `promotions.give_up`
     DRAINING -> FREE    revoked: the lanes, or the tier, have nothing under way there
@@ -20,16 +17,19 @@ Methods decide first and then act; none of them waits, and none raises for what 
 client may send.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
 from kvd.cache.candidates import Candidates, Demotable
 from kvd.cache.descriptions import Descriptions
 from kvd.cache.directory import DirectoryWriter, Refs
+from kvd.cache.ghosts import GhostCause, Ghosts
 from kvd.cache.ledger import KeptChunks
 from kvd.cache.lending import Lending
 from kvd.cache.loads import Loads
+from kvd.cache.miss_curve import MissCurve
+from kvd.cache.misses import Misses
 from kvd.cache.policies import POLICIES
 from kvd.cache.promotions import Promotions
 from kvd.cache.slots import Slots
@@ -40,10 +40,13 @@ from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
 from kvd.wire.tiering import new_epoch
 from kvd_proto.directory import SlotState
+from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.messages import ResetDone
 
 PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
+GHOSTS_PER_SLOT = 2
 EMPTY_PIECES = 16  # so many that hold none are looked at in one go
+_LABELS = {int(label): label for label in Label}
 
 
 class ChunkTable:
@@ -55,13 +58,18 @@ class ChunkTable:
         pool: where its room comes from.
         policy: a name in `POLICIES`.
         model: whose quota counts; empty where none does.
+        elsewhere: whether another namespace has a key.
+        forecasts: whether a miss-ratio curve is kept.
 
     Attributes:
         stamps: of the last uses, by slot, in the ledger where there is one: the next daemon
             knows them.
+        ghosts: keys of chunks that have left memory.
         lending: which of its slots schedulers have ahead of need.
         descriptions: those of its chunks.
         stores, promotions, loads: what begins and ends them.
+        misses: why keys were missed.
+        curve: what other sizes of the pool would bring; None where none is kept.
     """
 
     def __init__(
@@ -71,6 +79,9 @@ class ChunkTable:
         pool: Pool,
         policy: str,
         model: str = "",
+        *,
+        elsewhere: Callable[[bytes], bool] = lambda _: False,
+        forecasts: bool = False,
     ) -> None:
         self.directory = directory
         ledger = directory.ledger
@@ -80,12 +91,17 @@ class ChunkTable:
         self.uses = Uses(self.stamps, pool)
         self._pool = pool
         self.space = pool.join(geometry, self, model)
-        order = POLICIES[policy](geometry.num_slots, directory.key)
+        self.ghosts = Ghosts(GHOSTS_PER_SLOT * geometry.num_slots)
+        order = POLICIES[policy](geometry.num_slots, directory.key, self.ghosts)
         self.slots = slots = Slots(directory, order, self.space, self.counts)
-        self.lending = Lending(slots, pool, self.uses, self.counts, self.sweep)
-        self.stores = Stores(slots, pool, self.uses, self.counts, self.descriptions)
+        self.lending = Lending(slots, pool, self.uses, self.sweep)
+        self.stores = Stores(
+            slots, pool, self.uses, self.counts, self.descriptions, self.ghosts
+        )
         self.promotions = Promotions(slots, self.lending, self.uses, self.counts, self.descriptions)
         self.loads = Loads(slots, self.uses, self.counts)
+        self.misses = Misses(directory, self.ghosts, self.counts, elsewhere)
+        self.curve = MissCurve(geometry.num_slots) if forecasts else None
 
     def restore(self, chunks: KeptChunks) -> None:
         """Take over the chunks of the previous daemon, into a table that is new.
@@ -104,8 +120,31 @@ class ChunkTable:
         )
         self.directory.restore(chunks, masks)
         self._pool.restore(self.space, chunks.slots, int(chunks.stamps.max(initial=0)))
-        self.slots.policy.restore(chunks.slots)
+        self.slots.policy.restore(chunks.slots, self.stamps[chunks.slots] / 1e6)
         self.counts.restored = len(chunks)
+
+    # ---------------------------------------------------------------- requests
+
+    def finish_request(self, keys: Sequence[bytes], prompt: int, label: int, now: float) -> None:
+        """A request with these keys has finished, or gets its label after that.
+
+        Args:
+            keys: of its chunks, its head first.
+            prompt: how many of them are its prompt's.
+            label: as `Step.labels` has it; one that is not known is none.
+            now: seconds.
+        """
+        known = _LABELS.get(label & ~LABEL_ONLY, Label.NONE)
+        if label & LABEL_ONLY:
+            self.loads.relabel(keys, known)
+            return
+        if self.curve is not None:
+            self.curve.record(keys, prompt)
+        self.loads.finished(keys, now, known)
+
+    def learn(self) -> bool:
+        """Do a piece of what the policy and the miss-ratio curve learn; whether more is due."""
+        return self.slots.policy.learn() or (self.curve is not None and self.curve.tidy())
 
     # --------------------------------------------------------------- demotions
 
@@ -133,26 +172,22 @@ class ChunkTable:
         """End the leases and give up the stores whose deadline has come; slots to be revoked."""
         self.uses.set_time(now)
         late = [slot for slot, deadline in self.slots.tickets.items() if deadline <= now]
-        over = self.slots.call_in(self.slots.loans.expire(now))
         self.counts.tickets_expired += sum(slot not in self.slots.filling for slot in late)
         leases, unpinned = self.slots.leases.expire(now)
         self.counts.leases_expired += leases
         self.slots.unpinned(unpinned)
-        return over + self.slots.give_up(late)
+        return self.slots.give_up(late)
 
-    def drop_owner(self, owner: int) -> tuple[Refs, Refs]:
-        """An owner is gone: its leases end, what it was writing is given up, its loans too.
+    def drop_owner(self, owner: int) -> Refs:
+        """An owner is gone: its leases and loans end, what it was writing is given up.
 
         Returns:
-            What it was writing, and its other slots; all to be revoked.
+            What it was writing, to be revoked.
         """
         owned_by = self.directory.owner
         self.slots.unpinned(self.slots.leases.drop_owner(owner))
-        raced = [slot for slot in self.slots.loans.raced if owned_by(slot) == owner]
-        for slot in raced:
-            del self.slots.loans.raced[slot]
-        writing = [slot for slot in self.slots.tickets if owned_by(slot) == owner]
-        return self.slots.give_up(writing), self.slots.call_in(raced) + self.lending.call_in(owner)
+        self.lending.end_loans(owner)
+        return self.slots.give_up([slot for slot in self.slots.tickets if owned_by(slot) == owner])
 
     def reset(self, *, by_operator: bool = False, above: int = 0) -> tuple[ResetDone, Refs]:
         """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
@@ -171,13 +206,13 @@ class ChunkTable:
         if self.directory.tiers is not None:
             self.directory.tiers.forget()
         writing = self.slots.give_up(list(self.slots.tickets))
-        lent = self.lending.call_in_all()  # with their generations no chunk would be found any more
+        self.lending.end_all_loans()  # with their generations no chunk would be found any more
         gone, kept = self.slots.forget()
         if by_operator:
             self.counts.removed += gone + kept
         else:
             self.counts.reset += gone + kept
-        return ResetDone(dropped=gone + len(writing), deferred=kept), writing + lent
+        return ResetDone(dropped=gone + len(writing), deferred=kept), writing
 
     def sweep(self) -> None:
         """Free some of the slots whose chunks a reset has dropped: a few milliseconds at most.
@@ -187,7 +222,11 @@ class ChunkTable:
         if self.directory.tiers is not None:
             self.directory.tiers.sweep()
         for _ in range(EMPTY_PIECES):
-            if self.slots.sweep(PIECE_SLOTS):
+            slots = self.slots.take_forgotten(PIECE_SLOTS)
+            gone = [slot for slot in slots if self.directory.find(self.directory.key(slot)) < 0]
+            self._remember(gone, GhostCause.RESET)
+            self.slots.leave(slots)
+            if slots:
                 break
         if not self.slots.forgotten:
             self.give_back()
@@ -206,9 +245,17 @@ class ChunkTable:
         pins, policy = self.slots.leases.pins, self.slots.policy
         ready = self.directory.slots_in(SlotState.READY, first, count)
         slots = [slot for slot in ready if slot in policy and slot not in pins]
+        self.slots.end_loans(slots)
         slots = np.array(slots, np.int64)[self.uses.ages(slots) >= unused_for].tolist()
         self.counts.removed += len(slots)
+        self._remember(slots, GhostCause.REMOVED)
         return self.slots.drop(slots)[0]
+
+    def _remember(self, slots: list[int], cause: GhostCause) -> None:
+        """Keep the keys of READY chunks that leave, and why."""
+        now, key = self.uses.now, self.directory.key
+        for slot, age in zip(slots, self.uses.ages(slots).tolist(), strict=True):
+            self.ghosts.add(key(slot), cause, now, used=now - age)
 
     @property
     def held_bytes(self) -> int:
@@ -225,17 +272,17 @@ class ChunkTable:
         """Slots that must stay: pinned, being written, draining."""
         return self.slots.busy()
 
-    def lent_slots(self) -> Iterable[int]:
-        """Slots that are on loan: `call_in_spare` takes back those that others need."""
-        return self.slots.loans.slots()
-
     def yield_slots(self, slots: list[int]) -> None:
-        """Evict these READY, unpinned chunks: another namespace needs the room."""
-        current = [slot for slot in slots if slot in self.slots.policy]
+        """Evict these unpinned chunks and end these loans: another namespace needs the room."""
+        self.slots.end_loans(slots)
+        ready = [slot for slot in slots if self.directory.state(slot) == SlotState.READY]
+        current = [slot for slot in ready if slot in self.slots.policy]
         if current:
             self.counts.eviction_age.observe_all(self.uses.ages(current))
-        self.counts.yielded += len(current)
-        self.slots.drop(slots)
+            self.counts.yielded += len(current)
+            self.slots.policy.evict(current, self.uses.now)
+            self.slots.leave(current)
+        self.slots.drop([slot for slot in ready if slot not in set(current)])
 
     # -------------------------------------------------------------- inspection
 

@@ -10,7 +10,7 @@ so that no way to free a slot can leave them out.
 """
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 from zlib import crc32
 
@@ -30,8 +30,8 @@ from kvd_proto.directory import (
     RECORD_DTYPE,
     SLOT_MASK,
     DirectoryView,
-    Entry,
     SlotState,
+    loan_number,
 )
 from kvd_proto.directory_header import RECORD_BYTES, DirectoryHeader
 from kvd_proto.errors import DirectoryError
@@ -41,12 +41,13 @@ if TYPE_CHECKING:
 
 _AT = {name: field[1] for name, field in (RECORD_DTYPE.fields or {}).items()}
 _STATE, _KEY_LEN, _KEY = _AT["state"], _AT["key_len"], _AT["key"]
-_RANKS_DONE, _OWNER = _AT["ranks_done"] // 8, _AT["owner"] // 8
+_RANKS_DONE = _AT["ranks_done"] // 8
+_OWNER, _LOAN = _AT["owner"] // 4, _AT["loan"] // 4
 _BLOCKS = _AT["first"] // 2
 _READ_KEY = struct.Struct(f"<B10x{KEY_BYTES}s").unpack_from  # from the key's length on
 _WRITE_KEY = struct.Struct(f"<{KEY_BYTES}s").pack_into
-_WORDS, _HALVES = RECORD_BYTES // 8, RECORD_BYTES // 2
-_FREE, _LENT = int(SlotState.FREE), int(SlotState.LENT)
+_WORDS, _HALVES, _QUARTERS = RECORD_BYTES // 8, RECORD_BYTES // 2, RECORD_BYTES // 4
+_FREE = int(SlotState.FREE)
 _WRITING, _READY = int(SlotState.WRITING), int(SlotState.READY)
 _NOW_READY, _REMOVED = int(ChangeKind.READY), int(ChangeKind.REMOVED)
 
@@ -104,10 +105,11 @@ class DirectoryWriter(DirectoryView):
         if header.num_tiers:
             self.tiers = TierTable(self._whole, header, self.changes)
         self.ledger = ledger
-        self._generation_base = self._highest = generation_base
+        self._highest = generation_base
         self._epoch = 0 if ledger is None else ledger.epoch
         self._words = self._records.cast("Q")
         self._halves = self._records.cast("H")
+        self._quarters = self._records.cast("I")
 
     def state(self, slot: int) -> int:
         """The slot's `SlotState` as a plain number."""
@@ -124,8 +126,7 @@ class DirectoryWriter(DirectoryView):
 
     def owner(self, slot: int) -> int:
         """The session that wrote the slot, or writes it."""
-        owner: int = self._words[slot * _WORDS + _OWNER] & 0xFFFF_FFFF
-        return owner
+        return self._quarters[slot * _QUARTERS + _OWNER]
 
     def ranks_done(self, slot: int) -> int:
         """The ranks whose shares are there, as a bit mask."""
@@ -149,7 +150,7 @@ class DirectoryWriter(DirectoryView):
         """
         if self.ledger is not None:
             self.ledger.forget(self._highest)
-        self._floor[0] = self._generation_base = self._highest
+        self._floor[0] = self._highest
         self.changes.write(ChangeKind.CLEARED, self._highest)
 
     @property
@@ -185,20 +186,33 @@ class DirectoryWriter(DirectoryView):
         first, count = self._halves[at : at + 2]
         return first, count
 
-    def lend(self, slots: Sequence[int], owner: int) -> list[int]:
-        """FREE -> LENT: `owner` may give these slots to keys; their new generations."""
-        words, records, pack_into = self._words, self._records, RECORD.pack_into
-        base, highest = self._generation_base, self._highest
-        generations = []
-        for slot in slots:
-            last = words[slot * _WORDS]
-            generation = (max(base, last)) + 1
-            at = slot * RECORD_BYTES
-            pack_into(records, at, generation, 0, owner, _LENT, 0, 0, NO_SHARE_YET, 0, b"")
-            generations.append(generation)
-        highest = max(highest, *generations) if generations else highest
-        self._highest = highest
+    def lend(self, slots: Sequence[int]) -> list[int]:
+        """Mark FREE or READY slots as being on loan.
+
+        Returns:
+            The generation that each has once it is given to a key.
+        """
+        quarters, generations = self._quarters, self._next_generations(len(slots))
+        for slot, generation in zip(slots, generations, strict=True):
+            quarters[slot * _QUARTERS + _LOAN] = loan_number(generation)
         return generations
+
+    def end_loans(self, slots: Iterable[int]) -> None:
+        """These are on loan no longer: what uses them now is too late."""
+        for slot in slots:
+            self._quarters[slot * _QUARTERS + _LOAN] = 0
+
+    def loan(self, slot: int) -> int:
+        """The number of the slot's loan; 0 where it is not on loan."""
+        return self._quarters[slot * _QUARTERS + _LOAN]
+
+    def _next_generations(self, n: int) -> list[int]:
+        """Generations that no slot has had; their low 32 bits, which name loans, are not 0."""
+        first = self._highest + 1
+        if (first + n) >> 32 != first - 1 >> 32:
+            first = (first + n >> 32 << 32) + 1
+        self._highest = first + n - 1
+        return list(range(first, first + n))
 
     def ready(self, slots: Sequence[int], generations: Sequence[int]) -> list[int]:
         """Those of these slots, any numbers, whose chunks are READY with these generations."""
@@ -210,34 +224,44 @@ class DirectoryWriter(DirectoryView):
                     found.append(slot)
         return found
 
-    def place(self, key: bytes, slot: int) -> int | Entry:
-        """LENT -> WRITING: give a key of 1 to 48 bytes the slot, unless it is here already.
+    def place(self, key: bytes, slot: int, owner: int, generation: int | None = None) -> bool:
+        """FREE -> WRITING: give a slot to a key of 1 to 48 bytes that is not here.
+
+        Args:
+            key: the chunk's.
+            slot: one that holds nothing; its loan ends.
+            owner: who writes it.
+            generation: under which it was lent; None: another one, where it was not.
 
         Returns:
-            The ranks whose shares are there already, as a bit mask; -1 where the index has no
-            room near the key's home. Of a key that is here its record. In both cases the slot
-            stays LENT.
+            False where the index has no room near the key's home: the slot is as before.
         """
         index, mask = self._index, self._mask
         hash32 = crc32(key)
         home = hash32 & mask
         for i in range(home, home + self._limit):
-            other = index[i & mask]
-            if not other:
+            if not index[i & mask]:
                 break
-            if other >> 32 == hash32 and (held := self.entry(key)) is not None:
-                return held
         else:
-            return -1
-        # Only the key's bytes and the state: first block, count and group lie between.
+            return False
+        if generation is None:
+            (generation,) = self._next_generations(1)
+        # Readers of the record believe WRITING only with the generation, which comes first, and
+        # that the slot was not given to the key only when the loan has ended, which comes last.
         base = slot * RECORD_BYTES
-        records = self._records
+        records, halves = self._records, self._halves
+        self._words[slot * _WORDS] = generation
+        self._words[slot * _WORDS + _RANKS_DONE] = 0
+        self._quarters[slot * _QUARTERS + _OWNER] = owner
+        at = slot * _HALVES + _BLOCKS
+        halves[at] = halves[at + 2] = 0
+        halves[at + 1] = NO_SHARE_YET
         _WRITE_KEY(records, base + _KEY, key)
         records[base + _KEY_LEN] = len(key)
         records[base + _STATE] = _WRITING
+        self._quarters[slot * _QUARTERS + _LOAN] = 0
         index[i & mask] = hash32 << 32 | slot + 1
-        done: int = self._words[slot * _WORDS + _RANKS_DONE]
-        return done
+        return True
 
     def free(self, slots: Sequence[int]) -> None:
         """READY -> FREE: take chunks out of the index."""
@@ -389,6 +413,7 @@ class DirectoryWriter(DirectoryView):
             self.ledger.release()
         self._words.release()
         self._halves.release()
+        self._quarters.release()
         super().release()
 
     def _unindex(self, key: bytes, slot: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from kvd.cache.slots import Slots
 from kvd.cache.uses import Uses
 from kvd.metrics.counts import ChunkCounts
+from kvd_proto.labels import Label
 
 
 class Loads:
@@ -33,8 +34,9 @@ class Loads:
         pinned = self._directory.ready(slots, generations)
         if pinned:
             self._slots.unpinned(self._slots.leases.hold(owner, number, pinned, now, now + seconds))
+            self._slots.end_loans(pinned)
             policy = self._slots.policy  # a chunk that a fuller store has replaced is not in it
-            policy.refresh_all([slot for slot in reversed(pinned) if slot in policy])
+            policy.refresh_all([slot for slot in reversed(pinned) if slot in policy], now)
             self._uses.mark(pinned)
             if self._slots.demotable is not None:
                 self._slots.demotable.pinned(pinned)
@@ -57,20 +59,33 @@ class Loads:
         self._slots.unpinned(unpinned)
         return True
 
-    def finished(self, keys: Sequence[bytes]) -> int:
-        """A request that loaded, stored or offered these has finished; its head first.
+    def finished(self, keys: Sequence[bytes], now: float, label: Label = Label.NONE) -> int:
+        """A request with these keys has finished, its head first.
 
-        They are as recent as the request, whether their bytes are here already or not.
+        Those that are here are as recent as the request, whether their bytes are here already or
+        not, and their loans end.
 
         Returns:
             How many of them, each counted once, are here.
         """
-        found = dict.fromkeys(map(self._directory.find, keys))
-        found.pop(-1, None)
-        slots = list(found)
+        slots = self._find(keys)
+        self._slots.end_loans(slots)
         # The tail of a prompt is useless without its head, so it has to look colder.
-        self._slots.policy.use_all(slots[::-1])
+        self._slots.policy.use_all(slots[::-1], now, label)
+        self._uses.set_time(now)
         self._uses.mark(slots)
         if self._slots.demotable is not None:
             self._slots.demotable.finished(slots)
         return len(slots)
+
+    def relabel(self, keys: Sequence[bytes], label: Label) -> None:
+        """A request that has finished before gets another label."""
+        slots = self._find(keys)
+        self._slots.end_loans(slots)
+        self._slots.policy.relabel_all(slots[::-1], label)
+
+    def _find(self, keys: Sequence[bytes]) -> list[int]:
+        """The slots of those of these keys that are here, each once."""
+        found = dict.fromkeys(map(self._directory.find, keys))
+        found.pop(-1, None)
+        return list(found)

@@ -1,12 +1,10 @@
 """Slots on loan: a scheduler has them ahead of need and gives them to keys by itself.
 
-A loan is LENT in the directory, with a generation of its own and the engine as owner. It ends
-when the scheduler says for which key it was used, or when it is taken back: nobody asks the
-scheduler, who looks into the directory before it uses one.
-
-A store that has lost a race for its key (another one was first, or the index has no room) keeps
-its slot LENT although it is no loan any more: the job that writes there may write other chunks
-too, and is not to fail for it. Such a slot goes back when all its shares are there.
+A slot on loan is FREE, or READY with a chunk that the policy would evict next; that chunk is found,
+pinned and loaded as any other. The loan ends when the broker reads the step that gives the slot to
+a key, when the chunk is used, or when the slot is needed elsewhere. To end a loan takes no message
+and no time: nothing is written into a slot before it is WRITING. A step that uses a loan which has
+ended loses that store.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,83 +13,59 @@ from kvd.errors import IntegrityError
 
 
 class Loans:
-    """The LENT slots of one namespace.
-
-    Attributes:
-        raced: slots of stores that have lost a race, and until when they are waited for.
-    """
+    """The slots of one namespace that are on loan."""
 
     def __init__(self) -> None:
         self._of: dict[int, dict[int, int]] = {}  # owner -> slot -> generation
+        self._owners: dict[int, int] = {}  # slot -> owner
         self._used: dict[int, float] = {}  # owner -> when it was last lent a slot, or used one
-        self.raced: dict[int, float] = {}
 
     def lend(
         self, owner: int, slots: Sequence[int], generations: Sequence[int], now: float
     ) -> None:
-        """These slots, which are in no other place, are lent to `owner`."""
+        """Lend slots that are not on loan to `owner`."""
         if slots:
             self._of.setdefault(owner, {}).update(zip(slots, generations, strict=True))
+            self._owners.update(dict.fromkeys(slots, owner))
             self._used[owner] = now
 
-    def of(self, owner: int) -> dict[int, int]:
-        """An owner's loans, slot by slot with their generations; who uses one takes it out."""
-        return self._of.get(owner, {})
+    def count(self, owner: int) -> int:
+        """How many loans an owner has."""
+        return len(self._of.get(owner, ()))
 
-    def used(self, owner: int, now: float) -> None:
-        """An owner has taken some of its loans out of `of`."""
-        if self._of[owner]:
-            self._used[owner] = now
-        else:
-            del self._of[owner], self._used[owner]
+    def of(self, owner: int) -> list[int]:
+        """The slots that are on loan to an owner, lent first first."""
+        return list(self._of.get(owner, ()))
 
-    def remove(self, owner: int, slot: int) -> bool:
-        """A slot is LENT no longer; whether it was a loan, not one that had lost a race."""
-        if self.raced.pop(slot, None) is not None:
+    def use(self, owner: int, slot: int, generation: int, now: float) -> bool:
+        """End a loan because its owner gives the slot to a key; False where it is none."""
+        if self._of.get(owner, {}).get(slot) != generation:
             return False
-        del self._of[owner][slot]
-        if not self._of[owner]:
-            del self._of[owner], self._used[owner]
+        self.end(slot)
+        if owner in self._used:
+            self._used[owner] = now
         return True
 
-    def take(self, owner: int) -> list[int]:
-        """End an owner's loans: the slots."""
-        self._used.pop(owner, None)
-        return list(self._of.pop(owner, ()))
+    def end(self, slot: int) -> None:
+        """End a slot's loan."""
+        owner = self._owners.pop(slot)
+        slots = self._of[owner]
+        del slots[slot]
+        if not slots:
+            del self._of[owner], self._used[owner]
 
-    def take_all(self) -> list[int]:
-        """End every loan, and forget lost races: the slots."""
-        slots = list(self)
-        self._of.clear()
-        self._used.clear()
-        self.raced.clear()
-        return slots
-
-    def idle_since(self, when: float, but: int | None = None) -> list[int]:
-        """The owners, `but` this one, who have used none of their loans, and got none, since."""
+    def unused_since(self, when: float, but: int | None = None) -> list[int]:
+        """The owners, except `but`, that have used no loan since `when` and were lent none."""
         return [owner for owner, used in self._used.items() if used <= when and owner != but]
 
-    def expire(self, now: float) -> list[int]:
-        """Forget the lost races whose deadline has come: the slots."""
-        late = [slot for slot, deadline in self.raced.items() if deadline <= now]
-        for slot in late:
-            del self.raced[slot]
-        return late
-
-    def slots(self) -> Iterator[int]:
-        """Every slot that is on loan, without those of lost races."""
-        for slots in self._of.values():
-            yield from slots
-
     def __iter__(self) -> Iterator[int]:
-        yield from self.slots()
-        yield from self.raced
+        return iter(self._owners)
 
     def __len__(self) -> int:
-        return len(self.raced) + sum(map(len, self._of.values()))
+        return len(self._owners)
 
     def __contains__(self, slot: object) -> bool:
-        return slot in self.raced or any(slot in slots for slots in self._of.values())
+        return slot in self._owners
 
     def entries(self) -> Iterable[tuple[int, int, int]]:
         """Owner, slot and generation of every loan."""
@@ -101,11 +75,11 @@ class Loans:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where a slot is lent twice, or an owner without loans is kept."""
-        slots = list(self)
-        if len(set(slots)) != len(slots):
-            raise IntegrityError(f"a slot is on loan twice: {sorted(slots)}")
+        owners = {slot: owner for owner, slot, _ in self.entries()}
+        if owners != self._owners or sum(map(len, self._of.values())) != len(owners):
+            raise IntegrityError(f"loans {self._of}, by slot {self._owners}")
         if self._of.keys() != self._used.keys() or not all(self._of.values()):
             raise IntegrityError(f"owners of loans: {self._of}, with times: {self._used}")
 
     def __repr__(self) -> str:
-        return f"<Loans {len(self) - len(self.raced)}, {len(self.raced)} lost races>"
+        return f"<Loans {len(self)} to {len(self._of)} owners>"

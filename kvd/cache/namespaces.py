@@ -303,11 +303,25 @@ class Namespaces:
         base = self._keeping.generation_base if self._keeping is not None else 0
         directory = DirectoryWriter(buffer, header, ledger, base)
         model = "" if temporary else label
-        table = ChunkTable(directory, geometry, self.pool, self.settings.policy, model)
+        table = ChunkTable(
+            directory,
+            geometry,
+            self.pool,
+            self.settings.policy,
+            model,
+            elsewhere=lambda key: self._is_elsewhere(ns_id, key),
+            forecasts=not temporary,
+        )
         namespace = self._open[ns_id] = Namespace(
             ns_id, label, table, temporary, reuse_threshold=self.settings.reuse_threshold
         )
         return namespace
+
+    def _is_elsewhere(self, ns_id: bytes, key: bytes) -> bool:
+        """Whether another namespace than this one has the key."""
+        return any(
+            other.directory.find(key) >= 0 for id_, other in self._open.items() if id_ != ns_id
+        )
 
     @property
     def cpu_bytes(self) -> int:

@@ -54,18 +54,17 @@ class Promotions:
         if not missing:
             return []
         slots = self._lending.room(len(missing), now, usable)
-        generations = directory.lend(slots, TIER_OWNER)
         found: list[tuple[bytes, int, int]] = []
         unused: list[int] = []
-        for key, slot, generation in zip(missing, slots, generations, strict=False):
-            if directory.place(key, slot) == 0:
-                found.append((key, slot, generation))
+        for key, slot in zip(missing, slots, strict=False):
+            if directory.place(key, slot, TIER_OWNER):
+                found.append((key, slot, directory.generation(slot)))
             else:
                 self._counts.index_full += 1
                 unused.append(slot)
-        self._slots.unlend(unused)
+        self._slots.space.give(unused)
         begun = [slot for _, slot, _ in found]
-        self._slots.fill(begun, tier, now + seconds)
+        self._slots.fill(begun, tier, now + seconds, now)
         self._uses.mark(begun)
         return found
 

@@ -1,11 +1,12 @@
-"""Ordered lists of slots, linked through arrays: eight bytes and a mark for each slot.
+"""Ordered lists of slots, linked through arrays: 17 bytes for each slot.
 
-A slot is in at most one of the lists. Cold end first: `append` puts a slot at the
-hot end, iteration starts at the cold end. All operations but iteration take
-constant time. Memory is zero-filled lazily, so unused slots cost nothing.
+A slot is in at most one of the lists. Each slot has a stamp, and stamps rise from a list's cold
+end to its hot end. New stamps are the greatest, so slots with new ones are appended in constant
+time; `insert_all` puts slots back by the stamps that they have. Memory is zero-filled lazily, so
+unused slots cost nothing.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,8 @@ import numpy.typing as npt
 from kvd.errors import IntegrityError
 
 NOWHERE = 0
+MAX_STEPS = 8192
+"""`insert_all` passes no more slots than this for one, some 0.5 ms."""
 
 
 class SlotLists:
@@ -26,6 +29,7 @@ class SlotLists:
         self._next = np.zeros(places, np.uint32).data
         self._prev = np.zeros(places, np.uint32).data
         self._where = np.zeros(num_slots, np.uint8).data
+        self._stamps = np.zeros(num_slots, np.int64).data
         self._sizes = [0] * (lists + 1)
         for head in range(lists):
             self._next[head] = self._prev[head] = head
@@ -34,6 +38,10 @@ class SlotLists:
         """The number of the list that holds the slot, or NOWHERE."""
         return self._where[slot]
 
+    def stamp(self, slot: int) -> int:
+        """The stamp that the slot was given last."""
+        return self._stamps[slot]
+
     def size(self, which: int) -> int:
         """How many slots a list holds."""
         return self._sizes[which]
@@ -41,23 +49,13 @@ class SlotLists:
     def __len__(self) -> int:
         return sum(self._sizes)
 
-    def append(self, which: int, slot: int) -> None:
-        """Put a slot that is in no list, or IntegrityError, at the hot end of one."""
-        if self._where[slot]:
-            raise IntegrityError(f"slot {slot} is in list {self._where[slot]} already")
-        head, place = which - 1, slot + self._lists
-        last = self._prev[head]
-        self._next[last] = place
-        self._prev[place] = last
-        self._next[place] = head
-        self._prev[head] = place
-        self._where[slot] = which
-        self._sizes[which] += 1
+    def append_all(self, which: int, slots: Iterable[int], stamp: int) -> None:
+        """Put slots that are in no list, or IntegrityError, at a list's hot end, hottest last.
 
-    def append_all(self, which: int, slots: Iterable[int]) -> None:
-        """`append` each of these, the hottest last."""
+        Their stamps count up from `stamp`, which is above all stamps so far.
+        """
         following, before, where, shift = self._next, self._prev, self._where, self._lists
-        head, count = which - 1, 0
+        stamps, head, count = self._stamps, which - 1, 0
         last = before[head]
         for slot in slots:
             if where[slot]:
@@ -68,36 +66,89 @@ class SlotLists:
             following[place] = head
             before[head] = last = place
             where[slot] = which
+            stamps[slot] = stamp + count
             count += 1
         self._sizes[which] += count
 
-    def renew_all(self, slots: Iterable[int]) -> None:
-        """Move each of these to the hot end of its list, or IntegrityError, the hottest last."""
+    def move_all(self, slots: Iterable[int], into: Sequence[int], stamp: int) -> None:
+        """Move each of these from list i, or IntegrityError, to the hot end of list into[i].
+
+        The hottest comes last. Their stamps count up from `stamp`, above all stamps so far.
+        """
         following, before, where, shift = self._next, self._prev, self._where, self._lists
+        stamps, sizes = self._stamps, self._sizes
         for slot in slots:
-            if not where[slot]:
+            source = where[slot]
+            if not source:
                 raise IntegrityError(f"slot {slot} is in no list")
-            head, place = where[slot] - 1, slot + shift
+            place = slot + shift
             after, previous = following[place], before[place]
             following[previous] = after
             before[after] = previous
+            target = into[source]
+            if target != source:
+                where[slot] = target
+                sizes[source] -= 1
+                sizes[target] += 1
+            head = target - 1
             last = before[head]
             following[last] = place
             before[place] = last
             following[place] = head
             before[head] = place
+            stamps[slot] = stamp
+            stamp += 1
 
-    def extend(self, which: int, slots: npt.NDArray[np.int64]) -> None:
-        """`append` for many slots that are in no list, coldest first."""
+    def extend(
+        self, which: int, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.int64]
+    ) -> None:
+        """Append many slots that are in no list, coldest first, with these stamps."""
         head, places = which - 1, slots + self._lists
         chain = np.concatenate(([self._prev[head]], places, [head]))
         np.asarray(self._next)[chain[:-1]] = chain[1:]
         np.asarray(self._prev)[chain[1:]] = chain[:-1]
         np.asarray(self._where)[slots] = which
+        np.asarray(self._stamps)[slots] = stamps
         self._sizes[which] += len(slots)
 
+    def insert_all(self, which: int, slots: Iterable[int]) -> None:
+        """Put slots that are in no list into one by the stamps that they have, lowest first."""
+        following, before, shift = self._next, self._prev, self._lists
+        stamps, head, last, count = self._stamps, which - 1, which - 1, 0
+        for slot in slots:
+            after = following[last]
+            if last == head or (after != head and stamps[after - shift] < stamps[slot]):
+                last = self._place_before(head, stamps[slot])
+                after = following[last]
+            place = slot + shift
+            following[last] = before[after] = place
+            before[place], following[place] = last, after
+            self._where[slot] = which
+            last = place
+            count += 1
+        self._sizes[which] += count
+
+    def _place_before(self, head: int, stamp: int) -> int:
+        """The place in a list behind which a stamp belongs, searched from the end that is nearer.
+
+        Where that end is more than `MAX_STEPS` away, a place as far from it as that.
+        """
+        following, before, stamps, shift = self._next, self._prev, self._stamps, self._lists
+        first, last = following[head], before[head]
+        if last == head or stamps[last - shift] - stamp <= stamp - stamps[first - shift]:
+            for _ in range(MAX_STEPS):
+                if last == head or stamps[last - shift] < stamp:
+                    break
+                last = before[last]
+            return last
+        for _ in range(MAX_STEPS):
+            if first == head or stamps[first - shift] > stamp:
+                break
+            first = following[first]
+        return before[first]
+
     def remove(self, slot: int) -> int:
-        """Take a slot out of its list, or IntegrityError; the list's number."""
+        """Take a slot out of its list, or IntegrityError; the list's number. It keeps its stamp."""
         which = self._where[slot]
         if not which:
             raise IntegrityError(f"slot {slot} is in no list")
@@ -109,25 +160,29 @@ class SlotLists:
         self._sizes[which] -= 1
         return which
 
-    def remove_all(self, slots: Iterable[int]) -> None:
-        """`remove` each of these."""
-        following, before, where, shift = self._next, self._prev, self._where, self._lists
-        sizes = self._sizes
-        for slot in slots:
-            which = where[slot]
-            if not which:
-                raise IntegrityError(f"slot {slot} is in no list")
-            place = slot + shift
-            previous, after = before[place], following[place]
-            following[previous] = after
-            before[after] = previous
-            where[slot] = NOWHERE
-            sizes[which] -= 1
-
     def walk(self, which: int) -> Iterator[int]:
         """The slots of a list, coldest first. Do not change the list meanwhile."""
         following, shift, head = self._next, self._lists, which - 1
         place = following[head]
+        while place != head:
+            yield place - shift
+            place = following[place]
+
+    def walk_back(self, which: int, after: int | None = None) -> Iterator[int]:
+        """The slots of a list, hottest first, or those colder than `after`.
+
+        Do not change the list meanwhile.
+        """
+        before, shift, head = self._prev, self._lists, which - 1
+        place = before[head if after is None else after + shift]
+        while place != head:
+            yield place - shift
+            place = before[place]
+
+    def walk_from(self, slot: int) -> Iterator[int]:
+        """This slot, and those that follow it in its list. Do not change the list meanwhile."""
+        following, shift = self._next, self._lists
+        head, place = self._where[slot] - 1, slot + shift
         while place != head:
             yield place - shift
             place = following[place]

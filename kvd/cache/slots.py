@@ -1,12 +1,13 @@
 """The life of a slot, and who answers for it in each state.
 
-A slot that is not FREE is in exactly one place besides the directory::
+A slot that is not free at hand is in exactly one place besides the directory::
 
-    LENT      loans: its owner may give it to a key, or has lost a race for one
+    FREE      loans: its owner may give it to a key
     WRITING   tickets: its owner may write it until a deadline; policy, too, for its place
-    READY     policy: it may be evicted, unless a lease pins it
+    READY     policy: it may be evicted, unless a lease pins it; loans, too, where its owner may
+              give the slot to another key, and then the policy has it reserved
               doomed: it has left the index, and goes with the last lease that pins it
-              forgotten: dropped by a reset, no longer found; `sweep` frees it
+              forgotten: dropped by a reset, no longer found; a sweep frees it
     DRAINING  draining: the lanes may have something under way there. It is FREE when every
               lane has said that nothing writes there, or the tier that was to fill it;
               loads need no such wait, for lanes check the generation after the copy
@@ -23,11 +24,11 @@ from kvd.cache.candidates import Demotable
 from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.leases import Leases
 from kvd.cache.loans import Loans
-from kvd.cache.policies import LruPolicy
+from kvd.cache.eviction import EvictionPolicy
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.space import Space
-from kvd_proto.directory import TIER_OWNER, SlotState
+from kvd_proto.directory import TIER_OWNER, SlotState, loan_number
 
 _READY = int(SlotState.READY)
 
@@ -42,7 +43,7 @@ class Slots:
     """
 
     def __init__(
-        self, directory: DirectoryWriter, policy: LruPolicy, space: Space, counts: ChunkCounts
+        self, directory: DirectoryWriter, policy: EvictionPolicy, space: Space, counts: ChunkCounts
     ) -> None:
         self.directory = directory
         self.policy = policy
@@ -59,54 +60,67 @@ class Slots:
         self._swept = 0  # where `sweep` goes on
 
     def lend(self, slots: Sequence[int], owner: int, now: float) -> list[int]:
-        """FREE -> LENT: the slots' new generations."""
-        generations = self.directory.lend(slots, owner)
+        """Lend FREE slots that were taken from the space, and reserved READY ones.
+
+        Returns:
+            The generation that each has once it is given to a key.
+        """
+        generations = self.directory.lend(slots)
         self.loans.lend(owner, slots, generations, now)
         return generations
 
-    def started(self, slots: list[int], deadline: float) -> None:
+    def end_loans(self, slots: Iterable[int]) -> None:
+        """End the loans of those that are on loan."""
+        ended = [slot for slot in slots if slot in self.loans]
+        for slot in ended:
+            self.loans.end(slot)
+        self.return_slots(ended)
+
+    def return_slots(self, slots: Sequence[int]) -> None:
+        """These were on loan until now: FREE ones are free at hand, READY ones candidates again."""
+        if not slots:
+            return
+        self.directory.end_loans(slots)
+        state = self.directory.state
+        free = [slot for slot in slots if state(slot) == SlotState.FREE]
+        self.space.give(free)
+        self.policy.release(slots if not free else [s for s in slots if state(s) == _READY])
+
+    def started(self, slots: list[int], deadline: float, now: float) -> None:
         """These are WRITING now, a prompt's head first, which must be the last to be evicted."""
         self.tickets.update(dict.fromkeys(slots, deadline))
-        self.policy.insert_all(slots[::-1])
+        self.policy.insert_all(slots[::-1], now)
 
-    def fill(self, slots: list[int], tier: str, deadline: float) -> None:
+    def fill(self, slots: list[int], tier: str, deadline: float, now: float) -> None:
         """These are WRITING now: a tier fills them. A prompt's head comes first."""
         self.filling.update(dict.fromkeys(slots, tier))
-        self.started(slots, deadline)
+        self.started(slots, deadline, now)
 
-    def unlend(self, slots: list[int]) -> None:
-        """LENT -> FREE: these were given to nobody."""
-        for slot in slots:
-            self.directory.write_state(slot, SlotState.FREE)
-        self.space.give(slots)
-
-    def call_in(self, slots: Sequence[int]) -> Refs:
-        """LENT -> DRAINING: these are in no place of `loans` any more; what is to be revoked."""
-        if not slots:  # as a rule: it is asked after every step and share
-            return []
-        for slot in slots:
-            self.directory.write_state(slot, SlotState.DRAINING)
-        self._draining.update((slot, set()) for slot in slots)
-        return self.refs(slots)
-
-    def victims(self, n: int) -> list[int]:
-        """Up to `n` READY slots that are to be evicted: none that is pinned.
-
-        And none in a column that is to leave: what is evicted there is of no use here.
-        """
+    def reserve(self, n: int) -> list[int]:
+        """Up to `n` READY slots whose chunks are evicted next: none that is pinned or on loan."""
         pins, policy, tickets = self.leases.pins, self.policy, self.tickets
-        pinned = len(pins) - len(self._doomed)
-        stays = self.space.stays
+        if n <= 0:
+            return []
 
         def may_go(slot: int) -> bool:
             """What the policy knows is READY where it is not WRITING."""
             return slot not in pins and slot not in tickets
 
         # Where fewer may go than are needed, nobody looks through all that stay.
-        return policy.victims(
-            min(n, len(policy) - len(tickets) - pinned),
-            (lambda slot: may_go(slot) and stays(slot)) if self.space.leaving else may_go,
-        )
+        kept = len(tickets) + len(pins) - len(self._doomed) + policy.num_reserved
+        return policy.reserve(min(n, len(policy) - kept), may_go)
+
+    def evict(self, slots: Sequence[int], ages: npt.NDArray[np.float64], now: float) -> None:
+        """READY -> FREE for chunks that make room, last of use `ages` seconds ago.
+
+        The slots are the caller's.
+        """
+        if not slots:
+            return
+        self._counts.eviction_age.observe_all(ages)
+        self._counts.evicted += len(slots)
+        self.policy.evict(slots, now)
+        self.directory.free(slots)
 
     def finish(self, slot: int) -> None:
         """WRITING -> READY."""
@@ -164,18 +178,18 @@ class Slots:
         return len(freed)
 
     def drop(self, slots: list[int]) -> tuple[int, int]:
-        """READY -> FREE, or doomed where pinned: how many of each."""
+        """READY -> FREE, or doomed where pinned: how many of each. None is on loan."""
         for slot in slots:
             if slot in self.policy:
                 self.policy.remove(slot)
             else:
                 self.forgotten -= 1
-        return self._leave(slots)
+        return self.leave(slots)
 
     def forget(self) -> tuple[int, int]:
         """Every READY slot is forgotten, or doomed where pinned: how many of each.
 
-        The time does not depend on how many are not pinned. No slot may be LENT or WRITING.
+        The time does not depend on how many are not pinned. None may be on loan or WRITING.
         """
         if self.tickets or self.loans:
             raise IntegrityError(f"slots are being written or on loan: {self!r}")
@@ -186,19 +200,19 @@ class Slots:
         self.forgotten += gone
         return gone, kept
 
-    def sweep(self, count: int) -> int:
-        """READY -> FREE for what is forgotten among the next `count` slots; how many."""
+    def take_forgotten(self, count: int) -> list[int]:
+        """Those of the next `count` slots that are forgotten; the caller has them `leave`."""
         first = self._swept
         slots = self._forgotten_among(first, count)
         self._swept = first + count if first + count < self.directory.num_slots else 0
         self.forgotten -= len(slots)
-        return self._leave(slots)[0]
+        return slots
 
     def _forgotten_among(self, first: int, count: int) -> list[int]:
         old = self.directory.forgotten_slots(first, count)
         return [slot for slot in old if slot not in self._doomed]
 
-    def _leave(self, slots: list[int]) -> tuple[int, int]:
+    def leave(self, slots: list[int]) -> tuple[int, int]:
         """READY -> FREE, or doomed where pinned: how many of each."""
         pins = self.leases.pins
         kept = [slot for slot in slots if slot in pins]
@@ -220,9 +234,8 @@ class Slots:
             self.space.give(freed)
 
     def busy(self) -> Iterable[int]:
-        """Slots that must stay: pinned, being written, draining; also by who lost a race."""
+        """Slots that must stay: pinned, being written, draining."""
         yield from self.leases.pins
-        yield from self.loans.raced
         yield from self.tickets
         yield from self._draining
 
@@ -262,11 +275,10 @@ class Slots:
         tiers = [slot for slot in self.tickets if self.directory.owner(slot) == TIER_OWNER]
         if sorted(tiers) != sorted(self.filling):
             raise IntegrityError(f"tiers fill the slots {self.filling}, they own {tiers}")
-        for owner, slot, generation in self.loans.entries():
-            held = self.directory.owner(slot), self.directory.generation(slot)
-            if held != (owner, generation):
-                raise IntegrityError(f"slot {slot} is lent as {(owner, generation)}, not {held}")
-        for slot in (*self.tickets, *self.loans.raced):
+        for _, slot, generation in self.loans.entries():
+            if self.directory.loan(slot) != loan_number(generation):
+                raise IntegrityError(f"slot {slot} is lent for {generation}, its record differs")
+        for slot in self.tickets:
             writers = self.space.geometry.writers(slot)
             if self.directory.ranks_done(slot) & writers == writers:
                 raise IntegrityError(f"slot {slot} has all shares and is waited for")
@@ -274,7 +286,7 @@ class Slots:
     def check_slots(self, first: int, count: int) -> int:
         """How many of `count` slots hold a chunk; IntegrityError where parts disagree about one."""
         slots = range(first, min(first + count, self.directory.num_slots))
-        tickets, lent, chunks = self.tickets, set(self.loans), 0
+        tickets, loans, chunks = self.tickets, self.loans, 0
         free = self.space.free_among(slots.start, slots.stop)
         forgotten = set(self._forgotten_among(first, count))
         for slot in slots:
@@ -282,24 +294,30 @@ class Slots:
             ordered, doomed = slot in self.policy, slot in self._doomed
             kinds = (ordered and slot not in tickets, doomed, slot in forgotten)
             claims = {
-                SlotState.LENT: slot in lent,
                 SlotState.WRITING: slot in tickets,
                 SlotState.READY: sum(kinds) == 1,
                 SlotState.DRAINING: slot in self._draining,
             }
             if [claimed for claimed, yes in claims.items() if yes] != [state] * (state != 0):
                 raise IntegrityError(f"slot {slot} is {SlotState(state).name}, claimed: {claims}")
-            if (slot in free) != (state == SlotState.FREE):
+            lent, reserved = slot in loans, self.policy.is_reserved(slot)
+            if bool(self.directory.loan(slot)) != lent:
+                raise IntegrityError(f"slot {slot} is marked wrongly as on loan or not")
+            if reserved != (lent and state == SlotState.READY) or (reserved and not ordered):
+                raise IntegrityError(f"slot {slot} is on loan: {lent}, reserved: {reserved}")
+            if lent and state not in {SlotState.FREE, SlotState.READY}:
+                raise IntegrityError(f"slot {slot} is {SlotState(state).name} and on loan")
+            if (slot in free) != (state == SlotState.FREE and not lent):
                 raise IntegrityError(
                     f"slot {slot} is {SlotState(state).name}, but not so in {free}"
                 )
-            if (doomed or slot in self.leases.pins) and state != SlotState.READY:
-                raise IntegrityError(f"slot {slot} is pinned and {SlotState(state).name}")
+            if (doomed or slot in self.leases.pins) and (state != SlotState.READY or lent):
+                raise IntegrityError(f"slot {slot} is pinned and {SlotState(state).name}: {lent=}")
             if slot in tickets and not ordered:
                 raise IntegrityError(f"slot {slot} is WRITING and not in the order of eviction")
             if ordered and self.directory.find(self.directory.key(slot)) != slot:
                 raise IntegrityError(f"the chunk in slot {slot} cannot be found by its key")
-            chunks += state not in {SlotState.FREE, SlotState.LENT}
+            chunks += state != SlotState.FREE
         return chunks
 
     def __repr__(self) -> str:

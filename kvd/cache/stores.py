@@ -1,20 +1,21 @@
 """Stores: how chunks come into slots that a scheduler has on loan.
 
-A store has two ends, which come in any order: the scheduler says which key has which of its slots
-(`begin`), and the lanes say whose shares are there (`share_done`).
+The scheduler's step says which key has which of its slots (`begin`). Lanes write from then on, and
+report whose shares are there (`share_done`).
 """
 
 from collections.abc import Sequence
 
 from kvd.cache.descriptions import Descriptions
 from kvd.cache.directory import Blocks, Refs, covers
+from kvd.cache.ghosts import GhostCause, Ghosts
 from kvd.cache.slots import Ints, Slots
 from kvd.cache.uses import Uses
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.pool import Pool
 from kvd_proto.directory import Entry, SlotState
 
-_READY, _WRITING, _LENT = int(SlotState.READY), int(SlotState.WRITING), int(SlotState.LENT)
+_READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
 
 
 class Stores:
@@ -27,6 +28,7 @@ class Stores:
         uses: Uses,
         counts: ChunkCounts,
         descriptions: Descriptions,
+        ghosts: Ghosts,
     ) -> None:
         self._slots = slots
         self._directory = slots.directory
@@ -34,6 +36,7 @@ class Stores:
         self._uses = uses
         self._counts = counts
         self._descriptions = descriptions
+        self._ghosts = ghosts
 
     def begin(  # noqa: PLR0917 stores have these parts
         self,
@@ -46,78 +49,56 @@ class Stores:
         *,
         seconds: float = 60.0,
         descriptions: Sequence[bytes] = (),
-    ) -> tuple[int, Refs]:
+    ) -> None:
         """Give keys the loans that their owner has chosen, [n] each, a prompt's head first.
 
-        `blocks` says what of each chunk is stored; all of it where it is left out. What is not
-        READY within `seconds` is given up. `descriptions` are kept, before their chunks are READY,
-        where they fit; one that is empty is none.
+        Lanes write from then on. What a slot has held until now is evicted. `blocks` says what of
+        each chunk is stored; all of it where it is left out. What is not READY within `seconds` is
+        given up. `descriptions` are kept where they fit; one that is empty is none.
 
-        A slot that is no loan of this owner any more is lost. A key that is here, and not with
-        fewer blocks only, has been stored by somebody else: this store has lost the race.
-
-        Returns:
-            How many are READY now, because their shares came first; and slots to be revoked.
+        A store is lost where the slot is no loan of this owner any more. It has lost a race where
+        its key is here, and not with fewer blocks only: the slot is not on loan any more, and what
+        it holds stays.
         """
         self._uses.set_time(now)
-        directory, counts = self._directory, self._counts
-        mine = self._slots.loans.of(owner)
-        place, writers = directory.place, self._slots.space.geometry.writers
+        directory, counts, loans = self._directory, self._counts, self._slots.loans
         begun: list[int] = []
-        complete: list[int] = []
-        raced: list[int] = []
-        over: list[int] = []
-        lost = 0
+        lost = raced = 0
         for i, (key, slot, generation) in enumerate(zip(keys, slots, generations, strict=True)):
-            if mine.get(slot) != generation:
+            if not loans.use(owner, slot, generation, now):
                 lost += 1
                 continue
-            del mine[slot]
-            done = place(key, slot)
-            if isinstance(done, tuple) and self._is_lesser(done, blocks[i] if blocks else None):
-                self._slots.drop([done[0]])
-                counts.replaced += 1
-                done = place(key, slot)
-            if isinstance(done, tuple):
-                raced.append(slot)
+            chunk = directory.entry(key)
+            if chunk is not None and not self._is_lesser(chunk, blocks[i] if blocks else None):
+                self._slots.return_slots([slot])
+                raced += 1
                 continue
-            if done < 0:
+            if chunk is not None and chunk[0] != slot:
+                self._slots.end_loans(chunk[:1])
+                self._slots.drop([chunk[0]])
+                counts.replaced += 1
+            if directory.state(slot) == _READY:
+                self._slots.evict([slot], self._uses.ages([slot]), now)
+            if not directory.place(key, slot, owner, generation):
+                self._slots.return_slots([slot])
                 counts.index_full += 1
-                raced.append(slot)
+                raced += 1
                 continue
             begun.append(slot)
             if descriptions and descriptions[i]:
                 self._descriptions.keep(slot, generation, descriptions[i])
-            if done and done == writers(slot):
-                complete.append(slot)
-        if begun or raced:
-            self._slots.loans.used(owner, now)
-        self._slots.started(begun, now + seconds)
+        self._slots.started(begun, now + seconds, now)
         self._uses.mark(begun)
         if self._slots.demotable is not None:
             self._slots.demotable.begun(begun)
-        self._finish(complete)
-        for slot in raced:
-            if directory.ranks_done(slot) == writers(slot):
-                over.append(slot)
-            else:
-                self._slots.loans.raced[slot] = now + seconds
         counts.offered += len(keys)
         counts.accepted += len(keys)
         counts.stores_lost += lost
-        counts.stores_raced += len(raced)
-        counts.stored += len(complete)
-        return len(complete), self._slots.call_in(over)
+        counts.stores_raced += raced
 
-    def _finish(self, slots: list[int]) -> None:
-        for slot in slots:
-            self._slots.finish(slot)
-        if slots and self._slots.demotable is not None:
-            self._slots.demotable.ready(slots)
-
-    def _is_lesser(self, held: Entry, offered: Blocks | None) -> bool:
+    def _is_lesser(self, chunk: Entry, offered: Blocks | None) -> bool:
         """Whether a chunk is READY with some of the blocks that are offered, and no others."""
-        _, _, state, first, count = held
+        _, _, state, first, count = chunk
         if offered is None:
             offered = 0, self._directory.blocks_per_chunk
         return state == _READY and (first, count) != offered and covers(offered, (first, count))
@@ -138,6 +119,14 @@ class Stores:
         else:
             counts.full += refused
 
+    def note_unstored(self, keys: Sequence[bytes], now: float) -> None:
+        """Remember keys that got no slot and are not offered again."""
+        capped = self._pool.is_capped(self._slots.space)
+        cause = GhostCause.QUOTA if capped else GhostCause.REFUSED
+        for key in keys:
+            if self._directory.find(key) < 0:
+                self._ghosts.add(key, cause, now, used=now)
+
     def share_done(  # noqa: PLR0917 a report has these parts
         self,
         owner: int,
@@ -154,8 +143,6 @@ class Stores:
 
         A chunk becomes READY with the last expected rank. One whose share failed, or
         of which no block is there on every rank, can never be READY and is given up.
-        A share in a slot that is on loan waits for the key; where the store has lost a race,
-        the last share ends it.
         Reports about slots that have moved on, and second reports, are ignored.
 
         Returns:
@@ -164,14 +151,13 @@ class Stores:
         directory, ready, stale = self._directory, list[int](), 0
         writers = self._slots.space.geometry.writers
         failed: dict[int, None] = {}
-        over: Refs = []  # of loans and lost races
         columns = (map(int, column) for column in (slots, generations, first, count, groups))
         for slot, generation, block, blocks, group in zip(*columns, strict=True):
             if (
                 not 0 <= slot < directory.num_slots
                 or slot in failed
                 or directory.generation(slot) != generation
-                or (state := directory.state(slot)) not in {_WRITING, _LENT}
+                or directory.state(slot) != _WRITING
                 or directory.owner(slot) != owner
                 or not (expected := writers(slot)) & ~directory.ranks_done(slot) & 1 << rank
             ):
@@ -180,18 +166,17 @@ class Stores:
             done = covered = 0
             if ok and blocks > 0:
                 done, covered = directory.add_share(slot, rank, block, blocks, group)
-            if state == _LENT:
-                if not covered or (done == expected and slot in self._slots.loans.raced):
-                    self._slots.loans.remove(owner, slot)
-                    over += self._slots.call_in([slot])
-            elif not covered:
+            if not covered:
                 failed[slot] = None
             elif done == expected:
                 ready.append(slot)
-        self._finish(ready)
+        for slot in ready:
+            self._slots.finish(slot)
+        if ready and self._slots.demotable is not None:
+            self._slots.demotable.ready(ready)
         self._counts.stored += len(ready)
         self._counts.stale_reports += stale
-        return self._slots.refs(ready), over + self._slots.give_up(list(failed))
+        return self._slots.refs(ready), self._slots.give_up(list(failed))
 
     def drop(self, keys: Sequence[bytes], owner: int) -> Refs:
         """Give up what `owner` writes under these keys; slots to be revoked."""

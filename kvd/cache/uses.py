@@ -33,6 +33,11 @@ class Uses:
         """Set the time, `now`, in seconds of a clock that never goes back, also over restarts."""
         self._now = max(self._now, int(now * 1e6))
 
+    @property
+    def now(self) -> float:
+        """The time that was set last, in seconds."""
+        return self._now / 1e6
+
     def mark(self, slots: list[int]) -> None:
         """Note that these were of use now, the hottest first."""
         if slots:

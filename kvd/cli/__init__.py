@@ -28,6 +28,7 @@ _OWN = {
     "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
     "purge": "kvd.cli.serve:purge",
+    "replay": "kvd.cli.replay:replay",
     "doctor": "kvd.cli.doctor:doctor",
     "config": "kvd.cli.config:config",
     "help": "kvd.cli.help:help_command",

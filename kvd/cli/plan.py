@@ -68,14 +68,15 @@ def plan(
         tier_bandwidth=None if tier_bandwidth is None else parse_size(tier_bandwidth) or None,
         **options,
     )
-    result = make_plan(read_model(_load(config)), inputs)
+    result = make_plan(read_model(load_config(config)), inputs)
     if as_json:
         print(json.dumps(asdict(inputs) | asdict(result), indent=2))
     else:
         _print_table(result, inputs)
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_config(path: Path) -> dict[str, Any]:
+    """A model's config.json, or that of a folder; PlanError where it cannot be read."""
     file = path / "config.json" if path.is_dir() else path
     try:
         config = json.loads(file.read_text(encoding="utf-8"))

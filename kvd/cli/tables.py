@@ -11,6 +11,7 @@ from rich.text import Text
 from kvd.cli import top_view
 from kvd.config.sources import DEFAULT
 from kvd.metrics.histogram import Histogram
+from kvd.metrics.misses import misses_in_words
 from kvd.metrics.words import NOTHING, duration, latency, number, percent, several, shorten, size
 
 _UNLIMITED_COLUMNS = 10_000
@@ -166,6 +167,7 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
         *rows,
         ("chunks offered", offered + "".join(refused)),
         ("chunks evicted", number(counters["evicted"] + counters["yielded"])),
+        ("chunks missed", misses_in_words(counters) or "0"),
         ("looked up", f"{several(tokens, 'prompt token')}, {several(chunks, 'key')}"),
         ("found", f"{found_tokens} of prompt tokens, {found_keys} of keys looked up"),
         ("leases", number(report["leases"])),

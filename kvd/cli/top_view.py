@@ -19,12 +19,13 @@ BAR_CELLS = 50
 SPARK_CELLS = 48
 ENGINES = 12
 EVENTS = 8
+SMALL = 24  # a screen with no more lines has no room for the forecast
 _FIXED_LINES = 18  # header, verdict, five rules, bar, throughput, heads of tables, stages
 _LINES_OF_TIERS = 2  # rule, head of the table
 _LINES_OF_ONE = 4  # a problem and its remedy
 _COUNTED = {"ready", "pinned"}  # of a namespace's chunks; the bar shows the others
 _SPARKS = "▁▂▃▄▅▆▇█"
-_STATES = (("ready", "█"), ("writing", "▓"), ("draining", "▒"), ("lent", "░"))
+_STATES = (("ready", "█"), ("writing", "▓"), ("draining", "▒"))
 _COLOURS = ("cyan", "magenta", "blue", "yellow", "green")
 _MARKS = {"error": ("✖", "bold red"), "warning": ("▲", "yellow"), "hint": ("●", "blue")}
 
@@ -66,7 +67,7 @@ def picture(
         Rule("Pool", style="dim"),
         _pool(span.now, namespaces, wide=wide),
         Rule("Throughput and hits", style="dim"),
-        _throughput(history, span),
+        _throughput(history, span, whole=height is None or height > SMALL, wide=wide),
         Rule("Lanes and their jobs", style="dim"),
         lanes(span.now["lanes"], shown_lanes, wide=wide),
         _stages(span),
@@ -132,9 +133,9 @@ def problems(report: Report, told: int | None = None) -> RenderableType:
 
 
 def pool_use(report: Report) -> str:
-    """`40 GiB ready, 4 GiB on loan, 20 GiB free of 64 GiB`.
+    """`40 GiB ready, 24 GiB free of 64 GiB`.
 
-    Free is what no chunk and no loan takes, also where a namespace holds it.
+    Free is what no chunk takes, also where a namespace holds it.
     """
     total = report["pool"]["cpu_bytes"]
     if not total:
@@ -144,10 +145,7 @@ def pool_use(report: Report) -> str:
         for state, _ in _STATES
     }
     free = total - sum(taken.values())
-    return (
-        f"{words.size(taken['ready'])} ready, {words.size(taken['lent'])} on loan,"
-        f" {words.size(free)} free of {words.size(total)}"
-    )
+    return f"{words.size(taken['ready'])} ready, {words.size(free)} free of {words.size(total)}"
 
 
 def _pool(report: Report, rows: int, *, wide: bool) -> RenderableType:
@@ -180,7 +178,7 @@ def _pool(report: Report, rows: int, *, wide: bool) -> RenderableType:
     return Group(bar, table)
 
 
-def _throughput(history: History, span: Span) -> RenderableType:
+def _throughput(history: History, span: Span, *, whole: bool, wide: bool) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     for name, counter in (("in", "store_bytes"), ("out", "load_bytes")):
         rates = history.rates("counters", counter)
@@ -194,7 +192,22 @@ def _throughput(history: History, span: Span) -> RenderableType:
     if events := kv_events(span.now):
         told = span.rate("counters", "kv_events")
         table.add_row("events", f"{words.number(told)}/s", Text(events, "dim"))
+    if whole and (sizes := _memory_sizes(span.now, wide=wide)):
+        table.add_row("memory", *sizes)
     return table
+
+
+def _memory_sizes(report: Report, *, wide: bool) -> tuple[str, Text] | None:
+    """Hits of the busiest model now, and with more memory; None where nothing is known."""
+    known = [space for space in report["namespaces"] if space["forecast"]]
+    if not known:
+        return None
+    busiest = max(known, key=lambda space: int(space["forecast"]["requests"]))
+    hits = {each["pool"]: each["hit_ratio"] for each in busiest["forecast"]["sizes"]}
+    text = f"{words.percent(hits['+100%'])} at +100 %, at most {words.percent(hits['unlimited'])}"
+    if len(known) > 1:
+        text += f" ({_name(busiest['model'], wide=wide)})"
+    return words.percent(hits["now"]), Text(text, "dim")
 
 
 def kv_events(report: Report) -> str:

@@ -333,6 +333,9 @@ def daemon(facts: Facts) -> Iterator[Said]:
         yield ok(f"{text}, {'ready' if here.report['ready'] else 'not ready'}")
         for condition in here.report["conditions"]:
             yield warn(condition["text"], condition["remedy"])
+        for namespace in here.report["namespaces"]:
+            if namespace["advice"]:
+                yield ok(f"{namespace['model']}: {namespace['advice']}")
     elif here.denied:
         yield warn(f"pid {here.holder} serves {here.path}, but cannot be asked", here.denied)
     elif here.holder is not None:

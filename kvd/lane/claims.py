@@ -4,18 +4,37 @@ All records of a job are read at one moment; what they say is then found without
 are looked at one by one, many at once.
 """
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from kvd_proto.blocks import Chunks
-from kvd_proto.directory import HEAD_DTYPE, READ_HEADS, SlotState
+from kvd_proto.directory import HEAD_DTYPE, READ_HEADS, SlotState, loan_number
 
 FEW = 8
-_READY = int(SlotState.READY)
-# A store may come before the broker knows of its key: then the slot is only lent.
-_LENT, _WRITING = int(SlotState.LENT), int(SlotState.WRITING)
+_READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
+
+
+def await_broker(heads: bytes, generations: "array[int]", few: int = FEW) -> bool:
+    """Return whether a store's step may still be unread: a slot is on loan for its generation.
+
+    The broker ends the loan last. A slot whose loan has ended is WRITING with the generation, or
+    never will be.
+
+    Args:
+        heads: of the slots; see DirectoryView.heads.
+        generations: u8, of these slots.
+        few: as many are looked at one by one.
+    """
+    if len(generations) > few:
+        loans = np.frombuffer(generations, np.uint64).astype(np.uint32)
+        return 1 in (np.frombuffer(heads, HEAD_DTYPE)["loan"] == loans).tobytes()
+    return any(
+        loan == loan_number(generation)
+        for (*_, loan), generation in zip(READ_HEADS(heads), generations, strict=True)
+    )
 
 
 def not_to_write(
@@ -36,7 +55,7 @@ def not_to_write(
         if len(which) < len(generations):
             generations = generations[np.fromiter(which, np.intp, len(which))]
         state = table["state"]
-        good = (state == _WRITING) | (state == _LENT)
+        good = state == _WRITING
         good &= (table["generation"] == generations) & (table["owner"] == owner)
         return [which[i] for i in _numbers(~good)]
     lost = []
@@ -44,7 +63,7 @@ def not_to_write(
         if (
             generation != chunks.generations[i]
             or owned_by != owner
-            or state not in (_WRITING, _LENT)
+            or state != _WRITING
         ):
             lost.append(i)
     return lost
@@ -94,7 +113,7 @@ def not_covered(heads: bytes, chunks: Chunks, few: int = FEW) -> list[int]:
         lacking |= groups != table["group"]
         return _numbers(lacking)
     short = []
-    for i, (_, _, _, begin, held, of) in enumerate(READ_HEADS(heads)):
+    for i, (_, _, _, begin, held, of, _) in enumerate(READ_HEADS(heads)):
         first = chunks.first[i]
         if first < begin or first + chunks.count[i] > begin + held or chunks.group[i] != of:
             short.append(i)

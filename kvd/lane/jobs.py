@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvd.lane.claims import not_covered, not_ready, not_to_write
+from kvd.lane.claims import await_broker, not_covered, not_ready, not_to_write
 from kvd.lane.devices.device import NO_MOVES, Device, Direction, Moves
 from kvd.lane.layers import Layers
 from kvd.lane.queue import Queued
@@ -69,6 +69,7 @@ class LaneJob(Queued):
     _chunks: Chunks | None = None
     _own: Sequence[int] = ()
     _slots: "array[int]" = field(init=False)  # of its own chunks, with `_chunks`
+    _generations: "array[int]" = field(init=False)
     _good: bytes = b""
 
     def __post_init__(self) -> None:
@@ -82,12 +83,17 @@ class LaneJob(Queued):
             self._chunks = blocks.chunks(factor)
             slots = self._chunks.slots
             self._own = range(len(slots)) if self.load else own_chunks(self.worker, slots)
-            self._slots = _slots_of(self._chunks, self._own)
+            self._slots = _items_of(slots, self._own)
+            self._generations = _items_of(self._chunks.generations, self._own)
         return self._chunks
 
     @property
     def own(self) -> Sequence[int]:
-        """Numbers of the chunks that it moves: all but for stores of a replicated layout."""
+        """Numbers of the chunks that it moves.
+
+        All of a load's. Of a store those that this rank writes, once it has started without those
+        that the broker has not given to it.
+        """
         _ = self.chunks
         return self._own
 
@@ -108,6 +114,30 @@ class LaneJob(Queued):
         return (
             isinstance(request, Store) and self.worker.control.epoch(request.word) != request.epoch
         )
+
+    def awaits_broker(self) -> bool:
+        """Whether the broker may not have read the step that gives a store its slots.
+
+        Until then the slots may hold other chunks, which loads read: nothing may be written.
+        """
+        if self.load or self.void:
+            return False
+        _ = self.chunks
+        return await_broker(self.binding.directory.heads(self._slots), self._generations)
+
+    def leave_out_lost(self) -> None:
+        """Leave out a store's chunks that were not given to it: others were first, or no room was.
+
+        Not where that is all of them.
+        """
+        if self.load:
+            return
+        own = self.own
+        lost = set(_not_own(self.binding, self.chunks, own))
+        if lost and len(lost) < len(own):
+            self._own = [i for i in own if i not in lost]
+            self._slots = _items_of(self.chunks.slots, self._own)
+            self._generations = _items_of(self.chunks.generations, self._own)
 
     def objection(self) -> Refusal | None:
         """Return why the job's chunks or blocks are not its own now, or None where they are.
@@ -145,18 +175,17 @@ class LaneJob(Queued):
             LaneError: the device does not know the memory.
         """
         worker, binding = self.worker, self.binding
-        whose = worker.order
-        everything = self.load or not whose.layout.replicated
-        turn = (1, 0) if everything else (whose.world_size, whose.rank)
         request, expander = self.request, worker.expander
         if isinstance(request, Load) and request.progress:
-            copies, ends = expander.expand_layers(request.blocks, turn)
+            copies, ends = expander.expand_layers(request.blocks)
             self.layers = Layers(request.progress, ends)
         else:
-            copies = expander.expand(request.blocks, turn)
+            everything = len(self.own) == len(self.chunks)
+            only = None if everything else frozenset(self._slots)
+            copies = expander.expand(request.blocks, only)
         if not expander.inside:
             arena_bytes = binding.slot_bytes * binding.order.num_slots
-            copies.check_bounds(whose.layout.storages, arena_bytes)
+            copies.check_bounds(worker.layout.storages, arena_bytes)
         base = binding.order.arena_base
         self.moves = device.prepare(worker.memory, self.direction, base, copies)
 
@@ -189,7 +218,7 @@ def outside(job: LaneJob, device: Device) -> Refusal | None:
     """
     if not device.pins:
         return None
-    slots = _slots_of(job.chunks, job.own)
+    slots = _items_of(job.chunks.slots, job.own)
     base, size = job.binding.order.arena_base, job.binding.slot_bytes
     if not slots or device.holds(base + min(slots) * size, base + (max(slots) + 1) * size):
         return None
@@ -224,13 +253,18 @@ def own_chunks(worker: Worker, slots: Sequence[int]) -> Sequence[int]:
     return [i for i, slot in enumerate(slots) if slot % size == rank]
 
 
-def _slots_of(chunks: Chunks, which: Sequence[int]) -> "array[int]":
-    """The slots of these chunks."""
-    slots = chunks.slots
-    return slots if len(which) == len(slots) else array("I", [slots[i] for i in which])
+def _items_of(items: "array[int]", which: Sequence[int]) -> "array[int]":
+    """The items of these numbers."""
+    if len(which) == len(items):
+        return items
+    return array(items.typecode, [items[i] for i in which])
+
+
+def _not_own(binding: Binding, chunks: Chunks, which: Sequence[int]) -> list[int]:
+    heads = binding.directory.heads(_items_of(chunks.slots, which))
+    return not_to_write(heads, binding.order.owner, chunks, which)
 
 
 def _still_own(binding: Binding, chunks: Chunks, which: Sequence[int]) -> list[int]:
-    heads = binding.directory.heads(_slots_of(chunks, which))
-    lost = set(not_to_write(heads, binding.order.owner, chunks, which))
+    lost = set(_not_own(binding, chunks, which))
     return [i for i in which if i not in lost]

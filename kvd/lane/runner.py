@@ -215,6 +215,7 @@ class Runner:
             self._conclude(job)
 
     def _start(self, job: LaneJob) -> bool:
+        job.leave_out_lost()
         refusal = job.objection() or outside(job, self._device)
         if refusal is None:
             try:
@@ -295,7 +296,8 @@ class Runner:
 def _reached(now: int) -> Callable[[LaneJob], bool]:
     """Whether a job may start, by one reading of each worker's timeline; notes how long it waits.
 
-    A number that is reached between two looks would let the later one of two jobs go first.
+    A number that is reached between two looks would let the later one of two jobs go first. A store
+    waits for the broker, too.
     """
     seen: dict[Worker, int] = {}
 
@@ -308,6 +310,6 @@ def _reached(now: int) -> Callable[[LaneJob], bool]:
             return False
         if job.late_ns and not job.stream_wait_ns:
             job.stream_wait_ns = now - job.late_ns
-        return True
+        return not job.awaits_broker()
 
     return reached

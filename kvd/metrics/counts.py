@@ -12,6 +12,7 @@ from typing import Any, Self
 from kvd.errors import IntegrityError
 from kvd.metrics.declare import counter, counters, histogram, histograms
 from kvd.metrics.histogram import Histogram
+from kvd.metrics.misses import MissReason
 from kvd_proto.messages import JobStatus
 
 MOST = 2**63 - 1
@@ -46,12 +47,6 @@ LIMITS = (
     *CONNECTION_LIMITS,
 )
 """Settings and bounds at which the broker refuses."""
-PUT_OUTCOMES = ("ok", "full", "failed", "late", "gone")
-GET_OUTCOMES = ("ok", "absent", "corrupt", "failed", "late", "gone")
-ASK_OUTCOMES = ("ok", "absent", "failed", "late")
-"""How chunks of a tier's batches end: `kvd.wire.tiering.Outcome` in small letters."""
-BREAKER_REASONS = ("late", "failed", "corrupt", "lost", "wrong")
-"""Why a tier is set aside."""
 
 SHARED_METRICS = {
     "store_answered_chunks_total": "Chunks that engines asked to store, by answer: accepted, there"
@@ -216,6 +211,22 @@ class ChunkCounts(Counts):
         "eviction_age_seconds",
         AGE_BOUNDS,
     )
+    missed: dict[str, int] = counters(
+        "Chunks of prompts that lookups did not find, by reason: `never_seen` (as far back as kvd"
+        " remembers: twice as many keys as the pool has chunks, since the daemon's start),"
+        " `evicted`, `being_stored` (or brought up from a tier), `ready` (READY behind a chunk"
+        " that was missed, or too late for the lookup), `refused` (no slot was at hand when it"
+        " was to be stored), `quota` (the same, and the model held what its cap allows), `reset`,"
+        " `removed` (by an operator), `other_layout` (another namespace has it)",
+        "missed_chunks_total",
+        "reason",
+        keys=[reason.value for reason in MissReason],
+    )
+    missed_age: Histogram = histogram(
+        "Seconds since a chunk was evicted, when it was missed: the count is `missed.evicted`",
+        "missed_age_seconds",
+        AGE_BOUNDS,
+    )
 
     def check_integrity(self) -> None:
         """Every key that was offered or asked for has been answered, once.
@@ -230,6 +241,8 @@ class ChunkCounts(Counts):
             raise IntegrityError(f"keys that were offered or asked for and not answered: {self}")
         if self.eviction_age.count != self.evicted + self.yielded:
             raise IntegrityError(f"chunks evicted without an age: {self}")
+        if self.missed_age.count != self.missed[MissReason.EVICTED]:
+            raise IntegrityError(f"evicted chunks missed without an age: {self}")
 
 
 @dataclass(slots=True)
@@ -252,6 +265,21 @@ class LookupCounts(Counts):
         "Requests that the engine gave up because a load had failed (SGLang with `layerwise`;"
         " others compute them)",
         "aborted_requests_total",
+    )
+    detached_tokens: int = counter(
+        "Of `lookup_tokens`: asked for while no daemon served the engine, so none was found",
+        "lookup_detached_tokens_total",
+    )
+    hints: int = counter(
+        "Requests that came with a hint of when they are continued, or got one later",
+        "hinted_requests_total",
+    )
+    hints_ignored: int = counter(
+        "Fields and actions of hints that were ignored: they, or their version, are not known",
+        "ignored_hint_fields_total",
+    )
+    hints_cut: int = counter(
+        "Numbers of hints that were out of range and were cut", "cut_hint_numbers_total"
     )
 
 
@@ -324,79 +352,6 @@ class LaneCounts(Counts):
         keys=CONNECTION_LIMITS,
     )
     restarts: int = counter("Processes that were lost and replaced", "lane_restarts_total")
-
-
-@dataclass(slots=True)
-class TierCounts(Counts):
-    """What a tier has done, all its processes together."""
-
-    puts: dict[str, int] = counters(
-        "Chunks that were given to the tier to keep, by outcome: `ok` (kept), `full`, `failed` (an"
-        " error of the medium), `late` (the deadline passed), `gone` (the chunk had left the pool)",
-        "put_chunks_total",
-        "outcome",
-        keys=PUT_OUTCOMES,
-    )
-    gets: dict[str, int] = counters(
-        "Chunks that were asked of the tier, by outcome: `ok` (its hits: they became READY in the"
-        " pool), `absent`, `corrupt` (not what was kept, and dropped), `failed`, `late`, `gone`"
-        " (not wanted any more)",
-        "get_chunks_total",
-        "outcome",
-        keys=GET_OUTCOMES,
-    )
-    asks: dict[str, int] = counters(
-        "Chunks of which a shared tier was asked whether it has them, by answer",
-        "asked_chunks_total",
-        "outcome",
-        keys=ASK_OUTCOMES,
-    )
-    put_bytes: int = counter("Bytes of chunks that it kept", "bytes_total", direction="put")
-    get_bytes: int = counter("Bytes of chunks that it gave back", "bytes_total", direction="get")
-    put_seconds: float = counter(
-        "Time in which puts were under way, one or several: `put_bytes` by this is its rate",
-        "busy_seconds_total",
-        start=0.0,
-        direction="put",
-    )
-    get_seconds: float = counter(
-        "Time in which gets were under way, one or several: `get_bytes` by this is its rate",
-        "busy_seconds_total",
-        start=0.0,
-        direction="get",
-    )
-    put_latency: Histogram = histogram(
-        "Seconds from the broker's order to the tier's answer, for each batch of puts",
-        "put_seconds",
-        STAGE_BOUNDS,
-    )
-    get_latency: Histogram = histogram(
-        "Seconds from the broker's order to the tier's answer, for each batch of gets",
-        "get_seconds",
-        STAGE_BOUNDS,
-    )
-    opened: dict[str, int] = counters(
-        "How often the breaker has set the tier aside, by reason: `late` (no progress), `failed`"
-        " (half of the last batches), `corrupt`, `lost` (its process ended), `wrong` (the broker"
-        " could not handle it: a bug in kvd, the log has it)",
-        "breaker_opened_total",
-        "reason",
-        keys=BREAKER_REASONS,
-    )
-    unkept: int = counter(
-        "Chunks that `keep` names and that left memory before the tier had taken them, or came"
-        " late: stores are faster than the tier",
-        "unkept_chunks_total",
-    )
-    dropped: int = counter(
-        "Chunks that the tier dropped by itself to make room for others", "dropped_chunks_total"
-    )
-    damaged_records: int = counter(
-        "Records of its index that were damaged when one of its processes began, and were dropped"
-        " with their chunks",
-        "damaged_records_total",
-    )
-    restarts: int = counter("Processes that were lost and replaced", "restarts_total")
 
 
 @dataclass(slots=True)

@@ -14,11 +14,11 @@ from kvd.metrics.counts import (
     EventCounts,
     LaneCounts,
     LookupCounts,
-    TierCounts,
 )
 from kvd.metrics.declare import (
     Items,
     counter,
+    counters,
     gauge,
     info,
     listed,
@@ -27,6 +27,7 @@ from kvd.metrics.declare import (
     shown,
     sums,
 )
+from kvd.metrics.tier_counts import TierCounts
 
 MAX_ENGINES = 64
 """Engines that have metrics of their own."""
@@ -97,8 +98,8 @@ class Pool:
 
     cpu_bytes: int = gauge("Size of the pool; 0 while it is not decided", "kvd_pool_bytes")
     free_bytes: int = gauge(
-        "Bytes of the pool that no namespace holds. Those that a namespace holds for neither chunk"
-        " nor loan are free, too, and not counted here",
+        "Bytes of the pool that no namespace holds. Those that a namespace holds for no chunk are"
+        " free, too, and not counted here",
         "kvd_pool_free_bytes",
     )
     allocated_bytes: int = gauge(
@@ -113,9 +114,9 @@ class Chunks:
 
     ready: int = gauge("Chunks that can be found", "kvd_namespace_chunks", state="ready")
     lent: int = gauge(
-        "Slots on loan: engines give them to new chunks by themselves",
-        "kvd_namespace_chunks",
-        state="lent",
+        "Slots on loan: engines give them to new chunks by themselves. Each is free, or holds a"
+        " chunk of `ready` until then",
+        "kvd_namespace_lent_slots",
     )
     writing: int = gauge("Chunks being written", "kvd_namespace_chunks", state="writing")
     draining: int = gauge(
@@ -127,7 +128,43 @@ class Chunks:
     doomed: int = shown("Of `ready`: dropped by a reset, gone when the last lease ends")
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
+class ForecastSize:
+    """What a pool of another size would find."""
+
+    pool: str = shown("`-50%`, `-25%`, `now`, `+25%`, `+50%`, `+100%`, `+200%` or `unlimited`")
+    bytes: int | None = shown("Bytes of such a pool; null without limit")
+    hit_ratio: float = gauge(
+        "Share of looked-up tokens that a pool of this size would find, 0 to 1",
+        "kvd_would_hit_ratio",
+    )
+    prefill_seconds_per_hour: float | None = shown(
+        "Seconds an hour in which engines would compute what it misses, all of them together; null"
+        " where no engine reports its prefill rate"
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class Forecast:
+    """What the namespace's engines would find in a pool of another size."""
+
+    requests: int = shown(
+        "Finished requests that it is made of; as all its sums, halved after each hour"
+    )
+    first_time: float = shown("Share of prompts' chunks that no request had before, 0 to 1")
+    ceiling: float = shown("Share of looked-up tokens that a pool without limit would find, 0 to 1")
+    hit_ratio: float = shown(
+        "Share of looked-up tokens that were found; where engines count no tokens, that of chunks"
+        " by the miss-ratio curve"
+    )
+    prefill_seconds_per_token: float | None = shown(
+        "Time in which an engine computes a token of a prompt, as measured by the engines; null"
+        " where none reports it"
+    )
+    sizes: list[ForecastSize] = listed(Items(("pool",), lambda size: (size["pool"],)))
+
+
+@dataclass(slots=True, kw_only=True)
 class Namespace:
     """Chunks that may be shared."""
 
@@ -155,12 +192,23 @@ class Namespace:
     )
     directory_bytes: int = shown("Bytes of its directory, which is not part of the pool")
     ready_bytes: int = gauge("Bytes of `chunks.ready`", "kvd_namespace_bytes", state="ready")
-    lent_bytes: int = gauge("Bytes of `chunks.lent`", "kvd_namespace_bytes", state="lent")
     writing_bytes: int = gauge("Bytes of `chunks.writing`", "kvd_namespace_bytes", state="writing")
     draining_bytes: int = gauge(
         "Bytes of `chunks.draining`", "kvd_namespace_bytes", state="draining"
     )
     chunks: Chunks = part()
+    missed_tokens: dict[str, int] = counters(
+        "Tokens of `counters.missed`, by the same reasons; empty where `tokens_per_chunk` is null",
+        "kvd_namespace_missed_tokens_total",
+        "reason",
+    )
+    forecast: Forecast | None = part(
+        "Hits by the size of the pool; null before 50 requests have finished, and for a namespace"
+        " of a self-test"
+    )
+    advice: str | None = shown(
+        "What to buy by the forecast: memory, a tier or neither; null without a forecast"
+    )
     counters: ChunkCounts = part(prefix="kvd_namespace_")
     changes: int = counter(
         "Changes written to the ring that engines read for KV events: chunks that became READY,"

@@ -10,9 +10,8 @@ this order: columns of others that hold nothing; and, while it stays within its 
 share (the budget divided by the number of namespaces with engines attached), the
 column used least recently of those that hold more than theirs. A namespace that holds
 nothing may take its first column from any other, and so may one whose model is below its
-floor. No column is taken in which a chunk is pinned, being written or draining. Beyond
-that a namespace must evict its own chunks. Where only loans keep a column from being taken, it
-is to leave: its owner gives nothing in it away, and takes the loans back.
+floor. No column is taken in which a chunk is pinned, being written or draining; loans in it end.
+Beyond that a namespace must evict its own chunks.
 
 Quotas (`kvd.pool.shares`) bound all of it: no model claims beyond its cap, none
 takes what leaves another below its floor.
@@ -38,7 +37,6 @@ from kvd.pool.shares import Quotas
 from kvd.pool.space import Space, Tenant
 
 Columns = list[tuple[Space, int]]
-LOOKS = 8  # that the pool is looked through while a column is to leave: two seconds
 
 
 class Pool:
@@ -77,39 +75,23 @@ class Pool:
     def trim(self) -> None:
         """Bring every model down to its cap: the columns used least recently go, if they may.
 
-        To be called now and then: columns that were to leave, and that nobody took, stay.
+        To be called now and then: a column in which something is in use stays until later.
         """
-        for space in self._spaces:
-            space.look()
         for group in self.quotas:
             if group.room >= 0:
                 continue
             columns = [
-                (
-                    column in lent,
-                    column not in space.empty,
-                    *(used_at[column], space.number, column, space),
-                )
+                (column not in space.empty, used_at[column], space.number, column, space)
                 for space in group.spaces
-                for busy, lent, used_at in [
-                    (space.busy_columns(), space.lent_columns(), space.used_at())
-                ]
+                for busy, used_at in [(space.busy_columns(), space.used_at())]
                 for column in space.claimed
                 if column not in busy
             ]
-            columns.sort(key=lambda entry: entry[:5])
-            for lent, *_, column, space in columns:
+            columns.sort(key=lambda entry: entry[:4])
+            for *_, column, space in columns:
                 if group.room >= 0:
                     break
-                if not lent:
-                    self._empty_out(space, column)
-            leaving = sum(len(s.column_extents[c]) for s in group.spaces for c in s.leaving)
-            for lent, *_, column, space in columns:
-                if group.room + leaving >= 0:
-                    break
-                if lent and column not in space.leaving:
-                    space.leave(column, LOOKS)
-                    leaving += len(space.column_extents[column])
+                self._empty_out(space, column)
 
     def is_capped(self, space: Space) -> bool:
         """Whether nothing but the model's cap keeps the space from having another column."""
@@ -170,12 +152,8 @@ class Pool:
             found = self._best_take(space)
             if found is None:
                 return
-            column, others, lent = found
+            column, others = found
             if not evict and any(theirs not in other.empty for other, theirs in others):
-                return
-            if lent:
-                for other, theirs in others:
-                    other.leave(theirs, LOOKS)
                 return
             for other, theirs in others:
                 self._empty_out(other, theirs)
@@ -201,12 +179,8 @@ class Pool:
         if usable is None:
             space.exhausted = self._changes
 
-    def _best_take(self, space: Space) -> tuple[int, Columns, bool] | None:
-        """The best column to take from others, with the columns that go for it.
-
-        And whether they have to leave first, because something in them is on loan. One that is
-        leaving is waited for.
-        """
+    def _best_take(self, space: Space) -> tuple[int, Columns] | None:
+        """The best column to take from others, with the columns that go for it."""
         if space.capped == self._changes:
             return None
         quotas, fair = self.quotas, self.quotas.fair()
@@ -223,11 +197,10 @@ class Pool:
             return None
         rich = {other for other in others if other.held > fair[other]}
         busy = {other: other.busy_columns() for other in others}
-        lent = {other: other.lent_columns() for other in others}
         used_at = {other: other.used_at() for other in others}
         counted = group is not None or any(each.floor for each in quotas)
         fits = False
-        best: tuple[tuple[bool, bool, bool, int, int], int, Columns] | None = None
+        best: tuple[tuple[bool, bool, int, int], int, Columns] | None = None
         for column in _search_order(space):
             if column in space:
                 continue
@@ -251,16 +224,12 @@ class Pool:
             ):
                 continue
             last = max((used_at[other][c] for other, c in holding), default=0)
-            on_loan = any(c in lent[other] for other, c in holding)
-            rank = (on_loan, bool(holding), from_poor and below_floor, last, len(theirs))
+            rank = (bool(holding), from_poor and below_floor, last, len(theirs))
             if best is None or rank < best[0]:
                 best = (rank, column, theirs)
         if not fits:
             space.capped = self._changes
-        if best is None or (best[0][0] and any(other.leaving for other in others)):
-            return None
-        (on_loan, *_), column, theirs = best
-        return column, theirs, on_loan
+        return None if best is None else best[1:]
 
     def _empty_out(self, space: Space, column: int) -> None:
         """Evict what is in a column and release it."""

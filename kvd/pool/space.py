@@ -20,11 +20,8 @@ class Tenant(Protocol):
     def busy_slots(self) -> Iterable[int]:
         """Slots that must stay: pinned, being written, draining."""
 
-    def lent_slots(self) -> Iterable[int]:
-        """Slots that are on loan: they may be taken back, which takes a moment."""
-
     def yield_slots(self, slots: list[int]) -> None:
-        """Evict these READY, unpinned chunks and give their slots back to the space."""
+        """Evict these unpinned chunks, end loans of these slots, and give them to the space."""
 
 
 class Space:
@@ -33,8 +30,6 @@ class Space:
     `active`: engines are attached, so that the namespace has a share of its own.
     `model`: whose quota counts; empty where none does.
     `needs`: by column, how much of the pool must be filled for all its bytes to be there.
-    `leaving`: claimed columns that others are to have: nothing in them is given away. By column,
-    for how many more times the pool is looked through.
     `exhausted`, `capped`: changes of the pool when it found no column, or none below its cap.
     """
 
@@ -58,7 +53,6 @@ class Space:
             max(fill.needed(*run) for run in geometry.column_runs(c))
             for c in range(geometry.columns)
         ]
-        self.leaving: dict[int, int] = {}
         self.empty: set[int] = set()  # claimed columns without a used slot
         self._width = geometry.column_slots
         self._free: dict[int, list[int]] = {}  # claimed column -> its free slots
@@ -104,29 +98,9 @@ class Space:
 
     def _open_within(self, usable: int | None) -> Iterator[int]:
         """Claimed columns with a free slot."""
-        leaving = self.leaving
         for column, free in self._free.items():
-            if free and column not in leaving and (usable is None or self.needs[column] <= usable):
+            if free and (usable is None or self.needs[column] <= usable):
                 yield column
-
-    def leave(self, column: int, looks: int) -> None:
-        """Give nothing in a column away for so long."""
-        if column not in self.leaving:
-            self.free_slots -= len(self._free[column])
-        self.leaving[column] = looks
-
-    def look(self) -> None:
-        """Columns that were to leave and have not are as the others."""
-        for column, looks in list(self.leaving.items()):
-            if looks:
-                self.leaving[column] = looks - 1
-            else:
-                del self.leaving[column]
-                self.free_slots += len(self._free[column])
-
-    def stays(self, slot: int) -> bool:
-        """Whether the slot's column is not to leave."""
-        return slot // self._width not in self.leaving
 
     def give(self, slots: Iterable[int]) -> None:
         """Chunks have left these slots: they are free again."""
@@ -135,7 +109,7 @@ class Space:
             column = slot // width
             free = self._free[column]
             free.append(slot)
-            self.free_slots += column not in self.leaving
+            self.free_slots += 1
             if len(free) == min(width, num_slots - column * width):
                 free.sort(reverse=True)
                 self.empty.add(column)
@@ -149,10 +123,6 @@ class Space:
     def busy_columns(self) -> set[int]:
         """Columns in which something is pinned, being written or draining."""
         return {slot // self._width for slot in self.tenant.busy_slots()}
-
-    def lent_columns(self) -> set[int]:
-        """Columns in which something is on loan."""
-        return {slot // self._width for slot in self.tenant.lent_slots()}
 
     def used_slots(self, column: int) -> list[int]:
         """The slots of a claimed column that are not free, ascending."""
@@ -187,8 +157,7 @@ class Space:
     def close_column(self, column: int) -> None:
         """A column goes back."""
         free = self._free.pop(column)
-        if self.leaving.pop(column, None) is None:
-            self.free_slots -= len(free)
+        self.free_slots -= len(free)
         self.empty.discard(column)
 
     def check_integrity(self) -> None:
@@ -200,9 +169,7 @@ class Space:
                 raise IntegrityError(f"column {column} has the free slots {free}")
             if (column in self.empty) != (len(free) == len(slots)):
                 raise IntegrityError(f"column {column} is wrongly called empty or not")
-            total += len(free) * (column not in self.leaving)
-        if not self.leaving.keys() <= self._free.keys():
-            raise IntegrityError(f"columns that are not here are to leave: {self.leaving}")
+            total += len(free)
         if total != self.free_slots or not self.empty <= self._free.keys():
             raise IntegrityError(f"{total} free slots in {self!r}")
 

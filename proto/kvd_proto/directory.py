@@ -8,6 +8,11 @@ the index. A reset raises the floor above all generations so far: whatever was t
 once, and leaves records and index piece by piece afterwards. A chunk that has left the index while
 it is still being read is READY with a key of length 0.
 
+A slot on loan is FREE or READY, and its record has the number of the loan. A chunk there is found,
+pinned and loaded as any other, until the broker has read the step that gives the slot to another
+key: then the slot is WRITING, with the generation under which it was lent. A store's bytes are
+written from then on and not before.
+
 A chunk at a sliding window's edge holds only some of its blocks; who asks for others has a miss,
 not what the slot held before. The group is recorded because groups lay a slot out differently, so
 that a load for another one would read such bytes too.
@@ -42,8 +47,9 @@ FEW = 8
 NO_SHARE_YET = 0xFFFF
 TIER_OWNER = 0xFFFF_FFFF  # of a slot that a tier fills
 READ_STATE = struct.Struct("<Q12xB").unpack_from  # generation and state
+_READ_LOAN = struct.Struct("<28xI").unpack_from
 
-RECORD = struct.Struct("<QQIBBHHH4x48s")
+RECORD = struct.Struct("<QQIBBHHHI48s")
 SLOT_MASK = 0xFFFF_FFFF
 
 # By key length: generation, state, key length, first block and count of blocks, and the key
@@ -53,13 +59,18 @@ KEY_READERS = tuple(struct.Struct(f"<Q12xBBHH6x{n}s").unpack_from for n in range
 _HEAD_FIELDS = [
     *(("generation", "<u8"), ("ranks_done", "<u8"), ("owner", "<u4")),
     *(("state", "u1"), ("key_len", "u1")),
-    *(("first", "<u2"), ("count", "<u2"), ("group", "<u2"), ("", "V4")),
+    *(("first", "<u2"), ("count", "<u2"), ("group", "<u2"), ("loan", "<u4")),
 ]
 HEAD_DTYPE = np.dtype(_HEAD_FIELDS)
 _HEAD_BYTES = HEAD_DTYPE.itemsize
 RECORD_DTYPE = np.dtype([*_HEAD_FIELDS, ("key", f"V{KEY_BYTES}")])
-READ_HEADS = struct.Struct("<Q8xIBxHHH4x").iter_unpack
-"""Generation, owner, `SlotState`, first block, count of blocks and group of each of many heads."""
+READ_HEADS = struct.Struct("<Q8xIBxHHHI").iter_unpack
+"""Of many heads generation, owner, `SlotState`, first block, count of blocks, group and loan."""
+
+
+def loan_number(generation: int) -> int:
+    """What a record says of a loan: the low 32 bits of the generation, which are never 0."""
+    return generation & 0xFFFF_FFFF
 
 
 class LookupResult(IntEnum):
@@ -77,11 +88,9 @@ class SlotState(IntEnum):
     WRITING = 1
     READY = 2
     DRAINING = 3
-    LENT = 4
 
 
 _WRITING, _READY = int(SlotState.WRITING), int(SlotState.READY)
-_LENT = int(SlotState.LENT)
 _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 
 
@@ -230,11 +239,11 @@ class DirectoryView:
         return None
 
     def is_lent(self, slot: int, generation: int) -> bool:
-        """Whether the slot, any number, is on loan under this generation."""
+        """Whether the slot, any number, is on loan and will have this generation."""
         if not 0 <= slot < self.num_slots:
             return False
-        found, state = READ_STATE(self._records, slot * RECORD_BYTES)
-        return bool(state == _LENT and found == generation)
+        (loan,) = _READ_LOAN(self._records, slot * RECORD_BYTES)
+        return bool(loan == loan_number(generation))
 
     def holds(self, slot: int, generation: int, state: SlotState, key: bytes) -> bool:
         """Whether the slot, any number, holds this chunk in this state, and it was not forgotten.

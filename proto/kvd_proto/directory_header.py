@@ -10,7 +10,7 @@ from kvd_proto.errors import DirectoryError
 from kvd_proto.tier_table import ENTRY_BYTES, MAX_TIERS, table_places
 
 MAGIC = b"kvd-dir\0"
-VERSION = 5
+VERSION = 6
 HEADER_BYTES = 4096
 RECORD_BYTES = 80
 MAX_SLOTS = 2**31 - 2

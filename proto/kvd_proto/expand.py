@@ -19,8 +19,8 @@ _Region: TypeAlias = tuple[int, int, int, int, int]
 """Storage, offset and stride in it, page, start in the slot."""
 _Where: TypeAlias = tuple[Ints, Ints, Ints | None]
 """Blocks; their slots' bytes in the arena; their places in chunks, None where a chunk is one."""
-Turn: TypeAlias = tuple[int, int]
-"""World size and rank: of the chunks, only those in slots of this rank's turn."""
+OnlySlots: TypeAlias = frozenset[int] | None
+"""Slots of the chunks that are moved; None: all of the job's."""
 FEW_PAGES = 32  # of a job; above, numpy is faster
 _NEVER = np.zeros(0, np.bool_)
 _PLACES = 4096  # blocks of a group, of which places in chunks are known beforehand
@@ -77,16 +77,15 @@ class Expander:
             for storage, offset, stride, page, start in regions
         )
 
-    def expand(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> Copies:
+    def expand(self, blocks: JobBlocks, only: OnlySlots = None) -> Copies:
         """The byte ranges of a job that was checked against the layout, coalesced."""
         if len(blocks.block_ids) * self._most <= FEW_PAGES and blocks.null_block is None:
-            return Copies.of(self.expand_few(blocks, turn))
-        return self.expand_many(blocks, turn)
+            return Copies.of(self.expand_few(blocks, only))
+        return self.expand_many(blocks, only)
 
-    def expand_few(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> list[Run]:
+    def expand_few(self, blocks: JobBlocks, only: OnlySlots = None) -> list[Run]:
         """`expand`, run by run: faster where there are few. No place may be left out."""
         factor, slot_bytes = self.layout.blocks_per_chunk, self.slot_bytes
-        world_size, rank = turn
         block_ids, slots = iter(blocks.block_ids.tolist()), iter(blocks.slots.tolist())
         runs: list[Run] = []
         for regions, size, index in zip(self._regions, blocks.sizes, blocks.indices, strict=True):
@@ -98,7 +97,7 @@ class Expander:
                 if place == index or not inside:
                     slot = next(slots)
                     after = -1
-                if slot % world_size != rank:
+                if only is not None and slot not in only:
                     continue
                 if block == after:
                     stretches[-1][3] += 1
@@ -124,16 +123,16 @@ class Expander:
                     runs.append((storage, begin, begin_at, nbytes))
         return runs
 
-    def expand_many(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> Copies:
+    def expand_many(self, blocks: JobBlocks, only: OnlySlots = None) -> Copies:
         """`expand`, all runs at once."""
-        placed = self._place(blocks, turn)
+        placed = self._place(blocks, only)
         return Copies.of_grids(
             [_grid(alike, *where) for group, where in placed for alike in self._groups[group]]
         )
 
-    def expand_layers(self, blocks: JobBlocks, turn: Turn = (1, 0)) -> tuple[Copies, list[int]]:
+    def expand_layers(self, blocks: JobBlocks) -> tuple[Copies, list[int]]:
         """`expand`, layer by layer; with the bytes of all layers up to and with each."""
-        placed = self._place(blocks, turn)
+        placed = self._place(blocks, None)
         grids: list[Grid] = []
         ends: list[int] = []
         done = 0
@@ -154,7 +153,7 @@ class Expander:
             for layer in range(layout.layers)
         ]
 
-    def _place(self, blocks: JobBlocks, turn: Turn) -> list[tuple[int, _Where]]:
+    def _place(self, blocks: JobBlocks, only: OnlySlots) -> list[tuple[int, _Where]]:
         """Of each group that is listed: blocks, and where their chunks are."""
         factor = self.layout.blocks_per_chunk
         sizes, indices = blocks.sizes, blocks.indices
@@ -174,8 +173,8 @@ class Expander:
             if factor > 1:
                 ordinal, inside = self._placed(skip, size)
                 slot = slot[ordinal]
-            if turn != (1, 0):
-                mine = slot % turn[0] == turn[1]
+            if only is not None:
+                mine = np.isin(slot, list(only))
                 ids, slot, inside = ids[mine], slot[mine], None if inside is None else inside[mine]
                 if not len(ids):
                     continue

@@ -21,7 +21,7 @@ from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
 from kvd_proto.layout import MAX_STORAGES, RankLayout
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 """Grows with every change after which a frame of the version before is refused, or says another
 thing. A daemon and a client of different versions do not talk."""
 HOST = "host"  # the device that is host memory
@@ -41,6 +41,7 @@ Encoded: TypeAlias = Annotated[bytes, Meta(max_length=MAX_DESCRIPTION_BYTES)]
 Count: TypeAlias = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 Offers: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]  # sums of many stay in 64 bits
 JobIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_KEYS)]
+Labels: TypeAlias = Annotated[bytes, Meta(max_length=MAX_KEYS)]
 NamespaceId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 NO_ITEMS = IntArray.of((), "u2")
 NO_SLOTS = IntArray.of((), "u4")
@@ -273,18 +274,25 @@ class Step(Message, frozen=True, omit_defaults=True):
     a chunk that has gone is not pinned. The counts are for the daemon's figures.
 
     dropped: keys of stores that are given up.
+    missed: keys of prompts that lookups did not find, each when its request's lookup has ended;
+        of one group where a token has a key in several.
     keys: of stores that have begun, a prompt's head first.
     slots: u4, the slot of each, which was lent to this scheduler.
-    generations: u8, of these slots.
+    generations: u8, under which it was lent, and which the slot has from now on.
     first: u2, for each key the first block of its chunk that will be written; empty: all blocks
         of all chunks will be.
     count: u2, how many blocks from there on, 1 or more; as many items as `first`.
     descriptions: for each key its chunk's description, empty for none; or no items at all.
     pins: chunks that are to stay.
     unpinned: numbers of leases that are given back.
-    used: keys that requests which have finished loaded, stored or found present, a prompt's head
-        first; of several requests, those of the last one first. A key that is named twice counts
-        once, where it is named first.
+    used: keys of the requests that have finished, all that their tokens fill, a prompt's head
+        first; one request after the other, in the order in which they ended.
+    used_counts: u4, how many of `used` each request has; empty: all are of one request.
+    prompt_counts: u4, how many of each request's keys, from the first on, are of its prompt;
+        empty: all are.
+    labels: one byte for each request, its `Label`; with bit 7 set the request was named before, and
+        only its label is new. Empty: no request has one.
+    unstored: keys that were offered, got no slot, and are not offered again.
     wanted: slots that the scheduler would like to have on loan, in all.
     present: keys that were offered since the last Step and found READY.
     pending: keys that were offered since then and found being written.
@@ -295,6 +303,7 @@ class Step(Message, frozen=True, omit_defaults=True):
     """
 
     dropped: Keys = ()
+    missed: Keys = ()
     keys: Keys = ()
     slots: IntArray = NO_SLOTS
     generations: IntArray = NO_GENERATIONS
@@ -304,6 +313,10 @@ class Step(Message, frozen=True, omit_defaults=True):
     pins: Annotated[tuple[Pin, ...], Meta(max_length=MAX_KEYS)] = ()
     unpinned: JobIds = ()
     used: Keys = ()
+    used_counts: IntArray = NO_SLOTS
+    prompt_counts: IntArray = NO_SLOTS
+    labels: Labels = b""
+    unstored: Keys = ()
     wanted: Count = 0
     present: Offers = 0
     pending: Offers = 0
@@ -313,10 +326,11 @@ class Step(Message, frozen=True, omit_defaults=True):
 
 
 class Stepped(Message, frozen=True):
-    """Slots that the scheduler may store into from now on, besides those that it has.
+    """Slots that the scheduler may give to keys from now on, besides those that it has.
 
-    slots: u4, lent now.
-    generations: u8, of these slots.
+    slots: u4, lent now. Each holds nothing, or a chunk that is found as before until the slot is
+        given to another key.
+    generations: u8, which the slots have once they are given to keys.
     """
 
     slots: IntArray
@@ -431,6 +445,10 @@ class Lookups(Message, frozen=True):
     chunks, hit_chunks: keys looked up in the directory, and those that were READY.
     tokens, hit_tokens: prompt tokens asked for and found; None: not counted.
     aborted_requests: that the engine gave up because a load had failed.
+    detached_tokens: of `tokens`, those asked for while no daemon served the engine.
+    hints: requests that came with a hint, or got one later.
+    hints_ignored: fields and actions of hints that are not known, or of no known version.
+    hints_cut: numbers of hints that were out of range and were cut.
     """
 
     chunks: Count
@@ -438,6 +456,10 @@ class Lookups(Message, frozen=True):
     tokens: Count | None = None
     hit_tokens: Count | None = None
     aborted_requests: Count = 0
+    detached_tokens: Count = 0
+    hints: Count = 0
+    hints_ignored: Count = 0
+    hints_cut: Count = 0
 
 
 class KvEvents(Message, frozen=True):
@@ -462,10 +484,12 @@ class Ping(Message, frozen=True, omit_defaults=True):
 
     lookups: totals of a scheduler's session, for the daemon's figures; nil: none to tell.
     kv_events: what it has published, if it publishes KV events; nil: none to tell.
+    prefill_ns: nanoseconds in which the engine computes a token of a prompt; nil: not known.
     """
 
     lookups: Lookups | None = None
     kv_events: KvEvents | None = None
+    prefill_ns: Count | None = None
 
 
 class Pong(Message, frozen=True):

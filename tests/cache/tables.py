@@ -6,7 +6,7 @@ from typing import Any
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.descriptions import MakeDescriptions
-from kvd.cache.directory import Blocks, covers
+from kvd.cache.directory import Blocks, Refs, covers
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.values import Quota
@@ -90,6 +90,11 @@ def removed(table: ChunkTable, since: int) -> list[bytes]:
     return [change[8] for change in changes if change[7] == ChangeKind.REMOVED]
 
 
+def loans_of(table: ChunkTable, owner: int = 1) -> Refs:
+    """The loans of an owner, lent first first: slots, and the generations that they will have."""
+    return [(slot, each) for lent_to, slot, each in table.slots.loans.entries() if lent_to == owner]
+
+
 def begin(
     table: ChunkTable,
     keys: list[bytes],
@@ -107,16 +112,16 @@ def begin(
     begun = Begun()
     wanted = [key for key in dict.fromkeys(keys) if _is_new(table, key, blocks)]
     while wanted:
-        before = table.directory.changes.head
         table.lending.lend(owner, len(wanted), 1, now, usable)
-        begun.evicted += removed(table, before)
-        loans = list(table.slots.loans.of(owner).items())[: len(wanted)]
+        loans = loans_of(table, owner)[: len(wanted)]
         if not loans:
             break
         some, wanted = wanted[: len(loans)], wanted[len(loans) :]
         slots, generations = map(list, zip(*loans, strict=True))
         parts = [blocks] * len(some) if blocks is not None else []
+        before = table.directory.changes.head
         table.stores.begin(some, slots, generations, owner, now, parts, seconds=seconds)
+        begun.evicted += removed(table, before)
         begun.keys += some
         begun.slots += slots
         begun.generations += generations

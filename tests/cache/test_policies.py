@@ -1,14 +1,17 @@
-"""What every policy must do, and what each does in its own way."""
+"""What every policy must do."""
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 
-from kvd.cache.policies import POLICIES, ArcPolicy, LruPolicy
-from kvd.cache.slotlists import SlotLists
+from kvd.cache.eviction import EvictionPolicy
+from kvd.cache.ghosts import GhostCause, Ghosts
+from kvd.cache.policies import POLICIES
+from kvd.cache.slotlists import MAX_STEPS, SlotLists
 from kvd.errors import IntegrityError
 
-Make = Callable[[int], LruPolicy]
+Make = Callable[[int], EvictionPolicy]
 
 
 def key_of(slot: int) -> bytes:
@@ -25,14 +28,13 @@ def anything(slot: int) -> bool:
 @pytest.fixture(params=sorted(POLICIES))
 def make(request: pytest.FixtureRequest) -> Make:
     """A maker of each policy in turn."""
-    return lambda num_slots: POLICIES[request.param](num_slots, key_of)
+    return lambda num_slots: POLICIES[request.param](num_slots, key_of, Ghosts(2 * num_slots))
 
 
-def filled(make: Make, num_slots: int, count: int) -> LruPolicy:
+def filled(make: Make, num_slots: int, count: int) -> EvictionPolicy:
     """A policy holding slots 0..count - 1, inserted in this order."""
     policy = make(num_slots)
-    for slot in range(count):
-        policy.insert(slot)
+    policy.insert_all(range(count), 100.0)
     return policy
 
 
@@ -40,90 +42,103 @@ def test_wrong_use_raises(make: Make) -> None:
     """Inserting twice, and using or removing what is not there, are bugs and said to be."""
     policy = filled(make, 4, 1)
     with pytest.raises(IntegrityError):
-        policy.insert(0)
+        policy.insert_all([0], 1.0)
     with pytest.raises(IntegrityError):
-        policy.use(1)
+        policy.use_all([1], 1.0)
     with pytest.raises(IntegrityError):
-        policy.refresh(1)
+        policy.refresh_all([1], 1.0)
     with pytest.raises(IntegrityError):
         policy.remove(1)
 
 
-def test_clear(make: Make) -> None:
-    """After `clear` a policy is as new."""
-    policy = filled(make, 8, 6)
-    policy.victims(3, anything)
-    policy.clear()
-    assert (len(policy), policy.order()) == (0, [])
-    assert repr(policy) == repr(make(8))
-    policy.insert(0)
-    policy.check_integrity()
-
-
-def test_the_coldest_that_may_go_are_evicted(make: Make) -> None:
+def test_the_coldest_that_may_go_are_reserved(make: Make) -> None:
     """As many as are asked for, or as there are: what was used last; what is pinned stays."""
     policy = filled(make, 8, 6)
-    policy.use(1)
-    assert policy.victims(2, lambda slot: slot not in {0, 3}) == [2, 4]
-    assert policy.victims(9, lambda slot: slot not in {0, 3}) == [5, 1]
-    assert policy.victims(0, anything) == []
-    assert policy.order() == [0, 3]
+    policy.use_all([1], 101.0)
+    assert policy.reserve(2, lambda slot: slot not in {0, 3}) == [2, 4]
+    assert policy.reserve(9, lambda slot: slot not in {0, 3}) == [5, 1]
+    assert policy.reserve(0, anything) == []
+    assert (policy.num_reserved, len(policy), policy.order()) == (4, 6, [0, 2, 3, 4, 5, 1])
     policy.check_integrity()
 
 
-def test_arc_resists_a_scan() -> None:
-    """Chunks used again survive a run of new ones twice as long as the pool; LRU loses them."""
-
-    def survivors(policy: LruPolicy) -> int:
-        for slot in range(8):
-            policy.insert(slot)
-        for slot in range(4):
-            for _ in range(2):  # the request that stored it, and another one
-                policy.use(slot)
-        for slot in range(8, 24):
-            policy.victims(1, anything)
-            policy.insert(slot)
-        return sum(slot in policy for slot in range(4))
-
-    assert survivors(ArcPolicy(24, key_of)) == 4
-    assert survivors(LruPolicy(24, key_of)) == 0
+def test_what_is_used_again_is_reserved_no_more(make: Make) -> None:
+    """A reserved chunk that is refreshed or used is a candidate again, and the hottest."""
+    policy = filled(make, 8, 4)
+    assert policy.reserve(3, anything) == [0, 1, 2]
+    policy.refresh_all([0], 101.0)
+    policy.use_all([1], 102.0)
+    assert [policy.is_reserved(slot) for slot in range(4)] == [False, False, True, False]
+    assert policy.reserve(4, anything) == [3, 0, 1]
+    policy.check_integrity()
 
 
-def test_arc_counts_requests() -> None:
-    """A chunk is used again when another request has had it, not by the one that stored it."""
-    policy = filled(lambda slots: ArcPolicy(slots, key_of), 8, 3)
-    policy.refresh(0)  # loaded
-    policy.use(1)  # the request that stored it has finished
-    assert (policy.order(), "T1 3 T2 0" in repr(policy)) == ([2, 0, 1], True)
-    policy.use(1)
-    policy.refresh(1)
-    assert "T1 2 T2 1" in repr(policy)
+def test_what_is_released_has_its_place_again(make: Make) -> None:
+    """Released chunks go in the order in which they would have gone, whoever is released first."""
+    policy = filled(make, 8, 6)
+    assert policy.reserve(4, anything) == [0, 1, 2, 3]
+    policy.release([2])
+    policy.release([3, 0])
+    assert policy.reserve(3, anything) == [0, 2, 3]
+    policy.check_integrity()
+
+
+def test_what_is_evicted_leaves_a_ghost(make: Make) -> None:
+    """Evicted chunks, reserved or not, are ghosts until their keys return; removed ones are not."""
+    policy = filled(make, 8, 4)
+    policy.use_all([0, 1, 2, 3], 101.0)
+    policy.reserve(1, anything)
+    policy.evict([0, 1], 105.0)
     policy.remove(2)
-    policy.insert(2)  # another chunk, in the same slot
-    policy.use(2)
-    assert "T1 2 T2 1" in repr(policy)
+    assert (policy.order(), policy.num_reserved, len(policy.ghosts)) == ([3], 0, 2)
+    ghost = policy.ghosts.find(key_of(0))
+    assert ghost is not None
+    assert (ghost.cause, ghost.used, ghost.gone) == (GhostCause.EVICTED, 101.0, 105.0)
+    policy.insert_all([0, 2], 106.0)
+    assert [policy.ghosts.find(key_of(slot)) is None for slot in (0, 1, 2)] == [True, False, True]
+    policy.check_integrity()
 
 
-def test_arc_learns_from_ghosts() -> None:
-    """A key that comes back soon after its eviction grows T1's target and enters T2."""
-    policy = ArcPolicy(4, key_of)
-    for slot in range(3):
-        policy.insert(slot)
-    assert policy.victims(1, anything) == [0]
-    policy.insert(0)
-    assert "T1 2 T2 1 B1 0 B2 0 target 1.0" in repr(policy)
-    assert policy.victims(1, anything) == [1]  # T1 is above its target
-    assert policy.victims(1, anything) == [0]  # T1 is at its target: T2 gives
-    policy.insert(0)  # a ghost of B2: the target shrinks
-    assert "target 0.0" in repr(policy)
+def test_clear_leaves_ghosts(make: Make) -> None:
+    """After `clear` no chunk is there, reserved or not, and the ghosts are."""
+    policy = filled(make, 8, 6)
+    policy.evict(policy.reserve(2, anything), 101.0)
+    policy.reserve(2, anything)
+    policy.clear()
+    assert (len(policy), policy.order(), policy.num_reserved) == (0, [], 0)
+    assert len(policy.ghosts) == 2
+    policy.insert_all([0], 102.0)
+    policy.check_integrity()
+
+
+def test_restored_chunks_go_by_their_last_use(make: Make) -> None:
+    """The previous daemon's chunks go before all new ones, those used longest ago first."""
+    policy = make(8)
+    policy.restore(np.array([5, 3, 4]), np.array([10.0, 10.0, 20.0]))
+    policy.insert_all([0], 30.0)
+    policy.check_integrity()
+    assert policy.reserve(4, anything) == [5, 3, 4, 0]
 
 
 def test_slot_lists_notice_damage() -> None:
     """A broken link does not go unseen."""
     lists = SlotLists(4, 2)
-    lists.append(1, 0)
-    lists.append(2, 3)
+    lists.append_all(1, [0], 1)
+    lists.append_all(2, [3], 2)
     lists.check_integrity()
     lists._where[3] = 1
     with pytest.raises(IntegrityError):
         lists.check_integrity()
+
+
+@pytest.mark.parametrize(
+    ("stamp", "place"), [(MAX_STEPS + 9, MAX_STEPS), (3 * MAX_STEPS - 9, 3 * MAX_STEPS)]
+)
+def test_a_slot_is_put_back_without_a_long_search(stamp: int, place: int) -> None:
+    """What belongs into the middle of a long list is put where the search's bound ends."""
+    lists = SlotLists(4 * MAX_STEPS + 1, 1)
+    lists.append_all(1, range(4 * MAX_STEPS + 1), 0)
+    lists.remove(stamp)
+    lists.insert_all(1, [stamp])
+    assert list(lists.walk(1)).index(stamp) == place
+    lists.check_integrity()

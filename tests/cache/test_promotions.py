@@ -209,13 +209,13 @@ def test_chunks_that_were_asked_for_are_to_go_down() -> None:
     table = make_table(8, tier=ONE)
     table.watch(ready=False, asked=True)
     store(table, names(3))
-    table.loads.finished(names(3))
+    table.loads.finished(names(3), 0.0)
     assert waiting(table.on_asked) == []
     pin(table, names(1))
-    table.loads.finished(names(2))
+    table.loads.finished(names(2), 0.0)
     assert waiting(table.on_asked) == names(2)
     pin(table, names(2), number=2)
-    table.loads.finished(names(2))
+    table.loads.finished(names(2), 0.0)
     assert waiting(table.on_asked) == []
     assert table.on_ready is None
 
@@ -225,8 +225,8 @@ def test_a_chunk_asked_for_before_it_was_ready_is_to_go_down_then() -> None:
     table = make_table(4, tier=ONE)
     table.watch(ready=False, asked=True)
     begun = begin(table, names(1))
-    table.loads.finished(names(1))
-    table.loads.finished(names(1))
+    table.loads.finished(names(1), 0.0)
+    table.loads.finished(names(1), 0.0)
     assert waiting(table.on_asked) == []
     finish(table, begun)
     assert waiting(table.on_asked) == names(1)
@@ -241,9 +241,9 @@ def test_a_slot_forgets_what_its_chunk_before_was_asked_for() -> None:
     table.loads.unpin(1, 1)
     store(table, [b"new"])
     assert waiting(table.on_asked) == []
-    table.loads.finished([b"new"])
+    table.loads.finished([b"new"], 0.0)
     assert waiting(table.on_asked) == []
-    table.loads.finished([b"new"])
+    table.loads.finished([b"new"], 0.0)
     assert waiting(table.on_asked) == [b"new"]
 
 
@@ -375,5 +375,5 @@ def test_what_the_daemon_before_has_left_goes_down() -> None:
     assert again is not None
     again.table.watch(ready=True, asked=True)
     assert waiting(again.table.on_ready) == names(2)
-    again.table.loads.finished(names(1))
+    again.table.loads.finished(names(1), 0.0)
     assert waiting(again.table.on_asked) == names(1)

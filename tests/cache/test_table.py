@@ -28,7 +28,7 @@ def test_what_is_pinned_stays() -> None:
     table.check_integrity()
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
 def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) -> None:
     """Its tail goes first, also what was still on its way when the request had finished."""
     table = make_table(6, policy=policy)
@@ -36,7 +36,7 @@ def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) ->
     pin(table, names(2), 1.0)
     parts = [begin(table, names(2, first=first), 2.0) for first in (2, 4)]
     table.loads.unpin(1, 1)
-    assert table.loads.finished([*names(2), *names(4, first=2)]) == 6
+    assert table.loads.finished([*names(2), *names(4, first=2)], 2.0) == 6
     for part in reversed(parts):
         finish(table, part)
     order = [store(table, names(1, first=10 + n)).evicted[0] for n in range(6)]

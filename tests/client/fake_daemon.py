@@ -79,9 +79,8 @@ def make_directory(boot_id: bytes, tiers: int) -> tuple[int, DirectoryWriter]:
     fd = os.memfd_create("directory", os.MFD_CLOEXEC)
     os.ftruncate(fd, header.total_bytes)
     directory = DirectoryWriter(mmap.mmap(fd, header.total_bytes), header)
-    directory.lend(range(2), OTHER)
-    directory.place(b"ready", 0)
-    directory.place(b"writing", 1)
+    directory.place(b"ready", 0, OTHER)
+    directory.place(b"writing", 1, OTHER)
     for slot in range(2):
         directory.add_share(slot, 0, 0, BLOCKS_PER_CHUNK, 0)
     directory.make_ready(0)
@@ -260,24 +259,28 @@ class FakeDaemon:
 
     def lent(self) -> list[int]:
         """Slots that are on loan."""
-        assert self.directory is not None
-        return self.directory.slots_in(SlotState.LENT)
+        directory = self.directory
+        assert directory is not None
+        return [slot for slot in range(NUM_SLOTS) if directory.loan(slot)]
 
     def take_back(self, besides: int = -1) -> None:
         """Take all loans back, without a word, but for one slot."""
         assert self.directory is not None
-        for slot in self.lent():
-            if slot != besides:
-                self.directory.write_state(slot, SlotState.DRAINING)
+        self.directory.end_loans(slot for slot in self.lent() if slot != besides)
+
+    def free(self) -> list[int]:
+        """Slots that hold nothing and are not on loan."""
+        directory = self.directory
+        assert directory is not None
+        return [slot for slot in directory.slots_in(SlotState.FREE) if not directory.loan(slot)]
 
     def make_ready(self, key: bytes, first: int = 0, count: int = BLOCKS_PER_CHUNK) -> None:
         """A chunk, of these blocks, that others have stored, or this engine, if it has begun."""
         directory = self.directory
         assert directory is not None
         if (slot := directory.find(key)) < 0:
-            slot = directory.slots_in(SlotState.FREE)[-1]
-            directory.lend([slot], OTHER)
-            directory.place(key, slot)
+            slot = self.free()[-1]
+            directory.place(key, slot, OTHER)
         directory.add_share(slot, 0, first, count, 0)
         directory.make_ready(slot)
 
@@ -311,11 +314,12 @@ class FakeDaemon:
         )
         for key, (slot, generation) in zip(message.keys, loans, strict=True):
             if directory.is_lent(slot, generation) and directory.find(key) < 0:
-                directory.place(key, slot)
+                if directory.state(slot) == SlotState.READY:
+                    directory.free([slot])
+                directory.place(key, slot, OWNER, generation)
         short = message.wanted - len(self.lent())
-        free = directory.slots_in(SlotState.FREE)
-        slots = free[:short] if 2 * short > message.wanted else []
-        return stepped(slots, directory.lend(slots, OWNER))
+        slots = self.free()[:short] if 2 * short > message.wanted else []
+        return stepped(slots, directory.lend(slots))
 
     def _bind(self, endpoint: str) -> "zmq.Socket[bytes]":
         sock = self._context.socket(zmq.ROUTER)

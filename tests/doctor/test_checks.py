@@ -164,7 +164,13 @@ def test_a_tier_that_is_well_is_told_with_its_figures() -> None:
 TOTAL, PINLESS = 256 * GIB, 131 * GIB // 2  # a pool of 64 GiB would fit, if it were not pinned
 AUTO = Settings(runtime_dir="/run/kvd", reserve="100TiB")
 DOWN = {"name": "lane down", "level": "error", "text": "Lane host is down.", "remedy": "Wait."}
-REPORT = {"version": "kvd 0.1.0", "pid": 7, "ready": False, "conditions": [DOWN]}
+REPORT = {
+    "version": "kvd 0.1.0",
+    "pid": 7,
+    "ready": False,
+    "conditions": [DOWN],
+    "namespaces": [{"model": "llama", "advice": None}],
+}
 BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("machine", Level.FAIL, "4.18", {"kernel": "4.18.0-553"}),
     ("memory", Level.FAIL, "58GiB or less", {"memory": MachineMemory(256 * GIB, 60 * GIB)}),
@@ -214,6 +220,16 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("tier", Level.FAIL, "mooncake_master", store(refused="Connection refused")),
     ("HTTP", Level.FAIL, "in use", {"port_problem": "in use"}),
 ]
+
+
+def test_a_running_daemon_says_what_more_memory_would_bring() -> None:
+    """Its advice is told for each model that has one, and is no fault."""
+    advice = "Buy memory: +64 GiB would save 410 prefill seconds an hour."
+    namespaces = [{"model": "llama", "advice": advice}, {"model": "new", "advice": None}]
+    report = REPORT | {"conditions": [], "namespaces": namespaces}
+    found = [f for f in examine(machine(**runtime(holder=7, report=report))) if f.name == "daemon"]
+    assert [finding.level for finding in found] == [Level.OK, Level.OK]
+    assert found[1].text == f"llama: {advice}"
 
 
 @pytest.mark.parametrize(("name", "level", "says", "broken"), BROKEN)

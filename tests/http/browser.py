@@ -1,5 +1,6 @@
 """The status page in a browser's tab, and scripts that look at it."""
 
+from collections.abc import Callable
 from typing import Any
 
 PATIENCE_MS = 60_000
@@ -130,3 +131,7 @@ class Tab:
     def ask(self, script: str) -> Any:
         """The value of a script."""
         return self.page.evaluate(script)
+
+
+OpenTab = Callable[..., Tab]
+"""Opens the page of a daemon or of a port, in a window of a size and with other looks."""

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import httpx
+import uvicorn
 from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvd.report.app import App
 from kvd.report.broker_client import BrokerClient
 from kvd_proto.messages import Message, Ping, Pong, StatusReport
 from tests.daemon.serving import Daemon
@@ -37,6 +39,23 @@ class Asked(BrokerClient):
         self.asked.append(message)
         assert self.answers.wait(PATIENCE)
         return Pong(pid=1) if isinstance(message, Ping) else StatusReport(status=self.status)
+
+
+@contextmanager
+def served(status: dict[str, Any]) -> Iterator[tuple[Asked, int]]:
+    """What asks a broker that gives this report, over HTTP on a port: both."""
+    asked = Asked(status)
+    asked.answers.set()
+    config = uvicorn.Config(App(asked).guarded("127.0.0.1"), log_config=None, lifespan="off")
+    server = uvicorn.Server(config)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield asked, listener.getsockname()[1]
+        finally:
+            server.force_exit = server.should_exit = True  # pages watch as long as they are open
+            thread.join(PATIENCE)
 
 
 def port_of(daemon: Daemon) -> int:

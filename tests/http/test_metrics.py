@@ -46,6 +46,7 @@ LABELS |= {
     "version",
     "le",
     "reason",
+    "pool",
 }
 
 
@@ -115,6 +116,11 @@ def test_gauges_are_the_reports() -> None:
             assert got == lane["counters"][f"{way}_bytes"]
     for engine in report["engines"]:
         assert one.get("kvd_engine_attached", engine=engine["name"]) == engine["attached"]
+    for space in report["namespaces"]:
+        for size in space["forecast"]["sizes"]:
+            labels = {"namespace": space["id"][:12], "model": space["model"]}
+            got = one.get("kvd_would_hit_ratio", pool=size["pool"], **labels)
+            assert got == size["hit_ratio"]
     assert one.get("process_start_time_seconds") == report["started"]
 
 

@@ -3,16 +3,14 @@
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from itertools import count, pairwise
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -27,12 +25,11 @@ from tests.http.browser import (
     CONTACT,
     CONTRAST,
     NAMELESS,
-    PATIENCE_MS,
     SHOWN_STATE,
     SPLIT,
     TALL,
     UNREACHED,
-    Tab,
+    OpenTab,
 )
 from tests.http.serving import over_unix, port_of, report_of
 from tests.processes import frozen, has_ended
@@ -55,6 +52,8 @@ SECTIONS = [
     "Readiness",
     "Throughput",
     "Hit rate",
+    "What would more memory bring",
+    "Why a miss",
     "Lanes",
     "Tiers",
     "Jobs by stage",
@@ -62,8 +61,6 @@ SECTIONS = [
     "Engines",
     "Events",
 ]
-
-OpenTab = Callable[..., Tab]
 
 
 @contextmanager
@@ -95,26 +92,6 @@ def work(engine: Engine, stop: threading.Event) -> None:
         engine.store(keys, first_block=1, must=False)
         _, wrong = engine.load(keys, first_block=BLOCKS // 2 + 1)
         assert wrong == 0
-
-
-@pytest.fixture(scope="module")
-def chromium() -> Iterator[Any]:
-    """The machine's Chromium; the test is skipped where there is none, and says so."""
-    program = shutil.which("chromium")
-    if program is None:
-        pytest.skip("chromium is not installed; tests/install-debian.sh does that")
-    from playwright.sync_api import sync_playwright  # noqa: PLC0415  # only where it is of use
-
-    args = ["--disable-dev-shm-usage"]  # /dev/shm may be small, and daemons fill it
-    args += ["--no-sandbox"] if os.geteuid() == 0 else []
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(
-            executable_path=program, args=args, timeout=PATIENCE_MS
-        )
-        try:
-            yield chromium
-        finally:
-            chromium.close()
 
 
 @pytest.fixture(scope="module")
@@ -161,20 +138,6 @@ def pod(number: int) -> str:
     return f"vllm-llama-3-1-70b-instruct-prefill-7c9d8f6b5d-{number:05x}"
 
 
-@pytest.fixture
-def tab(chromium: Any) -> Iterator[OpenTab]:
-    """Opens pages on a daemon, which are closed with the test: each draws as long as it is open."""
-    contexts = []
-
-    def open_tab(daemon: Daemon, size: dict[str, int], **looks: str) -> Tab:
-        contexts.append(chromium.new_context(viewport=size, **looks))
-        return Tab(contexts[-1].new_page(), f"http://127.0.0.1:{port_of(daemon)}").open()
-
-    yield open_tab
-    for context in contexts:
-        context.close()
-
-
 @pytest.mark.parametrize("size", [PHONE, DESKTOP], ids=["phone", "desktop"])
 def test_everything_is_there_and_moves(tab: OpenTab, busy: Daemon, size: dict[str, int]) -> None:
     """Every section is shown at both widths, nothing is cut off, figures are alive."""
@@ -194,9 +157,9 @@ def test_everything_is_there_and_moves(tab: OpenTab, busy: Daemon, size: dict[st
 
 
 def test_figures_are_named_for_what_they_are(tab: OpenTab, busy: Daemon) -> None:
-    """Of the pool what is ready, on loan and free; keys found where engines count no tokens."""
+    """Of the pool what is ready and free; keys found where engines count no tokens."""
     page = tab(busy, DESKTOP)
-    use = r"[\d.]+ % ready [\d.]+ % on loan, [\d.]+ % free of 256 MiB"
+    use = r"[\d.]+ % ready [\d.]+ % free of 256 MiB"
     assert re.search(use, page.text("#pool"))
     page.until("/[1-9].*% of keys/.test(document.getElementById('engines-table').textContent)")
     assert "of keys looked up since" in page.text("#hits-total")

@@ -83,7 +83,7 @@ def test_the_coldest_column_goes_first() -> None:
     old = add(namespaces, 1, PAGE)
     for first in range(0, 256, 2):
         store(old, first, 2)
-    old.table.loads.finished([b"key %d" % number for number in range(4)])
+    old.table.loads.finished([b"key %d" % number for number in range(4)], 1.0)
     new = add(namespaces, 2, PAGE)
     assert store(new, 0, 2) == 2
     gone = [n for n in range(256) if old.directory.find(b"key %d" % n) < 0]
@@ -95,8 +95,7 @@ def test_empty_columns_are_lent() -> None:
     namespaces = make_namespaces(MIB)
     old = add(namespaces, 1, PAGE)
     begin(old.table, names(256))
-    refs, _ = old.table.drop_owner(1)
-    old.table.slots.wait_for((), refs)
+    old.table.slots.wait_for((), old.table.drop_owner(1))
     new = add(namespaces, 2, PAGE)
     assert store(new, 0, 256) == 256  # more than its fair share: nobody is hurt
     namespaces.check_integrity()
@@ -300,8 +299,8 @@ def test_space_moves_back_and_forth_without_fragments() -> None:
         for model in models:
             namespaces.attach_engine(model)
             wanted = model.geometry.num_slots
-            for first in range(0, wanted, 64):
-                store(model, 10_000 * turn + first, 64)
+            for first in range(0, wanted, 16):
+                store(model, 10_000 * turn + first, 16)
             assert model.table.slots.stats()["ready"] == wanted
             assert sum(other.table.slots.stats()["ready"] for other in models) == wanted
             namespaces.check_integrity()

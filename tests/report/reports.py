@@ -10,15 +10,14 @@ import msgspec
 from kvd.metrics import schema
 from kvd.metrics.counts import (
     DIRECTIONS,
-    GET_OUTCOMES,
-    PUT_OUTCOMES,
     STAGES,
     ChunkCounts,
     EventCounts,
     LaneCounts,
     LookupCounts,
-    TierCounts,
 )
+from kvd.metrics.misses import MissReason
+from kvd.metrics.tier_counts import GET_OUTCOMES, PUT_OUTCOMES, TierCounts
 
 START = 1_700_000_000.0
 GIB = 2**30
@@ -108,8 +107,8 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
         done,
         pool=_pool(10),
         namespaces=[
-            _namespace("aa" * 16, MODEL, done, 40, 30, 1, 0, 4),
-            _namespace("bb" * 16, "qwen-2.5-7b", done, 14, 9, 0, 1, 0),
+            _namespace("aa" * 16, MODEL, done, 40, 30, 1, 0),
+            _namespace("bb" * 16, "qwen-2.5-7b", done, 14, 9, 0, 1),
         ],
         engines=[
             _engine("llama-70b-0", "aa" * 16, 4, done),
@@ -131,6 +130,38 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
     )
 
 
+POOLS = ("-50%", "-25%", "now", "+25%", "+50%", "+100%", "+200%", "unlimited")
+
+
+def forecast(*hit_ratios: float, now_gib: float = 64, **given: Any) -> dict[str, Any]:
+    """`namespaces[].forecast` with these hits by size of the pool, from `-50%` to `unlimited`.
+
+    What is missed takes 20 prefill seconds an hour for each point of hits.
+    """
+    parts = (0.5, 0.75, 1.0, 1.25, 1.5, 2.0, 3.0, None)
+    sizes = [
+        {
+            "pool": pool,
+            "bytes": None if share is None else int(share * now_gib * GIB),
+            "hit_ratio": ratio,
+            "prefill_seconds_per_hour": 2000 * (1 - ratio),
+        }
+        for pool, share, ratio in zip(POOLS, parts, hit_ratios, strict=True)
+    ]
+    usual = {
+        "requests": 12_031,
+        "first_time": 0.38,
+        "ceiling": hit_ratios[-1],
+        "hit_ratio": hit_ratios[2],
+        "prefill_seconds_per_token": 0.0002,
+    }
+    return {**usual, "sizes": sizes, **given}
+
+
+STEEP = (0.18, 0.225, 0.28, 0.335, 0.39, 0.485, 0.54, 0.58)
+"""Hits by size where memory pays."""
+
+
 def changed(report: dict[str, Any], *path: str | int, to: Any) -> dict[str, Any]:
     """A copy with another value at `path`."""
     copied = copy.deepcopy(report)
@@ -150,17 +181,19 @@ def _pool(free: int) -> Any:
 
 
 def _namespace(identity: str, model: str, done: int, held: int, *bytes_by_state: int) -> Any:
-    ready, writing, draining, lent = (each * GIB for each in bytes_by_state)
+    ready, writing, draining = (each * GIB for each in bytes_by_state)
     return part(
         schema.Namespace,
         id=identity,
         model=model,
         engines=1,
         bytes_per_chunk=20 * 2**20,
+        tokens_per_chunk=16,
+        missed_tokens=missed(done, 16),
+        forecast=forecast(*STEEP),
         num_chunks=3200,
         held_bytes=held * GIB,
         ready_bytes=ready,
-        lent_bytes=lent,
         writing_bytes=writing,
         draining_bytes=draining,
         chunks=part(schema.Chunks, ready=1536, lent=205, writing=51, pinned=12),
@@ -265,6 +298,13 @@ def _chunks(done: int) -> dict[str, Any]:
         "evicted": 10 * done,
         "asked": 150 * done,
         "hits": 150 * done,
+        "missed": missed(done),
     }
     counts: dict[str, Any] = msgspec.to_builtins(ChunkCounts(**happened))
-    return counts
+    return counts | {"missed_age": histogram(AGES, 0, 0, 10 * done)}
+
+
+def missed(done: int, each: int = 1) -> dict[str, int]:
+    """`counters.missed`, or the same of chunks with `each` tokens."""
+    found = {"never_seen": 30, "evicted": 10, "being_stored": 6, "refused": 4}
+    return {reason.value: each * done * found.get(reason, 0) for reason in MissReason}

@@ -14,7 +14,15 @@ from rich.console import Console, RenderableType
 from kvd.cli.top_view import picture, shares, tier_state, waiting
 from kvd.metrics.conditions import conditions
 from kvd.metrics.history import History, Span
-from tests.report.reports import GIB, START, changed, empty_report, loaded_report
+from tests.report.reports import (
+    GIB,
+    START,
+    STEEP,
+    changed,
+    empty_report,
+    forecast,
+    loaded_report,
+)
 
 SECTIONS = [
     "Pool",
@@ -54,7 +62,7 @@ def test_everything_fits_the_terminal(width: int) -> None:
     assert "400 MB/s" in text
     assert "2 GB/s" in text
     assert "75 %" in text
-    assert "39 GiB ready, 4 GiB on loan, 19 GiB free of 64 GiB" in text
+    assert "39 GiB ready, 23 GiB free of 64 GiB" in text
     assert "12 ms late at most; 4 snapshots, 0 overruns" in text
     assert "llama-70b-1" in text
     assert "…" not in text
@@ -76,7 +84,9 @@ def crowded_report(seconds: float) -> dict[str, Any]:
     ]
     chunks = {"ready": 1_234_567, "writing": 51_234, "pinned": 12_000}
     report["namespaces"] = [
-        copy.deepcopy(space) | {"model": "meta-llama/Llama-3.1-405B-Instruct-FP8", "chunks": chunks}
+        copy.deepcopy(space)
+        | {"model": "meta-llama/Llama-3.1-405B-Instruct-FP8", "chunks": chunks}
+        | {"forecast": forecast(*STEEP)}
     ] * 4
     report["pool"]["cpu_bytes"] = 2038 * GIB
     return report | {"time": START + 1e5 + seconds, "host": "gpu-17"}
@@ -119,6 +129,18 @@ def test_keys_are_named_where_tokens_are_not_counted() -> None:
     text = drawn(picture(history))
     assert "75 % of keys" in next(line for line in text.splitlines() if "llama-70b-0" in line)
     assert "75 %      of prompt tokens; 75 % of keys looked up" in text
+
+
+def test_a_line_says_what_more_memory_would_bring() -> None:
+    """Hits now, with twice the memory and at most; of several models the busiest one's."""
+    history = History()
+    report = changed(loaded_report(60.0), "namespaces", 1, "forecast", to=None)
+    history.add(report)
+    line = "memory 28 % 48.5 % at +100 %, at most 58 %"
+    assert line in " ".join(drawn(picture(history)).split())
+    idle = forecast(*STEEP[::-1], requests=3)
+    history.add(changed(report, "namespaces", 1, "forecast", to=idle))
+    assert f"{line} (llama-3-70b)" in " ".join(drawn(picture(history)).split())
 
 
 def test_a_small_terminal_shows_every_figure_whole() -> None:

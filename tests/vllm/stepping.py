@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,14 +16,23 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.kv_hints import KvHintsEnvelope
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from kvd_client import LookupResult, StoreAnswer, StoreTicket, TierInfo
+from kvd_client import Label, LoadTicket, LookupResult, StoreAnswer, StoreTicket, TierInfo
 from kvd_client.change_reader import Differences, Place
 from kvd_client.vllm import KvdOffloadingManager, KvdOffloadingSpec
 from kvd_client.vllm.connector import KvdConnectorScheduler
 from tests.vllm.configs import BLOCK, configured, full
+
+
+class Used(NamedTuple):
+    """One report of a finished request; see `Scheduler.request_finished`."""
+
+    keys: list[bytes]
+    prompt: int
+    label: Label
 
 
 class Lender:
@@ -36,7 +46,11 @@ class Lender:
         described: descriptions of the accepted keys of each offer, where they are wanted.
         describes: whether they are.
         changes: what the next `take_changes` returns.
-        used, steps: keys that finished requests have used, and steps that have ended.
+        used, missed: what finished requests have used, and lookups not found, one by one.
+        unstored: keys that were given up.
+        hints: what was counted of them, request by request.
+        prefill_seconds: the latest that was reported.
+        steps: how many have ended.
     """
 
     def __init__(self, loans: int | None) -> None:
@@ -49,7 +63,11 @@ class Lender:
         self.describes = False
         self.changes_behind = False
         self.changes = Differences()
-        self.used: list[list[bytes]] = []
+        self.used: list[Used] = []
+        self.missed: list[list[bytes]] = []
+        self.unstored: list[bytes] = []
+        self.hints: list[tuple[int, int, int]] = []
+        self.prefill_seconds: float | None = None
         self.steps = 0
 
     def lookup(self, key: bytes, *blocks: int) -> LookupResult:
@@ -84,12 +102,37 @@ class Lender:
             tuple(accepted), np.zeros(count, "<u4"), np.zeros(count, "<u8"), tuple(answers)
         )
 
+    def prepare_load(self, keys: Sequence[bytes], blocks: object = None) -> LoadTicket:
+        """See Scheduler: every key is found."""
+        del blocks
+        count = len(keys)
+        return LoadTicket(tuple(keys), np.zeros(count, "<u4"), np.zeros(count, "<u8"))
+
+    def complete_load(self, ticket: LoadTicket) -> None:
+        """See Scheduler."""
+
     def count_tokens(self, asked: int, found: int) -> None:
         """See Scheduler."""
 
-    def request_finished(self, keys: list[bytes]) -> None:
+    def count_hints(self, hints: int, ignored: int, cut: int) -> None:
         """See Scheduler."""
-        self.used.append(keys)
+        self.hints.append((hints, ignored, cut))
+
+    def set_prefill_seconds(self, seconds_per_token: float) -> None:
+        """See Scheduler."""
+        self.prefill_seconds = seconds_per_token
+
+    def request_finished(self, keys: list[bytes], *, prompt: int, label: Label) -> None:
+        """See Scheduler."""
+        self.used.append(Used(keys, prompt, label))
+
+    def report_missed(self, keys: list[bytes]) -> None:
+        """See Scheduler."""
+        self.missed.append(keys)
+
+    def give_up(self, keys: list[bytes]) -> None:
+        """See Scheduler."""
+        self.unstored.extend(keys)
 
     def end_step(self) -> None:
         """See Scheduler."""
@@ -155,18 +198,27 @@ class Stepping:
         self.ended: set[str] = set()
         self.jobs: dict[int, TransferJob] = {}
 
-    def add(self, name: str, blocks: int, first: int | None = None) -> Request:
+    def add(
+        self,
+        name: str,
+        blocks: int,
+        first: int | None = None,
+        params: dict[str, Any] | None = None,
+        hints: KvHintsEnvelope | None = None,
+    ) -> Request:
         """A request of so many blocks, all of its own, is to run with the next step.
 
-        Its blocks are new ones, or those from this number on.
+        Its blocks are new ones, or those from this number on; `params` and `hints` are its
+        `kv_transfer_params` and `kv_hints`.
         """
         start = sum(map(len, self.requests)) * 1000 + len(self.requests)
         request = Request(
             name,
             list(range(start, start + blocks * BLOCK)),
-            SamplingParams(max_tokens=100),
+            SamplingParams(max_tokens=100, extra_args={"kv_transfer_params": params}),
             None,
             block_hasher=self._hasher,
+            kv_hints=hints,
         )
         self.requests[name] = request
         self.half.on_new_request(request)
@@ -179,6 +231,32 @@ class Stepping:
         )
         self._new.append(NewRequestData.from_request(request, ids))
         return request
+
+    def admit(self, name: str, computed: int, blocks: Sequence[int] = ()) -> int:
+        """Look up a request again as one that waits, and admit it with what is found.
+
+        Args:
+            name: of the request.
+            computed: tokens that the engine's own cache has.
+            blocks: of the request, the null block 0 for none, where something can be loaded.
+
+        Returns:
+            Tokens that are loaded.
+        """
+        request = self.requests[name]
+        found, _ = self.half.get_num_new_matched_tokens(request, computed)
+        assert found is not None
+        cached = [
+            SimpleNamespace(
+                block_id=block,
+                is_null=not block,
+                block_hash=b"cached" if number < computed // BLOCK else None,
+            )
+            for number, block in enumerate(blocks)
+        ]
+        allocated: Any = SimpleNamespace(blocks=(cached,))
+        self.half.update_state_after_alloc(request, allocated, found)
+        return found
 
     def step(self, **tokens: int) -> dict[int, TransferJob]:
         """Schedule so many tokens of these requests; the stores that begin with it."""

@@ -73,7 +73,8 @@ def test_the_last_chunks_of_a_request_are_not_lost_because_loans_came_a_step_lat
     stepping.report([*jobs, *more])
     assert not stepping.half._req_status
     assert not stepping.half.has_pending_push_work()
-    assert sorted(key for used in lender.used for key in used) == sorted(lender.present)
+    (used,) = lender.used
+    assert sorted(used.keys) == sorted(lender.present)
     assert metrics.CHUNKS_REFUSED not in counted(stepping)
 
 

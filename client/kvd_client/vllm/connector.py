@@ -57,6 +57,7 @@ from kvd_client.vllm.upstream import CONFIG, GROUP, check, require
 from kvd_client.vllm.versions import untested
 from kvd_client.vllm.wish import wanted_layout
 from kvd_client.vllm.worker import KvdOffloadingWorker
+from kvd_proto.messages import MAX_KEYS
 
 log = get_logger("kvd_client.vllm")
 
@@ -155,6 +156,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self._idle_publisher: IdlePublisher | None = None
         self._refused = RefusedChunks(self.manager, self.config, self._req_status)
         self._asked: dict[str, int] = {}  # prompt tokens, by request that is not admitted yet
+        self._missed: set[str] = set()  # running requests whose missed chunks are reported
         if spec.publishes:
             self._start_publishing(spec.options.repeat_events)
 
@@ -223,15 +225,30 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         asked = self._asked.pop(request.request_id, None)
         if asked is not None:
             self.manager.scheduler.count_tokens(asked, min(asked, num_external_tokens))
+            self._report_missed(request, num_external_tokens)
         self.manager.promotions.admitted(request.request_id)
         if num_external_tokens and self._ranges.parts:
             needed = self._ranges.needed(request.request_id, num_external_tokens)
             self.manager.need(request.request_id, needed)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
+    def _report_missed(self, request: Request, num_external_tokens: int) -> None:
+        """Report the prompt's chunks that neither the engine's own cache nor kvd had.
+
+        Once for each request: a preempted one, or one whose load has failed, is looked up again.
+        """
+        req_id = request.request_id
+        if req_id in self._missed or request.skip_reading_prefix_cache:
+            return
+        self._missed.add(req_id)
+        found = self._req_status[req_id].num_locally_computed_tokens + num_external_tokens
+        if missed := self._ranges.missed(req_id, found):
+            self.manager.scheduler.report_missed(missed[:MAX_KEYS])
+
     def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
-        """Forget a request that was never admitted."""
+        """Forget what was noted for the request's lookups."""
         self._asked.pop(request.request_id, None)
+        self._missed.discard(request.request_id)
         kept: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
         return kept
 
@@ -255,7 +272,10 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Process the jobs that ended in this step."""
-        self.manager.promotions.speed.ended()
+        speed = self.manager.promotions.speed
+        speed.ended()
+        if (seconds := speed.seconds_per_token) is not None:
+            self.manager.scheduler.set_prefill_seconds(seconds)
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, KvdWorkerMetadata):
             for job_id in meta.failed_jobs:

@@ -32,14 +32,15 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvd_client import LoadTicket, Scheduler, StoreAnswer
 from kvd_client import LookupResult as Found
 from kvd_client.arguments import Blocks
+from kvd_client.hints import read_hint
 from kvd_client.vllm import metrics
 from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.promotions import Promotions
 from kvd_client.vllm.ranges import BlockRanges
+from kvd_client.vllm.requests import RequestReports
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from kvd_proto.messages import MAX_KEYS
 
-_USED = (StoreAnswer.ACCEPTED, StoreAnswer.PRESENT)
 _FULL = StoreAnswer.FULL
 _MISS, _HIT = Found.MISS, Found.HIT
 
@@ -71,8 +72,8 @@ class KvdOffloadingManager(OffloadingManager):
         seek_timeout: seconds that it waits for shared tiers to say whether they have a chunk.
 
     Attributes:
-        refused: by request, group and number of the chunks that were offered while no slot was at
-            hand, to be offered again or given up.
+        refused: by request, the chunks that were offered while no slot was at hand, to be offered
+            again or given up: by group and number, their keys.
         promotions: requests that wait for tiers.
     """
 
@@ -96,9 +97,8 @@ class KvdOffloadingManager(OffloadingManager):
         self._no_loads: set[str] = set()  # requests whose load failed
         self._pending_since: dict[str, float] = {}
         self._failed: set[OffloadKey] = set()
-        self._used: dict[str, dict[OffloadKey, None]] = {}  # by request, in order
-        self._finished: list[list[OffloadKey]] = []  # used by requests that have finished
-        self.refused: dict[str, set[tuple[int, int]]] = {}
+        self._reports = RequestReports(scheduler)
+        self.refused: dict[str, dict[tuple[int, int], OffloadKey]] = {}
         self._lacking: set[OffloadKey] = set()
         self._needed: dict[str, Mapping[OffloadKey, Blocks]] = {}
         self._stats = OffloadingConnectorStats()
@@ -106,41 +106,31 @@ class KvdOffloadingManager(OffloadingManager):
     # -------------------------------------------------------------- requests
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Keep nothing: a request has no state before its first lookup."""
-        self.refused.pop(req_context.req_id, None)  # of an earlier request with the same name
+        """Read the request's hints; its context keeps the label until it has ended."""
+        if req_context.req_id in self.refused:  # of an earlier request with the same name
+            self.give_up(req_context.req_id)
+        hint = read_hint(req_context.kv_transfer_params, req_context.kv_hints)
+        if hint.given:
+            self.scheduler.count_hints(1, hint.ignored, hint.cut)
+            req_context.set_state(hint.label)
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
         """Forget the request, but for a load that is still running.
 
-        What it used is told to the daemon by `end_step`. May be called again for chunks that were
-        stored later.
+        Its chunks are reported by `end_step`, once none of them waits for a slot. May be called
+        again for chunks that were stored later.
         """
         req_id = req_context.req_id
-        used = self._used.pop(req_id, None)
-        if used:
-            keys = list(used)
-            ends = [req_context.get_offload_key_position(key) for key in keys]
-            if None not in ends:  # a prompt's head first, groups side by side
-                keys = [keys[at] for at in sorted(range(len(keys)), key=ends.__getitem__)]
-            self._finished.append(keys)
+        self._reports.end(req_context, self.ranges, settled=req_id not in self.refused)
         self._no_loads.discard(req_id)
         self._pending_since.pop(req_id, None)
         self._needed.pop(req_id, None)
         self.promotions.finished(req_id)
 
     def end_step(self) -> None:
-        """Tell the daemon what was decided in this step, in one message that nobody waits for.
-
-        As with vLLM's own manager a chunk that a request loaded, stored, or offered while it was
-        present is as recent as the request's end, and a prompt's head more recent than its tail.
-        """
-        if self._finished:
-            latest_first = reversed(self._finished)
-            keys = list(dict.fromkeys(key for used in latest_first for key in used))[:MAX_KEYS]
-            self._finished.clear()
-            if self.scheduler.attached:
-                self.scheduler.request_finished(keys)
+        """Send the daemon what was decided in this step, without waiting for an answer."""
+        self._reports.send()
         self.promotions.end_step()
         self.scheduler.end_step()
 
@@ -215,7 +205,7 @@ class KvdOffloadingManager(OffloadingManager):
             self.scheduler.complete_load(ticket)
             return ChunkSlots(missing=missing)
         self._tickets[req_context.req_id] = ticket
-        self._use(wanted, req_context)
+        self._reports.add(req_context.req_id, wanted)
         return ChunkSlots(ticket.slots, ticket.generations, self.ranges.per_group(wanted))
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
@@ -245,11 +235,9 @@ class KvdOffloadingManager(OffloadingManager):
             wanted, blocks, describe if self.scheduler.describes else None
         )
         accepted = [OffloadKey(key) for key in ticket.keys]
-        if len(accepted) == len(offered):
-            self._use(accepted, req_context)
-        else:
-            answers = list(zip(wanted, ticket.answers, strict=False))
-            self._use((key for key, answer in answers if answer in _USED), req_context)
+        self._reports.add(req_context.req_id, offered)
+        if len(accepted) < len(offered):
+            answers = zip(wanted, ticket.answers, strict=False)
             refused = [key for key, answer in answers if answer is _FULL]
             self._refuse([*refused, *offered[MAX_KEYS:]], req_context)
         return PrepareStoreOutput(
@@ -262,11 +250,16 @@ class KvdOffloadingManager(OffloadingManager):
         if not keys:
             return
         self._stats.increase_counter(ALLOCATION_FAILURE)
-        chunks = [self.ranges.chunk_of(key, req_context) for key in keys]
-        refused = {chunk for chunk in chunks if chunk is not None}
+        refused, unstored = {}, []
+        for key in keys:
+            chunk = self.ranges.chunk_of(key, req_context)
+            if chunk is None:
+                unstored.append(key)
+            else:
+                refused[chunk] = key
         if refused:
-            self.refused.setdefault(req_context.req_id, set()).update(refused)
-        self._count_refused(len(keys) - len(refused))
+            self.refused.setdefault(req_context.req_id, {}).update(refused)
+        self._leave_out(unstored)
 
     def loans(self) -> int | None:
         """How many slots are at hand; None where none is, and the daemon has yet to answer."""
@@ -275,15 +268,17 @@ class KvdOffloadingManager(OffloadingManager):
     def give_up(self, req_id: str, chunks: AbstractSet[tuple[int, int]] | None = None) -> None:
         """Leave refused chunks of the request, these or all of them, out of the cache."""
         refused = self.refused[req_id]
-        gone = refused if chunks is None else refused & chunks
-        self._count_refused(len(gone))
-        refused -= gone
+        gone = refused.keys() if chunks is None else refused.keys() & chunks
+        self._leave_out([refused.pop(chunk) for chunk in list(gone)])
         if not refused:
             del self.refused[req_id]
+            self._reports.settle(req_id)
 
-    def _count_refused(self, chunks: int) -> None:
-        if chunks:
-            self._stats.increase_counter(metrics.CHUNKS_REFUSED, chunks)
+    def _leave_out(self, keys: list[OffloadKey]) -> None:
+        """Count refused chunks that are not offered again."""
+        if keys:
+            self._stats.increase_counter(metrics.CHUNKS_REFUSED, len(keys))
+            self.scheduler.give_up(keys[:MAX_KEYS])
 
     def has_pending_work(self) -> bool:
         """Whether vLLM is to go on stepping without requests: refused chunks wait for slots."""
@@ -319,8 +314,7 @@ class KvdOffloadingManager(OffloadingManager):
             self.scheduler.complete_load(ticket)
         self._tickets.clear()
         self._failed.clear()
-        self._used.clear()
-        self._finished.clear()
+        self._reports.clear()
         self.refused.clear()
         self.promotions.clear()
 
@@ -338,6 +332,3 @@ class KvdOffloadingManager(OffloadingManager):
 
     def _description(self, keys: list[OffloadKey], request: ReqContext, number: int) -> bytes:
         return self.describer.encoded(keys[number], request)
-
-    def _use(self, keys: Iterable[OffloadKey], request: ReqContext) -> None:
-        self._used.setdefault(request.req_id, {}).update(dict.fromkeys(keys))

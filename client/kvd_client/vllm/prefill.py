@@ -61,6 +61,14 @@ class PrefillSpeed:
         size = max((known for known in self._sizes if known <= bits), default=min(self._sizes))
         return tokens * median(self._sizes[size])
 
+    @property
+    def seconds_per_token(self) -> float | None:
+        """How long a token of a long prompt takes; None: not measured yet.
+
+        By the largest steps: a long prompt fills them.
+        """
+        return median(self._sizes[max(self._sizes)]) if self._sizes else None
+
     def __repr__(self) -> str:
         sizes = (
             f"{1 << bits - 1}+: {median(self._sizes[bits]) * 1e6:.0f}"

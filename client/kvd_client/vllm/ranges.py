@@ -75,6 +75,38 @@ class BlockRanges:
             return None
         return number, end // group.tokens_per_chunk - 1
 
+    def full_attention_keys(self, req_id: str, tokens: int) -> list[OffloadKey]:
+        """Return the keys of chunks that the request's first tokens fill, windows left out.
+
+        Nothing of a request that vLLM has forgotten.
+        """
+        state = self._requests.get(req_id)
+        if state is None:
+            return []
+        return [
+            key
+            for number, group in self._groups.values()
+            if group.sliding_window_size_in_chunks is None
+            for key in state.group_states[number].offload_keys[: tokens // group.tokens_per_chunk]
+        ]
+
+    def prompt_tokens(self, req_id: str) -> int | None:
+        """Return how many tokens the request's prompt has; None where vLLM has forgotten it."""
+        state = self._requests.get(req_id)
+        return None if state is None else int(state.req.num_prompt_tokens)
+
+    def missed(self, req_id: str, found: int) -> list[OffloadKey]:
+        """Return the keys of the prompt's chunks behind its first `found` tokens.
+
+        Of the first group of full attention; none where a model has no such group.
+        """
+        state = self._requests[req_id]
+        for number, group in self._groups.values():
+            if group.sliding_window_size_in_chunks is None:
+                size, prompt = group.tokens_per_chunk, state.req.num_prompt_tokens
+                return state.group_states[number].offload_keys[found // size : prompt // size]
+        return []
+
     def offered(self, key: OffloadKey, request: ReqContext) -> Blocks:
         """Return which blocks the request has of a chunk that it offers, up to the chunk's end."""
         number, group = self._groups[get_offload_group_idx(key)]

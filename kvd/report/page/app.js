@@ -3,6 +3,7 @@
 import { Charts } from "./charts.js";
 import { $, say, set } from "./dom.js";
 import { History } from "./history.js";
+import { showForecast, showMisses } from "./memory.js";
 import { showChecks, showEvents, showConditions, showState, showUnknown, stateOf } from "./overview.js";
 import { Pool } from "./pool.js";
 import { Stream } from "./stream.js";
@@ -74,6 +75,8 @@ function show() {
   showChecks(report);
   pool.show(report);
   charts.show(history);
+  showForecast(report);
+  showMisses(history);
   showLanes(report);
   showTiers(history);
   showJobs(history);
@@ -132,6 +135,7 @@ $("events-more").addEventListener("click", () => {
   set($("events-more"), "aria-expanded", String(!open));
   if (history.now) showEvents(history.now);
 });
+$("forecast-model").addEventListener("change", () => history.now && showForecast(history.now));
 $("jobs-lane").addEventListener("change", () => history.now && showJobs(history));
 for (const details of document.querySelectorAll("details")) {
   details.addEventListener("toggle", () => history.now && charts.show(history));

@@ -5,9 +5,9 @@ import { number, percent, shorten, size } from "./words.js";
 
 const CELLS = 400;
 const COLOURS = 6;
-const STATES = { ready: "ready", writing: "being written", draining: "draining", lent: "on loan" };
+const STATES = { ready: "ready", writing: "being written", draining: "draining" };
 
-/** Bytes by state, all namespaces together; free is what no chunk and no loan takes. */
+/** Bytes by state, all namespaces together; free is what no chunk takes. */
 export function use(report) {
   const bytes = {};
   for (const state of Object.keys(STATES)) {
@@ -51,10 +51,10 @@ export class Pool {
   show(report) {
     this.#report = report;
     const total = report.pool.cpu_bytes;
-    const { ready, lent, free } = use(report);
+    const { ready, free } = use(report);
     say($("pool-ready"), total ? `${percent(ready / total)} ready` : "–");
     say($("pool-of"), total
-      ? `${percent(lent / total)} on loan, ${percent(free / total)} free of ${size(total)}`
+      ? `${percent(free / total)} free of ${size(total)}`
       : "sized when the first engine comes");
     this.#draw();
     this.#key(report);
@@ -95,7 +95,7 @@ export class Pool {
         key: namespace.id,
         cells: [
           { draw: (box) => name(box, namespace, index) },
-          size(namespace.held_bytes), size(namespace.ready_bytes), size(namespace.lent_bytes),
+          size(namespace.held_bytes), size(namespace.ready_bytes),
           size(namespace.writing_bytes), size(namespace.draining_bytes),
           `${number(ready)}${pinned ? `, ${number(pinned)} pinned` : ""}`,
         ],
@@ -120,7 +120,7 @@ function name(box, namespace, index) {
 function summary(report) {
   const total = report.pool.cpu_bytes;
   if (!total) return "The pool has no size yet.";
-  const { lent, free } = use(report);
+  const { free } = use(report);
   const spaces = report.namespaces.map(({ model, ready_bytes: ready }) => `${percent(ready / total)} ready of ${model}`);
-  return `Pool of ${size(total)}: ${[...spaces, `${percent(lent / total)} on loan`, `${percent(free / total)} free`].join(", ")}.`;
+  return `Pool of ${size(total)}: ${[...spaces, `${percent(free / total)} free`].join(", ")}.`;
 }

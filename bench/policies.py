@@ -1,0 +1,199 @@
+"""Hits by eviction policy and by what requests say of their return, on a trace.
+
+`python bench/policies.py TRACE` prints the share of chunks found in pools of 2, 5, 10 and 25 % of
+the trace's chunks: LRU, adaptive with labels of several kinds, and Belady, which knows the future.
+TRACE is what `kvd replay` takes. The labels are made from the trace's own future: a request goes
+on when a later one has its last whole chunk, and the gap is the time until then.
+
+`--liar` splits the requests by conversation between two clients of one namespace, one of which
+lies always, and prints what the other one finds.
+"""
+
+import argparse
+import math
+import random
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from kvd.cache.policies import POLICIES
+from kvd.replay.simulate import GHOSTS_PER_SLOT, Hits, next_uses, replay_belady, replay_policy
+from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
+from kvd_proto.labels import Label, label_for
+
+PERCENT = (2, 5, 10, 25)
+LIARS = (0.2, 0.5)  # shares of the conversations
+GAP_LABELS = (Label.DONE, Label.UNDER_10S, Label.UNDER_60S, Label.UNDER_600S, Label.LATER)
+NEVER = math.inf
+Labels = Sequence[Label] | None
+
+
+def main() -> None:
+    """Read the trace, play it, print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--tokens-per-id", type=int, default=TOKENS_PER_ID)
+    parser.add_argument("--ids-per-chunk", type=int, default=1)
+    parser.add_argument("--users", type=int, default=USERS)
+    parser.add_argument("--ghosts", type=float, default=GHOSTS_PER_SLOT, help="by slot of the pool")
+    parser.add_argument("--seed", type=int, default=0, help="of the noise in labels")
+    parser.add_argument("--liar", action="store_true")
+    args = parser.parse_args()
+    trace = read_trace(
+        args.trace,
+        tokens_per_id=args.tokens_per_id,
+        ids_per_chunk=args.ids_per_chunk,
+        users=args.users,
+    )
+    touches = sum(len(request.chunks) for request in trace.requests)
+    hours = (trace.requests[-1].time - trace.requests[0].time) / 3600
+    print(
+        f"{args.trace.name}: {len(trace.requests):,} requests in {hours:.1f} h, {touches:,} chunks"
+        f" asked for, {trace.num_chunks:,} different ones"
+    )
+    if args.liar:
+        print_liars(trace, args.ghosts, random.Random(args.seed))
+    else:
+        print_policies(trace, touches, args.ghosts, random.Random(args.seed))
+
+
+def print_policies(trace: Trace, touches: int, ghosts: float, rng: random.Random) -> None:
+    """Print hits in % of chunks asked for; a row for each policy and kind of labels."""
+    pools = [max(1, round(trace.num_chunks * percent / 100)) for percent in PERCENT]
+    table = Table(title=f"hits in %, ghosts of {ghosts:g} x the pool")
+    for column in ("", *(f"{p} %" for p in PERCENT), "least over LRU", "us a chunk"):
+        table.add_column(column, justify="right" if column else "left")
+    lru: list[float] = []
+    for name, policy, labels in (("LRU", "lru", None), *kinds_of_labels(trace, rng)):
+        begin = time.process_time()
+        shares = [
+            100 * int(replay(trace, policy, pool, labels, ghosts).sum()) / touches for pool in pools
+        ]
+        cost = (time.process_time() - begin) / touches / len(pools)
+        lru = lru or shares
+        least = min(share - base for share, base in zip(shares, lru, strict=True))
+        table.add_row(name, *(f"{s:.1f}" for s in shares), f"{least:+.2f}", f"{cost * 1e6:.2f}")
+    belady = [100 * int(replay_belady(trace, pool).sum()) / touches for pool in pools]
+    table.add_row("Belady", *(f"{share:.1f}" for share in belady), "", "")
+    Console(width=110).print(table)
+
+
+def replay(trace: Trace, policy: str, num_slots: int, labels: Labels, ghosts: float) -> Hits:
+    """Chunks that each request finds."""
+    return replay_policy(trace, POLICIES[policy], num_slots, labels=labels, ghosts_per_slot=ghosts)
+
+
+def kinds_of_labels(trace: Trace, rng: random.Random) -> Iterator[tuple[str, str, Labels]]:
+    """A row's name, its policy and its labels."""
+    gaps = return_gaps(trace)
+    done = [Label.DONE if gap == NEVER else Label.NONE for gap in gaps]
+    noisy = [gap * math.exp(rng.gauss(0, 1)) for gap in gaps]
+    yield "adaptive, no labels", "adaptive", None
+    yield 'adaptive + "done"', "adaptive", done
+    yield "adaptive + gaps + done", "adaptive", gap_labels(gaps)
+    yield (
+        "the same, gaps x e^N(0,1), 10 % wrong",
+        "adaptive",
+        corrupted(gap_labels(noisy), 0.1, GAP_LABELS, rng),
+    )
+    yield "the same, 30 % wrong", "adaptive", corrupted(gap_labels(gaps), 0.3, GAP_LABELS, rng)
+    yield (
+        'adaptive + "done", 30 % wrong',
+        "adaptive",
+        corrupted(done, 0.3, (Label.NONE, Label.DONE), rng),
+    )
+
+
+def continuations(trace: Trace) -> list[int]:
+    """For each request the index of the next one with its last whole chunk, or their number."""
+    following = []
+    for request, uses in zip(trace.requests, next_uses(trace), strict=True):
+        whole = min(len(uses), request.tokens // trace.tokens_per_chunk)
+        following.append(int(uses[whole - 1]) if whole else len(trace.requests))
+    return following
+
+
+def return_gaps(trace: Trace) -> list[float]:
+    """Seconds until a request is continued, or NEVER."""
+    times = [*(request.time for request in trace.requests), NEVER]
+    return [times[after] - times[i] for i, after in enumerate(continuations(trace))]
+
+
+def gap_labels(gaps: Sequence[float]) -> list[Label]:
+    """The labels that say when requests return."""
+    return [Label.DONE if gap == NEVER else label_for(gap) for gap in gaps]
+
+
+def corrupted(
+    labels: Sequence[Label], share: float, among: Sequence[Label], rng: random.Random
+) -> list[Label]:
+    """The labels, of which this share is replaced by another one."""
+    return [
+        rng.choice([other for other in among if other != label]) if rng.random() < share else label
+        for label in labels
+    ]
+
+
+def print_liars(trace: Trace, ghosts: float, rng: random.Random) -> None:
+    """Print what the honest client finds, in % of its chunks, beside one that lies."""
+    gaps = return_gaps(trace)
+    truth = gap_labels(gaps)
+    lies = {
+        "the truth": truth,
+        'always "done"': [Label.DONE] * len(gaps),
+        'always "< 10 s"': [Label.UNDER_10S] * len(gaps),
+        "the contrary": [Label.UNDER_10S if gap == NEVER else Label.DONE for gap in gaps],
+    }
+    asked = np.array([len(request.chunks) for request in trace.requests])
+    for share in LIARS:
+        lying = of_liars(trace, share, rng)
+        table = Table(
+            title=f"a liar with {100 * asked[lying].sum() / asked.sum():.0f} % of the chunks"
+        )
+        for column in ("the liar says", *(f"honest, {p} %" for p in PERCENT), "liar", "least"):
+            table.add_column(column, justify="left" if column == "the liar says" else "right")
+        baseline: list[float] = []
+        for name, told in {"nothing, LRU": None, **lies}.items():
+            labels = told and [
+                lie if liar else true
+                for lie, true, liar in zip(told, truth, lying.tolist(), strict=True)
+            ]
+            honest, own = [], []
+            for percent in PERCENT:
+                pool = max(1, round(trace.num_chunks * percent / 100))
+                hits = replay(trace, "adaptive" if labels else "lru", pool, labels, ghosts)
+                honest.append(100 * hits[~lying].sum() / asked[~lying].sum())
+                own.append(100 * hits[lying].sum() / asked[lying].sum())
+            if name == "the truth":
+                baseline = honest
+            worst = min(
+                (100 * (h / b - 1) for h, b in zip(honest, baseline, strict=False)), default=0
+            )
+            table.add_row(
+                name,
+                *(f"{h:.1f}" for h in honest),
+                " / ".join(f"{o:.1f}" for o in own),
+                f"{worst:+.1f} %" if baseline else "",
+            )
+        Console(width=110).print(table)
+
+
+def of_liars(trace: Trace, share: float, rng: random.Random) -> npt.NDArray[np.bool_]:
+    """Which requests are the liar's: those of this share of the conversations."""
+    liar: list[bool | None] = [None] * (len(trace.requests) + 1)
+    for index, after in enumerate(continuations(trace)):
+        own = liar[index]
+        if own is None:
+            own = liar[index] = rng.random() < share
+        if liar[after] is None:
+            liar[after] = own
+    return np.array(liar[:-1], bool)
+
+
+if __name__ == "__main__":
+    main()

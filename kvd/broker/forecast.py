@@ -1,0 +1,136 @@
+"""What a namespace's engines would find in a pool of another size.
+
+The miss-ratio curve is that of an LRU cache, and of engine and pool together: a request's chunks
+are in it whether the engine had them in its own memory or not. So the share that engines did not
+look up is taken off, and the rest is anchored at the measured share of hits: smaller pools in
+proportion to it, larger ones in proportion to what is left up to the ceiling.
+"""
+
+from collections.abc import Sequence
+
+from kvd.cache.miss_curve import MissCurve
+from kvd.cache.namespaces import Namespace
+from kvd.metrics import schema
+from kvd.pool.pool import Pool
+
+SIZES: tuple[tuple[str, float], ...] = (
+    *(("-50%", 0.5), ("-25%", 0.75), ("now", 1.0), ("+25%", 1.25)),
+    *(("+50%", 1.5), ("+100%", 2.0), ("+200%", 3.0)),
+)
+MIN_REQUESTS = 50
+MAX_ENGINE_SHARE = 0.99
+DEEP_TOKENS = 131_072 / 3
+"""A token at this position of a prompt takes twice the prefill time of the first one."""
+
+
+class Forecast:
+    """Hits and prefill time by the pool's size.
+
+    Args:
+        curve: of the namespace.
+        chunks: that it can hold now.
+    """
+
+    def __init__(self, curve: MissCurve, chunks: float) -> None:
+        self._curve = curve
+        self._chunks = chunks
+        prompts = curve.asked * curve.tokens_per_key if curve.tokens_per_key else 0.0
+        looked_up = curve.tokens / prompts if curve.tokens and prompts else 1.0
+        self._engine_share = min(max(0.0, 1.0 - looked_up), MAX_ENGINE_SHARE)
+        self._curve_now = self._beyond_engine(curve.hit_ratio(chunks))
+        self._curve_ceiling = self._beyond_engine(curve.ceiling)
+        measured = curve.hit_tokens / curve.tokens if curve.tokens else self._curve_now
+        self.hit_ratio_now = min(1.0, measured)
+        self.ceiling = max(self.hit_ratio_now, self._curve_ceiling)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether enough requests have been seen, and the curve has any hits to anchor."""
+        enough = self._curve.requests >= MIN_REQUESTS
+        return enough and (self._curve_now > 0 or not self.hit_ratio_now)
+
+    def _beyond_engine(self, hit_ratio: float) -> float:
+        """Turn a share of whole prompts into one of what engines look up."""
+        return max(0.0, hit_ratio - self._engine_share) / (1.0 - self._engine_share)
+
+    def hit_ratio(self, chunks: float) -> float:
+        """Share of looked-up tokens that a pool of so many chunks would find."""
+        by_curve = self._beyond_engine(self._curve.hit_ratio(chunks))
+        if by_curve <= self._curve_now:
+            return self.hit_ratio_now * by_curve / self._curve_now if self._curve_now else 0.0
+        gained = (by_curve - self._curve_now) / (self._curve_ceiling - self._curve_now)
+        return self.hit_ratio_now + gained * (self.ceiling - self.hit_ratio_now)
+
+    def prefill_seconds(self, chunks: Sequence[float], per_token: float) -> list[float]:
+        """Seconds an hour in which engines compute what pools of these sizes would miss.
+
+        Args:
+            chunks: ascending.
+            per_token: seconds in which an engine computes a token that it misses now.
+        """
+        curve = self._curve
+        tokens_per_hour = curve.tokens / curve.seconds * 3600.0
+        now = self._relative_cost(self._chunks)
+        seconds = [
+            tokens_per_hour
+            * (1.0 - self.hit_ratio(size))
+            * per_token
+            * (self._relative_cost(size) / now)
+            for size in chunks
+        ]
+        # Scaled hits and unscaled positions: make sure that more memory never costs time.
+        return [min(seconds[: place + 1]) for place in range(len(seconds))]
+
+    def _relative_cost(self, chunks: float) -> float:
+        """Mean cost of a missed token, in that of a prompt's first token."""
+        depth = self._curve.missed_depth(chunks) * (self._curve.tokens_per_key or 0.0)
+        return 1.0 + depth / DEEP_TOKENS
+
+
+def forecast(
+    namespace: Namespace, pool: Pool, prefill_seconds: float | None
+) -> schema.Forecast | None:
+    """Return a namespace's forecast as the report shows it; None where too little is known.
+
+    In a pool of another size the namespace is given the same part as now. `prefill_seconds` are
+    those in which its engines compute a token that they miss; None: not known.
+    """
+    curve = namespace.table.curve
+    if curve is None:
+        return None
+    known = Forecast(curve, chunks := _reachable_chunks(namespace, pool))
+    if not known.is_known:
+        return None
+    capacities = [*(factor * chunks for _, factor in SIZES), float("inf")]
+    seconds: Sequence[float | None] = [None] * len(capacities)
+    if prefill_seconds is not None and curve.tokens and curve.seconds:
+        seconds = known.prefill_seconds(capacities, prefill_seconds)
+    names = [
+        *((name, int(factor * pool.cpu_bytes)) for name, factor in SIZES),
+        ("unlimited", None),
+    ]
+    return schema.Forecast(
+        requests=int(curve.requests),
+        first_time=curve.first_time,
+        ceiling=known.ceiling,
+        hit_ratio=known.hit_ratio_now,
+        prefill_seconds_per_token=prefill_seconds,
+        sizes=[
+            schema.ForecastSize(
+                pool=name,
+                bytes=nbytes,
+                hit_ratio=known.hit_ratio(capacity),
+                prefill_seconds_per_hour=per_hour,
+            )
+            for (name, nbytes), capacity, per_hour in zip(names, capacities, seconds, strict=True)
+        ],
+    )
+
+
+def _reachable_chunks(namespace: Namespace, pool: Pool) -> int:
+    """Chunks that a namespace can hold while others keep what they have."""
+    space, geometry = namespace.table.space, namespace.geometry
+    free = pool.free_bytes
+    if (group := pool.quotas.of(space)) is not None:
+        free = min(free, max(0, group.room) * pool.extents.size)
+    return min((pool.held_bytes(space) + free) // geometry.bytes_per_chunk, geometry.num_slots)

@@ -1,0 +1,304 @@
+"""The adaptive policy: evict what will bring the fewest hits for each second that it is held.
+
+A chunk's class is how many finished requests have had it (1, 2, 3 or more) and the label of the
+last of them. For each class c the policy counts touches, n, and next uses by age, u_j: bin j
+begins e_j = 2^(j/3) - 1 seconds after the touch. A touch is a finished request that has the
+chunk. Next uses include those of chunks that were evicted meanwhile; their ghosts know class and
+last touch. From these counts follows the gain, the most hits a second that keeping a chunk of
+class c and age a can still bring::
+
+    S_0 = 1;  S_j+1 = max(0.001, S_j - u_j / n)                 share still unused at e_j
+    gain(a) = max over x >= a of  sum_{j=a..x} u_j / n
+                                / sum_{j=a..x} (S_j + S_j+1) / 2 * (e_j+1 - e_j)
+
+Each class has one list in LRU order. The next victim is in the oldest or in the newest run of a
+list, in the one of smallest gain, deepest chunk first. Evicting from the newest run keeps a part
+of a working set that is larger than the pool. A class of fewer than 200 touches has at least the
+gain 0.3 / (age + 60), which falls with age, and only its oldest run is considered. So where
+nothing is learned yet, the policy is LRU.
+
+A chunk whose request is under way stands in a list of its own for each class, of which only the
+oldest run is considered. One that no finished request has had is in class 0: its gain is the best
+of the classes seen once, since its label is not known yet. So are the previous daemon's chunks.
+"""
+
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from math import log2
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvd.cache.eviction import POSITION_BITS, TICKS_PER_SECOND, EvictionPolicy, KeyOf, MayEvict
+from kvd.cache.ghosts import GhostCause, Ghosts
+from kvd.errors import IntegrityError
+from kvd_proto.labels import Label
+
+BINS = 48
+BINS_PER_OCTAVE = 3
+_LABELS = len(Label)
+_CLASSES = 1 + 3 * _LABELS
+_UNDER_WAY = _CLASSES
+"""List c has the chunks of class c whose request has finished, list _UNDER_WAY + c the others."""
+_LISTS = 2 * _CLASSES - 1
+_WIDTH = 1 + BINS
+"""Counts of one class: touches, then next uses by age. What class 0 counts is ignored."""
+
+_EDGES = 2 ** (np.arange(BINS + 1) / BINS_PER_OCTAVE) - 1
+_SECONDS = np.diff(_EDGES)
+_BEFORE = np.tri(BINS, BINS, -1, dtype=bool)  # [age, x]: x < age
+
+_End = tuple[float, int, int, bool, int]
+"""A run at an end of a list: gain, stamp, list, whether it is the hot end, a slot of the run."""
+
+
+def _class(seen: int, label: int) -> int:
+    return 1 + (seen - 1) * _LABELS + label if seen else 0
+
+
+def _seen(chunk_class: int) -> int:
+    return (chunk_class + _LABELS - 1) // _LABELS
+
+
+def _label(chunk_class: int) -> Label:
+    return Label((chunk_class - 1) % _LABELS) if chunk_class else Label.NONE
+
+
+# By list, 0 being none:
+_CLASS_OF = (0, *range(1, _CLASSES), *range(_CLASSES))
+_INTO_UNDER_WAY = tuple(_UNDER_WAY + chunk_class for chunk_class in _CLASS_OF)
+_INTO_USED = tuple(
+    tuple(_class(min(3, _seen(chunk_class) + 1), label) for chunk_class in _CLASS_OF)
+    for label in Label
+)
+
+
+def age_bin(age: float) -> int:
+    """The bin of an age in seconds."""
+    return min(BINS - 1, int(BINS_PER_OCTAVE * log2(1 + max(0.0, age))))
+
+
+def gains(touches: float, next_uses: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """Most hits a second that a chunk can still bring, by age bin. The formula is at the top.
+
+    Args:
+        touches: above 0.
+        next_uses: [BINS].
+    """
+    hits = next_uses / touches
+    unused = np.maximum(0.001, 1 - np.concatenate(([0.0], np.cumsum(hits))))
+    held = (unused[:-1] + unused[1:]) / 2 * _SECONDS
+    hits_until = np.concatenate(([0.0], np.cumsum(hits)))
+    held_until = np.concatenate(([0.0], np.cumsum(held)))
+    hits_between = hits_until[None, 1:] - hits_until[:-1, None]  # [age, x]
+    held_between = held_until[None, 1:] - held_until[:-1, None]
+    rates = np.divide(hits_between, held_between, where=~_BEFORE, out=np.zeros((BINS, BINS)))
+    best: npt.NDArray[np.float64] = rates.max(axis=1)
+    return best
+
+
+class AdaptivePolicy(EvictionPolicy):
+    """Those of smallest gain go first. The module's docstring says what that is."""
+
+    lists = _LISTS
+    min_touches: ClassVar[int] = 200
+    """A class of fewer has a gain that falls with age, and only its oldest run is considered."""
+    requests_per_lesson: ClassVar[int] = 100
+    """Gains are computed anew every so many finished requests."""
+    requests_per_decay: ClassVar[int] = 1000
+    """Counts are multiplied by 0.9 every so many finished requests."""
+
+    def __init__(self, num_slots: int, key_of: KeyOf, ghosts: Ghosts) -> None:
+        super().__init__(num_slots, key_of, ghosts)
+        self._used = np.zeros(8 * num_slots, np.uint8).data.cast("d")  # last touch, s, by slot
+        self._now = 0.0
+        self._requests = 0
+        self._table = np.zeros((_CLASSES, _WIDTH))
+        self._counts = self._table.reshape(-1).data
+        self._gains: list[list[float]] = [[0.0] * BINS for _ in range(_CLASSES)]
+        self._known = [False] * _CLASSES  # whether there were min_touches
+        self._due: list[int] = []  # classes whose gains are to be computed
+
+    def clear(self) -> None:
+        """See EvictionPolicy."""
+        super().clear()
+        self._run_starts: dict[int, int] = {}  # list -> where its newest run probably starts
+
+    def insert_all(self, slots: Sequence[int], now: float) -> None:
+        """See EvictionPolicy. A chunk whose ghost is known is of its class."""
+        self._now = now
+        take, key_of, append_all = self.ghosts.take, self.key_of, self._slots.append_all
+        stamp = self._take_stamps(len(slots), now)
+        for position, slot in enumerate(slots):
+            ghost = take(key_of(slot))
+            chunk_class = 0
+            if ghost is not None and ghost.seen:
+                chunk_class = _class(ghost.seen, ghost.label)
+                self._used[slot] = ghost.used
+            append_all(_UNDER_WAY + chunk_class, (slot,), stamp + position)
+
+    def restore(self, slots: npt.NDArray[np.int64], times: npt.NDArray[np.float64]) -> None:
+        """See EvictionPolicy."""
+        self._restore(_UNDER_WAY, slots, times)
+
+    def refresh_all(self, slots: Sequence[int], now: float) -> None:
+        """See EvictionPolicy."""
+        self._now = now
+        self._unreserve(slots)
+        self._slots.move_all(slots, _INTO_UNDER_WAY, self._take_stamps(len(slots), now))
+
+    def use_all(self, slots: Sequence[int], now: float, label: Label = Label.NONE) -> None:
+        """See EvictionPolicy."""
+        self._now = now
+        self._unreserve(slots)
+        where, used, counts, into = self._slots.where, self._used, self._counts, _INTO_USED[label]
+        source, touched, touches, next_uses = -1, -1.0, 0, 0  # the latter: places in `counts`
+        for slot in slots:
+            which, last = where(slot), used[slot]
+            if which != source or last != touched:  # most chunks of a request have this in common
+                source, touched = which, last
+                touches = into[which] * _WIDTH
+                next_uses = _CLASS_OF[which] * _WIDTH + 1 + age_bin(now - last)
+            counts[touches] += 1
+            counts[next_uses] += 1
+            used[slot] = now
+        self._slots.move_all(slots, into, self._take_stamps(len(slots), now))
+        self._requests += 1
+        if self._requests % self.requests_per_decay == 0:
+            self._table *= 0.9
+        if self._requests % self.requests_per_lesson == 0:
+            self._due = list(range(1, _CLASSES))
+
+    def relabel_all(self, slots: Sequence[int], label: Label) -> None:
+        """See EvictionPolicy. Chunks that were used since keep the later request's label."""
+        lists, counts, moved = self._slots, self._counts, dict[int, list[int]]()
+        run = lists.stamp(slots[0]) >> POSITION_BITS if slots else 0
+        for slot in slots:
+            which = self._reserved.get(slot) or lists.where(slot)
+            chunk_class = _CLASS_OF[which]
+            target = _class(_seen(chunk_class), label)
+            if target == chunk_class or lists.stamp(slot) >> POSITION_BITS != run:
+                continue
+            counts[chunk_class * _WIDTH] = max(0.0, counts[chunk_class * _WIDTH] - 1)
+            counts[target * _WIDTH] += 1
+            target += which - chunk_class  # under way where it was
+            if slot in self._reserved:
+                self._reserved[slot] = target
+            else:
+                lists.remove(slot)
+                moved.setdefault(target, []).append(slot)
+        for target, deepest_first in moved.items():
+            lists.insert_all(target, deepest_first)
+
+    def reserve(self, n: int, may_evict: MayEvict) -> list[int]:
+        """See EvictionPolicy. Ages are those at the latest insert, refresh or use."""
+        lists, chosen = self._slots, list[int]()
+        ends = [
+            end
+            for which in range(1, _LISTS + 1)
+            if lists.size(which)
+            for hot in (False, True)
+            if (end := self._end(which, hot, may_evict)) is not None
+        ]
+        heapify(ends)
+        while ends and len(chosen) < n:
+            end = heappop(ends)
+            if lists.where(end[4]) == end[2]:  # not reserved from the list's other end
+                taken = self._take(end, ends[0] if ends else None, n - len(chosen), may_evict)
+                for slot in taken:
+                    self._reserved[slot] = lists.remove(slot)
+                chosen += taken
+            following = self._end(end[2], end[3], may_evict)
+            if following is not None:
+                heappush(ends, following)
+        return chosen
+
+    def _end(self, which: int, hot: bool, may_evict: MayEvict) -> _End | None:
+        """The run at one end of a list, or None: the first that has a chunk which may go."""
+        chunk_class = _CLASS_OF[which]
+        if hot and (which >= _UNDER_WAY or not self._known[chunk_class]):
+            return None
+        slots = self._slots.walk_back(which) if hot else self._slots.walk(which)
+        for slot in slots:
+            if may_evict(slot):
+                stamp = self._slots.stamp(slot)
+                run = stamp >> POSITION_BITS
+                gain = self._gain(chunk_class, self._now - run / TICKS_PER_SECOND)
+                return gain, run << POSITION_BITS if hot else stamp, which, hot, slot
+        return None
+
+    def _gain(self, chunk_class: int, age: float) -> float:
+        age = max(0.0, age)
+        gain = self._gains[chunk_class][age_bin(age)]
+        return gain if self._known[chunk_class] else max(gain, 0.3 / (age + 60))
+
+    def _take(self, end: _End, limit: _End | None, room: int, may_evict: MayEvict) -> list[int]:
+        """Chunks of a run, deepest first, as long as they go before `limit`."""
+        lists, (gain, _, which, hot, slot) = self._slots, end
+        run, taken = lists.stamp(slot) >> POSITION_BITS, list[int]()
+        # Of two runs of the same gain, chunks go in the order of their stamps.
+        last_stamp = limit[1] if limit is not None and limit[0] == gain and not hot else None
+        for chunk in lists.walk_from(self._run_start(which, slot) if hot else slot):
+            stamp = lists.stamp(chunk)
+            if len(taken) == room or stamp >> POSITION_BITS != run:
+                if hot:
+                    self._run_starts[which] = chunk
+                break
+            if last_stamp is not None and stamp > last_stamp:
+                break
+            if may_evict(chunk):
+                taken.append(chunk)
+        return taken
+
+    def _run_start(self, which: int, slot: int) -> int:
+        """The deepest chunk of a run of which `slot` is another."""
+        lists, run = self._slots, self._slots.stamp(slot) >> POSITION_BITS
+        start = self._run_starts.get(which, slot)
+        if lists.where(start) != which or lists.stamp(start) >> POSITION_BITS != run:
+            start = slot
+        for chunk in lists.walk_back(which, start):
+            if lists.stamp(chunk) >> POSITION_BITS != run:
+                break
+            start = chunk
+        return start
+
+    def learn(self) -> bool:
+        """Compute the gains of one class, in some 0.1 ms; whether more is due."""
+        if self._due:
+            chunk_class = self._due.pop()
+            touches, next_uses = self._table[chunk_class, 0], self._table[chunk_class, 1:]
+            if touches > 0:
+                self._gains[chunk_class] = gains(touches, next_uses).tolist()
+            self._known[chunk_class] = bool(touches >= self.min_touches)
+            if _seen(chunk_class) == 1:
+                known = [self._gains[c] for c in range(1, 1 + _LABELS) if self._known[c]]
+                self._gains[0] = [max(at_age) for at_age in zip(*known, strict=True)] or [
+                    0.0
+                ] * BINS
+        return bool(self._due)
+
+    def _leave_ghost(self, slot: int, now: float) -> None:
+        chunk_class = _CLASS_OF[self._reserved.get(slot) or self._slots.where(slot)]
+        self.ghosts.add(
+            self.key_of(slot),
+            GhostCause.EVICTED,
+            now,
+            used=self._used[slot] if chunk_class else self._time(slot),
+            seen=_seen(chunk_class),
+            label=_label(chunk_class),
+        )
+
+    @property
+    def nbytes_learned(self) -> int:
+        """Bytes of the counts and gains."""
+        return self._table.nbytes + 8 * _CLASSES * BINS
+
+    def check_integrity(self) -> None:
+        """See EvictionPolicy; counts and gains are no negative numbers."""
+        super().check_integrity()
+        if not (np.isfinite(self._table).all() and (self._table >= 0).all()):
+            raise IntegrityError(f"counts are {self._table}")
+        for chunk_class, by_age in enumerate(self._gains):
+            if len(by_age) != BINS or not all(gain >= 0 for gain in by_age):
+                raise IntegrityError(f"gains of class {chunk_class} are {by_age}")

@@ -1,0 +1,405 @@
+"""The adaptive policy beside its formulas, and beside LRU where nothing is learned."""
+
+from collections.abc import Iterable, Sequence
+from math import log2
+from typing import ClassVar
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from kvd.cache.adaptive import BINS, AdaptivePolicy
+from kvd.cache.eviction import TICKS_PER_SECOND, EvictionPolicy
+from kvd.cache.ghosts import Ghosts
+from kvd.cache.policies import LruPolicy
+from kvd.errors import IntegrityError
+from kvd_proto.labels import Label
+
+SLOTS = 12
+KEYS = 30
+Class = tuple[int, Label]
+
+
+class QuickPolicy(AdaptivePolicy):
+    """The policy, learning after a few requests."""
+
+    min_touches: ClassVar[int] = 6
+    requests_per_lesson: ClassVar[int] = 3
+    requests_per_decay: ClassVar[int] = 7
+
+
+class Chunk:
+    """What the model knows of a chunk."""
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.seen, self.label, self.used = 0, Label.NONE, 0.0
+        self.order = self.run = 0  # of its last move: of all moves, and the call's
+        self.under_way = True
+        self.reserved = False
+
+
+def model_bin(age: float) -> int:
+    """The bin of an age, as the formula has it."""
+    return min(BINS - 1, int(3 * log2(1 + age)))
+
+
+def model_gain(touches: float, next_uses: Sequence[float], age: int) -> float:
+    """The gain at an age bin, by the formula, in the obvious slow way."""
+    if not touches:
+        return 0.0
+    unused = [1.0]
+    for uses in next_uses:
+        unused.append(max(0.001, unused[-1] - uses / touches))
+    edges = [2 ** (j / 3) - 1 for j in range(BINS + 1)]
+    best = hits = held = 0.0
+    for j in range(age, BINS):
+        hits += next_uses[j] / touches
+        held += (unused[j] + unused[j + 1]) / 2 * (edges[j + 1] - edges[j])
+        best = max(best, hits / held)
+    return best
+
+
+class Model:
+    """The policy as its formulas say, in dictionaries."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[int, Chunk] = {}
+        self.ghosts: dict[bytes, tuple[int, Label, float]] = {}
+        self.touches: dict[Class, float] = {}
+        self.uses: dict[Class, list[float]] = {}
+        self.learned: dict[Class, tuple[float, list[float]]] = {}
+        self.known: set[Class] = set()
+        self.requests = self.order = self.run = 0
+        self.now = 0.0
+
+    def move(self, slots: Sequence[int], *, under_way: bool) -> None:
+        """These are the hottest, the last most of all, and one run."""
+        self.run = max(self.run + 1, int(self.now * TICKS_PER_SECOND))
+        for slot in slots:
+            self.order += 1
+            chunk = self.chunks[slot]
+            chunk.order, chunk.run = self.order, self.run
+            chunk.under_way, chunk.reserved = under_way, False
+
+    def insert(self, slot: int, key: bytes) -> None:
+        """A chunk has got a slot; its ghost says what it was."""
+        self.chunks[slot] = chunk = Chunk(key)
+        if key in self.ghosts:
+            seen, label, used = self.ghosts.pop(key)
+            if seen:
+                chunk.seen, chunk.label, chunk.used = seen, label, used
+
+    def use(self, slots: Sequence[int], label: Label) -> None:
+        """A request has finished."""
+        for slot in slots:
+            chunk = self.chunks[slot]
+            if chunk.seen:
+                uses = self.uses.setdefault((chunk.seen, chunk.label), [0.0] * BINS)
+                uses[model_bin(self.now - chunk.used)] += 1
+            chunk.seen, chunk.label, chunk.used = min(3, chunk.seen + 1), label, self.now
+            self.count((chunk.seen, label), 1)
+        self.move(slots, under_way=False)
+        self.requests += 1
+        if self.requests % QuickPolicy.requests_per_decay == 0:
+            self.touches = {kind: 0.9 * touches for kind, touches in self.touches.items()}
+            self.uses = {kind: [0.9 * n for n in uses] for kind, uses in self.uses.items()}
+
+    def relabel(self, slots: Sequence[int], label: Label) -> None:
+        """A label comes late: those of the deepest chunk's run change their class."""
+        for slot in slots:
+            chunk = self.chunks[slot]
+            if chunk.seen and chunk.run == self.chunks[slots[0]].run:
+                self.count((chunk.seen, chunk.label), -1)
+                chunk.label = label
+                self.count((chunk.seen, label), 1)
+
+    def remember(self, chunk: Chunk) -> None:
+        """A chunk was evicted; of all ghosts the oldest goes where there are too many."""
+        self.ghosts.pop(chunk.key, None)
+        used = chunk.used if chunk.seen else chunk.run / TICKS_PER_SECOND
+        self.ghosts[chunk.key] = chunk.seen, chunk.label, used
+        if len(self.ghosts) > 2 * SLOTS:
+            del self.ghosts[next(iter(self.ghosts))]
+
+    def count(self, kind: Class, touches: int) -> None:
+        """Count touches of a class."""
+        self.touches[kind] = max(0.0, self.touches.get(kind, 0.0) + touches)
+
+    def learn(self) -> None:
+        """Take the counts as they are."""
+        for kind, touches in self.touches.items():
+            if touches > 0:
+                self.learned[kind] = touches, list(self.uses.get(kind, [0.0] * BINS))
+        self.known = {
+            k for k, touches in self.touches.items() if touches >= QuickPolicy.min_touches
+        }
+
+    def gain(self, chunk: Chunk) -> float:
+        """The gain of keeping a chunk."""
+        age = max(0.0, self.now - chunk.run / TICKS_PER_SECOND)
+        if chunk.seen:
+            kinds = [(chunk.seen, chunk.label)]
+        else:
+            kinds = [(1, label) for label in Label if (1, label) in self.known]
+        learned = [self.learned[kind] for kind in kinds if kind in self.learned]
+        gains = [model_gain(*counts, model_bin(age)) for counts in learned]
+        if chunk.seen and kinds[0] in self.known:
+            return gains[0]
+        return max([*gains, 0.3 / (age + 60)])
+
+    def next_victims(self, pinned: set[int]) -> dict[int, float]:
+        """The deepest chunk of the oldest and of the newest run of each list, and its gain."""
+        lists: dict[tuple[Class, bool], list[int]] = {}
+        for slot, chunk in sorted(self.chunks.items(), key=lambda item: item[1].order):
+            if not chunk.reserved and slot not in pinned:
+                lists.setdefault(((chunk.seen, chunk.label), chunk.under_way), []).append(slot)
+        victims = {}
+        for (kind, under_way), slots in lists.items():
+            ends = [slots[0]]
+            if not under_way and kind in self.known:
+                newest = self.chunks[slots[-1]].run
+                ends.append(next(slot for slot in slots if self.chunks[slot].run == newest))
+            victims.update((slot, self.gain(self.chunks[slot])) for slot in ends)
+        return victims
+
+
+class AdaptiveMachine(RuleBasedStateMachine):
+    """The policy beside the model: every victim is one of smallest gain at an end of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys: dict[int, bytes] = {}
+        self.policy = QuickPolicy(SLOTS, self.keys.__getitem__, Ghosts(2 * SLOTS))
+        self.model = Model()
+        self.pinned: set[int] = set()
+
+    def chosen(self, data: st.DataObject, of: Iterable[int]) -> list[int]:
+        """Some of these slots, in any order."""
+        slots = sorted(of)
+        return data.draw(st.lists(st.sampled_from(slots), unique=True)) if slots else []
+
+    @rule(seconds=st.sampled_from([0.00001, 0.5, 3.0, 40.0, 3000.0, 90_000.0]))
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.model.now += seconds
+
+    @rule(data=st.data())
+    def insert(self, data: st.DataObject) -> None:
+        """A request stores chunks where there is room."""
+        free = [slot for slot in range(SLOTS) if slot not in self.model.chunks]
+        held = {chunk.key for chunk in self.model.chunks.values()}
+        keys = [key for number in range(KEYS) if (key := b"key%d" % number) not in held]
+        slots = self.chosen(data, free)
+        for slot in slots:
+            self.keys[slot] = keys.pop(data.draw(st.integers(0, len(keys) - 1)))
+            self.model.insert(slot, self.keys[slot])
+        self.model.move(slots, under_way=True)
+        self.policy.insert_all(slots, self.model.now)
+
+    @rule(data=st.data())
+    def refresh(self, data: st.DataObject) -> None:
+        """Chunks are pinned for a load."""
+        slots = self.chosen(data, self.model.chunks)
+        self.model.move(slots, under_way=True)
+        self.policy.refresh_all(slots, self.model.now)
+
+    @rule(data=st.data(), label=st.sampled_from([Label.NONE, Label.DONE]))
+    def use(self, data: st.DataObject, label: Label) -> None:
+        """A request finishes; with some of them the policy learns."""
+        slots = self.chosen(data, self.model.chunks)
+        self.model.use(slots, label)
+        self.policy.use_all(slots, self.model.now, label)
+        while self.policy.learn():
+            pass
+        if self.model.requests % QuickPolicy.requests_per_lesson == 0:
+            self.model.learn()
+
+    @rule(data=st.data(), label=st.sampled_from([Label.NONE, Label.DONE]))
+    def relabel(self, data: st.DataObject, label: Label) -> None:
+        """A label comes late, for those chunks of the request that no later one has used."""
+        slots = self.chosen(data, self.model.chunks)
+        slots.sort(key=lambda slot: self.model.chunks[slot].order)
+        self.model.relabel(slots, label)
+        self.policy.relabel_all(slots, label)
+
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        """Other chunks than before may not go."""
+        self.pinned = set(self.chosen(data, range(SLOTS)))
+
+    @rule(n=st.integers(0, SLOTS))
+    def reserve(self, n: int) -> None:
+        """Each victim is at an end of a list and has the smallest gain of all ends."""
+        reserved = self.policy.reserve(n, lambda slot: slot not in self.pinned)
+        for slot in reserved:
+            victims = self.model.next_victims(self.pinned)
+            assert victims[slot] <= min(victims.values()) * (1 + 1e-9)
+            self.model.chunks[slot].reserved = True
+        assert len(reserved) == n or not self.model.next_victims(self.pinned)
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        """Reserved chunks are candidates again."""
+        slots = self.chosen(data, (s for s, chunk in self.model.chunks.items() if chunk.reserved))
+        for slot in slots:
+            self.model.chunks[slot].reserved = False
+        self.policy.release(slots)
+
+    @rule(data=st.data(), evict=st.booleans())
+    def go(self, data: st.DataObject, evict: bool) -> None:
+        """Chunks are evicted, and leave ghosts, or removed, and leave none."""
+        slots = self.chosen(data, self.model.chunks)
+        if evict:
+            self.policy.evict(slots, self.model.now)
+        for slot in slots:
+            chunk = self.model.chunks.pop(slot)
+            if evict:
+                self.model.remember(chunk)
+            else:
+                self.policy.remove(slot)
+
+    @rule()
+    def clear(self) -> None:
+        """A reset: chunks go, ghosts and what was learned stay."""
+        self.policy.clear()
+        self.model.chunks.clear()
+
+    @invariant()
+    def they_agree(self) -> None:
+        """Both have the same chunks, reservations, ghosts and order."""
+        self.policy.check_integrity()
+        chunks = self.model.chunks
+        assert self.policy.order() == sorted(chunks, key=lambda slot: chunks[slot].order)
+        reserved = {slot for slot in chunks if self.policy.is_reserved(slot)}
+        assert reserved == {slot for slot, chunk in chunks.items() if chunk.reserved}
+        for number in range(KEYS):
+            key = b"key%d" % number
+            ghost = self.policy.ghosts.find(key)
+            remembered = None if ghost is None else (ghost.seen, ghost.label, ghost.used)
+            assert remembered == self.model.ghosts.get(key)
+
+
+def test_the_policy_does_what_its_formulas_say() -> None:
+    """After every step each victim is the one that the formulas name."""
+    run_state_machine_as_test(AdaptiveMachine, settings=settings(stateful_step_count=80))
+
+
+operations = st.lists(
+    st.tuples(
+        st.sampled_from(["insert", "refresh", "use", "relabel", "reserve", "release", "evict"]),
+        st.lists(st.integers(0, SLOTS - 1), unique=True),
+        st.sampled_from(Label),
+        st.sampled_from([0.0, 0.00005, 1.0, 500.0, 1e6]),
+    ),
+    max_size=60,
+)
+
+
+@given(operations)
+def test_before_anything_is_learned_it_is_lru(
+    operations: list[tuple[str, list[int], Label, float]],
+) -> None:
+    """The same operations reserve the same chunks in the same order as with LRU."""
+    adaptive, lru = (
+        policy(SLOTS, b"%d".__mod__, Ghosts(2 * SLOTS)) for policy in (AdaptivePolicy, LruPolicy)
+    )
+    now = 1.7e9
+    for name, slots, label, seconds in operations:
+        now += seconds
+        present = [slot for slot in slots if slot in lru]
+        reserved = [slot for slot in slots if lru.is_reserved(slot)]
+        pinned = set(slots[::2])
+        for policy in (adaptive, lru):
+            match name:
+                case "insert":
+                    policy.insert_all([slot for slot in slots if slot not in present], now)
+                case "refresh":
+                    policy.refresh_all(present, now)
+                case "use":
+                    policy.use_all(present, now, label)
+                case "relabel":
+                    policy.relabel_all(present, label)
+                case "release":
+                    policy.release(reserved)
+                case "evict":
+                    policy.evict(present, now)
+        if name == "reserve":
+            expected = lru.reserve(len(slots), lambda slot: slot not in pinned)  # noqa: B023
+            assert adaptive.reserve(len(slots), lambda slot: slot not in pinned) == expected  # noqa: B023
+        assert adaptive.order() == lru.order()
+
+
+def test_a_part_of_a_working_set_larger_than_the_pool_stays() -> None:
+    """Of conversations that come back in turns the adaptive policy finds chunks, LRU none."""
+
+    def hits(policy_type: type[EvictionPolicy]) -> int:
+        keys: dict[int, bytes] = {}
+        policy = policy_type(8, keys.__getitem__, Ghosts(16))
+        found = 0
+        for turn in range(1500):
+            key = b"%d" % (turn % 12)
+            present = [slot for slot, known in keys.items() if known == key]
+            found += len(present)
+            if not present:
+                if len(keys) == 8:
+                    present = policy.reserve(1, lambda _: True)
+                    policy.evict(present, float(turn))
+                present = present or [len(keys)]
+                keys[present[0]] = key
+                policy.insert_all(present, float(turn))
+            policy.use_all(present, float(turn))
+            policy.learn()
+        return found
+
+    assert hits(LruPolicy) == 0
+    assert hits(AdaptivePolicy) > 400
+
+
+def test_a_label_whose_chunks_return_is_worth_more() -> None:
+    """Chunks go first whose label's chunks never came back, though they were used last."""
+    policy = AdaptivePolicy(4000, b"%d".__mod__, Ghosts(8000))
+    for request in range(500):
+        now = 10.0 * request
+        done, returning = 2 * request, 2 * request + 1
+        for slot, label in ((done, Label.DONE), (returning, Label.UNDER_10S)):
+            policy.insert_all([slot], now)
+            policy.use_all([slot], now, label)
+        policy.use_all([returning], now + 5.0, Label.DONE)
+        while policy.learn():
+            pass
+    policy.insert_all([3000, 3001], 5001.0)
+    policy.use_all([3000], 5001.0, Label.UNDER_10S)
+    policy.use_all([3001], 5001.0, Label.DONE)
+    order = policy.reserve(4000, lambda slot: slot >= 3000)
+    assert order == [3001, 3000]
+
+
+def test_one_piece_of_learning_is_one_class() -> None:
+    """After 100 requests `learn` has a piece for each class, and nothing more until 100 later."""
+    policy = AdaptivePolicy(4, b"%d".__mod__, Ghosts(8))
+    policy.insert_all([0], 0.0)
+    for request in range(99):
+        policy.use_all([0], float(request))
+    assert not policy.learn()
+    policy.use_all([0], 99.0)
+    assert [policy.learn() for _ in range(19)] == [True] * 17 + [False] * 2
+
+
+def test_the_tables_are_small() -> None:
+    """What is learned of a namespace takes at most 64 KiB."""
+    assert AdaptivePolicy(4, b"%d".__mod__, Ghosts(8)).nbytes_learned <= 64 * 1024
+
+
+def test_a_negative_count_is_noticed() -> None:
+    """Counts that cannot be do not go unseen."""
+    policy = AdaptivePolicy(4, b"%d".__mod__, Ghosts(8))
+    policy._table[1, 0] = -1.0
+    with pytest.raises(IntegrityError):
+        policy.check_integrity()

@@ -1,0 +1,166 @@
+"""The miss-ratio curve beside a plain LRU stack, and what bounds its time and memory."""
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvd.cache import miss_curve
+from kvd.cache.miss_curve import BINS_PER_POOL, HALVING_SECONDS, MissCurve
+
+CHUNKS = BINS_PER_POOL  # a bin is one chunk: what the curve says is exact
+TURNS = st.lists(
+    st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(1, 12), st.integers(0, 14)),
+    max_size=60,
+)
+
+
+def prompt_of(conversation: int, branch: int, length: int) -> list[bytes]:
+    """Keys of a conversation's first chunks; from the fifth on those of one of its branches."""
+    return [
+        b"%d/%d/%d" % (conversation, branch if position > 4 else 0, position)
+        for position in range(length)
+    ]
+
+
+class Stack:
+    """The LRU stack as a list, hottest first."""
+
+    def __init__(self) -> None:
+        self.keys: list[bytes] = []
+        self.distances: list[int] = []
+        self.asked = 0
+
+    def record(self, keys: Sequence[bytes], prompt: int) -> None:
+        """Take in a request, as `MissCurve.record` does."""
+        self.asked += min(prompt, len(keys))
+        self.distances += [self.keys.index(key) for key in keys[:prompt] if key in self.keys]
+        self.keys = [*keys, *(key for key in self.keys if key not in keys)]
+
+    def hit_ratio(self, chunks: int) -> float:
+        """Share of prompt keys that a pool of so many chunks finds."""
+        return sum(distance < chunks for distance in self.distances) / max(1, self.asked)
+
+
+@given(TURNS)
+def test_the_curve_of_all_keys_is_exact(turns: list[tuple[int, int, int, int]]) -> None:
+    """For every size, with prompts that branch, and answers that are stored and not asked for."""
+    curve, stack = MissCurve(CHUNKS, sample_every=1), Stack()
+    for conversation, branch, length, prompt in turns:
+        keys = prompt_of(conversation, branch, length)
+        curve.record(keys, prompt)
+        stack.record(keys, prompt)
+        curve.tidy()
+    curve.check_integrity()
+    for chunks in range(CHUNKS):
+        assert curve.hit_ratio(chunks) == pytest.approx(stack.hit_ratio(chunks))
+    if stack.asked:
+        assert curve.ceiling == pytest.approx(len(stack.distances) / stack.asked)
+        assert curve.first_time == pytest.approx(1 - curve.ceiling)
+
+
+def conversations(seed: int, requests: int, heads: int = 3) -> list[list[bytes]]:
+    """Prompts of conversations that go on, some of them often, with a few system prompts."""
+    rng = random.Random(seed)
+    turns: dict[int, int] = {}
+    prompts = []
+    for _ in range(requests):
+        conversation = int(rng.paretovariate(0.5)) % 100_000
+        turns[conversation] = turns.get(conversation, 0) + rng.randint(1, 12)
+        system = [b"system %d/%d" % (conversation % heads, position) for position in range(4)]
+        own = [b"%d/%d" % (conversation, position) for position in range(turns[conversation])]
+        prompts.append((system + own)[:200])
+    return prompts
+
+
+def test_a_sample_tells_the_same_as_all_keys() -> None:
+    """One key of twenty, for pools of half to three times the size: within two points."""
+    all_keys, sample = MissCurve(2000, sample_every=1), MissCurve(2000)
+    for keys in conversations(1, 6000):
+        all_keys.record(keys, len(keys))
+        sample.record(keys, len(keys))
+    assert sample.num_keys < all_keys.num_keys / 8
+    assert 0.2 < all_keys.hit_ratio(1000) < all_keys.hit_ratio(6000) < all_keys.ceiling
+    for chunks in (1000, 1500, 2000, 2500, 3000, 4000, 6000):
+        assert sample.hit_ratio(chunks) == pytest.approx(all_keys.hit_ratio(chunks), abs=0.02)
+    assert sample.ceiling == pytest.approx(all_keys.ceiling, abs=0.02)
+    assert sample.missed_depth(2000) == pytest.approx(all_keys.missed_depth(2000), rel=0.1)
+
+
+def test_merged_buckets_keep_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With few buckets, so that they are merged over and over: within half a point."""
+    prompts = conversations(2, 4000)
+    whole = MissCurve(1000)
+    monkeypatch.setattr(miss_curve, "MAX_BUCKETS", 1024)
+    merged = MissCurve(1000)
+    for keys in prompts:
+        whole.record(keys, len(keys))
+        merged.record(keys, len(keys))
+        merged.tidy()
+    merged.check_integrity()
+    for chunks in (500, 1000, 2000, 3000):
+        assert merged.hit_ratio(chunks) == pytest.approx(whole.hit_ratio(chunks), abs=0.005)
+
+
+@pytest.mark.parametrize("in_spare_time", [False, True])
+def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, *, in_spare_time: bool) -> None:
+    """However many keys come, and whether or not there is spare time to tidy."""
+    monkeypatch.setattr(miss_curve, "MIN_LOOKBACK_CHUNKS", 0)
+    monkeypatch.setattr(miss_curve, "SHARD_KEYS", 16)
+    curve = MissCurve(200)
+    for number in range(5000):
+        keys = prompt_of(number, 0, 1 + number % 7)
+        curve.record(keys, len(keys))
+        while in_spare_time and curve.tidy():
+            pass
+    curve.check_integrity()
+    most = 8 * 200 // 4
+    assert curve.num_keys <= most
+    assert sum(map(len, curve._shards)) <= most * (1.3 if in_spare_time else 1.8)
+
+
+def test_what_is_forgotten_is_asked_for_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key is known again as long as the lookback's chunks have not been used since."""
+    monkeypatch.setattr(miss_curve, "MIN_LOOKBACK_CHUNKS", 0)
+    curve = MissCurve(100, sample_every=1)
+    for others, known in ((700, 1), (900, 1)):
+        curve.record([b"key"], 1)
+        for number in range(others):
+            curve.record([b"%d/%d" % (others, number)], 1)
+        curve.record([b"key"], 1)
+        assert curve.found_again == known
+        if others == 700:
+            curve.found_again -= 0
+    curve.check_integrity()
+
+
+@given(st.lists(st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=30), max_size=30))
+@settings(max_examples=50)
+def test_any_keys_leave_it_consistent(requests: list[list[bytes]]) -> None:
+    """Also those of a client that repeats keys, or names them elsewhere in a prompt."""
+    curve = MissCurve(1, sample_every=2)
+    for keys in requests:
+        curve.record(keys, len(keys) + 1)
+        curve.check_integrity()
+        ratios = [curve.hit_ratio(chunks) for chunks in (0, 0.5, 1, 2, 4, 8, 1000)]
+        assert all(smaller <= larger for smaller, larger in pairwise([*ratios, curve.ceiling, 1]))
+
+
+def test_an_hour_halves_what_was_before() -> None:
+    """Of two hours with other reuse the later one counts twice; a long pause counts as an hour."""
+    curve = MissCurve(CHUNKS, sample_every=1)
+    curve.note_lookups(0, 0, 0.0)
+    for number in range(8):
+        curve.record([b"%d" % number], 1)
+    curve.note_lookups(800, 0, HALVING_SECONDS)
+    assert (curve.requests, curve.asked, curve.first_time, curve.tokens) == (4, 4, 1, 400)
+    for _ in range(8):
+        curve.record([b"0"], 1)
+    curve.note_lookups(800, 800, HALVING_SECONDS + 1)
+    assert (curve.ceiling, curve.hit_ratio(8)) == (8 / 12, 8 / 12)
+    assert (curve.tokens, curve.hit_tokens, curve.seconds) == (1200, 800, HALVING_SECONDS / 2 + 1)
+    curve.note_lookups(0, 0, 100 * HALVING_SECONDS)
+    assert (curve.requests, curve.tokens) == (6, 600)

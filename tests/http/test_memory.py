@@ -1,0 +1,154 @@
+"""The page's cards on memory: what more of it would bring, and why chunks are missed."""
+
+import os
+from collections.abc import Callable, Iterator
+from itertools import count, zip_longest
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvd.metrics.advice import advice
+from kvd.metrics.schema import Forecast
+from kvd.metrics.words import NOTHING
+from tests.http.browser import CONTRAST, NAMELESS, SPLIT, OpenTab, Tab
+from tests.http.serving import Asked, served
+from tests.report.reports import LONG_NAMES, STEEP, forecast, loaded_report
+
+pytestmark = pytest.mark.slow
+
+PICTURE = os.environ.get("KVD_FORECAST_PICTURE")  # where to keep a picture of the card
+NUMBER = "document.getElementById('identity').textContent.match(/process (\\d+)/)?.[1]"
+PIDS = count(1)
+Show = Callable[..., Tab]
+CELLS = """[...document.querySelectorAll('#{} tbody tr')].map((row) =>
+  [...row.cells].map((cell) => cell.innerText.replace(/\\s+/g, ' ').trim()))"""
+CUT_OFF = """[...document.querySelectorAll("#forecast *, #misses *")].filter((node) =>
+  node.checkVisibility() && !node.closest(".unseen") && node.scrollWidth > node.clientWidth + 1
+  && getComputedStyle(node).display !== "inline").map((node) => node.outerHTML.slice(0, 80))"""
+
+
+def advised(*hit_ratios: float, **given: Any) -> dict[str, Any]:
+    """`forecast` and `advice` of a namespace."""
+    told = forecast(*hit_ratios, **given)
+    return {"forecast": told, "advice": advice(msgspec.convert(told, Forecast))}
+
+
+def made_up(*of_namespaces: dict[str, Any], seconds: float = 60.0) -> dict[str, Any]:
+    """A report whose namespaces have these fields; its pid tells it from others."""
+    report = loaded_report(seconds) | {"pid": next(PIDS)}
+    for namespace, fields in zip_longest(report["namespaces"], of_namespaces, fillvalue={}):
+        namespace.update({"forecast": None, "advice": None} | fields)
+    report["counters"]["detached_tokens"] = 3200
+    return report
+
+
+@pytest.fixture(scope="module")
+def broker() -> Iterator[tuple[Asked, int]]:
+    """A broker whose report is made up, and the port of its page."""
+    with served(made_up()) as found:
+        yield found
+
+
+@pytest.fixture
+def show(tab: OpenTab, broker: tuple[Asked, int]) -> Show:
+    """Opens the page of a broker that gives this report, in a window so wide."""
+    asked, port = broker
+
+    def open_page(report: dict[str, Any], width: int = 1280) -> Tab:
+        asked.status = report
+        page = tab(port, {"width": width, "height": 900})
+        page.until(f"{NUMBER} === '{report['pid']}'")
+        return page
+
+    return open_page
+
+
+def test_a_glance_says_what_more_memory_would_bring(show: Show) -> None:
+    """Hits and prefill time for each size of the pool, and the advice with its reason."""
+    page = show(made_up(advised(*STEEP)))
+    assert page.text("#forecast-advice").startswith("Buy memory: +64 GiB would save 410 prefill")
+    table = page.ask(CELLS.format("forecast-table"))
+    assert table[0] == ["\N{MINUS SIGN}50 % 32 GiB", "18 %", "1,640"]
+    assert table[2] == ["now 64 GiB", "28 %", "1,440"]
+    assert table[-1] == ["without limit", "58 %", "840"]
+    assert len(table) == 8
+    assert "By 12,031 requests: 38 % of the prompts' chunks" in page.text("#forecast-note")
+    bars = "[...document.querySelectorAll('#forecast .fill')].map((r) => r.getAttribute('width'))"
+    assert page.ask(bars)[2] == "28.0"
+    assert page.complaints == []
+
+
+def test_each_model_has_a_forecast_of_its_own(show: Show) -> None:
+    """With several models one is chosen; where no rate is known, no seconds are made up."""
+    other = advised(*STEEP[::-1])
+    for line in other["forecast"]["sizes"]:
+        line["prefill_seconds_per_hour"] = None
+    page = show(made_up(advised(*STEEP), other))
+    options = "[...document.querySelectorAll('#forecast-model option')].map((o) => o.textContent)"
+    assert page.ask(options) == ["llama-3-70b", "qwen-2.5-7b"]
+    page.page.select_option("#forecast-model", label="qwen-2.5-7b")
+    assert page.ask(CELLS.format("forecast-table"))[0][1:] == ["58 %", NOTHING]
+
+
+def test_without_a_forecast_the_card_says_what_it_waits_for(show: Show) -> None:
+    """No table, no choice and no figure before requests have finished."""
+    page = show(made_up())
+    title = "What would more memory bring"
+    assert page.text("#forecast").startswith(f"{title} Nothing is known yet")
+    assert "%" not in page.text("#forecast")
+
+
+def test_misses_are_shown_by_reason(show: Show, broker: tuple[Asked, int]) -> None:
+    """Shares of the missed tokens by reason, of the last minute and since the start."""
+    before, now = made_up(seconds=30.0), made_up(seconds=60.0)
+    before["counters"]["detached_tokens"] = 0
+    page = show(before)
+    broker[0].status = now
+    page.until("document.getElementById('misses-total').textContent === '99,200 tokens'")
+    assert page.ask(CELLS.format("misses-table")) == [
+        ["never seen asked for the first time", "56.3 %", "58.1 %"],
+        ["evicted was here, had to make room", "18.8 %", "19.4 %"],
+        ["being stored or on its way up from a tier", "11.3 %", "11.6 %"],
+        ["refused no slot was at hand to store it", "7.5 %", "7.74 %"],
+        ["no daemon none served the engine", "6.25 %", "3.23 %"],
+    ]
+    note = "Half of the evicted ones had left within the last 5 min 30 s when they were asked for."
+    assert page.text("#misses-note") == note
+    chunks = made_up(seconds=60.0)
+    chunks["namespaces"][0]["missed_tokens"] = {}
+    page = show(chunks)
+    assert page.text("#misses-total") == "3,000 chunks"
+
+
+@pytest.mark.parametrize("width", [390, 1100, 1280, 1440])
+def test_the_cards_fit_and_can_be_read(
+    show: Show, broker: tuple[Asked, int], tmp_path: Path, width: int
+) -> None:
+    """At every width nothing is cut off or split, texts have contrast and parts have names."""
+    name = max(LONG_NAMES, key=len)
+    spaces = [advised(*STEEP) | {"model": name}, advised(*STEEP)]
+    page = show(made_up(*spaces, seconds=30.0), width)
+    broker[0].status = made_up(*spaces, seconds=60.0)
+    page.until("document.getElementById('misses-total').textContent === '99,200 tokens'")
+    assert page.ask("document.documentElement.scrollWidth") <= width
+    assert page.ask(CUT_OFF) == []
+    assert page.ask(SPLIT)[1] == []
+    assert page.ask(CONTRAST) == []
+    assert page.ask(NAMELESS) == []
+    target = Path(PICTURE if PICTURE and width == 1280 else tmp_path / "card.png")
+    page.page.screenshot(path=target, full_page=True, clip=card(page))
+    assert target.read_bytes()[:4] == b"\x89PNG"
+
+
+def card(page: Tab) -> dict[str, float]:
+    """Where the two cards are on the page."""
+    clip: dict[str, float] = page.ask(
+        "(() => { const [a, b] = ['forecast', 'misses'].map((id) =>"
+        " document.getElementById(id).getBoundingClientRect());"
+        " const [x, y] = [Math.min(a.x, b.x) - 8, Math.min(a.y, b.y) + scrollY - 8];"
+        " return {x, y, width: Math.max(a.right, b.right) + 8 - x,"
+        " height: Math.max(a.bottom, b.bottom) + scrollY + 8 - y}; })()"
+    )
+    return clip

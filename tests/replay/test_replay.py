@@ -1,0 +1,198 @@
+"""Playing a trace: hits by policy, and `kvd replay`."""
+
+import json
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvd.cache.policies import POLICIES, LruPolicy
+from kvd.cli import cli
+from kvd.metrics.words import NOTHING
+from kvd.replay.simulate import replay_belady, replay_policy
+from kvd.replay.traces import Trace, TracedRequest
+from kvd_proto.labels import Label
+
+
+def trace_of(*prompts: Sequence[int]) -> Trace:
+    """A request a second; equal chunks have all before them equal."""
+    requests = [
+        TracedRequest(float(second), 512 * len(prompt), np.array(prompt, np.int32))
+        for second, prompt in enumerate(prompts)
+    ]
+    return Trace(requests, 1 + max(max(prompt, default=0) for prompt in prompts), 512)
+
+
+def random_trace(seed: int, requests: int = 300) -> Trace:
+    """Conversations that go on or end, with common beginnings."""
+    rng, prompts = random.Random(seed), [[0]]
+    fresh = iter(range(1, 100_000))
+    for _ in range(requests):
+        begin = rng.choice(prompts[-20:])
+        begin = begin[: rng.randint(1, len(begin))] if rng.random() < 0.3 else begin
+        prompts.append([*begin, *(next(fresh) for _ in range(rng.randint(0, 5)))])
+    return trace_of(*prompts)
+
+
+def lru_hits(trace: Trace, capacity: int) -> list[int]:
+    """The rule in the plain way: a dictionary in order of use, the tail touched first."""
+    held: OrderedDict[int, None] = OrderedDict()
+    hits = []
+    for request in trace.requests:
+        prompt = request.chunks.tolist()
+        hits.append(next((i for i, c in enumerate(prompt) if c not in held), len(prompt)))
+        for chunk in reversed(prompt):
+            held[chunk] = None
+            held.move_to_end(chunk)
+        while len(held) > capacity:
+            held.popitem(last=False)
+    return hits
+
+
+@pytest.mark.parametrize("num_slots", [1, 7, 50, 400])
+def test_lru_finds_what_a_plain_dictionary_in_order_of_use_finds(num_slots: int) -> None:
+    """Request by request, also where a prompt is larger than the pool."""
+    trace = random_trace(num_slots)
+    assert replay_policy(trace, LruPolicy, num_slots).tolist() == lru_hits(trace, num_slots)
+
+
+def best_hits(trace: Trace, capacity: int) -> int:
+    """The most chunks that can be found: every choice of what to keep is tried."""
+    best = {frozenset[int](): 0}
+    for request in trace.requests:
+        prompt = request.chunks.tolist()
+        after: dict[frozenset[int], int] = {}
+        for held, hits in best.items():
+            found = next((i for i, c in enumerate(prompt) if c not in held), len(prompt))
+            candidates = sorted(held | set(prompt))
+            for size in range(min(capacity, len(candidates)) + 1):
+                for kept in combinations(candidates, size):
+                    key = frozenset(kept)
+                    after[key] = max(after.get(key, 0), hits + found)
+        best = after
+    return max(best.values())
+
+
+# Chunks of a tree: 0 stands before 1 and 2, 1 before 3 and 4, 5 before 6.
+PATHS = ((0, 1, 3), (0, 1, 4), (0, 2), (5, 6))
+PROMPTS = st.sampled_from(PATHS).flatmap(
+    lambda path: st.integers(1, len(path)).map(lambda length: path[:length])
+)
+
+
+@given(st.lists(PROMPTS, min_size=1, max_size=6), st.integers(1, 3))
+def test_belady_finds_as_much_as_the_best_choice(prompts: list[list[int]], slots: int) -> None:
+    """Compared with every choice of chunks to keep, on small traces."""
+    trace = trace_of(*prompts)
+    assert replay_belady(trace, slots).sum() == best_hits(trace, slots)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_no_policy_finds_more_than_belady(policy: str) -> None:
+    """And with room for every chunk each policy finds as much."""
+    trace = random_trace(1)
+    for num_slots in (10, 40, 160):
+        found = replay_policy(trace, POLICIES[policy], num_slots).sum()
+        assert 0 < found <= replay_belady(trace, num_slots).sum()
+    room = trace.num_chunks
+    assert (replay_policy(trace, POLICIES[policy], room) == replay_belady(trace, room)).all()
+
+
+def test_a_policy_is_told_of_requests_as_the_broker_tells_it() -> None:
+    """New chunks first, then all of the request, deepest first, with its label; ghosts by size."""
+    told: list[tuple[str, list[bytes], Label | None]] = []
+    made: list[LruPolicy] = []
+
+    class Recording(LruPolicy):
+        def insert_all(self, slots: Sequence[int], now: float) -> None:
+            made[:] = [self]
+            told.append(("insert", [self.key_of(slot)[:1] for slot in slots], None))
+            super().insert_all(slots, now)
+
+        def use_all(self, slots: Sequence[int], now: float, label: Label = Label.NONE) -> None:
+            told.append(("use", [self.key_of(slot)[:1] for slot in slots], label))
+            super().use_all(slots, now, label)
+
+    labels = [Label.DONE, Label.LATER]
+    replay_policy(trace_of([0, 1], [0, 2]), Recording, 4, labels=labels, ghosts_per_slot=3)
+    assert told == [
+        ("insert", [b"\1", b"\0"], None),
+        ("use", [b"\1", b"\0"], Label.DONE),
+        ("insert", [b"\2"], None),
+        ("use", [b"\2", b"\0"], Label.LATER),
+    ]
+
+
+LINES = "".join(
+    json.dumps({"timestamp": 1000 * n, "input_length": 1000, "hash_ids": ids}) + "\n"
+    for n, ids in enumerate([[1, 2], [3, 4], [1, 2], [5, 6], [1, 2]])
+)
+
+
+def run(*arguments: str) -> str:
+    """The output of `kvd replay`."""
+    done = CliRunner().invoke(cli, ["replay", *arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_kvd_replay_shows_each_policy_at_several_sizes(tmp_path: Path) -> None:
+    """Hit tokens, their share, and the prefill seconds that they save; a last chunk is shorter."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(LINES)
+    size = ("--cpu-bytes", "4MiB", "--bytes-per-chunk", "1MiB")
+    shown = json.loads(run(str(path), *size, "--prefill-seconds-per-token", "0.01", "--json"))
+    assert [(pool["cpu_bytes"] >> 20, pool["slots"]) for pool in shown["pools"]] == [
+        (2, 2),
+        (4, 4),
+        (8, 8),
+        (16, 16),
+    ]
+    half, whole, *_ = (pool["policies"] for pool in shown["pools"])
+    assert list(half) == [*POLICIES, "belady"]
+    assert half["lru"]["hit_tokens"] == 0
+    assert half["belady"]["hit_tokens"] == 2000
+    assert whole["lru"] == {"hit_tokens": 2000, "hit_ratio": 0.4, "prefill_seconds_saved": 20.0}
+    assert (shown["requests"], shown["prompt_tokens"], shown["chunks"]) == (5, 5000, 6)
+    table = run(str(path), *size, "--policy", "lru")
+    assert [line.split() for line in table.splitlines() if "lru" in line][1] == [
+        *("│", "4", "MiB", "│", "4", "│", "lru", "│", "2,000", "│", "40", "%", "│", NOTHING, "│")
+    ]
+
+
+def test_kvd_replay_takes_the_size_of_a_chunk_from_a_model(tmp_path: Path) -> None:
+    """512 tokens of 2 layers with 2 heads of 64 in 16 bits, keys and values, are 512 KiB."""
+    path, config = tmp_path / "trace.jsonl", tmp_path / "config.json"
+    path.write_text(LINES)
+    model = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2}
+    config.write_text(json.dumps(model | {"hidden_size": 128, "torch_dtype": "bfloat16"}))
+    shown = run(str(path), "--cpu-bytes", "4MiB", "--model", str(config), "--json")
+    assert json.loads(shown)["bytes_per_chunk"] == 2 * 512 * 2 * 2 * 64 * 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ((), "Give either --bytes-per-chunk or --model."),
+        (
+            ("--bytes-per-chunk", "4MiB"),
+            "bytes per chunk = 4,194,304: not between 1 and 2,097,152, half of --cpu-bytes 4MiB;",
+        ),
+    ],
+)
+def test_kvd_replay_names_a_size_that_cannot_be(
+    tmp_path: Path, arguments: tuple[str, ...], error: str
+) -> None:
+    """The value and the remedy."""
+    path = tmp_path / "trace.jsonl"
+    path.write_text(LINES)
+    done = CliRunner().invoke(cli, ["replay", str(path), "--cpu-bytes", "4MiB", *arguments])
+    assert done.exit_code
+    assert error in done.stderr
