@@ -68,9 +68,8 @@ def _turn_over(writer: DirectoryWriter, changes: Any, keys: list[bytes]) -> floa
     """Processor time in which all chunks become READY and go; `changes` is told of it."""
     writer.changes = changes
     slots = range(len(keys))
-    writer.lend(slots, 1)
     for key, slot in zip(keys, slots, strict=True):
-        writer.place(key, slot)
+        writer.place(key, slot, 1)
         writer.add_share(slot, 0, 0, 1, 0)
     started = time.thread_time()
     for slot in slots:

@@ -12,6 +12,7 @@ import copying
 import events
 import latency
 import looking_up
+import policy_costs
 import starting
 import tiers
 from harness import Figures
@@ -27,6 +28,7 @@ SECTIONS = {
     "copying": copying.measure,
     "KV events": events.measure,
     "tiers": tiers.measure,
+    "eviction policies": policy_costs.measure,
 }
 GOALS = {
     "host_store_ratio": "at least 0.8 of the best copy in one process",
@@ -50,6 +52,13 @@ GOALS = {
     "event_read_us": "at most 1, a scheduler's for each change: 1 % of its step at 10,000 a second",
     "tier_hit_p99_ratio": "at most 1.05: loads from memory with a tier, beside none",
     "hanging_tier_hit_p99_ratio": "the same while the tier hangs",
+    "adaptive_use_us": "at most 2, for each chunk of a request that has finished",
+    "adaptive_refresh_us": "at most 2, for each chunk that is pinned for a load",
+    "adaptive_insert_us": "for each chunk that is stored; half of them have a ghost",
+    "adaptive_evict_us": "at most 5, for each chunk that is reserved and evicted",
+    "adaptive_learn_ms_longest": "at most 2, one class",
+    "adaptive_tables_bytes": "at most 65,536, of one namespace",
+    "ghost_bytes_per_key": "at most 48, of the broker's own memory",
     "memcpy_GBps": "contiguous, one thread",
 }
 

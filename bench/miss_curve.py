@@ -66,7 +66,7 @@ def print_errors(trace: Trace, runs: int) -> None:
         prompts = prompts_of(trace, run)
         for percent in PERCENT:
             chunks = max(1, trace.num_chunks * percent // 100)
-            curve = MissCurve(chunks)
+            curve = MissCurve(chunks, SAMPLE_EVERY)
             for keys in prompts:
                 curve.record(keys, len(keys))
             curve.check_integrity()
@@ -89,7 +89,7 @@ def print_errors(trace: Trace, runs: int) -> None:
 def print_costs(trace: Trace) -> None:
     """Print processor time and memory, with a pool of 10 % of the trace's chunks."""
     chunks, prompts = max(1, trace.num_chunks // 10), prompts_of(trace, 0)
-    curve, records, pieces = MissCurve(chunks), [], []
+    curve, records, pieces = MissCurve(chunks, SAMPLE_EVERY), [], []
     for keys in prompts:
         records.append(_seconds(curve.record, keys, len(keys)))
         pieces.append(_seconds(curve.tidy))
@@ -109,7 +109,7 @@ def _seconds(call: Callable[..., object], *arguments: object) -> float:
 
 def _bytes_per_key(prompts: Prompts, chunks: int) -> float:
     tracemalloc.start()
-    curve = MissCurve(chunks)
+    curve = MissCurve(chunks, SAMPLE_EVERY)
     for keys in prompts:
         curve.record(keys, len(keys))
     nbytes, _ = tracemalloc.get_traced_memory()

@@ -155,8 +155,9 @@ def print_liars(trace: Trace, ghosts: float, rng: random.Random) -> None:
         table = Table(
             title=f"a liar with {100 * asked[lying].sum() / asked.sum():.0f} % of the chunks"
         )
-        for column in ("the liar says", *(f"honest, {p} %" for p in PERCENT), "liar", "least"):
-            table.add_column(column, justify="left" if column == "the liar says" else "right")
+        for column in ("the liar says", *(f"honest, {p} %" for p in PERCENT), "liar itself", "least"):
+            justify: Literal["left", "right"] = "left" if column == "the liar says" else "right"
+            table.add_column(column, justify=justify, no_wrap=True)
         baseline: list[float] = []
         for name, told in {"nothing, LRU": None, **lies}.items():
             labels = told and [

@@ -25,6 +25,7 @@ from kvd_proto.codec import NO_ID, WIRE
 from kvd_proto.descriptions import Description, encode, pack_header, pack_record
 from kvd_proto.directory import SlotState
 from kvd_proto.directory_header import DirectoryHeader
+from kvd_proto.labels import Label
 from kvd_proto.layout import GroupSpec, Range, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
     REPLY_OF,
@@ -140,16 +141,18 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Step(
         keys=_KEYS,
         slots=IntArray.of((0, 1), "u4"),
-        generations=IntArray.of((1, 1), "u8"),
+        generations=IntArray.of((1, 2), "u8"),
         descriptions=(encode(DESCRIPTION), b""),
         pins=(_PIN,),
         unpinned=(4,),
+        used=_KEYS,
+        labels=bytes((Label.UNDER_60S,)),
         wanted=64,
         present=1,
     ),
     m.Stepped(
         slots=IntArray.of((2, 3), "u4"),
-        generations=IntArray.of((1, 1), "u8"),
+        generations=IntArray.of((3, 4), "u8"),
     ),
     m.Reset(),
     m.ResetDone(dropped=1, deferred=0),
@@ -187,6 +190,18 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Cleared(chunks=412, bytes=6750208, deferred=3),
     m.Check(),
     m.Checked(violation="", chunks=412, whole=True),
+    m.Explain(key=b"0123456789abcdef"),
+    m.Explained(
+        chunks=(
+            m.ChunkFate(
+                namespace=bytes(range(32, 48)),
+                model="llama-70b",
+                reason="evicted",
+                gone_ms=9000,
+                requests=2,
+            ),
+        )
+    ),
     m.ReloadConfig(),
     m.ConfigReloaded(
         file="/etc/kvd/kvd.toml",
@@ -357,7 +372,7 @@ def _codes(title: str, codes: type[Enum]) -> list[str]:
         ValueError: a member has none.
     """
     source = inspect.getsource(codes)
-    comments = dict(re.findall(r"^ +([A-Z_]+) = .*?  # (.+)$", source, re.MULTILINE))
+    comments = dict(re.findall(r"^ +([A-Z0-9_]+) = .*?  # (.+)$", source, re.MULTILINE))
     lines = [f"## {title}", "", "| value | name | meaning |", "|---|---|---|"]
     if issubclass(codes, StrEnum):
         lines = [f"## {title}", "", "| value | meaning |", "|---|---|"]
@@ -422,9 +437,8 @@ def _set_times(writer: DirectoryWriter) -> None:
 
 def _begin(writer: DirectoryWriter, keys: list[bytes], slots: list[int]) -> None:
     """Chunks that are being written by engine 1."""
-    writer.lend(slots, 1)
     for key, slot in zip(keys, slots, strict=True):
-        writer.place(key, slot)
+        writer.place(key, slot, 1)
 
 
 def _lookup(writer: DirectoryWriter, key: bytes) -> str:
@@ -587,6 +601,7 @@ def generated() -> str:
         _all_fields(),
         _codes("Error codes", ErrorCode),
         _codes("Job statuses", JobStatus),
+        _codes("Labels", Label),
         _directory(),
         _description(),
         ["## Life cycles"],

@@ -111,6 +111,7 @@ class Decisions:
                 continue
             answers.append(_ACCEPTED)
             begun[key] = outbox.keys
+            given[loan[0]] = loan[1]
             stored.append(key)
             slots.append(loan[0])
             generations.append(loan[1])

@@ -12,9 +12,9 @@ What is not known or has the wrong type is ignored and counted; a number out of 
 counted. Of both the `kvd` object counts first, and "done" before any time.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from kvd_proto.labels import MAX_SECONDS, Label, label_for
 
@@ -64,8 +64,10 @@ def _read_fields(params: object, hint: Hint) -> Label:
     if not isinstance(params, dict):
         hint.ignored += 1
         return Label.NONE
-    labels = [_FIELDS.get(name, _unknown)(value, hint) for name, value in params.items()]
-    return _strongest(labels)
+    hint.ignored += len(params.keys() - _FIELDS.keys())
+    return _strongest(
+        [read(params[name], hint) for name, read in _FIELDS.items() if name in params]
+    )
 
 
 def _read_envelope(envelope: object, hint: Hint) -> Label:
@@ -120,8 +122,10 @@ def _done_if(wanted: bool) -> Callable[[object, Hint], Label]:
 
 
 def _seconds(value: object, hint: Hint) -> Label:
-    """Return the label of a number of seconds; NaN is no number."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+    """Return the label of a number of seconds."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return _unknown(value, hint)
+    if isinstance(value, float) and math.isnan(value):
         return _unknown(value, hint)
     inside = min(max(value, 0), MAX_SECONDS)
     hint.cut += inside != value
@@ -137,7 +141,7 @@ def _cache_control(value: object, hint: Hint) -> Label:
     return _unknown(value, hint) if seconds is None else label_for(seconds)
 
 
-_FIELDS: dict[Any, Callable[[object, Hint], Label]] = {
+_FIELDS: dict[str, Callable[[object, Hint], Label]] = {
     "continues": _done_if(False),
     "one_shot": _done_if(True),
     "session_final": _done_if(True),

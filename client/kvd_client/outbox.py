@@ -92,7 +92,9 @@ class Outbox:
         blocks: Sequence[Blocks],
         descriptions: Sequence[bytes] = (),
     ) -> None:
-        """Stores have begun; the caller has put their keys into `begun`, with `self.keys`.
+        """Stores have begun.
+
+        The caller has put their keys into `begun`, with `self.keys`, and their slots into `given`.
 
         Args:
             keys: a prompt's head first.
@@ -108,7 +110,6 @@ class Outbox:
             self._described_bytes += sum(map(len, descriptions))
         self.keys.extend(keys)
         self._slots.extend(slots)
-        self.given.update(zip(slots, generations, strict=True))
         self._generations.extend(generations)
         self._blocks.extend(blocks)
 

@@ -17,15 +17,19 @@ from kvd.cache.chunks import EMPTY_PIECES, PIECE_SLOTS
 from kvd.cache.namespaces import Namespace
 from kvd.errors import IntegrityError, Refused
 from kvd.metrics import schema
+from kvd.metrics.misses import MissReason
 from kvd_proto.messages import (
     Check,
     Checked,
+    ChunkFate,
     Clear,
     Cleared,
     Drain,
     Drained,
     Error,
     ErrorCode,
+    Explain,
+    Explained,
     Message,
     Resume,
     Resumed,
@@ -53,6 +57,7 @@ class Operations:
             Resume: for_tools(self._resume),
             Clear: for_tools(self._clear),
             Check: for_tools(self._check),
+            Explain: for_tools(self._explain),
         }
 
     def _drain(self, request: Request[Drain]) -> list[Effect]:
@@ -172,6 +177,14 @@ class Operations:
         else:
             yield [request.reply(Checked(violation="", chunks=chunks, whole=whole))]
 
+    # -------------------------------------------------------------- explain
+
+    def _explain(self, request: Request[Explain]) -> list[Effect]:
+        namespaces, _ = self._named(request.message.namespace)
+        tiers = [tier.name for tier in self._state.tiers]
+        fates = (_fate(each, request.message.key, request.now, tiers) for each in namespaces)
+        return [request.reply(Explained(chunks=tuple(fates)))]
+
     def _named(self, ns_id: bytes | None) -> tuple[Sequence[Namespace], str]:
         """Return the namespaces that are meant, and what logs call them."""
         if ns_id is None:
@@ -193,6 +206,31 @@ def _cleared(
         text += f"; {deferred} more go when their leases end"
     reply = Cleared(chunks=chunks, bytes=nbytes, deferred=deferred)
     return [request.reply(reply), Event(text)]
+
+
+def _fate(namespace: Namespace, key: bytes, now: float, tier_names: Sequence[str]) -> ChunkFate:
+    """What a namespace knows of a key, with the names of the tiers that are known to have it."""
+    table, directory = namespace.table, namespace.directory
+    reason, ghost = table.misses.reason(key)
+    slot: int | None = None
+    used_ms: int | None = None
+    if reason in {MissReason.READY, MissReason.BEING_STORED}:
+        slot = directory.find(key)
+    if reason is MissReason.READY and slot is not None:
+        table.uses.set_time(now)
+        used_ms = int(1000 * table.uses.ages([slot])[0])
+    place = None if directory.tiers is None else directory.tiers.find(key)
+    mask = 0 if place is None else place.tiers
+    return ChunkFate(
+        namespace=namespace.id,
+        model=namespace.label,
+        reason=reason.value,
+        slot=slot,
+        used_ms=used_ms,
+        gone_ms=None if ghost is None else int(1000 * max(0.0, now - ghost.gone)),
+        requests=0 if ghost is None else ghost.seen,
+        tiers=tuple(name for tier, name in enumerate(tier_names) if mask >> tier & 1),
+    )
 
 
 def by(peer: Peer) -> str:

@@ -54,22 +54,16 @@ _End = tuple[float, int, int, bool, int]
 
 
 def _class(seen: int, label: int) -> int:
-    return 1 + (seen - 1) * _LABELS + label if seen else 0
+    return 1 + (seen - 1) * _LABELS + label
 
 
-def _seen(chunk_class: int) -> int:
-    return (chunk_class + _LABELS - 1) // _LABELS
-
-
-def _label(chunk_class: int) -> Label:
-    return Label((chunk_class - 1) % _LABELS) if chunk_class else Label.NONE
-
+_SEEN_AND_LABEL = ((0, Label.NONE), *((seen, label) for seen in (1, 2, 3) for label in Label))
 
 # By list, 0 being none:
 _CLASS_OF = (0, *range(1, _CLASSES), *range(_CLASSES))
 _INTO_UNDER_WAY = tuple(_UNDER_WAY + chunk_class for chunk_class in _CLASS_OF)
 _INTO_USED = tuple(
-    tuple(_class(min(3, _seen(chunk_class) + 1), label) for chunk_class in _CLASS_OF)
+    tuple(_class(min(3, _SEEN_AND_LABEL[kind][0] + 1), label) for kind in _CLASS_OF)
     for label in Label
 )
 
@@ -116,7 +110,8 @@ class AdaptivePolicy(EvictionPolicy):
         self._requests = 0
         self._table = np.zeros((_CLASSES, _WIDTH))
         self._counts = self._table.reshape(-1).data
-        self._gains: list[list[float]] = [[0.0] * BINS for _ in range(_CLASSES)]
+        self._gain_table = np.zeros((_CLASSES, BINS))
+        self._gains = memoryview(self._gain_table.reshape(-1).view(np.uint8).data).cast("d")
         self._known = [False] * _CLASSES  # whether there were min_touches
         self._due: list[int] = []  # classes whose gains are to be computed
 
@@ -128,15 +123,13 @@ class AdaptivePolicy(EvictionPolicy):
     def insert_all(self, slots: Sequence[int], now: float) -> None:
         """See EvictionPolicy. A chunk whose ghost is known is of its class."""
         self._now = now
-        take, key_of, append_all = self.ghosts.take, self.key_of, self._slots.append_all
-        stamp = self._take_stamps(len(slots), now)
+        take, key_of, into = self.ghosts.take, self.key_of, [_UNDER_WAY] * len(slots)
         for position, slot in enumerate(slots):
             ghost = take(key_of(slot))
-            chunk_class = 0
             if ghost is not None and ghost.seen:
-                chunk_class = _class(ghost.seen, ghost.label)
+                into[position] = _UNDER_WAY + _class(ghost.seen, ghost.label)
                 self._used[slot] = ghost.used
-            append_all(_UNDER_WAY + chunk_class, (slot,), stamp + position)
+        self._slots.append_all(slots, into, self._take_stamps(len(slots), now))
 
     def restore(self, slots: npt.NDArray[np.int64], times: npt.NDArray[np.float64]) -> None:
         """See EvictionPolicy."""
@@ -177,8 +170,9 @@ class AdaptivePolicy(EvictionPolicy):
         for slot in slots:
             which = self._reserved.get(slot) or lists.where(slot)
             chunk_class = _CLASS_OF[which]
-            target = _class(_seen(chunk_class), label)
-            if target == chunk_class or lists.stamp(slot) >> POSITION_BITS != run:
+            seen = _SEEN_AND_LABEL[chunk_class][0]
+            target = _class(seen, label)
+            if not seen or target == chunk_class or lists.stamp(slot) >> POSITION_BITS != run:
                 continue
             counts[chunk_class * _WIDTH] = max(0.0, counts[chunk_class * _WIDTH] - 1)
             counts[target * _WIDTH] += 1
@@ -206,8 +200,8 @@ class AdaptivePolicy(EvictionPolicy):
             end = heappop(ends)
             if lists.where(end[4]) == end[2]:  # not reserved from the list's other end
                 taken = self._take(end, ends[0] if ends else None, n - len(chosen), may_evict)
-                for slot in taken:
-                    self._reserved[slot] = lists.remove(slot)
+                lists.remove_all(taken)
+                self._reserved.update(dict.fromkeys(taken, end[2]))
                 chosen += taken
             following = self._end(end[2], end[3], may_evict)
             if following is not None:
@@ -230,7 +224,7 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _gain(self, chunk_class: int, age: float) -> float:
         age = max(0.0, age)
-        gain = self._gains[chunk_class][age_bin(age)]
+        gain = self._gains[chunk_class * BINS + age_bin(age)]
         return gain if self._known[chunk_class] else max(gain, 0.3 / (age + 60))
 
     def _take(self, end: _End, limit: _End | None, room: int, may_evict: MayEvict) -> list[int]:
@@ -269,36 +263,32 @@ class AdaptivePolicy(EvictionPolicy):
             chunk_class = self._due.pop()
             touches, next_uses = self._table[chunk_class, 0], self._table[chunk_class, 1:]
             if touches > 0:
-                self._gains[chunk_class] = gains(touches, next_uses).tolist()
+                self._gain_table[chunk_class] = gains(touches, next_uses)
             self._known[chunk_class] = bool(touches >= self.min_touches)
-            if _seen(chunk_class) == 1:
-                known = [self._gains[c] for c in range(1, 1 + _LABELS) if self._known[c]]
-                self._gains[0] = [max(at_age) for at_age in zip(*known, strict=True)] or [
-                    0.0
-                ] * BINS
+            if chunk_class <= _LABELS:  # seen once
+                once = self._gain_table[1 : 1 + _LABELS][self._known[1 : 1 + _LABELS]]
+                self._gain_table[0] = once.max(axis=0, initial=0.0)
         return bool(self._due)
 
-    def _leave_ghost(self, slot: int, now: float) -> None:
-        chunk_class = _CLASS_OF[self._reserved.get(slot) or self._slots.where(slot)]
+    def _leave_ghost(self, slot: int, which: int, now: float) -> None:
+        seen, label = _SEEN_AND_LABEL[_CLASS_OF[which]]
         self.ghosts.add(
             self.key_of(slot),
             GhostCause.EVICTED,
             now,
-            used=self._used[slot] if chunk_class else self._time(slot),
-            seen=_seen(chunk_class),
-            label=_label(chunk_class),
+            used=self._used[slot] if seen else self._time(slot),
+            seen=seen,
+            label=label,
         )
 
     @property
     def nbytes_learned(self) -> int:
         """Bytes of the counts and gains."""
-        return self._table.nbytes + 8 * _CLASSES * BINS
+        return self._table.nbytes + self._gain_table.nbytes
 
     def check_integrity(self) -> None:
         """See EvictionPolicy; counts and gains are no negative numbers."""
         super().check_integrity()
-        if not (np.isfinite(self._table).all() and (self._table >= 0).all()):
-            raise IntegrityError(f"counts are {self._table}")
-        for chunk_class, by_age in enumerate(self._gains):
-            if len(by_age) != BINS or not all(gain >= 0 for gain in by_age):
-                raise IntegrityError(f"gains of class {chunk_class} are {by_age}")
+        for table in (self._table, self._gain_table):
+            if not (np.isfinite(table).all() and (table >= 0).all()):
+                raise IntegrityError(f"counts or gains are {table}")

@@ -94,7 +94,7 @@ class ChunkTable:
         self.ghosts = Ghosts(GHOSTS_PER_SLOT * geometry.num_slots)
         order = POLICIES[policy](geometry.num_slots, directory.key, self.ghosts)
         self.slots = slots = Slots(directory, order, self.space, self.counts)
-        self.lending = Lending(slots, pool, self.uses, self.sweep)
+        self.lending = Lending(slots, pool, self.uses, self.counts, self.sweep)
         self.stores = Stores(
             slots, pool, self.uses, self.counts, self.descriptions, self.ghosts
         )
@@ -245,8 +245,8 @@ class ChunkTable:
         pins, policy = self.slots.leases.pins, self.slots.policy
         ready = self.directory.slots_in(SlotState.READY, first, count)
         slots = [slot for slot in ready if slot in policy and slot not in pins]
-        self.slots.end_loans(slots)
         slots = np.array(slots, np.int64)[self.uses.ages(slots) >= unused_for].tolist()
+        self.slots.end_loans(slots)
         self.counts.removed += len(slots)
         self._remember(slots, GhostCause.REMOVED)
         return self.slots.drop(slots)[0]

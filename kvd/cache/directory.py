@@ -337,7 +337,7 @@ class DirectoryWriter(DirectoryView):
         Returns:
             Key, slot, generation, first block, count of blocks and group.
         """
-        found, _, _, state, length, first, count, group, key = RECORD.unpack_from(
+        found, _, _, state, length, first, count, group, _, key = RECORD.unpack_from(
             self._records, slot * RECORD_BYTES
         )
         if found != generation or generation <= self._floor[0] or state != _READY or not length:

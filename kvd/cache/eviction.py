@@ -84,8 +84,8 @@ class EvictionPolicy(ABC):
         """Do one bounded piece of learning; whether more is due."""
 
     @abstractmethod
-    def _leave_ghost(self, slot: int, now: float) -> None:
-        """Remember a chunk that is evicted."""
+    def _leave_ghost(self, slot: int, which: int, now: float) -> None:
+        """Remember a chunk that was in this list and is evicted."""
 
     def release(self, slots: Iterable[int]) -> None:
         """Reserved chunks are candidates again, at their old places."""
@@ -107,12 +107,12 @@ class EvictionPolicy(ABC):
     def evict(self, slots: Iterable[int], now: float) -> None:
         """Remove chunks, reserved or not. Each leaves a ghost."""
         for slot in slots:
-            self._leave_ghost(slot, now)
-            self.remove(slot)
+            which = self._reserved.pop(slot, 0) or self._slots.remove(slot)
+            self._leave_ghost(slot, which, now)
 
     def remove(self, slot: int) -> None:
         """Remove a chunk for a reason that says nothing about its worth. It leaves no ghost."""
-        if self._reserved.pop(slot, None) is None:
+        if not self._reserved.pop(slot, 0):
             self._slots.remove(slot)
 
     def _unreserve(self, slots: Iterable[int]) -> None:

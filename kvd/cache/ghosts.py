@@ -25,6 +25,9 @@ class GhostCause(IntEnum):
     REMOVED = 4  # by an operator
 
 
+_CAUSES, _LABELS = tuple(GhostCause), tuple(Label)  # by value: faster than to make one of each
+
+
 class Ghost(NamedTuple):
     """One chunk that is not in memory.
 
@@ -82,7 +85,7 @@ class Ghosts:
         if ghost:
             self._unlink(ghost)
             if not seen:
-                seen, label = self._facts[ghost] & 3, Label(self._facts[ghost] >> 2 & 7)
+                seen, label = self._facts[ghost] & 3, _LABELS[self._facts[ghost] >> 2 & 7]
                 used = self._used[ghost]
         else:
             ghost = self._take_place()
@@ -126,13 +129,8 @@ class Ghosts:
 
     def _ghost(self, ghost: int) -> Ghost:
         facts = self._facts[ghost]
-        return Ghost(
-            GhostCause(facts >> 5),
-            facts & 3,
-            Label(facts >> 2 & 7),
-            self._used[ghost],
-            self._gone[ghost],
-        )
+        cause, label = _CAUSES[facts >> 5], _LABELS[facts >> 2 & 7]
+        return Ghost(cause, facts & 3, label, self._used[ghost], self._gone[ghost])
 
     def _take_place(self) -> int:
         """A place for a ghost; the oldest ghost's where all are taken."""

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from kvd.cache.slots import Slots
 from kvd.cache.uses import Uses
+from kvd.metrics.counts import ChunkCounts
 from kvd.pool.pool import Pool
 
 AT_ONCE = 1024  # slots: a millisecond or two
@@ -14,10 +15,18 @@ PARTS_AHEAD = 4  # nor has it more than this part of its share on loan, unless i
 class Lending:
     """Lends the slots of one namespace; `sweep` frees some whose chunks a reset has dropped."""
 
-    def __init__(self, slots: Slots, pool: Pool, uses: Uses, sweep: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        slots: Slots,
+        pool: Pool,
+        uses: Uses,
+        counts: ChunkCounts,
+        sweep: Callable[[], None],
+    ) -> None:
         self._slots = slots
         self._pool = pool
         self._uses = uses
+        self._counts = counts
         self._sweep = sweep
 
     def most_ahead(self, engines: int) -> int:
@@ -83,7 +92,8 @@ class Lending:
             self._pool.acquire(space, n - len(slots))
             slots += space.take(n - len(slots))
             victims = self._slots.reserve(n - len(slots))
-            self._slots.evict(victims, self._uses.ages(victims), now)
+            self._slots.evict(victims, now)
+            self._uses.count_evicted(victims, self._counts)
             slots += victims
         return slots
 

@@ -6,9 +6,12 @@ are a prefix of the prompt, and Mattson's stack distances are exact: a pool find
 chunks than it holds are hotter. (R. L. Mattson et al., Evaluation techniques for storage
 hierarchies, 1970.)
 
-Sample: the first key of every prompt has weight 1. Of each 20 keys behind it one is taken, chosen
-by the hash of the group's first key, with weight 20. Prompts with the same head have the same
-sample, and a system prompt that is in every request is never left out.
+All keys of the hottest chunks are kept, up to a quarter of the pool: a system prompt that is in
+every request is counted exactly. The rest is a sample: the first key of every prompt with weight 1,
+and of each group of 20 keys behind it one, chosen by the hash of the group's first key, with weight
+20 (groups are smaller where the pool has few chunks). Prompts with the same head have the same
+sample. So of a group that begins with hot keys the sample is the same in all their prompts, and the
+cold keys in it are counted by another one: one of 20 keys, chosen by its own hash.
 
 The last uses of keys are kept in buckets, one for each request or for several small ones. A
 distance is the weight of all newer buckets. Small buckets are merged with their neighbours, so
@@ -18,6 +21,8 @@ the lookback.
 All sums are halved after each hour with lookups, so recent requests count most.
 """
 
+import math
+from collections import OrderedDict
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -27,7 +32,9 @@ from kvd.errors import IntegrityError
 
 SAMPLE_EVERY = 20
 LARGEST_POOL = 8  # times the chunks of this one: pools of more chunks count as without limit
-MIN_LOOKBACK_CHUNKS = 1 << 18
+MIN_POOL_SAMPLE = 2048  # keys of the pool's chunks that are sampled at least, if it has so many
+HOTTEST_CHUNKS = 4096  # of which all keys are kept, or a quarter of the pool's
+MIN_LOOKBACK_CHUNKS = 1 << 16
 BINS_PER_POOL = 64
 BINS = LARGEST_POOL * BINS_PER_POOL
 MAX_BUCKETS = 2048  # more than merging leaves: 2 * BINS_PER_POOL * (1 + ln(lookback / pool))
@@ -57,24 +64,27 @@ class MissCurve:
 
     Args:
         chunks: that the pool can hold, 1 or more.
-        sample_every: keys of which one is taken; 1: all are.
+        sample_every: keys of which one is taken; 1: all are; None: by the pool's chunks.
 
     Attributes:
         num_keys: sampled keys that it knows.
         requests: finished requests that it is made of.
-        asked: prompt keys of these requests, by the sample.
-        found_again: of `asked`, those that were used before, however long ago.
+        asked: prompt keys of these requests.
+        hottest: of `asked`, those at the head of a prompt that were among the hottest.
         tokens, hit_tokens: that engines looked up and found in the same time.
         seconds: of that time.
         tokens_per_key: None where it is not known.
     """
 
-    def __init__(self, chunks: int, sample_every: int = SAMPLE_EVERY) -> None:
-        self._every = sample_every
+    def __init__(self, chunks: int, sample_every: int | None = None) -> None:
+        by_chunks = max(1, min(SAMPLE_EVERY, chunks // MIN_POOL_SAMPLE))
+        self._every = by_chunks if sample_every is None else sample_every
         self._bin_chunks = chunks / BINS_PER_POOL
         self._lookback = max(LARGEST_POOL * chunks, MIN_LOOKBACK_CHUNKS)
-        self._max_keys = round(self._lookback * max(KEYS_PER_CHUNK, 1 / sample_every))
-        # By hash of the key. In shards: a dictionary that grows moves all that it has.
+        self._max_keys = round(self._lookback * max(KEYS_PER_CHUNK, 1 / self._every))
+        self._num_hottest = min(HOTTEST_CHUNKS, chunks // 4)
+        self._hottest: OrderedDict[bytes, None] = OrderedDict()  # hottest last
+        # Sampled keys, by hash. In shards: a dictionary that grows moves all that it has.
         num_shards = -(-self._max_keys // SHARD_KEYS)
         self._shards: list[dict[int, Bucket]] = [{} for _ in range(num_shards)]
         self._buckets = [Bucket(0)]
@@ -82,11 +92,13 @@ class MissCurve:
         self._oldest = 0  # buckets before this place are forgotten
         self._weight = self.num_keys = self._num_forgotten = 0
         self._next_shard = self._shards_left = 0
-        # By distance, those of the largest pool and more last: weights of keys that were used
-        # again, and weights times positions.
+        # Of sampled prompt keys that were not among the hottest: weights, and weights times
+        # positions; and of these, those that were used before by distance, in the last bin all of
+        # the largest pool and more.
+        self._sampled = self._sampled_depths = 0.0
         self._hits = [0.0] * (BINS + 1)
         self._hit_depths = [0.0] * (BINS + 1)
-        self.requests = self.asked = self.found_again = self._asked_depths = 0.0
+        self.requests = self.asked = self.hottest = 0.0
         self.tokens = self.hit_tokens = self.seconds = 0.0
         self.tokens_per_key: float | None = None
         self._noted_at: float | None = None
@@ -103,26 +115,35 @@ class MissCurve:
         """
         if not keys:
             return
-        sample = self._sample(keys)
+        prompt = min(prompt, len(keys))
         self.requests += 1
+        self.asked += prompt
+        hottest = self._refresh_hottest(keys, prompt)
+        self.hottest += hottest
+        whole_groups = 1 - (1 - hottest) // self._every * self._every if hottest else 0
+        sample = self._sample(keys)
         leaving: dict[Bucket, tuple[int, int]] = {}  # keys and weight that leave each bucket
         run: Bucket | None = None
         distance = 0
         for key, (position, weight) in sample.items():
-            bucket = self._bucket_of(key)
+            count = 0
             if position < prompt:
-                self.asked += weight
-                self._asked_depths += weight * position
+                if not weight:
+                    count = (self._every if position else 1) if position >= whole_groups else 0
+                elif hottest <= position < whole_groups:
+                    count = self._every
+            self._sampled += count
+            self._sampled_depths += count * position
+            bucket = self._bucket_of(key)
             if bucket is None:
                 continue
             if bucket is not run:
                 run = bucket
                 distance = int(self._weights[bucket.place + 1 : len(self._buckets)].sum())
-            if position < prompt:
+            if count:
                 place = min(BINS, int(distance / self._bin_chunks))
-                self.found_again += weight
-                self._hits[place] += weight
-                self._hit_depths[place] += weight * position
+                self._hits[place] += count
+                self._hit_depths[place] += count * position
             distance += weight  # keys ahead in the same prompt are hotter
             num_left, weight_left = leaving.get(bucket, (0, 0))
             leaving[bucket] = num_left + 1, weight_left + weight
@@ -133,15 +154,34 @@ class MissCurve:
         if self._num_forgotten > self.num_keys // 2:  # nobody has called `tidy`
             self.tidy()
 
+    def _refresh_hottest(self, keys: Sequence[bytes], prompt: int) -> int:
+        """Make these keys the hottest; how many of the prompt's head were among the hottest."""
+        hottest, found = self._hottest, 0
+        while found < prompt and keys[found] in hottest:
+            found += 1
+        for key in reversed(keys[: self._num_hottest]):
+            hottest[key] = None
+            hottest.move_to_end(key)
+        while len(hottest) > self._num_hottest:
+            hottest.popitem(last=False)
+        return found
+
     def _sample(self, keys: Sequence[bytes]) -> dict[int, tuple[int, int]]:
-        """Position and weight of each sampled key, by its hash, in the prompt's order."""
-        every, num_keys = self._every, len(keys)
-        # The complement: elsewhere in a prompt the same key is another one, with another weight.
-        sample = {~hash(keys[0]): (0, 1)}
-        for first in range(1, num_keys, every):
-            position = first + hash(keys[first]) % every
-            if position < num_keys:
-                sample.setdefault(hash(keys[position]), (position, every))
+        """Position and weight of each sampled key, by its hash, in the prompt's order.
+
+        Keys chosen by their own hash have no weight. A key that is chosen both ways, or stands
+        elsewhere in a prompt, is filed under another number.
+        """
+        every, hashes = self._every, list(map(hash, keys))
+        sample = {~hashes[0]: (0, 0)}
+        chosen = 0
+        for position, own in enumerate(hashes):
+            if (position - 1) % every == 0:
+                chosen = position + own % every
+            if position == chosen and position:
+                sample.setdefault(own, (position, 0))
+            if own % every == 0:
+                sample.setdefault(own ^ 1, (position, every))
         return sample
 
     def _bucket_of(self, key: int) -> Bucket | None:
@@ -197,8 +237,9 @@ class MissCurve:
         self._hit_depths = [depth / 2 for depth in self._hit_depths]
         self.requests /= 2
         self.asked /= 2
-        self.found_again /= 2
-        self._asked_depths /= 2
+        self.hottest /= 2
+        self._sampled /= 2
+        self._sampled_depths /= 2
         self.tokens /= 2
         self.hit_tokens /= 2
         self.seconds /= 2
@@ -264,14 +305,18 @@ class MissCurve:
     def hit_ratio(self, chunks: float) -> float:
         """Share of prompt keys that a pool of so many chunks would have found.
 
-        A pool above `LARGEST_POOL` times this one's counts as one without limit.
+        A pool below a quarter of this one counts as such a quarter, one of `LARGEST_POOL` times
+        this one and more as one without limit.
         """
-        return self._below(self._hits, chunks) / self.asked if self.asked else 0.0
+        if not self.asked:
+            return 0.0
+        found = self._below(self._hits, chunks) / self._sampled if self._sampled else 0.0
+        return (self.hottest + (self.asked - self.hottest) * found) / self.asked
 
     @property
     def ceiling(self) -> float:
         """Share of prompt keys that a pool without limit would have found."""
-        return self.found_again / self.asked if self.asked else 0.0
+        return self.hit_ratio(math.inf)
 
     @property
     def first_time(self) -> float:
@@ -280,16 +325,17 @@ class MissCurve:
 
     def missed_depth(self, chunks: float) -> float:
         """Mean position in their prompts of the keys that such a pool would miss; 0: none would."""
-        missed = self.asked - self._below(self._hits, chunks)
-        depths = self._asked_depths - self._below(self._hit_depths, chunks)
-        return max(0.0, depths / missed) if missed > 0.5 else 0.0
+        missed = self._sampled - self._below(self._hits, chunks)
+        depths = self._sampled_depths - self._below(self._hit_depths, chunks)
+        return depths / missed if missed > 0.5 else 0.0
 
     def _below(self, sums: Sequence[float], chunks: float) -> float:
         """Sum over distances below `chunks`, with a part of the bin where that lies."""
-        if chunks >= BINS * self._bin_chunks:
+        place = max(chunks / self._bin_chunks, BINS_PER_POOL / 4)
+        if place >= BINS:
             return sum(sums)
         ends = np.concatenate(([0.0], np.cumsum(sums[:BINS])))
-        return float(np.interp(chunks / self._bin_chunks, np.arange(BINS + 1), ends))
+        return float(np.interp(place, np.arange(BINS + 1), ends))
 
     # -------------------------------------------------------------- inspection
 

@@ -309,7 +309,7 @@ class Namespaces:
             self.pool,
             self.settings.policy,
             model,
-            elsewhere=lambda key: self._is_elsewhere(ns_id, key),
+            elsewhere=lambda key: self._is_in_other_layout(ns_id, label, key),
             forecasts=not temporary,
         )
         namespace = self._open[ns_id] = Namespace(
@@ -317,10 +317,11 @@ class Namespaces:
         )
         return namespace
 
-    def _is_elsewhere(self, ns_id: bytes, key: bytes) -> bool:
-        """Whether another namespace than this one has the key."""
+    def _is_in_other_layout(self, ns_id: bytes, label: str, key: bytes) -> bool:
+        """Whether another namespace of the same model has the key."""
         return any(
-            other.directory.find(key) >= 0 for id_, other in self._open.items() if id_ != ns_id
+            other.label == label and other.id != ns_id and other.directory.find(key) >= 0
+            for other in self._open.values()
         )
 
     @property

@@ -1,7 +1,7 @@
 """Eviction policies, by the name that the configuration uses; the plain one: LRU."""
 
 from collections.abc import Sequence
-from itertools import islice
+from itertools import islice, repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -22,7 +22,7 @@ class LruPolicy(EvictionPolicy):
         """See EvictionPolicy."""
         for slot in slots:
             self.ghosts.take(self.key_of(slot))
-        self._slots.append_all(1, slots, self._take_stamps(len(slots), now))
+        self._slots.append_all(slots, repeat(1), self._take_stamps(len(slots), now))
 
     def restore(self, slots: npt.NDArray[np.int64], times: npt.NDArray[np.float64]) -> None:
         """See EvictionPolicy."""
@@ -44,15 +44,16 @@ class LruPolicy(EvictionPolicy):
     def reserve(self, n: int, may_evict: MayEvict) -> list[int]:
         """See EvictionPolicy."""
         slots = list(islice(filter(may_evict, self._slots.walk(1)), max(0, n)))
-        for slot in slots:
-            self._reserved[slot] = self._slots.remove(slot)
+        self._slots.remove_all(slots)
+        self._reserved.update(dict.fromkeys(slots, 1))
         return slots
 
     def learn(self) -> bool:
         """Nothing is ever due."""
         return False
 
-    def _leave_ghost(self, slot: int, now: float) -> None:
+    def _leave_ghost(self, slot: int, which: int, now: float) -> None:
+        del which
         self.ghosts.add(self.key_of(slot), GhostCause.EVICTED, now, used=self._time(slot))
 
 

@@ -49,26 +49,29 @@ class SlotLists:
     def __len__(self) -> int:
         return sum(self._sizes)
 
-    def append_all(self, which: int, slots: Iterable[int], stamp: int) -> None:
-        """Put slots that are in no list, or IntegrityError, at a list's hot end, hottest last.
+    def append_all(self, slots: Iterable[int], into: Iterable[int], stamp: int) -> None:
+        """Put each slot, which is in no list, or IntegrityError, at the hot end of its list.
 
-        Their stamps count up from `stamp`, which is above all stamps so far.
+        Args:
+            slots: the hottest last.
+            into: the list of each; there may be more.
+            stamp: of the first, above all stamps so far; those of the others count up from it.
         """
         following, before, where, shift = self._next, self._prev, self._where, self._lists
-        stamps, head, count = self._stamps, which - 1, 0
-        last = before[head]
-        for slot in slots:
+        stamps, sizes = self._stamps, self._sizes
+        for slot, which in zip(slots, into, strict=False):
             if where[slot]:
                 raise IntegrityError(f"slot {slot} is in list {where[slot]} already")
-            place = slot + shift
+            head, place = which - 1, slot + shift
+            last = before[head]
             following[last] = place
             before[place] = last
             following[place] = head
-            before[head] = last = place
+            before[head] = place
             where[slot] = which
-            stamps[slot] = stamp + count
-            count += 1
-        self._sizes[which] += count
+            sizes[which] += 1
+            stamps[slot] = stamp
+            stamp += 1
 
     def move_all(self, slots: Iterable[int], into: Sequence[int], stamp: int) -> None:
         """Move each of these from list i, or IntegrityError, to the hot end of list into[i].
@@ -159,6 +162,18 @@ class SlotLists:
         self._where[slot] = NOWHERE
         self._sizes[which] -= 1
         return which
+
+    def remove_all(self, slots: Iterable[int]) -> None:
+        """Take slots of lists out of them. They keep their stamps."""
+        following, before, where, shift = self._next, self._prev, self._where, self._lists
+        sizes = self._sizes
+        for slot in slots:
+            place = slot + shift
+            previous, after = before[place], following[place]
+            following[previous] = after
+            before[after] = previous
+            sizes[where[slot]] -= 1
+            where[slot] = NOWHERE
 
     def walk(self, which: int) -> Iterator[int]:
         """The slots of a list, coldest first. Do not change the list meanwhile."""

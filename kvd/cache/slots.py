@@ -110,15 +110,8 @@ class Slots:
         kept = len(tickets) + len(pins) - len(self._doomed) + policy.num_reserved
         return policy.reserve(min(n, len(policy) - kept), may_go)
 
-    def evict(self, slots: Sequence[int], ages: npt.NDArray[np.float64], now: float) -> None:
-        """READY -> FREE for chunks that make room, last of use `ages` seconds ago.
-
-        The slots are the caller's.
-        """
-        if not slots:
-            return
-        self._counts.eviction_age.observe_all(ages)
-        self._counts.evicted += len(slots)
+    def evict(self, slots: Sequence[int], now: float) -> None:
+        """READY -> FREE for chunks that make room; the slots are the caller's."""
         self.policy.evict(slots, now)
         self.directory.free(slots)
 

@@ -63,6 +63,7 @@ class Stores:
         self._uses.set_time(now)
         directory, counts, loans = self._directory, self._counts, self._slots.loans
         begun: list[int] = []
+        evicted: list[int] = []
         lost = raced = 0
         for i, (key, slot, generation) in enumerate(zip(keys, slots, generations, strict=True)):
             if not loans.use(owner, slot, generation, now):
@@ -78,7 +79,8 @@ class Stores:
                 self._slots.drop([chunk[0]])
                 counts.replaced += 1
             if directory.state(slot) == _READY:
-                self._slots.evict([slot], self._uses.ages([slot]), now)
+                self._slots.evict((slot,), now)
+                evicted.append(slot)
             if not directory.place(key, slot, owner, generation):
                 self._slots.return_slots([slot])
                 counts.index_full += 1
@@ -87,6 +89,7 @@ class Stores:
             begun.append(slot)
             if descriptions and descriptions[i]:
                 self._descriptions.keep(slot, generation, descriptions[i])
+        self._uses.count_evicted(evicted, counts)
         self._slots.started(begun, now + seconds, now)
         self._uses.mark(begun)
         if self._slots.demotable is not None:

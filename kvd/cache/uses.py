@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvd.metrics.counts import ChunkCounts
 from kvd.pool.pool import Pool
 from kvd_proto.arrays import FEW
 
@@ -48,6 +49,12 @@ class Uses:
                     last -= 1
                 return
             self._stamps[slots[::-1]] = np.arange(last - len(slots) + 1, last + 1, dtype=np.uint64)
+
+    def count_evicted(self, slots: Sequence[int], counts: ChunkCounts) -> None:
+        """Count chunks that were evicted from these slots, and how long they were of no use."""
+        if slots:
+            counts.eviction_age.observe_all(self.ages(slots))
+            counts.evicted += len(slots)
 
     def ages(self, slots: Sequence[int]) -> npt.NDArray[np.float64]:
         """Seconds, to the millisecond, since each of these chunks was of use."""

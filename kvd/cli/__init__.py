@@ -21,6 +21,7 @@ _OWN = {
     "drain": "kvd.cli.operate:drain",
     "engines": "kvd.cli.status:engines",
     "evict": "kvd.cli.operate:evict",
+    "explain": "kvd.cli.operate:explain",
     "namespaces": "kvd.cli.status:namespaces",
     "resume": "kvd.cli.operate:resume",
     "serve": "kvd.cli.serve:serve",

@@ -1,4 +1,4 @@
-"""`kvd clear`, `evict`, `drain` and `resume`: what an operator has a running daemon do."""
+"""`kvd clear`, `evict`, `drain`, `resume` and `explain`: what operators ask of a daemon."""
 
 import sys
 import time
@@ -8,12 +8,18 @@ from typing import Any
 import click
 
 from kvd.cli.options import duration, runtime_dir_option
+from kvd.metrics import words
+from kvd.metrics.misses import MissReason
 from kvd.wire.tool import Control
 from kvd_proto.messages import (
+    MAX_KEY_BYTES,
+    ChunkFate,
     Clear,
     Cleared,
     Drain,
     Drained,
+    Explain,
+    Explained,
     Resume,
     Resumed,
 )
@@ -141,6 +147,68 @@ def resume(*, runtime_dir: Path) -> None:
     with Control(runtime_dir) as daemon:
         reply = daemon.ask(Resume(), Resumed)
     print("resumed: stores are taken" if reply.was_draining else "stores are taken as before")
+
+
+def _key(context: click.Context, parameter: click.Parameter, text: str) -> bytes:
+    """A key from hex digits."""
+    del context, parameter
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise click.BadParameter(
+            f"{text!r}: a key has 2 to {2 * MAX_KEY_BYTES} hex digits, an even number"
+        )
+    return key
+
+
+@click.command()
+@runtime_dir_option
+@_namespace_option
+@click.argument("key", callback=_key)
+def explain(*, runtime_dir: Path, namespace: str | None, key: bytes) -> None:
+    """Say what became of the chunk of KEY: in memory, being stored, evicted, refused, never seen.
+
+    KEY is in hex digits; with vLLM a block's hash and the group's index. The daemon
+    remembers twice as many keys as the pool has chunks, since its start.
+
+    \b
+    Examples:
+      kvd explain 5c0ffee5c0ffee5c0ffee5c0ffee5c0f00000000
+      kvd explain --namespace llama-70b 5c0ffee5c0ffee5c0ffee5c0ffee5c0f00000000
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    with Control(runtime_dir) as daemon:
+        ns_id, _ = _find_namespace(daemon, namespace)
+        fates = daemon.ask(Explain(key=key, namespace=ns_id), Explained).chunks
+    for fate in fates:
+        print(f"namespace {fate.namespace.hex()[:8]} ({fate.model}): {_told(fate)}")
+    if not fates:
+        print("no namespace is open")
+
+
+_WHY = {
+    MissReason.EVICTED: "evicted {gone} ago",
+    MissReason.REFUSED: "not stored {gone} ago: no slot was at hand",
+    MissReason.QUOTA: "not stored {gone} ago: the model held what its cap allows",
+    MissReason.RESET: "dropped {gone} ago by a reset, or by kvd clear",
+    MissReason.REMOVED: "dropped {gone} ago by kvd evict",
+    MissReason.NEVER_SEEN: "never seen, as far back as the daemon remembers",
+    MissReason.OTHER_LAYOUT: "never seen here; another namespace has it",
+    MissReason.BEING_STORED: "being stored in slot {slot}",
+    MissReason.READY: "READY in slot {slot}, last used {used} ago",
+}
+
+
+def _told(fate: ChunkFate) -> str:
+    gone, used = (
+        words.duration(None if ms is None else ms / 1000) for ms in (fate.gone_ms, fate.used_ms)
+    )
+    text = _WHY[MissReason(fate.reason)].format(gone=gone, used=used, slot=fate.slot)
+    if fate.requests:
+        more = " or more" if fate.requests == 3 else ""
+        text += f"; {fate.requests}{more} finished requests had it"
+    return f"{text}; in tier {', '.join(fate.tiers)}" if fate.tiers else text
 
 
 def _find_namespace(daemon: Control, name: str | None) -> tuple[bytes | None, str]:

@@ -193,9 +193,15 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             check=parse_size,
         ),
     ] = "2GiB"
-    policy: Annotated[Literal["lru", "arc"], About("What is evicted first.", _POOL, "POLICY")] = (
-        "lru"
-    )
+    policy: Annotated[
+        Literal["adaptive", "lru"],
+        About(
+            "What is evicted first: adaptive learns from past requests and their labels what is"
+            " used again, and when.",
+            _POOL,
+            "POLICY",
+        ),
+    ] = "adaptive"
     keep_pool: Annotated[
         Literal["yes", "no"],
         About("Leave the pool and what is in it to the next daemon.", _POOL, "YES|NO"),
@@ -203,7 +209,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     reuse_threshold: Annotated[
         int,
         Meta(ge=1, le=1000),
-        About("Store a chunk when it is offered for the n-th time.", _POOL, "N"),
+        About(
+            "Store a chunk when it is offered for the n-th time. Above 1 each chunk is computed"
+            " again before it is stored: 2 lost 7 to 14 points of hits on a chat trace.",
+            _POOL,
+            "N",
+        ),
     ] = 1
     quota: Annotated[
         QuotaTable,

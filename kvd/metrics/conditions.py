@@ -410,8 +410,7 @@ HINTS = (
         _young,
         "Chunks of {model} are evicted when they are about {age} old: the pool is small for"
         " this load.",
-        "A larger pool (cpu_bytes) keeps them longer; reuse_threshold = 2 stores only what"
-        " is asked for twice.",
+        "A larger pool (cpu_bytes) keeps them longer.",
         "namespaces",
     ),
     Kind("tier behind", _behind(keep="asked"), *BEHIND, "tiers"),

@@ -216,8 +216,8 @@ class ChunkCounts(Counts):
         " remembers: twice as many keys as the pool has chunks, since the daemon's start),"
         " `evicted`, `being_stored` (or brought up from a tier), `ready` (READY behind a chunk"
         " that was missed, or too late for the lookup), `refused` (no slot was at hand when it"
-        " was to be stored), `quota` (the same, and the model held what its cap allows), `reset`,"
-        " `removed` (by an operator), `other_layout` (another namespace has it)",
+        " was to be stored), `quota` (the same, and the model held what its cap allows), `reset`"
+        " (or `kvd clear`), `removed` (`kvd evict`), `other_layout` (another namespace has it)",
         "missed_chunks_total",
         "reason",
         keys=[reason.value for reason in MissReason],

@@ -168,11 +168,10 @@ class _Reader:
         request = _decode(place, line, _IdsLine)
         tokens, ids, size = request.input_length, request.hash_ids, self.tokens_per_id
         if len(ids) not in {tokens // size, math.ceil(tokens / size)}:
-            near = 2 ** round(math.log2(tokens / len(ids))) if ids and tokens else size
+            near = 2 ** max(0, round(math.log2(max(1, tokens) / max(1, len(ids)))))
             raise TraceError(
-                f"{place}: {len(ids):,} hash_ids for input_length = {tokens:,}, where ids of {size}"
-                f" tokens would be {math.ceil(tokens / size):,}; pass --tokens-per-id"
-                + (f" {near}" if near != size else "")
+                f"{place}: {len(ids):,} hash_ids for input_length = {tokens:,}, where"
+                f" --tokens-per-id {size} needs {math.ceil(tokens / size):,}; {near} would fit"
             )
         return TracedRequest(request.timestamp / 1e3, tokens, self._chain(ids, -1))
 

@@ -17,10 +17,10 @@ class Label(IntEnum):
 
     NONE = 0  # nothing is known
     DONE = 1  # no request will continue this one
-    UNDER_10S = 2
-    UNDER_60S = 3
-    UNDER_600S = 4
-    LATER = 5
+    UNDER_10S = 2  # one will in less than 10 s
+    UNDER_60S = 3  # one will in less than 60 s
+    UNDER_600S = 4  # one will in less than 600 s
+    LATER = 5  # one will in 600 s or more
 
 
 def label_for(seconds: float) -> Label:

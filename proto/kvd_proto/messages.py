@@ -603,6 +603,50 @@ class Checked(Message, frozen=True):
     whole: bool
 
 
+class Explain(Message, frozen=True):
+    """Ask what became of a chunk; nothing is changed.
+
+    key: the chunk's.
+    namespace: where it is looked for; nil: everywhere.
+    """
+
+    key: Key
+    namespace: NamespaceId | None = None
+
+
+class ChunkFate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What a namespace knows of a chunk.
+
+    namespace: its id.
+    model: its model's name.
+    reason: why the chunk would be missed, as in `counters.missed` of docs/status.md; `ready`: it
+        would be found.
+    slot: where it is; nil: not in memory.
+    used_ms: since it was last used; nil: not in memory, or not READY.
+    gone_ms: since it left memory, or was not stored; nil: not known.
+    requests: finished ones that had it when it left, 3 for more.
+    tiers: that are known to have it.
+    """
+
+    namespace: NamespaceId
+    model: Text
+    reason: Name
+    slot: Count | None = None
+    used_ms: Count | None = None
+    gone_ms: Count | None = None
+    requests: Count = 0
+    tiers: Annotated[tuple[Name, ...], Meta(max_length=MAX_TIERS)] = ()
+
+
+class Explained(Message, frozen=True):
+    """What became of the chunk.
+
+    chunks: one for each namespace that was asked.
+    """
+
+    chunks: Annotated[tuple[ChunkFate, ...], Meta(max_length=MAX_ARRAY_ITEMS)]
+
+
 # ------------------------------------------------------------ configuration
 
 
@@ -743,6 +787,7 @@ _REQUESTS: dict[int, tuple[type[Message], type[Message]]] = {
     0x52: (Resume, Resumed),
     0x54: (Clear, Cleared),
     0x58: (Check, Checked),
+    0x5A: (Explain, Explained),
     0x60: (ReloadConfig, ConfigReloaded),
     0x62: (ShowConfig, ConfigShown),
 }

@@ -25,6 +25,7 @@ from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import Message
 from tests.broker.test_steps import Bench, Ref, pin
+from tests.cache.tables import loans_of
 
 STEP = 0.05
 
@@ -209,8 +210,7 @@ class TierBench(Bench):
     def store(self, *keys: bytes) -> list[Ref]:
         """These are READY; nobody has asked for them yet."""
         self.reserve(len(keys) + 1, self.now)
-        loans = self.table().slots.loans.of(self.engine(self.scheduler).number)
-        refs = list(loans.items())[: len(keys)]
+        refs = loans_of(self.table(), self.engine(self.scheduler).number)[: len(keys)]
         self.begin(list(keys), refs, now=self.now)
         self.share(refs)
         return refs

@@ -137,7 +137,7 @@ def test_who_asks_during_a_reading_is_answered_from_the_next(broker: Broker) -> 
             optional={
                 "lease_seconds": st.sampled_from([1.0, 2.0, 60.0]),
                 "cpu_bytes": st.sampled_from(["auto", "1GiB", 2**20]),
-                "policy": st.sampled_from(["lru", "arc"]),
+                "policy": st.sampled_from(["adaptive", "lru"]),
                 "max_sessions": st.sampled_from([1, 1024]),
             },
         ),

@@ -1,17 +1,21 @@
-"""A scheduler's step: what it says is carried out, and what the broker lends and takes back."""
+"""A scheduler's step: what it says is carried out, and what the broker lends."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
-from kvd.broker.broker import LOAN_SECONDS, Broker
-from kvd.broker.caching import SPARE_SECONDS
+from kvd.broker.broker import Broker
+from kvd.broker.caching import UNUSED_SECONDS
 from kvd.broker.effects import ChunksReady, Effect, ToLane
 from kvd.broker.sessions import Session
 from kvd.cache.chunks import ChunkTable
+from kvd.cache.ghosts import GhostCause
+from kvd.metrics.misses import MissReason
 from kvd.wire.link import Revoke, Revoked, ShareDone
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
+from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.messages import Drain, ErrorCode, Fingerprint, Pin, Resume, Step, Stepped
 from tests.broker.brokers import (
     PAGE,
@@ -151,14 +155,97 @@ def test_a_step_does_all_that_it_says() -> None:
     bench.broker.state.check_integrity()
 
 
-def test_a_chunk_whose_shares_came_first_is_ready_with_its_key() -> None:
-    """The engine's pipe is told, as with a last share."""
+def test_what_was_missed_is_explained_before_the_step_stores_it() -> None:
+    """A key that the same step begins to store counts as never seen, and not as being stored."""
     bench = Bench()
     refs, _ = bench.step(wanted=2)
-    assert bench.share(refs[:1]) == []
-    effects = bench.begin([b"a"], refs[:1])
-    assert ChunksReady(bench.engine(bench.scheduler).number) in effects
-    assert bench.table().directory.lookup(b"a") is LookupResult.HIT
+    bench.begin([b"a"], refs[:1], missed=(b"a",))
+    counts = bench.table().counts
+    assert +Counter(counts.missed) == {MissReason.NEVER_SEEN: 1}
+    bench.step(missed=(b"a",))
+    assert +Counter(counts.missed) == {MissReason.NEVER_SEEN: 1, MissReason.BEING_STORED: 1}
+
+
+def test_the_store_of_a_step_comes_before_its_pins() -> None:
+    """A chunk whose slot the step gives away is pinned no more; it was the scheduler's own loan."""
+    bench = Bench(chunks=4)
+    loans = bench.reserve(4)
+    bench.begin([b"%d" % number for number in range(4)], loans)
+    bench.share(loans)
+    (ref,), _ = bench.step(wanted=1, refused=1)
+    old = next(each for each in loans if each[0] == ref[0])
+    bench.begin([b"new"], [ref], pins=(pin(1, [old]),))
+    table = bench.table()
+    assert table.directory.lookup(b"new") is LookupResult.HIT_PENDING
+    assert (table.counts.pins_late, table.counts.stores_lost) == (1, 0)
+    bench.broker.state.check_integrity()
+
+
+def test_a_pin_of_another_engine_ends_a_loan() -> None:
+    """The step that gives the slot away, sent meanwhile, loses that store and nothing else."""
+    bench = Bench(chunks=4)
+    loans = bench.reserve(4)
+    bench.begin([b"%d" % number for number in range(4)], loans)
+    bench.share(loans)
+    other = bring_up(bench.broker, "f")
+    refs = bench.reserve(2)
+    pinned = next(each for each in loans if each[0] == refs[0][0])
+    bench.step(other, pins=(pin(1, [pinned]),))
+    bench.begin([b"lost", b"new"], refs)
+    table = bench.table()
+    assert table.directory.ready(*map(list, zip(pinned, strict=True))) == [pinned[0]]
+    assert table.directory.lookup_many([b"lost", b"new"]) == [0, LookupResult.HIT_PENDING]
+    assert table.counts.stores_lost == 1
+    bench.broker.state.check_integrity()
+
+
+def test_each_request_of_a_step_counts() -> None:
+    """One use of its chunks each, in the order in which they ended; the last one is the newest."""
+    bench = Bench()
+    refs = bench.reserve(4)
+    bench.begin([b"a", b"b", b"c", b"d"], refs)
+    bench.share(refs)
+    table, uses = bench.table(), list[tuple[object, ...]]()
+    finish = table.finish_request
+    table.finish_request = lambda *use: (uses.append(use), finish(*use))[1]  # type: ignore[method-assign]
+    bench.step(
+        now=2.0,
+        used=(b"c", b"d", b"a", b"b", b"a"),
+        used_counts=IntArray.of((2, 2, 1), "u4"),
+        prompt_counts=IntArray.of((1, 2, 0), "u4"),
+        labels=bytes((Label.DONE, Label.NONE, LABEL_ONLY | Label.LATER)),
+    )
+    assert uses == [
+        ((b"c", b"d"), 1, Label.DONE, 2.0),
+        ((b"a", b"b"), 2, Label.NONE, 2.0),
+        ((b"a",), 0, LABEL_ONLY | Label.LATER, 2.0),
+    ]
+    assert [table.directory.key(slot) for slot in table.slots.policy.order()] == [
+        *(b"d", b"c", b"b", b"a"),
+    ]
+    assert table.curve is not None
+    assert table.curve.requests == 2
+
+
+def test_a_step_without_counts_has_one_request() -> None:
+    """All of its keys are of the prompt, and it has no label."""
+    bench = Bench()
+    uses = list[tuple[object, ...]]()
+    bench.table().finish_request = lambda *use: uses.append(use)  # type: ignore[method-assign]
+    bench.step(used=(b"a", b"b"))
+    assert uses == [((b"a", b"b"), 2, Label.NONE, 1.0)]
+
+
+def test_what_got_no_slot_is_remembered() -> None:
+    """As refused, until it is stored."""
+    bench = Bench()
+    bench.step(unstored=(b"a",))
+    ghost = bench.table().ghosts.find(b"a")
+    assert ghost is not None
+    assert ghost.cause is GhostCause.REFUSED
+    refs, _ = bench.step(wanted=1)
+    bench.begin([b"a"], refs)
+    assert bench.table().ghosts.find(b"a") is None
 
 
 def test_only_a_served_engines_scheduler_steps() -> None:
@@ -188,6 +275,11 @@ def test_only_a_served_engines_scheduler_steps() -> None:
         {"slots": IntArray.of((0,), "u4"), "generations": IntArray.of((1,), "u8")},
         {"first": IntArray.of((0,), "u2"), "count": IntArray.of((1,), "u2")},
         {"descriptions": (b"of nothing",)},
+        {"used": (b"a", b"b"), "used_counts": IntArray.of((1,), "u4")},
+        {"used": (b"a",), "used_counts": IntArray.of((1, 1), "u4")},
+        {"used": (b"a",), "prompt_counts": IntArray.of((2,), "u4")},
+        {"used": (b"a",), "prompt_counts": IntArray.of((1, 0), "u4")},
+        {"used": (b"a",), "labels": bytes(2)},
         {
             "pins": (
                 Pin(
@@ -254,15 +346,16 @@ def test_what_a_scheduler_answered_by_itself_is_counted() -> None:
     counts.check_integrity()
 
 
-def test_a_drain_takes_loans_back_and_lends_none() -> None:
-    """Until it is undone."""
+def test_a_drain_ends_loans_and_lends_none() -> None:
+    """Until it is undone; no lane has to be asked."""
     bench, keys = Bench(), [b"a"]
     refs, _ = bench.step(wanted=8)
     bench.begin(keys, refs[:1])
     tool = join(bench.broker, "tool", "t")
-    effects = bench.broker.request(tool, 2, Drain(), 0.0)
-    assert revoked(effects) == refs[1:]
-    bench.answer(effects)
+    assert revoked(bench.broker.request(tool, 2, Drain(), 0.0)) == []
+    assert not bench.table().slots.loans
+    bench.begin([b"b"], refs[1:2])
+    assert bench.table().counts.stores_lost == 1
     assert bench.step(wanted=8)[0] == []
     assert ChunksReady(bench.engine(bench.scheduler).number) in bench.share(refs[:1])
     bench.broker.request(tool, 2, Resume(), 0.0)
@@ -275,82 +368,70 @@ def test_nothing_is_lent_before_the_pool_has_memory() -> None:
     assert bench.step(wanted=8)[0] == []
 
 
-def test_loans_without_use_go_back_after_a_while() -> None:
-    """At a tick, of the engine that has used none for so long."""
-    bench = Bench()
-    other = bring_up(bench.broker, "f")
-    mine, theirs = bench.step(wanted=8)[0], bench.step(other, wanted=8)[0]
-    bench.begin([b"a"], mine[:1], now=LOAN_SECONDS)
-    effects = bench.broker.tick(LOAN_SECONDS + 1.5)
-    assert revoked(effects) == theirs
-    assert bench.table().slots.loans.of(bench.engine(bench.scheduler).number)
-    bench.answer(effects)
-    bench.broker.state.check_integrity()
-
-
-def test_nobody_s_room_is_taken_before_something_is_stored() -> None:
-    """In a full pool, by an engine's first step after it was attached, by pins, or by uses."""
+@pytest.mark.parametrize("model", ["m", "n"])
+def test_no_room_of_others_is_taken_before_something_is_stored(model: str) -> None:
+    """By an engine's first step, by pins, or by uses: what is lent then is its namespace's own."""
     bench = Bench(chunks=8)
     loans = bench.reserve(8)
     bench.begin([b"%d" % slot for slot, _ in loans], loans)
     bench.share(loans)
-    other = bring_up(bench.broker, "f")
+    other = bring_up(bench.broker, "f", model)
     table = bench.table()
-    assert table.slots.stats()["ready"] == 8
+    own = 1 if model == "m" else 0
     for fields in ({}, {"pins": (pin(1, [(0, 1)]),)}, {"used": (b"1",), "unpinned": (1,)}):
-        assert bench.step(other, wanted=8, **fields)[0] == []
+        bench.step(other, wanted=8, **fields)
+        assert len(table.slots.loans) == own
+    assert table.slots.stats()["ready"] == 8
+    bench.step(other, wanted=8, refused=1)
     assert table.counts.evicted == 0
-    assert bench.step(other, wanted=8, refused=1)[0]
-    assert table.counts.evicted
+    assert (table.counts.yielded > 0) == (model == "n")
+    bench.broker.state.check_integrity()
 
 
-def test_who_stores_first_leaves_free_slots_for_those_that_come() -> None:
-    """Ahead of need each has half of its share at most; nothing that is cached goes for more."""
+def test_an_engine_has_a_quarter_of_its_share_on_loan() -> None:
+    """What is on loan is not evicted for others; only bulk work gets more."""
     bench = Bench(chunks=64)
-    loans = bench.step(wanted=64)[0]
-    assert len(loans) == 32
-    bench.begin([b"a"], loans[:1], wanted=64)
-    bench.share(loans[:1])
+    assert len(bench.step(wanted=64)[0]) == 16
     other = bring_up(bench.broker, "f")
-    assert len(bench.step(other, wanted=64)[0]) == 16
-    assert bench.step(other, wanted=64, refused=1)[0] == []
-    assert bench.table().counts.evicted == 0
-    assert bench.table().directory.lookup(b"a") is LookupResult.HIT
+    assert len(bench.step(other, wanted=64)[0]) == 8
+    assert len(bench.step(other, wanted=64)[0]) == 20  # half of what is free
     bench.broker.state.check_integrity()
 
 
 @pytest.mark.parametrize("model", ["m", "n"])
-def test_who_gets_too_few_gets_what_others_do_not_use(model: str) -> None:
-    """Of the same namespace and of another one, once they have used none for a second."""
+def test_loans_that_were_not_used_end_where_another_engine_stores(model: str) -> None:
+    """Of the same namespace and of another one, after a while; no lane has to be asked."""
     bench = Bench(chunks=16)
-    bench.step(wanted=8)
-    taken = bench.step(wanted=64)[0]
+    taken = bench.reserve(16)
+    assert len(taken) == 16
     other = bring_up(bench.broker, "f", model)
-    bench.step(other)  # the first one takes nobody's room
-    lent, effects = bench.step(other, now=1.0 + SPARE_SECONDS / 2, wanted=16)
-    column = revoked(effects)  # who holds nothing gets one from whoever has more
-    assert len(column) == (0 if model == "m" else 2)
-    bench.answer(effects)
-    lent, effects = bench.step(other, now=1.1 + SPARE_SECONDS, wanted=16)
-    assert set(revoked(effects)) >= set(taken) - set(column)
-    assert not any(bench.table().directory.is_lent(*ref) for ref in taken)
-    bench.answer(effects)
-    lent += bench.step(other, now=3.0, wanted=16)[0]
+    mine, table = bench.engine(bench.scheduler).number, bench.table()
+    bench.step(other, now=9.0, wanted=1)  # it stores nothing
+    assert table.slots.loans.count(mine) == 16
+    lent, effects = bench.step(other, now=0.9 + UNUSED_SECONDS, wanted=16, refused=1)
+    left = 16 if model == "m" else 12  # another namespace takes a quarter of its share at a time
+    assert table.slots.loans.count(mine) == left
+    lent += bench.step(other, now=1.1 + UNUSED_SECONDS, wanted=16)[0]
+    assert table.slots.loans.count(mine) == 0
+    assert revoked(effects) == []
     assert len(lent) >= 8
+    bench.begin([b"late"], taken[:1])
+    assert table.counts.stores_lost == 1
     bench.broker.state.check_integrity()
 
 
 def test_an_engine_that_leaves_holds_nothing() -> None:
-    """The scheduler's end, and a rank's, end loans, stores, lost races and leases."""
+    """The scheduler's end, and a rank's, end loans, stores and leases."""
     for rank_leaves in (False, True):
         bench = Bench()
         refs, _ = bench.step(wanted=8)
-        bench.begin([b"a", b"a", b"b"], refs[:3])
+        bench.begin([b"a", b"b"], refs[1:3])
         bench.share(refs[2:3])
         bench.step(pins=(pin(1, refs[2:3]),))
         table = bench.table()
         effects = bench.broker.lost(bench.worker if rank_leaves else bench.scheduler)
-        assert revoked(effects) == sorted(refs[:2] + refs[3:])
+        assert revoked(effects) == refs[1:2]
+        assert not table.slots.loans
         bench.answer(effects)
         assert table.slots.is_idle
         bench.broker.state.check_integrity()

@@ -35,8 +35,8 @@ def make(ring: int = RING) -> tuple[bytearray, DirectoryWriter]:
 
 def become_ready(writer: DirectoryWriter, key: bytes, slot: int) -> int:
     """A chunk with blocks 1 to 3 of group 5; its generation."""
-    (generation,) = writer.lend([slot], 1)
-    writer.place(key, slot)
+    (generation,) = writer.lend([slot])
+    writer.place(key, slot, 1, generation)
     writer.add_share(slot, 0, 1, 3, 5)
     writer.make_ready(slot)
     return generation
@@ -56,8 +56,8 @@ def test_what_is_a_change() -> None:
     """READY, gone and cleared are; being lent, written or given up, and forgotten ones, are not."""
     buffer, writer = make()
     view = DirectoryView(memoryview(buffer).toreadonly())
-    writer.lend([3], 1)
-    writer.place(b"given up", 3)
+    (lent,) = writer.lend([3])
+    writer.place(b"given up", 3, 1, lent)
     writer.write_state(3, SlotState.DRAINING)
     writer.unindex(3)
     assert view.changes.read(0, 10) == []

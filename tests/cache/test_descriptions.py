@@ -60,16 +60,6 @@ def test_a_description_is_kept_before_its_chunk_is_ready() -> None:
     assert table.counts.descriptions == 2
 
 
-def test_a_store_whose_shares_came_first_is_described_before_it_is_ready() -> None:
-    """Begin makes it READY, with its description there."""
-    table, writer = make()
-    slots, generations = table.lending.lend(1, 1, 1, 0.0)
-    table.stores.share_done(1, 0, slots, generations, [0], [1], [0], ok=True)
-    ready, _ = table.stores.begin(names(1), slots, generations, 1, 0.0, descriptions=[b"of it"])
-    assert ready == 1
-    assert [state for *_, state in writer.written] == [SlotState.WRITING]
-
-
 def test_a_store_that_is_lost_or_comes_second_writes_nothing() -> None:
     """Its slot may be another chunk's."""
     table, writer = make()

@@ -44,9 +44,9 @@ def begin(
     writer: DirectoryWriter, keys: Sequence[bytes], slots: Sequence[int], owner: int
 ) -> list[int]:
     """Chunks that are being written; the generations of their slots."""
-    generations = writer.lend(slots, owner)
-    for key, slot in zip(keys, slots, strict=True):
-        writer.place(key, slot)
+    generations = writer.lend(slots)
+    for key, slot, generation in zip(keys, slots, generations, strict=True):
+        writer.place(key, slot, owner, generation)
     return generations
 
 
@@ -161,17 +161,48 @@ def test_an_entry_is_what_the_record_says() -> None:
 
 
 def test_a_lent_slot_is_known_by_its_generation() -> None:
-    """`is_lent` takes any numbers; a slot with another generation or state is not lent."""
+    """`is_lent` takes any numbers; a slot on loan under another generation, or none, is not lent.
+
+    The chunk of a slot on loan is found under its own generation until the slot is given away.
+    """
     buffer, writer = make(4)
     view = DirectoryView(memoryview(buffer).toreadonly())
     begin(writer, [b"k"], [2], owner=7)
+    writer.make_ready(2)
     assert not view.is_lent(2, 1)
-    writer.write_state(2, SlotState.LENT)
-    assert view.is_lent(2, 1)
-    assert view.entry(b"k") is None
-    assert view.lookup(b"k") is LookupResult.MISS
-    refs = [(2, 0), (2, 2), (1, 1), (4, 1), (2**32 - 1, 1), (-1, 1)]
+    assert writer.lend([2]) == [2]
+    assert view.is_lent(2, 2)
+    refs = [(2, 0), (2, 1), (1, 2), (4, 2), (2**32 - 1, 2), (-1, 2)]
     assert not any(view.is_lent(*ref) for ref in refs)
+    assert view.entry(b"k") == (2, 1, SlotState.READY, 0, NO_SHARE_YET)
+    writer.free([2])
+    writer.place(b"other", 2, 8, 2)
+    assert not view.is_lent(2, 2)
+    assert (writer.generation(2), writer.owner(2)) == (2, 8)
+    (third,) = writer.lend([3])
+    writer.end_loans([3])
+    assert not view.is_lent(3, third)
+
+
+@pytest.mark.parametrize("highest", [0, 2**32 - 1, 2**32 - 2, 2**32 - 4, 2**32, 2**33 - 3])
+def test_generations_are_unique_and_name_their_loans(highest: int) -> None:
+    """All slots of a directory share them; their low 32 bits are never 0, also across 2**32."""
+    buffer, writer = make(8)
+    given = [writer.lend(range(3)), writer.lend([3, 4])]
+    assert [each for some in given for each in some] == [1, 2, 3, 4, 5]
+    header = writer.header
+    writer = DirectoryWriter(bytearray(len(buffer)), header, generation_base=highest)
+    last = highest
+    for count in (1, 2, 3, 8):
+        generations = writer.lend(range(count))
+        for slot, generation in enumerate(generations):
+            assert generation > last
+            assert writer.loan(slot) == generation & 0xFFFF_FFFF != 0
+            last = generation
+        assert writer.is_lent(0, generations[0])
+        writer.end_loans(range(count))
+    assert writer.place(b"filled by a tier", 0, 1)
+    assert writer.generation(0) > last
 
 
 def test_shares() -> None:
@@ -180,7 +211,7 @@ def test_shares() -> None:
     begin(writer, [b"k"], [3], owner=1)
     assert writer.add_share(3, 0, first=1, count=3, group=0) == (0b01, 3)
     assert writer.add_share(3, 63, first=0, count=3, group=0) == (1 | 1 << 63, 2)
-    ((*_, first, count, _),) = READ_HEADS(writer.heads(array("I", [3])))
+    ((*_, first, count, _, _),) = READ_HEADS(writer.heads(array("I", [3])))
     assert (first, count) == (1, 2)
     assert writer.add_share(3, 5, first=3, count=1, group=0)[1] == 0
 
@@ -192,12 +223,16 @@ def test_heads_are_the_records_without_their_keys(slots: list[int]) -> None:
     begin(writer, [b"a", b"b", b"c"], [0, 1, 7], owner=5)
     writer.add_share(1, 0, first=1, count=2, group=3)
     writer.make_ready(1)
-    writing = (1, 5, SlotState.WRITING, 0, NO_SHARE_YET, 0)
-    known = {0: writing, 1: (1, 5, SlotState.READY, 1, 2, 3), 7: writing}
+    (loan,) = writer.lend([1])
+    known = {
+        0: (1, 5, SlotState.WRITING, 0, NO_SHARE_YET, 0, 0),
+        1: (2, 5, SlotState.READY, 1, 2, 3, loan),
+        7: (3, 5, SlotState.WRITING, 0, NO_SHARE_YET, 0, 0),
+    }
     heads = writer.heads(array("I", slots))
-    assert list(READ_HEADS(heads)) == [known.get(slot, (0,) * 6) for slot in slots]
+    assert list(READ_HEADS(heads)) == [known.get(slot, (0,) * 7) for slot in slots]
     table = np.frombuffer(heads, HEAD_DTYPE) if slots else np.empty(0, HEAD_DTYPE)
-    names = ("generation", "owner", "state", "first", "count", "group")
+    names = ("generation", "owner", "state", "first", "count", "group", "loan")
     columns = [table[name].tolist() for name in names]
     assert list(zip(*columns, strict=True)) == list(READ_HEADS(heads))
     with pytest.raises(IndexError):
@@ -215,19 +250,20 @@ def test_released_buffer_can_be_resized() -> None:
 
 
 def test_crowded_home_is_refused() -> None:
-    """A key for which there is no place within the probe limit is refused; the slot stays lent."""
+    """A key for which there is no place within the probe limit is refused; the slot stays on loan."""
     num_slots = PROBE_LIMIT + 8
     buffer, writer = make(num_slots)
     mask = writer.header.index_capacity - 1
     keys = colliding_keys(PROBE_LIMIT + 2, mask, home=mask)  # wraps round the end
-    assert begin(writer, keys, range(len(keys)), owner=1) == [1] * len(keys)
-    states = [writer.state(slot) for slot in range(PROBE_LIMIT, PROBE_LIMIT + 3)]
-    assert states == [SlotState.LENT, SlotState.LENT, SlotState.FREE]
+    generations = begin(writer, keys, range(len(keys)), owner=1)
+    for slot, generation in list(enumerate(generations))[PROBE_LIMIT:]:
+        assert writer.state(slot) == SlotState.FREE
+        assert writer.is_lent(slot, generation)
     view = DirectoryView(buffer)
     assert view.lookup_many(keys) == [LookupResult.HIT_PENDING] * PROBE_LIMIT + [0, 0]
     writer.check_integrity()
     writer.unindex(0)
-    assert writer.place(keys[-1], PROBE_LIMIT) == 0
+    assert writer.place(keys[-1], PROBE_LIMIT, 1, generations[PROBE_LIMIT])
     assert view.find(keys[-1]) == PROBE_LIMIT
     writer.write_state(0, SlotState.DRAINING)
     writer.check_integrity()
@@ -260,8 +296,7 @@ def test_the_index_is_a_dict(steps: list[tuple[int, int]]) -> None:
         key = keys[number]
         gone = [k for k, s in model.items() if k == key or s == slot]
         writer.free([model.pop(k) for k in gone])
-        before = writer.generation(slot)
-        assert begin(writer, [key], [slot], 1) == [before + 1]
+        begin(writer, [key], [slot], 1)
         writer.make_ready(slot)
         model[key] = slot
         for each in keys:

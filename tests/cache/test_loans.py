@@ -1,146 +1,199 @@
-"""Slots that schedulers give to keys by themselves: lending, begun stores, races, the way back."""
+"""Slots on loan: what schedulers are lent, what they give to keys, and what ends a loan."""
 
 from collections.abc import Sequence
 
 import pytest
 
 from kvd.cache.chunks import ChunkTable
+from kvd.cache.directory import Refs
+from kvd.cache.ghosts import GhostCause
 from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.pool.filling import FillOrder
-from kvd.pool.pool import LOOKS
+from kvd_proto.changes import ChangeKind
 from kvd_proto.directory import LookupResult, SlotState
-from tests.cache.tables import PAGE, add, make_namespaces, make_table, names, removed, store
+from kvd_proto.labels import LABEL_ONLY, Label
+from tests.cache.tables import (
+    PAGE,
+    add,
+    begin as begin_all,
+    loans_of,
+    make_namespaces,
+    make_table,
+    names,
+    pin,
+    removed,
+    store,
+)
 
-Ref = tuple[int, int]
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
 
-def lend(table: ChunkTable, wanted: int, owner: int = 1, engines: int = 1) -> list[Ref]:
+def lend(
+    table: ChunkTable, wanted: int, owner: int = 1, engines: int = 1, now: float = 0.0
+) -> Refs:
     """What one of so many engines is lent."""
-    slots, generations = table.lending.lend(owner, wanted, engines, 0.0)
+    slots, generations = table.lending.lend(owner, wanted, engines, now)
     return list(zip(slots, generations, strict=True))
 
 
 def begin(
     table: ChunkTable,
     keys: list[bytes],
-    refs: Sequence[Ref],
+    refs: Refs,
     owner: int = 1,
     blocks: Sequence[tuple[int, int]] = (),
-) -> tuple[int, list[Ref]]:
-    """Keys get these slots; how many chunks are READY now, and what is to be revoked."""
+    now: float = 0.0,
+) -> None:
+    """A step of an engine gives keys these slots."""
     slots, generations = [slot for slot, _ in refs], [generation for _, generation in refs]
-    return table.stores.begin(keys, slots, generations, owner, 0.0, blocks, seconds=5.0)
+    table.stores.begin(keys, slots, generations, owner, now, blocks, seconds=5.0)
 
 
 def share(
-    table: ChunkTable,
-    refs: Sequence[Ref],
-    rank: int = 0,
-    owner: int = 1,
-    blocks: tuple[int, int] = (0, 4),
-    *,
-    ok: bool = True,
-) -> tuple[list[Ref], list[Ref]]:
-    """A lane reports a rank's share of these slots."""
+    table: ChunkTable, refs: Refs, rank: int = 0, owner: int = 1, blocks: tuple[int, int] = (0, 4)
+) -> tuple[Refs, Refs]:
+    """A lane reports a rank's share of these slots: what is READY now, what was given up."""
     n, (first, count) = len(refs), blocks
     slots, generations = [slot for slot, _ in refs], [generation for _, generation in refs]
     return table.stores.share_done(
-        owner, rank, slots, generations, [first] * n, [count] * n, [0] * n, ok=ok
+        owner, rank, slots, generations, [first] * n, [count] * n, [0] * n, ok=True
     )
 
 
-def free(table: ChunkTable, refs: Sequence[Ref]) -> None:
-    """The only lane has nothing under way in these slots."""
-    for slot, generation in refs:
-        assert table.slots.revoked("", [slot], [generation]) == 1
+def chunks_in(table: ChunkTable, refs: Refs) -> list[bytes]:
+    """The keys of the chunks in these slots."""
+    return [table.directory.key(slot) for slot, _ in refs]
+
+
+def ref_of(table: ChunkTable, key: bytes) -> tuple[int, int]:
+    """Where a chunk lies."""
+    slot = table.directory.find(key)
+    return slot, table.directory.generation(slot)
+
+
+def full_table(chunks: int, policy: str = "lru") -> ChunkTable:
+    """A table of a pool that is full of READY chunks, `names(chunks)`."""
+    table = make_table(chunks, policy=policy)
+    store(table, names(chunks))
+    return table
 
 
 def test_a_loan_becomes_a_chunk() -> None:
-    """A lent slot is in no index; with its key it is pending, and a hit with the last share."""
+    """A key that gets a free slot on loan is pending, and a hit with the last share."""
     table = make_table(8, ranks=2)
     refs = lend(table, 4)
     assert len(refs) == 4
     assert all(table.directory.is_lent(*ref) for ref in refs)
     assert table.slots.stats()["lent"] == 4
-    assert begin(table, [b"a"], refs[:1]) == (0, [])
+    begin(table, [b"a"], refs[:1])
+    assert not table.directory.is_lent(*refs[0])
     assert table.directory.lookup(b"a") is LookupResult.HIT_PENDING
     assert share(table, refs[:1], 0) == ([], [])
     assert share(table, refs[:1], 1) == (refs[:1], [])
-    assert table.directory.lookup(b"a") is LookupResult.HIT
+    assert table.directory.lookup(b"a") is HIT
     assert table.slots.stats()["lent"] == 3
     table.check_integrity()
 
 
-def test_shares_wait_for_the_key() -> None:
-    """What lanes reported before the broker heard of the key counts, with its blocks."""
-    table = make_table(8, ranks=2)
-    (ref,) = lend(table, 1)
-    assert share(table, [ref], 0, blocks=(0, 4)) == ([], [])
-    assert share(table, [ref], 1, blocks=(1, 3)) == ([], [])
-    assert share(table, [ref], 1, blocks=(1, 3)) == ([], [])  # again
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_loans_are_the_chunks_that_go_next(policy: str) -> None:
+    """In a full pool a prompt's tail is lent first, and no slot is lent to two engines."""
+    table = full_table(8, policy)
+    refs = lend(table, 3) + lend(table, 2, owner=2)
+    assert chunks_in(table, refs) == names(8)[:2:-1]
+    assert all(table.directory.is_lent(*ref) for ref in refs)
+    assert table.directory.lookup_many(names(8)) == [HIT] * 8
+    assert (table.counts.evicted, removed(table, 0)) == (0, [])
     table.check_integrity()
-    assert begin(table, [b"a"], [ref]) == (1, [])
-    assert table.directory.blocks(ref[0]) == (1, 3)
-    assert table.counts.stored == table.counts.stale_reports == 1
+    table.lending.end_loans(1)
+    assert chunks_in(table, lend(table, 8, owner=2)) == [*names(3, first=5)[::-1], *names(3)[::-1]]
     table.check_integrity()
 
 
-def test_a_failed_share_ends_a_loan_and_the_store_that_comes_later_is_lost() -> None:
-    """The slot is called back from the lanes and free then; the key has no chunk."""
-    table = make_table(8)
-    (ref,) = lend(table, 1)
-    assert share(table, [ref], ok=False) == ([], [ref])
-    assert begin(table, [b"a"], [ref]) == (0, [])
+def test_a_chunk_is_evicted_when_the_step_is_read_and_not_before() -> None:
+    """KV events say that the slot's chunk goes, then that the new one is READY."""
+    table = full_table(4)
+    before = table.directory.changes.head
+    refs = lend(table, 2, now=7.0)
+    assert table.directory.changes.head == before
+    old_slot, old = ref_of(table, b"key 3")
+    begin(table, [b"new"], refs[:1], now=9.0)
+    assert table.directory.lookup_many([b"key 3", b"key 2", b"new"]) == [
+        MISS,
+        HIT,
+        LookupResult.HIT_PENDING,
+    ]
+    share(table, refs[:1])
+    changes = table.directory.changes.read(before, 9)
+    assert changes is not None
+    assert [(change[2], change[3], change[7], change[8]) for change in changes] == [
+        (old, old_slot, ChangeKind.REMOVED, b"key 3"),
+        (*reversed(refs[0]), ChangeKind.READY, b"new"),
+    ]
+    assert table.counts.evicted == 1
+    ghost = table.ghosts.find(b"key 3")
+    assert ghost is not None
+    assert (ghost.cause, ghost.gone) == (GhostCause.EVICTED, 9.0)
+    table.check_integrity()
+
+
+def test_a_chunk_on_loan_that_is_pinned_stays() -> None:
+    """The pin ends the loan, and the step that gave the slot away meanwhile loses its store."""
+    table = full_table(4)
+    refs = lend(table, 2)
+    (pinned,) = pin(table, [b"key 3"], owner=2)
+    assert pinned[0] == refs[0][0]
+    assert not table.directory.is_lent(*refs[0])
+    begin(table, [b"a", b"b"], refs)
     assert table.counts.stores_lost == 1
-    assert table.directory.lookup(b"a") is LookupResult.MISS
-    free(table, [ref])
-    assert table.slots.is_idle
+    assert table.directory.lookup_many([b"a", b"b", b"key 3"]) == [
+        MISS,
+        LookupResult.HIT_PENDING,
+        HIT,
+    ]
+    assert table.loads.unpin(1, 2)
+    assert chunks_in(table, lend(table, 1)) == [b"key 1"]  # the pin was a use
     table.check_integrity()
 
 
-@pytest.mark.parametrize("early", [0, 1, 2])
-def test_of_two_stores_of_a_key_the_first_wins(early: int) -> None:
-    """The other one's slot comes back when all its shares are in, however many came early."""
-    table = make_table(8, ranks=2)
+@pytest.mark.parametrize("label", [Label.DONE, LABEL_ONLY | Label.DONE])
+def test_a_chunk_on_loan_that_a_request_used_stays(label: int) -> None:
+    """The end of a request ends the loans of its chunks, and so does a label that comes later."""
+    table = full_table(4)
+    refs = lend(table, 2)
+    table.finish_request([b"key 3"], 1, label, 1.0)
+    begin(table, [b"a"], refs[:1])
+    assert table.counts.stores_lost == 1
+    assert table.directory.lookup_many([b"a", b"key 3"]) == [MISS, HIT]
+    assert loans_of(table) == refs[1:]
+    table.check_integrity()
+
+
+def test_a_store_that_lost_its_race_leaves_the_slots_chunk() -> None:
+    """Of two engines that store a key the first one wins; the other's slot keeps its chunk."""
+    table = full_table(4)
     (mine,), (theirs,) = lend(table, 1), lend(table, 1, owner=2)
     begin(table, [b"a"], [mine])
-    for rank in range(early):
-        assert share(table, [theirs], rank, owner=2) == ([], [])
-    over = begin(table, [b"a"], [theirs], owner=2)[1]
-    assert table.directory.find(b"a") == mine[0]
-    table.check_integrity()
-    for rank in range(early, 2):
-        assert not over
-        _, over = share(table, [theirs], rank, owner=2)
-    assert over == [theirs]
-    free(table, over)
+    begin(table, [b"a"], [theirs], owner=2)
     assert table.counts.stores_raced == 1
-    assert [share(table, [mine], rank)[0] for rank in range(2)] == [[], [mine]]
-    assert table.slots.is_idle
-    table.check_integrity()
-
-
-def test_a_lost_race_is_not_waited_for_forever() -> None:
-    """A slot whose shares never come goes back at the deadline of its store."""
-    table = make_table(8)
-    store(table, [b"a"])
-    (ref,) = lend(table, 1)
-    assert begin(table, [b"a"], [ref]) == (0, [])
-    assert table.slots.stats()["lent"] == 1
-    assert table.expire(4.9) == []
-    assert table.expire(5.0) == [ref]
-    free(table, [ref])
+    assert table.directory.find(b"a") == mine[0]
+    assert table.directory.lookup_many(names(4)) == [HIT, HIT, HIT, MISS]
+    assert not table.slots.loans
+    assert share(table, [theirs], owner=2) == ([], [])
+    assert share(table, [mine]) == ([mine], [])
+    assert chunks_in(table, lend(table, 1)) == [b"key 2"]  # it is a candidate again
     table.check_integrity()
 
 
 def test_the_same_key_twice_in_a_step_loses_to_itself() -> None:
-    """One slot gets the key, the other one has lost the race."""
+    """One slot gets the key, the other one is free again."""
     table = make_table(8)
     refs = lend(table, 2)
     begin(table, [b"a", b"a"], refs)
     assert table.directory.find(b"a") == refs[0][0]
-    assert share(table, refs) == (refs[:1], refs[1:])
+    assert table.directory.state(refs[1][0]) == SlotState.FREE
+    assert share(table, refs) == (refs[:1], [])
     table.check_integrity()
 
 
@@ -156,123 +209,174 @@ def test_a_fuller_store_takes_the_place_of_a_part() -> None:
     table.check_integrity()
 
 
+@pytest.mark.parametrize("its_own", [True, False])
+def test_a_part_on_loan_gives_way_to_a_fuller_store(its_own: bool) -> None:
+    """Whether the fuller store gets the very slot that holds the part, or another one."""
+    table = make_table(2)
+    for key in (b"other", b"a"):
+        (ref,) = lend(table, 1)
+        begin(table, [key], [ref], blocks=[(1, 1)])
+        share(table, [ref], blocks=(1, 1))
+    refs = lend(table, 2)
+    chosen = next(ref for ref in refs if (table.directory.find(b"a") == ref[0]) == its_own)
+    begin(table, [b"a"], [chosen])
+    share(table, [chosen])
+    assert table.directory.entry(b"a") == (*chosen, SlotState.READY, 0, 4)
+    assert (table.directory.find(b"other") >= 0) == its_own
+    assert table.ghosts.find(b"a") is None
+    table.check_integrity()
+
+
 def test_only_the_owners_loan_of_now_can_be_used() -> None:
     """Another engine, another generation, another slot, and a loan used before: all are lost."""
     table = make_table(8)
     (ref,) = lend(table, 1)
     slot, generation = ref
     begin(table, [b"a"], [ref], owner=2)
-    for number, wrong in enumerate([(slot, generation + 1), (slot + 1, generation), (2**40, 1)]):
+    for number, wrong in enumerate(
+        [(slot, generation + 1), (slot, generation + 2**32), (slot + 1, generation), (2**40, 1)]
+    ):
         begin(table, [b"%d" % number], [wrong])
     begin(table, [b"a"], [ref])
     begin(table, [b"b"], [ref])
-    assert table.counts.stores_lost == 5
+    assert table.counts.stores_lost == 6
     assert table.directory.find(b"a") == slot
     assert share(table, [ref], owner=2) == ([], [])
     table.check_integrity()
 
 
 def test_refills_come_below_half_and_share_what_is_free() -> None:
-    """Two engines leave each other half of what is free; nothing is evicted for it."""
+    """Two engines leave each other half of what is free."""
     table = make_table(64)
     assert len(lend(table, 8)) == 8
     assert lend(table, 16) == []
     assert len(lend(table, 17)) == 9
-    assert len(lend(table, 100, owner=2, engines=2)) == (64 - 17) // 2
+    assert len(lend(table, 47, owner=2, engines=2)) == (64 - 17) // 2
     table.check_integrity()
 
 
-def test_eviction_lends_a_part_of_the_slots() -> None:
-    """In a full table an engine gets a quarter of its share, and what was used last stays."""
-    table = make_table(32)
-    store(table, names(32))
-    before = table.directory.changes.head
-    slots, _ = table.lending.lend(1, 64, 1, 1.0)
-    assert len(slots) == 8
-    assert removed(table, before) == names(32)[:-9:-1]
-    assert table.lending.lend(1, 64, 1, 1.0) == ([], [])
-    assert len(table.lending.lend(2, 64, 4, 1.0)[0]) == 2
-    tiny = make_table(1)
-    store(tiny, [b"a"])
-    tiny.lending.lend(1, 64, 8, 1.0)
-    assert removed(tiny, 0) == [b"a"]
+def test_what_is_free_is_lent_before_chunks_that_are_cached() -> None:
+    """Then the chunks that go next, as many as are wanted; none that is pinned or written."""
+    table = make_table(8)
+    store(table, names(4))
+    begin_all(table, names(2, first=10))
+    pin(table, names(1), owner=2)
+    refs = lend(table, 8)
+    states = [table.directory.state(slot) for slot, _ in refs]
+    assert states == [SlotState.FREE] * 2 + [SlotState.READY] * 3
+    assert chunks_in(table, refs[2:]) == names(3, first=1)[::-1]
+    assert lend(table, 8, owner=2) == []
     table.check_integrity()
 
 
-def test_a_namespace_that_holds_little_keeps_most_of_it() -> None:
-    """For loans it evicts a part of what it holds, not of what the whole pool could hold."""
-    chunks = 256
-    quotas = {"model 1": Quota(floor_bytes=224 * PAGE)}
-    namespaces = make_namespaces(chunks * PAGE, quotas=quotas)
-    big, small = add(namespaces, 1, PAGE).table, add(namespaces, 0, PAGE).table
-    store(big, names(chunks))
-    store(small, names(chunks))
-    held = small.held_bytes // PAGE
-    assert 4 <= held <= 32
-    before = small.directory.changes.head
-    slots, _ = small.lending.lend(1, 64, 1, 1.0)
-    assert len(slots) == len(removed(small, before)) == held // 4
-    small.check_integrity()
-
-
-def test_nothing_is_evicted_while_the_pool_is_filled() -> None:
-    """Only slots whose memory is there are lent."""
-    table = make_table(64, fill=FillOrder(64 * 4096, 2 * 4096))
-    usable = 16 * 4096
-    assert len(table.lending.lend(1, 64, 1, 0.0, usable)[0]) == 16
+def test_only_free_slots_are_lent_while_the_pool_is_filled() -> None:
+    """Those whose memory is there."""
+    table = make_table(64, fill=FillOrder(64 * PAGE, 2 * PAGE))
+    usable = 16 * PAGE
+    begun = begin_all(table, names(16), usable=usable)
+    assert len(begun.slots) == 16
+    share(table, list(zip(begun.slots, begun.generations, strict=True)))
     assert table.lending.lend(1, 64, 1, 0.0, usable) == ([], [])
-    assert not removed(table, 0)
+    assert len(table.lending.lend(1, 64, 1, 0.0)[0]) == 64
     table.check_integrity()
 
 
-def test_idle_loans_are_taken_back() -> None:
-    """Who has used one since keeps the rest; who asks for it keeps its own."""
+def test_loans_that_were_not_used_for_a_while_end() -> None:
+    """Not those of an engine that has used one since, or was lent one, or is spared."""
     table = make_table(64)
     mine, theirs = lend(table, 8), lend(table, 8, owner=2)
-    table.stores.begin([b"a"], [mine[0][0]], [mine[0][1]], 1, 5.0)
-    assert table.lending.call_in_spare(4.0, but=2) == []
-    assert table.lending.call_in_spare(4.0) == theirs
-    assert all(table.directory.state(slot) == SlotState.DRAINING for slot, _ in theirs)
+    begin(table, [b"a"], mine[:1], now=5.0)
+    table.lending.end_unused_loans(4.0, but=2)
+    assert len(table.slots.loans) == 15
+    table.lending.end_unused_loans(4.0)
+    assert loans_of(table) == mine[1:]
     begin(table, [b"b"], theirs[:1], owner=2)
     assert table.counts.stores_lost == 1
-    free(table, theirs)
-    assert table.lending.call_in_spare(5.0) == mine[1:]
+    lend(table, 20, now=6.0)
+    table.lending.end_unused_loans(5.0)
+    assert len(table.slots.loans) == 20
+    table.lending.end_unused_loans(6.0)
+    assert table.slots.loans.count(1) == 0
     table.check_integrity()
 
 
-def test_a_reset_takes_loans_back() -> None:
-    """Their generations would never be found; lost races go, too."""
+def test_a_reset_ends_all_loans() -> None:
+    """With their generations no chunk would be found; what was lent is not found either."""
     table = make_table(8)
-    store(table, [b"x"])
-    refs = lend(table, 3)
-    begin(table, [b"x", b"y"], refs[:2])
-    done, revoke = table.reset()
-    assert done.dropped == 2
-    assert sorted(revoke) == sorted(refs)
-    begin(table, [b"z"], refs[2:])
+    store(table, names(6))
+    refs = lend(table, 6)
+    begin(table, [b"y"], refs[:1])
+    done, to_revoke = table.reset()
+    assert (done.dropped, to_revoke) == (7, refs[:1])
+    assert not table.slots.loans
+    begin(table, [b"z"], refs[1:2])
     assert table.counts.stores_lost == 1
-    free(table, revoke)
+    assert table.directory.lookup_many(names(6)) == [MISS] * 6
+    table.check_integrity()
     (ref,) = lend(table, 1)
     begin(table, [b"z"], [ref])
     share(table, [ref])
-    assert table.directory.lookup(b"z") is LookupResult.HIT
+    assert table.directory.lookup(b"z") is HIT
     table.check_integrity()
 
 
 def test_an_owners_end_leaves_nothing() -> None:
-    """What it was writing, its loans, its lost races and its leases all end."""
+    """What it was writing, its loans and its leases all end."""
     table = make_table(8)
     store(table, [b"x"])
     refs = lend(table, 4)
     begin(table, [b"x", b"y"], refs[:2])
-    slot = table.directory.find(b"x")
-    table.loads.pin(1, [slot], [table.directory.generation(slot)], 1, 0.0, 9.0)
-    writing, others = table.drop_owner(1)
-    assert writing == refs[1:2]
-    assert sorted(others) == sorted([refs[0], *refs[2:]])
-    free(table, writing + others)
+    pin(table, [b"x"])
+    assert table.drop_owner(1) == refs[1:2]
+    assert table.slots.revoked("", *zip(*refs[1:2], strict=True)) == 1
     assert table.slots.is_idle
     table.check_integrity()
+
+
+def test_a_chunk_on_loan_that_an_operator_drops_is_free() -> None:
+    """A sweep of what was not of use ends the loan before the chunk goes."""
+    table = full_table(4)
+    refs = lend(table, 2)
+    assert table.remove(0, 4, 0.0) == 4
+    begin(table, [b"a"], refs[:1])
+    assert table.counts.stores_lost == 1
+    table.check_integrity()
+
+
+def test_a_ghost_says_why_a_chunk_left() -> None:
+    """Evicted, yielded to another namespace, reset, removed, refused, or above a quota."""
+    quotas = {"model 0": Quota(cap_bytes=8 * PAGE)}
+    namespaces = make_namespaces(16 * PAGE, quotas=quotas)
+    namespace = add(namespaces, 0, PAGE, blocks_per_chunk=4)
+    table = namespace.table
+
+    def causes(keys: list[bytes]) -> list[GhostCause | None]:
+        ghosts = map(table.ghosts.find, keys)
+        return [ghost.cause if ghost is not None else None for ghost in ghosts]
+
+    store(table, names(8))
+    store(table, names(1, first=10))
+    table.stores.note_unstored([b"key 0", b"new"], 1.0)
+    assert causes([b"key 7", b"key 0", b"new"]) == [GhostCause.EVICTED, None, GhostCause.QUOTA]
+    namespaces.pool.set_quotas({})
+    table.stores.note_unstored([b"new"], 1.0)
+    assert causes([b"new"]) == [GhostCause.REFUSED]
+    begun = begin_all(table, [b"key 7", b"new"])
+    assert begun.keys == [b"key 7", b"new"]
+    assert causes(begun.keys) == [None, None]
+    table.remove(table.directory.find(b"key 1"), 1, 0.0)
+    assert causes([b"key 1"]) == [GhostCause.REMOVED]
+    table.yield_slots([table.directory.find(b"key 2")])
+    assert causes([b"key 2"]) == [GhostCause.EVICTED]
+    table.reset()
+    begin_all(table, [b"key 4"])
+    while not table.is_swept:
+        table.sweep()
+    assert causes(names(6, first=3)) == [
+        *(GhostCause.RESET, None, GhostCause.RESET, GhostCause.RESET),
+        *(None, None),  # being written, and never stored
+    ]
+    namespaces.check_integrity()
 
 
 def test_only_the_owners_stores_are_dropped() -> None:
@@ -291,7 +395,7 @@ def test_a_pin_keeps_what_is_still_there() -> None:
     """What was evicted, replaced, reset or never was comes too late, and is counted."""
     table = make_table(8)
     store(table, names(3))
-    refs = [(slot, 1) for slot in map(table.directory.find, names(3))]
+    refs = [ref_of(table, key) for key in names(3)]
     table.slots.drop([refs[1][0]])
     given = [*refs, (refs[0][0], 2), (7, 1), (2**40, 1)]
     table.loads.pin(5, [s for s, _ in given], [g for _, g in given], 1, 0.0, 9.0)
@@ -312,79 +416,58 @@ def test_a_lease_number_that_comes_again_ends_the_lease_of_before() -> None:
     """Nothing stays pinned that no lease of now pins."""
     table = make_table(8)
     store(table, names(2))
-    a, b = (table.directory.find(key) for key in names(2))
-    table.loads.pin(1, [a], [1], 1, 0.0, 9.0)
-    table.loads.pin(1, [a, b], [1, 1], 1, 0.0, 9.0)
-    assert table.slots.leases.pins == {a: 1, b: 1}
-    table.loads.pin(1, [b], [1], 1, 0.0, 9.0)
-    assert table.slots.leases.pins == {b: 1}
-    table.loads.pin(1, [b], [1], 2, 0.0, 9.0)
-    assert table.slots.leases.pins == {b: 2}
+    a, b = names(2)
+    for owner, keys, pins in ((1, [a], [1]), (1, [a, b], [1, 1]), (1, [b], [1]), (2, [b], [2])):
+        slots = [slot for slot, _ in pin(table, keys, owner=owner)]
+        assert table.slots.leases.pins == dict(zip(slots, pins, strict=True))
     table.check_integrity()
 
 
-def test_loans_keep_nobody_from_a_fair_share() -> None:
-    """A column that others are to have is left: nothing more of it is lent, nor used for others."""
-    namespaces = make_namespaces(64 * 4096)
-    old, new = add(namespaces, 0, 1024).table, add(namespaces, 1, 1024).table
-    columns, width = old.space.geometry.columns, old.space.geometry.column_slots
-    keys = names(columns * width)
-    store(old, keys)
-    old.loads.finished([key for key in keys if old.directory.find(key) % width])
+def test_another_namespace_takes_columns_with_loans_at_once() -> None:
+    """Nothing is written into a slot on loan, so nobody has to be asked."""
+    namespaces = make_namespaces(64 * PAGE)
+    old, new = add(namespaces, 0, PAGE).table, add(namespaces, 1, PAGE).table
+    store(old, names(32))
     refs = lend(old, 64)
-    assert len({slot // width for slot, _ in refs}) == columns  # one of each column, and others
-    assert lend(new, 8, owner=2) == []
-    (column,) = old.space.leaving
-    revoke = old.lending.call_in_spare(-1.0)
-    assert {slot // width for slot, _ in revoke} == {column}
-    free(old, revoke)
-    begin(old, names(len(refs), 1000), refs)
-    assert lend(new, 8, owner=2) != []
-    assert not old.space.leaving
-    assert old.counts.yielded == width - len(revoke)
+    assert len(refs) == 64
+    assert len(lend(new, 8, owner=2)) == 8
+    ended = [ref for ref in refs if not old.directory.is_lent(*ref)]
+    assert len(ended) == 8
+    begin(old, names(64, first=100), refs)
+    assert old.counts.stores_lost == 8
     namespaces.check_integrity()
-
-
-def test_a_column_that_nobody_takes_stays() -> None:
-    """What is free there is lent again when the pool was looked through a few times."""
-    namespaces = make_namespaces(64 * 4096)
-    old, new = add(namespaces, 0, 4096).table, add(namespaces, 1, 4096).table
-    assert len(lend(old, 64)) == 64
-    assert lend(new, 8, owner=2) == []
-    (column,) = old.space.leaving
-    free(old, old.lending.call_in_spare(-1.0))
-    assert lend(old, 1000) == []
-    namespaces.check_integrity()
-    for _ in range(LOOKS + 1):
-        namespaces.pool.trim()
-    assert [slot // 2 for slot, _ in lend(old, 1000)] == [column, column]
-    namespaces.check_integrity()
+    held = [slot for slot, _ in ended if old.directory.state(slot) == SlotState.READY]
+    assert old.counts.yielded == 32 - old.counts.evicted
+    assert not held
 
 
 def test_a_namespace_with_loans_is_not_closed() -> None:
-    """Loans are slots in use, for the table and for the pool."""
-    namespaces = make_namespaces(64 * 4096)
-    namespace = add(namespaces, 0, 4096)
-    refs = lend(namespace.table, 4)
+    """Its scheduler may be about to use them."""
+    namespaces = make_namespaces(64 * PAGE)
+    namespace = add(namespaces, 0, PAGE)
+    lend(namespace.table, 4)
     namespaces.detach_engine(namespace)
     assert namespaces.closable() == []
-    assert set(namespace.table.lent_slots()) == {slot for slot, _ in refs}
-    free(namespace.table, namespace.table.lending.call_in(1))
+    namespace.table.lending.end_all_loans()
     assert namespaces.closable() == [namespace]
 
 
-@pytest.mark.parametrize("damage", ["state", "loan", "twice", "generation"])
+@pytest.mark.parametrize("damage", ["state", "loan", "record", "twice", "generation", "policy"])
 def test_damage_is_noticed(damage: str) -> None:
     """The integrity check sees a loan that is none, one that is not noted, and one of two."""
-    table = make_table(8)
+    table = full_table(8)
     (slot, generation), _ = lend(table, 2)
     if damage == "state":
-        table.directory.write_state(slot, SlotState.READY)
+        table.directory.write_state(slot, SlotState.FREE)
     elif damage == "loan":
-        table.slots.loans.remove(1, slot)
+        table.slots.loans.end(slot)
+    elif damage == "record":
+        table.directory.end_loans([slot])
     elif damage == "twice":
         table.slots.loans.lend(2, [slot], [generation], 0.0)
+    elif damage == "generation":
+        table.directory.lend([slot])
     else:
-        table.slots.loans.of(1)[slot] += 1
+        table.slots.policy.release([slot])
     with pytest.raises(IntegrityError):
         table.check_integrity()

@@ -68,7 +68,9 @@ def test_another_namespace_is_asked_last() -> None:
 
 
 def test_a_key_is_counted_as_often_as_it_is_missed() -> None:
-    """Two requests that miss the same key are two misses."""
+    """Requests that miss the same key, of one step or of several, are each a miss."""
     table = make_table(4)
-    misses(table).explain([b"new", b"new"], 1.0)
-    assert counted(table) == {MissReason.NEVER_SEEN: 2}
+    explained = misses(table)
+    explained.explain([b"new", b"new"], 1.0)
+    explained.explain([b"new"], 2.0)
+    assert counted(table) == {MissReason.NEVER_SEEN: 3}

@@ -1,6 +1,7 @@
 """What every policy must do."""
 
 from collections.abc import Callable
+from itertools import repeat
 
 import numpy as np
 import pytest
@@ -123,8 +124,8 @@ def test_restored_chunks_go_by_their_last_use(make: Make) -> None:
 def test_slot_lists_notice_damage() -> None:
     """A broken link does not go unseen."""
     lists = SlotLists(4, 2)
-    lists.append_all(1, [0], 1)
-    lists.append_all(2, [3], 2)
+    lists.append_all([0], [1], 1)
+    lists.append_all([3], [2], 2)
     lists.check_integrity()
     lists._where[3] = 1
     with pytest.raises(IntegrityError):
@@ -137,7 +138,7 @@ def test_slot_lists_notice_damage() -> None:
 def test_a_slot_is_put_back_without_a_long_search(stamp: int, place: int) -> None:
     """What belongs into the middle of a long list is put where the search's bound ends."""
     lists = SlotLists(4 * MAX_STEPS + 1, 1)
-    lists.append_all(1, range(4 * MAX_STEPS + 1), 0)
+    lists.append_all(range(4 * MAX_STEPS + 1), repeat(1), 0)
     lists.remove(stamp)
     lists.insert_all(1, [stamp])
     assert list(lists.walk(1)).index(stamp) == place

@@ -160,9 +160,9 @@ class Reopening(TableMachine):
             model.namespace = self.open(number)
             model.table = model.namespace.table
             model.chunks = {key: chunk for key, chunk in model.chunks.items() if chunk.ready}
-            for gone in (model.draining, model.leases, model.doomed, model.loans, model.raced):
+            for gone in (model.draining, model.leases, model.doomed, model.loans, model.ghosts):
                 gone.clear()
-            for forgotten in (model.filled, model.on_ready, model.on_asked):
+            for forgotten in (model.filled, model.on_ready, model.on_asked, model.was_reset):
                 forgotten.clear()
             # With `all`, tiers also get what the daemon before has left.
             model.on_ready += sorted(chunk.ref for chunk in model.chunks.values())
@@ -172,10 +172,10 @@ class Reopening(TableMachine):
         assert [model.namespace.epoch for model in self.models] == epochs
 
 
-class ArcReopening(Reopening):
-    """The same under ARC."""
+class AdaptiveReopening(Reopening):
+    """The same under the adaptive policy."""
 
-    policy = "arc"
+    policy = "adaptive"
 
 
 @pytest.mark.hypothesis
@@ -185,10 +185,10 @@ def test_every_moment_is_a_good_one_to_be_killed() -> None:
 
 
 @pytest.mark.hypothesis
-def test_every_moment_is_a_good_one_under_arc() -> None:
-    """The same under ARC, which orders otherwise."""
+def test_every_moment_is_a_good_one_under_adaptive() -> None:
+    """The same under the adaptive policy, which orders otherwise."""
     run_state_machine_as_test(
-        ArcReopening, settings=settings(stateful_step_count=40, max_examples=10)
+        AdaptiveReopening, settings=settings(stateful_step_count=40, max_examples=10)
     )
 
 

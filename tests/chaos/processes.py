@@ -23,7 +23,7 @@ ASK_SECONDS = 30.0
 Config = dict[str, str]
 USUAL: Config = {
     "cpu-bytes": "4MiB",
-    "policy": "lru",
+    "policy": "adaptive",
     "keep-pool": "yes",
     "lease-seconds": "2",
     "ticket-seconds": "2",
@@ -34,8 +34,8 @@ USUAL: Config = {
 CHANGES: tuple[Config, ...] = (
     {},
     {"cpu-bytes": "3MiB"},
-    {"cpu-bytes": "8MiB", "policy": "arc"},
-    {"policy": "arc"},
+    {"cpu-bytes": "8MiB", "policy": "lru"},
+    {"policy": "lru"},
     {"keep-pool": "no"},
     {"lease-seconds": "1", "ticket-seconds": "0.5"},
     {"max-queued-jobs": "2"},

@@ -15,7 +15,7 @@ from kvd.config.settings import KNOWN
 def file(tmp_path: Path) -> Path:
     """A good file."""
     path = tmp_path / "kvd.toml"
-    path.write_text('cpu_bytes = "64GiB"\npolicy = "arc"\n')
+    path.write_text('cpu_bytes = "64GiB"\npolicy = "lru"\n')
     return path
 
 
@@ -41,7 +41,7 @@ def test_show_as_json_and_toml_agree(file: Path) -> None:
     shown = json.loads(kvd("config", "show", "--config", str(file), "--json").output)
     assert shown["file"] == str(file)
     assert shown["settings"]["policy"] == {
-        "value": "arc",
+        "value": "lru",
         "from": f"{file}:2",
         "changes_live": False,
     }
@@ -58,7 +58,7 @@ def test_check_accepts_a_good_file_and_looks_at_nothing_else(file: Path) -> None
 
 def test_check_says_all_that_is_wrong(file: Path) -> None:
     """Exit status 1 and every mistake, or that the file is not there."""
-    file.write_text('cpu_bytes = "64 gigs"\npolicies = "arc"\n')
+    file.write_text('cpu_bytes = "64 gigs"\npolicies = "lru"\n')
     done = kvd("config", "check", str(file))
     assert done.exit_code == 1
     assert "64 gigs" in done.output
@@ -71,7 +71,7 @@ def test_check_says_all_that_is_wrong(file: Path) -> None:
 
 def test_check_asks_the_backends_of_tiers(file: Path) -> None:
     """A tier of an unknown name is refused with the place and the names that there are."""
-    file.write_text('policy = "arc"\ntier = ["disc:/var/lib/kvd,size=1GiB"]\n')
+    file.write_text('policy = "lru"\ntier = ["disc:/var/lib/kvd,size=1GiB"]\n')
     done = kvd("config", "check", str(file))
     assert done.exit_code == 1
     place = f"{file}:2: tier: 'disc:/var/lib/kvd,size=1GiB'"

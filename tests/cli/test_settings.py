@@ -26,7 +26,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "http_listen": st.sampled_from(["off", "127.0.0.1:0", "[::1]:9330"]),
     "host_ratio": st.floats(0, 1000, exclude_min=True),
     "max_sessions": st.integers(1, 65536),
-    "policy": st.sampled_from(["lru", "arc"]),
+    "policy": st.sampled_from(["adaptive", "lru"]),
     "quota": st.sampled_from(
         [
             {},
@@ -131,7 +131,7 @@ def test_everything_wrong_in_a_file_is_told_at_once(file: Path) -> None:
         [
             f"{file}:2: cpu_byte = '1GiB': no such setting; did you mean cpu_bytes?",
             f"{file}:3: reserve = '2Gi': needs a size such as 64GiB or 512MiB; did you mean 2GiB?",
-            f"{file}:4: policy = 'mru': needs one of lru, arc",
+            f"{file}:4: policy = 'mru': needs one of adaptive, lru",
             f"{file}:5: lease_seconds = 'x': needs a number above 0 and at most 86400",
             f"{file}:6: max_sessions = 0: needs a whole number from 1 to 65536",
             f"{file}:7: host_ratio = True: needs a number above 0 and at most 1000",
@@ -215,7 +215,7 @@ def test_variables_and_flags_are_named_in_errors(file: Path) -> None:
     """A bad variable or flag is named as the operator wrote it."""
     lines = problems(
         file,
-        'policy = "arc"\n',
+        'policy = "lru"\n',
         environment={"KVD_DRAIN_SECONDS": "soon"},
         flags={"cpu_bytes": "-5GiB"},
     )
@@ -312,7 +312,7 @@ def test_a_value_that_a_setting_needs_is_shown_as_it_is_written() -> None:
     """In the sample file only a word becomes the beginning of a sentence."""
     known = replace(KNOWN["http_listen"], wants="tcp://HOST:PORT, or off")
     assert generate_configuration._needs(known) == "tcp://HOST:PORT, or off."
-    assert generate_configuration._needs(KNOWN["policy"]) == "One of lru, arc."
+    assert generate_configuration._needs(KNOWN["policy"]) == "One of adaptive, lru."
 
 
 def test_generated_files_are_current() -> None:

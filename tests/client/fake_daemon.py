@@ -125,6 +125,7 @@ class FakeDaemon:
         self.replies[Step] = self.step
         self.replies[Reset] = self._reset
         self.reuse_threshold = 1
+        self.lendable: list[int] | None = None  # these alone are lent; None: what is free
         self.tiers: tuple[TierInfo, ...] = ()  # that the next `attach` has; all usable
         self.descriptions: int | None = None  # descriptor of the file that is sent, not closed
         self.directory: DirectoryWriter | None = None  # before the first `attach`
@@ -318,7 +319,10 @@ class FakeDaemon:
                     directory.free([slot])
                 directory.place(key, slot, OWNER, generation)
         short = message.wanted - len(self.lent())
-        slots = self.free()[:short] if 2 * short > message.wanted else []
+        lendable = self.free() if self.lendable is None else self.lendable
+        slots = [slot for slot in lendable if not directory.loan(slot)][:short]
+        if 2 * short <= message.wanted:
+            slots = []
         return stepped(slots, directory.lend(slots))
 
     def _bind(self, endpoint: str) -> "zmq.Socket[bytes]":

@@ -27,6 +27,7 @@ from kvd_client import (
     HostMemory,
     JobBlocks,
     KvdClientError,
+    Label,
     LoadTicket,
     RankLayout,
     Scheduler,
@@ -160,7 +161,21 @@ CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
         lambda rig: rig.scheduler.complete_load,
         {"ticket": LoadTicket(lease=3)},
     ),
-    "Scheduler.request_finished": (lambda rig: rig.scheduler.request_finished, {"keys": KEYS}),
+    "Scheduler.count_hints": (
+        lambda rig: rig.scheduler.count_hints,
+        {"hints": 1, "ignored": 1, "cut": 1},
+    ),
+    "Scheduler.set_prefill_seconds": (
+        lambda rig: rig.scheduler.set_prefill_seconds,
+        {"seconds_per_token": 1e-4},
+    ),
+    "Scheduler.request_finished": (
+        lambda rig: rig.scheduler.request_finished,
+        {"keys": KEYS, "prompt": 0, "label": Label.DONE},
+    ),
+    "Scheduler.label": (lambda rig: rig.scheduler.label, {"keys": KEYS, "label": Label.DONE}),
+    "Scheduler.report_missed": (lambda rig: rig.scheduler.report_missed, {"keys": KEYS}),
+    "Scheduler.give_up": (lambda rig: rig.scheduler.give_up, {"keys": KEYS}),
     "Scheduler.reset": (lambda rig: rig.scheduler.reset, {"timeout": 1.0}),
     "Scheduler.wait_attached": (lambda rig: rig.scheduler.wait_attached, {"timeout": 0.0}),
     "Worker": (

@@ -42,7 +42,7 @@ def envelope(*actions: tuple[str, str, Any], version: str = "0.1") -> SimpleName
         ({"cache_control": {"type": "ephemeral", "ttl": "5m"}}, Label.UNDER_600S),
         ({"cache_control": {"ttl": "1h"}}, Label.LATER),
         ({"resume_in_s": 5, "one_shot": True}, Label.DONE),
-        ({"resume_in_s": 5, "cache_control": {"ttl": "1h"}}, Label.UNDER_10S),
+        ({"cache_control": {"ttl": "1h"}, "resume_in_s": 5}, Label.UNDER_10S),
     ],
 )
 def test_fields_of_a_request_are_a_label(fields: dict[str, Any], label: Label) -> None:

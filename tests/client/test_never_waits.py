@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from kvd_client import LookupResult, Scheduler, session
+from kvd_client import Label, LookupResult, Scheduler, session
 from kvd_proto.messages import Hello, Ping, Reset, Status, Step
 from tests.client.fake_daemon import FakeDaemon
 from tests.client.test_steps import steps, wait_steps
@@ -39,10 +39,15 @@ def step(scheduler: Scheduler, name: str) -> None:
     scheduler.complete_load(load)
     scheduler.complete_store(store)
     scheduler.complete_store([b"failed"], success=False)
-    scheduler.request_finished([key])
+    scheduler.request_finished([key], prompt=1, label=Label.DONE)
+    scheduler.label([key], Label.LATER)
+    scheduler.report_missed([key])
+    scheduler.give_up([b"no slot"])
     scheduler.take_changes()
     scheduler.count_tokens(10, 5)
     scheduler.count_aborted(1)
+    scheduler.count_hints(1, 1, 1)
+    scheduler.set_prefill_seconds(1e-4)
     scheduler.end_step()
     assert scheduler.lookup(key) is LookupResult.HIT_PENDING
 

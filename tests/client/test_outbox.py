@@ -4,6 +4,7 @@ from kvd_client.outbox import MAX_DESCRIBED_BYTES, Outbox
 from kvd_client.tickets import StoreAnswer
 from kvd_proto.codec import WIRE
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
+from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS, Step
 
 WHOLE = (0, 2)
@@ -17,13 +18,14 @@ def outbox() -> Outbox:
 def begin(box: Outbox, key: bytes, loan: tuple[int, int], blocks: tuple[int, int]) -> None:
     """Begin one store."""
     box.begun[key] = box.keys
+    box.given[loan[0]] = loan[1]
     box.begin([key], [loan[0]], [loan[1]], [blocks])
 
 
 def sent(box: Outbox, request: int) -> Step:
     """What is to be told, as this request."""
-    step, keys = box.take(7)
-    box.sent(request, keys)
+    step, given = box.take(7)
+    box.sent(request, given)
     return step
 
 
@@ -33,17 +35,20 @@ def tells(box: Outbox) -> bool:
 
 
 def test_everything_of_a_step_is_in_its_message() -> None:
-    """Stores, drops, pins, leases given back, keys used, and how many loans are wanted."""
+    """Stores, drops, pins, leases given back, what was used and missed, and loans wanted."""
     box = outbox()
     begin(box, b"a", (3, 30), WHOLE)
     begin(box, b"b", (4, 40), (1, 1))
     box.drop([b"old"])
     box.pin(9, 1500, [5, 6], [50, 60])
     box.unpin(8)
-    box.use([b"a", b"b"])
+    box.use([b"a", b"b"], 2, Label.NONE)
+    box.miss([b"c"])
+    box.leave_out([b"d"])
     assert box.urgent
     step = sent(box, 1)
     assert (step.keys, step.dropped, step.used) == ((b"a", b"b"), (b"old",), (b"a", b"b"))
+    assert (step.missed, step.unstored) == ((b"c",), (b"d",))
     assert (step.slots.numpy().tolist(), step.generations.numpy().tolist()) == ([3, 4], [30, 40])
     assert (step.first.numpy().tolist(), step.count.numpy().tolist()) == ([0, 1], [2, 1])
     (pin,) = step.pins
@@ -74,12 +79,40 @@ def test_counts_wait_for_another_message_but_for_refused_keys() -> None:
     assert not box
 
 
-def test_the_last_request_that_finished_comes_first() -> None:
-    """The daemon keeps what comes first for longest."""
+def test_requests_come_in_the_order_in_which_they_ended() -> None:
+    """With each its count of keys, of its prompt's, and its label."""
     box = outbox()
-    box.use([b"a1", b"a2"])
-    box.use([b"b1", b"b2"])
-    assert sent(box, 1).used == (b"b1", b"b2", b"a1", b"a2")
+    box.use([b"a1", b"a2"], 1, Label.DONE)
+    box.use([b"b1"], 0, LABEL_ONLY | Label.LATER)
+    step = sent(box, 1)
+    assert step.used == (b"a1", b"a2", b"b1")
+    assert (step.used_counts.tolist(), step.prompt_counts.tolist()) == ([2, 1], [1, 0])
+    assert step.labels == bytes((Label.DONE, LABEL_ONLY | Label.LATER))
+
+
+def test_one_request_without_a_label_is_its_keys_alone() -> None:
+    """Counts that say nothing are left out; those that differ from the usual are not."""
+    box = outbox()
+    box.use([b"a1", b"a2"], 2, Label.NONE)
+    assert sent(box, 1) == Step(used=(b"a1", b"a2"), wanted=7)
+    box.use([b"a1", b"a2"], 1, Label.NONE)
+    step = sent(box, 2)
+    assert (step.used_counts.tolist(), step.prompt_counts.tolist()) == ([], [1])
+
+
+def test_a_slot_is_given_until_its_own_step_is_answered() -> None:
+    """A slot that was lent and given again meanwhile waits for the later answer."""
+    box = outbox()
+    begin(box, b"a", (3, 30), WHOLE)
+    begin(box, b"b", (4, 40), WHOLE)
+    assert set(box.given) == {3, 4}
+    sent(box, 1)
+    begin(box, b"c", (3, 31), WHOLE)
+    sent(box, 2)
+    box.answered(1)
+    assert set(box.given) == {3}
+    box.answered(2)
+    assert not box.given
 
 
 def test_a_key_has_begun_until_its_own_step_is_answered() -> None:
@@ -119,11 +152,13 @@ def test_a_store_given_up_in_the_step_that_begins_it_is_dropped_by_the_next_mess
 
 
 def test_a_message_has_room_for_so_many_keys() -> None:
-    """Stores, pinned chunks, leases and used keys together."""
+    """Stores, pinned chunks, leases, used, missed and unstored keys together."""
     box = outbox()
     assert box.room(MAX_KEYS)
-    box.use([b"k"] * (MAX_KEYS - 2))
+    box.use([b"k"] * (MAX_KEYS - 4), 0, Label.NONE)
     box.pin(1, 1000, [1], [1])
+    box.miss([b"k"])
+    box.leave_out([b"k"])
     assert box.room(1)
     assert not box.room(2)
     sent(box, 1)

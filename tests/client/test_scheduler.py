@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import LoadTicket, LookupResult, Scheduler, UsageError, Worker, session
+from kvd_client import Label, LoadTicket, LookupResult, Scheduler, UsageError, Worker, session
 from kvd_client.attachment import Attachment
 from kvd_client.connection import Notice
 from kvd_proto.messages import (
@@ -39,6 +39,9 @@ def ask_everything(scheduler: Scheduler) -> None:
     scheduler.complete_load(loaded)
     scheduler.complete_store([b"k"], success=False)
     scheduler.request_finished([b"k"])
+    scheduler.label([b"k"], Label.DONE)
+    scheduler.report_missed([b"k"])
+    scheduler.give_up([b"k"])
     scheduler.end_step()
     assert scheduler.reserve(1) == 0
     assert not scheduler.take_changes()
@@ -454,6 +457,41 @@ def test_aborted_requests_are_told_to_the_daemon_that_follows(
             lambda: last_told(third),
             lambda told: told == Lookups(chunks=0, hit_chunks=0, aborted_requests=1),
         )
+
+
+@pytest.mark.usefixtures("told_at_the_end")
+def test_tokens_asked_for_without_a_daemon_are_told_to_the_next_one(
+    daemon: FakeDaemon,
+) -> None:
+    """Each once, and of other tokens only those of its own session."""
+    with Scheduler(
+        daemon.runtime_dir, "engine", deadline=DEADLINE, counts_tokens=True
+    ) as scheduler:
+        daemon.attach(scheduler)
+        scheduler.count_tokens(100, 48)
+        daemon.kill()
+        until(scheduler, connected=False)
+        scheduler.count_tokens(20, 0)
+        with FakeDaemon(daemon.runtime_dir) as other:
+            until(scheduler, connected=True)
+            other.attach(scheduler)
+            scheduler.count_tokens(7, 0)
+            scheduler.close()
+            told = Lookups(chunks=0, hit_chunks=0, tokens=7, hit_tokens=0, detached_tokens=20)
+            assert last_told(other) == told
+
+
+@pytest.mark.usefixtures("told_at_the_end")
+def test_hints_and_the_speed_of_prefill_are_told(daemon: FakeDaemon) -> None:
+    """Hints as sums; the speed, in whole nanoseconds, to each daemon once."""
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as scheduler:
+        scheduler.count_hints(2, ignored=1)
+        scheduler.count_hints(1, cut=3)
+        scheduler.set_prefill_seconds(0.00025)
+        scheduler.close()
+    (ping,) = daemon.wait_for(Ping)
+    assert ping.prefill_ns == 250_000
+    assert ping.lookups == Lookups(chunks=0, hit_chunks=0, hints=3, hints_ignored=1, hints_cut=3)
 
 
 @pytest.mark.usefixtures("told_at_the_end")

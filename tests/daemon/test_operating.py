@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -131,6 +132,23 @@ def test_clear_and_evict_say_how_many(daemon: Daemon) -> None:
         eventually(lambda: set(one.scheduler.lookup_many(keys)), {LookupResult.MISS}.__eq__)
         assert one.store(keys) == keys
     daemon.wait_log("all namespaces cleared by uid ")
+
+
+def test_explain_says_what_became_of_a_chunk(daemon: Daemon) -> None:
+    """A chunk that is here, one that was dropped and one that never was; a key that is none."""
+    with Engine(daemon.runtime_dir, name="one").wait_attached() as engine:
+        keys = keys_of("fate", 1)
+        engine.store(keys)
+        wait_hit(engine, keys)
+        here = kvd(daemon, "explain", keys[0].hex())
+        assert re.search(r"\(model\): READY in slot \d+, last used \d+ s ago\n", here.stdout), here
+        assert "1 chunks evicted" in kvd(daemon, "evict", "--older-than", "0").stdout
+        gone = kvd(daemon, "explain", keys[0].hex(), "--namespace", "model")
+        assert re.search(r": dropped \d+ s ago by kvd evict\n", gone.stdout), gone
+        assert ": never seen, as far back as" in kvd(daemon, "explain", "c0ffee").stdout
+        wrong = kvd(daemon, "explain", "c0ffe")
+        assert wrong.returncode == 2
+        assert "'c0ffe': a key has 2 to 96 hex digits" in wrong.stderr
 
 
 def test_a_namespace_that_is_not_there_is_named_with_those_that_are(daemon: Daemon) -> None:

@@ -26,19 +26,19 @@ def daemon(start_daemon: StartDaemon, file: Path) -> Daemon:
 
 def test_reload_takes_up_what_it_can_and_names_the_rest(daemon: Daemon, file: Path) -> None:
     """The command says what changed, what waits and where it was found; the log says who asked."""
-    file.write_text('lease_seconds = 20.0\npolicy = "arc"\nlog_level = "debug"\n')
+    file.write_text('lease_seconds = 20.0\npolicy = "lru"\nlog_level = "debug"\n')
     done = run_kvd("config", "reload", "--runtime-dir", str(daemon.runtime_dir))
     assert done.returncode == 0, done.stderr
     assert f"lease_seconds: 30.0 -> 20.0  ({file}:1)" in done.stdout
     assert "restart" in done.stdout
-    assert f"policy: lru -> arc  ({file}:2)" in done.stdout
+    assert f"policy: adaptive -> lru  ({file}:2)" in done.stdout
     log = daemon.wait_log("configuration reloaded by")
     assert f"uid {os.getuid()} pid " in log
     shown = run_kvd("config", "show", "--running", "--runtime-dir", str(daemon.runtime_dir)).stdout
     rows = {line.split()[0]: line for line in shown.splitlines()}
     assert "20.0" in rows["lease_seconds"]
     assert "lru" in rows["policy"]
-    assert "after a restart arc" in rows["policy"]
+    assert "after a restart lru" in rows["policy"]
     assert "--cpu-bytes" in rows["cpu_bytes"]
 
 

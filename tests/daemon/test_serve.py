@@ -93,7 +93,7 @@ def test_sigterm_drains_and_leaves_nothing(daemon: Daemon) -> None:
         (["--cpu-bytes", "900TiB"], ["the machine's memory", "--cpu-bytes"]),
         (["--pool-dir", "/nonexistent"], ["/nonexistent: no such directory"]),
         (["--pool-dir", "/etc/passwd"], ["/etc/passwd: this is not a directory"]),
-        (["--policy", "mru"], ["--policy: policy = 'mru': needs one of lru, arc"]),
+        (["--policy", "mru"], ["--policy: policy = 'mru': needs one of adaptive, lru"]),
     ],
 )
 def test_bad_settings_name_the_value(

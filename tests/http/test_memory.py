@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from itertools import count, zip_longest
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,12 @@ import pytest
 from kvd.metrics.advice import advice
 from kvd.metrics.schema import Forecast
 from kvd.metrics.words import NOTHING
+from tests.daemon.engines import Engine, keys_of
+from tests.daemon.serving import Daemon
 from tests.http.browser import CONTRAST, NAMELESS, SPLIT, OpenTab, Tab
-from tests.http.serving import Asked, served
+from tests.http.serving import Asked, over_unix, report_of, served
 from tests.report.reports import LONG_NAMES, STEEP, forecast, loaded_report
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +41,10 @@ def advised(*hit_ratios: float, **given: Any) -> dict[str, Any]:
 def made_up(*of_namespaces: dict[str, Any], seconds: float = 60.0) -> dict[str, Any]:
     """A report whose namespaces have these fields; its pid tells it from others."""
     report = loaded_report(seconds) | {"pid": next(PIDS)}
-    for namespace, fields in zip_longest(report["namespaces"], of_namespaces, fillvalue={}):
-        namespace.update({"forecast": None, "advice": None} | fields)
+    for namespace in report["namespaces"]:
+        namespace.update({"forecast": None, "advice": None})
+    for namespace, fields in zip(report["namespaces"], of_namespaces, strict=False):
+        namespace.update(fields)
     report["counters"]["detached_tokens"] = 3200
     return report
 
@@ -98,6 +103,28 @@ def test_without_a_forecast_the_card_says_what_it_waits_for(show: Show) -> None:
     title = "What would more memory bring"
     assert page.text("#forecast").startswith(f"{title} Nothing is known yet")
     assert "%" not in page.text("#forecast")
+
+
+def test_a_daemon_tells_the_page_what_its_engines_showed(tab: OpenTab, web: Daemon) -> None:
+    """Requests that finish in a real engine become a forecast and advice, in words on the page."""
+    with (
+        Engine(web.runtime_dir, name="turns", model="turns").wait_attached() as engine,
+        over_unix(web) as client,
+    ):
+        for number in range(60):
+            engine.scheduler.request_finished(keys_of(f"prompt-{number % 3}", 8))
+            engine.scheduler.end_step()
+
+        def advised_by_daemon() -> str | None:
+            spaces = report_of(client)["namespaces"]
+            (told,) = (each["advice"] for each in spaces if each["model"] == "turns")
+            return str(told) if told else None
+
+        told = eventually(advised_by_daemon)
+        page = tab(web, {"width": 1280, "height": 900})
+        page.until("document.getElementById('forecast-advice').checkVisibility()")
+        assert page.text("#forecast-advice") == told
+        assert len(page.ask(CELLS.format("forecast-table"))) == 8
 
 
 def test_misses_are_shown_by_reason(show: Show, broker: tuple[Asked, int]) -> None:

@@ -14,8 +14,8 @@ from docs import generate_status
 from kvd.metrics.schema import MAX_ENGINES, ROWS
 from kvd.report.exposition import Exposition, families
 from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.serving import StartDaemon
-from tests.http.serving import Scrape, over_unix, scrape
+from tests.daemon.serving import Daemon, StartDaemon
+from tests.http.serving import Scrape, over_unix, report_of, scrape
 from tests.report.reports import loaded_report
 from tests.waiting import eventually
 
@@ -97,6 +97,28 @@ def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaem
     assert copied == last.total("kvd_jobs_total", direction="load") > 0
     new = {name for name, _ in last.samples.keys() - first.samples.keys()}
     assert all(name.startswith(("kvd_http_", "kvd_broker_requests")) for name in new)
+
+
+def test_missed_keys_are_counted_by_reason(web: Daemon) -> None:
+    """What a scheduler reports as missed is in /status and /metrics of its model, with a reason."""
+    keys = keys_of("missed", 3)
+    with (
+        Engine(web.runtime_dir, name="asks", model="asks").wait_attached() as engine,
+        over_unix(web) as client,
+    ):
+        engine.store(keys[:1])
+        wait_hit(engine, keys[:1])
+        engine.scheduler.report_missed(keys)
+        engine.scheduler.end_step()
+
+        def missed(reason: str) -> float:
+            counted = scrape(client)
+            return counted.total("kvd_namespace_missed_chunks_total", model="asks", reason=reason)
+
+        eventually(lambda: missed("never_seen"), lambda count: count == 2)
+        assert missed("ready") == 1
+        (space,) = (each for each in report_of(client)["namespaces"] if each["model"] == "asks")
+        assert space["counters"]["missed"]["never_seen"] == 2
 
 
 def test_gauges_are_the_reports() -> None:

@@ -92,12 +92,14 @@ class Directory:
         first: int = 0,
         count: int = 0,
         group: int = 0,
+        loan: int = 0,
     ) -> None:
         """Write these slots' records."""
         for slot in slots:
             row = self.records[slot : slot + 1]
             row["generation"], row["owner"], row["state"] = generation, owner, int(state)
             row["first"], row["count"], row["group"] = first, count, group
+            row["loan"] = loan
 
 
 class FakeWorker:

@@ -21,6 +21,8 @@ small = st.integers(1, 2)
 blocks = st.tuples(st.integers(0, 2), st.integers(1, 2), st.integers(0, 1))
 records = st.tuples(small, st.integers(7, 8), st.sampled_from(list(SlotState)), blocks)
 named = st.tuples(st.integers(0, SLOTS - 1), small, blocks)
+loans = st.sampled_from([0, 1, 2, 2**32 - 1])
+lent_as = st.sampled_from([1, 2, 2**32 + 1, 2**33 - 1])
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +73,7 @@ def test_few_and_many_are_looked_at_with_the_same_result(
     for number, (slot, named_generation, (first, count, group)) in enumerate(chunks):
         generation, owner, state, (held_first, held_count, held_group) = slots[slot]
         same = generation == named_generation
-        if not (same and owner == 7 and state in (SlotState.LENT, SlotState.WRITING)):
+        if not (same and owner == 7 and state is SlotState.WRITING):
             lost.append(number)
         if not (same and state is SlotState.READY):
             gone.append(number)
@@ -85,3 +87,20 @@ def test_few_and_many_are_looked_at_with_the_same_result(
         assert found == [number for number in which if number in lost]
         assert claims.not_ready(heads, job, few) == gone
         assert claims.not_covered(heads, job, few) == short
+
+
+@given(
+    st.lists(loans, min_size=SLOTS, max_size=SLOTS),
+    st.lists(st.tuples(st.integers(0, SLOTS - 1), lent_as), max_size=20),
+)
+def test_a_store_awaits_the_broker_while_a_slot_is_on_loan_for_it(
+    table: Directory, binding: Binding, numbers: list[int], stored: list[tuple[int, int]]
+) -> None:
+    """A loan is the store's by the low half of its generation; few or many are looked at alike."""
+    for slot, loan in enumerate(numbers):
+        table.set([slot], SlotState.READY, loan=loan)
+    heads = binding.directory.heads(array("I", [slot for slot, _ in stored]))
+    generations = array("Q", [generation for _, generation in stored])
+    unread = any(numbers[slot] == generation % 2**32 for slot, generation in stored)
+    for few in (0, 100):
+        assert claims.await_broker(heads, generations, few) is unread

@@ -143,20 +143,53 @@ def test_a_stale_generation_moves_nothing(
     assert (worker.pages(range(32)) == 0xEE).all()
 
 
-def test_a_lent_slot_is_written_before_its_key_is_known(
+def test_a_store_waits_until_the_broker_has_given_it_its_slots(
     lane: Lane, worker: FakeWorker, directory: Directory
 ) -> None:
-    """A store goes into a slot lent to its engine, with that generation; nobody loads from it."""
-    directory.set([3, 4], SlotState.LENT)
+    """A slot that is on loan keeps its chunk whole; the store goes on when the slot is WRITING."""
+    directory.set([3], SlotState.FREE, loan=2)
+    directory.set([4], SlotState.READY, count=2, owner=8, loan=2)
+    lane.pool.bytes[:] = 0xAB
     worker.fill(1)
-    assert worker.run(Store, 1, [1, 2, 3, 4], [3, 5]) is JobStatus.OK
+    worker.job(Store, 1, [1, 2, 3, 4], [3, 4], generation=2)
+    assert worker.run(Load, 2, [20, 21], [4]) is JobStatus.OK
+    assert (worker.pages([20, 21]) == 0xAB).all()
+    directory.set([3], SlotState.WRITING, generation=2)
+    assert lane.heard(ShareDone) == []  # slot 4 is on loan still
+    assert (lane.pool.bytes == 0xAB).all()
+    directory.set([4], SlotState.WRITING, generation=2)
+    assert worker.done().status is JobStatus.OK
     share = lane.share()
-    assert (share.ok, share.slots.numpy().tolist()) == (True, [3, 5])
-    assert worker.run(Load, 2, [1, 2], [3]) is JobStatus.STALE
-    assert worker.run(Store, 3, [1, 2], [4], generation=2) is JobStatus.STALE
-    directory.set([4], SlotState.LENT, owner=8)
-    assert worker.run(Store, 4, [1, 2], [4]) is JobStatus.STALE
+    assert (share.ok, share.slots.numpy().tolist()) == (True, [3, 4])
+    size = worker.layout.slot_bytes
+    stored = lane.pool.bytes[3 * size : 5 * size].reshape(2, 2, 2, -1)  # slot, tensor, block
+    np.testing.assert_array_equal(
+        stored.swapaxes(0, 1).reshape(2, 4, -1), worker.pages([1, 2, 3, 4])
+    )
+
+
+def test_a_store_leaves_out_the_chunks_whose_loans_ended(
+    lane: Lane, worker: FakeWorker, directory: Directory
+) -> None:
+    """It goes on with the rest and reports those alone; where none is left it is STALE."""
+    directory.set([3, 4], SlotState.READY, count=2, owner=8)  # in use again
+    directory.set([5], SlotState.WRITING, owner=8, generation=2)
+    directory.set([6], SlotState.WRITING, generation=2)
+    lane.pool.bytes[:] = 0xAB
+    worker.fill(1)
+    blocks = [1, 2, 3, 4, 5, 6, 7, 8]
+    assert worker.run(Store, 1, blocks, [3, 4, 5, 6], generation=2) is JobStatus.OK
+    share = lane.share()
+    assert (share.ok, share.slots.numpy().tolist()) == (True, [6])
+    assert (share.first.numpy().tolist(), share.count.numpy().tolist()) == ([0], [2])
+    size = worker.layout.slot_bytes
+    slot = lane.pool.bytes[6 * size : 7 * size]
+    np.testing.assert_array_equal(slot, worker.pages([7, 8]).reshape(-1))
+    slot[:] = 0xAB
+    assert (lane.pool.bytes == 0xAB).all()
+    assert worker.run(Store, 2, blocks[:6], [3, 4, 5], generation=2) is JobStatus.STALE
     assert lane.heard(ShareDone) == []
+    assert (lane.pool.bytes == 0xAB).all()
 
 
 REFUSED: list[tuple[list[int], list[int], dict[str, list[int]], str]] = [
@@ -171,15 +204,14 @@ REFUSED: list[tuple[list[int], list[int], dict[str, list[int]], str]] = [
 ]
 
 
-@pytest.mark.parametrize("state", [SlotState.LENT, SlotState.WRITING])
 def test_a_job_that_does_not_fit_the_layout_is_refused(
-    lane: Lane, worker: FakeWorker, directory: Directory, state: SlotState
+    lane: Lane, worker: FakeWorker, directory: Directory
 ) -> None:
     """Wrong blocks, slots or sizes are REFUSED with the figures; no byte changes.
 
     The broker learns at once which chunks will never be there.
     """
-    directory.set(range(SLOTS), state)
+    directory.set(range(SLOTS), SlotState.WRITING)
     lane.pool.bytes[:] = 0xAB
     worker.poison()
     for number, (blocks, slots, changes, words) in enumerate(REFUSED):

@@ -135,8 +135,7 @@ class Changing:
             self._store_at(free[0], key, coverage)
 
     def _store_at(self, slot: int, key: bytes, coverage: tuple[int, int]) -> None:
-        self.writer.lend([slot], 1)
-        self.writer.place(key, slot)
+        self.writer.place(key, slot, 1)
         self.writer.add_share(slot, 0, *coverage, 0)
         self.writer.make_ready(slot)
 

@@ -117,8 +117,11 @@ def test_ids_of_global_scope_are_shared(tmp_path: Path) -> None:
         ),
         (
             '\n{"timestamp": 1, "input_length": 512, "hash_ids": [1, 2, 3, 4]}\n',
-            "t.jsonl:2: 4 hash_ids for input_length = 512, where ids of 512 tokens would be 1; pass"
-            + " --tokens-per-id 128",
+            "t.jsonl:2: 4 hash_ids for input_length = 512, where --tokens-per-id 512 needs 1; 1",
+        ),
+        (
+            '{"timestamp": 1, "input_length": 4096, "hash_ids": [1]}\n',
+            "t.jsonl:1: 1 hash_ids for input_length = 4,096, where --tokens-per-id 512 needs 8; 4",
         ),
         ("", "t.jsonl: holds no request; a line is {"),
     ],

@@ -8,9 +8,10 @@ from typing import NoReturn
 import pytest
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 
-from kvd_client import CudaError
+from kvd_client import CudaError, StoreAnswer, StoreTicket
 from kvd_client.errors import cause
 from kvd_client.sglang import pool_cache
+from kvd_client.sglang.coverage import chunk_keys
 from kvd_client.sglang.linker import KvdLinker
 from kvd_client.sglang.pages import PagePool
 from tests.conftest import StartDaemon
@@ -87,6 +88,44 @@ def test_a_frozen_lane_holds_a_request_until_it_is_killed(
         )
     )
     assert eventually(lambda: load(linker))
+
+
+def test_a_requests_first_lookup_is_reported(
+    daemon: Daemon, start_linker: StartLinker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it asks for is used once, and what it does not find is missed once."""
+    linker = ready(start_linker, daemon)
+    (cache,) = linker._caches.values()
+    told: list[tuple[str, list[bytes]]] = []
+    for name in ("request_finished", "report_missed"):
+
+        def record(keys: list[bytes], name: str = name) -> None:
+            told.append((name, keys))
+
+        monkeypatch.setattr(cache.scheduler, name, record)
+    asked = [PoolTransfer(PoolName.KV, keys=KEYS[: NODE + 3])]
+    for _ in range(2):  # as for a request that waits
+        assert linker.lookup("longer", asked) == list(range(1, NODE + 1))
+    keys = chunk_keys(KEYS[: NODE + 3])
+    assert told == [("report_missed", keys[NODE:]), ("request_finished", keys)]
+    assert load(linker)
+    assert len(told) == 2
+
+
+def test_a_node_that_gets_no_room_is_given_up(
+    daemon: Daemon, start_linker: StartLinker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its chunks are named to the daemon: SGLang does not offer them again."""
+    linker = ready(start_linker, daemon)
+    (cache,) = linker._caches.values()
+    given_up: list[bytes] = []
+    monkeypatch.setattr(cache.scheduler, "give_up", given_up.extend)
+    full = StoreTicket(answers=(StoreAnswer.FULL,) * NODE)
+    monkeypatch.setattr(cache, "offer", lambda _: full)
+    more = KEYS[NODE : 2 * NODE]
+    node = PoolTransfer(PoolName.KV, device_indices=indices(FROM, PAGE), keys=more)
+    assert not store(linker, [node])
+    assert given_up == chunk_keys(more)
 
 
 def test_requests_that_are_aborted_are_counted(

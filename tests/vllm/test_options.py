@@ -106,7 +106,7 @@ def test_every_key_of_either_side_is_taken() -> None:
         ({"label": None}, ["label", "`str`", "None"]),
         ({"events": "no"}, ["events", "`bool`", "'no'"]),
         ({"cpu_bytes_to_use": 1234}, ["cpu_bytes_to_use=1234", "kvd serve --cpu-bytes"]),
-        ({"eviction_policy": "arc"}, ["eviction_policy", "kvd serve --policy"]),
+        ({"eviction_policy": "lru"}, ["eviction_policy", "kvd serve --policy"]),
         ({"store_threshold": 2}, ["store_threshold=2", "kvd serve --reuse-threshold"]),
     ],
 )

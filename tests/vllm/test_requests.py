@@ -192,7 +192,7 @@ def test_each_missed_token_is_named_by_the_group_of_full_attention(
 def test_a_request_that_may_not_read_the_cache_misses_nothing(
     stepping: Stepping, lender: Lender
 ) -> None:
-    """vLLM looks nothing up for it, as for one that wants its prompt's log-probabilities."""
+    """Nothing is looked up for it, as for one that wants its prompt's log-probabilities."""
     request = stepping.add("a", 2)
     request.skip_reading_prefix_cache = True
     stepping.admit("a", 0)
@@ -208,9 +208,10 @@ def test_the_measured_speed_of_prefill_is_reported(stepping: Stepping, lender: L
     assert small is not None
     stepping.step(a=30 * BLOCK)
     stepping.report(())
-    speed = stepping.manager.promotions.speed
     large = lender.prefill_seconds
-    assert large == pytest.approx(speed.seconds(30 * BLOCK) / (30 * BLOCK))
+    measured = stepping.manager.promotions.speed.seconds(30 * BLOCK)
+    assert measured is not None
+    assert large == pytest.approx(measured / (30 * BLOCK))
     stepping.step(a=3)
     stepping.report(())
     assert lender.prefill_seconds == large

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCache
 from kvd_client import LoadTicket
 from kvd_client.errors import cause
 from kvd_client.logs import get_logger, log_no_offload
-from kvd_client.sglang.coverage import Piece, chunk_keys, covered, prefix, windows
+from kvd_client.sglang.coverage import Piece, chunk_keys, covered, cut, prefix, windows
 from kvd_client.sglang.identity import fingerprint
 from kvd_client.sglang.loads import Batch, LayerCounter, Wanted
 from kvd_client.sglang.offloads import Offload, Offloads
@@ -25,6 +25,7 @@ from kvd_client.sglang.options import read_options
 from kvd_client.sglang.pool_cache import PoolCache
 from kvd_client.sglang.pools import Pools, find_pools
 from kvd_client.sglang.ranks import Ranks
+from kvd_proto.messages import MAX_KEYS
 
 MAX_COUNTED = 4096
 
@@ -127,12 +128,13 @@ class KvdLinker(UnifiedCacheLinker):
         pin = self._pins.pop(rid, None)
         try:
             lengths = self._find(rid, transfers)
+            if rid not in self._counted:  # a request that waits is looked up in each step
+                self._report(rid, transfers, lengths[-1] if lengths else 0)
         except Exception:  # a lookup that fails is a miss
             log.exception("the pages of request %s could not be looked up", rid)
             lengths = []
         if pin is not None:
             pin.drop()  # after the new one is made
-        self._count(rid, transfers, lengths[-1] if lengths else 0)
         return lengths
 
     def _find(self, rid: str, transfers: Sequence[PoolTransfer]) -> list[int]:
@@ -175,17 +177,33 @@ class KvdLinker(UnifiedCacheLinker):
             tickets.append((cache, ticket))
         return tickets
 
-    def _count(self, rid: str, transfers: Sequence[PoolTransfer], found: int) -> None:
-        """Count the tokens of a request's first lookup; one that waits has one in each step."""
-        if rid in self._counted:
-            return
+    def _report(self, rid: str, transfers: Sequence[PoolTransfer], found: int) -> None:
+        """Report a request's first lookup: its tokens, what it missed, and its chunks as used.
+
+        SGLang does not tell a linker when a request ends, nor of its pages before the first that
+        its own cache lacks.
+
+        Args:
+            rid: of the request.
+            transfers: as for `lookup`.
+            found: the longest prefix that can be loaded, in pages.
+        """
         self._counted[rid] = None
         if len(self._counted) > MAX_COUNTED:
             del self._counted[next(iter(self._counted))]
-        for transfer in transfers:
-            if transfer.name == PoolName.KV and (cache := self._caches.get(PoolName.KV)):
-                page = cache.pool.page_tokens
-                cache.scheduler.count_tokens(len(transfer.keys or ()) * page, found * page)
+        kv = next((transfer for transfer in transfers if transfer.name == PoolName.KV), None)
+        cache = self._caches.get(PoolName.KV)
+        if cache is None or kv is None or not kv.keys:
+            return
+        page = cache.pool.page_tokens
+        cache.scheduler.count_tokens(len(kv.keys) * page, found * page)
+        rest = cut(chunk_keys(kv.keys[found:]), cache.factor)
+        missed = [piece.key for piece in rest if piece.pages == cache.factor]
+        pin = self._pins.get(rid)
+        pinned = {} if pin is None else {pool: ticket.keys for pool, ticket in pin.tickets}
+        for pool in self._caches.values():
+            keys = [*pinned.get(pool, ()), *(missed if pool is cache else ())]
+            pool.scheduler.request_finished(keys[:MAX_KEYS])
 
     def _forget_old(self) -> None:
         """Drop pins that have ended by themselves: SGLang does not tell of every abort."""

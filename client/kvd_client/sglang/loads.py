@@ -200,9 +200,7 @@ class Batch:
             each.drop()
         for part in self._parts:
             part.release()
-            if part.done:
-                part.cache.scheduler.request_finished(part.keys)
-            else:
+            if not part.done:
                 log.warning(
                     "%d chunks of pool %s were not loaded in %.1f s: %s",
                     len(part.keys),

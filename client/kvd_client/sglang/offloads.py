@@ -60,6 +60,9 @@ class Offload:
     def _store_some(self, cache: PoolCache, pieces: Sequence[Piece], rows: Rows) -> None:
         ticket = cache.offer(pieces)
         self.whole &= ticket.served and all(answer in _THERE for answer in ticket.answers)
+        answers = zip(pieces, ticket.answers, strict=False)
+        if refused := [piece.key for piece, answer in answers if answer is StoreAnswer.FULL]:
+            cache.scheduler.give_up(refused)  # SGLang does not offer a node again
         if not len(ticket):
             return
         accepted = set(ticket.keys)

@@ -104,7 +104,7 @@ class BlockRanges:
         for number, group in self._groups.values():
             if group.sliding_window_size_in_chunks is None:
                 size, prompt = group.tokens_per_chunk, state.req.num_prompt_tokens
-                return state.group_states[number].offload_keys[found // size : prompt // size]
+                return list(state.group_states[number].offload_keys[found // size : prompt // size])
         return []
 
     def offered(self, key: OffloadKey, request: ReqContext) -> Blocks:

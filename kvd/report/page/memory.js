@@ -12,8 +12,8 @@ const REASONS = {
   ready: ["ready", "behind a miss, or a moment late"],
   refused: ["refused", "no slot was at hand to store it"],
   quota: ["quota", "the model held what its cap allows"],
-  reset: ["reset", "an engine dropped its cache"],
-  removed: ["removed", "by an operator"],
+  reset: ["reset", "an engine, or kvd clear, dropped all"],
+  removed: ["removed", "by kvd evict"],
   other_layout: ["other layout", "another namespace has it"],
   no_daemon: ["no daemon", "none served the engine"],
 };
