@@ -15,6 +15,7 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -155,7 +156,12 @@ def print_liars(trace: Trace, ghosts: float, rng: random.Random) -> None:
         table = Table(
             title=f"a liar with {100 * asked[lying].sum() / asked.sum():.0f} % of the chunks"
         )
-        for column in ("the liar says", *(f"honest, {p} %" for p in PERCENT), "liar itself", "least"):
+        for column in (
+            "the liar says",
+            *(f"honest, {p} %" for p in PERCENT),
+            "liar itself",
+            "least",
+        ):
             justify: Literal["left", "right"] = "left" if column == "the liar says" else "right"
             table.add_column(column, justify=justify, no_wrap=True)
         baseline: list[float] = []

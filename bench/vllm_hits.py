@@ -311,7 +311,7 @@ def spread(values: Sequence[float], form: str) -> str:
     mean = format(float(np.mean(values)), form)
     if len(values) == 1:
         return mean
-    return f"{mean} ({min(values):{form}} - {max(values):{form}})"
+    return f"{mean} ({min(values):{form}}-{max(values):{form}})"
 
 
 if __name__ == "__main__":

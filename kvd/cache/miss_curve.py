@@ -6,12 +6,16 @@ are a prefix of the prompt, and Mattson's stack distances are exact: a pool find
 chunks than it holds are hotter. (R. L. Mattson et al., Evaluation techniques for storage
 hierarchies, 1970.)
 
-All keys of the hottest chunks are kept, up to a quarter of the pool: a system prompt that is in
-every request is counted exactly. The rest is a sample: the first key of every prompt with weight 1,
-and of each group of 20 keys behind it one, chosen by the hash of the group's first key, with weight
-20 (groups are smaller where the pool has few chunks). Prompts with the same head have the same
-sample. So of a group that begins with hot keys the sample is the same in all their prompts, and the
-cold keys in it are counted by another one: one of 20 keys, chosen by its own hash.
+Keys of the hottest chunks are all kept, up to a quarter of the pool: a system prompt that is in
+every request is counted exactly. There are two samples of the rest, since prompts share heads:
+
+- By group: the first key of a prompt counts 1. Of each group of 20 keys behind it one counts 20,
+  chosen by the hash of the group's first key, so the same one in all prompts that share it.
+- By own hash: one key of 20 counts 20. This one counts the cold keys of a group that begins with
+  hot ones: by group all its prompts would be sampled at the same position. Distances are weights of
+  this sample, too.
+
+Groups are smaller where the pool has few chunks.
 
 The last uses of keys are kept in buckets, one for each request or for several small ones. A
 distance is the weight of all newer buckets. Small buckets are merged with their neighbours, so
@@ -31,14 +35,14 @@ import numpy as np
 from kvd.errors import IntegrityError
 
 SAMPLE_EVERY = 20
-LARGEST_POOL = 8  # times the chunks of this one: pools of more chunks count as without limit
+LARGEST_POOL = 4  # times the chunks of this one: pools of more chunks count as without limit
 MIN_POOL_SAMPLE = 2048  # keys of the pool's chunks that are sampled at least, if it has so many
 HOTTEST_CHUNKS = 4096  # of which all keys are kept, or a quarter of the pool's
-MIN_LOOKBACK_CHUNKS = 1 << 16
+MIN_LOOKBACK_CHUNKS = 1 << 17
 BINS_PER_POOL = 64
 BINS = LARGEST_POOL * BINS_PER_POOL
 MAX_BUCKETS = 2048  # more than merging leaves: 2 * BINS_PER_POOL * (1 + ln(lookback / pool))
-KEYS_PER_CHUNK = 0.25  # of the lookback; only prompts of 1 to 4 chunks have more sampled keys
+KEYS_PER_CHUNK = 0.25  # of the lookback; only prompts of 1 to 6 chunks have more sampled keys
 SHARD_KEYS = 4096  # that one piece of `tidy` looks at
 HALVING_SECONDS = 3600.0
 
@@ -120,18 +124,20 @@ class MissCurve:
         self.asked += prompt
         hottest = self._refresh_hottest(keys, prompt)
         self.hottest += hottest
-        whole_groups = 1 - (1 - hottest) // self._every * self._every if hottest else 0
+        every = self._every
+        # From this position on no group has any of the hottest. Without groups there is none.
+        cold_groups = 1 + math.ceil((hottest - 1) / every) * every if hottest else 0
+        if every == 1:
+            cold_groups = len(keys)
         sample = self._sample(keys)
         leaving: dict[Bucket, tuple[int, int]] = {}  # keys and weight that leave each bucket
         run: Bucket | None = None
         distance = 0
         for key, (position, weight) in sample.items():
+            by_own_hash = weight > 0
             count = 0
-            if position < prompt:
-                if not weight:
-                    count = (self._every if position else 1) if position >= whole_groups else 0
-                elif hottest <= position < whole_groups:
-                    count = self._every
+            if hottest <= position < prompt and by_own_hash == (position < cold_groups):
+                count = every if position else 1
             self._sampled += count
             self._sampled_depths += count * position
             bucket = self._bucket_of(key)
@@ -167,21 +173,22 @@ class MissCurve:
         return found
 
     def _sample(self, keys: Sequence[bytes]) -> dict[int, tuple[int, int]]:
-        """Position and weight of each sampled key, by its hash, in the prompt's order.
+        """Position and weight of each sampled key, by a hash of it, in the prompt's order.
 
-        Keys chosen by their own hash have no weight. A key that is chosen both ways, or stands
-        elsewhere in a prompt, is filed under another number.
+        Those of the sample by group have no weight, and are filed under other hashes.
         """
         every, hashes = self._every, list(map(hash, keys))
+        if every == 1:
+            return {own: (position, 1) for position, own in enumerate(hashes)}
         sample = {~hashes[0]: (0, 0)}
         chosen = 0
         for position, own in enumerate(hashes):
             if (position - 1) % every == 0:
                 chosen = position + own % every
             if position == chosen and position:
-                sample.setdefault(own, (position, 0))
+                sample.setdefault(own ^ 1, (position, 0))
             if own % every == 0:
-                sample.setdefault(own ^ 1, (position, every))
+                sample.setdefault(own, (position, every))
         return sample
 
     def _bucket_of(self, key: int) -> Bucket | None:

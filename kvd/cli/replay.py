@@ -159,7 +159,7 @@ def _print_table(name: str, figures: dict[str, Any]) -> None:
         title=f"{name}: {figures['requests']:,} requests, {figures['prompt_tokens']:,} prompt"
         f" tokens; {figures['chunks']:,} chunks of {figures['tokens_per_chunk']} tokens, {every}"
     )
-    for column in ("pool", "chunks", "policy", "hit tokens", "of all", "prefill saved"):
+    for column in ("pool", "chunks", "policy", "hit tokens", "hit ratio", "prefill saved"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for pool in figures["pools"]:
         pool_cells = [format_size(pool["cpu_bytes"]), number(pool["slots"])]

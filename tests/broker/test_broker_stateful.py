@@ -240,11 +240,10 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
     @rule(
         engine=ENGINES,
         keys=st.lists(st.sampled_from(KEYS), min_size=1, max_size=16, unique=True),
-        early=st.lists(st.integers(0, WORLD - 1), max_size=2),
-        late=st.lists(st.integers(0, WORLD - 1), max_size=3),
+        ranks=st.lists(st.integers(0, WORLD - 1), max_size=3),
     )
-    def store(self, engine: str, keys: list[bytes], early: list[int], late: list[int]) -> None:
-        """A complete engine stores: slots, shares, keys, and other shares."""
+    def store(self, engine: str, keys: list[bytes], ranks: list[int]) -> None:
+        """A complete engine stores: slots, keys, and shares."""
         present = self.broker.state.registry.engines.get(engine)
         if present is None or not present.attached:
             return
@@ -254,12 +253,10 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
         session, before = schedulers[0], len(self.lent)
         self.step(session=session, keys=[], dropped=[], used=[], wanted=2 * len(keys), others=0)
         positions = range(max(before, len(self.lent) - len(keys)), len(self.lent))
-        for ranks, begin in ((early, True), (late, False)):
-            for rank in ranks:
-                for position in positions:
-                    self.share_done(rank=rank, ok=True, pick=2 * position, single=True)
-            if begin:
-                self.step(session=session, keys=keys, dropped=[], used=[], wanted=0, others=0)
+        self.step(session=session, keys=keys, dropped=[], used=[], wanted=0, others=0)
+        for rank in ranks:
+            for position in positions:
+                self.share_done(rank=rank, ok=True, pick=2 * position, single=True)
 
     @rule(rank=st.integers(0, WORLD - 1), ok=st.sampled_from([True] * 7 + [False]), pick=PICK)
     def share_done(self, rank: int, ok: bool, pick: int, single: bool = False) -> None:

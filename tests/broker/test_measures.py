@@ -1,5 +1,7 @@
 """What the broker measures: recent maxima, progress, events, lookups."""
 
+from dataclasses import fields
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,25 +64,29 @@ def test_events_are_numbered_and_bounded() -> None:
     assert recent[-1] == schema.Event(last + 1, float(last), "warning", f"event {last}")
 
 
-def said(
-    chunks: int, hits: int, tokens: int | None = None, found: int | None = None, aborted: int = 0
-) -> Lookups:
-    """What a session says."""
+def said(*totals: int, tokens: bool = True) -> Lookups:
+    """What a session says, in the order of `LookupCounts`; the rest is 0."""
+    names = [each.name for each in fields(LookupCounts)]
+    given = dict.fromkeys(names, 0) | dict(zip(names, totals, strict=False))
+    chunks, asked, hit = given.pop("lookup_chunks"), given.pop("lookup_tokens"), "hit_tokens"
+    found = given.pop(hit)
     return Lookups(
         chunks=chunks,
-        hit_chunks=hits,
-        tokens=tokens,
-        hit_tokens=found,
-        aborted_requests=aborted,
+        tokens=asked if tokens else None,
+        hit_tokens=found if tokens else None,
+        **given,
     )
 
 
-@given(st.lists(st.tuples(*[st.integers(0, 1000)] * 5), max_size=20), st.data())
+NUM_TOTALS = len(fields(LookupCounts))
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 1000)] * NUM_TOTALS), max_size=20), st.data())
 def test_lookups_count_once_however_often_they_are_said(
     steps: list[tuple[int, ...]], data: st.DataObject
 ) -> None:
     """Totals said twice, late or out of order add up to the greatest that was said."""
-    grown = [0, 0, 0, 0, 0]
+    grown = [0] * NUM_TOTALS
     reports = []
     for step in steps:
         grown = [have + more for have, more in zip(grown, step, strict=True)]
@@ -94,8 +100,8 @@ def test_lookups_count_once_however_often_they_are_said(
 def test_keys_are_no_tokens() -> None:
     """A session that counts no tokens adds none, however many keys it has looked up."""
     known, total = LookupCounts(), LookupCounts()
-    total.add(new_lookups(known, said(5, 3)))
-    total.add(new_lookups(known, said(9, 4)))
+    total.add(new_lookups(known, said(5, 3, tokens=False)))
+    total.add(new_lookups(known, said(9, 4, tokens=False)))
     assert total == LookupCounts(9, 4)
 
 

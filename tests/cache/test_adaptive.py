@@ -194,7 +194,10 @@ class AdaptiveMachine(RuleBasedStateMachine):
 
     @rule(seed=seeds, requests=st.integers(1, 30), label=st.sampled_from(LABELS))
     def serve(self, seed: int, requests: int, label: Label) -> None:
-        """Requests come, each for a few neighbouring keys, of which low ones come back sooner."""
+        """Requests come, each for a few neighbouring keys, of which low ones come back sooner.
+
+        Between them the other things happen.
+        """
         rng = Random(seed)
         for _ in range(requests):
             self.model.now += rng.choice([0.5, 3.0, 40.0, 3000.0])
@@ -209,6 +212,17 @@ class AdaptiveMachine(RuleBasedStateMachine):
             self.insert(dict(zip(free, missing, strict=False)))
             slot_of = {self.keys[slot]: slot for slot in self.model.chunks}
             self.use([slot_of[key] for key in keys if key in slot_of], label)
+            match rng.randrange(10):
+                case 0:
+                    self.refresh(rng.randrange(1000))
+                case 1:
+                    self.relabel(rng.randrange(1000), rng.choice(LABELS))
+                case 2:
+                    self.lend(rng.randrange(4))
+                case 3:
+                    self.release(rng.randrange(1000))
+                case 4:
+                    self.pin(rng.randrange(1000))
 
     def insert(self, keys: dict[int, bytes]) -> None:
         """Slots get chunks with these keys."""
@@ -427,6 +441,32 @@ def test_a_label_whose_chunks_return_is_worth_more() -> None:
     policy.use_all([3001], 5001.0, Label.DONE)
     order = policy.reserve(4000, lambda slot: slot >= 3000)
     assert order == [3001, 3000]
+
+
+def test_of_chunks_whose_requests_are_under_way_the_oldest_go() -> None:
+    """The newest run goes first of a class that returns late, but not while it is refreshed."""
+    policy = AdaptivePolicy(8, b"%d".__mod__, Ghosts(16))
+    policy.insert_all(range(4), 0.0)
+    for request in range(300):
+        policy.use_all([request % 4], 10.0 * request)
+    while policy.learn():
+        pass
+    assert policy.reserve(1, lambda _: True) == [3]
+    policy.refresh_all([1], 2991.0)
+    policy.refresh_all([3], 2995.0)
+    assert policy.reserve(1, lambda slot: slot in {1, 3}) == [1]
+
+
+def test_the_newest_run_of_a_class_of_few_touches_stays() -> None:
+    """Of a class with fewer touches than are needed the oldest run goes, whatever it gains."""
+    policy = QuickPolicy(8, b"%d".__mod__, Ghosts(16))
+    for slot, now in ((0, 0.0), (1, 0.0), (0, 100.0), (1, 100.0), (2, 101.0), (3, 198.0)):
+        if slot not in policy:
+            policy.insert_all([slot], now)
+        policy.use_all([slot], now)
+    while policy.learn():
+        pass
+    assert policy.reserve(1, lambda slot: slot in {2, 3}) == [2]
 
 
 def test_one_piece_of_learning_is_one_class() -> None:

@@ -219,6 +219,30 @@ def test_between_any_two_stores_a_reader_sees_no_false_change(steps: list[Step])
             assert known == records(view)
 
 
+def test_a_slot_whose_loan_has_ended_is_being_written_for_it() -> None:
+    """Between any two stores: lanes wait for the broker while the loan is there, and no longer.
+
+    They believe WRITING with the generation, so that comes first.
+    """
+    _, writer = make()
+    old = become_ready(writer, b"old", 3)
+    (generation,) = writer.lend([3])
+    writer.free([3])
+    seen: dict[tuple[bool, int, int], None] = {}
+
+    def look() -> None:
+        seen[writer.is_lent(3, generation), writer.generation(3), writer.state(3)] = None
+
+    with Watch(look):
+        writer.place(b"new", 3, 1, generation)
+    assert list(seen) == [
+        (True, old, SlotState.FREE),
+        (True, generation, SlotState.FREE),
+        (True, generation, SlotState.WRITING),
+        (False, generation, SlotState.WRITING),
+    ]
+
+
 @pytest.mark.parametrize("damage", ["told and not there", "there and not told"])
 def test_a_ring_that_contradicts_the_directory_is_noticed(damage: str) -> None:
     """The integrity check sees a chunk that went without a word, and one that did not go."""

@@ -47,7 +47,7 @@ class Stack:
 
 @given(TURNS)
 def test_the_curve_of_all_keys_is_exact(turns: list[tuple[int, int, int, int]]) -> None:
-    """From a quarter of the pool on, with prompts that branch, and answers that are stored and not asked for."""
+    """With prompts that branch, and answers that are stored without having been asked for."""
     curve, stack = MissCurve(CHUNKS, sample_every=1), Stack()
     for conversation, branch, length, prompt in turns:
         keys = prompt_of(conversation, branch, length)
@@ -77,17 +77,17 @@ def conversations(seed: int, requests: int) -> list[list[bytes]]:
 
 
 def test_a_sample_tells_the_same_as_all_keys() -> None:
-    """One key of twenty, for pools of half to three times the size: within two points."""
+    """One key of twenty, for pools of half to three times the size: within three points."""
     all_keys, sample = MissCurve(1000, sample_every=1), MissCurve(1000, sample_every=20)
     for keys in conversations(1, 4000):
         all_keys.record(keys, len(keys))
         sample.record(keys, len(keys))
-    assert sample.num_keys < all_keys.num_keys / 5
+    assert sample.num_keys < all_keys.num_keys / 4
     assert 0.2 < all_keys.hit_ratio(500) < all_keys.hit_ratio(3000) - 0.2
     for chunks in (500, 750, 1000, 1250, 1500, 2000, 3000):
-        assert sample.hit_ratio(chunks) == pytest.approx(all_keys.hit_ratio(chunks), abs=0.02)
-    assert sample.ceiling == pytest.approx(all_keys.ceiling, abs=0.02)
-    assert sample.missed_depth(1000) == pytest.approx(all_keys.missed_depth(1000), rel=0.1)
+        assert sample.hit_ratio(chunks) == pytest.approx(all_keys.hit_ratio(chunks), abs=0.03)
+    assert sample.ceiling == pytest.approx(all_keys.ceiling, abs=0.03)
+    assert sample.missed_depth(1000) == pytest.approx(all_keys.missed_depth(1000), rel=0.2)
 
 
 def test_a_system_prompt_is_counted_exactly() -> None:
@@ -127,7 +127,7 @@ def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, *, in_spare_time: bo
         while in_spare_time and curve.tidy():
             pass
     curve.check_integrity()
-    most = 8 * 200 // 4
+    most = 4 * 200 // 4
     assert curve.num_keys <= most
     assert sum(map(len, curve._shards)) <= most * (1.3 if in_spare_time else 1.8)
 
@@ -136,14 +136,14 @@ def test_what_is_forgotten_is_asked_for_the_first_time(monkeypatch: pytest.Monke
     """A key counts as used before until as many others were used as the curve looks back over."""
     monkeypatch.setattr(miss_curve, "MIN_LOOKBACK_CHUNKS", 0)
     curve = MissCurve(100, sample_every=1)
-    for key in [b"key", *map(b"%d".__mod__, range(799))]:
+    for key in [b"key", *map(b"%d".__mod__, range(399))]:
         curve.record([key], 1)
     assert curve.ceiling == 0
     curve.record([b"key"], 1)
-    assert curve.ceiling == 1 / 801
-    for key in [*map(b"%d".__mod__, range(1000, 1800)), b"key"]:
+    assert curve.ceiling == 1 / 401
+    for key in [*map(b"%d".__mod__, range(1000, 1400)), b"key"]:
         curve.record([key], 1)
-    assert curve.ceiling == 1 / 1602
+    assert curve.ceiling == 1 / 802
     curve.check_integrity()
 
 

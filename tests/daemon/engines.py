@@ -69,12 +69,14 @@ class Engine:
     steps: bool = False
     events: bool = False
     temporary: bool = False
+    counts_tokens: bool = False
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(
             self.runtime_dir,
             self.name,
             deadline=self.deadline,
+            counts_tokens=self.counts_tokens,
             steps=self.steps,
             events=self.events,
         )
@@ -200,9 +202,9 @@ class Engine:
         must: bool = True,
         describe: Callable[[bytes], bytes | None] | None = None,
     ) -> list[bytes]:
-        """Fill, store by every rank, which `must` succeed, complete; the keys accepted.
+        """Fill, store by every rank, end the step, complete; the keys accepted.
 
-        Where the pool has to evict for them, slots come by and by.
+        Each rank `must` succeed. Where the pool has to evict for them, slots come by and by.
         """
         stored: list[bytes] = []
         rest = list(keys)
@@ -214,6 +216,7 @@ class Engine:
                 jobs = self.submit(
                     "store", list(self.workers), blocks, ticket.slots, ticket.generations, group
                 )
+                self.scheduler.end_step()  # lanes wait until the broker has read it
                 results = self.results(jobs)
                 assert not must or all(result.success for result in results.values()), results
                 self.scheduler.complete_store(ticket)

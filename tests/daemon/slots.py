@@ -23,13 +23,13 @@ class Slots:
     Attributes:
         namespace: its id.
         states: how many are in each state.
-        lent: how many are lent to each engine, by the broker's number of it.
+        loans: the numbers of the loans.
         twice: keys that are READY in two slots.
     """
 
     namespace: bytes
     states: dict[SlotState, int]
-    lent: dict[int, int]
+    loans: set[int]
     twice: list[bytes]
 
 
@@ -95,6 +95,6 @@ def read(directory: bytes) -> Slots:
     return Slots(
         head.namespace,
         {state: states[state] for state in SlotState},
-        dict(Counter(table["owner"][table["state"] == SlotState.LENT].tolist())),
+        set(table["loan"][table["loan"] > 0].tolist()),
         [key for key, times in keys.items() if times > 1],
     )

@@ -21,13 +21,13 @@ STEPS = 100
 
 
 def check(daemon: Daemon, engine: Engine, ready: int) -> None:
-    """The broker's tables agree, and every slot is free, READY, or at hand in the engine."""
+    """The broker's tables agree; every slot is FREE or READY, and on loan if it is at hand."""
     eventually(
         lambda: (slots_of(daemon.runtime_dir, engine.name), engine.scheduler.reserve(0, 0.0)),
         lambda found: (
             found[0]
             and found[0].states[SlotState.READY] == ready
-            and found[0].states[SlotState.LENT] == found[1]
+            and len(found[0].loans) == found[1]
             and not found[0].states[SlotState.WRITING]
             and not found[0].states[SlotState.DRAINING]
         ),
@@ -56,7 +56,7 @@ def test_a_reply_that_comes_too_late_is_no_message_that_cannot_be_read(daemon: D
 def test_no_call_of_a_step_waits_for_a_frozen_broker(
     start_daemon: StartDaemon, steps: bool
 ) -> None:
-    """Loads succeed meanwhile, and what is stored into slots on loan is READY afterwards."""
+    """Loads succeed meanwhile; stores into slots on loan go on when it reads their step."""
     daemon = start_daemon()
     with Engine(daemon.runtime_dir, deadline=LONG, steps=steps).wait_attached() as engine:
         scheduler = engine.scheduler
@@ -71,8 +71,6 @@ def test_no_call_of_a_step_waits_for_a_frozen_broker(
             assert ticket.keys == tuple(new)
             blocks = engine.fill(new, 1)
             jobs = engine.submit("store", [0, 1], blocks, ticket.slots, ticket.generations)
-            assert all(result.success for result in engine.results(jobs).values())
-            scheduler.complete_store(ticket)
             scheduler.end_step()
             assert set(scheduler.lookup_many(new)) == {LookupResult.HIT_PENDING}
             for key in more:
@@ -90,6 +88,8 @@ def test_no_call_of_a_step_waits_for_a_frozen_broker(
                     assert worker.get_finished() == []
                 scheduler.end_step()
             assert scheduler.attached
+        assert all(result.success for result in engine.results(jobs).values())
+        scheduler.complete_store(ticket)
         wait_hit(engine, new)
         assert engine.load(new) == (4, 0)
         eventually(lambda: set(scheduler.lookup_many(more)), {LookupResult.MISS}.__eq__)
@@ -113,7 +113,6 @@ def test_a_session_that_a_frozen_broker_costs_leaves_nothing_behind(
             ticket = scheduler.prepare_store(lost)
             blocks = engine.fill(ticket.keys, 1)
             jobs = engine.submit("store", [0], blocks, ticket.slots, ticket.generations)
-            engine.results(jobs)  # of one rank of two
             scheduler.end_step()
             eventually(lambda: not scheduler.attached)
             for number in count():  # still no call waits, and nothing is found
@@ -124,6 +123,7 @@ def test_a_session_that_a_frozen_broker_costs_leaves_nothing_behind(
                 if number == STEPS:
                     break
             scheduler.deadline = DEADLINE
+        assert not engine.results(jobs)[0].success  # the session's loans ended with it
         engine.wait_attached()
         engine.load(kept)  # perhaps before it knows that it is attached
         eventually(lambda: engine.load(kept), (6, 0).__eq__)

@@ -22,15 +22,15 @@ KEEP = ("--keep-pool", "yes")
 def wait_slots(
     daemon: Daemon, engine: str = "engine", *, at_hand: Sequence[Engine] = (), **states: int
 ) -> Slots:
-    """Until so many slots are in these states, those at hand in engines LENT, all others FREE."""
+    """Until so many slots are in these states, all others FREE, and those at hand on loan."""
     due = {SlotState[name.upper()]: number for name, number in states.items()}
 
     def so(found: Slots | None) -> bool:
         if found is None:
             return False
-        due[SlotState.LENT] = sum(one.scheduler.reserve(0, 0.0) for one in at_hand)
         held = {state: n for state, n in found.states.items() if n and state != SlotState.FREE}
-        return held == {state: n for state, n in due.items() if n}
+        lent = sum(one.scheduler.reserve(0, 0.0) for one in at_hand)
+        return held == due and len(found.loans) == lent
 
     found = eventually(lambda: slots_of(daemon.runtime_dir, engine), so)
     assert found is not None
@@ -46,17 +46,19 @@ def engine(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
 
 
 def test_two_engines_store_the_same_keys_at_once(daemon: Daemon, engine: Engine) -> None:
-    """Both got slots before either was told of: one wins, the other's come back, bytes right."""
+    """Both got slots before either was told of: one stores them, the other's come back."""
     with Engine(daemon.runtime_dir, "rival", world_size=1, steps=True).wait_attached() as rival:
         both, keys = (engine, rival), keys_of("same", 4)
         tickets = [one.begin(keys) for one in both]
         assert [ticket.keys for ticket in tickets] == [tuple(keys)] * 2
-        for one, ticket in zip(both, tickets, strict=True):
-            blocks = one.fill(keys, 1)
-            jobs = one.submit("store", [0], blocks, ticket.slots, ticket.generations)
-            assert one.results(jobs)[0].success
+        jobs = [
+            one.submit("store", [0], one.fill(keys, 1), ticket.slots, ticket.generations)
+            for one, ticket in zip(both, tickets, strict=True)
+        ]
         for one in both:
             one.scheduler.end_step()
+        ended = [one.results(job)[0].success for one, job in zip(both, jobs, strict=True)]
+        assert sorted(ended) == [False, True]
         eventually(lambda: daemon.status()["counters"]["stores_raced"] == 4)
         for one in both:
             wait_hit(one, keys)
@@ -66,7 +68,7 @@ def test_two_engines_store_the_same_keys_at_once(daemon: Daemon, engine: Engine)
 
 
 def test_a_store_that_came_late_is_not_in_the_way(daemon: Daemon, engine: Engine) -> None:
-    """It loses against chunks that are READY by then, and has its slots until it has ended."""
+    """It loses against chunks that are READY by then: nothing is written, its slots are free."""
     with Engine(daemon.runtime_dir, "rival", world_size=1).wait_attached() as rival:
         keys = keys_of("late", 3)
         ticket = engine.begin(keys)
@@ -76,7 +78,7 @@ def test_a_store_that_came_late_is_not_in_the_way(daemon: Daemon, engine: Engine
         eventually(lambda: daemon.status()["counters"]["stores_raced"] == 3)
         blocks = engine.fill(keys, 1)
         jobs = engine.submit("store", [0], blocks, ticket.slots, ticket.generations)
-        assert engine.results(jobs)[0].success
+        assert not engine.results(jobs)[0].success
         wait_slots(daemon, ready=3, at_hand=(engine, rival))
         assert engine.load(keys) == (3, 0)
 
@@ -92,7 +94,7 @@ def test_loans_of_a_killed_engine_come_back(daemon: Daemon, engine: Engine) -> N
         lambda found: found and found.states[SlotState.WRITING] == 3,
     )
     assert found is not None
-    assert len(found.lent) == 2
+    assert found.loans
     doomed.kill()
     wait_slots(daemon, at_hand=(engine,))
 

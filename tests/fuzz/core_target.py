@@ -51,6 +51,7 @@ class CorePlay(DrivenBroker):
         self.marks = Marks(BOOT_ID)
         self.actors: dict[int, Session] = {}
         self.bound: dict[int, BindWorker] = {}
+        self.waiting: list[tuple[Session, Store]] = []  # jobs whose step the broker has not read
         self.from_lane(lane_ready())
 
     # ---------------------------------------------------------------- a step
@@ -114,6 +115,9 @@ class CorePlay(DrivenBroker):
                 return
             if session is not None and session is self.actors.get(step.actor):
                 self._serve(session, header, frame)
+        waiting, self.waiting = self.waiting, []
+        for job in waiting:
+            self._write(*job)
 
     def _serve(self, session: Session, header: Header, frame: bytes, descriptors: int = 0) -> None:
         with contextlib.suppress(DecodeError):
@@ -124,26 +128,29 @@ class CorePlay(DrivenBroker):
                 self.carry_out(self.broker.reloading.read(loaded))
 
     def _job(self, step: Act) -> None:
-        """The lane copies what is asked for, if it is a store into slots that there are."""
+        """The lane gets a job."""
         frame = self.marks.resolve(step.parts[0] if step.parts else b"")
         with contextlib.suppress(DecodeError):
             header, message = WIRE.decode(frame)
             session = self.broker.state.registry.by_token.get(header.session)
-            bound = self.bound.get(session.number) if session is not None else None
-            if bound is None or not isinstance(message, Store) or session is None:
-                return
-            slots = message.blocks.slots.numpy()
-            generations = message.blocks.generations.numpy()
-            if len(slots) != len(generations) or session.registration is None:
-                return
-            here = slots < bound.num_slots
-            self.share(
-                session,
-                bound.namespace,
-                slots[here].tolist(),
-                generations[here].tolist(),
-                ok=message.deadline_ms % 5 != 4,
-            )
+            if isinstance(message, Store) and session is not None:
+                self._write(session, message)
+
+    def _write(self, session: Session, job: Store) -> None:
+        """Copy, if it is a store into slots that there are, and report, once none is on loan."""
+        bound, slots = self.bound.get(session.number), job.blocks.slots.numpy()
+        generations = job.blocks.generations.numpy()
+        if bound is None or len(slots) != len(generations) or session.registration is None:
+            return
+        namespace = self.broker.state.namespaces and self.broker.state.namespaces.get(
+            bound.namespace
+        )
+        here = slots < bound.num_slots
+        refs = slots[here].tolist(), generations[here].tolist()
+        if namespace and any(map(namespace.directory.is_lent, *refs)):
+            self.waiting.append((session, job))
+            return
+        self.share(session, bound.namespace, *refs, ok=job.deadline_ms % 5 != 4)
 
     # ------------------------------------------------------------- the rest
 

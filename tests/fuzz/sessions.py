@@ -11,12 +11,14 @@ from msgspec.structs import fields
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.control import CONTROL_BYTES
+from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     REPLY_OF,
     Cancel,
     Clear,
+    Explain,
     Fingerprint,
     Hello,
     HostHandle,
@@ -120,7 +122,7 @@ class _Engine(_Session):
     def store(self, keys: tuple[bytes, ...], number: int) -> None:
         self.ask(0, Step(wanted=2 * len(keys)))
         begun = Step(keys=keys, present=1, **arrays(*self.given(len(keys))))
-        early = self.rng.random() < 0.3  # the lane is told before the broker
+        early = self.rng.random() < 0.3  # the lane's request comes first, and waits for the broker
         if not early:
             self.ask(0, begun)
         self.job(Store, number, len(keys))
@@ -138,7 +140,8 @@ class _Engine(_Session):
         self.job(Load, number, len(keys))
         self.ask(1, Ping(), "lane")
         if self.rng.random() < 0.8:
-            self.ask(0, Step(unpinned=(number,), used=keys))
+            label = self.rng.choice([*Label, LABEL_ONLY | Label.DONE])
+            self.ask(0, Step(unpinned=(number,), used=keys, labels=bytes((label,))))
         self.lent += len(keys)
 
 
@@ -220,6 +223,7 @@ _ASIDE: list[Message] = [
 _ORDERS: list[Message] = [
     # All that need no field, whoever may send them.
     *(kind() for kind in REPLY_OF if not any(field.required for field in fields(kind))),
+    Explain(key=b"key-model-0-00"),
     Clear(namespace=NAMESPACE),
     Clear(unused_seconds=3600.0),
     Clear(unused_seconds=0.0, namespace=NAMESPACE),

@@ -54,6 +54,17 @@ def _pins(rng: random.Random) -> dict[str, Any]:
     return {"pins": pins}
 
 
+def _uses(rng: random.Random) -> dict[str, Any]:
+    """Requests that have finished, of which counts and labels may say more or less than there is."""
+    counts, prompts = ([rng.choice(COUNTS[:5]) for _ in range(rng.choice([0, 1, 2]))] for _ in "ab")
+    return {
+        "used": tuple(rng.choices(KEYS, k=rng.choice([sum(counts) % 16, 3]))),
+        "used_counts": IntArray.of(counts, "u4"),
+        "prompt_counts": IntArray.of(rng.choice([counts, prompts]), "u4"),
+        "labels": rng.choice([b"", bytes(rng.randrange(256) for _ in counts), b"\0" * 3]),
+    }
+
+
 def _slots(rng: random.Random, count: int) -> dict[str, Any]:
     if rng.random() < 0.5:  # a slot with the generation that it was lent with
         places = rng.choices(range(8), k=count)
@@ -73,6 +84,8 @@ PARTS: list[Callable[[random.Random], dict[str, Any]]] = [
     lambda rng: {"unpinned": tuple(rng.choices(LEASES, k=3))},
     lambda rng: {"dropped": tuple(rng.choices(KEYS, k=2))},
     lambda rng: {"used": tuple(rng.choices(KEYS, k=4))},
+    _uses,
+    lambda rng: {name: tuple(rng.choices(KEYS, k=2)) for name in ("missed", "unstored")},
     lambda rng: {"wanted": rng.choice(MANY)},
     lambda rng: {name: rng.choice(OFFERS) for name in ("present", "pending", "refused", "not_yet")},
 ]

@@ -80,7 +80,7 @@ def _raises(*_: object, **__: object) -> NoReturn:
     ("owner", "name", "planted", "leak"),
     [
         (Loads, "finished", _raises, False),
-        (ChunkTable, "drop_owner", lambda *_: ([], []), True),
+        (ChunkTable, "drop_owner", lambda *_: [], True),
         (Registry, "remove", lambda *_: None, True),
     ],
 )

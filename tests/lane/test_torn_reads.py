@@ -115,7 +115,7 @@ class TornReadsMachine(RuleBasedStateMachine):
 
     @initialize()
     def make(self) -> None:
-        """A small pool, all of whose slots hold chunks soon."""
+        """A small pool, all of whose slots hold chunks, some on loan."""
         self.memories: list[Memory] = []
         namespaces = Namespaces(
             POOL_BYTES,
@@ -138,6 +138,12 @@ class TornReadsMachine(RuleBasedStateMachine):
         self.steps: deque[tuple[bytes, Slot]] = deque()  # not read by the broker
         self.at_hand: deque[Slot] = deque()
         self._lend()
+        for key in KEYS[:CHUNKS]:
+            self.store(key)
+            self.read_step()
+            self.turn(BLOCKS + 1)
+        assert all(map(self._entry, KEYS[:CHUNKS]))
+        assert self.at_hand
 
     def _shared(self, _: str, size: int) -> mmap.mmap:
         memory = Memory(size)
@@ -256,19 +262,21 @@ class TornReadsMachine(RuleBasedStateMachine):
             assert np.unique(stored).tolist() == [generation % 251]
 
     def teardown(self) -> None:
-        """Every store ends when the broker has read its step."""
+        """Every job ends once the broker has read its step."""
         if not hasattr(self, "free"):
             return
-        while self.steps:
-            self.read_step()
-        while self.jobs:
-            self.turn(4)
-            self.chunks_are_whole()
+        try:
+            while self.steps:
+                self.read_step()
+            while self.jobs:
+                self.turn(4)
+                self.chunks_are_whole()
+        finally:
+            for memory in (*self.memories, self.pool):
+                memory.close()
+            for source in self.sources.values():
+                source.close()
         self.device.close()
-        for memory in (*self.memories, self.pool):
-            memory.close()
-        for source in self.sources.values():
-            source.close()
 
 
 TestTornReads = TornReadsMachine.TestCase

@@ -128,6 +128,7 @@ def test_a_policy_is_told_of_requests_as_the_broker_tells_it() -> None:
         ("insert", [b"\2"], None),
         ("use", [b"\2", b"\0"], Label.LATER),
     ]
+    assert repr(made[0].ghosts).endswith("of 12>")
 
 
 LINES = "".join(
@@ -167,12 +168,17 @@ def test_kvd_replay_shows_each_policy_at_several_sizes(tmp_path: Path) -> None:
     ]
 
 
-def test_kvd_replay_takes_the_size_of_a_chunk_from_a_model(tmp_path: Path) -> None:
-    """512 tokens of 2 layers with 2 heads of 64 in 16 bits, keys and values, are 512 KiB."""
+@pytest.mark.parametrize(
+    "fields", [{}, {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 1024}]
+)
+def test_kvd_replay_takes_the_size_of_a_chunk_from_a_model(
+    tmp_path: Path, fields: dict[str, object]
+) -> None:
+    """512 tokens of 2 layers with 2 heads of 64 in 16 bits, in however many groups: 512 KiB."""
     path, config = tmp_path / "trace.jsonl", tmp_path / "config.json"
     path.write_text(LINES)
     model = {"model_type": "llama", "num_hidden_layers": 2, "num_attention_heads": 2}
-    config.write_text(json.dumps(model | {"hidden_size": 128, "torch_dtype": "bfloat16"}))
+    config.write_text(json.dumps(model | {"hidden_size": 128, "torch_dtype": "bfloat16"} | fields))
     shown = run(str(path), "--cpu-bytes", "4MiB", "--model", str(config), "--json")
     assert json.loads(shown)["bytes_per_chunk"] == 2 * 512 * 2 * 2 * 64 * 2
 

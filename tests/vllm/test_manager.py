@@ -106,7 +106,9 @@ def store(
         assert isinstance(spec, ChunkSlots)
         if wanted:
             blocks = engine.fill(wanted, 1)
-            engine.results(engine.submit("store", [0], blocks, spec.slots, spec.generations))
+            sent = engine.submit("store", [0], blocks, spec.slots, spec.generations)
+            manager.end_step()  # a lane begins once the broker has read the step
+            engine.results(sent)
             manager.complete_store(wanted, REQUEST)
         manager.end_step()
         eventually(partial(looked_up, manager, wanted), {LookupResult.HIT}.issuperset)

@@ -199,6 +199,7 @@ class KvdLinker(UnifiedCacheLinker):
         cache.scheduler.count_tokens(len(kv.keys) * page, found * page)
         rest = cut(chunk_keys(kv.keys[found:]), cache.factor)
         missed = [piece.key for piece in rest if piece.pages == cache.factor]
+        cache.scheduler.report_missed(missed[:MAX_KEYS])
         pin = self._pins.get(rid)
         pinned = {} if pin is None else {pool: ticket.keys for pool, ticket in pin.tickets}
         for pool in self._caches.values():

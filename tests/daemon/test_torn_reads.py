@@ -1,0 +1,135 @@
+"""Loads beside stores into slots on loan: each reads the bytes of its own chunk, or fails."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+
+from kvd_client import LookupResult, StoreTicket, scheduler_session
+from tests.conftest import Daemon, StartDaemon
+from tests.daemon.engines import Engine, keys_of, lend, wait_hit
+from tests.processes import LONG, frozen
+from tests.waiting import eventually
+
+CHUNKS = 32
+OLD, NEW = keys_of("old", CHUNKS), keys_of("new", 4)
+READS = 20
+Refs: TypeAlias = dict[bytes, tuple[int, int]]
+"""Slots and generations of chunks, by key."""
+
+
+@pytest.fixture
+def daemon(start_daemon: StartDaemon) -> Daemon:
+    """A daemon with a pool of 32 chunks of 16 KiB."""
+    return start_daemon(cpu_bytes="512KiB")
+
+
+@pytest.fixture
+def pair(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Engine]]:
+    """Two engines of one namespace that send a step at its end; chunks of the second fill it."""
+    monkeypatch.setattr(scheduler_session, "LEFT_BEHIND_SECONDS", LONG)
+    with ExitStack() as stack:
+        engines = []
+        for name in ("loading", "storing"):
+            engine = Engine(daemon.runtime_dir, name, 1, deadline=LONG, steps=True)
+            engines.append(stack.enter_context(engine).wait_attached())
+            if name == "loading":
+                assert engine.scheduler.num_chunks == CHUNKS
+                for keys in (OLD[:16], OLD[16:]):
+                    lend(engine.scheduler, len(keys))
+                    assert engine.store(keys) == keys
+                wait_hit(engine, OLD)
+        yield engines[1], engines[0]
+
+
+def begin(storing: Engine, loading: Engine) -> tuple[StoreTicket, dict[int, int], Refs]:
+    """Give the slots of chunks to new keys, and submit the job before the step is sent."""
+    lend(storing.scheduler, len(NEW))
+    attachment = loading.scheduler._attachment
+    assert attachment is not None
+    entries = {key: attachment.directory.entry(key) for key in OLD}
+    ticket = storing.scheduler.prepare_store(NEW)
+    assert ticket.keys == tuple(NEW)
+    slots = ticket.slots.tolist()
+    victims = {
+        key: (entry[0], entry[1])
+        for key, entry in entries.items()
+        if entry is not None and entry[0] in slots
+    }
+    assert len(victims) == len(NEW)
+    blocks = storing.fill(NEW, 1)
+    jobs = storing.submit("store", [0], blocks, ticket.slots, ticket.generations)
+    return ticket, jobs, victims
+
+
+def read(engine: Engine, chunks: Refs) -> tuple[bool, int]:
+    """Load chunks that are not pinned: whether that went well, and bytes that are not theirs."""
+    blocks = list(range(33, 33 + 2 * len(chunks)))
+    engine.poison(blocks)
+    slots, generations = zip(*chunks.values(), strict=True)
+    jobs = engine.submit("load", [0], blocks, np.array(slots, "<u4"), np.array(generations, "<u8"))
+    success = engine.results(jobs)[0].success
+    return success, engine.wrong_bytes(list(chunks), blocks)
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["step not sent", "broker stopped"])
+def test_chunks_are_whole_until_the_broker_has_read_the_step_that_gives_their_slots_away(
+    daemon: Daemon, pair: tuple[Engine, Engine], told: bool
+) -> None:
+    """Then their loads are stale, and the store, which waited for that, has stored its bytes."""
+    storing, loading = pair
+    with ExitStack() as stack:
+        ticket, jobs, victims = begin(storing, loading)
+        if told:
+            stack.enter_context(frozen(daemon.process.pid))
+            storing.scheduler.end_step()
+        for _ in range(READS):
+            assert read(loading, victims) == (True, 0)
+        assert storing.workers[0].get_finished() == []
+    storing.scheduler.end_step()
+    assert storing.results(jobs)[0].success
+    storing.scheduler.complete_store(ticket)
+    assert read(loading, victims)[0] is False
+    assert set(loading.scheduler.lookup_many(list(victims))) == {LookupResult.MISS}
+    wait_hit(storing, NEW)
+    assert loading.load(NEW) == (4, 0)
+
+
+def test_a_chunk_that_is_pinned_stays_and_the_store_into_its_slot_is_lost(
+    daemon: Daemon, pair: tuple[Engine, Engine]
+) -> None:
+    """A pin ends the loan before the step is read; the job stores its other chunks."""
+    storing, loading = pair
+    ticket, jobs, victims = begin(storing, loading)
+    pinned = next(iter(victims))
+    lost = ticket.keys[ticket.slots.tolist().index(victims[pinned][0])]
+    with loading.scheduler.prepare_load([pinned]) as found:
+        assert found.keys == (pinned,)
+        loading.scheduler.end_step()
+        eventually(lambda: daemon.status()["namespaces"][0]["chunks"]["pinned"] == 1)
+        storing.scheduler.end_step()
+        assert storing.results(jobs)[0].success
+        storing.scheduler.complete_store(ticket)
+        stored = [key for key in NEW if key != lost]
+        wait_hit(storing, stored)
+        assert loading.scheduler.lookup(lost) is LookupResult.MISS
+        assert read(loading, {pinned: victims[pinned]}) == (True, 0)
+    loading.scheduler.end_step()
+    assert loading.load([pinned, *stored]) == (4, 0)
+    assert daemon.status()["counters"]["stores_lost"] == 1
+
+
+def test_a_chunk_is_a_miss_for_the_scheduler_that_gave_its_slot_away_and_for_no_other(
+    pair: tuple[Engine, Engine],
+) -> None:
+    """Until the broker has read the step other engines find it and load its bytes."""
+    storing, loading = pair
+    _, jobs, victims = begin(storing, loading)
+    assert storing.scheduler.prepare_load(list(victims)).keys == ()
+    assert set(storing.scheduler.lookup_many(list(victims))) == {LookupResult.MISS}
+    assert loading.load(list(victims)) == (4, 0)
+    storing.scheduler.end_step()
+    assert storing.results(jobs)[0].success
+    eventually(lambda: set(loading.scheduler.lookup_many(NEW)), {LookupResult.HIT}.__eq__)
