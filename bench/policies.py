@@ -15,22 +15,19 @@ import random
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
-from rich.console import Console
-from rich.table import Table
 
 from kvd.cache.policies import POLICIES
-from kvd.replay.simulate import GHOSTS_PER_SLOT, Hits, next_uses, replay_belady, replay_policy
+from kvd.replay.hints import NEVER, continuations, labels_for, return_gaps
+from kvd.replay.simulate import GHOSTS_PER_SLOT, Hits, replay_belady, replay_policy
 from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
-from kvd_proto.labels import Label, label_for
+from kvd_proto.labels import Label
 
 PERCENT = (2, 5, 10, 25)
 LIARS = (0.2, 0.5)  # shares of the conversations
 GAP_LABELS = (Label.DONE, Label.UNDER_10S, Label.UNDER_60S, Label.UNDER_600S, Label.LATER)
-NEVER = math.inf
 Labels = Sequence[Label] | None
 
 
@@ -43,6 +40,7 @@ def main() -> None:
     parser.add_argument("--users", type=int, default=USERS)
     parser.add_argument("--ghosts", type=float, default=GHOSTS_PER_SLOT, help="by slot of the pool")
     parser.add_argument("--seed", type=int, default=0, help="of the noise in labels")
+    parser.add_argument("--percent", type=float, nargs="+", default=PERCENT, help="of the chunks")
     parser.add_argument("--liar", action="store_true")
     args = parser.parse_args()
     trace = read_trace(
@@ -58,30 +56,36 @@ def main() -> None:
         f" asked for, {trace.num_chunks:,} different ones"
     )
     if args.liar:
-        print_liars(trace, args.ghosts, random.Random(args.seed))
+        print_liars(trace, args)
     else:
-        print_policies(trace, touches, args.ghosts, random.Random(args.seed))
+        print_policies(trace, touches, args)
 
 
-def print_policies(trace: Trace, touches: int, ghosts: float, rng: random.Random) -> None:
+def print_policies(trace: Trace, touches: int, args: argparse.Namespace) -> None:
     """Print hits in % of chunks asked for; a row for each policy and kind of labels."""
-    pools = [max(1, round(trace.num_chunks * percent / 100)) for percent in PERCENT]
-    table = Table(title=f"hits in %, ghosts of {ghosts:g} x the pool")
-    for column in ("", *(f"{p} %" for p in PERCENT), "least over LRU", "us a chunk"):
-        table.add_column(column, justify="right" if column else "left")
+    pools = [max(1, round(trace.num_chunks * percent / 100)) for percent in args.percent]
+    print_row("hits in %", *(f"{percent:g} %" for percent in args.percent), "least over LRU", "us")
     lru: list[float] = []
-    for name, policy, labels in (("LRU", "lru", None), *kinds_of_labels(trace, rng)):
+    for name, policy, labels in (
+        ("LRU", "lru", None),
+        *kinds_of_labels(trace, random.Random(args.seed)),
+    ):
         begin = time.process_time()
         shares = [
-            100 * int(replay(trace, policy, pool, labels, ghosts).sum()) / touches for pool in pools
+            100 * int(replay(trace, policy, pool, labels, args.ghosts).sum()) / touches
+            for pool in pools
         ]
-        cost = (time.process_time() - begin) / touches / len(pools)
+        cost = 1e6 * (time.process_time() - begin) / touches / len(pools)
         lru = lru or shares
         least = min(share - base for share, base in zip(shares, lru, strict=True))
-        table.add_row(name, *(f"{s:.1f}" for s in shares), f"{least:+.2f}", f"{cost * 1e6:.2f}")
+        print_row(name, *(f"{share:.1f}" for share in shares), f"{least:+.2f}", f"{cost:.2f}")
     belady = [100 * int(replay_belady(trace, pool).sum()) / touches for pool in pools]
-    table.add_row("Belady", *(f"{share:.1f}" for share in belady), "", "")
-    Console(width=110).print(table)
+    print_row("Belady", *(f"{share:.1f}" for share in belady), "", "")
+
+
+def print_row(*cells: str) -> None:
+    """Print a row of a table; a long trace takes minutes for each."""
+    print("|", " | ".join(cells), "|", flush=True)
 
 
 def replay(trace: Trace, policy: str, num_slots: int, labels: Labels, ghosts: float) -> Hits:
@@ -96,38 +100,18 @@ def kinds_of_labels(trace: Trace, rng: random.Random) -> Iterator[tuple[str, str
     noisy = [gap * math.exp(rng.gauss(0, 1)) for gap in gaps]
     yield "adaptive, no labels", "adaptive", None
     yield 'adaptive + "done"', "adaptive", done
-    yield "adaptive + gaps + done", "adaptive", gap_labels(gaps)
+    yield "adaptive + gaps + done", "adaptive", labels_for(gaps)
     yield (
         "the same, gaps x e^N(0,1), 10 % wrong",
         "adaptive",
-        corrupted(gap_labels(noisy), 0.1, GAP_LABELS, rng),
+        corrupted(labels_for(noisy), 0.1, GAP_LABELS, rng),
     )
-    yield "the same, 30 % wrong", "adaptive", corrupted(gap_labels(gaps), 0.3, GAP_LABELS, rng)
+    yield "the same, 30 % wrong", "adaptive", corrupted(labels_for(gaps), 0.3, GAP_LABELS, rng)
     yield (
         'adaptive + "done", 30 % wrong',
         "adaptive",
         corrupted(done, 0.3, (Label.NONE, Label.DONE), rng),
     )
-
-
-def continuations(trace: Trace) -> list[int]:
-    """For each request the index of the next one with its last whole chunk, or their number."""
-    following = []
-    for request, uses in zip(trace.requests, next_uses(trace), strict=True):
-        whole = min(len(uses), request.tokens // trace.tokens_per_chunk)
-        following.append(int(uses[whole - 1]) if whole else len(trace.requests))
-    return following
-
-
-def return_gaps(trace: Trace) -> list[float]:
-    """Seconds until a request is continued, or NEVER."""
-    times = [*(request.time for request in trace.requests), NEVER]
-    return [times[after] - times[i] for i, after in enumerate(continuations(trace))]
-
-
-def gap_labels(gaps: Sequence[float]) -> list[Label]:
-    """The labels that say when requests return."""
-    return [Label.DONE if gap == NEVER else label_for(gap) for gap in gaps]
 
 
 def corrupted(
@@ -140,10 +124,13 @@ def corrupted(
     ]
 
 
-def print_liars(trace: Trace, ghosts: float, rng: random.Random) -> None:
-    """Print what the honest client finds, in % of its chunks, beside one that lies."""
+def print_liars(trace: Trace, args: argparse.Namespace) -> None:
+    """Print what the honest client finds, in % of its chunks, beside one that lies.
+
+    "Least" is the largest change by a lie, in % of what the honest client finds otherwise.
+    """
     gaps = return_gaps(trace)
-    truth = gap_labels(gaps)
+    truth = labels_for(gaps)
     lies = {
         "the truth": truth,
         'always "done"': [Label.DONE] * len(gaps),
@@ -151,43 +138,33 @@ def print_liars(trace: Trace, ghosts: float, rng: random.Random) -> None:
         "the contrary": [Label.UNDER_10S if gap == NEVER else Label.DONE for gap in gaps],
     }
     asked = np.array([len(request.chunks) for request in trace.requests])
+    pools = [max(1, round(trace.num_chunks * percent / 100)) for percent in args.percent]
     for share in LIARS:
-        lying = of_liars(trace, share, rng)
-        table = Table(
-            title=f"a liar with {100 * asked[lying].sum() / asked.sum():.0f} % of the chunks"
-        )
-        for column in (
-            "the liar says",
-            *(f"honest, {p} %" for p in PERCENT),
-            "liar itself",
-            "least",
-        ):
-            justify: Literal["left", "right"] = "left" if column == "the liar says" else "right"
-            table.add_column(column, justify=justify, no_wrap=True)
+        lying = of_liars(trace, share, random.Random(args.seed))
+        print(f"a liar with {100 * asked[lying].sum() / asked.sum():.0f} % of the chunks")
+        print_row("the liar says", *(f"honest, {p:g} %" for p in args.percent), "least", "itself")
         baseline: list[float] = []
         for name, told in {"nothing, LRU": None, **lies}.items():
             labels = told and [
                 lie if liar else true
                 for lie, true, liar in zip(told, truth, lying.tolist(), strict=True)
             ]
-            honest, own = [], []
-            for percent in PERCENT:
-                pool = max(1, round(trace.num_chunks * percent / 100))
-                hits = replay(trace, "adaptive" if labels else "lru", pool, labels, ghosts)
-                honest.append(100 * hits[~lying].sum() / asked[~lying].sum())
-                own.append(100 * hits[lying].sum() / asked[lying].sum())
-            if name == "the truth":
-                baseline = honest
-            worst = min(
-                (100 * (h / b - 1) for h, b in zip(honest, baseline, strict=False)), default=0
+            hits = [
+                replay(trace, "adaptive" if labels else "lru", pool, labels, args.ghosts)
+                for pool in pools
+            ]
+            honest, own = (
+                [100 * found[whose].sum() / asked[whose].sum() for found in hits]
+                for whose in (~lying, lying)
             )
-            table.add_row(
+            baseline = honest if name == "the truth" else baseline
+            changes = [100 * (h / b - 1) for h, b in zip(honest, baseline, strict=False)]
+            print_row(
                 name,
-                *(f"{h:.1f}" for h in honest),
-                " / ".join(f"{o:.1f}" for o in own),
-                f"{worst:+.1f} %" if baseline else "",
+                *(f"{share:.1f}" for share in honest),
+                f"{min(changes):+.1f} %" if changes else "",
+                " / ".join(f"{share:.1f}" for share in own),
             )
-        Console(width=110).print(table)
 
 
 def of_liars(trace: Trace, share: float, rng: random.Random) -> npt.NDArray[np.bool_]:

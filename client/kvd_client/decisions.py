@@ -9,7 +9,7 @@ from kvd_client.loans import Loans
 from kvd_client.outbox import Outbox
 from kvd_client.reuse import ReuseFilter
 from kvd_client.tickets import StoreAnswer
-from kvd_proto.directory import DirectoryView, SlotState
+from kvd_proto.directory import DirectoryView, Entry, SlotState
 
 _READY = int(SlotState.READY)
 _ACCEPTED, _PRESENT = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT
@@ -63,21 +63,13 @@ class Decisions:
         Returns:
             An answer to each key, and the slots of those accepted.
         """
-        directory, outbox, reuse = self._directory, self.outbox, self._reuse
-        entry, is_lent, take, begun = (
-            directory.entry,
-            directory.is_lent,
-            self._loans.take,
-            outbox.begun,
-        )
-        loans, given = self._loans, outbox.given
+        outbox, loans, reuse = self.outbox, self._loans, self._reuse
+        entry, take, begun, given = self._entry, loans.take, outbox.begun, outbox.given
         filtered = reuse.threshold > 1
         counted: set[bytes] = set()  # by the filter, in this call
-        blocks = (0, directory.blocks_per_chunk)
+        blocks = (0, self._directory.blocks_per_chunk)
         answers: list[StoreAnswer] = []
-        stored: list[bytes] = []
-        slots: list[int] = []
-        generations: list[int] = []
+        stored, slots, generations = chosen = Chosen([], [], [])
         parts: list[Blocks] = []
         described: list[bytes] = []
         described_bytes = 0
@@ -88,8 +80,6 @@ class Decisions:
                 answers.append(_PENDING)
                 continue
             found = entry(key)
-            if found is not None and given.get(found[0], found[1]) != found[1]:
-                found = None  # its slot was given to another key
             if found is not None:
                 if found[2] != _READY:
                     answers.append(_PENDING)
@@ -104,7 +94,7 @@ class Decisions:
                 continue
             encoded = describe(i) if loans else b""
             more = described_bytes + len(encoded)
-            if (more and not outbox.room_for(more)) or (loan := take(is_lent)) is None:
+            if (more and not outbox.room_for(more)) or (loan := take(self._may_give)) is None:
                 if filtered and found is None:
                     reuse.give_back(key)
                 answers.append(_FULL)
@@ -122,7 +112,18 @@ class Decisions:
             outbox.begin(stored, slots, generations, parts, described)
         if len(stored) < len(answers):
             outbox.count(answers)
-        return answers, Chosen(stored, slots, generations)
+        return answers, chosen
+
+    def _entry(self, key: bytes) -> Entry | None:
+        """Where a key's chunk is; None also where its slot was given to another key."""
+        found, given = self._directory.entry(key), self.outbox.given
+        if found is not None and given.get(found[0], found[1]) != found[1]:
+            return None
+        return found
+
+    def _may_give(self, slot: int, generation: int) -> bool:
+        """Whether a loan holds, and not of a slot whose chunk this step pins."""
+        return slot not in self.outbox.pinned and self._directory.is_lent(slot, generation)
 
     def find(
         self, keys: Sequence[bytes], ranges: Sequence[Blocks] | None
@@ -131,7 +132,7 @@ class Decisions:
 
         Chunks whose slots were given to other keys count as gone. Loans of the slots found end.
         """
-        entry, given = self._directory.entry, self.outbox.given
+        entry = self._entry
         first, count = 0, self._directory.blocks_per_chunk
         found: list[bool] = []
         chosen = Chosen([], [], [])
@@ -142,7 +143,6 @@ class Decisions:
             is_there = (
                 there is not None
                 and there[2] == _READY
-                and given.get(there[0], there[1]) == there[1]
                 and there[3] <= first
                 and first + count <= there[3] + there[4]
             )

@@ -37,6 +37,7 @@ class Outbox:
             the `keys` of its step, which says by identity which step that is.
         given: the slots of these stores, each with its new generation: a chunk that the directory
             has there under another one is going.
+        pinned: slots of the chunks that this step pins.
         since: `time.monotonic()` when the first was put in; meaningless where there is nothing.
     """
 
@@ -58,6 +59,7 @@ class Outbox:
         self._described_bytes = 0
         self._late: list[bytes] = []
         self._pins: list[Pin] = []
+        self.pinned: set[int] = set()
         self._unpinned: list[int] = []
         self._used: list[bytes] = []
         self._used_counts: list[int] = []
@@ -140,6 +142,7 @@ class Outbox:
     ) -> None:
         """Chunks are to stay."""
         self._add(len(slots))
+        self.pinned.update(slots)
         packed = IntArray.of(slots, "u4"), IntArray.of(generations, "u8")
         self._pins.append(
             Pin(lease=lease, lease_ms=lease_ms, slots=packed[0], generations=packed[1])

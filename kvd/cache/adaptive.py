@@ -176,7 +176,6 @@ class AdaptivePolicy(EvictionPolicy):
                 continue
             counts[chunk_class * _WIDTH] = max(0.0, counts[chunk_class * _WIDTH] - 1)
             counts[target * _WIDTH] += 1
-            target += which - chunk_class  # under way where it was
             if slot in self._reserved:
                 self._reserved[slot] = target
             else:

@@ -95,9 +95,7 @@ class ChunkTable:
         order = POLICIES[policy](geometry.num_slots, directory.key, self.ghosts)
         self.slots = slots = Slots(directory, order, self.space, self.counts)
         self.lending = Lending(slots, pool, self.uses, self.counts, self.sweep)
-        self.stores = Stores(
-            slots, pool, self.uses, self.counts, self.descriptions, self.ghosts
-        )
+        self.stores = Stores(slots, pool, self.uses, self.counts, self.descriptions, self.ghosts)
         self.promotions = Promotions(slots, self.lending, self.uses, self.counts, self.descriptions)
         self.loads = Loads(slots, self.uses, self.counts)
         self.misses = Misses(directory, self.ghosts, self.counts, elsewhere)
@@ -223,8 +221,7 @@ class ChunkTable:
             self.directory.tiers.sweep()
         for _ in range(EMPTY_PIECES):
             slots = self.slots.take_forgotten(PIECE_SLOTS)
-            gone = [slot for slot in slots if self.directory.find(self.directory.key(slot)) < 0]
-            self._remember(gone, GhostCause.RESET)
+            self._remember_reset(slots)
             self.slots.leave(slots)
             if slots:
                 break
@@ -250,6 +247,11 @@ class ChunkTable:
         self.counts.removed += len(slots)
         self._remember(slots, GhostCause.REMOVED)
         return self.slots.drop(slots)[0]
+
+    def _remember_reset(self, slots: list[int]) -> None:
+        """Keep the keys of chunks that a reset has dropped, unless they are here anew."""
+        find, key = self.directory.find, self.directory.key
+        self._remember([slot for slot in slots if find(key(slot)) < 0], GhostCause.RESET)
 
     def _remember(self, slots: list[int], cause: GhostCause) -> None:
         """Keep the keys of READY chunks that leave, and why."""
@@ -277,12 +279,14 @@ class ChunkTable:
         self.slots.end_loans(slots)
         ready = [slot for slot in slots if self.directory.state(slot) == SlotState.READY]
         current = [slot for slot in ready if slot in self.slots.policy]
+        forgotten = [slot for slot in ready if slot not in self.slots.policy]
         if current:
             self.counts.eviction_age.observe_all(self.uses.ages(current))
             self.counts.yielded += len(current)
             self.slots.policy.evict(current, self.uses.now)
             self.slots.leave(current)
-        self.slots.drop([slot for slot in ready if slot not in set(current)])
+        self._remember_reset(forgotten)
+        self.slots.drop(forgotten)
 
     # -------------------------------------------------------------- inspection
 

@@ -131,14 +131,9 @@ class EvictionPolicy(ABC):
         self, which: int, slots: npt.NDArray[np.int64], times: npt.NDArray[np.float64]
     ) -> None:
         """`restore` into this list."""
-        if not len(slots):
-            return
         runs = (times * TICKS_PER_SECOND).astype(np.int64)
-        index = np.arange(len(slots))
-        starts = np.where(np.diff(runs, prepend=runs[0]) != 0, index, 0)
-        stamps = (runs << POSITION_BITS) + index - np.maximum.accumulate(starts)
+        stamps = (runs << POSITION_BITS) + np.arange(len(slots))
         self._slots.extend(which, slots, stamps)
-        self._last_stamp = max(self._last_stamp, int(stamps[-1]))
 
     def _time(self, slot: int) -> float:
         """When the chunk was inserted, refreshed or used last, s."""

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from kvd.cache.candidates import Demotable
 from kvd.cache.directory import DirectoryWriter, Refs
+from kvd.cache.eviction import EvictionPolicy
 from kvd.cache.leases import Leases
 from kvd.cache.loans import Loans
-from kvd.cache.eviction import EvictionPolicy
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.space import Space
@@ -70,10 +70,12 @@ class Slots:
         return generations
 
     def end_loans(self, slots: Iterable[int]) -> None:
-        """End the loans of those that are on loan."""
-        ended = [slot for slot in slots if slot in self.loans]
-        for slot in ended:
-            self.loans.end(slot)
+        """End the loans of those that are on loan. A slot may be named twice."""
+        ended = []
+        for slot in slots:
+            if slot in self.loans:
+                self.loans.end(slot)
+                ended.append(slot)
         self.return_slots(ended)
 
     def return_slots(self, slots: Sequence[int]) -> None:

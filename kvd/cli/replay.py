@@ -13,11 +13,12 @@ from kvd.errors import TraceError
 from kvd.metrics.words import duration, number, percent
 from kvd.plan.figures import PlanInputs, make_plan
 from kvd.plan.model import read_model
+from kvd.replay.hints import labels_for, return_gaps
 from kvd.replay.simulate import Hits, replay_belady, replay_policy
 from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
 from kvd_proto.sizes import format_size, parse_size
 
-BELADY = "belady"
+HINTED, BELADY = "adaptive+hints", "belady"
 MULTIPLES = (0.5, 1, 2, 4)  # of --cpu-bytes
 _BLOCK_TOKENS = 16  # of the model's blocks; chunks of a trace are whole numbers of them
 
@@ -36,7 +37,7 @@ _Count = click.IntRange(min=1)
     "--policy",
     "policies",
     multiple=True,
-    type=click.Choice([*POLICIES, BELADY]),
+    type=click.Choice([*POLICIES, HINTED, BELADY]),
     help="May be repeated. [default: all]",
 )
 @click.option(
@@ -67,8 +68,10 @@ def replay(
     TRACE is a file with a line of JSON a request, as Mooncake publishes them (timestamp,
     input_length, hash_ids) or LMCache (timestamp, input), or a folder with a file for each
     conversation, as those of kv-cache-tester. Nothing is started. Each request uses the chunks of
-    its prompt once, and finds those before the first that is missing. belady knows the future: no
-    policy finds more.
+    its prompt once, and finds those before the first that is missing.
+
+    adaptive+hints is told at each request's end when the next one comes that continues it. belady
+    knows the future: no policy finds more.
 
     \b
     Examples:
@@ -127,9 +130,12 @@ def _play(
     """The figures of a pool, by policy."""
     num_slots = pool // chunk_bytes
     found = {}
-    for name in policies or (*POLICIES, BELADY):
+    for name in policies or (*POLICIES, HINTED, BELADY):
         if name == BELADY:
             hits = replay_belady(trace, num_slots)
+        elif name == HINTED:
+            labels = labels_for(return_gaps(trace))
+            hits = replay_policy(trace, POLICIES["adaptive"], num_slots, labels=labels)
         else:
             hits = replay_policy(trace, POLICIES[name], num_slots)
         tokens = _hit_tokens(trace, hits)

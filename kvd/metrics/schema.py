@@ -149,7 +149,7 @@ class Forecast:
     """What the namespace's engines would find in a pool of another size."""
 
     requests: int = shown(
-        "Finished requests that it is made of; as all its sums, halved after each hour"
+        "Finished requests that it is made of. As all its sums, halved after each hour with lookups"
     )
     first_time: float = shown("Share of prompts' chunks that no request had before, 0 to 1")
     ceiling: float = shown("Share of looked-up tokens that a pool without limit would find, 0 to 1")

@@ -30,9 +30,8 @@ class KnownCurve(MissCurve):
         return float(np.interp(chunks, self._sizes, self._ratios))
 
     def missed_depth(self, chunks: float) -> float:
-        """All prompts have one key."""
-        del chunks
-        return 0.0
+        """The deeper the more memory there is, as where shallow keys are found first."""
+        return min(chunks, 1e6)
 
 
 def test_now_is_what_was_measured() -> None:

@@ -7,9 +7,9 @@
 
 #include "wire.h"
 
-enum { VERSION = 5, RECORD_BYTES = 80, PAGE_BYTES = 4096, MAX_KEY_BYTES = 48 };
+enum { VERSION = 6, RECORD_BYTES = 80, PAGE_BYTES = 4096, MAX_KEY_BYTES = 48 };
 enum { CHECKED_BYTES = 128, FLOOR_AT = 136 };
-enum { WRITING = 1, READY = 2, LENT = 4 };
+enum { WRITING = 1, READY = 2 };
 
 static uint32_t crc32(const void *bytes, size_t size) {
   uint32_t crc = 0xFFFFFFFF;
@@ -83,5 +83,5 @@ enum lookup directory_find(const struct directory *directory, const char *key, u
 bool directory_lent(const struct directory *directory, uint64_t slot, uint64_t generation) {
   if (slot >= directory->slots) return false;
   const uint8_t *record = record_of(directory, slot);
-  return record[20] == LENT && u64(record) == generation;
+  return little_endian(record + 28, 4) == (uint32_t)generation;
 }

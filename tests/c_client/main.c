@@ -183,12 +183,13 @@ static void await_done(struct engine *engine, uint64_t id, uint64_t job, const c
   message_free(&reply);
 }
 
-// The broker is told of the key when all its bytes are there, and makes it READY at once.
+// The lane has the job before the broker has read the step, and waits for that.
 static void store_before_telling(struct engine *engine) {
   struct slots given = take_loans(&engine->scheduler, CHUNKS);
-  await_done(engine, send_job(engine, STORE, 4, STORED, &given, 0), 4, "ok");
+  uint64_t id = send_job(engine, STORE, 4, STORED, &given, 0);
   await_lookup(&engine->scheduler, LATE_KEYS, MISS);
   say(&engine->scheduler, (struct said){.keys = LATE_KEYS, .given = &given});
+  await_done(engine, id, 4, "ok");
   await_lookup(&engine->scheduler, LATE_KEYS, HIT);
 }
 
@@ -314,7 +315,7 @@ static void serve(struct engine *engine, const char *runtime_dir) {
   await_done(engine, send_job(engine, LOAD, 3, LOADED, &chunks, 0), 3, "stale");
   done("another generation is stale");
   store_before_telling(engine);
-  done("stored before it was told");
+  done("submitted before it was told");
   give_up_stores(engine);
   done("given up");
   reset(engine);

@@ -15,8 +15,8 @@ PROTOCOL_MD = HERE.parents[1] / "docs" / "protocol.md"
 SKIPPED = "is not installed; tests/install-debian.sh does that on Debian"
 STEPS = (
     *("hello", "registered", "attached", "miss", "lent", "pending", "stored", "hit"),
-    *("loaded and equal", "another generation is stale", "stored before it was told", "given up"),
-    *("reset", "pong", "refused", "unregistered"),
+    *("loaded and equal", "another generation is stale", "submitted before it was told"),
+    *("given up", "reset", "pong", "refused", "unregistered"),
 )
 
 

@@ -6,7 +6,7 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { HEADER_BYTES = 48, ID_BYTES = 16, PROTOCOL_VERSION = 2, PATIENCE_MS = 30000 };
+enum { HEADER_BYTES = 48, ID_BYTES = 16, PROTOCOL_VERSION = 3, PATIENCE_MS = 30000 };
 
 enum tag {
   HELLO = 0x01, WELCOME, REGISTER, REGISTERED, UNREGISTER,

@@ -174,3 +174,4 @@ def test_an_hour_halves_what_was_before() -> None:
     assert (curve.tokens, curve.hit_tokens, curve.seconds) == (1200, 800, HALVING_SECONDS / 2 + 1)
     curve.note_lookups(0, 0, 100 * HALVING_SECONDS)
     assert (curve.requests, curve.tokens) == (6, 600)
+    assert curve.seconds == (HALVING_SECONDS * 3 / 2 + 1) / 2

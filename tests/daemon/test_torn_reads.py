@@ -1,5 +1,6 @@
 """Loads beside stores into slots on loan: each reads the bytes of its own chunk, or fails."""
 
+from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TypeAlias
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 
 from kvd_client import LookupResult, StoreTicket, scheduler_session
+from kvd_proto.directory import HEAD_DTYPE
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, lend, wait_hit
 from tests.processes import LONG, frozen
@@ -27,21 +29,25 @@ def daemon(start_daemon: StartDaemon) -> Daemon:
 
 
 @pytest.fixture
-def pair(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Engine, Engine]]:
-    """Two engines of one namespace that send a step at its end; chunks of the second fill it."""
+def loading(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
+    """An engine that sends a step at its end; its chunks fill the pool."""
     monkeypatch.setattr(scheduler_session, "LEFT_BEHIND_SECONDS", LONG)
-    with ExitStack() as stack:
-        engines = []
-        for name in ("loading", "storing"):
-            engine = Engine(daemon.runtime_dir, name, 1, deadline=LONG, steps=True)
-            engines.append(stack.enter_context(engine).wait_attached())
-            if name == "loading":
-                assert engine.scheduler.num_chunks == CHUNKS
-                for keys in (OLD[:16], OLD[16:]):
-                    lend(engine.scheduler, len(keys))
-                    assert engine.store(keys) == keys
-                wait_hit(engine, OLD)
-        yield engines[1], engines[0]
+    with Engine(daemon.runtime_dir, "loading", 1, deadline=LONG, steps=True) as engine:
+        engine.wait_attached()
+        assert engine.scheduler.num_chunks == CHUNKS
+        for keys in (OLD[:16], OLD[16:]):
+            lend(engine.scheduler, len(keys))
+            assert engine.store(keys) == keys
+        wait_hit(engine, OLD)
+        yield engine
+
+
+@pytest.fixture
+def storing(daemon: Daemon, loading: Engine) -> Iterator[Engine]:
+    """Another engine of the same namespace."""
+    assert loading.scheduler.attached
+    with Engine(daemon.runtime_dir, "storing", 1, deadline=LONG, steps=True) as engine:
+        yield engine.wait_attached()
 
 
 def begin(storing: Engine, loading: Engine) -> tuple[StoreTicket, dict[int, int], Refs]:
@@ -76,10 +82,9 @@ def read(engine: Engine, chunks: Refs) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("told", [False, True], ids=["step not sent", "broker stopped"])
 def test_chunks_are_whole_until_the_broker_has_read_the_step_that_gives_their_slots_away(
-    daemon: Daemon, pair: tuple[Engine, Engine], told: bool
+    daemon: Daemon, storing: Engine, loading: Engine, told: bool
 ) -> None:
     """Then their loads are stale, and the store, which waited for that, has stored its bytes."""
-    storing, loading = pair
     with ExitStack() as stack:
         ticket, jobs, victims = begin(storing, loading)
         if told:
@@ -98,10 +103,9 @@ def test_chunks_are_whole_until_the_broker_has_read_the_step_that_gives_their_sl
 
 
 def test_a_chunk_that_is_pinned_stays_and_the_store_into_its_slot_is_lost(
-    daemon: Daemon, pair: tuple[Engine, Engine]
+    daemon: Daemon, storing: Engine, loading: Engine
 ) -> None:
     """A pin ends the loan before the step is read; the job stores its other chunks."""
-    storing, loading = pair
     ticket, jobs, victims = begin(storing, loading)
     pinned = next(iter(victims))
     lost = ticket.keys[ticket.slots.tolist().index(victims[pinned][0])]
@@ -122,10 +126,9 @@ def test_a_chunk_that_is_pinned_stays_and_the_store_into_its_slot_is_lost(
 
 
 def test_a_chunk_is_a_miss_for_the_scheduler_that_gave_its_slot_away_and_for_no_other(
-    pair: tuple[Engine, Engine],
+    storing: Engine, loading: Engine
 ) -> None:
     """Until the broker has read the step other engines find it and load its bytes."""
-    storing, loading = pair
     _, jobs, victims = begin(storing, loading)
     assert storing.scheduler.prepare_load(list(victims)).keys == ()
     assert set(storing.scheduler.lookup_many(list(victims))) == {LookupResult.MISS}
@@ -133,3 +136,27 @@ def test_a_chunk_is_a_miss_for_the_scheduler_that_gave_its_slot_away_and_for_no_
     storing.scheduler.end_step()
     assert storing.results(jobs)[0].success
     eventually(lambda: set(loading.scheduler.lookup_many(NEW)), {LookupResult.HIT}.__eq__)
+
+
+def test_a_step_gives_away_no_slot_of_a_chunk_that_it_pins(daemon: Daemon, loading: Engine) -> None:
+    """Also where the slot's loan comes with an answer that is taken in after the pin."""
+    scheduler = loading.scheduler
+    attachment = scheduler._attachment
+    assert attachment is not None
+    directory = attachment.directory
+    taken = scheduler.prepare_store(keys_of("full", CHUNKS))  # all loans that are at hand
+    scheduler.end_step()
+
+    eventually(lambda: directory.entry(taken.keys[-1]))
+    daemon.status()  # the answer to the step was sent before, with loans that are not taken in yet
+    entries = {key: entry for key in OLD if (entry := directory.entry(key)) is not None}
+    heads = directory.heads(array("I", [entry[0] for entry in entries.values()]))
+    loans = np.frombuffer(heads, HEAD_DTYPE)["loan"].tolist()
+    pinned = [key for key, loan in zip(entries, loans, strict=True) if loan]
+    with scheduler.prepare_load(pinned) as found:
+        assert found.keys == tuple(pinned)
+        assert not scheduler.prepare_store(NEW).keys
+        assert not attachment.line.has_replies
+        scheduler.end_step()
+        chunks = dict(zip(pinned, zip(found.slots, found.generations, strict=True), strict=True))
+        assert read(loading, chunks) == (True, 0)

@@ -13,9 +13,11 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvd.cache.adaptive import AdaptivePolicy
 from kvd.cache.policies import POLICIES, LruPolicy
 from kvd.cli import cli
 from kvd.metrics.words import NOTHING
+from kvd.replay.hints import NEVER, labels_for, return_gaps
 from kvd.replay.simulate import replay_belady, replay_policy
 from kvd.replay.traces import Trace, TracedRequest
 from kvd_proto.labels import Label
@@ -131,6 +133,22 @@ def test_a_policy_is_told_of_requests_as_the_broker_tells_it() -> None:
     assert repr(made[0].ghosts).endswith("of 12>")
 
 
+def test_hints_say_when_a_request_is_continued() -> None:
+    """By the next one with its last whole chunk; what ends in a part of one counts from before."""
+    trace = trace_of([2], [0, 1], [0, 3], [0, 3, 4])
+    trace.requests[1] = trace.requests[1]._replace(tokens=1000)
+    trace.requests[2] = trace.requests[2]._replace(time=30.0)
+    trace.requests[3] = trace.requests[3]._replace(time=930.0)
+    assert return_gaps(trace) == [NEVER, 29.0, 900.0, NEVER]
+    assert labels_for([9, 59, 599, 600, NEVER]) == [
+        Label.UNDER_10S,
+        Label.UNDER_60S,
+        Label.UNDER_600S,
+        Label.LATER,
+        Label.DONE,
+    ]
+
+
 LINES = "".join(
     json.dumps({"timestamp": 1000 * n, "input_length": 1000, "hash_ids": ids}) + "\n"
     for n, ids in enumerate([[1, 2], [3, 4], [1, 2], [5, 6], [1, 2]])
@@ -157,7 +175,7 @@ def test_kvd_replay_shows_each_policy_at_several_sizes(tmp_path: Path) -> None:
         (16, 16),
     ]
     half, whole, *_ = (pool["policies"] for pool in shown["pools"])
-    assert list(half) == [*POLICIES, "belady"]
+    assert list(half) == [*POLICIES, "adaptive+hints", "belady"]
     assert half["lru"]["hit_tokens"] == 0
     assert half["belady"]["hit_tokens"] == 2000
     assert whole["lru"] == {"hit_tokens": 2000, "hit_ratio": 0.4, "prefill_seconds_saved": 20.0}
@@ -166,6 +184,30 @@ def test_kvd_replay_shows_each_policy_at_several_sizes(tmp_path: Path) -> None:
     assert [line.split() for line in table.splitlines() if "lru" in line][1] == [
         *("│", "4", "MiB", "│", "4", "│", "lru", "│", "2,000", "│", "40", "%", "│", NOTHING, "│")
     ]
+
+
+def test_kvd_replay_gives_hints_to_adaptive_hints_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the trace's own future."""
+    told: list[Label] = []
+    plain_use_all = AdaptivePolicy.use_all
+
+    def use_all(
+        policy: AdaptivePolicy, slots: Sequence[int], now: float, label: Label = Label.NONE
+    ) -> None:
+        told.append(label)
+        plain_use_all(policy, slots, now, label)
+
+    monkeypatch.setattr(AdaptivePolicy, "use_all", use_all)
+    path = tmp_path / "trace.jsonl"
+    path.write_text(LINES)
+    size = ("--cpu-bytes", "4MiB", "--bytes-per-chunk", "1MiB", "--policy")
+    run(str(path), *size, "adaptive")
+    assert set(told) == {Label.NONE}
+    told.clear()
+    run(str(path), *size, "adaptive+hints")
+    assert told[:5] == [Label.UNDER_10S, Label.DONE, Label.UNDER_10S, Label.DONE, Label.DONE]
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,7 @@ def test_what_is_not_there(broker: FakeBroker) -> None:
     assert space.read(3) == POISONED
 
 
-@pytest.mark.parametrize(
-    "state", [SlotState.FREE, SlotState.WRITING, SlotState.DRAINING, SlotState.LENT]
-)
+@pytest.mark.parametrize("state", [SlotState.FREE, SlotState.WRITING, SlotState.DRAINING])
 def test_a_put_looks_first(broker: FakeBroker, tier: MemoryTier, state: SlotState) -> None:
     """A slot that is not READY with this key and generation is not put: GONE."""
     space = broker.spaces[0]
@@ -145,9 +143,7 @@ def test_a_put_looks_first(broker: FakeBroker, tier: MemoryTier, state: SlotStat
     assert tier.capacity().chunks == 0
 
 
-@pytest.mark.parametrize(
-    "state", [SlotState.FREE, SlotState.READY, SlotState.DRAINING, SlotState.LENT]
-)
+@pytest.mark.parametrize("state", [SlotState.FREE, SlotState.READY, SlotState.DRAINING])
 def test_a_get_looks_first(broker: FakeBroker, state: SlotState) -> None:
     """A slot that is not WRITING with this key and generation is not written: GONE."""
     space = broker.spaces[0]
