@@ -39,8 +39,9 @@ class Loans:
         self._asked = 0
         at_hand = self._at_hand
         for slot, generation in loans:
-            at_hand.pop(slot, None)  # of a loan that was taken back
-            at_hand[slot] = generation
+            if at_hand.get(slot, -1) < generation:  # answers may be taken in out of order
+                at_hand.pop(slot, None)
+                at_hand[slot] = generation
 
     def take(self, is_lent: IsLent) -> Loan | None:
         """Return a loan that holds, which is used up now; None where there is none."""

@@ -30,7 +30,7 @@ from kvd_proto.messages import (
     Stepped,
 )
 
-UNUSED_SECONDS = 0.25  # loans that were not used for so long end where another engine stores
+UNUSED_SECONDS = 0.05  # most loans that were not used for so long end where another engine stores
 _NOTHING = Stepped(slots=NO_SLOTS, generations=NO_GENERATIONS)
 
 _Slots: TypeAlias = tuple[list[int], list[int]]  # with their generations
@@ -111,8 +111,8 @@ class Caching:
         """Lend slots, and what the engine needs of other engines' unused loans.
 
         Loans cost nothing but the order of eviction: what is on loan to one engine is not evicted
-        for another one. So an engine has a part of the slots on loan, and loans that were not used
-        for a while end where another engine stores. Only an engine that stores evicts other
+        for another one. So an engine has a part of the slots on loan, and keeps few of them while
+        only other engines store. Only an engine that stores evicts other
         namespaces' chunks, and not with its first step, so that what a daemon has kept is there for
         the first request.
         """
@@ -128,7 +128,9 @@ class Caching:
         stores = bool(step.keys or step.refused or bulk)
         if stores:
             for each in state.open_namespaces:
-                each.table.lending.end_unused_loans(now - UNUSED_SECONDS, but=owner)
+                lending = each.table.lending
+                keep = lending.most_idle(max(1, each.engines))
+                lending.end_unused_loans(now - UNUSED_SECONDS, owner, keep)
         slots, generations = table.lending.lend(
             owner, wanted, engines, now, state.usable_bytes(engine), evict=stores
         )

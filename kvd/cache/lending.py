@@ -10,6 +10,7 @@ from kvd.pool.pool import Pool
 AT_ONCE = 1024  # slots: a millisecond or two
 PARTS = 4  # no engine evicts other namespaces' chunks for more than this part of its share
 PARTS_AHEAD = 4  # nor has it more than this part of its share on loan, unless it stores in bulk
+PARTS_IDLE = 64  # nor more than this part while only others store
 
 
 class Lending:
@@ -32,6 +33,10 @@ class Lending:
     def most_ahead(self, engines: int) -> int:
         """How many slots each of so many engines may have on loan without asking for them."""
         return max(1, self._slots.space.geometry.num_slots // (PARTS_AHEAD * engines))
+
+    def most_idle(self, engines: int) -> int:
+        """How many of its loans each of so many engines keeps while only others store."""
+        return max(1, self._slots.space.geometry.num_slots // (PARTS_IDLE * engines))
 
     def lend(
         self,
@@ -109,7 +114,11 @@ class Lending:
         """End every loan."""
         self._slots.end_loans(list(self._slots.loans))
 
-    def end_unused_loans(self, since: float, but: int | None = None) -> None:
-        """End the loans of owners, except `but`, that have used none since then."""
+    def end_unused_loans(self, since: float, but: int | None = None, keep: int = 0) -> None:
+        """End loans of owners, except `but`, that have used none since then.
+
+        Each keeps `keep` of them, those that were lent last: the others are evicted earlier.
+        """
         for owner in self._slots.loans.unused_since(since, but):
-            self.end_loans(owner)
+            slots = self._slots.loans.of(owner)
+            self._slots.end_loans(slots[: max(0, len(slots) - keep)])

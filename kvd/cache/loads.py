@@ -34,12 +34,13 @@ class Loads:
         pinned = self._directory.ready(slots, generations)
         if pinned:
             self._slots.unpinned(self._slots.leases.hold(owner, number, pinned, now, now + seconds))
-            self._slots.end_loans(pinned)
+            used = list(dict.fromkeys(pinned))
+            self._slots.end_loans(used)
             policy = self._slots.policy  # a chunk that a fuller store has replaced is not in it
-            policy.refresh_all([slot for slot in reversed(pinned) if slot in policy], now)
-            self._uses.mark(pinned)
+            policy.refresh_all([slot for slot in reversed(used) if slot in policy], now)
+            self._uses.mark(used)
             if self._slots.demotable is not None:
-                self._slots.demotable.pinned(pinned)
+                self._slots.demotable.pinned(used)
         counts = self._counts
         counts.asked += len(slots)
         counts.hits += len(pinned)

@@ -70,12 +70,10 @@ class Slots:
         return generations
 
     def end_loans(self, slots: Iterable[int]) -> None:
-        """End the loans of those that are on loan. A slot may be named twice."""
-        ended = []
-        for slot in slots:
-            if slot in self.loans:
-                self.loans.end(slot)
-                ended.append(slot)
+        """End the loans of those that are on loan."""
+        ended = [slot for slot in slots if slot in self.loans]
+        for slot in ended:
+            self.loans.end(slot)
         self.return_slots(ended)
 
     def return_slots(self, slots: Sequence[int]) -> None:

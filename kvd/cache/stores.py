@@ -21,7 +21,7 @@ _READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
 class Stores:
     """Begins and ends the stores of one namespace."""
 
-    def __init__(
+    def __init__(  # noqa: PLR0917 stores have these parts
         self,
         slots: Slots,
         pool: Pool,

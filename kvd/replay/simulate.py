@@ -55,6 +55,8 @@ def replay_policy(
         slots = slot_of[chunks]
         missing = np.flatnonzero(slots < 0)
         hits[index] = missing[0] if len(missing) else len(slots)
+        if hits[index]:
+            policy.refresh_all(slots[: hits[index]][::-1].tolist(), now)
         if len(missing) > len(free):
             pinned.clear()
             pinned.update(slots[slots >= 0].tolist())

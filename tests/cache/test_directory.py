@@ -250,7 +250,7 @@ def test_released_buffer_can_be_resized() -> None:
 
 
 def test_crowded_home_is_refused() -> None:
-    """A key for which there is no place within the probe limit is refused; the slot stays on loan."""
+    """A key that has no place within the probe limit is refused; the slot stays on loan."""
     num_slots = PROBE_LIMIT + 8
     buffer, writer = make(num_slots)
     mask = writer.header.index_capacity - 1

@@ -32,6 +32,21 @@ def test_what_was_taken_back_is_passed_over() -> None:
     assert len(loans) == 0
 
 
+def test_of_two_loans_of_a_slot_the_later_one_counts() -> None:
+    """Also where the answer with the earlier one is taken in last, as around a reset."""
+    loans = lent(3)
+    loans.add([(3, 6), (4, 7)])
+    loans.add([(4, 2)])
+    assert [loans.take(always) for _ in range(3)] == [(3, 6), (4, 7), None]
+
+
+def test_the_loan_of_a_chunk_that_is_used_is_forgotten() -> None:
+    """Others stay; slots without a loan change nothing."""
+    loans = lent(3, 4, 5)
+    loans.discard([4, 9])
+    assert [loans.take(always) for _ in range(3)] == [(3, 5), (5, 5), None]
+
+
 def test_twice_the_largest_step_is_wanted() -> None:
     """Also what it did not get; a step that stores nothing changes nothing."""
     loans = lent(1)

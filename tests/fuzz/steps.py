@@ -55,7 +55,7 @@ def _pins(rng: random.Random) -> dict[str, Any]:
 
 
 def _uses(rng: random.Random) -> dict[str, Any]:
-    """Requests that have finished, of which counts and labels may say more or less than there is."""
+    """Requests that have finished, with counts and labels that may contradict each other."""
     counts, prompts = ([rng.choice(COUNTS[:5]) for _ in range(rng.choice([0, 1, 2]))] for _ in "ab")
     return {
         "used": tuple(rng.choices(KEYS, k=rng.choice([sum(counts) % 16, 3]))),

@@ -108,7 +108,7 @@ def test_no_policy_finds_more_than_belady(policy: str) -> None:
 
 
 def test_a_policy_is_told_of_requests_as_the_broker_tells_it() -> None:
-    """New chunks first, then all of the request, deepest first, with its label; ghosts by size."""
+    """Found chunks, new ones, then all with the label, each deepest first; ghosts by size."""
     told: list[tuple[str, list[bytes], Label | None]] = []
     made: list[LruPolicy] = []
 
@@ -118,17 +118,22 @@ def test_a_policy_is_told_of_requests_as_the_broker_tells_it() -> None:
             told.append(("insert", [self.key_of(slot)[:1] for slot in slots], None))
             super().insert_all(slots, now)
 
+        def refresh_all(self, slots: Sequence[int], now: float) -> None:
+            told.append(("load", [self.key_of(slot)[:1] for slot in slots], None))
+            super().refresh_all(slots, now)
+
         def use_all(self, slots: Sequence[int], now: float, label: Label = Label.NONE) -> None:
             told.append(("use", [self.key_of(slot)[:1] for slot in slots], label))
-            super().use_all(slots, now, label)
+            LruPolicy.refresh_all(self, slots, now)
 
     labels = [Label.DONE, Label.LATER]
-    replay_policy(trace_of([0, 1], [0, 2]), Recording, 4, labels=labels, ghosts_per_slot=3)
+    replay_policy(trace_of([0, 1], [0, 1, 2]), Recording, 4, labels=labels, ghosts_per_slot=3)
     assert told == [
         ("insert", [b"\1", b"\0"], None),
         ("use", [b"\1", b"\0"], Label.DONE),
+        ("load", [b"\1", b"\0"], None),
         ("insert", [b"\2"], None),
-        ("use", [b"\2", b"\0"], Label.LATER),
+        ("use", [b"\2", b"\1", b"\0"], Label.LATER),
     ]
     assert repr(made[0].ghosts).endswith("of 12>")
 

@@ -52,7 +52,7 @@ class Bench:
         memory, rows: the blocks, once they are allocated.
         content: u8[blocks, block_bytes], what is stored: new bytes each time.
         namespace_id: in hexadecimal, once it is registered.
-        stored: keys of the chunks that were stored, but for those that had to go for slots on loan.
+        stored: keys of the chunks that were stored, but for those that were evicted since.
         samples: jobs by kind, each with the seconds from its submission to its end.
     """
 
@@ -163,10 +163,8 @@ class Bench:
         return sum(answer in answers for answer in self.scheduler.lookup_many(self.keys))
 
     def ready(self) -> bool:
-        """Whether every stored chunk is found and told; those that had to go are left out."""
+        """Whether every stored chunk is found and told; those that were evicted are left out."""
         self.scheduler.end_step()  # takes in what the daemon has answered
-        if self.scheduler.loans is None:
-            return False  # the daemon may be about to evict some of them for loans
         found = zip(self.stored, self.scheduler.lookup_many(self.stored), strict=True)
         self.stored = tuple(key for key, answer in found if answer is not LookupResult.MISS)
         changes = self.scheduler.take_changes()
