@@ -43,7 +43,7 @@ from kvd_proto.messages import Fingerprint
 
 # A chunk has 128 KiB on every rank.
 WORLD_SIZE, TENSORS, PAGE, NUM_BLOCKS, BLOCKS_PER_CHUNK = 2, 4, 16384, 64, 2
-POOL = 256 * MIB  # of which a quarter at most is on loan when it is full
+POOL = 256 * MIB
 CHUNKS = 250  # jobs in a series; bare round trips, stores and loads take turns
 SERIES = 4
 FRAME_BYTES = 240  # of a job of one chunk

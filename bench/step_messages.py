@@ -86,7 +86,7 @@ class Steps:
         )
 
     def forget_lost(self) -> None:
-        """Forget the loans that were taken back, as those are that nobody uses for a minute."""
+        """Forget the loans that have ended."""
         self.loans[:] = [loan for loan in self.loans if self.directory.is_lent(*loan)]
 
     def took(self, frame: bytes) -> None:

@@ -426,7 +426,7 @@ def test_loans_that_were_not_used_end_where_another_engine_stores(model: str) ->
     lent += bench.step(other, now=1.1 + UNUSED_SECONDS, wanted=16)[0]
     assert table.slots.loans.count(mine) == 1
     assert revoked(effects) == []
-    assert len(lent) >= 8
+    assert len(lent) >= 7  # half of the rest
     bench.begin([b"late"], taken[:1])
     assert table.counts.stores_lost == 1
     bench.broker.state.check_integrity()

@@ -440,14 +440,20 @@ class TableMachine(RuleBasedStateMachine):
         model.table.lending.end_all_loans()
         model.end_loans(list(model.loans))
 
-    @rule(space=st.sampled_from(SPACES), seconds=st.sampled_from([0.0, 5.0]), but=st.integers(0, 2))
-    def end_unused_loans(self, space: int, seconds: float, but: int) -> None:
-        """The loans of engines that used none for a while end."""
+    @rule(
+        space=st.sampled_from(SPACES),
+        seconds=st.sampled_from([0.0, 5.0]),
+        but=st.integers(0, 2),
+        keep=st.sampled_from([0, 1, 3]),
+    )
+    def end_unused_loans(self, space: int, seconds: float, but: int, keep: int) -> None:
+        """The loans of engines that used none for a while end, but for those that came last."""
         model, since = self.models[space], self.now - seconds
-        model.table.lending.end_unused_loans(since, but or None)
+        model.table.lending.end_unused_loans(since, but or None, keep)
         for owner in OWNERS:
             if owner != but and model.loans_used.get(owner, 0.0) <= since:
-                model.end_loans(model.loans_of(owner))
+                slots = [slot for slot, loan in model.loans.items() if loan.owner == owner]
+                model.end_loans(slots[: max(0, len(slots) - keep)])
 
     @rule(
         space=st.sampled_from(SPACES),
