@@ -116,8 +116,9 @@ docs: $(STAMP) ## write what is generated: protocol, settings, status, the table
 	$(BIN)/python docs/generate_status.py
 	$(BIN)/python docs/generate_models.py
 
-screenshot: $(STAMP) ## take anew the picture of the status page in the README
+screenshot: $(STAMP) ## take anew the pictures of the status page in README and docs
 	KVD_SCREENSHOT=docs/status-page.png $(BIN)/python -m pytest tests/http/test_page.py -k picture_for_the_readme
+	KVD_FORECAST_PICTURE=docs/memory-card.png $(BIN)/python -m pytest tests/http/test_memory.py -k cards_fit
 
 operations-transcript: $(STAMP) ## run anew the session that docs/operations.md shows
 	$(BIN)/python docs/generate_operations.py
