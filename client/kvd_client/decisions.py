@@ -65,6 +65,7 @@ class Decisions:
         """
         outbox, loans, reuse = self.outbox, self._loans, self._reuse
         entry, take, begun, given = self._entry, loans.take, outbox.begun, outbox.given
+        is_lent, pinned = self._directory.is_lent, outbox.pinned
         filtered = reuse.threshold > 1
         counted: set[bytes] = set()  # by the filter, in this call
         blocks = (0, self._directory.blocks_per_chunk)
@@ -85,7 +86,7 @@ class Decisions:
                     answers.append(_PENDING)
                     continue
                 if found[3:] == blocks or not _covers(blocks, found[3], found[4]):
-                    loans.discard(found[:1])
+                    loans.defer(found[:1])
                     answers.append(_PRESENT)
                     continue
             elif filtered and (key in counted or not reuse.offer(key)):
@@ -94,7 +95,7 @@ class Decisions:
                 continue
             encoded = describe(i) if loans else b""
             more = described_bytes + len(encoded)
-            if (more and not outbox.room_for(more)) or (loan := take(self._may_give)) is None:
+            if (more and not outbox.room_for(more)) or (loan := take(is_lent, pinned)) is None:
                 if filtered and found is None:
                     reuse.give_back(key)
                 answers.append(_FULL)
@@ -121,16 +122,13 @@ class Decisions:
             return None
         return found
 
-    def _may_give(self, slot: int, generation: int) -> bool:
-        """Whether a loan holds, and not of a slot whose chunk this step pins."""
-        return slot not in self.outbox.pinned and self._directory.is_lent(slot, generation)
-
     def find(
         self, keys: Sequence[bytes], ranges: Sequence[Blocks] | None
     ) -> tuple[list[bool], Chosen]:
         """Return which keys are READY with the blocks that are needed, and their slots.
 
-        Chunks whose slots were given to other keys count as gone. Loans of the slots found end.
+        Chunks whose slots were given to other keys count as gone. Slots that are found are the last
+        to be given away.
         """
         entry = self._entry
         first, count = 0, self._directory.blocks_per_chunk
@@ -151,7 +149,7 @@ class Decisions:
                 chosen.keys.append(key)
                 chosen.slots.append(there[0])
                 chosen.generations.append(there[1])
-        self._loans.discard(chosen.slots)
+        self._loans.defer(chosen.slots)
         return found, chosen
 
     def check(self, ranges: Sequence[Blocks]) -> None:

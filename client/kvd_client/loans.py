@@ -6,7 +6,7 @@ back without a message.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import TypeAlias
 
 LEAST_WANTED = 64
@@ -43,21 +43,30 @@ class Loans:
                 at_hand.pop(slot, None)
                 at_hand[slot] = generation
 
-    def take(self, is_lent: IsLent) -> Loan | None:
-        """Return a loan that holds, which is used up now; None where there is none."""
-        self._asked += 1
-        at_hand = self._at_hand
-        while at_hand:
-            loan = at_hand.popitem(last=False)
-            if is_lent(*loan):
-                return loan
-        return None
+    def take(self, is_lent: IsLent, pinned: Container[int] = ()) -> Loan | None:
+        """Return a loan that holds, which is used up now; None where there is none.
 
-    def discard(self, slots: Iterable[int]) -> None:
-        """Forget the loans of slots whose chunks are used now."""
+        None of a slot whose chunk is `pinned` and not known to be so by the daemon yet: it ends
+        that loan.
+        """
+        self._asked += 1
+        at_hand, kept = self._at_hand, list[Loan]()
+        found: Loan | None = None
+        while found is None and at_hand:
+            loan = at_hand.popitem(last=False)
+            if loan[0] in pinned:
+                kept.append(loan)
+            elif is_lent(*loan):
+                found = loan
+        at_hand.update(kept)
+        return found
+
+    def defer(self, slots: Iterable[int]) -> None:
+        """Take the loans of these slots last: their chunks are used now."""
         if at_hand := self._at_hand:
             for slot in slots:
-                at_hand.pop(slot, None)
+                if slot in at_hand:
+                    at_hand.move_to_end(slot)
 
     def count(self, is_lent: IsLent) -> int:
         """How many hold; the others are forgotten."""

@@ -41,7 +41,7 @@ def replay_policy(
     keys = [number.to_bytes(8, "little") for number in range(trace.num_chunks)]
     chunk_in = np.zeros(num_slots, np.int32)
     slot_of = np.full(trace.num_chunks, -1, np.int64)
-    free = list(range(num_slots))
+    free = list(range(min(num_slots, trace.num_chunks)))  # more are never needed
     pinned: set[int] = set()
     ghosts = Ghosts(int(ghosts_per_slot * num_slots))
     policy = policy_type(num_slots, lambda slot: keys[chunk_in[slot]], ghosts)

@@ -40,11 +40,19 @@ def test_of_two_loans_of_a_slot_the_later_one_counts() -> None:
     assert [loans.take(always) for _ in range(3)] == [(3, 6), (4, 7), None]
 
 
-def test_the_loan_of_a_chunk_that_is_used_is_forgotten() -> None:
-    """Others stay; slots without a loan change nothing."""
+def test_the_loan_of_a_chunk_that_is_used_is_taken_last() -> None:
+    """It holds until the daemon ends it; slots without a loan change nothing."""
     loans = lent(3, 4, 5)
-    loans.discard([4, 9])
-    assert [loans.take(always) for _ in range(3)] == [(3, 5), (5, 5), None]
+    loans.defer([3, 9])
+    assert [loans.take(always) for _ in range(4)] == [(4, 5), (5, 5), (3, 5), None]
+
+
+def test_the_loan_of_a_chunk_that_is_pinned_is_not_taken() -> None:
+    """Nor forgotten: the daemon may refuse the pin."""
+    loans = lent(3, 4)
+    assert loans.take(always, {3}) == (4, 5)
+    assert loans.take(always, {3}) is None
+    assert loans.take(always) == (3, 5)
 
 
 def test_twice_the_largest_step_is_wanted() -> None:

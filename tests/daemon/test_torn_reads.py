@@ -144,6 +144,7 @@ def test_a_step_gives_away_no_slot_of_a_chunk_that_it_pins(daemon: Daemon, loadi
     attachment = scheduler._attachment
     assert attachment is not None
     directory = attachment.directory
+    lend(scheduler, 1)
     taken = scheduler.prepare_store(keys_of("full", CHUNKS))  # all loans that are at hand
     scheduler.end_step()
 

@@ -1,0 +1,111 @@
+"""What a step says besides stores and loads, and chunks whose slots it gives to other keys."""
+
+import pytest
+
+from kvd_client import Label, LookupResult, Scheduler, StoreAnswer, UsageError
+from kvd_proto.labels import LABEL_ONLY
+from kvd_proto.messages import Step
+from tests.client.fake_daemon import FakeDaemon, stepped
+from tests.client.test_steps import answered, steps, wait_steps
+
+ACCEPTED, PRESENT = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT
+
+
+def misses(scheduler: Scheduler, key: bytes) -> bool:
+    """Whether no call finds a chunk."""
+    return (
+        scheduler.lookup(key) is LookupResult.MISS
+        and scheduler.lookup_many([key]) == [LookupResult.MISS]
+        and scheduler.held(key) is None
+        and scheduler.prepare_load([key]).keys == ()
+    )
+
+
+def test_a_chunk_is_gone_when_its_slot_is_given_to_another_key(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """It is found while the slot is on loan, and stored anew from the call on that gives it."""
+    daemon.lendable = [0, *range(100, 104)]
+    daemon.attach(stepping)
+    assert stepping.lookup(b"ready") is LookupResult.HIT
+    ticket = stepping.prepare_store([b"k"])
+    assert ticket.slots.tolist() == [0]
+    assert misses(stepping, b"ready")
+    again = stepping.prepare_store([b"ready"])
+    assert (again.answers, again.slots.tolist()) == ((ACCEPTED,), [100])
+    stepping.end_step()
+    answered(stepping)
+    assert stepping.lookup_many([b"k", b"ready"]) == [LookupResult.HIT_PENDING] * 2
+
+
+def test_in_one_call_too_a_chunk_is_gone_when_its_slot_is_given_away(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """A key that comes after it gets a slot of its own."""
+    daemon.lendable = [0, 100]
+    daemon.attach(stepping)
+    ticket = stepping.prepare_store([b"k", b"ready"])
+    assert (ticket.keys, ticket.slots.tolist()) == ((b"k", b"ready"), [0, 100])
+
+
+def test_a_chunk_whose_slot_the_daemon_did_not_give_away_is_found_again(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """The store was lost, as the loan had ended: the answer says so through the directory."""
+    daemon.lendable = [0]
+    daemon.attach(stepping)
+    daemon.replies[Step] = lambda m: stepped() if m.keys else daemon.step(m)
+    stepping.prepare_store([b"k"])
+    stepping.end_step()
+    answered(stepping)
+    assert stepping.lookup_many([b"ready", b"k"]) == [LookupResult.HIT, LookupResult.MISS]
+    assert stepping.prepare_load([b"ready"]).keys == (b"ready",)
+
+
+@pytest.mark.parametrize("use", ["load", "store"])
+def test_the_slot_of_a_chunk_that_is_used_is_given_away_last(
+    daemon: FakeDaemon, stepping: Scheduler, use: str
+) -> None:
+    """One that is offered and there after all others; one that this step loads not at all."""
+    daemon.lendable = [0, 100]
+    daemon.attach(stepping)
+    if use == "load":
+        assert stepping.prepare_load([b"ready"]).keys == (b"ready",)
+    else:
+        assert stepping.prepare_store([b"ready"]).answers == (PRESENT,)
+    assert stepping.prepare_store([b"k"]).slots.tolist() == [100]
+    assert stepping.lookup(b"ready") is LookupResult.HIT
+    last = stepping.prepare_store([b"l"])
+    assert last.slots.tolist() == ([] if use == "load" else [0])
+
+
+def test_a_step_says_what_requests_used_missed_and_left_out(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """Requests in order, with prompt and label; a label that comes later; nothing for no keys."""
+    daemon.attach(stepping)
+    stepping.request_finished([b"a", b"b", b"c"], prompt=2, label=Label.DONE)
+    stepping.request_finished([b"d"])
+    stepping.label([b"a", b"b"], Label.LATER)
+    stepping.report_missed([b"e", b"f"])
+    stepping.give_up([b"g"])
+    for call in (stepping.request_finished, stepping.report_missed, stepping.give_up):
+        call([])
+    stepping.label([], Label.DONE)
+    stepping.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert step.used == (b"a", b"b", b"c", b"d", b"a", b"b")
+    assert (step.used_counts.tolist(), step.prompt_counts.tolist()) == ([3, 1, 2], [2, 1, 0])
+    assert step.labels == bytes((Label.DONE, Label.NONE, LABEL_ONLY | Label.LATER))
+    assert (step.missed, step.unstored) == ((b"e", b"f"), (b"g",))
+
+
+def test_a_prompt_has_no_more_chunks_than_its_request(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """One that has is an invalid argument, and nothing of it is told."""
+    daemon.attach(stepping)
+    with pytest.raises(UsageError, match="prompt=3: a whole number is needed, 0 to 2"):
+        stepping.request_finished([b"a", b"b"], prompt=3)
+    stepping.end_step()
+    assert steps(daemon) == []
