@@ -121,11 +121,11 @@ class Caching:
         engines = max(1, namespace.engines)
         # A step that says nothing else asks for slots in bulk.
         bulk = not first and step == Step(wanted=wanted)
+        stores = bool(step.keys or step.refused or bulk)
         if not bulk:
-            wanted = min(wanted, table.lending.most_ahead(engines))
+            wanted = min(wanted, table.lending.most_ahead(engines, stores=stores))
         if 2 * table.slots.loans.count(owner) >= wanted or state.draining or not state.allocated:
             return _NOTHING
-        stores = bool(step.keys or step.refused or bulk)
         if stores:
             for each in state.open_namespaces:
                 lending = each.table.lending

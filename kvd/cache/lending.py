@@ -9,7 +9,7 @@ from kvd.pool.pool import Pool
 
 AT_ONCE = 1024  # slots: a millisecond or two
 PARTS = 4  # no engine evicts other namespaces' chunks for more than this part of its share
-PARTS_AHEAD = 4  # nor has it more than this part of its share on loan, unless it stores in bulk
+PARTS_AHEAD = 4  # nor has it more than this part of its share on loan while it stores nothing
 PARTS_IDLE = 64  # nor more than this part while only others store
 
 
@@ -30,9 +30,13 @@ class Lending:
         self._counts = counts
         self._sweep = sweep
 
-    def most_ahead(self, engines: int) -> int:
-        """How many slots each of so many engines may have on loan without asking for them."""
-        return max(1, self._slots.space.geometry.num_slots // (PARTS_AHEAD * engines))
+    def most_ahead(self, engines: int, *, stores: bool) -> int:
+        """How many slots each of so many engines may have on loan without asking for them.
+
+        One that stores has its share at most, others a part of it.
+        """
+        parts = engines if stores else PARTS_AHEAD * engines
+        return max(1, self._slots.space.geometry.num_slots // parts)
 
     def most_idle(self, engines: int) -> int:
         """How many of its loans each of so many engines keeps while only others store."""
