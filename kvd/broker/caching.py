@@ -30,7 +30,7 @@ from kvd_proto.messages import (
     Stepped,
 )
 
-UNUSED_SECONDS = 0.05  # most loans that were not used for so long end where another engine stores
+UNUSED_SECONDS = 0.05  # of others' loans, until they end where an engine stores
 _NOTHING = Stepped(slots=NO_SLOTS, generations=NO_GENERATIONS)
 
 _Slots: TypeAlias = tuple[list[int], list[int]]  # with their generations
@@ -111,8 +111,8 @@ class Caching:
         """Lend slots, and what the engine needs of other engines' unused loans.
 
         Loans cost nothing but the order of eviction: what is on loan to one engine is not evicted
-        for another one. So an engine has a part of the slots on loan, and keeps few of them while
-        only other engines store. Only an engine that stores evicts other
+        for another one. So an engine has a part of its share on loan, and in a small pool none
+        while only other engines store. Only an engine that stores evicts other
         namespaces' chunks, and not with its first step, so that what a daemon has kept is there for
         the first request.
         """
@@ -123,14 +123,11 @@ class Caching:
         bulk = not first and step == Step(wanted=wanted)
         stores = bool(step.keys or step.refused or bulk)
         if not bulk:
-            wanted = min(wanted, table.lending.most_ahead(engines, stores=stores))
+            wanted = min(wanted, table.lending.most_ahead(engines))
         if 2 * table.slots.loans.count(owner) >= wanted or state.draining or not state.allocated:
             return _NOTHING
-        if stores:
-            for each in state.open_namespaces:
-                lending = each.table.lending
-                keep = lending.most_idle(max(1, each.engines))
-                lending.end_unused_loans(now - UNUSED_SECONDS, owner, keep)
+        if stores and table.lending.distorts:
+            table.lending.end_unused_loans(now - UNUSED_SECONDS, but=owner)
         slots, generations = table.lending.lend(
             owner, wanted, engines, now, state.usable_bytes(engine), evict=stores
         )

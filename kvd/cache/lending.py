@@ -9,8 +9,8 @@ from kvd.pool.pool import Pool
 
 AT_ONCE = 1024  # slots: a millisecond or two
 PARTS = 4  # no engine evicts other namespaces' chunks for more than this part of its share
-PARTS_AHEAD = 4  # nor has it more than this part of its share on loan while it stores nothing
-PARTS_IDLE = 64  # nor more than this part while only others store
+PARTS_AHEAD = 4  # nor has it more than this part of its share on loan, unless it stores in bulk
+PARTS_UNNOTICED = 64  # of all slots: so many loans change little of what is evicted
 
 
 class Lending:
@@ -30,17 +30,14 @@ class Lending:
         self._counts = counts
         self._sweep = sweep
 
-    def most_ahead(self, engines: int, *, stores: bool) -> int:
-        """How many slots each of so many engines may have on loan without asking for them.
+    def most_ahead(self, engines: int) -> int:
+        """How many slots each of so many engines may have on loan without asking for them."""
+        return max(1, self._slots.space.geometry.num_slots // (PARTS_AHEAD * engines))
 
-        One that stores has its share at most, others a part of it.
-        """
-        parts = engines if stores else PARTS_AHEAD * engines
-        return max(1, self._slots.space.geometry.num_slots // parts)
-
-    def most_idle(self, engines: int) -> int:
-        """How many of its loans each of so many engines keeps while only others store."""
-        return max(1, self._slots.space.geometry.num_slots // (PARTS_IDLE * engines))
+    @property
+    def distorts(self) -> bool:
+        """Whether loans are so many that they change noticeably what is evicted."""
+        return len(self._slots.loans) * PARTS_UNNOTICED > self._slots.space.geometry.num_slots
 
     def lend(
         self,
@@ -118,11 +115,10 @@ class Lending:
         """End every loan."""
         self._slots.end_loans(list(self._slots.loans))
 
-    def end_unused_loans(self, since: float, but: int | None = None, keep: int = 0) -> None:
-        """End loans of owners, except `but`, that have used none since then.
+    def end_unused_loans(self, since: float, but: int | None = None) -> None:
+        """End the loans of owners, except `but`, that have used none since then.
 
-        Each keeps `keep` of them, those that were lent last: the others are evicted earlier.
+        All of them: those that were lent last would be given away first, and are evicted too early.
         """
         for owner in self._slots.loans.unused_since(since, but):
-            slots = self._slots.loans.of(owner)
-            self._slots.end_loans(slots[: max(0, len(slots) - keep)])
+            self.end_loans(owner)

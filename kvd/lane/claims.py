@@ -60,11 +60,7 @@ def not_to_write(
         return [which[i] for i in _numbers(~good)]
     lost = []
     for i, (generation, owned_by, state, *_) in zip(which, READ_HEADS(heads), strict=True):
-        if (
-            generation != chunks.generations[i]
-            or owned_by != owner
-            or state != _WRITING
-        ):
+        if generation != chunks.generations[i] or owned_by != owner or state != _WRITING:
             lost.append(i)
     return lost
 

@@ -444,16 +444,15 @@ class TableMachine(RuleBasedStateMachine):
         space=st.sampled_from(SPACES),
         seconds=st.sampled_from([0.0, 5.0]),
         but=st.integers(0, 2),
-        keep=st.sampled_from([0, 1, 3]),
     )
-    def end_unused_loans(self, space: int, seconds: float, but: int, keep: int) -> None:
-        """The loans of engines that used none for a while end, but for those that came last."""
+    def end_unused_loans(self, space: int, seconds: float, but: int) -> None:
+        """The loans of engines that used none for a while end."""
         model, since = self.models[space], self.now - seconds
-        model.table.lending.end_unused_loans(since, but or None, keep)
+        model.table.lending.end_unused_loans(since, but or None)
         for owner in OWNERS:
             if owner != but and model.loans_used.get(owner, 0.0) <= since:
                 slots = [slot for slot, loan in model.loans.items() if loan.owner == owner]
-                model.end_loans(slots[: max(0, len(slots) - keep)])
+                model.end_loans(slots)
 
     @rule(
         space=st.sampled_from(SPACES),
