@@ -55,7 +55,7 @@ def _run(policy: EvictionPolicy, keys: list[bytes]) -> dict[str, list[int]]:
         label = Label(turn % len(Label))
         started = clock()
         if not free:
-            policy.evict(policy.reserve(REQUEST, lambda _: True), now)
+            policy.evict(policy.reserve(REQUEST, lambda _: True, now), now)
         evicted = clock()
         if not free:
             gone = [request for request, slots in stored.items() if slots[0] not in policy]

@@ -184,8 +184,9 @@ class AdaptivePolicy(EvictionPolicy):
         for target, deepest_first in moved.items():
             lists.insert_all(target, deepest_first)
 
-    def reserve(self, n: int, may_evict: MayEvict) -> list[int]:
-        """See EvictionPolicy. Ages are those at the latest insert, refresh or use."""
+    def reserve(self, n: int, may_evict: MayEvict, now: float) -> list[int]:
+        """See EvictionPolicy."""
+        self._now = now
         lists, chosen = self._slots, list[int]()
         ends = [
             end

@@ -76,7 +76,7 @@ class EvictionPolicy(ABC):
         """The label of a request has come after its end: its chunks, the prompt's head last."""
 
     @abstractmethod
-    def reserve(self, n: int, may_evict: MayEvict) -> list[int]:
+    def reserve(self, n: int, may_evict: MayEvict, now: float) -> list[int]:
         """Up to `n` chunks that go next, first to go first. They stay, and are no candidates."""
 
     @abstractmethod

@@ -79,7 +79,7 @@ class Lending:
                 if more > 0:
                     self._pool.acquire(space, more)
                     slots += space.take(more)
-            slots += self._slots.reserve(need - len(slots))
+            slots += self._slots.reserve(need - len(slots), now)
         return slots, self._slots.lend(slots, owner, now)
 
     def room(self, n: int, now: float, usable: int | None = None) -> list[int]:
@@ -97,7 +97,7 @@ class Lending:
         if len(slots) < n and usable is None:
             self._pool.acquire(space, n - len(slots))
             slots += space.take(n - len(slots))
-            victims = self._slots.reserve(n - len(slots))
+            victims = self._slots.reserve(n - len(slots), now)
             self._slots.evict(victims, now)
             self._uses.count_evicted(victims, self._counts)
             slots += victims

@@ -41,8 +41,9 @@ class LruPolicy(EvictionPolicy):
     def relabel_all(self, slots: Sequence[int], label: Label) -> None:
         """Do nothing: labels make no difference."""
 
-    def reserve(self, n: int, may_evict: MayEvict) -> list[int]:
+    def reserve(self, n: int, may_evict: MayEvict, now: float) -> list[int]:
         """See EvictionPolicy."""
+        del now  # the order of uses says it all
         slots = list(islice(filter(may_evict, self._slots.walk(1)), max(0, n)))
         self._slots.remove_all(slots)
         self._reserved.update(dict.fromkeys(slots, 1))

@@ -96,7 +96,7 @@ class Slots:
         self.filling.update(dict.fromkeys(slots, tier))
         self.started(slots, deadline, now)
 
-    def reserve(self, n: int) -> list[int]:
+    def reserve(self, n: int, now: float) -> list[int]:
         """Up to `n` READY slots whose chunks are evicted next: none that is pinned or on loan."""
         pins, policy, tickets = self.leases.pins, self.policy, self.tickets
         if n <= 0:
@@ -108,7 +108,7 @@ class Slots:
 
         # Where fewer may go than are needed, nobody looks through all that stay.
         kept = len(tickets) + len(pins) - len(self._doomed) + policy.num_reserved
-        return policy.reserve(min(n, len(policy) - kept), may_go)
+        return policy.reserve(min(n, len(policy) - kept), may_go, now)
 
     def evict(self, slots: Sequence[int], now: float) -> None:
         """READY -> FREE for chunks that make room; the slots are the caller's."""

@@ -60,7 +60,7 @@ def replay_policy(
         if len(missing) > len(free):
             pinned.clear()
             pinned.update(slots[slots >= 0].tolist())
-            victims = policy.reserve(len(missing) - len(free), may_evict)
+            victims = policy.reserve(len(missing) - len(free), may_evict, now)
             policy.evict(victims, now)
             slot_of[chunk_in[victims]] = -1
             free += victims

@@ -81,11 +81,10 @@ class Model:
         self.learned: dict[Class, tuple[float, list[float]]] = {}
         self.known: set[Class] = set()
         self.requests = self.order = self.run = 0
-        self.now = self.moved_at = 0.0
+        self.now = 0.0
 
     def move(self, slots: Sequence[int], *, under_way: bool) -> None:
         """These are the hottest, the last most of all, and one run."""
-        self.moved_at = self.now
         self.run = max(self.run + 1, int(self.now * TICKS_PER_SECOND))
         for slot in slots:
             self.order += 1
@@ -149,7 +148,7 @@ class Model:
 
     def gain(self, chunk: Chunk) -> float:
         """The gain of keeping a chunk, at the latest insert, refresh or use."""
-        age = max(0.0, self.moved_at - chunk.run / TICKS_PER_SECOND)
+        age = max(0.0, self.now - chunk.run / TICKS_PER_SECOND)
         if chunk.seen:
             kinds = [(chunk.seen, chunk.label)]
         else:
@@ -254,7 +253,7 @@ class AdaptiveMachine(RuleBasedStateMachine):
 
     def reserve(self, n: int) -> list[int]:
         """Each victim is at an end of a list and has the smallest gain of all ends."""
-        reserved = self.policy.reserve(n, lambda slot: slot not in self.pinned)
+        reserved = self.policy.reserve(n, lambda slot: slot not in self.pinned, self.model.now)
         for slot in reserved:
             victims = self.model.next_victims(self.pinned)
             assert victims[slot] <= min(victims.values()) * (1 + 1e-9)
@@ -386,7 +385,7 @@ def test_before_anything_is_learned_it_is_lru(
         now += seconds
         present = [slot for slot in slots if slot in lru]
         reserved = [slot for slot in slots if lru.is_reserved(slot)]
-        pinned = set(slots[::2])
+        may_evict = set(range(SLOTS)).difference(slots[::2]).__contains__
         for policy in (adaptive, lru):
             match name:
                 case "insert":
@@ -402,8 +401,8 @@ def test_before_anything_is_learned_it_is_lru(
                 case "evict":
                     policy.evict(present, now)
         if name == "reserve":
-            expected = lru.reserve(len(slots), lambda slot: slot not in pinned)  # noqa: B023
-            assert adaptive.reserve(len(slots), lambda slot: slot not in pinned) == expected  # noqa: B023
+            expected = lru.reserve(len(slots), may_evict, now)
+            assert adaptive.reserve(len(slots), may_evict, now) == expected
         assert adaptive.order() == lru.order()
 
 
@@ -420,7 +419,7 @@ def test_a_part_of_a_working_set_larger_than_the_pool_stays() -> None:
             found += len(present)
             if not present:
                 if len(keys) == 8:
-                    present = policy.reserve(1, lambda _: True)
+                    present = policy.reserve(1, lambda _: True, float(turn))
                     policy.evict(present, float(turn))
                 present = present or [len(keys)]
                 keys[present[0]] = key
@@ -448,7 +447,7 @@ def test_a_label_whose_chunks_return_is_worth_more() -> None:
     policy.insert_all([3000, 3001], 5001.0)
     policy.use_all([3000], 5001.0, Label.UNDER_10S)
     policy.use_all([3001], 5001.0, Label.DONE)
-    order = policy.reserve(4000, lambda slot: slot >= 3000)
+    order = policy.reserve(4000, lambda slot: slot >= 3000, 5001.0)
     assert order == [3001, 3000]
 
 
@@ -460,10 +459,10 @@ def test_of_chunks_whose_requests_are_under_way_the_oldest_go() -> None:
         policy.use_all([request % 4], 10.0 * request)
     while policy.learn():
         pass
-    assert policy.reserve(1, lambda _: True) == [3]
+    assert policy.reserve(1, lambda _: True, 2990.0) == [3]
     policy.refresh_all([1], 2991.0)
     policy.refresh_all([3], 2995.0)
-    assert policy.reserve(1, lambda slot: slot in {1, 3}) == [1]
+    assert policy.reserve(1, lambda slot: slot in {1, 3}, 2995.0) == [1]
 
 
 def test_the_newest_run_of_a_class_of_few_touches_stays() -> None:
@@ -475,7 +474,7 @@ def test_the_newest_run_of_a_class_of_few_touches_stays() -> None:
         policy.use_all([slot], now)
     while policy.learn():
         pass
-    assert policy.reserve(1, lambda slot: slot in {2, 3}) == [2]
+    assert policy.reserve(1, lambda slot: slot in {2, 3}, 198.0) == [2]
 
 
 def test_one_piece_of_learning_is_one_class() -> None:

@@ -26,6 +26,9 @@ def anything(slot: int) -> bool:
     return True
 
 
+NOW = 200.0
+
+
 @pytest.fixture(params=sorted(POLICIES))
 def make(request: pytest.FixtureRequest) -> Make:
     """A maker of each policy in turn."""
@@ -56,9 +59,9 @@ def test_the_coldest_that_may_go_are_reserved(make: Make) -> None:
     """As many as are asked for, or as there are: what was used last; what is pinned stays."""
     policy = filled(make, 8, 6)
     policy.use_all([1], 101.0)
-    assert policy.reserve(2, lambda slot: slot not in {0, 3}) == [2, 4]
-    assert policy.reserve(9, lambda slot: slot not in {0, 3}) == [5, 1]
-    assert policy.reserve(0, anything) == []
+    assert policy.reserve(2, lambda slot: slot not in {0, 3}, NOW) == [2, 4]
+    assert policy.reserve(9, lambda slot: slot not in {0, 3}, NOW) == [5, 1]
+    assert policy.reserve(0, anything, NOW) == []
     assert (policy.num_reserved, len(policy), policy.order()) == (4, 6, [0, 2, 3, 4, 5, 1])
     policy.check_integrity()
 
@@ -66,21 +69,21 @@ def test_the_coldest_that_may_go_are_reserved(make: Make) -> None:
 def test_what_is_used_again_is_reserved_no_more(make: Make) -> None:
     """A reserved chunk that is refreshed or used is a candidate again, and the hottest."""
     policy = filled(make, 8, 4)
-    assert policy.reserve(3, anything) == [0, 1, 2]
+    assert policy.reserve(3, anything, NOW) == [0, 1, 2]
     policy.refresh_all([0], 101.0)
     policy.use_all([1], 102.0)
     assert [policy.is_reserved(slot) for slot in range(4)] == [False, False, True, False]
-    assert policy.reserve(4, anything) == [3, 0, 1]
+    assert policy.reserve(4, anything, NOW) == [3, 0, 1]
     policy.check_integrity()
 
 
 def test_what_is_released_has_its_place_again(make: Make) -> None:
     """Released chunks go in the order in which they would have gone, whoever is released first."""
     policy = filled(make, 8, 6)
-    assert policy.reserve(4, anything) == [0, 1, 2, 3]
+    assert policy.reserve(4, anything, NOW) == [0, 1, 2, 3]
     policy.release([2])
     policy.release([3, 0])
-    assert policy.reserve(3, anything) == [0, 2, 3]
+    assert policy.reserve(3, anything, NOW) == [0, 2, 3]
     policy.check_integrity()
 
 
@@ -88,7 +91,7 @@ def test_what_is_evicted_leaves_a_ghost(make: Make) -> None:
     """Evicted chunks, reserved or not, are ghosts until their keys return; removed ones are not."""
     policy = filled(make, 8, 4)
     policy.use_all([0, 1, 2, 3], 101.0)
-    policy.reserve(1, anything)
+    policy.reserve(1, anything, NOW)
     policy.evict([0, 1], 105.0)
     policy.remove(2)
     assert (policy.order(), policy.num_reserved, len(policy.ghosts)) == ([3], 0, 2)
@@ -103,8 +106,8 @@ def test_what_is_evicted_leaves_a_ghost(make: Make) -> None:
 def test_clear_leaves_ghosts(make: Make) -> None:
     """After `clear` no chunk is there, reserved or not, and the ghosts are."""
     policy = filled(make, 8, 6)
-    policy.evict(policy.reserve(2, anything), 101.0)
-    policy.reserve(2, anything)
+    policy.evict(policy.reserve(2, anything, NOW), 101.0)
+    policy.reserve(2, anything, NOW)
     policy.clear()
     assert (len(policy), policy.order(), policy.num_reserved) == (0, [], 0)
     assert len(policy.ghosts) == 2
@@ -118,7 +121,7 @@ def test_restored_chunks_go_by_their_last_use(make: Make) -> None:
     policy.restore(np.array([5, 3, 4]), np.array([10.0, 10.0, 20.0]))
     policy.insert_all([0], 30.0)
     policy.check_integrity()
-    assert policy.reserve(4, anything) == [5, 3, 4, 0]
+    assert policy.reserve(4, anything, NOW) == [5, 3, 4, 0]
 
 
 def test_slot_lists_notice_damage() -> None:
