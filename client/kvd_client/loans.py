@@ -22,6 +22,7 @@ class Loans:
 
     def __init__(self) -> None:
         self._at_hand: OrderedDict[int, int] = OrderedDict()  # slot -> generation, lent first first
+        self._pinned: dict[int, int] = {}  # passed over by `take` since the latest answer
         self._asked = 0  # since the latest answer
         self._peak = 0.0
 
@@ -38,6 +39,8 @@ class Loans:
         self.end_step()
         self._asked = 0
         at_hand = self._at_hand
+        at_hand.update(self._pinned)
+        self._pinned.clear()
         for slot, generation in loans:
             if at_hand.get(slot, -1) < generation:  # answers may be taken in out of order
                 at_hand.pop(slot, None)
@@ -46,20 +49,18 @@ class Loans:
     def take(self, is_lent: IsLent, pinned: Container[int] = ()) -> Loan | None:
         """Return a loan that holds, which is used up now; None where there is none.
 
-        None of a slot whose chunk is `pinned` and not known to be so by the daemon yet: it ends
-        that loan.
+        A slot whose chunk is `pinned` is passed over until the daemon's next answer: the daemon
+        ends its loan when it reads the pin, or refuses the pin.
         """
         self._asked += 1
-        at_hand, kept = self._at_hand, list[Loan]()
-        found: Loan | None = None
-        while found is None and at_hand:
+        at_hand = self._at_hand
+        while at_hand:
             loan = at_hand.popitem(last=False)
             if loan[0] in pinned:
-                kept.append(loan)
+                self._pinned[loan[0]] = loan[1]
             elif is_lent(*loan):
-                found = loan
-        at_hand.update(kept)
-        return found
+                return loan
+        return None
 
     def defer(self, slots: Iterable[int]) -> None:
         """Take the loans of these slots last: their chunks are used now."""
@@ -69,11 +70,12 @@ class Loans:
                     at_hand.move_to_end(slot)
 
     def count(self, is_lent: IsLent) -> int:
-        """How many hold; the others are forgotten."""
-        for slot, generation in list(self._at_hand.items()):
-            if not is_lent(slot, generation):
-                del self._at_hand[slot]
-        return len(self._at_hand)
+        """How many hold, with those of pinned chunks; the others are forgotten."""
+        for loans in (self._at_hand, self._pinned):
+            for slot, generation in list(loans.items()):
+                if not is_lent(slot, generation):
+                    del loans[slot]
+        return len(self._at_hand) + len(self._pinned)
 
     def end_step(self) -> None:
         """Learn how many are needed; steps that have asked for none say nothing."""
@@ -83,9 +85,10 @@ class Loans:
     def clear(self) -> None:
         """Forget all loans: they were those of another session."""
         self._at_hand.clear()
+        self._pinned.clear()
 
     def __len__(self) -> int:
-        """How many are at hand, with those that do not hold any more."""
+        """How many `take` may still return, with those that do not hold any more."""
         return len(self._at_hand)
 
     def __repr__(self) -> str:

@@ -11,18 +11,22 @@ from typing import NamedTuple
 from kvd_client.arguments import Blocks
 from kvd_client.tickets import StoreAnswer
 from kvd_proto.arrays import IntArray
-from kvd_proto.messages import MAX_KEYS, NO_ITEMS, NO_SLOTS, Pin, Step
+from kvd_proto.messages import MAX_FINISHED, MAX_KEYS, NO_ITEMS, NO_SLOTS, Pin, Step
 
 MAX_DESCRIBED_BYTES = 4 * 2**20
 """Of a step's descriptions: with them the largest step is below the limit of a message."""
 
 
 class Given(NamedTuple):
-    """Which slots one step gives to which keys, and the generations that they get."""
+    """Which slots one step gives to which keys, and the generations that they get.
+
+    pinned: slots of the chunks that the step pins.
+    """
 
     keys: list[bytes]
     slots: list[int]
     generations: list[int]
+    pinned: list[int]
 
 
 class Outbox:
@@ -37,7 +41,8 @@ class Outbox:
             the `keys` of its step, which says by identity which step that is.
         given: the slots of these stores, each with its new generation: a chunk that the directory
             has there under another one is going.
-        pinned: slots of the chunks that this step pins.
+        pinned: slots of the chunks that steps pin, while the daemon has not answered to that; with
+            each the `Given.pinned` of the latest such step.
         since: `time.monotonic()` when the first was put in; meaningless where there is nothing.
     """
 
@@ -45,6 +50,7 @@ class Outbox:
         self._whole = (0, blocks_per_chunk)
         self.begun: dict[bytes, list[bytes]] = {}
         self.given: dict[int, int] = {}
+        self.pinned: dict[int, list[int]] = {}
         self._sent: dict[int, Given] = {}  # by request, of its step
         self.since = 0.0
         self._dropped: list[bytes] = []
@@ -59,7 +65,7 @@ class Outbox:
         self._described_bytes = 0
         self._late: list[bytes] = []
         self._pins: list[Pin] = []
-        self.pinned: set[int] = set()
+        self._pinned: list[int] = []
         self._unpinned: list[int] = []
         self._used: list[bytes] = []
         self._used_counts: list[int] = []
@@ -74,8 +80,8 @@ class Outbox:
     # ----------------------------------------------------------------- put in
 
     def room(self, items: int) -> bool:
-        """Whether so many keys, chunks and leases more fit one message."""
-        return self._items + items <= MAX_KEYS
+        """Whether so many keys, chunks and leases more, of one request, fit one message."""
+        return self._items + items <= MAX_KEYS and len(self._used_counts) < MAX_FINISHED
 
     def room_for(self, described: int) -> bool:
         """Whether so many bytes of descriptions more fit one message."""
@@ -142,7 +148,8 @@ class Outbox:
     ) -> None:
         """Chunks are to stay."""
         self._add(len(slots))
-        self.pinned.update(slots)
+        self._pinned += slots
+        self.pinned.update(dict.fromkeys(slots, self._pinned))
         packed = IntArray.of(slots, "u4"), IntArray.of(generations, "u8")
         self._pins.append(
             Pin(lease=lease, lease_ms=lease_ms, slots=packed[0], generations=packed[1])
@@ -207,7 +214,7 @@ class Outbox:
             first = IntArray.of([first for first, _ in self._blocks], "u2")
             count = IntArray.of([count for _, count in self._blocks], "u2")
         keys, late, descriptions = self.keys, self._late, self._descriptions
-        given = Given(keys, self._slots, self._generations)
+        given = Given(keys, self._slots, self._generations, self._pinned)
         if self._described_bytes:
             descriptions += [b""] * (len(keys) - len(descriptions))
         else:
@@ -249,7 +256,7 @@ class Outbox:
 
     def sent(self, request: int, given: Given) -> None:
         """A step that `take` returned was sent, as this request."""
-        if given.keys:
+        if given.keys or given.pinned:
             self._sent[request] = given
 
     def answered(self, request: int) -> None:
@@ -263,6 +270,9 @@ class Outbox:
         for slot, generation in zip(step.slots, step.generations, strict=True):
             if self.given.get(slot) == generation:
                 del self.given[slot]
+        for slot in step.pinned:
+            if self.pinned.get(slot) is step.pinned:
+                del self.pinned[slot]
 
     def __repr__(self) -> str:
         return f"<Outbox {self._items} to tell, {len(self.begun)} keys begun>"

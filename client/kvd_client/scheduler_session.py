@@ -165,9 +165,11 @@ class SchedulerSession(Session):
         # What the session before has not reported is not counted, but for what has gone wrong: that
         # is often while there is no daemon.
         before, told = self._counts, self._reported
+        detached = before.detached_tokens - (told.detached_tokens if told else 0)
         self._counts = LookupCounts(
+            tokens=detached,
             aborted_requests=before.aborted_requests - (told.aborted_requests if told else 0),
-            detached_tokens=before.detached_tokens - (told.detached_tokens if told else 0),
+            detached_tokens=detached,
         )
         self._reported = self._reported_prefill_ns = None
         self._changes.begin_session()

@@ -242,7 +242,7 @@ class Broker:
             engine.lookups.add(new)
             self.state.lookups.add(new)
             if engine.namespace is not None and engine.namespace.table.curve is not None:
-                tokens = new.lookup_tokens - new.detached_tokens
+                tokens = max(0, new.lookup_tokens - new.detached_tokens)
                 engine.namespace.table.curve.note_lookups(tokens, new.hit_tokens, request.now)
         if told.kv_events is not None and engine is not None:
             published = engine.published.report(session.kv_events, told.kv_events, request.now)

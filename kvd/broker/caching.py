@@ -17,6 +17,7 @@ from kvd.cache.namespaces import Namespace
 from kvd.errors import Refused
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
+    MAX_FINISHED,
     NO_GENERATIONS,
     NO_ITEMS,
     NO_SLOTS,
@@ -30,7 +31,7 @@ from kvd_proto.messages import (
     Stepped,
 )
 
-UNUSED_SECONDS = 0.05  # of others' loans, until they end where an engine stores
+UNUSED_SECONDS = 0.25  # of others' loans, until they end where an engine gets too few
 _NOTHING = Stepped(slots=NO_SLOTS, generations=NO_GENERATIONS)
 
 _Slots: TypeAlias = tuple[list[int], list[int]]  # with their generations
@@ -108,29 +109,29 @@ class Caching:
         table.loads.pin(pin.lease, *pinned, owner, now, seconds)
 
     def _lend(self, engine: Engine, namespace: Namespace, step: Step, now: float) -> Stepped:
-        """Lend slots, and what the engine needs of other engines' unused loans.
+        """Lend slots ahead of need, and as many as were refused for want of a loan.
 
-        Loans cost nothing but the order of eviction: what is on loan to one engine is not evicted
-        for another one. So an engine has a part of its share on loan, and in a small pool none
-        while only other engines store. Only an engine that stores evicts other
-        namespaces' chunks, and not with its first step, so that what a daemon has kept is there for
-        the first request.
+        Only an engine that stores evicts other namespaces' chunks, and not with its first step, so
+        that what a daemon has kept is there for the first request. Where it gets too few, loans end
+        that other engines have not used for a while.
         """
-        state, table, owner, wanted = self._state, namespace.table, engine.number, step.wanted
+        state, table, owner = self._state, namespace.table, engine.number
         first, engine.stepped = not engine.stepped, True
-        engines = max(1, namespace.engines)
+        engines, lending = max(1, namespace.engines), table.lending
         # A step that says nothing else asks for slots in bulk.
-        bulk = not first and step == Step(wanted=wanted)
-        stores = bool(step.keys or step.refused or bulk)
-        if not bulk:
-            wanted = min(wanted, table.lending.most_ahead(engines))
-        if 2 * table.slots.loans.count(owner) >= wanted or state.draining or not state.allocated:
+        bulk = not first and step == Step(wanted=step.wanted)
+        have, share = table.slots.loans.count(owner), lending.share(engines)
+        wanted = min(step.wanted, share if bulk else lending.most_ahead(engines))
+        need = max(wanted - have if 2 * have < wanted else 0, min(step.refused, share) - have)
+        if need <= 0 or state.draining or not state.allocated:
             return _NOTHING
-        if stores and table.lending.distorts:
-            table.lending.end_unused_loans(now - UNUSED_SECONDS, but=owner)
-        slots, generations = table.lending.lend(
-            owner, wanted, engines, now, state.usable_bytes(engine), evict=stores
+        stores = bool(step.keys or step.refused or bulk)
+        slots, generations = lending.lend(
+            owner, need, engines, now, state.usable_bytes(engine), evict=stores
         )
+        if stores and len(slots) < need:
+            for each in state.open_namespaces:
+                each.table.lending.end_unused_loans(now - UNUSED_SECONDS, but=owner)
         if not slots:
             return _NOTHING
         return Stepped(slots=IntArray.of(slots, "u4"), generations=IntArray.of(generations, "u8"))
@@ -231,6 +232,17 @@ def _checked_uses(step: Step) -> list[tuple[Keys, int, int]]:
     if not step.used:
         return []
     counts = step.used_counts.tolist() or [len(step.used)]
+    if len(counts) > MAX_FINISHED:
+        raise Refused(
+            ErrorCode.BAD_MESSAGE,
+            f"{len(counts)} finished requests in one step: {MAX_FINISHED} at most; name the others"
+            " in the next step",
+        )
+    if 0 in counts:
+        raise Refused(
+            ErrorCode.BAD_MESSAGE,
+            f"used_counts[{counts.index(0)}] is 0: leave out requests without keys",
+        )
     prompts, labels = step.prompt_counts.tolist() or counts, step.labels or bytes(len(counts))
     if not (
         len(counts) == len(prompts) == len(labels)

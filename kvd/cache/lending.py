@@ -9,8 +9,8 @@ from kvd.pool.pool import Pool
 
 AT_ONCE = 1024  # slots: a millisecond or two
 PARTS = 4  # no engine evicts other namespaces' chunks for more than this part of its share
-PARTS_AHEAD = 4  # nor has it more than this part of its share on loan, unless it stores in bulk
-PARTS_UNNOTICED = 64  # of all slots: so many loans change little of what is evicted
+PARTS_ALONE, PARTS_OF_SEVERAL = 4, 32
+"""What part of its share an engine has on loan ahead of need: alone, or beside others."""
 
 
 class Lending:
@@ -30,30 +30,32 @@ class Lending:
         self._counts = counts
         self._sweep = sweep
 
-    def most_ahead(self, engines: int) -> int:
-        """How many slots each of so many engines may have on loan without asking for them."""
-        return max(1, self._slots.space.geometry.num_slots // (PARTS_AHEAD * engines))
+    def share(self, engines: int) -> int:
+        """How many slots each of so many engines may have on loan at most."""
+        return max(1, self._slots.space.geometry.num_slots // engines)
 
-    @property
-    def distorts(self) -> bool:
-        """Whether loans are so many that they change noticeably what is evicted."""
-        return len(self._slots.loans) * PARTS_UNNOTICED > self._slots.space.geometry.num_slots
+    def most_ahead(self, engines: int) -> int:
+        """How many slots each of so many engines may have on loan without asking for them.
+
+        One that is alone gives its loans away in the order of eviction. What is on loan to one of
+        several is not evicted for the others, so it has few.
+        """
+        parts = PARTS_ALONE if engines == 1 else PARTS_OF_SEVERAL
+        return max(1, self.share(engines) // parts)
 
     def lend(
         self,
         owner: int,
-        wanted: int,
+        need: int,
         engines: int,
         now: float,
         usable: int | None = None,
         *,
         evict: bool = True,
     ) -> tuple[list[int], list[int]]:
-        """Lend slots ahead of need to one of the namespace's `engines`.
+        """Lend up to `need` slots to one of the namespace's `engines`, in this order.
 
-        It gets some where it has fewer than half of what is `wanted`:
-
-        1. of what is free in this namespace and of what no namespace owns, its part of it;
+        1. of what is free in this namespace and of what no namespace owns;
         2. of other namespaces' columns, where it may `evict`, up to a part of its share;
         3. of this namespace's chunks those that are evicted next. They stay until it gives their
            slots to keys.
@@ -63,19 +65,16 @@ class Lending:
         Returns:
             Slots, and the generation that each has once it is given to a key.
         """
-        have = self._slots.loans.count(owner)
-        if 2 * have >= wanted:
-            return [], []
         self._uses.set_time(now)
         space = self._slots.space
-        need = min(wanted - have, AT_ONCE)
+        need = min(need, AT_ONCE)
         self._sweep_for(need)
-        self._pool.acquire(space, need * engines, usable, evict=False)
-        slots = space.take(min(need, space.free_within(usable) // engines), usable)
+        self._pool.acquire(space, need, usable, evict=False)
+        slots = space.take(need, usable)
         if usable is None:
             if evict:
-                part = max(1, space.geometry.num_slots // (PARTS * engines))
-                more = min(need, part - have) - len(slots)
+                part = max(1, self.share(engines) // PARTS)
+                more = min(need, part - self._slots.loans.count(owner)) - len(slots)
                 if more > 0:
                     self._pool.acquire(space, more)
                     slots += space.take(more)

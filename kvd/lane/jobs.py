@@ -98,6 +98,12 @@ class LaneJob(Queued):
         return self._own
 
     @property
+    def own_slots(self) -> Sequence[int]:
+        """Slots of the chunks that it moves, in the order of `own`."""
+        _ = self.chunks
+        return self._slots
+
+    @property
     def deadline_ns(self) -> int:
         """When it is given up, on the clock of `accepted_ns`."""
         return self.accepted_ns + self.request.deadline_ms * 1_000_000
@@ -218,7 +224,7 @@ def outside(job: LaneJob, device: Device) -> Refusal | None:
     """
     if not device.pins:
         return None
-    slots = _items_of(job.chunks.slots, job.own)
+    slots = job.own_slots
     base, size = job.binding.order.arena_base, job.binding.slot_bytes
     if not slots or device.holds(base + min(slots) * size, base + (max(slots) + 1) * size):
         return None

@@ -196,7 +196,7 @@ class Orders:
             if job.direction is Direction.STORE
             and job.state in (JobState.COPYING, JobState.DRAINING)
             and job.binding.order.namespace == message.namespace
-            and not slots.isdisjoint(job.chunks.slots)
+            and not slots.isdisjoint(job.own_slots)
         ]
         for job in writing:
             self._runner.stop(job, JobStatus.STALE, "a chunk was given up while it was written")

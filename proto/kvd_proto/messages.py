@@ -27,6 +27,7 @@ thing. A daemon and a client of different versions do not talk."""
 HOST = "host"  # the device that is host memory
 MAX_KEYS = MAX_ARRAY_ITEMS
 MAX_KEY_BYTES = 48
+MAX_FINISHED = 1024  # requests in one Step
 MAX_RANKS = 64
 MAX_DESCRIPTORS = 253  # of one datagram: the kernel's own limit, SCM_MAX_FD
 MAX_SEGMENTS = 4096  # of one storage
@@ -287,7 +288,8 @@ class Step(Message, frozen=True, omit_defaults=True):
     unpinned: numbers of leases that are given back.
     used: keys of the requests that have finished, all that their tokens fill, a prompt's head
         first; one request after the other, in the order in which they ended.
-    used_counts: u4, how many of `used` each request has; empty: all are of one request.
+    used_counts: u4, how many of `used` each request has, at least 1; 1,024 requests at most. Empty:
+        all are of one request.
     prompt_counts: u4, how many of each request's keys, from the first on, are of its prompt;
         empty: all are.
     labels: one byte for each request, its `Label`; with bit 7 set the request was named before, and

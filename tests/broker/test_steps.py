@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from kvd.broker.broker import Broker
-from kvd.broker.caching import UNUSED_SECONDS
 from kvd.broker.effects import ChunksReady, Effect, ToLane
 from kvd.broker.sessions import Session
 from kvd.cache.chunks import ChunkTable
@@ -400,44 +399,41 @@ def test_no_room_of_others_is_taken_before_something_is_stored(model: str) -> No
     bench.broker.state.check_integrity()
 
 
-def test_an_engine_has_a_quarter_of_its_share_on_loan() -> None:
-    """What is on loan is not evicted for others; only bulk work gets more."""
-    bench = Bench(chunks=64)
-    assert len(bench.step(wanted=64)[0]) == 16
+def test_an_engine_has_a_part_of_its_share_on_loan() -> None:
+    """A quarter alone, less beside others, for whom it is not evicted; all of it in bulk."""
+    bench = Bench(chunks=128)
+    assert len(bench.step(wanted=64)[0]) == 32
     other = bring_up(bench.broker, "f")
-    assert len(bench.step(other, wanted=64)[0]) == 8
-    assert len(bench.step(other, wanted=64)[0]) == 20  # half of what is free
+    assert len(bench.step(other, wanted=64)[0]) == 2
+    assert len(bench.step(other, wanted=128)[0]) == 62
     bench.broker.state.check_integrity()
 
 
-def test_loans_that_were_not_used_end_where_another_engine_stores() -> None:
-    """After a while, where they are many of all slots; no lane is asked."""
+def test_what_was_refused_is_lent() -> None:
+    """As many loans as keys got none, up to the engine's share."""
+    bench = Bench(chunks=64)
+    other = bring_up(bench.broker, "f")
+    assert len(bench.step(other, wanted=8, refused=20)[0]) == 20
+    assert bench.step(other, wanted=8, refused=20)[0] == []
+    assert len(bench.step(other, wanted=8, refused=60)[0]) == 12
+    bench.broker.state.check_integrity()
+
+
+def test_loans_that_were_not_used_end_where_another_engine_gets_too_few() -> None:
+    """After a while; no lane is asked."""
     bench = Bench(chunks=16)
     taken = bench.reserve(16)
     other = bring_up(bench.broker, "f")
     mine, table = bench.engine(bench.scheduler).number, bench.table()
     bench.step(other, now=9.0, wanted=1)  # it stores nothing
-    bench.step(other, now=0.9 * UNUSED_SECONDS, wanted=16, refused=1)
     assert table.slots.loans.count(mine) == 16
-    lent, effects = bench.step(other, now=1.1 + UNUSED_SECONDS, wanted=16, refused=1)
+    lent, effects = bench.step(other, now=9.1, wanted=1, refused=4)
+    assert (lent, revoked(effects)) == ([], [])
     assert table.slots.loans.count(mine) == 0
-    assert revoked(effects) == []
-    assert len(lent) == 2  # a quarter of its share
+    assert len(bench.step(other, now=9.2, wanted=1, refused=4)[0]) == 4
     bench.begin([b"late"], taken[:1])
     assert table.counts.stores_lost == 1
     bench.broker.state.check_integrity()
-
-
-def test_few_loans_of_a_large_pool_stay() -> None:
-    """They change little of what is evicted, and an engine that stores now and then needs them."""
-    bench = Bench(chunks=256)
-    taken, _ = bench.step(wanted=2)
-    other = bring_up(bench.broker, "f")
-    bench.step(other, now=9.0, wanted=2)
-    bench.step(other, now=9.1, wanted=8, refused=1)
-    assert bench.table().slots.loans.of(bench.engine(bench.scheduler).number) == [
-        slot for slot, _ in taken
-    ]
 
 
 def test_an_engine_that_leaves_holds_nothing() -> None:
