@@ -58,66 +58,53 @@ class Decisions:
             ranges: for each the blocks that will be stored; None: all of all chunks.
             describe: returns the description of the chunk of the i-th key, empty for none. It is
                 asked about keys that can be accepted. Those whose descriptions the message has no
-                room for are FULL. Where it raises, the keys accepted before are dropped.
+                room for are FULL. Where it raises, the stores of the keys before go on without a
+                ticket, until the daemon gives them up.
 
         Returns:
             An answer to each key, and the slots of those accepted.
         """
         outbox, loans, reuse = self.outbox, self._loans, self._reuse
-        entry, take, begun, given = self._entry, loans.take, outbox.begun, outbox.given
+        entry, take, begin, begun = self._entry, loans.take, outbox.begin, outbox.begun
         is_lent, pinned = self._directory.is_lent, outbox.pinned
         filtered = reuse.threshold > 1
         counted: set[bytes] = set()  # by the filter, in this call
         blocks = (0, self._directory.blocks_per_chunk)
         answers: list[StoreAnswer] = []
         stored, slots, generations = chosen = Chosen([], [], [])
-        parts: list[Blocks] = []
-        described: list[bytes] = []
-        described_bytes = 0
-        try:
-            for i, key in enumerate(keys):
-                if ranges is not None:
-                    blocks = ranges[i]
-                if key in begun:
+        for i, key in enumerate(keys):
+            if ranges is not None:
+                blocks = ranges[i]
+            if key in begun:
+                answers.append(_PENDING)
+                continue
+            found = entry(key)
+            if found is not None:
+                if found[2] != _READY:
                     answers.append(_PENDING)
                     continue
-                found = entry(key)
-                if found is not None:
-                    if found[2] != _READY:
-                        answers.append(_PENDING)
-                        continue
-                    if found[3:] == blocks or not _covers(blocks, found[3], found[4]):
-                        loans.defer(found[:1])
-                        answers.append(_PRESENT)
-                        continue
-                elif filtered and (key in counted or not reuse.offer(key)):
-                    counted.add(key)
-                    answers.append(_NOT_YET)
+                if found[3:] == blocks or not _covers(blocks, found[3], found[4]):
+                    loans.defer(found[:1])
+                    answers.append(_PRESENT)
                     continue
-                encoded = describe(i) if loans else b""
-                more = described_bytes + len(encoded)
-                if (more and not outbox.room_for(more)) or (loan := take(is_lent, pinned)) is None:
-                    if filtered and found is None:
-                        reuse.give_back(key)
-                    answers.append(_FULL)
-                    continue
-                answers.append(_ACCEPTED)
-                begun[key] = outbox.keys
-                given[loan[0]] = loan[1]
-                stored.append(key)
-                slots.append(loan[0])
-                generations.append(loan[1])
-                parts.append(blocks)
-                described.append(encoded)
-                described_bytes = more
-        except BaseException:
-            outbox.drop(stored)  # `describe` raised, and the caller gets no ticket
-            raise
-        finally:
-            if stored:
-                outbox.begin(stored, slots, generations, parts, described)
-            if len(stored) < len(answers):
-                outbox.count(answers)
+            elif filtered and (key in counted or not reuse.offer(key)):
+                counted.add(key)
+                answers.append(_NOT_YET)
+                continue
+            description = describe(i) if loans else b""
+            no_room = description and not outbox.room_for(len(description))
+            if no_room or (loan := take(is_lent, pinned)) is None:
+                if filtered and found is None:
+                    reuse.give_back(key)
+                answers.append(_FULL)
+                continue
+            answers.append(_ACCEPTED)
+            begin(key, *loan, blocks, description)
+            stored.append(key)
+            slots.append(loan[0])
+            generations.append(loan[1])
+        if len(stored) < len(answers):
+            outbox.count(answers)
         return answers, chosen
 
     def _entry(self, key: bytes) -> Entry | None:

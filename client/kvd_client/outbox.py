@@ -93,33 +93,28 @@ class Outbox:
         self._items += items
 
     def begin(
-        self,
-        keys: Sequence[bytes],
-        slots: Sequence[int],
-        generations: Sequence[int],
-        blocks: Sequence[Blocks],
-        descriptions: Sequence[bytes] = (),
+        self, key: bytes, slot: int, generation: int, blocks: Blocks, description: bytes = b""
     ) -> None:
-        """Stores have begun.
-
-        The caller has put their keys into `begun`, with `self.keys`, and their slots into `given`.
+        """A store has begun. Those of one prompt come with its head first.
 
         Args:
-            keys: a prompt's head first.
-            slots: each one's loan.
-            generations: of these slots.
-            blocks: which ones of each chunk will be written.
-            descriptions: of the chunks, empty for none; none at all where there are no items.
+            key: of the chunk.
+            slot: its loan.
+            generation: of the slot.
+            blocks: which ones of the chunk will be written.
+            description: of the chunk; empty: none.
         """
-        self._add(len(keys))
-        if any(descriptions):
+        self._add(1)
+        self.begun[key] = self.keys
+        self.given[slot] = generation
+        if description:
             self._descriptions += [b""] * (len(self.keys) - len(self._descriptions))
-            self._descriptions.extend(descriptions)
-            self._described_bytes += sum(map(len, descriptions))
-        self.keys.extend(keys)
-        self._slots.extend(slots)
-        self._generations.extend(generations)
-        self._blocks.extend(blocks)
+            self._descriptions.append(description)
+            self._described_bytes += len(description)
+        self.keys.append(key)
+        self._slots.append(slot)
+        self._generations.append(generation)
+        self._blocks.append(blocks)
 
     def count(self, answers: Sequence[StoreAnswer]) -> None:
         """So were keys answered that were offered."""

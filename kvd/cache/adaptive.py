@@ -51,6 +51,8 @@ _BEFORE = np.tri(BINS, BINS, -1, dtype=bool)  # [age, x]: x < age
 
 _End = tuple[float, int, int, bool, int]
 """A run at an end of a list: gain, stamp, list, whether it is the hot end, a slot of the run."""
+_Passed = dict[tuple[int, bool], int | None]
+"""List, whether it is the hot end -> the last slot from there that may not go, if any."""
 
 
 def _class(seen: int, label: int) -> int:
@@ -109,7 +111,7 @@ class AdaptivePolicy(EvictionPolicy):
         self._now = 0.0
         self._requests = 0
         self._table = np.zeros((_CLASSES, _WIDTH))
-        self._counts = self._table.reshape(-1).data
+        self._counts = memoryview(self._table.reshape(-1).view(np.uint8).data).cast("d")
         self._gain_table = np.zeros((_CLASSES, BINS))
         self._gains = memoryview(self._gain_table.reshape(-1).view(np.uint8).data).cast("d")
         self._known = [False] * _CLASSES  # whether there were min_touches
@@ -164,17 +166,17 @@ class AdaptivePolicy(EvictionPolicy):
             self._due = list(range(1, _CLASSES))
 
     def relabel_all(self, slots: Sequence[int], label: Label) -> None:
-        """See EvictionPolicy. Chunks that were used since keep the later request's label."""
+        """See EvictionPolicy. Chunks that were used or pinned since keep their label."""
         lists, counts, moved = self._slots, self._counts, dict[int, list[int]]()
         run = lists.stamp(slots[0]) >> POSITION_BITS if slots else 0
         for slot in slots:
             which = self._reserved.get(slot) or lists.where(slot)
-            chunk_class = _CLASS_OF[which]
-            seen = _SEEN_AND_LABEL[chunk_class][0]
-            target = _class(seen, label)
-            if not seen or target == chunk_class or lists.stamp(slot) >> POSITION_BITS != run:
+            if which >= _UNDER_WAY or lists.stamp(slot) >> POSITION_BITS != run:
                 continue
-            counts[chunk_class * _WIDTH] = max(0.0, counts[chunk_class * _WIDTH] - 1)
+            target = _class(_SEEN_AND_LABEL[which][0], label)
+            if target == which:
+                continue
+            counts[which * _WIDTH] = max(0.0, counts[which * _WIDTH] - 1)
             counts[target * _WIDTH] += 1
             if slot in self._reserved:
                 self._reserved[slot] = target
@@ -188,38 +190,44 @@ class AdaptivePolicy(EvictionPolicy):
         """See EvictionPolicy."""
         self._now = now
         lists, chosen = self._slots, list[int]()
+        passed = _Passed()
         ends = [
             end
             for which in range(1, _LISTS + 1)
             if lists.size(which)
             for hot in (False, True)
-            if (end := self._end(which, hot, may_evict)) is not None
+            if (end := self._end(which, hot, may_evict, passed)) is not None
         ]
         heapify(ends)
         while ends and len(chosen) < n:
             end = heappop(ends)
             if lists.where(end[4]) == end[2]:  # not reserved from the list's other end
                 taken = self._take(end, ends[0] if ends else None, n - len(chosen), may_evict)
+                if not taken:  # that start is hotter than all of the run that may go
+                    self._run_starts.pop(end[2], None)
                 lists.remove_all(taken)
                 self._reserved.update(dict.fromkeys(taken, end[2]))
                 chosen += taken
-            following = self._end(end[2], end[3], may_evict)
+            following = self._end(end[2], end[3], may_evict, passed)
             if following is not None:
                 heappush(ends, following)
         return chosen
 
-    def _end(self, which: int, hot: bool, may_evict: MayEvict) -> _End | None:
+    def _end(self, which: int, hot: bool, may_evict: MayEvict, passed: _Passed) -> _End | None:
         """The run at one end of a list, or None: the first that has a chunk which may go."""
         chunk_class = _CLASS_OF[which]
         if hot and (which >= _UNDER_WAY or not self._known[chunk_class]):
             return None
-        slots = self._slots.walk_back(which) if hot else self._slots.walk(which)
-        for slot in slots:
+        walk = self._slots.walk_back if hot else self._slots.walk
+        last = passed.get((which, hot))
+        for slot in walk(which, last):
             if may_evict(slot):
+                passed[which, hot] = last
                 stamp = self._slots.stamp(slot)
                 run = stamp >> POSITION_BITS
                 gain = self._gain(chunk_class, self._now - run / TICKS_PER_SECOND)
                 return gain, run << POSITION_BITS if hot else stamp, which, hot, slot
+            last = slot
         return None
 
     def _gain(self, chunk_class: int, age: float) -> float:

@@ -43,9 +43,9 @@ from kvd_proto.directory import SlotState
 from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.messages import ResetDone
 
-PIECE_SLOTS = 2048  # a few milliseconds where every one of them holds a chunk
+PIECE_SLOTS = 512  # a few milliseconds where every one of them holds a chunk
 GHOSTS_PER_SLOT = 2
-EMPTY_PIECES = 16  # so many that hold none are looked at in one go
+EMPTY_PIECES = 64  # so many that hold none are looked at in one go
 _LABELS = {int(label): label for label in Label}
 
 

@@ -80,10 +80,14 @@ class Loads:
         return len(slots)
 
     def relabel(self, keys: Sequence[bytes], label: Label) -> None:
-        """A request that has finished before gets another label."""
+        """A request that has finished before gets another label, if its last chunk is here.
+
+        Where that is gone, the deepest chunk left may be another request's too. Loans end anyway.
+        """
         slots = self._find(keys)
         self._slots.end_loans(slots)
-        self._slots.policy.relabel_all(slots[::-1], label)
+        if slots and self._directory.find(keys[-1]) >= 0:
+            self._slots.policy.relabel_all(slots[::-1], label)
 
     def _find(self, keys: Sequence[bytes]) -> list[int]:
         """The slots of those of these keys that are here, each once."""

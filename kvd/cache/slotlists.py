@@ -6,6 +6,7 @@ time; `insert_all` puts slots back by the stamps that they have. Memory is zero-
 unused slots cost nothing.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
@@ -15,7 +16,7 @@ from kvd.errors import IntegrityError
 
 NOWHERE = 0
 MAX_STEPS = 8192
-"""`insert_all` passes no more slots than this for one, some 0.5 ms."""
+"""`insert_all` passes no more slots than this from each end of a list, some 0.5 ms."""
 
 
 class SlotLists:
@@ -114,41 +115,43 @@ class SlotLists:
         np.asarray(self._stamps)[slots] = stamps
         self._sizes[which] += len(slots)
 
-    def insert_all(self, which: int, slots: Iterable[int]) -> None:
-        """Put slots that are in no list into one by the stamps that they have, lowest first."""
-        following, before, shift = self._next, self._prev, self._lists
-        stamps, head, last, count = self._stamps, which - 1, which - 1, 0
-        for slot in slots:
-            after = following[last]
-            if last == head or (after != head and stamps[after - shift] < stamps[slot]):
-                last = self._place_before(head, stamps[slot])
-                after = following[last]
-            place = slot + shift
-            following[last] = before[after] = place
-            before[place], following[place] = last, after
-            self._where[slot] = which
-            last = place
-            count += 1
-        self._sizes[which] += count
+    def insert_all(self, which: int, slots: Sequence[int]) -> None:
+        """Put slots that are in no list into one by the stamps that they have, lowest first.
 
-    def _place_before(self, head: int, stamp: int) -> int:
-        """The place in a list behind which a stamp belongs, searched from the end that is nearer.
-
-        Where that end is more than `MAX_STEPS` away, a place as far from it as that.
+        Each is searched from the end whose stamp is nearer, the next one from where the last one
+        was put. What belongs farther from an end than `MAX_STEPS` is put where that search stops.
         """
-        following, before, stamps, shift = self._next, self._prev, self._stamps, self._lists
-        first, last = following[head], before[head]
-        if last == head or stamps[last - shift] - stamp <= stamp - stamps[first - shift]:
-            for _ in range(MAX_STEPS):
-                if last == head or stamps[last - shift] < stamp:
-                    break
-                last = before[last]
-            return last
-        for _ in range(MAX_STEPS):
-            if first == head or stamps[first - shift] > stamp:
-                break
-            first = following[first]
-        return before[first]
+        stamps, shift = self._stamps, self._lists
+        first, last = self._next[which - 1], self._prev[which - 1]
+        colder = len(slots)
+        if first >= shift:
+            ends = stamps[first - shift] + stamps[last - shift]
+            colder = bisect_left(slots, ends, key=lambda slot: 2 * stamps[slot])
+        self._merge(which, slots[:colder], self._next, self._prev, 1)
+        self._merge(which, slots[colder:][::-1], self._prev, self._next, -1)
+
+    def _merge(
+        self,
+        which: int,
+        slots: Sequence[int],
+        ahead: memoryview,
+        behind: memoryview,
+        sign: int,
+    ) -> None:
+        """Put slots in on one walk from an end: `sign` times their stamps rise along `ahead`."""
+        stamps, shift = self._stamps, self._lists
+        head = place = which - 1
+        steps = MAX_STEPS
+        for slot in slots:
+            stamp, after = sign * stamps[slot], ahead[place]
+            while steps and after != head and sign * stamps[after - shift] < stamp:
+                after = ahead[after]
+                steps -= 1
+            previous, place = behind[after], slot + shift
+            ahead[previous] = behind[after] = place
+            behind[place], ahead[place] = previous, after
+            self._where[slot] = which
+        self._sizes[which] += len(slots)
 
     def remove(self, slot: int) -> int:
         """Take a slot out of its list, or IntegrityError; the list's number. It keeps its stamp."""
@@ -175,10 +178,13 @@ class SlotLists:
             sizes[where[slot]] -= 1
             where[slot] = NOWHERE
 
-    def walk(self, which: int) -> Iterator[int]:
-        """The slots of a list, coldest first. Do not change the list meanwhile."""
+    def walk(self, which: int, before: int | None = None) -> Iterator[int]:
+        """The slots of a list, coldest first, or those hotter than `before`.
+
+        Do not change the list meanwhile.
+        """
         following, shift, head = self._next, self._lists, which - 1
-        place = following[head]
+        place = following[head if before is None else before + shift]
         while place != head:
             yield place - shift
             place = following[place]

@@ -64,6 +64,7 @@ class Stores:
         directory, counts, loans = self._directory, self._counts, self._slots.loans
         begun: list[int] = []
         evicted: list[int] = []
+        unused: dict[int, None] = {}  # slots whose keys get none
         lost = raced = 0
         for i, (key, slot, generation) in enumerate(zip(keys, slots, generations, strict=True)):
             if not loans.use(owner, slot, generation, now):
@@ -71,24 +72,25 @@ class Stores:
                 continue
             chunk = directory.entry(key)
             if chunk is not None and not self._is_lesser(chunk, blocks[i] if blocks else None):
-                self._slots.return_slots([slot])
+                unused[slot] = None
                 raced += 1
                 continue
             if chunk is not None and chunk[0] != slot:
-                self._slots.end_loans(chunk[:1])
-                self._slots.drop([chunk[0]])
+                unused.pop(chunk[0], None)
+                self._drop_lesser(chunk[0])
                 counts.replaced += 1
             if directory.state(slot) == _READY:
                 self._slots.evict((slot,), now)
                 evicted.append(slot)
             if not directory.place(key, slot, owner, generation):
-                self._slots.return_slots([slot])
+                unused[slot] = None
                 counts.index_full += 1
                 raced += 1
                 continue
             begun.append(slot)
             if descriptions and descriptions[i]:
                 self._descriptions.keep(slot, generation, descriptions[i])
+        self._slots.return_slots(list(unused))
         self._uses.count_evicted(evicted, counts)
         self._slots.started(begun, now + seconds, now)
         self._uses.mark(begun)
@@ -105,6 +107,13 @@ class Stores:
         if offered is None:
             offered = 0, self._directory.blocks_per_chunk
         return state == _READY and (first, count) != offered and covers(offered, (first, count))
+
+    def _drop_lesser(self, slot: int) -> None:
+        """READY -> FREE, or doomed where pinned; its loan ends."""
+        if slot in self._slots.loans:
+            self._slots.loans.end(slot)
+        self._directory.end_loans((slot,))
+        self._slots.drop([slot])
 
     def note_offered(
         self, present: int, pending: int, not_yet: int, refused: int, *, draining: bool
@@ -126,6 +135,7 @@ class Stores:
         """Remember keys that got no slot and are not offered again."""
         capped = self._pool.is_capped(self._slots.space)
         cause = GhostCause.QUOTA if capped else GhostCause.REFUSED
+        self._counts.unstored += len(keys)
         for key in keys:
             if self._directory.find(key) < 0:
                 self._ghosts.add(key, cause, now, used=now)

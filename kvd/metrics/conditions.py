@@ -199,8 +199,7 @@ def _young(namespace: Span) -> Case:
 
 
 def _refused(span: Span) -> Case:
-    # A few are an engine that wanted more at once than it had on loan: it offers them again.
-    share = span.share("full", "offered")
+    share = span.share("unstored", "accepted")
     return share is not None and share > REFUSED_SHARE and {"share": percent(share)}
 
 
@@ -286,7 +285,7 @@ WARNINGS = (
     Kind(
         "no room",
         _refused,
-        "{share} of the chunks that were offered in the last minute found no room.",
+        "In the last minute {share} as many chunks found no room as were stored.",
         "Enlarge the pool (cpu_bytes), or let the engines serve fewer requests at a time.",
     ),
     Kind(

@@ -108,8 +108,8 @@ class ChunkCounts(Counts):
         "Were being written by somebody", "store_answered_chunks_total", answer="pending"
     )
     full: int = counter(
-        "Found no slot at hand: the engine had used what was lent to it, which is less than it"
-        " would like where all is pinned or being written",
+        "Found no slot at hand: the engine had used what was lent to it. It offers them again;"
+        " beside other engines in a small pool that is usual",
         "store_answered_chunks_total",
         answer="full",
     )
@@ -117,6 +117,10 @@ class ChunkCounts(Counts):
         "Found no slot at hand, and the model holds what its cap allows",
         "store_answered_chunks_total",
         answer="quota",
+    )
+    unstored: int = counter(
+        "Found no slot at hand, and were not offered again: they are not stored",
+        "unstored_chunks_total",
     )
     not_yet: int = counter(
         "Were not offered often enough (`reuse_threshold`)",

@@ -11,8 +11,9 @@ from kvd.broker.measures import Progress, RecentMax, new_lookups
 from kvd.broker.state import MAX_EVENTS
 from kvd.metrics import schema
 from kvd.metrics.counts import LookupCounts
-from kvd_proto.messages import Lookups
+from kvd_proto.messages import Lookups, Ping
 from tests.broker.brokers import make_broker
+from tests.broker.test_steps import Bench
 
 MOST = 2**63 - 1
 
@@ -103,6 +104,17 @@ def test_keys_are_no_tokens() -> None:
     total.add(new_lookups(known, said(5, 3, tokens=False)))
     total.add(new_lookups(known, said(9, 4, tokens=False)))
     assert total == LookupCounts(9, 4)
+
+
+def test_tokens_of_an_outage_are_none_that_were_looked_up() -> None:
+    """Also where the total does not have them: the forecast counts no tokens below zero."""
+    bench = Bench()
+    curve = bench.table().curve
+    assert curve is not None
+    for tokens, detached in ((1_000, 50_000), (52_000, 51_000)):
+        lookups = Lookups(chunks=0, hit_chunks=0, tokens=tokens, detached_tokens=detached)
+        bench.broker.request(bench.scheduler, 9, Ping(lookups=lookups), 5.0)
+    assert curve.tokens == 50_000
 
 
 def test_totals_stay_within_a_message() -> None:

@@ -378,7 +378,7 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     table = namespace.table
     keys = [b"%d" % number for number in range(3 * PIECE_SLOTS)]
     bench.store(namespace, keys)
-    tables.pin(table, [b"3000"], bench.now, 60.0)
+    tables.pin(table, [b"1000"], bench.now, 60.0)
     bench.store(namespace, [b"begun"], finish=False)
     (reply,) = replies(bench.broker.request(scheduler, 8, Reset(), bench.now))
     assert reply.message == ResetDone(dropped=len(keys), deferred=1)  # with the one that was begun

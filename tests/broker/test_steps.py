@@ -1,5 +1,6 @@
 """A scheduler's step: what it says is carried out, and what the broker lends."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +17,16 @@ from kvd.wire.link import Revoke, Revoked, ShareDone
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
 from kvd_proto.labels import LABEL_ONLY, Label
-from kvd_proto.messages import Drain, ErrorCode, Fingerprint, Pin, Resume, Step, Stepped
+from kvd_proto.messages import (
+    MAX_FINISHED,
+    Drain,
+    ErrorCode,
+    Fingerprint,
+    Pin,
+    Resume,
+    Step,
+    Stepped,
+)
 from tests.broker.brokers import (
     PAGE,
     join,
@@ -326,6 +336,28 @@ def test_a_store_of_blocks_that_no_chunk_has_is_refused() -> None:
     )
     error = refusal(bench.broker.request(bench.scheduler, 3, message, 0.0))
     assert (error.code, error.text) == (ErrorCode.BAD_MESSAGE, "2 blocks from 0 on of a chunk of 1")
+
+
+@pytest.mark.parametrize(
+    ("counts", "text"),
+    [
+        ([1] * (MAX_FINISHED + 1), "1025 finished requests in one step: 1024 at most"),
+        ([0, 1, 0], r"used_counts\[0\] is 0: leave out requests without keys"),
+    ],
+    ids=["too many", "without keys"],
+)
+def test_a_step_of_too_many_requests_is_refused(counts: list[int], text: str) -> None:
+    """Or of some without keys: each costs time in which nobody else is served."""
+    bench = Bench()
+    uses = watch_uses(bench.table())
+    step = Step(used=(b"k",) * sum(counts), used_counts=IntArray.of(counts, "u4"))
+    error = refusal(bench.broker.request(bench.scheduler, 3, step, 0.0))
+    assert error.code is ErrorCode.BAD_MESSAGE
+    assert re.match(text, error.text)
+    assert uses == []
+    most = [1] * MAX_FINISHED
+    bench.step(used=(b"k",) * len(most), used_counts=IntArray.of(most, "u4"))
+    assert len(uses) == MAX_FINISHED
 
 
 def test_leases_above_the_limit_are_not_held() -> None:

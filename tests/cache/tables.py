@@ -11,7 +11,7 @@ from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.values import Quota
 from kvd.pool.filling import FillOrder
-from kvd_proto.changes import ChangeKind
+from kvd_proto.changes import MIN_CHANGES, ChangeKind
 from kvd_proto.directory import SlotState
 
 PAGE = 4096
@@ -27,10 +27,10 @@ def make_namespaces(
     make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
     **settings: Any,
 ) -> Namespaces:
-    """Return namespaces whose directories are bytearrays."""
+    """Return namespaces whose directories are bytearrays, with small rings of changes."""
     namespaces = Namespaces(
         cpu_bytes,
-        Settings(**settings),
+        Settings(**{"change_ring": MIN_CHANGES, **settings}),
         boot_id=bytes(16),
         make_buffer=lambda _, size: bytearray(size),
         make_descriptions=make_descriptions,

@@ -116,13 +116,13 @@ class Model:
             self.uses = {kind: [0.9 * n for n in uses] for kind, uses in self.uses.items()}
 
     def relabel(self, slots: Sequence[int], label: Label) -> None:
-        """A label comes late: those of the deepest chunk's run change their class."""
+        """A label comes late: those of the deepest chunk's run, if used, change their class."""
         for slot in slots:
             chunk = self.chunks[slot]
             same_run = chunk.run == self.chunks[slots[0]].run
-            if chunk.seen and same_run and chunk.label != label:
+            if not chunk.under_way and same_run and chunk.label != label:
                 self.count((chunk.seen, chunk.label), -1)
-                chunk.label, chunk.under_way = label, False
+                chunk.label = label
                 self.count((chunk.seen, label), 1)
 
     def remember(self, chunk: Chunk) -> None:
@@ -289,7 +289,7 @@ class AdaptiveMachine(RuleBasedStateMachine):
 
     @rule(seed=seeds, label=st.sampled_from(LABELS))
     def relabel(self, seed: int, label: Label) -> None:
-        """A label comes late, for those chunks of the request that no later one has used."""
+        """A label comes late, for those chunks of the request that were not of use since."""
         slots = some_of(self.model.chunks, seed)
         slots.sort(key=lambda slot: self.model.chunks[slot].order)
         self.model.relabel(slots, label)
@@ -395,7 +395,7 @@ def test_before_anything_is_learned_it_is_lru(
                 case "use":
                     policy.use_all(present, now, label)
                 case "relabel":
-                    policy.relabel_all(present, label)
+                    policy.relabel_all([s for s in lru.order() if s in present], label)
                 case "release":
                     policy.release(reserved)
                 case "evict":
@@ -475,6 +475,88 @@ def test_the_newest_run_of_a_class_of_few_touches_stays() -> None:
     while policy.learn():
         pass
     assert policy.reserve(1, lambda slot: slot in {2, 3}, 198.0) == [2]
+
+
+def returning_after_100_seconds(num_slots: int) -> QuickPolicy:
+    """An empty policy that has learned that what was used once is used again 100 s later.
+
+    So of two runs the one goes first whose use is less long ago. The last use is at 1000 s.
+    """
+    policy = QuickPolicy(num_slots, b"%d".__mod__, Ghosts(2 * num_slots))
+    for request in range(9):
+        policy.insert_all([0], 100.0 * request)
+        policy.use_all([0], 100.0 * request)
+        policy.use_all([0], 100.0 * (request + 1))
+        policy.remove(0)
+    while policy.learn():
+        pass
+    return policy
+
+
+def store_and_use(policy: EvictionPolicy, slots: Sequence[int], now: float) -> None:
+    """A request stores these and finishes."""
+    policy.insert_all(slots, now)
+    policy.use_all(slots, now)
+
+
+def test_chunks_that_are_put_back_out_of_place_are_reserved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What may go is found also where the rest of its run has come to stand behind it."""
+    monkeypatch.setattr("kvd.cache.slotlists.MAX_STEPS", 4)
+    policy = returning_after_100_seconds(16)
+    older, (released, written), later = range(5), (5, 6), 7
+    calls = 0
+
+    def may_evict(slot: int) -> bool:
+        nonlocal calls
+        calls += 1
+        assert calls < 1000
+        return slot not in {older[-1], written}
+
+    store_and_use(policy, older, 1000.0)
+    store_and_use(policy, [released, written], 1020.0)
+    assert policy.reserve(1, may_evict, 1020.0) == [released]
+    store_and_use(policy, [later], 1050.0)
+    policy.release([released])
+    policy.use_all([later], 1050.5)
+    order = list(policy._slots.walk(1))
+    assert order.index(released) < order.index(older[-1]) < order.index(written)
+    assert sorted(policy.reserve(9, may_evict, 1050.5)) == [*older[:-1], released, later]
+    policy.check_integrity()
+
+
+@pytest.mark.parametrize("hot", [False, True])
+def test_what_may_not_go_is_passed_once(hot: bool) -> None:
+    """Chunks at a list's end that stay are not looked at again for each run behind them."""
+    policy = returning_after_100_seconds(600)
+    staying, going = range(300), range(300, 600)
+    for first in range(0, 300, 3):
+        now = 1000.0 + first / 10
+        store_and_use(policy, (going if hot else staying)[first : first + 3], now)
+    for first in range(0, 300, 3):
+        now = 1040.0 + first / 10
+        store_and_use(policy, (staying if hot else going)[first : first + 3], now)
+    asked = list[int]()
+
+    def may_evict(slot: int) -> bool:
+        asked.append(slot)
+        return slot in going
+
+    assert sorted(policy.reserve(300, may_evict, 1071.0)) == [*going]
+    assert len(asked) < 5 * 600
+
+
+def test_a_late_label_leaves_what_is_under_way() -> None:
+    """A chunk that is pinned for a load since its request's end keeps its label and its list."""
+    policy = QuickPolicy(4, b"%d".__mod__, Ghosts(8))
+    store_and_use(policy, [0], 1.0)
+    policy.refresh_all([0], 2.0)
+    policy.relabel_all([0], Label.DONE)
+    policy.evict([0], 3.0)
+    ghost = policy.ghosts.find(b"0")
+    assert ghost is not None
+    assert ghost.label == Label.NONE
 
 
 def test_one_piece_of_learning_is_one_class() -> None:

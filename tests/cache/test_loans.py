@@ -7,6 +7,7 @@ import pytest
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.directory import Refs
 from kvd.cache.ghosts import GhostCause
+from kvd.cache.slotlists import SlotLists
 from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.pool.filling import FillOrder
@@ -177,6 +178,48 @@ def test_a_store_that_lost_its_race_leaves_the_slots_chunk() -> None:
     assert share(table, [theirs], owner=2) == ([], [])
     assert share(table, [mine]) == ([mine], [])
     assert chunks_in(table, lend(table, 1)) == [b"key 2"]  # it is a candidate again
+    table.check_integrity()
+
+
+@pytest.mark.parametrize("is_part", [False, True])
+def test_many_keys_of_a_step_search_the_eviction_order_once(
+    is_part: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Slots that lost their race return in one call; parts on loan that are replaced in none."""
+    calls = list[int]()
+    insert_all = SlotLists.insert_all
+
+    def counted(lists: SlotLists, which: int, slots: Sequence[int]) -> None:
+        calls.append(len(slots))
+        insert_all(lists, which, slots)
+
+    monkeypatch.setattr(SlotLists, "insert_all", counted)
+    table = full_table(8)
+    refs = lend(table, 3)
+    blocks = [(1, 1)] * 3 if is_part else []
+    begin(table, names(3, first=10), refs, blocks=blocks)
+    share(table, refs, blocks=(1, 1) if is_part else (0, 4))
+    theirs = lend(table, 8, owner=2)
+    chosen = [ref for ref in theirs if ref not in refs and ref[0] not in dict(refs)][:3]
+    begin(table, names(3, first=10), chosen, owner=2)
+    assert calls == ([] if is_part else [3])
+    assert (table.counts.replaced, table.counts.stores_raced) == ((3, 0) if is_part else (0, 3))
+    table.check_integrity()
+
+
+def test_a_slot_that_lost_its_race_is_free_where_its_chunk_is_replaced() -> None:
+    """In the same step a key races for a slot, and the slot's chunk is stored more fully."""
+    table = make_table(4)
+    store(table, [b"a"])
+    (ref,) = lend(table, 1)
+    begin(table, [b"part"], [ref], blocks=[(1, 1)])
+    share(table, [ref], blocks=(1, 1))
+    pin(table, [b"a"])
+    refs = lend(table, 4)
+    refs.sort(key=lambda lent: lent[0] != ref[0])  # the part's slot first
+    begin(table, [b"a", b"part"], refs[:2])
+    assert (table.counts.replaced, table.counts.stores_raced) == (1, 1)
+    assert table.directory.state(ref[0]) == SlotState.FREE
     table.check_integrity()
 
 

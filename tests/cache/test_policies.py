@@ -2,9 +2,12 @@
 
 from collections.abc import Callable
 from itertools import repeat
+from typing import cast
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvd.cache.eviction import EvictionPolicy
 from kvd.cache.ghosts import GhostCause, Ghosts
@@ -133,6 +136,42 @@ def test_slot_lists_notice_damage() -> None:
     lists._where[3] = 1
     with pytest.raises(IntegrityError):
         lists.check_integrity()
+
+
+class Counted:
+    """Stamps, counting how often one is read."""
+
+    def __init__(self, stamps: memoryview) -> None:
+        self._stamps = stamps
+        self.reads = 0
+
+    def __getitem__(self, slot: int) -> int:
+        self.reads += 1
+        stamp: int = self._stamps[slot]
+        return stamp
+
+
+@given(st.sets(st.integers(0, 19)), st.sampled_from([1, 2]))
+def test_slots_are_put_back_between_the_others(gone: set[int], which: int) -> None:
+    """Whichever were taken out, each has the neighbours again that it had."""
+    lists = SlotLists(20, 2)
+    lists.append_all(range(20), repeat(which), 100)
+    lists.remove_all(gone)
+    lists.insert_all(which, sorted(gone))
+    assert list(lists.walk(which)) == list(lists.walk_back(which))[::-1] == list(range(20))
+    lists.check_integrity()
+
+
+def test_many_are_put_back_in_one_walk(make: Make) -> None:
+    """Releasing a chunk between each two that stay takes a few steps for each."""
+    policy = filled(make, 4000, 4000)
+    reserved = policy.reserve(2000, lambda slot: slot % 2 == 1, NOW)
+    assert len(reserved) == 2000
+    stamps = Counted(policy._slots._stamps)
+    policy._slots._stamps = cast("memoryview", stamps)
+    policy.release(reserved)
+    assert stamps.reads < 10 * 2000
+    assert policy.reserve(4000, anything, NOW) == list(range(4000))
 
 
 @pytest.mark.parametrize(

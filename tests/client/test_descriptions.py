@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvd_client import Scheduler, StoreAnswer, UsageError
+from kvd_client import LookupResult, Scheduler, StoreAnswer, UsageError
 from kvd_client.outbox import MAX_DESCRIBED_BYTES
 from kvd_proto.descriptions import (
     MAX_DESCRIPTION_BYTES,
@@ -19,10 +19,11 @@ from kvd_proto.descriptions import (
 )
 from kvd_proto.messages import Attached, Detached
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
-from tests.client.test_steps import keys_of, wait_steps
+from tests.client.test_steps import answered, keys_of, wait_steps
 from tests.waiting import DEADLINE, eventually
 
 ACCEPTED, FULL = StoreAnswer.ACCEPTED, StoreAnswer.FULL
+PENDING, MISS = LookupResult.HIT_PENDING, LookupResult.MISS
 DESCRIPTION = Description(parent=b"", hashes=(b"h",), tokens=bytes(8), block_size=2)
 
 
@@ -59,6 +60,30 @@ def test_descriptions_are_told_with_the_keys_that_are_accepted(
     (step,) = wait_steps(daemon, 1)
     assert step.keys == (b"a", b"b", b"c", b"d")
     assert step.descriptions == (b"of a", b"", b"of c", b"")
+
+
+def test_keys_before_one_whose_description_raises_are_told_all_the_same(
+    daemon: FakeDaemon, describing: Scheduler, kept: int
+) -> None:
+    """Their stores begin in the daemon and end there; this engine has no slot left over."""
+    assert kept >= 0
+    daemon.attach(describing)
+
+    def describe(number: int) -> bytes:
+        if number == 2:
+            raise OSError("no")
+        return b"of %d" % number
+
+    with pytest.raises(OSError, match="no"):
+        describing.prepare_store([b"a", b"b", b"c"], descriptions=describe)
+    assert describing.lookup_many([b"a", b"b", b"c"]) == [PENDING, PENDING, MISS]
+    describing.end_step()
+    (step,) = wait_steps(daemon, 1)
+    assert (step.keys, step.descriptions) == ((b"a", b"b"), (b"of 0", b"of 1"))
+    answered(describing)
+    outbox = describing._attachment.decisions.outbox if describing._attachment else None
+    assert outbox is not None
+    assert (outbox.begun, outbox.given) == ({}, {})
 
 
 def test_a_function_describes_what_can_be_accepted(

@@ -1,14 +1,17 @@
 """What a step says besides stores and loads, and chunks whose slots it gives to other keys."""
 
+import threading
+
 import pytest
 
 from kvd_client import Label, LookupResult, Scheduler, StoreAnswer, UsageError
 from kvd_proto.labels import LABEL_ONLY
-from kvd_proto.messages import Step
+from kvd_proto.messages import Message, Step
 from tests.client.fake_daemon import FakeDaemon, stepped
 from tests.client.test_steps import answered, steps, wait_steps
+from tests.waiting import DEADLINE
 
-ACCEPTED, PRESENT = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT
+ACCEPTED, PRESENT, FULL = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.FULL
 
 
 def misses(scheduler: Scheduler, key: bytes) -> bool:
@@ -77,6 +80,26 @@ def test_the_slot_of_a_chunk_that_is_used_is_given_away_last(
     assert stepping.lookup(b"ready") is LookupResult.HIT
     last = stepping.prepare_store([b"l"])
     assert last.slots.tolist() == ([] if use == "load" else [0])
+
+
+def test_the_slot_of_a_chunk_is_kept_until_the_step_that_pins_it_is_answered(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """Given away in a later step, its store would be lost: the pin ends the loan."""
+    daemon.lendable = [0]
+    daemon.attach(stepping)
+    answer = threading.Event()
+
+    def read_late(message: Step) -> Message:
+        assert answer.wait(DEADLINE)
+        return daemon.step(message)
+
+    daemon.replies[Step] = read_late
+    assert stepping.prepare_load([b"ready"]).keys == (b"ready",)
+    stepping.end_step()
+    ticket = stepping.prepare_store([b"k"])
+    answer.set()
+    assert ticket.answers == (FULL,)
 
 
 def test_a_step_says_what_requests_used_missed_and_left_out(

@@ -48,11 +48,31 @@ def test_the_loan_of_a_chunk_that_is_used_is_taken_last() -> None:
 
 
 def test_the_loan_of_a_chunk_that_is_pinned_is_not_taken() -> None:
-    """Nor forgotten: the daemon may refuse the pin."""
+    """It is at hand again with the daemon's answer, which may have refused the pin."""
     loans = lent(3, 4)
     assert loans.take(always, {3}) == (4, 5)
     assert loans.take(always, {3}) is None
-    assert loans.take(always) == (3, 5)
+    assert (len(loans), loans.count(always)) == (0, 1)
+    loans.add([(6, 5)])
+    assert [loans.take(always) for _ in range(3)] == [(3, 5), (6, 5), None]
+
+
+def test_loans_of_pinned_chunks_are_looked_at_once_an_answer() -> None:
+    """However many keys are offered in between."""
+
+    class Pinned(set[int]):
+        looks = 0
+
+        def __contains__(self, slot: object) -> bool:
+            self.looks += 1
+            return super().__contains__(slot)
+
+    pinned, loans = Pinned(range(100)), lent(*range(100))
+    for _ in range(2):
+        pinned.looks = 0
+        assert [loans.take(always, pinned) for _ in range(100)] == [None] * 100
+        assert pinned.looks == 100
+        loans.add([])
 
 
 def test_twice_the_largest_step_is_wanted() -> None:

@@ -5,7 +5,7 @@ from kvd_client.tickets import StoreAnswer
 from kvd_proto.codec import WIRE
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
 from kvd_proto.labels import LABEL_ONLY, Label
-from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS, Step
+from kvd_proto.messages import MAX_FINISHED, MAX_KEY_BYTES, MAX_KEYS, Step
 
 WHOLE = (0, 2)
 
@@ -17,9 +17,7 @@ def outbox() -> Outbox:
 
 def begin(box: Outbox, key: bytes, loan: tuple[int, int], blocks: tuple[int, int]) -> None:
     """Begin one store."""
-    box.begun[key] = box.keys
-    box.given[loan[0]] = loan[1]
-    box.begin([key], [loan[0]], [loan[1]], [blocks])
+    box.begin(key, *loan, blocks)
 
 
 def sent(box: Outbox, request: int) -> Step:
@@ -115,6 +113,20 @@ def test_a_slot_is_given_until_its_own_step_is_answered() -> None:
     assert not box.given
 
 
+def test_a_chunk_is_pinned_until_the_latest_step_that_pins_it_is_answered() -> None:
+    """Until then its slot may still be on loan here."""
+    box = outbox()
+    box.pin(1, 1000, [3, 4], [30, 40])
+    sent(box, 1)
+    box.pin(2, 1000, [4], [40])
+    sent(box, 2)
+    assert set(box.pinned) == {3, 4}
+    box.answered(1)
+    assert set(box.pinned) == {4}
+    box.answered(2)
+    assert not box.pinned
+
+
 def test_a_key_has_begun_until_its_own_step_is_answered() -> None:
     """Answers to other steps say nothing of it; one that was begun anew waits for the later one."""
     box = outbox()
@@ -165,15 +177,27 @@ def test_a_message_has_room_for_so_many_keys() -> None:
     assert box.room(MAX_KEYS)
 
 
+def test_a_message_has_room_for_so_many_requests() -> None:
+    """The daemon refuses more."""
+    box = outbox()
+    for _ in range(MAX_FINISHED):
+        assert box.room(1)
+        box.use([b"k"], 1, Label.NONE)
+    assert not box.room(1)
+    sent(box, 1)
+    assert box.room(1)
+
+
 def test_descriptions_stay_with_their_keys() -> None:
     """Where some chunks of a step are described, each key has its item; else there are none."""
     box = outbox()
     begin(box, b"a", (3, 30), WHOLE)
-    box.begin([b"b", b"c"], [4, 5], [40, 50], [WHOLE] * 2, [b"of b", b""])
+    box.begin(b"b", 4, 40, WHOLE, b"of b")
+    box.begin(b"c", 5, 50, WHOLE, b"")
     begin(box, b"d", (6, 60), WHOLE)
     step = sent(box, 1)
     assert (step.keys, step.descriptions) == ((b"a", b"b", b"c", b"d"), (b"", b"of b", b"", b""))
-    box.begin([b"e"], [7], [70], [WHOLE], [b""])
+    box.begin(b"e", 7, 70, WHOLE, b"")
     assert sent(box, 2).descriptions == ()
 
 
@@ -181,11 +205,9 @@ def test_the_largest_step_fits_a_message() -> None:
     """As many keys and as many bytes of descriptions as an outbox takes; no byte more is taken."""
     box = outbox()
     size = MAX_DESCRIBED_BYTES // MAX_KEYS
-    keys = [n.to_bytes(MAX_KEY_BYTES, "little") for n in range(MAX_KEYS)]
     assert box.room_for(MAX_DESCRIBED_BYTES)
-    box.begin(
-        keys, range(MAX_KEYS), [2**63] * MAX_KEYS, [(1, 1)] * MAX_KEYS, [bytes(size)] * MAX_KEYS
-    )
+    for n in range(MAX_KEYS):
+        box.begin(n.to_bytes(MAX_KEY_BYTES, "little"), n, 2**63, (1, 1), bytes(size))
     assert not box.room_for(1)
     assert not box.room(1)
     WIRE.encode(sent(box, 1))
@@ -196,9 +218,8 @@ def test_the_largest_step_of_leases_fits_a_message() -> None:
     """One that pins as many leases as it can beside one chunk with all the descriptions' bytes."""
     box = outbox()
     pieces = MAX_DESCRIBED_BYTES // MAX_DESCRIPTION_BYTES
-    described = [bytes(MAX_DESCRIPTION_BYTES)] * pieces
-    keys = [b"%048d" % n for n in range(pieces)]
-    box.begin(keys, range(pieces), [2**63] * pieces, [WHOLE] * pieces, described)
+    for n in range(pieces):
+        box.begin(b"%048d" % n, n, 2**63, WHOLE, bytes(MAX_DESCRIPTION_BYTES))
     for lease in range(MAX_KEYS - pieces):
         box.pin(2**62 + lease, 600_000, [2**31], [2**63])
     assert not box.room(1)

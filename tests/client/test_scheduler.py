@@ -463,7 +463,7 @@ def test_aborted_requests_are_told_to_the_daemon_that_follows(
 def test_tokens_asked_for_without_a_daemon_are_told_to_the_next_one(
     daemon: FakeDaemon,
 ) -> None:
-    """Each once, and of other tokens only those of its own session."""
+    """Each once, as part of all tokens; of the others only those of its own session."""
     with Scheduler(
         daemon.runtime_dir, "engine", deadline=DEADLINE, counts_tokens=True
     ) as scheduler:
@@ -477,7 +477,7 @@ def test_tokens_asked_for_without_a_daemon_are_told_to_the_next_one(
             other.attach(scheduler)
             scheduler.count_tokens(7, 0)
             scheduler.close()
-            told = Lookups(chunks=0, hit_chunks=0, tokens=7, hit_tokens=0, detached_tokens=20)
+            told = Lookups(chunks=0, hit_chunks=0, tokens=27, hit_tokens=0, detached_tokens=20)
             assert last_told(other) == told
 
 

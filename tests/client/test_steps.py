@@ -14,7 +14,7 @@ from kvd_client import (
     scheduler_session,
 )
 from kvd_client.loans import LEAST_WANTED
-from kvd_proto.messages import Detached, Error, ErrorCode, Hello, Message, Step
+from kvd_proto.messages import MAX_FINISHED, Detached, Error, ErrorCode, Hello, Message, Step
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, NUM_SLOTS, FakeDaemon, stepped
 from tests.waiting import DEADLINE, eventually
 
@@ -412,6 +412,17 @@ def test_a_message_that_would_be_too_large_leaves_early(
     stepping.request_finished(many)
     stepping.end_step()
     assert [len(step.used) for step in wait_steps(daemon, 2)] == [40_000, 40_000]
+
+
+def test_requests_that_are_too_many_for_a_message_leave_early(
+    daemon: FakeDaemon, stepping: Scheduler
+) -> None:
+    """The daemon would refuse the step, and the session would end."""
+    daemon.attach(stepping)
+    for _ in range(MAX_FINISHED + 10):
+        stepping.request_finished([b"ready"])
+    stepping.end_step()
+    assert [len(step.used_counts) for step in wait_steps(daemon, 2)] == [MAX_FINISHED, 10]
 
 
 # ----------------------------------------------------------------------- loans

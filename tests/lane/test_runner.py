@@ -571,6 +571,23 @@ def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> N
     assert link.sent[-2:] == [answer, answer]
 
 
+def test_a_slot_that_a_store_has_left_out_is_given_back_at_once(bench: Bench) -> None:
+    """Another engine writes there; the store of the other chunks goes on."""
+    orders, reports, link = orders_on(bench)
+    bench.directory.set([4], SlotState.WRITING, owner=8)
+    bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
+    bench.runner.turn()
+    revoke = Revoke(
+        namespace=NAMESPACE, slots=IntArray.of([4], "u4"), generations=IntArray.of([1], "u8")
+    )
+    orders.carry_out(revoke)
+    reports.report_ended()
+    assert Revoked in link.kinds()
+    bench.device.land()
+    bench.runner.turn()
+    assert bench.ended() == [(1, JobStatus.OK)]
+
+
 def test_memory_is_released_only_when_no_copy_touches_it(bench: Bench) -> None:
     """Released is sent after the worker's last transfer has landed, to each order for it."""
     orders, reports, link = orders_on(bench)

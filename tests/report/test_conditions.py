@@ -29,7 +29,7 @@ CASES: list[tuple[str, Change, list[str]]] = [
     ("lane silent", ((*LANE, "seconds_since_heard"), 4.2), ["4 s"]),
     ("lane restarted", ((*LANE, "counters", "restarts"), 1), ["cuda:"]),
     ("old jobs", ((*LANE, "oldest_job_seconds"), 75.0), ["1 min 15 s", "3 jobs"]),
-    ("no room", (("counters", "full"), 10**6), [" %", "cpu_bytes"]),
+    ("no room", (("counters", "unstored"), 10**6), [" %", "cpu_bytes"]),
     ("failed loads", ((*LANE, "counters", "jobs", "load_failed"), 2), ["2 loads", "2 failed"]),
     ("failed stores", ((*LANE, "counters", "jobs", "store_timeout"), 1), ["1 store of"]),
     ("loop lag", (("broker", "loop_lag_max_seconds"), 0.4), ["400 ms"]),
