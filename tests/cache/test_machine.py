@@ -350,12 +350,12 @@ class TableMachine(RuleBasedStateMachine):
         """An engine drops stores, begins others and asks for more loans."""
         model = self.models[space]
         if not model.loans_of(owner):
-            self.lend(space=space, owner=owner, wanted=8, engines=1)
+            self.lend(space=space, owner=owner, need=8, engines=1)
         gone = [k for k in model.writing() if k in dropped and model.chunks[k].owner == owner]
         model.give_up(gone, model.table.stores.drop(dropped, owner))
         refs = [(slot, model.loans[slot].generation) for slot in model.loans_of(owner)]
         self.give(model, keys, refs[: len(keys)], owner, blocks)
-        self.lend(space=space, owner=owner, wanted=8, engines=1)
+        self.lend(space=space, owner=owner, need=8, engines=1)
 
     @rule(
         space=st.sampled_from(SPACES),
@@ -368,7 +368,7 @@ class TableMachine(RuleBasedStateMachine):
         """Two engines store the same chunks."""
         model = self.models[space]
         for owner in OWNERS:
-            self.lend(space=space, owner=owner, wanted=4, engines=2)
+            self.lend(space=space, owner=owner, need=4, engines=2)
         for owner, offered in zip(OWNERS, blocks, strict=True):
             refs = [(slot, model.loans[slot].generation) for slot in model.loans_of(owner)]
             self.give(model, keys, refs, owner, offered)
@@ -590,7 +590,7 @@ class TableMachine(RuleBasedStateMachine):
         """Chunks are stored at once, some in part, and nothing is left draining."""
         model = self.models[space]
         while keys:
-            self.lend(space=space, owner=owner, wanted=len(keys), engines=1)
+            self.lend(space=space, owner=owner, need=len(keys), engines=1)
             refs = [(slot, model.loans[slot].generation) for slot in model.loans_of(owner)]
             if not refs:
                 break
