@@ -121,8 +121,9 @@ class Caching:
         # A step that says nothing else asks for slots in bulk.
         bulk = not first and step == Step(wanted=step.wanted)
         have, share = table.slots.loans.count(owner), lending.share(engines)
-        wanted = min(step.wanted, share if bulk else lending.most_ahead(engines))
-        need = max(wanted - have if 2 * have < wanted else 0, min(step.refused, share) - have)
+        wanted = step.wanted if bulk else min(step.wanted, lending.most_ahead(engines))
+        need = min(wanted, share) - have if 2 * have < wanted else 0
+        need = max(need, min(step.refused, share) - have)
         if need <= 0 or state.draining or not state.allocated:
             return _NOTHING
         stores = bool(step.keys or step.refused or bulk)

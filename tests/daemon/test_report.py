@@ -70,7 +70,7 @@ def test_figures_agree(daemon: Daemon, engine: Engine) -> None:
     (namespace,) = report["namespaces"]
     (lane,) = report["lanes"]
     (reported,) = report["engines"]
-    for state in ("ready", "lent", "writing", "draining"):
+    for state in ("ready", "writing", "draining"):
         nbytes = namespace["chunks"][state] * namespace["bytes_per_chunk"]
         assert namespace[f"{state}_bytes"] == nbytes
     assert namespace["held_bytes"] + report["pool"]["free_bytes"] == report["pool"]["cpu_bytes"]
@@ -92,6 +92,10 @@ def test_figures_agree(daemon: Daemon, engine: Engine) -> None:
         "lookup_tokens": 0,
         "hit_tokens": 0,
         "aborted_requests": 0,
+        "detached_tokens": 0,
+        "hints": 0,
+        "hints_ignored": 0,
+        "hints_cut": 0,
     }
     assert report["counters"]["hit_chunks"] == 4
     assert (report["leases"], namespace["chunks"]["pinned"]) == (1, 1)
