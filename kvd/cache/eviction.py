@@ -134,6 +134,7 @@ class EvictionPolicy(ABC):
         runs = (times * TICKS_PER_SECOND).astype(np.int64)
         stamps = (runs << POSITION_BITS) + np.arange(len(slots))
         self._slots.extend(which, slots, stamps)
+        self._last_stamp = max(self._last_stamp, int(stamps.max(initial=0)))
 
     def _time(self, slot: int) -> float:
         """When the chunk was inserted, refreshed or used last, s."""

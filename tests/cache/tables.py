@@ -30,7 +30,7 @@ def make_namespaces(
     """Return namespaces whose directories are bytearrays, with small rings of changes."""
     namespaces = Namespaces(
         cpu_bytes,
-        Settings(**{"change_ring": MIN_CHANGES, **settings}),
+        Settings(**({} if keeping is not None else {"change_ring": MIN_CHANGES}) | settings),
         boot_id=bytes(16),
         make_buffer=lambda _, size: bytearray(size),
         make_descriptions=make_descriptions,

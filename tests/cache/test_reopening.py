@@ -126,8 +126,8 @@ class Reopening(TableMachine):
                 older = self.start(*copy.deepcopy(self.older))
                 for namespace in newer:
                     before = older.get(namespace.id)
-                    assert before is not None
-                    assert held(namespace.table).items() <= held(before.table).items()
+                    if before is not None:  # its ledger was empty: the first record is under way
+                        assert held(namespace.table).items() <= held(before.table).items()
 
     @rule()
     def copy_files(self) -> None:
