@@ -15,13 +15,15 @@ Each class has one list in LRU order. The next victim is in the oldest or in the
 list, in the one of smallest gain, deepest chunk first. Evicting from the newest run keeps a part
 of a working set that is larger than the pool. A class of fewer than 200 touches has at least the
 gain 0.3 / (age + 60), which falls with age, and only its oldest run is considered. So where
-nothing is learned yet, the policy is LRU.
+nothing is learned yet, the policy is LRU. It is LRU as well while `lru_floor` says so: for the
+first 500 requests, and for a while where LRU would have found more.
 
 A chunk whose request is under way stands in a list of its own for each class, of which only the
 oldest run is considered. One that no finished request has had is in class 0: its gain is the best
 of the classes seen once, since its label is not known yet. So are the previous daemon's chunks.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from math import log2
@@ -32,6 +34,7 @@ import numpy.typing as npt
 
 from kvd.cache.eviction import POSITION_BITS, TICKS_PER_SECOND, EvictionPolicy, KeyOf, MayEvict
 from kvd.cache.ghosts import GhostCause, Ghosts
+from kvd.cache.lru_floor import LruFloor
 from kvd.errors import IntegrityError
 from kvd_proto.labels import Label
 
@@ -104,10 +107,14 @@ class AdaptivePolicy(EvictionPolicy):
     """Gains are computed anew every so many finished requests."""
     requests_per_decay: ClassVar[int] = 1000
     """Counts are multiplied by 0.9 every so many finished requests."""
+    first_requests: ClassVar[int] = 500
+    """LRU decides until so many have finished."""
 
     def __init__(self, num_slots: int, key_of: KeyOf, ghosts: Ghosts) -> None:
         super().__init__(num_slots, key_of, ghosts)
         self._used = np.zeros(8 * num_slots, np.uint8).data.cast("d")  # last touch, s, by slot
+        self._is_new = bytearray(num_slots)  # by slot: no finished request has found it there
+        self._floor = LruFloor(self.first_requests)
         self._now = 0.0
         self._requests = 0
         self._table = np.zeros((_CLASSES, _WIDTH))
@@ -128,6 +135,7 @@ class AdaptivePolicy(EvictionPolicy):
         take, key_of, into = self.ghosts.take, self.key_of, [_UNDER_WAY] * len(slots)
         for position, slot in enumerate(slots):
             ghost = take(key_of(slot))
+            self._is_new[slot] = 1
             if ghost is not None and ghost.seen:
                 into[position] = _UNDER_WAY + _class(ghost.seen, ghost.label)
                 self._used[slot] = ghost.used
@@ -147,18 +155,28 @@ class AdaptivePolicy(EvictionPolicy):
         """See EvictionPolicy."""
         self._now = now
         self._unreserve(slots)
-        where, used, counts, into = self._slots.where, self._used, self._counts, _INTO_USED[label]
-        source, touched, touches, next_uses = -1, -1.0, 0, 0  # the latter: places in `counts`
+        used, is_new, counts, into = self._used, self._is_new, self._counts, _INTO_USED[label]
+        alike = Counter(
+            zip(
+                map(self._slots.where, slots),
+                map(used.__getitem__, slots),
+                map(is_new.__getitem__, slots),
+                strict=True,
+            )
+        )
         for slot in slots:
-            which, last = where(slot), used[slot]
-            if which != source or last != touched:  # most chunks of a request have this in common
-                source, touched = which, last
-                touches = into[which] * _WIDTH
-                next_uses = _CLASS_OF[which] * _WIDTH + 1 + age_bin(now - last)
-            counts[touches] += 1
-            counts[next_uses] += 1
             used[slot] = now
+            is_new[slot] = 0
+        for (which, last, new), count in alike.items():
+            chunk_class = _CLASS_OF[which]
+            counts[into[which] * _WIDTH] += count
+            counts[chunk_class * _WIDTH + 1 + age_bin(now - last)] += count
+            touched_before = chunk_class > 0
+            self._floor.touch(
+                last if touched_before else None, count, now, found=touched_before and not new
+            )
         self._slots.move_all(slots, into, self._take_stamps(len(slots), now))
+        self._floor.end_request(len(self))
         self._requests += 1
         if self._requests % self.requests_per_decay == 0:
             self._table *= 0.9
@@ -216,7 +234,7 @@ class AdaptivePolicy(EvictionPolicy):
     def _end(self, which: int, hot: bool, may_evict: MayEvict, passed: _Passed) -> _End | None:
         """The run at one end of a list, or None: the first that has a chunk which may go."""
         chunk_class = _CLASS_OF[which]
-        if hot and (which >= _UNDER_WAY or not self._known[chunk_class]):
+        if hot and (which >= _UNDER_WAY or not self._is_learned(chunk_class)):
             return None
         walk = self._slots.walk_back if hot else self._slots.walk
         last = passed.get((which, hot))
@@ -232,8 +250,11 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _gain(self, chunk_class: int, age: float) -> float:
         age = max(0.0, age)
-        gain = self._gains[chunk_class * BINS + age_bin(age)]
-        return gain if self._known[chunk_class] else max(gain, 0.3 / (age + 60))
+        gain = 0.0 if self.lru_decides else self._gains[chunk_class * BINS + age_bin(age)]
+        return gain if self._is_learned(chunk_class) else max(gain, 0.3 / (age + 60))
+
+    def _is_learned(self, chunk_class: int) -> bool:
+        return self._known[chunk_class] and not self.lru_decides
 
     def _take(self, end: _End, limit: _End | None, room: int, may_evict: MayEvict) -> list[int]:
         """Chunks of a run, deepest first, as long as they go before `limit`."""
@@ -290,6 +311,11 @@ class AdaptivePolicy(EvictionPolicy):
         )
 
     @property
+    def lru_decides(self) -> bool:
+        """Whether LRU decides now."""
+        return self._floor.lru_decides
+
+    @property
     def nbytes_learned(self) -> int:
         """Bytes of the counts and gains."""
         return self._table.nbytes + self._gain_table.nbytes
@@ -297,6 +323,7 @@ class AdaptivePolicy(EvictionPolicy):
     def check_integrity(self) -> None:
         """See EvictionPolicy; counts and gains are no negative numbers."""
         super().check_integrity()
+        self._floor.check_integrity()
         for table in (self._table, self._gain_table):
             if not (np.isfinite(table).all() and (table >= 0).all()):
                 raise IntegrityError(f"counts or gains are {table}")

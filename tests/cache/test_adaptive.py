@@ -36,6 +36,7 @@ class QuickPolicy(AdaptivePolicy):
     min_touches: ClassVar[int] = 6
     requests_per_lesson: ClassVar[int] = 3
     requests_per_decay: ClassVar[int] = 7
+    first_requests: ClassVar[int] = 3
 
 
 class Chunk:
@@ -82,6 +83,7 @@ class Model:
         self.known: set[Class] = set()
         self.requests = self.order = self.run = 0
         self.now = 0.0
+        self.lru_decides = True
 
     def move(self, slots: Sequence[int], *, under_way: bool) -> None:
         """These are the hottest, the last most of all, and one run."""
@@ -149,6 +151,8 @@ class Model:
     def gain(self, chunk: Chunk) -> float:
         """The gain of keeping a chunk, at the latest insert, refresh or use."""
         age = max(0.0, self.now - chunk.run / TICKS_PER_SECOND)
+        if self.lru_decides:
+            return 0.3 / (age + 60)
         if chunk.seen:
             kinds = [(chunk.seen, chunk.label)]
         else:
@@ -168,7 +172,7 @@ class Model:
         victims: dict[int, float] = {}
         for (kind, under_way), slots in lists.items():
             ends = [slots[0]]
-            if not under_way and kind in self.known:
+            if not under_way and kind in self.known and not self.lru_decides:
                 newest = self.chunks[slots[-1]].run
                 ends.append(next(slot for slot in slots if self.chunks[slot].run == newest))
             victims.update((slot, self.gain(self.chunks[slot])) for slot in ends)
@@ -235,6 +239,7 @@ class AdaptiveMachine(RuleBasedStateMachine):
         """A request finishes; with some of them the policy learns."""
         self.model.use(slots, label)
         self.policy.use_all(slots, self.model.now, label)
+        self.model.lru_decides = self.policy.lru_decides
         while self.policy.learn():
             pass
         if self.model.requests % QuickPolicy.requests_per_lesson == 0:
@@ -455,14 +460,14 @@ def test_of_chunks_whose_requests_are_under_way_the_oldest_go() -> None:
     """The newest run goes first of a class that returns late, but not while it is refreshed."""
     policy = AdaptivePolicy(8, b"%d".__mod__, Ghosts(16))
     policy.insert_all(range(4), 0.0)
-    for request in range(300):
+    for request in range(600):
         policy.use_all([request % 4], 10.0 * request)
     while policy.learn():
         pass
-    assert policy.reserve(1, lambda _: True, 2990.0) == [3]
-    policy.refresh_all([1], 2991.0)
-    policy.refresh_all([3], 2995.0)
-    assert policy.reserve(1, lambda slot: slot in {1, 3}, 2995.0) == [1]
+    assert policy.reserve(1, lambda _: True, 5990.0) == [3]
+    policy.refresh_all([1], 5991.0)
+    policy.refresh_all([3], 5995.0)
+    assert policy.reserve(1, lambda slot: slot in {1, 3}, 5995.0) == [1]
 
 
 def test_the_newest_run_of_a_class_of_few_touches_stays() -> None:

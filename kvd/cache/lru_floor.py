@@ -1,0 +1,130 @@
+"""The floor below a policy that learns: what LRU would find in as many slots.
+
+LRU holds the chunks that were touched last. So the times of their last touches say which of the
+touched chunks LRU would have found, and no second cache is needed. `LruFloor` compares that with
+what the policy has found. While it says `lru_decides`, the policy is to evict as LRU does: at
+first, until enough requests were seen to learn from, and for a while whenever the policy has found
+clearly less.
+"""
+
+from bisect import bisect_right
+
+from kvd.errors import IntegrityError
+
+PARTS = 1024  # of what LRU holds, which leave one after the other
+
+
+class LruContents:
+    """How many chunks LRU would hold, by the time of their last touch. Times never go back."""
+
+    def __init__(self) -> None:
+        self._begins: list[float] = []  # times, oldest first; each part reaches to the next begin
+        self._counts: list[int] = []  # chunks, by part
+        self._total = 0
+
+    def touch(self, last: float | None, count: int, now: float) -> int:
+        """Touch `count` chunks, all touched at `last` before, or never; how many LRU would find."""
+        part = -1 if last is None else bisect_right(self._begins, last) - 1
+        found = min(count, self._counts[part]) if part >= 0 else 0
+        if found:
+            self._counts[part] -= found
+        if not self._begins or (now > self._begins[-1] and self._counts[-1] * PARTS > self._total):
+            self._begins.append(now)
+            self._counts.append(0)
+        self._counts[-1] += count
+        self._total += count - found
+        return found
+
+    def shrink(self, num_chunks: int) -> None:
+        """Keep the `num_chunks` that were touched last."""
+        gone = 0
+        while self._total > num_chunks:
+            leaving = min(self._counts[gone], self._total - num_chunks)
+            self._counts[gone] -= leaving
+            self._total -= leaving
+            gone += not self._counts[gone]
+        del self._begins[:gone], self._counts[:gone]
+
+    def __len__(self) -> int:
+        return self._total
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError where counts contradict each other, or times go back."""
+        if sum(self._counts) != self._total or min(self._counts, default=0) < 0:
+            raise IntegrityError(f"{self._total} chunks in parts of {self._counts}")
+        if self._begins != sorted(self._begins) or len(self._begins) != len(self._counts):
+            raise IntegrityError(f"parts begin at {self._begins}")
+
+    def __repr__(self) -> str:
+        return f"<LruContents {self._total} chunks in {len(self._counts)} parts>"
+
+
+class LruFloor:
+    """Whether LRU decides.
+
+    Args:
+        first: LRU decides for so many requests.
+
+    Attributes:
+        lru_decides: whether LRU decides now.
+    """
+
+    window = 500
+    """Requests: what lies further back counts less than 1 / e."""
+    loss = 0.01
+    """LRU decides where the policy has found less than it by this share of the touched chunks."""
+    rest, longest_rest = 1000, 32_000
+    """For so many requests LRU decides then: twice as many each time until what was learned has
+    held for four windows."""
+
+    def __init__(self, first: int) -> None:
+        self.lru_decides = first > 0
+        self._lru = LruContents()
+        self._until = first  # LRU decides until this request
+        self._since = 0  # the other way round since this request
+        self._rest = self.rest
+        self._requests = 0
+        self._touched = self._lead = 0.0  # chunks, in the window; found more of them than LRU
+
+    def touch(self, last: float | None, count: int, now: float, *, found: bool) -> None:
+        """A request has touched `count` chunks, all touched at `last` before, or never.
+
+        Args:
+            last: seconds.
+            count: chunks.
+            now: seconds.
+            found: whether these were in the pool.
+        """
+        found_by_lru = self._lru.touch(last, count, now)
+        self._touched += count
+        self._lead += (count if found else 0) - found_by_lru
+
+    def end_request(self, num_chunks: int) -> None:
+        """All that a request has touched is said; the pool has `num_chunks`."""
+        self._lru.shrink(num_chunks)
+        self._requests += 1
+        if self.lru_decides:
+            if self._requests >= self._until:
+                self.lru_decides, self._since = False, self._requests
+                self._touched = self._lead = 0.0
+            return
+        self._touched *= 1 - 1 / self.window
+        self._lead *= 1 - 1 / self.window
+        learned_for = self._requests - self._since
+        if 10 * learned_for < self.window:
+            return
+        if self._lead < -self.loss * self._touched:
+            self.lru_decides, self._until = True, self._requests + self._rest
+            self._rest = min(2 * self._rest, self.longest_rest)
+        elif learned_for > 4 * self.window and self._lead >= 0:
+            self._rest = self.rest
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError where an invariant does not hold."""
+        self._lru.check_integrity()
+        if self._touched < 0 or abs(self._lead) > self._touched + 1e-6:
+            raise IntegrityError(f"leads by {self._lead} of {self._touched} chunks")
+
+    def __repr__(self) -> str:
+        decides = "LRU decides" if self.lru_decides else "what was learned decides"
+        return f"<LruFloor: {decides}, leads by {self._lead:.0f} of {self._touched:.0f} chunks>"
