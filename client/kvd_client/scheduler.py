@@ -61,7 +61,8 @@ class Scheduler(SchedulerTiers):
         counts_tokens: the engine calls `count_tokens`; otherwise the daemon knows how many keys
             were looked up and found, and shows no share of prompt tokens.
         steps: the engine calls `end_step`, and the daemon is told then what was decided since the
-            last one; otherwise each call tells it at once.
+            last one; otherwise each call tells it at once. Stores are copied once it has been
+            told, so an engine that waits for the end of a store ends the step first.
         events: the engine publishes what `take_changes` returns as KV events: it describes its
             chunks, and reports to the daemon how many changes it has published, and how late.
 

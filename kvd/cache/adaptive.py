@@ -16,7 +16,7 @@ list, in the one of smallest gain, deepest chunk first. Evicting from the newest
 of a working set that is larger than the pool. A class of fewer than 200 touches has at least the
 gain 0.3 / (age + 60), which falls with age, and only its oldest run is considered. So where
 nothing is learned yet, the policy is LRU. It is LRU as well while `lru_floor` says so: for the
-first 500 requests, and for a while where LRU would have found more.
+first 300 requests, and for a while where LRU would have found more.
 
 A chunk whose request is under way stands in a list of its own for each class, of which only the
 oldest run is considered. One that no finished request has had is in class 0: its gain is the best
@@ -107,7 +107,7 @@ class AdaptivePolicy(EvictionPolicy):
     """Gains are computed anew every so many finished requests."""
     requests_per_decay: ClassVar[int] = 1000
     """Counts are multiplied by 0.9 every so many finished requests."""
-    first_requests: ClassVar[int] = 500
+    first_requests: ClassVar[int] = 300
     """LRU decides until so many have finished."""
 
     def __init__(self, num_slots: int, key_of: KeyOf, ghosts: Ghosts) -> None:

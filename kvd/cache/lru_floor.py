@@ -71,8 +71,8 @@ class LruFloor:
 
     window = 500
     """Requests: what lies further back counts less than 1 / e."""
-    loss = 0.01
-    """LRU decides where the policy has found less than it by this share of the touched chunks."""
+    allowance = 3
+    """LRU decides where the policy has found less by as many chunks as so many requests touch."""
     rest, longest_rest = 1000, 32_000
     """For so many requests LRU decides then: twice as many each time until what was learned has
     held for four windows."""
@@ -84,7 +84,8 @@ class LruFloor:
         self._since = 0  # the other way round since this request
         self._rest = self.rest
         self._requests = 0
-        self._touched = self._lead = 0.0  # chunks, in the window; found more of them than LRU
+        self._window_requests = 0.0
+        self._touched = self._lead = 0.0  # chunks in the window; found more of them than LRU
 
     def touch(self, last: float | None, count: int, now: float, *, found: bool) -> None:
         """A request has touched `count` chunks, all touched at `last` before, or never.
@@ -106,18 +107,19 @@ class LruFloor:
         if self.lru_decides:
             if self._requests >= self._until:
                 self.lru_decides, self._since = False, self._requests
-                self._touched = self._lead = 0.0
+                self._window_requests = self._touched = self._lead = 0.0
             return
-        self._touched *= 1 - 1 / self.window
-        self._lead *= 1 - 1 / self.window
-        learned_for = self._requests - self._since
-        if 10 * learned_for < self.window:
-            return
-        if self._lead < -self.loss * self._touched:
+        self._window_requests += 1
+        loss = -self._lead * self._window_requests  # in requests' worth of chunks, times touched
+        if loss > self.allowance * self._touched:
             self.lru_decides, self._until = True, self._requests + self._rest
             self._rest = min(2 * self._rest, self.longest_rest)
-        elif learned_for > 4 * self.window and self._lead >= 0:
+        elif self._requests - self._since > 4 * self.window and self._lead >= 0:
             self._rest = self.rest
+        left = 1 - 1 / self.window
+        self._window_requests *= left
+        self._touched *= left
+        self._lead *= left
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where an invariant does not hold."""

@@ -42,65 +42,66 @@ def test_a_large_pool_takes_few_parts() -> None:
     assert contents.touch(1.0 * slots + 2 * slots / PARTS, 1, 2.0 * slots) == 1
 
 
-def serve(floor: LruFloor, requests: int, *, policy: int, lru: int, first: int = 0) -> list[int]:
-    """Requests for 10 chunks each, of which the policy, and LRU, find so many.
+class Requests:
+    """Requests for 10 chunks each, one a second, of which a policy and LRU find a few."""
 
-    Returns:
-        The numbers of those, counted from `first` on, after which somebody else decides.
-    """
-    turns = []
-    for number in range(first, first + requests):
-        before, now = floor.lru_decides, float(number)
-        floor.touch(None, 10 - lru, now, found=False)
-        for found_by_policy in (True, False):
-            count = min(policy, lru) if found_by_policy else lru - min(policy, lru)
-            if count:
-                floor.touch(now - 1.0 if number else None, count, now, found=found_by_policy)
-        if policy > lru:
-            floor.touch(None, policy - lru, now, found=True)
-        floor.end_request(1000)
-        floor.check_integrity()
-        if floor.lru_decides is not before:
-            turns.append(number)
-    return turns
+    def __init__(self, floor: LruFloor) -> None:
+        self.floor = floor
+        self._now = 0.0
+        self.serve(1, policy=0, lru=0)
+
+    def serve(self, count: int, *, policy: int, lru: int) -> list[int]:
+        """Serve so many, of each of which both find as many chunks as is said.
+
+        Returns:
+            After how many of them it changed who decides, each time.
+        """
+        changes, both = [], min(policy, lru)
+        for number in range(1, count + 1):
+            before, last = self.floor.lru_decides, self._now
+            self._now += 1.0
+            self.floor.touch(last, both, self._now, found=True)
+            self.floor.touch(last, lru - both, self._now, found=False)
+            self.floor.touch(None, policy - both, self._now, found=True)
+            self.floor.touch(None, 10 - max(policy, lru), self._now, found=False)
+            self.floor.end_request(1000)
+            self.floor.check_integrity()
+            if self.floor.lru_decides is not before:
+                changes.append(number)
+        return changes
 
 
 def test_at_first_lru_decides() -> None:
     """The policy decides once as many requests have ended as it is to learn from."""
-    assert serve(LruFloor(20), 40, policy=5, lru=5) == [19]
+    assert Requests(LruFloor(21)).serve(40, policy=5, lru=5) == [20]
     assert not LruFloor(0).lru_decides
 
 
 def test_where_lru_would_find_more_it_decides() -> None:
-    """After a tenth of the window, and then for twice as many requests each time."""
-    floor = LruFloor(0)
-    tenth, rest = floor.window // 10, floor.rest
-    first, again, second, at_last, *_ = serve(floor, 4000, policy=4, lru=5)
-    assert first == tenth - 1
-    assert again - first == rest
-    assert second - again == tenth
-    assert at_last - second == 2 * rest
+    """Three requests' worth of chunks is what is lost each time; LRU decides ever longer."""
+    requests = Requests(LruFloor(0))
+    first, again, second, at_last = requests.serve(3080, policy=4, lru=5)
+    assert 30 <= first <= 33
+    assert again - first == LruFloor.rest
+    assert 30 <= second - again <= 33
+    assert at_last - second == 2 * LruFloor.rest
 
 
 def test_a_small_lead_of_lru_is_borne() -> None:
-    """Less than one chunk of a hundred does not end what was learned."""
-    floor = LruFloor(0)
-    for turn in range(0, 3000, 30):  # 1 of 300
-        assert serve(floor, 29, policy=5, lru=5, first=turn) == []
-        assert serve(floor, 1, policy=4, lru=5, first=turn + 29) == []
-    assert not floor.lru_decides
+    """One chunk of 300 does not end what was learned."""
+    requests = Requests(LruFloor(0))
+    for _ in range(100):
+        assert requests.serve(29, policy=5, lru=5) == []
+        assert requests.serve(1, policy=4, lru=5) == []
 
 
 def test_what_has_held_for_long_is_tried_again_soon() -> None:
     """After four windows without a loss LRU decides as shortly as the first time."""
-    floor = LruFloor(0)
-    rest, window = floor.rest, floor.window
-    first, again, *_ = serve(floor, window // 10 + rest, policy=4, lru=5)
-    now = again + 1
-    assert serve(floor, 5 * window, policy=6, lru=5, first=now) == []
-    now += 5 * window
-    second, at_last, *_ = serve(floor, 3 * window + rest, policy=2, lru=5, first=now)
-    assert (again - first, at_last - second) == (rest, rest)
+    requests = Requests(LruFloor(0))
+    first, again = requests.serve(33 + LruFloor.rest, policy=4, lru=5)[:2]
+    assert requests.serve(5 * LruFloor.window, policy=6, lru=5) == []
+    second, at_last = requests.serve(1000 + LruFloor.rest, policy=2, lru=5)[:2]
+    assert again - first == at_last - second == LruFloor.rest
 
 
 def test_a_count_that_cannot_be_is_noticed() -> None:
@@ -119,7 +120,7 @@ class EarlyPolicy(AdaptivePolicy):
 
 
 def test_a_policy_that_evicts_what_comes_next_gives_way() -> None:
-    """Of six chunks in eight slots LRU would find all; where each was evicted, it decides."""
+    """Of six chunks in eight slots LRU would find all; after three were evicted, it decides."""
     policy = EarlyPolicy(8, b"%d".__mod__, Ghosts(16))
     policy.insert_all(range(6), 0.0)
     for turn in range(200):
@@ -127,7 +128,7 @@ def test_a_policy_that_evicts_what_comes_next_gives_way() -> None:
             policy.evict([turn % 6], float(turn))
             policy.insert_all([turn % 6], float(turn))
         policy.use_all([turn % 6], float(turn))
-        assert policy.lru_decides == (turn >= 60)
+        assert policy.lru_decides == (turn >= 63)
 
 
 def test_chunks_of_before_a_restart_lead_nowhere() -> None:

@@ -185,6 +185,7 @@ class Member:
         engine.job += 1
         for worker in engine.workers.values():
             worker.submit(Store, engine.job, arrays)
+        engine.scheduler.end_step()  # lanes wait for it
         done = True
         for worker in engine.workers.values():
             worker.wait([engine.job], JOB_SECONDS)
