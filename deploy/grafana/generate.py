@@ -153,6 +153,28 @@ ROWS: dict[str, list[Panel]] = {
             stack=True,
         ),
         graph(
+            "Chunks missed, by reason",
+            "short",
+            "Per second. evicted: a larger pool may have kept them; never_seen: nothing can.",
+            (
+                _rate("kvd_missed_chunks_total", "reason"),
+                "{{reason}}",
+            ),
+            stack=True,
+        ),
+        graph(
+            "Tokens that other pools would find",
+            "percentunit",
+            "A forecast, by the pool's size beside today's; now: what was found.",
+            *(
+                (
+                    f'avg by (model) (kvd_would_hit_ratio{{HERE, pool="{pool}"}})',
+                    f"{{{{model}}}} {pool}",
+                )
+                for pool in ("-50%", "now", "+100%", "unlimited")
+            ),
+        ),
+        graph(
             "Age at eviction",
             "s",
             "Time since the last use. Minutes or less: the pool is small.",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from kvd.broker.forecast import SIZES
 from kvd.metrics.counts import DIRECTIONS, STAGES
 from kvd.metrics.schema import ROWS
 from kvd.metrics.tier_counts import GET_OUTCOMES, PUT_OUTCOMES
@@ -121,6 +122,7 @@ def test_values_of_labels_are_ones_that_exist() -> None:
         "check": {"pool"},
         "job": {"kvd"},
         "instance": {".*"},
+        "pool": {name for name, _ in SIZES} | {"unlimited"},
     }
     for expression in expressions():
         for label, _, value in re.findall(r'(\w+)(=|=~|!=|!~)"([^"]*)"', expression):
