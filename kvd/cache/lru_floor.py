@@ -11,7 +11,7 @@ from bisect import bisect_right
 
 from kvd.errors import IntegrityError
 
-PARTS = 1024  # of what LRU holds, which leave one after the other
+PARTS = 1024  # at least so many of what a full pool holds, at most twice as many
 
 
 class LruContents:
@@ -29,6 +29,8 @@ class LruContents:
         if found:
             self._counts[part] -= found
         if not self._begins or (now > self._begins[-1] and self._counts[-1] * PARTS > self._total):
+            if len(self._begins) == 2 * PARTS:
+                self._merge()
             self._begins.append(now)
             self._counts.append(0)
         self._counts[-1] += count
@@ -44,6 +46,11 @@ class LruContents:
             self._total -= leaving
             gone += not self._counts[gone]
         del self._begins[:gone], self._counts[:gone]
+
+    def _merge(self) -> None:
+        """Make one part of two: most have lost chunks that were touched since."""
+        self._begins = self._begins[::2]
+        self._counts = [sum(self._counts[i : i + 2]) for i in range(0, len(self._counts), 2)]
 
     def __len__(self) -> int:
         return self._total
@@ -63,7 +70,7 @@ class LruFloor:
     """Whether LRU decides.
 
     Args:
-        first: LRU decides for so many requests.
+        first: for so many requests it does.
 
     Attributes:
         lru_decides: whether LRU decides now.

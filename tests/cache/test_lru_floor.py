@@ -42,6 +42,19 @@ def test_a_large_pool_takes_few_parts() -> None:
     assert contents.touch(1.0 * slots + 2 * slots / PARTS, 1, 2.0 * slots) == 1
 
 
+def test_chunks_that_are_touched_again_and_again_take_few_parts() -> None:
+    """However often requests of a full pool come back, there are at most twice as many parts."""
+    slots, contents = 4096, LruContents()
+    contents.touch(None, slots, 0.0)
+    for turn in range(1, 20_000):
+        last = max(0.0, float(turn - 40))
+        assert contents.touch(last, 8, float(turn)) == 8
+        contents.touch(0.0, 1, turn + 0.5)
+        contents.shrink(slots)
+        assert len(contents._begins) <= 2 * PARTS
+    contents.check_integrity()
+
+
 class Requests:
     """Requests for 10 chunks each, one a second, of which a policy and LRU find a few."""
 
