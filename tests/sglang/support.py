@@ -54,11 +54,17 @@ def push_out(engine: EngineProcess) -> None:
 
 
 def wait_served(daemon: Daemon, pools: int = 1) -> None:
-    """Wait until so many pools of engines are attached: they know it, and have slots on loan."""
+    """Wait until so many pools of engines are attached and know it, and the pool is there.
+
+    They have slots on loan then, except engines that were attached before the pool was there: these
+    are lent some with their next step.
+    """
 
     def served(report: dict[str, Any]) -> bool:
         lent = all(namespace["chunks"]["lent"] for namespace in report["namespaces"])
-        return lent and sum(engine["attached"] for engine in report["engines"]) >= pools
+        asked = report["broker"]["requests"].get("Step", 0) >= pools
+        attached = sum(engine["attached"] for engine in report["engines"])
+        return report["ready"] and (lent or asked) and attached >= pools
 
     eventually(daemon.status, served)
 
