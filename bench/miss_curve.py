@@ -13,16 +13,16 @@ import argparse
 import time
 import tracemalloc
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+from policies import parse_with_trace
 from rich.console import Console
 from rich.table import Table
 
 from kvd.broker.forecast import SIZES
 from kvd.cache.miss_curve import SAMPLE_EVERY, MissCurve
-from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
+from kvd.replay.traces import Trace
 
 PERCENT = (1, 2, 5, 10, 25, 50)
 KEY_BYTES = 36  # vLLM's
@@ -34,18 +34,8 @@ Prompts = list[list[bytes]]
 def main() -> None:
     """Read the trace, measure, print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--tokens-per-id", type=int, default=TOKENS_PER_ID)
-    parser.add_argument("--ids-per-chunk", type=int, default=1)
-    parser.add_argument("--users", type=int, default=USERS)
     parser.add_argument("--runs", type=int, default=5)
-    args = parser.parse_args()
-    trace = read_trace(
-        args.trace,
-        tokens_per_id=args.tokens_per_id,
-        ids_per_chunk=args.ids_per_chunk,
-        users=args.users,
-    )
+    args, trace = parse_with_trace(parser)
     asked = sum(len(request.chunks) for request in trace.requests)
     print(
         f"{args.trace.name}: {len(trace.requests):,} requests, {asked:,} chunks asked for,"

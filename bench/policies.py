@@ -34,21 +34,11 @@ Labels = Sequence[Label] | None
 def main() -> None:
     """Read the trace, play it, print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--tokens-per-id", type=int, default=TOKENS_PER_ID)
-    parser.add_argument("--ids-per-chunk", type=int, default=1)
-    parser.add_argument("--users", type=int, default=USERS)
     parser.add_argument("--ghosts", type=float, default=GHOSTS_PER_SLOT, help="by slot of the pool")
     parser.add_argument("--seed", type=int, default=0, help="of the noise in labels")
     parser.add_argument("--percent", type=float, nargs="+", default=PERCENT, help="of the chunks")
     parser.add_argument("--liar", action="store_true")
-    args = parser.parse_args()
-    trace = read_trace(
-        args.trace,
-        tokens_per_id=args.tokens_per_id,
-        ids_per_chunk=args.ids_per_chunk,
-        users=args.users,
-    )
+    args, trace = parse_with_trace(parser)
     touches = sum(len(request.chunks) for request in trace.requests)
     hours = (trace.requests[-1].time - trace.requests[0].time) / 3600
     print(
@@ -59,6 +49,21 @@ def main() -> None:
         print_liars(trace, args)
     else:
         print_policies(trace, touches, args)
+
+
+def parse_with_trace(parser: argparse.ArgumentParser) -> tuple[argparse.Namespace, Trace]:
+    """Parse the command line, which also names a trace, and read that."""
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("--tokens-per-id", type=int, default=TOKENS_PER_ID)
+    parser.add_argument("--ids-per-chunk", type=int, default=1)
+    parser.add_argument("--users", type=int, default=USERS)
+    args = parser.parse_args()
+    return args, read_trace(
+        args.trace,
+        tokens_per_id=args.tokens_per_id,
+        ids_per_chunk=args.ids_per_chunk,
+        users=args.users,
+    )
 
 
 def print_policies(trace: Trace, touches: int, args: argparse.Namespace) -> None:

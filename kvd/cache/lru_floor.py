@@ -62,9 +62,6 @@ class LruContents:
         if self._begins != sorted(self._begins) or len(self._begins) != len(self._counts):
             raise IntegrityError(f"parts begin at {self._begins}")
 
-    def __repr__(self) -> str:
-        return f"<LruContents {self._total} chunks in {len(self._counts)} parts>"
-
 
 class LruFloor:
     """Whether LRU decides.
@@ -78,9 +75,9 @@ class LruFloor:
 
     window = 500
     """Requests: what lies further back counts less than 1 / e."""
-    allowance = 3
+    allowance = 2
     """LRU decides where the policy has found less by as many chunks as so many requests touch."""
-    rest, longest_rest = 1000, 32_000
+    rest, longest_rest = 250, 32_000
     """For so many requests LRU decides then: twice as many each time until what was learned has
     held for four windows."""
 
