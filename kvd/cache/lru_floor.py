@@ -75,11 +75,11 @@ class LruFloor:
 
     window = 500
     """Requests: what lies further back counts less than 1 / e."""
-    allowance = 2
+    allowance = 3
     """LRU decides where the policy has found less by as many chunks as so many requests touch."""
     rest, longest_rest = 250, 32_000
-    """For so many requests LRU decides then: twice as many each time until what was learned has
-    held for four windows."""
+    """For so many requests LRU decides then: four times as many each time until what was learned
+    has held for four windows."""
 
     def __init__(self, first: int) -> None:
         self.lru_decides = first > 0
@@ -117,7 +117,7 @@ class LruFloor:
         loss = -self._lead * self._window_requests  # in requests' worth of chunks, times touched
         if loss > self.allowance * self._touched:
             self.lru_decides, self._until = True, self._requests + self._rest
-            self._rest = min(2 * self._rest, self.longest_rest)
+            self._rest = min(4 * self._rest, self.longest_rest)
         elif self._requests - self._since > 4 * self.window and self._lead >= 0:
             self._rest = self.rest
         left = 1 - 1 / self.window

@@ -91,13 +91,13 @@ def test_at_first_lru_decides() -> None:
 
 
 def test_where_lru_would_find_more_it_decides() -> None:
-    """Two requests' worth of chunks is what is lost each time; LRU decides ever longer."""
+    """Three requests' worth of chunks is what is lost each time; LRU decides ever longer."""
     requests = Requests(LruFloor(0))
-    first, again, second, at_last = requests.serve(50 + 3 * LruFloor.rest, policy=4, lru=5)
-    assert 20 <= first <= 22
+    first, again, second, at_last = requests.serve(70 + 5 * LruFloor.rest, policy=4, lru=5)
+    assert 30 <= first <= 33
     assert again - first == LruFloor.rest
-    assert 20 <= second - again <= 22
-    assert at_last - second == 2 * LruFloor.rest
+    assert 30 <= second - again <= 33
+    assert at_last - second == 4 * LruFloor.rest
 
 
 def test_a_small_lead_of_lru_is_borne() -> None:
@@ -111,7 +111,7 @@ def test_a_small_lead_of_lru_is_borne() -> None:
 def test_what_has_held_for_long_is_tried_again_soon() -> None:
     """After four windows without a loss LRU decides as shortly as the first time."""
     requests = Requests(LruFloor(0))
-    first, again = requests.serve(23 + LruFloor.rest, policy=4, lru=5)[:2]
+    first, again = requests.serve(33 + LruFloor.rest, policy=4, lru=5)[:2]
     assert requests.serve(5 * LruFloor.window, policy=6, lru=5) == []
     second, at_last = requests.serve(1000 + LruFloor.rest, policy=2, lru=5)[:2]
     assert again - first == at_last - second == LruFloor.rest
@@ -133,7 +133,7 @@ class EarlyPolicy(AdaptivePolicy):
 
 
 def test_a_policy_that_evicts_what_comes_next_gives_way() -> None:
-    """Of six chunks in eight slots LRU would find all; after two were evicted, it decides."""
+    """Of six chunks in eight slots LRU would find all; after three were evicted, it decides."""
     policy = EarlyPolicy(8, b"%d".__mod__, Ghosts(16))
     policy.insert_all(range(6), 0.0)
     for turn in range(200):
@@ -141,7 +141,7 @@ def test_a_policy_that_evicts_what_comes_next_gives_way() -> None:
             policy.evict([turn % 6], float(turn))
             policy.insert_all([turn % 6], float(turn))
         policy.use_all([turn % 6], float(turn))
-        assert policy.lru_decides == (turn >= 62)
+        assert policy.lru_decides == (turn >= 63)
 
 
 def test_chunks_of_before_a_restart_lead_nowhere() -> None:
