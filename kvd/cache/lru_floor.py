@@ -11,7 +11,7 @@ from bisect import bisect_right
 
 from kvd.errors import IntegrityError
 
-PARTS = 1024  # at least so many of what a full pool holds, at most twice as many
+PARTS = 256  # at least so many of what a full pool holds, at most twice as many
 
 
 class LruContents:

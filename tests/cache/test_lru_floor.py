@@ -32,7 +32,7 @@ def test_lru_would_find_what_it_holds(slots: int, keys: list[int]) -> None:
 
 
 def test_a_large_pool_takes_few_parts() -> None:
-    """Of 100,000 chunks touched one by one there are about a thousand parts, and few errors."""
+    """Of 100,000 chunks touched one by one there are a few hundred parts, and few errors."""
     slots, contents = 100_000, LruContents()
     for turn in range(2 * slots):
         contents.touch(None, 1, float(turn))

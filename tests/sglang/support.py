@@ -64,7 +64,7 @@ def wait_served(daemon: Daemon, pools: int = 1) -> None:
         lent = all(namespace["chunks"]["lent"] for namespace in report["namespaces"])
         asked = report["broker"]["requests"].get("Step", 0) >= pools
         attached = sum(engine["attached"] for engine in report["engines"])
-        return report["ready"] and (lent or asked) and attached >= pools
+        return bool(report["ready"] and (lent or asked) and attached >= pools)
 
     eventually(daemon.status, served)
 
