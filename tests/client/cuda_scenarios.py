@@ -119,6 +119,13 @@ def until(timeline: Timeline, number: int) -> None:
     eventually(lambda: timeline.reached, number.__le__)
 
 
+def has_marked(timeline: Timeline) -> bool:
+    """Whether the event after the last number has happened, too: a page that is closed goes."""
+    assert timeline._signals is not None
+    with cuda_driver.beside_captures():
+        return cuda_driver.has_happened(timeline._signals._last)
+
+
 def stays(timeline: Timeline, number: int) -> None:
     """The timeline goes no further; without a rule there is time to see that it does."""
     end = time.monotonic() + (30 if len(sys.argv) > 2 else 0.1)
@@ -457,6 +464,7 @@ def a_capture_in_another_thread_goes_on() -> None:
         DeviceMemory.at(address, SIZE).close()
     page, timeline = signalled()
     until(timeline, timeline.signal_on(stream))
+    eventually(lambda: has_marked(timeline))
     timeline.follow(None)
     page.close()
     assert not timelines._KEPT
