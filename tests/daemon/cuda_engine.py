@@ -347,7 +347,8 @@ class CudaEngine:
         self.scheduler.complete_load(ticket)
         if not succeeded:
             return None
-        return sum(rank.ask("wrong_bytes", keys, blocks) for rank in self.ranks.values())
+        wrong: int = sum(rank.ask("wrong_bytes", keys, blocks) for rank in self.ranks.values())
+        return wrong
 
     def __enter__(self) -> Self:
         return self
