@@ -173,7 +173,7 @@ class AdaptivePolicy(EvictionPolicy):
             counts[chunk_class * _WIDTH + 1 + age_bin(now - last)] += count
             touched_before = chunk_class > 0
             self._floor.touch(
-                last if touched_before else None, count, now, found=touched_before and not new
+                last if touched_before else None, count, now, in_pool=touched_before and not new
             )
         self._slots.move_all(slots, into, self._take_stamps(len(slots), now))
         self._floor.end_request(len(self))

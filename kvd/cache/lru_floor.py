@@ -25,17 +25,17 @@ class LruContents:
     def touch(self, last: float | None, count: int, now: float) -> int:
         """Touch `count` chunks, all touched at `last` before, or never; how many LRU would find."""
         part = -1 if last is None else bisect_right(self._begins, last) - 1
-        found = min(count, self._counts[part]) if part >= 0 else 0
-        if found:
-            self._counts[part] -= found
+        hits = min(count, self._counts[part]) if part >= 0 else 0
+        if hits:
+            self._counts[part] -= hits
         if not self._begins or (now > self._begins[-1] and self._counts[-1] * PARTS > self._total):
             if len(self._begins) == 2 * PARTS:
                 self._merge()
             self._begins.append(now)
             self._counts.append(0)
         self._counts[-1] += count
-        self._total += count - found
-        return found
+        self._total += count - hits
+        return hits
 
     def shrink(self, num_chunks: int) -> None:
         """Keep the `num_chunks` that were touched last."""
@@ -91,18 +91,18 @@ class LruFloor:
         self._window_requests = 0.0
         self._touched = self._lead = 0.0  # chunks in the window; found more of them than LRU
 
-    def touch(self, last: float | None, count: int, now: float, *, found: bool) -> None:
+    def touch(self, last: float | None, count: int, now: float, *, in_pool: bool) -> None:
         """A request has touched `count` chunks, all touched at `last` before, or never.
 
         Args:
             last: seconds.
             count: chunks.
             now: seconds.
-            found: whether these were in the pool.
+            in_pool: whether these were in the pool.
         """
-        found_by_lru = self._lru.touch(last, count, now)
+        lru_hits = self._lru.touch(last, count, now)
         self._touched += count
-        self._lead += (count if found else 0) - found_by_lru
+        self._lead += (count if in_pool else 0) - lru_hits
 
     def end_request(self, num_chunks: int) -> None:
         """All that a request has touched is said; the pool has `num_chunks`."""

@@ -73,10 +73,10 @@ class Requests:
         for number in range(1, count + 1):
             before, last = self.floor.lru_decides, self._now
             self._now += 1.0
-            self.floor.touch(last, both, self._now, found=True)
-            self.floor.touch(last, lru - both, self._now, found=False)
-            self.floor.touch(None, policy - both, self._now, found=True)
-            self.floor.touch(None, 10 - max(policy, lru), self._now, found=False)
+            self.floor.touch(last, both, self._now, in_pool=True)
+            self.floor.touch(last, lru - both, self._now, in_pool=False)
+            self.floor.touch(None, policy - both, self._now, in_pool=True)
+            self.floor.touch(None, 10 - max(policy, lru), self._now, in_pool=False)
             self.floor.end_request(1000)
             self.floor.check_integrity()
             if self.floor.lru_decides is not before:
