@@ -4,8 +4,8 @@ Every engine sends 100 steps a second, at times of its own (5 to 15 ms apart), a
 reply: a step begins two stores, pins two chunks, gives two pins back and names eight chunks of
 requests that have finished. The stores are written, so the pool is full of READY chunks after a
 moment and others have to go; so that two cores are enough for all of it, sixteen steps' chunks
-go to the lane as one job. All engines share one namespace. Sessions are made by hand, with the
-socket that engines have: two processes drive them, this one is their workers.
+go to the lane as one job. All engines share one namespace. Sessions are made by hand, over the
+channel that engines have: two processes drive them, this one is their workers.
 
 A reply's time runs from just before the step is sent until the reply is received.
 
@@ -28,12 +28,14 @@ from typing import Any
 
 import numpy as np
 from harness import Daemon, Figures, engine_name, median
-from raw_session import RawScheduler, RawWorker
+from raw_session import RawWorker, directory_of, expect
 from rich.console import Console
 from rich.table import Table
 from step_messages import Chunk, Steps, places
 
-from kvd_proto.messages import Step
+from kvd_proto.codec import WIRE
+from kvd_proto.messages import Message, Step, Welcome
+from tests.raw_client import RawClient
 
 OUT = Path(__file__).parent / "out" / "engines.json"
 ENGINES, DRIVERS = (1, 4, 16, 32), 2
@@ -55,26 +57,32 @@ class Driven:
         self.engine = engine
         self.took: list[float] = []
         self._sent: deque[float] = deque()
-        self._scheduler = RawScheduler(None, runtime_dir, engine)
-        self._steps = Steps(self._scheduler.wait_attached(), STORES, PINS, USED)
-        self._socket = self._scheduler.socket
+        session = RawClient(runtime_dir)
+        expect(session.hello("scheduler", engine), Welcome)
+        self._channel = session.channel
+        self._steps = Steps(directory_of(session), STORES, PINS, USED)
         while self._steps.at_hand < STORES:
-            self._steps.took(self._scheduler.exchange(self._ask_loans()))
+            self._steps.lend(session.ask(self._ask_loans()))
+        self._request_id = session.request_id
 
     def fileno(self) -> int:
-        """Of the socket; readable where `receive` may have something to do."""
-        return int(self._socket.fileno())
+        """Of the connection; readable where `receive` may have something to do."""
+        return self._channel.fileno()
 
-    def _ask_loans(self) -> bytes:
-        return self._scheduler.frame(Step(wanted=self._steps.wanted))
+    def _ask_loans(self) -> Step:
+        return Step(wanted=self._steps.wanted)
+
+    def _frame(self, message: Message) -> bytes:
+        self._request_id += 1
+        return WIRE.encode(message, self._request_id)
 
     def step(self) -> list[Chunk]:
         """Send the next step, an empty one where loans are short; chunks to be written now."""
         steps = self._steps
         short = steps.at_hand < STORES
-        frame = self._ask_loans() if short else self._scheduler.frame(steps.next())
+        frame = self._frame(self._ask_loans() if short else steps.next())
         self._sent.append(time.perf_counter())
-        self._socket.send(frame)
+        self._channel.send(frame)
         begun = steps.begun
         if len(begun) < STEPS_A_JOB * STORES:
             return []
@@ -83,11 +91,11 @@ class Driven:
 
     def receive(self) -> None:
         """Take in the replies that have come."""
-        arrived = self._socket.receive()
+        arrived = self._channel.receive_all()
         now = time.perf_counter()
-        while arrived:
+        for frame, _ in arrived:
             self.took.append(now - self._sent.popleft())
-            self._steps.took(arrived.popleft())
+            self._steps.took(frame)
 
 
 def drive(runtime_dir: Path, seconds: float, engines: list[str]) -> None:
@@ -217,7 +225,7 @@ def serve(
             for engine, slots, generations in (e["job"] for e in driver.lines() if "job" in e):
                 worker = workers[engine]
                 worker.submit(np.array(slots, np.uint32), np.array(generations, np.uint64))
-                worker.worker.get_finished()
+                worker.drop_finished()
     while len(marks) < 2:
         marks.append(time.clock_gettime(clock))
     return marks[1] - marks[0]

@@ -148,7 +148,7 @@ class Daemon(Served):
         return self
 
     def _first_answer(self, started: float, begin: int) -> Control:
-        socket = self.runtime_dir / "control.sock"
+        socket = self.runtime_dir / "broker.sock"
         while True:
             if socket.exists():  # else there is nothing to try, which would cost time of the start
                 with contextlib.suppress(NotRunning):

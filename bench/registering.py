@@ -12,8 +12,9 @@ from harness import Figures, layout, median
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, ToLane
-from kvd.broker.sessions import Peer, RegisterStep
+from kvd.broker.sessions import RegisterStep
 from kvd.cache.namespaces import Namespaces
+from kvd.client_names import Peer
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded
 from kvd.wire.link import LINK, Imported, LaneReady
@@ -69,7 +70,7 @@ def _steps(ranks: int) -> dict[str, float]:
     broker.supervision.received("host", ready, 0.0)
     took: dict[str, float] = {}
     for rank in range(ranks):
-        session, _ = broker.connected(rank.to_bytes(16), Peer(1, 0, 0))
+        session = broker.connected(rank.to_bytes(16), Peer(1, 0, 0))
         hello = Hello(
             kind="worker",
             engine="e",

@@ -1,7 +1,7 @@
 """What a request costs: its round trip, and the broker's processor time, beside two echoes.
 
 The echoes send back what comes: one is libzmq's ROUTER, the other the daemon's own end
-(`kvd/wire/router.py`). Requests are made by hand, so that no client library is in the figures.
+(`kvd/wire/server.py`). Requests are made by hand, so that no client library is in the figures.
 All kinds take turns in one run: so many requests one at a time, then so many with several under
 way. Processor time is that of the server's whole process, with libzmq's thread.
 
@@ -32,10 +32,10 @@ from request_kinds import KEYS, Kind, kinds_of, kinds_when_full
 from rich.console import Console
 from rich.table import Table
 
-from kvd.wire.router import Router
+from kvd.wire.server import Server
 
 OUT = Path(__file__).parent / "out" / "requests.json"
-ECHOES = ("pyzmq", "router")
+ECHOES = ("pyzmq", "server")
 ALONE, MANY, UNDER_WAY = 500, 1500, 32
 ROUNDS = 9
 PAGE, SLOTS = 4096, 65536
@@ -50,19 +50,20 @@ Figures = dict[str, float]
 def serve(name: str, path: str) -> None:
     """Send back every message, until killed."""
     if name == "pyzmq":
-        server = zmq.Context().socket(zmq.ROUTER)
-        server.bind(f"ipc://{path}")
+        router = zmq.Context().socket(zmq.ROUTER)
+        router.bind(f"ipc://{path}")
         while True:
-            server.send_multipart(server.recv_multipart())
-    router = Router(Path(path), max_bytes=MIB)
+            router.send_multipart(router.recv_multipart())
+    server = Server(Path(path), max_bytes=MIB)
     poll = select.poll()
-    poll.register(router.fileno(), select.POLLIN)
+    poll.register(server.fileno(), select.POLLIN)
     while True:
-        if not router.pending:
+        if not server.pending:
             poll.poll()
-        router.look()
-        while (received := router.take()) is not None:
-            router.send(received.identity, received.frame)
+        server.look()
+        while (received := server.take()) is not None:
+            client, frame, _ = received
+            server.send(client, frame)
 
 
 class Echoed(Kind):
@@ -214,7 +215,7 @@ def measure(before: Path | None, rounds: int) -> dict[str, Figures]:
 
     `cpu_ratio` is to the processor time of the echo `pyzmq` in the same round.
     """
-    turns = [Turns("pyzmq", "pyzmq"), Turns("router", "router")]
+    turns = [Turns(name, name) for name in ECHOES]
     if before is not None:
         turns += [Turns("before", "daemon", before), Turns("before", "full", before)]
     turns += [Turns("kvd", "daemon"), Turns("kvd", "full")]

@@ -4,11 +4,12 @@ import os
 from dataclasses import dataclass, field
 
 import numpy as np
-from raw_session import Array, reply_to
+from raw_session import Array, expect
 
 from kvd_proto.arrays import IntArray
+from kvd_proto.codec import WIRE
 from kvd_proto.directory import DirectoryView
-from kvd_proto.messages import Pin, Step, Stepped
+from kvd_proto.messages import Message, Pin, Step, Stepped
 
 LEASE_MS = 60_000
 KEYS_AT_ONCE = 4096
@@ -91,7 +92,11 @@ class Steps:
 
     def took(self, frame: bytes) -> None:
         """Take the loans of a reply in."""
-        reply = reply_to(frame, Stepped)
+        self.lend(WIRE.decode(frame)[1])
+
+    def lend(self, message: Message) -> None:
+        """The same of a message."""
+        reply = expect(message, Stepped)
         slots, generations = reply.slots.numpy().tolist(), reply.generations.numpy().tolist()
         self.loans += zip(slots, generations, strict=True)
 

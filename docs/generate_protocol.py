@@ -10,7 +10,7 @@ import types
 from collections.abc import Iterable, Mapping
 from enum import Enum, StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 from zlib import crc32
 
 import msgspec
@@ -21,7 +21,7 @@ from kvd_proto import zmtp
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.changes import CHANGE_BYTES
-from kvd_proto.codec import NO_ID, WIRE
+from kvd_proto.codec import WIRE
 from kvd_proto.descriptions import Description, encode, pack_header, pack_record
 from kvd_proto.directory import SlotState
 from kvd_proto.directory_header import DirectoryHeader
@@ -136,7 +136,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         layout=_LAYOUT,
         handles=(m.HostHandle(fd_index=1),),
     ),
-    m.Registered(missing_ranks=(1,), lane="ipc:///run/kvd/lane-host-1.sock", incarnation=1),
+    m.Registered(missing_ranks=(1,)),
     m.Unregister(),
     m.Step(
         keys=_KEYS,
@@ -156,6 +156,7 @@ EXAMPLES: tuple[m.Message, ...] = (
     ),
     m.Reset(),
     m.ResetDone(dropped=1, deferred=0),
+    m.Join(token=TOKEN),
     m.Store(job=11, blocks=_BLOCKS, after=3, word=1, epoch=0, deadline_ms=30000),
     m.Load(job=12, blocks=_BLOCKS, after=4, deadline_ms=30000),
     m.Done(job=11, status=m.JobStatus.OK, text="", bytes=12288, copy_ns=9000),
@@ -170,7 +171,6 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.Status(),
     m.StatusReport(status={"ready": True}),
     m.Error(code=m.ErrorCode.NOT_READY, text="engine 'llama-70b': ranks [1] are missing"),
-    m.Greeting(pid=99),
     m.Attached(
         namespace=bytes(range(32, 48)),
         world_size=2,
@@ -181,7 +181,7 @@ EXAMPLES: tuple[m.Message, ...] = (
         tiers=(TierInfo(name="disk", medium="disk", shared=False),),
     ),
     m.Detached(reason="rank 1 is gone"),
-    m.LaneUp(device="host", incarnation=1, endpoint="ipc:///run/kvd/lane-host-1.sock"),
+    m.LaneUp(device="host", incarnation=1, endpoint="ipc:///run/kvd/lane-host-1.sock", token=TOKEN),
     m.Drain(),
     m.Drained(stores=2, leases=1),
     m.Resume(),
@@ -219,9 +219,9 @@ EXAMPLES: tuple[m.Message, ...] = (
     m.ShowConfig(),
     m.ConfigShown(config={"file": None}),
 )
-"""One of every message. A client that encodes and decodes these to the same bytes is right; map
-keys are in the order of the fields, of which a decoder must accept any."""
+"""One of every message."""
 Struct = type[msgspec.Struct]
+M = TypeVar("M", bound=m.Message)
 
 
 def _first_line(text: str | None) -> str:
@@ -543,55 +543,82 @@ def _description() -> list[str]:
     ]
 
 
-def vector(message: m.Message) -> bytes:
-    """The frame of an example, with the ids above (HELLO carries no boot id)."""
-    boot_id = NO_ID if isinstance(message, m.Hello) else BOOT_ID
-    return WIRE.encode(message, REQUEST_ID, boot_id, TOKEN)
+def vector(message: m.Message, request_id: int = REQUEST_ID) -> bytes:
+    """The frame of an example."""
+    return WIRE.encode(message, request_id)
 
 
 def _vectors() -> list[str]:
-    lines = ["## Test vectors", "", "Request id 7; hex of the whole frame.", ""]
+    intro = (
+        "Request id 7; hex of the whole frame. A client decodes these, and what it encodes decodes"
+        " to the same fields: msgpack has several encodings of one value."
+    )
+    lines = ["## Test vectors", "", intro, ""]
     for example in EXAMPLES:
         lines += [f"**{type(example).__name__}**", "", "```", vector(example).hex(), "```", ""]
     return lines
 
 
-def _connection() -> list[str]:
-    """What each side sends on a connection to the request socket, in that order."""
-    hello, welcome, step = (
-        next(each for each in EXAMPLES if isinstance(each, kind))
-        for kind in (m.Hello, m.Welcome, m.Step)
-    )
-    greeting = slice(zmtp.GREETING_BYTES)
-    ready = slice(zmtp.GREETING_BYTES, None)
-    sent = [
-        ("client", "greeting", zmtp.opening(b"DEALER")[greeting]),
-        ("client", "READY, a command", zmtp.opening(b"DEALER")[ready]),
-        ("daemon", "greeting", zmtp.opening(b"ROUTER")[greeting]),
-        ("daemon", "READY", zmtp.opening(b"ROUTER")[ready]),
-        ("client", "Hello, a message below 256 bytes", _framed(hello)),
-        ("daemon", "Welcome", _framed(welcome)),
-        ("client", "Step, a message of 256 bytes or more", _framed(step)),
+def _session_bytes() -> list[tuple[str, str, bytes]]:
+    """What each end sends on a worker's connection to the daemon, in that order."""
+    register = msgspec.structs.replace(_example(m.Register), world_size=1)
+    client, daemon = zmtp.opening(b"DEALER"), zmtp.opening(b"ROUTER")
+    return [
+        ("client", "greeting", client[: zmtp.GREETING_BYTES]),
+        ("client", "READY, a command", client[zmtp.GREETING_BYTES :]),
+        ("client", "Hello", _framed(_example(m.Hello), 1)),
+        ("daemon", "greeting", daemon[: zmtp.GREETING_BYTES]),
+        ("daemon", "READY", daemon[zmtp.GREETING_BYTES :]),
+        ("daemon", "Welcome", _framed(_example(m.Welcome), 1)),
+        ("client", "Register; two descriptors: control page, memory", _framed(register, 2)),
+        ("daemon", "LaneUp, a notice; a descriptor: lifeline", _framed(_example(m.LaneUp), 0)),
+        ("daemon", "Registered", _framed(m.Registered(missing_ranks=()), 2)),
+        ("daemon", "Attached, a notice; a descriptor: directory", _framed(_example(m.Attached), 0)),
         ("client", "PING, a command", zmtp.command(b"PING", bytes(2) + b"kvd")),
         ("daemon", "PONG", zmtp.command(b"PONG", b"kvd")),
     ]
-    intro = (
-        "What travels on a connection to the request socket, in hex, with the frames of the [test"
-        " vectors](#test-vectors). A message is one ZMTP frame: flags, size, and kvd's frame. Both"
-        " sides send greeting and READY at once, without waiting for the other's. PING may come at"
-        " any time after READY."
-    )
+
+
+def _jobs_bytes() -> list[tuple[str, str, bytes]]:
+    """The same of its connection to the lane, behind the openings."""
     return [
-        *("## A connection, byte by byte", "", intro, ""),
-        *("| from | what | bytes |", "|---|---|---|"),
-        *(f"| {side} | {what} | `{data.hex()}` |" for side, what, data in sent),
+        ("client", "Join", _framed(_example(m.Join), 1)),
+        ("lane", "Ok", _framed(m.Ok(), 1)),
+        ("client", "Store", _framed(_example(m.Store), 2)),
+        ("lane", "Done", _framed(_example(m.Done), 2)),
     ]
 
 
-def _framed(message: m.Message) -> bytes:
-    """The frame of an example as a ZMTP message."""
-    frame = vector(message)
+def _example(kind: type[M]) -> M:
+    return next(example for example in EXAMPLES if isinstance(example, kind))
+
+
+def _framed(message: m.Message, request_id: int) -> bytes:
+    """A message as it travels: one ZMTP frame."""
+    frame = vector(message, request_id)
     return zmtp.frame_header(len(frame)) + frame
+
+
+def _connection() -> list[str]:
+    intro = (
+        "A worker's session in hex, the only one of its engine, from its first byte to Attached. A"
+        " message is one ZMTP frame: flags, size, and kvd's frame. The size is one byte, or eight"
+        " (big-endian) with flag 2. Neither end waits for the other's greeting and READY before it"
+        " sends. PING may come at any time after READY."
+    )
+    heading = ["| from | what | bytes |", "|---|---|---|"]
+    return [
+        *("## A connection, byte by byte", "", intro, ""),
+        *heading,
+        *_rows(_session_bytes()),
+        *("", "Its connection to LaneUp's endpoint, behind the same greetings and READY:", ""),
+        *heading,
+        *_rows(_jobs_bytes()),
+    ]
+
+
+def _rows(sent: list[tuple[str, str, bytes]]) -> list[str]:
+    return [f"| {side} | {what} | `{data.hex()}` |" for side, what, data in sent]
 
 
 def generated() -> str:

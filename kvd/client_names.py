@@ -13,6 +13,20 @@ Fields: TypeAlias = dict[str, str | int]
 
 
 @dataclass(frozen=True, slots=True)
+class Peer:
+    """What the kernel tells of the process at the other end of a connection, as it was then.
+
+    pid: 0 where it cannot be seen from here.
+    groups: its supplementary groups.
+    """
+
+    pid: int
+    uid: int
+    gid: int
+    groups: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Who:
     """A session's process.
 

@@ -10,10 +10,6 @@
     │   └── AccessDenied
     ├── PoolError
     ├── LedgerDamaged
-    ├── ChannelFull
-    ├── BadDatagram
-    │   └── DescriptorsLost
-    ├── BadFrame
     ├── LaneError
     │   ├── ImportFailed
     │   │   └── HandleRefused
@@ -63,33 +59,6 @@ class PoolError(KvdError):
 
 class LedgerDamaged(KvdError):
     """What was kept for this daemon cannot be believed: it begins without."""
-
-
-class ChannelFull(KvdError):
-    """What waits to be sent is above its bound: the peer does not read."""
-
-
-class BadDatagram(KvdError):
-    """A datagram above a channel's limits."""
-
-
-class DescriptorsLost(BadDatagram):
-    """This process's limit of open files left no room for a datagram's descriptors.
-
-    `frame` is what the datagram says.
-    """
-
-    def __init__(self, text: str, frame: bytes) -> None:
-        super().__init__(text)
-        self.frame = frame
-
-
-class BadFrame(KvdError):
-    """A peer of a request socket speaks no ZMTP, or goes above a bound, which `limit` names."""
-
-    def __init__(self, text: str, limit: str = "") -> None:
-        super().__init__(text)
-        self.limit = limit
 
 
 class LaneError(KvdError):

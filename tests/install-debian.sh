@@ -6,7 +6,7 @@
 #   chromium                       the status page                tests/http
 #   ip, unshare, setpriv           nodes with own networks        tests/tier
 #   libibverbs librdmacm libnuma libcurl   Mooncake Store         tests/tier
-#   cc, libzmq, msgpack for C      clients in C                   tests/c_client, tests/wire
+#   cc, msgpack for C              a client in C                  tests/c_client
 #   fio                            a disk tier's speed            bench/disk.py
 #   buildah podman runc catatonit debootstrap   the image         make check-deploy
 set -eu
@@ -26,7 +26,6 @@ for library in libibverbs1:libibverbs.so.1 librdmacm1:librdmacm.so.1 libnuma1:li
   ldconfig -p 2>/dev/null | grep -q "${library#*:}" || missing="$missing ${library%%:*}"
 done
 [ -e /usr/include/stdio.h ] || missing="$missing libc6-dev"
-[ -e /usr/include/zmq.h ] || missing="$missing libzmq3-dev"
 [ -e /usr/include/msgpack.h ] || missing="$missing libmsgpack-dev"
 if [ "${1:-}" = --images ]; then
   want buildah buildah

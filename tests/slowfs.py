@@ -38,20 +38,22 @@ class SlowFilesystem:
 
     Attributes:
         file: its file.
-        asked: pid of whoever asked for what, and what, of the file.
+        asked: which thread asked for what, of the file.
     """
 
     def __init__(self, folder: Path, fuse: int) -> None:
         self.file = folder / "file"
+        self._folder = folder
         self.asked: list[tuple[int, str]] = []
         self._fuse = fuse
         self._quick = {os.getpid()}
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
 
-    def asked_by(self, pid: int) -> list[str]:
-        """What a process has asked."""
-        return [what for who, what in self.asked if who == pid]
+    def waiting(self, pid: int) -> int:
+        """How many threads of a process wait for an answer."""
+        threads = {int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()}
+        return len(threads & {thread for thread, _ in self.asked})
 
     def _serve(self) -> None:
         while True:
@@ -70,9 +72,10 @@ class SlowFilesystem:
             with contextlib.suppress(OSError):  # who asked has ended, or all is given up
                 os.write(self._fuse, _OUT.pack(_OUT.size + len(body), -error, unique) + body)
 
-    def join(self) -> None:
-        """Wait for the end of what answers, once the mount is given up."""
-        self._thread.join(PATIENCE)
+    def give_up(self) -> None:
+        """Unmount it, which frees all that wait. May be called again."""
+        ctypes.CDLL(None).umount2(os.fsencode(self._folder), _MNT_FORCE | _MNT_DETACH)
+        self._thread.join(PATIENCE)  # or it would read what gets its descriptor's number next
 
     def _answer(self, kind: int, node: int) -> tuple[int, bytes]:
         if kind == _INIT:
@@ -108,6 +111,5 @@ def slow_filesystem(folder: Path) -> Iterator[SlowFilesystem]:
     try:
         yield slow
     finally:
-        libc.umount2(os.fsencode(folder), _MNT_FORCE | _MNT_DETACH)
-        slow.join()  # or it would read what gets the same number next
+        slow.give_up()
         os.close(fuse)

@@ -143,7 +143,7 @@ class Attachment:
         request = self.line.post(step)
         if request:
             outbox.sent(request, given)
-        if not request or self.line.unsent_fd >= 0:
+        if not request or self.line.wants_write:
             self._wake()  # the keeper gives the session up, or sends the rest of a large step
         return bool(request)
 

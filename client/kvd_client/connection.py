@@ -1,19 +1,16 @@
-"""One connection to one daemon process: its control socket and its request socket.
+"""A session's one connection to the broker: requests and replies, notices and their descriptors.
 
-Notices and descriptors travel over the control socket. Its end of file means that the daemon is
-gone, which the kernel says at once and without fail.
+Any thread may make requests, and none waits for another one's: the lock is held to send and to
+receive, never to wait. A thread that receives takes in everything: a reply goes to its request's
+caller, which checks for it every few milliseconds; the reply to a posted request is kept; a
+notice waits for the keeper, which is woken.
 
-Any thread may make requests, and none waits for another one's: the lock of the request socket is
-held to send and to take in what has arrived, never to wait. Replies go by the number of their
-request. Who waits for one takes in those of others too, and looks for its own every few
-milliseconds, as others do the same. A request may also be posted, and its reply is kept.
-Notices are the keeper's alone.
-
-A connection never reconnects and ends with the first request that is not answered in time; a new
-one is made.
+End of file means that the daemon is gone, which the kernel reports at once. What it has sent before
+is received first. A connection never reconnects and ends with the first request that is not
+answered in time; a new one is made.
 """
 
-import errno
+import contextlib
 import itertools
 import os
 import select
@@ -21,22 +18,26 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from kvd_client.access import explain_denied
-from kvd_client.dealer import Dealer
 from kvd_client.errors import AccessDenied, DaemonLost, Refused, UsageError
-from kvd_proto.codec import NO_ID, WIRE, Header
-from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
+from kvd_proto.channel import Channel, close_all
+from kvd_proto.codec import WIRE, Header
+from kvd_proto.errors import (
+    BadFrame,
+    ChannelFull,
+    DecodeError,
+    DescriptorsLost,
+    Oversize,
+    VersionMismatch,
+)
 from kvd_proto.messages import (
-    MAX_DESCRIPTORS,
     PROTOCOL_VERSION,
     REPLY_OF,
     Error,
-    ErrorCode,
-    Greeting,
     Hello,
     Kind,
     Message,
@@ -44,24 +45,22 @@ from kvd_proto.messages import (
 )
 
 MAX_SOCKET_PATH = 107
-MAX_NOTICE_BYTES = 64 * 2**10
-SOCKET_BUFFER_BYTES = 2**20
 CLIENT_NAME = "kvd_client"
-CONNECT_SECONDS = 1.0
 HANDSHAKE_SECONDS = 10.0  # many short tries would fill the queue of a daemon that stands still
 LOOK_MS = 20  # a reply may have been taken in by another thread
+BUSY_SECONDS = 0.1
+"""After a posted request its caller is expected to take in what arrives."""
 
 
 @dataclass(slots=True)
 class Notice:
-    """One message from the control socket; its descriptors belong to whoever holds it."""
+    """One message that answers no request, with its descriptors, for its holder to close."""
 
-    header: Header
     message: Message
     fds: list[int]
 
     def close(self) -> None:
-        """Close the descriptors that nobody took."""
+        """Close the descriptors that were not taken out."""
         while self.fds:
             os.close(self.fds.pop())
 
@@ -83,19 +82,21 @@ def socket_path(runtime_dir: Path, name: str) -> Path:
 
 
 class Connection:
-    """Control socket and request socket of one session, greeted and welcomed.
+    """The connection of one session, welcomed by the daemon.
 
     Args:
         runtime_dir: the daemon's.
         kind, engine: who we are.
         stop: descriptor that becomes readable when the session is being closed.
+        on_notice: called when `receive` has something to return, by the thread that received it.
 
     Attributes:
         failed: why the connection cannot be used any more; empty while it can.
 
     Raises:
         OSError: no daemon.
-        AccessDenied: this process may not connect to its sockets.
+        AccessDenied: this process may not connect to its socket.
+        Refused: the daemon does not take this session.
         DaemonLost: a daemon that does not do its part.
     """
 
@@ -105,31 +106,21 @@ class Connection:
         kind: Kind,
         engine: str,
         stop: int,
+        on_notice: Callable[[], None],
     ) -> None:
         end = time.monotonic() + HANDSHAKE_SECONDS
         self.failed = ""
+        self._refused = False  # `failed` is the daemon's own reason
+        self._on_notice = on_notice
+        self._notices: deque[Notice] = deque()
         self._ids = itertools.count(1)
         self._posted: dict[int, float] = {}  # those without an answer, and when they were sent
+        self._posted_at = 0.0  # the latest
         self._kept: deque[tuple[Header, bytes]] = deque()  # answers to them, in their order
         self._awaited: dict[int, tuple[Header, bytes] | None] = {}  # by those who wait
         self._lock = threading.Lock()
-        self._control = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        try:
-            self._open_control_socket(socket_path(runtime_dir, "control.sock"))
-            greeting = self._greeting(end, stop)
-            greeting.close()
-            if isinstance(greeting.message, Error):
-                raise Refused(greeting.message.text)
-            if not isinstance(greeting.message, Greeting):
-                raise DaemonLost(f"{type(greeting.message).__name__} in place of a greeting")
-            self.boot_id = greeting.header.boot_id
-            self.token = greeting.header.session
-            self.pid = greeting.message.pid
-            self._dealer = Dealer(os.fspath(socket_path(runtime_dir, "broker.sock")))
-        except BaseException:
-            self._control.close()
-            raise
-        self._fd, self._others = self._dealer.fileno(), (self.fileno(), stop)
+        self._channel = _connect(socket_path(runtime_dir, "broker.sock"))
+        self._fd, self._stop = self._channel.fileno(), stop
         try:
             hello = Hello(
                 kind=kind,
@@ -147,68 +138,11 @@ class Connection:
         except BaseException:
             self.close()
             raise
-        self.daemon = welcome.daemon
-
-    # ---------------------------------------------------------------- notices
+        self.daemon, self.pid = welcome.daemon, welcome.pid
 
     def fileno(self) -> int:
-        """Return the control socket's descriptor, for polling."""
-        return self._control.fileno()
-
-    def receive(self) -> Notice | None:
-        """Return the next notice, or None where there is none yet. Never waits.
-
-        Raises:
-            DaemonLost: end of file, or something that is no notice.
-            Refused: the daemon speaks another protocol version.
-        """
-        try:
-            frame, fds, flags, _ = socket.recv_fds(
-                self._control, MAX_NOTICE_BYTES, MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
-            )
-        except BlockingIOError:
-            return None
-        except OSError as error:
-            raise DaemonLost(f"the control socket broke: {error}") from error
-        try:
-            if not frame:
-                raise DaemonLost("the daemon has closed the control socket")
-            if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
-                raise DaemonLost("a notice arrived cut off; is the limit of open files reached?")
-            header, message = WIRE.decode(frame)
-        except (DaemonLost, DecodeError) as error:
-            for fd in fds:
-                os.close(fd)
-            if isinstance(error, DaemonLost):
-                raise
-            if isinstance(error, VersionMismatch):
-                raise Refused(str(error)) from error
-            raise DaemonLost(f"an unreadable notice: {error}") from error
-        return Notice(header, message, list(fds))
-
-    def _open_control_socket(self, path: Path) -> None:
-        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-        self._control.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
-        self._control.settimeout(CONNECT_SECONDS)
-        try:
-            self._control.connect(os.fspath(path))
-        except PermissionError as error:
-            if denied := explain_denied(path):
-                raise AccessDenied(denied) from error
-            raise
-        self._control.setblocking(False)
-
-    def _greeting(self, end: float, stop: int) -> Notice:
-        poller = select.poll()
-        poller.register(self._control, select.POLLIN)
-        poller.register(stop, select.POLLIN)
-        while (notice := self.receive()) is None:
-            ready = poller.poll(max(0.0, end - time.monotonic()) * 1000)
-            if not ready:
-                raise DaemonLost("no greeting")
-            if stop in dict(ready):
-                raise DaemonLost("this session is being closed")
-        return notice
+        """Return the descriptor for polling."""
+        return self._fd
 
     # --------------------------------------------------------------- requests
 
@@ -218,59 +152,54 @@ class Connection:
         Args:
             message: the request.
             end: `time.monotonic()` when to give up.
-            fds: descriptors to send with it, over the control socket, numbered from 0.
+            fds: descriptors to send with it, numbered from 0.
 
         Raises:
-            DaemonLost: no reply until `end`; the daemon died meanwhile, has restarted, or answers
-                nonsense; or the session is being closed.
+            Refused: the daemon has ended the connection, and said why.
+            DaemonLost: no reply until `end`; the daemon died meanwhile, or answers nonsense; or the
+                session is being closed.
         """
         number = next(self._ids)
+        frame = WIRE.encode(message, number)
+        self._awaited[number] = None
         try:
-            frame = self._encode(message, number)
-            self._awaited[number] = None
-            if fds:
-                self._send_with_descriptors(frame, fds, end)
-            else:
-                self._send(frame)
+            self._send(frame, fds)
             answer = self._wait(number, message, end)
-        except Oversize as error:
-            return Error.of(ErrorCode.BAD_LAYOUT, str(error))
         finally:
-            self._awaited.pop(number, None)
+            with self._lock:  # not while a reply is put there
+                del self._awaited[number]
         reply = self._decode(answer)
         if not isinstance(reply, (REPLY_OF[type(message)], Error)):
             raise DaemonLost(f"{type(message).__name__} was answered by {type(reply).__name__}")
         return reply
 
     def _wait(self, number: int, message: Message, end: float) -> tuple[Header, bytes]:
-        gone = False
+        closing = False
         while True:
             self.take_in()
             answer = self._awaited[number]
             if answer is not None:
                 return answer
-            if self.failed or gone:
-                raise DaemonLost(
-                    self.failed or "the daemon is gone, or this session is being closed"
-                )
+            if self.failed:
+                raise self.loss
+            if closing:
+                raise DaemonLost("this session is being closed")
             left = end - time.monotonic()
             if left <= 0:
                 raise DaemonLost(f"no answer to {type(message).__name__} within its deadline")
-            gone = self.wait_readable(left)
+            closing = self.wait_readable(left)
 
     def wait_readable(self, seconds: float) -> bool:
         """Wait until a reply may have arrived, so many seconds and `LOOK_MS` at most.
 
         Returns:
-            Whether the daemon is gone, or the session is being closed.
+            Whether the connection has failed, or the session is being closed.
         """
         poller = select.poll()  # one must not be used by two threads
-        poller.register(self._fd, select.POLLIN | (select.POLLOUT * self._dealer.wants_write))
-        control, stop = self._others
-        poller.register(control, 0)  # only the hang-up: what can be read there is the keeper's
-        poller.register(stop, select.POLLIN)
+        poller.register(self._fd, select.POLLIN | (select.POLLOUT * self._channel.wants_write))
+        poller.register(self._stop, select.POLLIN)
         ready = poller.poll(min(LOOK_MS, max(0.0, seconds * 1000)))
-        return any(fd != self._fd for fd, _ in ready)
+        return bool(self.failed) or any(fd == self._stop for fd, _ in ready)
 
     def post(self, message: Message) -> int:
         """Send a request and wait for nothing; `replies` will have its reply.
@@ -280,58 +209,117 @@ class Connection:
         """
         number = next(self._ids)
         try:
-            frame = self._encode(message, number)
-            self._send(frame, posted=number)
+            self._send(WIRE.encode(message, number), posted=number)
         except (DaemonLost, Oversize) as error:
             self.failed = self.failed or str(error)
             return 0
         return number
 
-    def _encode(self, message: Message, number: int) -> bytes:
-        boot_id = NO_ID if isinstance(message, Hello) else self.boot_id
-        return WIRE.encode(message, number, boot_id, self.token)
-
-    def _send(self, frame: bytes, posted: int = 0) -> None:
+    def _send(self, frame: bytes, fds: Sequence[int] = (), posted: int = 0) -> None:
         with self._lock:
+            if self.failed:
+                raise self.loss
             if posted:
-                self._posted[posted] = time.monotonic()
-            if not self._dealer.send(frame):
-                raise DaemonLost(self.failed or "the daemon takes no requests")
+                self._posted_at = self._posted[posted] = time.monotonic()
+            try:
+                self._channel.send(frame, fds)
+            except EOFError:
+                while self._receive():  # the daemon's reason, if it gave one
+                    pass
+                self.failed = self.failed or "the daemon has closed the connection"
+                raise self.loss from None
+            except (ChannelFull, OSError) as error:
+                raise DaemonLost(f"the daemon takes no requests: {error}") from error
 
-    # ---------------------------------------------------------------- replies
+    @property
+    def loss(self) -> DaemonLost:
+        """The error to raise once `failed`."""
+        return Refused(self.failed) if self._refused else DaemonLost(self.failed)
+
+    # ---------------------------------------------------------------- receive
 
     def take_in(self) -> None:
-        """Take in all replies that have arrived. Never waits."""
-        with self._lock:
-            for frame in self._dealer.receive():
-                self._keep(frame)
-            if self._dealer.closed:
-                self.failed = self.failed or "the daemon has closed the connection"
+        """Receive all that has arrived, and send on what waits. Never waits.
 
-    def _keep(self, frame: bytes) -> None:
-        """Keep a reply for whoever has made the request."""
+        Replies go to their callers, notices to `receive`.
+        """
+        with self._lock:
+            self._receive()
+
+    def _receive(self) -> bool:
+        """Return whether messages have arrived. Under the lock."""
+        channel, arrived, more = self._channel, False, True
+        try:
+            if channel.wants_write and not self.failed:
+                with contextlib.suppress(EOFError):  # what was sent before is received first
+                    channel.flush()
+            while more and not self.failed:
+                if (received := channel.receive()) is not None:
+                    self._keep(*received)
+                    arrived = True
+                more = channel.more
+        except EOFError:
+            self.failed = "the daemon has closed the connection"
+        except DescriptorsLost:
+            self.failed = "a notice lost its descriptors; is the limit of open files reached?"
+        except (BadFrame, OSError) as error:
+            self.failed = f"the connection broke: {error}"
+        return arrived
+
+    def _keep(self, frame: bytes, fds: tuple[int, ...]) -> None:
+        """Keep a reply for the request's caller, a notice for the keeper."""
         try:
             header = WIRE.decode_header(frame)
+            number = header.request_id
+            if not number:
+                self._keep_notice(WIRE.decode_body(header, frame), fds)
+                return
         except DecodeError as error:
-            self.failed = f"an unreadable reply: {error}"
+            self._refused = isinstance(error, VersionMismatch)
+            self.failed = str(error) if self._refused else f"an unreadable message: {error}"
+            close_all(fds)
             return
-        number = header.request_id
-        if header.boot_id != self.boot_id:
-            self.failed = "another daemon answers: it has restarted"
-        elif self._posted.pop(number, None) is not None:
+        close_all(fds)  # a reply has none
+        if self._posted.pop(number, None) is not None:
             self._kept.append((header, frame))
         elif number in self._awaited:
             self._awaited[number] = header, frame
         else:
             self.failed = f"an answer to request {number}, which was not made"
 
-    @property
-    def unsent_fd(self) -> int:
-        """The descriptor that takes more when it is writable; -1 where nothing waits for that.
+    def _keep_notice(self, message: Message, fds: tuple[int, ...]) -> None:
+        if isinstance(message, Error):  # the daemon ends the connection
+            self.failed, self._refused = message.text or message.code, True
+            close_all(fds)
+            return
+        self._notices.append(Notice(message, list(fds)))
+        self._on_notice()
 
-        `take_in` sends it then.
-        """
-        return self._fd if self._dealer.wants_write else -1
+    def receive(self) -> Notice | None:
+        """Return the next notice that was taken in, which is the caller's; None without one."""
+        return self._notices.popleft() if self._notices else None
+
+    @property
+    def has_notices(self) -> bool:
+        """Whether `receive` has something to return."""
+        return bool(self._notices)
+
+    # ---------------------------------------------------------------- replies
+
+    @property
+    def wants_write(self) -> bool:
+        """Whether something waits until the connection is writable; `take_in` sends it then."""
+        return self._channel.wants_write
+
+    @property
+    def awaited(self) -> bool:
+        """Whether a caller waits for a reply, and so takes in what arrives."""
+        return bool(self._awaited)
+
+    @property
+    def busy(self) -> bool:
+        """Whether callers take in what arrives: one waits, or has posted a moment ago."""
+        return self.awaited or time.monotonic() < self._posted_at + BUSY_SECONDS
 
     @property
     def unanswered(self) -> int:
@@ -370,36 +358,20 @@ class Connection:
     def _decode(answer: tuple[Header, bytes]) -> Message:
         try:
             return WIRE.decode_body(*answer)
+        except VersionMismatch as error:
+            raise Refused(str(error)) from error
         except DecodeError as error:
             raise DaemonLost(f"an unreadable reply: {error}") from error
-
-    def _send_with_descriptors(self, frame: bytes, fds: Sequence[int], end: float) -> None:
-        poller = select.poll()
-        poller.register(self._control, select.POLLOUT)
-        while True:
-            try:
-                socket.send_fds(self._control, [frame], list(fds), socket.MSG_NOSIGNAL)
-            except BlockingIOError:
-                if not poller.poll(max(0.0, end - time.monotonic()) * 1000):
-                    raise DaemonLost("the control socket is not read") from None
-            except OSError as error:
-                if error.errno == errno.EMSGSIZE:
-                    raise Oversize(
-                        f"{len(frame)} bytes do not fit one datagram here; put tensors into fewer"
-                        " storages or groups, or raise the sysctl net.core.wmem_max"
-                    ) from error
-                raise DaemonLost(f"the control socket broke: {error}") from error
-            else:
-                return
 
     # -------------------------------------------------------------------- end
 
     def close(self) -> None:
-        """Close both sockets; the daemon sees it at once. Who waits for a reply is told."""
+        """Close the connection; the daemon sees it at once. Callers that wait get an error."""
         with self._lock:
             self.failed = self.failed or "this connection is closed"
-            self._control.close()
-            self._dealer.close()
+            self._channel.close()
+            while self._notices:
+                self._notices.popleft().close()
 
     def abandon(self) -> None:
         """Close what a forked child has inherited, without the parent's lock."""
@@ -407,4 +379,20 @@ class Connection:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Connection to {self.daemon} pid {self.pid}, boot {self.boot_id.hex()[:8]}>"
+        return f"<Connection to {self.daemon} pid {self.pid}>"
+
+
+def _connect(path: Path) -> Channel:
+    """Return a connection to the daemon's socket. Never waits: a full queue is an `OSError`."""
+    kind = socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+    connecting = socket.socket(socket.AF_UNIX, kind)
+    try:
+        connecting.connect(os.fspath(path))
+        return Channel(connecting)
+    except BaseException as error:
+        connecting.close()
+        if isinstance(error, EOFError):
+            raise DaemonLost("the daemon has closed the connection") from error
+        if isinstance(error, PermissionError) and (denied := explain_denied(path)):
+            raise AccessDenied(denied) from error
+        raise

@@ -1,91 +1,111 @@
 """A worker's connection to one lane process: jobs, results, and the certainty of its death."""
 
+import contextlib
+import itertools
 import os
 import select
+import socket
 import time
 from collections.abc import Iterable
 
-from kvd_client.dealer import Dealer
 from kvd_client.errors import DaemonLost
 from kvd_client.readiness import Readiness
+from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.codec import WIRE, Header
-from kvd_proto.errors import DecodeError
-from kvd_proto.messages import Error, ErrorCode, LaneUp, Message, Ok
+from kvd_proto.errors import BadFrame, ChannelFull, DecodeError
+from kvd_proto.messages import Error, ErrorCode, Join, LaneUp, Message, Ok
 
 _SCHEME = "ipc://"
+MAX_UNSENT_BYTES = 32 * 2**20
+"""What waits for a lane that does not read, before it is given no more."""
 
 
 class LaneLink:
     """The connection to one incarnation of a lane, with its lifeline.
 
+    Its first message is Join; requests may follow before the lane has answered that.
+
     Args:
         up: the notice that announced the lane.
         lifeline: read end of a pipe that only the lane holds open for writing; taken over.
-        identity: boot id of the daemon and the session's token.
-        readiness: readable while there is something to receive, or room for what was kept.
+        readiness: readable while there is something to receive, or room for what waits.
 
     Raises:
         DaemonLost: an address that is none.
-        OSError: no descriptor is free.
     """
 
-    def __init__(
-        self, up: LaneUp, lifeline: int, identity: tuple[bytes, bytes], readiness: Readiness
-    ) -> None:
+    def __init__(self, up: LaneUp, lifeline: int, readiness: Readiness) -> None:
         if not up.endpoint.startswith(_SCHEME):
             raise DaemonLost(f"lanes listen at {_SCHEME} addresses, not at {up.endpoint!r}")
         self.endpoint = up.endpoint
-        self._boot_id, self._token = identity
+        self._token = up.token
         self.pending: dict[int, int] = {}  # request id -> job id of what has not ended
         self._waits: dict[int, frozenset[int]] = {}  # Wait's request id -> those of its jobs
         self._readiness = readiness
-        self._socket = Dealer(up.endpoint.removeprefix(_SCHEME))
         self._lifeline = lifeline
         readiness.watch(lifeline, 0)
         self._poll = select.poll()
         self._poll.register(lifeline, 0)  # the hang-up is always reported
         self._watched = -1, 0  # the connection's descriptor and events
-        self._ids = 0
-        self._watch_socket()
+        # An answer may come to a later connection than the request's: ids do not begin again.
+        self._ids = itertools.count(1)
+        self._join_id = 0
+        self._joined = False
+        self._channel: Channel | None = None
+        self.reopen()
 
     def send(self, message: Message) -> int:
         """Send a request; return its id, or 0 where the connection is closed or full."""
-        self._ids += 1
-        frame = WIRE.encode(message, self._ids, self._boot_id, self._token)
-        sent = self._socket.send(frame)
-        self._watch_socket()
-        return self._ids if sent else 0
+        channel, request_id = self._channel, next(self._ids)
+        if channel is None:
+            return 0
+        try:
+            channel.send(WIRE.encode(message, request_id))
+        except (ChannelFull, EOFError, OSError):  # what the lane has sent is still received
+            return 0
+        self._watch_channel()
+        return request_id
 
     def meet(self, stop: int, seconds: float) -> None:
-        """Wait until the lane takes messages, at most so long, or until `stop` is readable.
-
-        What is sent before leaves with a later call.
-        """
+        """Wait until the lane has answered Join, at most so long, or until `stop` is readable."""
         end = time.monotonic() + seconds
         poller = select.poll()
         poller.register(stop, select.POLLIN)
         self.watch(poller)
-        while not (self._socket.open or self._socket.closed):
+        while (channel := self._channel) is not None and not self._joined:
             ready = poller.poll(max(0.0, end - time.monotonic()) * 1000)
-            if [fd for fd, _ in ready] != [self._socket.fileno()]:
+            if [fd for fd, _ in ready] != [channel.fileno()]:
                 return
-            self._socket.receive()
+            self.receive()  # no other answer comes before this one
 
     @property
     def closed(self) -> bool:
         """Whether the connection is closed. The lane may be alive and take another one."""
-        return self._socket.closed
+        return self._channel is None
 
     def reopen(self) -> None:
-        """Connect again; what was sent and is not answered can be asked about.
+        """Connect and join again; answers to what was sent before come to the new connection.
 
-        The endpoint is this incarnation's own, for as long as the daemon lives that named it.
+        The endpoint is this incarnation's own, for as long as the daemon lives that named it. Where
+        nobody listens, the queue is full or no descriptor is free, this stays closed.
         """
-        try:
-            self._socket = Dealer(self.endpoint.removeprefix(_SCHEME))
-        except OSError:  # no descriptor is free; it is tried again
-            return
-        self._watch_socket()
+        self._joined = False
+        with contextlib.suppress(OSError, EOFError):
+            connecting = socket.socket(
+                socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+            )
+            try:
+                connecting.connect(self.endpoint.removeprefix(_SCHEME))
+                channel = Channel(
+                    connecting, max_unsent_bytes=MAX_UNSENT_BYTES, takes_descriptors=False
+                )
+                self._join_id = next(self._ids)
+                channel.send(WIRE.encode(Join(token=self._token), self._join_id))
+            except (OSError, EOFError):
+                connecting.close()
+                raise
+            self._channel = channel
+        self._watch_channel()
 
     def receive(self) -> tuple[list[tuple[Header, Message | None]], bool]:
         """Return everything that has arrived, and whether the lane has ended.
@@ -96,17 +116,32 @@ class LaneLink:
         dead = any(fd == self._lifeline for fd, _ in ready)
         arrived: list[tuple[Header, Message | None]] = []
         if len(ready) > dead:
-            for frame in self._socket.receive():
+            for frame, _ in self._receive_frames():
                 try:
                     header = WIRE.decode_header(frame)
                 except DecodeError:
                     continue
+                self._joined |= header.request_id == self._join_id
                 try:
                     arrived.append((header, WIRE.decode_body(header, frame)))
                 except DecodeError:
                     arrived.append((header, None))
-            self._watch_socket()
+            self._watch_channel()
         return arrived, dead
+
+    def _receive_frames(self) -> list[ReceivedFrame]:
+        channel = self._channel
+        if channel is None:
+            return []
+        try:
+            if channel.wants_write:
+                with contextlib.suppress(EOFError):  # what the lane has sent is received first
+                    channel.flush()
+            return channel.receive_all()
+        except (EOFError, BadFrame, OSError):
+            channel.close()
+            self._channel = None
+            return []
 
     def awaits(self, number: int, requests: Iterable[int]) -> None:
         """Remember that request `number` is a Wait for the jobs of these requests."""
@@ -121,6 +156,8 @@ class LaneLink:
         does not know the worker has unmapped its memory, after its last job.
         """
         unknown = isinstance(answer, Error) and answer.code is ErrorCode.BAD_SESSION
+        if number == self._join_id and unknown:
+            return frozenset(self.pending)
         if number not in self._waits or not (isinstance(answer, Ok) or unknown):
             return frozenset()
         return self._waits.pop(number) & self.pending.keys()
@@ -140,25 +177,30 @@ class LaneLink:
     def close(self) -> None:
         """Close the connection and the lifeline. May be called again."""
         if self._lifeline >= 0:
-            self._socket.close()
-            self._watch_socket()
+            if self._channel is not None:
+                self._channel.close()
+                self._channel = None
+            self._watch_channel()
             self._readiness.unwatch(self._lifeline)
             os.close(self._lifeline)
             self._lifeline = -1
 
-    def _watch_socket(self) -> None:
-        """Have polls look at the connection that there is now, for what it waits for now."""
-        fd = self._socket.fileno()
-        events = select.POLLIN | (select.POLLOUT if self._socket.wants_write else 0)
-        if fd < 0 or (fd, events) != self._watched:
+    def _watch_channel(self) -> None:
+        """Have polls look at the connection that there is, for what it waits for."""
+        channel = self._channel
+        watched = -1, 0
+        if channel is not None:
+            events = select.POLLIN | (select.POLLOUT if channel.wants_write else 0)
+            watched = channel.fileno(), events
+        if channel is None or watched != self._watched:
             before, _ = self._watched
             if before >= 0:
                 self._poll.unregister(before)
                 self._readiness.unwatch(before)
-            if fd >= 0:
-                self._poll.register(fd, events)
-                self._readiness.watch(fd, events)
-            self._watched = fd, events
+            if channel is not None:
+                self._poll.register(*watched)
+                self._readiness.watch(*watched)
+            self._watched = watched
 
     def __repr__(self) -> str:
         return f"<LaneLink {self.endpoint}>"

@@ -242,6 +242,8 @@ class SchedulerSession(Session):
             if there is not None and there.line is connection:
                 there.take_in()
                 there.send_left(LEFT_BEHIND_SECONDS)
+                return
+        connection.take_in()
 
     def _on_lost(self) -> None:
         self._attach(None)

@@ -1,7 +1,7 @@
 """One process's part in an engine, and its session with the daemon: always there, connected or not.
 
-Requests are made on the caller's thread. One thread, the keeper, watches the
-control socket and connects again when the daemon is gone; it makes requests that no caller
+Requests are made on the caller's thread. One thread, the keeper, handles
+notices and connects again when the daemon is gone; it makes requests that no caller
 waits for, and never keeps the process alive. A daemon that lets a deadline pass counts as gone: its
 session is given up, which makes it drop what it granted, and a new one begins as soon as it
 greets. Meanwhile a request costs microseconds and comes to nothing.
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
 from kvd_client.arguments import seconds, shown
-from kvd_client.connection import Connection, Notice, socket_path
+from kvd_client.connection import BUSY_SECONDS, Connection, Notice, socket_path
 from kvd_client.errors import AccessDenied, DaemonLost, Refused, UsageError
 from kvd_client.logs import get_logger
 from kvd_proto.messages import Error, ErrorCode, Kind, Message, Status, StatusReport
@@ -180,9 +180,6 @@ class Session:
             self._give_up(connection, str(error))
             return None
         if isinstance(reply, Error):
-            if reply.code in (ErrorCode.STALE_BOOT, ErrorCode.BAD_SESSION):
-                self._give_up(connection, reply.text)
-                return None
             log.log(_LEVELS.get(reply.code, logging.DEBUG), "%s: %s", reply.code, reply.text)
         return reply
 
@@ -231,7 +228,7 @@ class Session:
         return True
 
     def _on_notice(self, notice: Notice) -> None:
-        """Handle a notice of the control socket. Descriptors that are not taken are closed."""
+        """Handle a notice. Descriptors that are not taken are closed."""
 
     def _news(self) -> Message | None:
         """Return what to tell the daemon, if anything; asked once a second and before the end."""
@@ -243,7 +240,8 @@ class Session:
         """
 
     def _tend(self, connection: Connection) -> None:
-        """Take in replies that nobody waits for; whenever the keeper wakes up."""
+        """Take in what has arrived, whenever the keeper wakes up."""
+        connection.take_in()
 
     def _on_lost(self) -> None:
         """The connection is gone. Called under `_changed`, by any thread."""
@@ -267,7 +265,9 @@ class Session:
     def _try(self) -> float:
         """Connect and serve the connection to its end; seconds to wait at most until the next."""
         try:
-            connection = Connection(self.runtime_dir, self._kind, self.engine, self._stop)
+            connection = Connection(
+                self.runtime_dir, self._kind, self.engine, self._stop, self._wake
+            )
         except (DaemonLost, OSError) as error:
             self._on_unreachable(error)
             return REFUSED_SECONDS if isinstance(error, Refused) else ABSENT_SECONDS
@@ -285,6 +285,7 @@ class Session:
                 self._watch(connection)
         except DaemonLost as error:
             why = str(error)
+            served = served and not isinstance(error, Refused)
         except Exception:
             log.exception("the keeper of %r failed; it goes on", self)
             served = False
@@ -317,42 +318,53 @@ class Session:
             log.log(level, "not connected, every lookup misses: %s", why)
 
     def _watch(self, connection: Connection) -> None:
-        """Serve the control socket; return when the connection is to be given up."""
+        """Handle what arrives; return when the connection is to be given up.
+
+        While callers are busy with the connection they take in what arrives, notices
+        included. The keeper polls for the hang-up alone then, and looks again after
+        `BUSY_SECONDS`: a reply costs the engine's thread no switch to this one.
+        """
+        fd = connection.fileno()
         poller = select.poll()
-        for fd in (connection.fileno(), self._woken, self._stop):
-            poller.register(fd, select.POLLIN)
+        poller.register(self._woken, select.POLLIN)
+        poller.register(self._stop, select.POLLIN)
         told = time.monotonic()
         while self._work():
-            if (unsent := connection.unsent_fd) >= 0:
-                poller.register(unsent, select.POLLOUT)
-            ready = {fd for fd, _ in poller.poll(self._until_due(connection) * 1000)}
-            if unsent >= 0:
-                poller.unregister(unsent)
+            events = 0 if connection.busy else select.POLLIN
+            poller.register(fd, events | (select.POLLOUT * connection.wants_write))
+            ready = dict(poller.poll(self._until_due(connection) * 1000))
             if self._closed or self._connection is not connection:
                 return
             if self._woken in ready:
                 os.eventfd_read(self._woken)
-            if connection.fileno() in ready:
-                while (notice := connection.receive()) is not None:
-                    try:
-                        self._on_notice(notice)
-                    finally:
-                        notice.close()
-            if unsent in ready:
-                connection.take_in()
-            self._tend(connection)
-            if connection.failed or self._is_overdue(connection):
-                raise DaemonLost(connection.failed or "no answer within the deadline")
+            if not connection.awaited or ready.get(fd, 0) & select.POLLHUP:
+                self._tend(connection)
+            self._handle_notices(connection)
+            if connection.failed:
+                raise connection.loss
+            if self._is_overdue(connection):
+                raise DaemonLost("no answer within the deadline")
             if time.monotonic() >= told + REPORT_SECONDS:
                 self._tell_news(self.deadline)
                 told = time.monotonic()
 
+    def _handle_notices(self, connection: Connection) -> None:
+        """Handle all notices that were taken in."""
+        while (notice := connection.receive()) is not None:
+            try:
+                self._on_notice(notice)
+            finally:
+                notice.close()
+
     def _until_due(self, connection: Connection) -> float:
         """Seconds until the keeper has to look after the connection."""
+        if connection.has_notices:
+            return 0.0
+        longest = BUSY_SECONDS if connection.busy else REPORT_SECONDS
         oldest = connection.oldest
         if oldest is None:
-            return REPORT_SECONDS
-        return min(REPORT_SECONDS, max(0.0, oldest + self.deadline - time.monotonic()))
+            return longest
+        return min(longest, max(0.0, oldest + self.deadline - time.monotonic()))
 
     def _is_overdue(self, connection: Connection) -> bool:
         """Whether a posted request's deadline is over, and its answer is not here.

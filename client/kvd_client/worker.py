@@ -436,7 +436,10 @@ class Worker(Session):
             if not self._let_go():
                 return False
         assert wanted is not None  # noqa: S101  # else it would be what is held
+        connection = self._connection
         reply = self._ask(wanted, REGISTER_SECONDS, [self._control.fd, *memory.fds])
+        if connection is not None and isinstance(reply, Registered):
+            self._handle_notices(connection)  # LaneUp came before
         with self._changed:
             if isinstance(reply, Error):
                 self._held = None
@@ -484,12 +487,10 @@ class Worker(Session):
             self._changed.notify_all()
 
     def _meet(self, up: LaneUp, notice: Notice) -> LaneLink | None:
-        """Connect to a lane; None where it is another device's."""
-        connection = self._connection
-        if up.device != self.device or connection is None or len(notice.fds) != 1:
+        """Join a lane; None where it is another device's."""
+        if up.device != self.device or len(notice.fds) != 1:
             return None
-        identity = connection.boot_id, connection.token
-        lane = LaneLink(up, notice.fds[0], identity, self._jobs.readiness)
+        lane = LaneLink(up, notice.fds[0], self._jobs.readiness)
         notice.fds.clear()  # owned by the link
         lane.meet(self._stop, MEET_SECONDS)
         return lane

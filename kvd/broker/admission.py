@@ -10,7 +10,7 @@ from kvd.errors import Refused
 from kvd_proto.capacity import auto_cpu_bytes, size_pool
 from kvd_proto.errors import LayoutError
 from kvd_proto.layout import RankLayout, compare_ranks, validate_layout
-from kvd_proto.messages import ErrorCode, Register, fd_index
+from kvd_proto.messages import ErrorCode, IpcHandle, Register, fd_index
 from kvd_proto.printable import unprintable
 from kvd_proto.sizes import format_size
 
@@ -72,13 +72,18 @@ def check_device(state: BrokerState, device: str, now: float) -> None:
 
 
 def check_descriptors(message: Register, count: int) -> None:
-    """Refuse a registration without a descriptor: its control page's, or one a handle names."""
+    """Refuse a registration without a descriptor: its control page's, or one a handle names.
+
+    A worker whose handles name none may send none, and has no control page then.
+    """
+    if not count and all(isinstance(handle, IpcHandle) for handle in message.handles):
+        return
     needed = 1 + max((fd_index(handle) for handle in message.handles), default=0)
     if count < needed:
         raise Refused(
             ErrorCode.BAD_LAYOUT,
             f"{count} descriptors came with the registration, its handles name {needed}; send it"
-            " over the control socket, with them",
+            " with all of them",
         )
 
 

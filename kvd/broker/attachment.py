@@ -154,8 +154,13 @@ def import_worker(session: Session, registration: Register) -> ToLane:
 
 
 def lane_up(session: Session, lane: Lane) -> Notify:
-    """Tell a worker which process serves it."""
-    message = LaneUp(device=lane.device, incarnation=lane.incarnation, endpoint=lane.endpoint)
+    """Tell a worker which process has mapped its memory."""
+    message = LaneUp(
+        device=lane.device,
+        incarnation=lane.incarnation,
+        endpoint=lane.endpoint,
+        token=session.token,
+    )
     return Notify(session.number, message, LifelineFd(lane.device))
 
 

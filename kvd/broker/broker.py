@@ -12,18 +12,19 @@ from kvd.broker.admission import check_descriptors, check_names
 from kvd.broker.attachment import attached_notice
 from kvd.broker.background import Background
 from kvd.broker.caching import Caching
-from kvd.broker.effects import DropEngine, Effect, Event, Notify
+from kvd.broker.effects import DropEngine, Effect, Event
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import new_lookups
 from kvd.broker.operations import Handler, Operations
 from kvd.broker.registration import Registration, freed_text, refused
 from kvd.broker.reloading import Reloading
-from kvd.broker.sessions import Peer, Registry, Request, Session
+from kvd.broker.sessions import Registry, Request, Session
 from kvd.broker.state import BrokerState
 from kvd.broker.status_report import status_report
 from kvd.broker.supervision import Supervision
 from kvd.broker.tiering import Tiering
 from kvd.broker.tiers import Tiers
+from kvd.client_names import Peer
 from kvd.config.sources import Loaded
 from kvd.errors import Refused
 from kvd.metrics import schema
@@ -33,7 +34,6 @@ from kvd_proto.messages import (
     PROTOCOL_VERSION,
     Error,
     ErrorCode,
-    Greeting,
     Hello,
     Message,
     Ping,
@@ -145,9 +145,7 @@ class Broker:
 
     # ------------------------------------------------------------- sessions
 
-    def connected(
-        self, token: bytes, peer: Peer, *, own: bool = False
-    ) -> tuple[Session, list[Effect]]:
+    def connected(self, token: bytes, peer: Peer, *, own: bool = False) -> Session:
         """Open a session, or refuse it; the daemon's `own` processes always have room."""
         registry = self.state.registry
         if not own:
@@ -155,13 +153,11 @@ class Broker:
                 registry.check_room(peer)
             except Refused as refusal:
                 self.state.reached(refusal.limit)
-                self.error_sent(refusal.code)
                 raise
-        session = registry.connect(token, peer)
-        return session, [Notify(session.number, Greeting(pid=self.pid))]
+        return registry.connect(token, peer)
 
     def lost(self, session: Session) -> list[Effect]:
-        """End a session whose control socket is closed: its process is gone."""
+        """End a session whose connection is closed: its process is gone."""
         if session.number not in self.state.registry.sessions:
             return []
         who = session.who  # with its rank

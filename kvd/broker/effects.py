@@ -32,7 +32,7 @@ class LifelineFd(msgspec.Struct, frozen=True):
 
 
 class SessionFds(msgspec.Struct, frozen=True):
-    """All descriptors that a session has sent over the control socket, in order."""
+    """The descriptors that came with a session's registration, in order."""
 
     session: int
 
@@ -55,7 +55,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class Notify(msgspec.Struct, frozen=True):
-    """Send a notice over a session's control socket."""
+    """Send a notice to a session."""
 
     session: int
     message: Message
@@ -120,7 +120,7 @@ class OpenPool(msgspec.Struct, frozen=True):
 
 
 class DropFds(msgspec.Struct, frozen=True):
-    """Close the descriptors that a session has sent."""
+    """Close the descriptors that came with a session's registration."""
 
     session: int
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from kvd.broker.background import Background, Task
 from kvd.broker.effects import Effect, Event
-from kvd.broker.sessions import Peer, Request
+from kvd.broker.sessions import Request
 from kvd.broker.state import BrokerState, OperatorDrain
 from kvd.broker.tiering import Tiering
 from kvd.cache.chunks import EMPTY_PIECES, PIECE_SLOTS
 from kvd.cache.namespaces import Namespace
+from kvd.client_names import Peer
 from kvd.errors import IntegrityError, Refused
 from kvd.metrics import schema
 from kvd.metrics.misses import MissReason

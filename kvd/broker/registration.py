@@ -154,7 +154,7 @@ class Registration:
         if self._state.namespaces is None or not lane.serves:
             return []
         pending.step = RegisterStep.IMPORTING
-        return [lane_up(session, lane), import_worker(session, pending.message)]
+        return [import_worker(session, pending.message)]
 
     def unregister(self, request: Request[Unregister]) -> list[Effect]:
         """Let go of the session's memory; answered when nothing touches it."""
@@ -172,14 +172,14 @@ class Registration:
     # --------------------------------------------------------------- lanes
 
     def lane_serves(self, lane: Lane) -> list[Effect]:
-        """Give a new lane every worker of its device, and notify them where it is."""
+        """Give a new lane every worker of its device."""
         effects: list[Effect] = []
         for session in self._state.registry.sessions.values():
             registration = session.registration
             if registration is None or registration.device != lane.device:
                 effects += self.advance(session)
             elif not self._state.fatal_imports.refusal(session, registration, lane.last_seen):
-                effects += [lane_up(session, lane), import_worker(session, registration)]
+                effects.append(import_worker(session, registration))
         return effects
 
     def lane_ended_importing(self, session: Session, lane: Lane) -> list[Effect]:
@@ -235,10 +235,14 @@ class Registration:
             return [*release, *self.give_up(session, refusal)]
         session.pending = None
         session.refusal = ""
-        lane, missing = self._state.lanes[pending.device], engine.missing_ranks
-        reply = Registered(missing_ranks=missing, lane=lane.endpoint, incarnation=lane.incarnation)
+        missing = engine.missing_ranks
         text = f"{session.who} registered; missing ranks: {list(missing) or 'none'}"
-        return [pending.request.reply(reply), session.event(text), *attached]
+        return [
+            lane_up(session, self._state.lanes[pending.device]),
+            pending.request.reply(Registered(missing_ranks=missing)),
+            session.event(text),
+            *attached,
+        ]
 
     def _imported_again(self, session: Session, message: Imported) -> list[Effect]:
         """After a lane's restart."""
@@ -248,10 +252,11 @@ class Registration:
             text = f"{session.who}: memory lost to the new lane: {message.error}"
             return [session.event(text, "error")]
         session.imported = True
+        effects: list[Effect] = [lane_up(session, self._state.lanes[session.registration.device])]
         engine = session.engine
-        if engine is None or not engine.attached:
-            return []
-        return [bind(self._state, session), *tell_served(self._state, engine)]
+        if engine is not None and engine.attached:
+            effects += [bind(self._state, session), *tell_served(self._state, engine)]
+        return effects
 
     @staticmethod
     def released(session: Session) -> list[Effect]:
@@ -278,7 +283,7 @@ class Registration:
             effects += self._release(session, registration.device)
         elif pending is not None and pending.step is RegisterStep.IMPORTING:
             effects += self._release(session, pending.device)
-        return [*effects, DropFds(session.number)], freed
+        return effects, freed
 
     def expire(self, now: float) -> list[Effect]:
         """Refuse registrations that have waited too long, saying for what."""

@@ -9,25 +9,12 @@ import msgspec
 from kvd.broker.effects import Event, Reply
 from kvd.broker.kv_events import Published
 from kvd.cache.namespaces import Namespace
-from kvd.client_names import Who
+from kvd.client_names import Peer, Who
 from kvd.errors import IntegrityError, Refused
 from kvd.metrics.counts import EventCounts, LookupCounts
 from kvd_proto.messages import ErrorCode, Message, Register, Unregister
 
 M = TypeVar("M", bound=Message)
-
-
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """What the kernel tells of the process at the other end of the control socket.
-
-    `groups` are its supplementary groups.
-    """
-
-    pid: int
-    uid: int
-    gid: int
-    groups: tuple[int, ...] = ()
 
 
 class RegisterStep(StrEnum):
@@ -59,7 +46,10 @@ class PendingRegister:
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One connection at the control socket, until its end of file."""
+    """One connection, until its end of file.
+
+    token: 16 bytes, with which its connection to a lane says that it is this worker's.
+    """
 
     number: int
     token: bytes
@@ -187,13 +177,12 @@ class Engine:
 
 
 class Registry:
-    """All sessions and engines, by number, token and name."""
+    """All sessions, by number, and engines, by name."""
 
     def __init__(self, max_sessions: int, max_sessions_per_user: int) -> None:
         self.max_sessions = max_sessions
         self.max_sessions_per_user = max_sessions_per_user
         self.sessions: dict[int, Session] = {}
-        self.by_token: dict[bytes, Session] = {}
         self.engines: dict[str, Engine] = {}
         self._next_session = 1
         self._next_engine = 1
@@ -218,7 +207,6 @@ class Registry:
         session = Session(self._next_session, token, peer)
         self._next_session += 1
         self.sessions[session.number] = session
-        self.by_token[token] = session
         return session
 
     def join(self, session: Session, name: str) -> Engine:
@@ -243,7 +231,6 @@ class Registry:
     def remove(self, session: Session) -> None:
         """Forget a session, and its engine with the last of them."""
         del self.sessions[session.number]
-        del self.by_token[session.token]
         engine = session.engine
         if engine is not None:
             del engine.sessions[session.number]
@@ -252,8 +239,6 @@ class Registry:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where an index names other objects."""
-        if {s.token for s in self.sessions.values()} != set(self.by_token):
-            raise IntegrityError("tokens and sessions disagree")
         for name, engine in self.engines.items():
             if engine.name != name or not engine.sessions:
                 raise IntegrityError(f"{engine!r} is filed under {name!r} or empty")

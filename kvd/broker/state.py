@@ -8,10 +8,11 @@ from kvd.broker.effects import Effect, Notify, ToLane
 from kvd.broker.fatal_imports import FatalImports
 from kvd.broker.lanes import Lane
 from kvd.broker.measures import Progress, RecentMax
-from kvd.broker.sessions import Engine, Peer, Registry, Session
+from kvd.broker.sessions import Engine, Registry, Session
 from kvd.broker.tiers import Tiers
 from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
+from kvd.client_names import Peer
 from kvd.config.settings import Settings
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import BrokerCounts, EventCounts, LaneCounts, LookupCounts, ProcessUsage
@@ -21,7 +22,7 @@ from kvd_proto.arrays import IntArray
 from kvd_proto.messages import Detached, ResetDone
 
 MAX_EVENTS = 200
-REVOKE_AT_ONCE = 4096  # slots of 12 bytes each, well inside one datagram of the link
+REVOKE_AT_ONCE = 4096  # slots in one message, 12 bytes each
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,7 +79,7 @@ def find_reachable_dir(context: click.Context, parameter: click.Parameter, value
         AccessDenied: this process may not reach the sockets there.
     """
     path = _find_runtime_dir(context, parameter, value)
-    if not context.resilient_parsing and (denied := explain_denied(path / "control.sock")):
+    if not context.resilient_parsing and (denied := explain_denied(path / "broker.sock")):
         raise AccessDenied(denied)
     return path
 

@@ -37,7 +37,7 @@ _FILE_COLUMNS = 240
 def top(*, runtime_dir: Path, interval: float, once: bool, wide: bool) -> None:
     """Watch the daemon: what is wrong, the pool, throughput, queues, engines, events.
 
-    It asks over the control socket and survives the daemon's restarts. Leave with q or Ctrl-C.
+    It asks over the broker's socket and survives the daemon's restarts. Leave with q or Ctrl-C.
 
     \b
     Examples:

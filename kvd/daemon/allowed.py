@@ -1,6 +1,6 @@
 """Who may connect: the settings `allow_users` and `allow_groups`.
 
-The file rights of the runtime directory come first: a process that cannot open the sockets
+The file rights of the runtime directory come first: a process that cannot open the socket
 never gets here. A list restricts them further.
 """
 
@@ -8,13 +8,10 @@ import grp
 import os
 import pwd
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from kvd.client_names import Peer
 from kvd.config.values import names_in
 from kvd.errors import ConfigError
-
-if TYPE_CHECKING:  # it comes with what is imported last, see kvd.daemon.start
-    from kvd.broker.sessions import Peer
 
 
 class AllowList:
@@ -33,7 +30,7 @@ class AllowList:
         self.users = _ids("allow_users", users, lambda name: pwd.getpwnam(name).pw_uid)
         self.groups = _ids("allow_groups", groups, lambda name: grp.getgrnam(name).gr_gid)
 
-    def objection(self, peer: "Peer") -> str:
+    def objection(self, peer: Peer) -> str:
         """Return why the peer may not connect, for its operator; empty where it may."""
         if not self.users and not self.groups:
             return ""

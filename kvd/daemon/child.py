@@ -6,11 +6,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from kvd.machine.open_files import is_out_of_files, open_files_remedy
-from kvd.wire.seqpacket import Channel
+from kvd_proto.channel import Channel, ReceivedFrame
+from kvd_proto.errors import ChannelFull
 
 if TYPE_CHECKING:  # what the first lanes' start does not need is imported beside them
     from kvd.client_names import Fields
@@ -52,6 +53,7 @@ class ChildProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._killed_because = ""
         self.link: Channel | None = None
+        self._polls_for_room = False
         self.pidfd = -1
         self.served = False
         self.start_at = 0.0
@@ -60,6 +62,11 @@ class ChildProcess:
     def running(self) -> bool:
         """Whether a process has not been reaped."""
         return self._process is not None
+
+    @property
+    def unread(self) -> bool:
+        """Whether messages may have come that the poller does not report."""
+        return self.link is not None and self.link.more
 
     @property
     def pid(self) -> int:
@@ -81,7 +88,7 @@ class ChildProcess:
         """
         self.served = False
         try:
-            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            ours, theirs = socket.socketpair(socket.AF_UNIX)
             with theirs:
                 try:
                     number = theirs.fileno()
@@ -89,17 +96,15 @@ class ChildProcess:
                 except OSError:
                     ours.close()
                     raise
+                self.link = Channel(ours, b"ROUTER")
         except OSError as error:
-            import logging  # noqa: PLC0415  # what the first lanes need not wait for
-
-            log = logging.getLogger("kvd.daemon")
             remedy = f"; {open_files_remedy()}" if is_out_of_files(error) else ""
-            log.error("%s cannot be started: %s%s", self.name, error, remedy, extra=self.fields)  # noqa: TRY400  # the text has the reason
+            self._log_error(f"cannot be started: {error}{remedy}")
             self._put_off(now)
             return False
-        self.link = Channel(ours)
         for fd in (ours.fileno(), self.pidfd):
             self._poller.register(fd, select.EPOLLIN)
+        self._polls_for_room = False
         return True
 
     def _begin(self, arguments: Sequence[str], fds: Sequence[int]) -> None:
@@ -118,6 +123,45 @@ class ChildProcess:
             process.wait()
             raise
         self._process = process
+
+    def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
+        """Send an order with descriptors, if a child runs; kill one that does not read."""
+        if self.link is None:
+            return
+        try:
+            self.link.send(frame, fds)
+        except EOFError:
+            return  # it exits; its owner sees that
+        except (ChannelFull, OSError) as error:
+            why = f"its orders cannot be sent: {error}"
+            self._log_error(f"is killed: {why}")
+            self.kill(why)
+            return
+        self._poll_for_room()
+
+    def flush(self) -> None:
+        """Send what waits, as far as the child has read."""
+        if self.link is None or not self.link.wants_write:
+            return
+        try:
+            self.link.flush()
+        except EOFError:
+            return  # what it sent before is read, and its end
+        self._poll_for_room()
+
+    def receive(self) -> Iterator[ReceivedFrame]:
+        """Yield the messages that have come; where the caller stops early, some are `unread`.
+
+        Raises:
+            EOFError: the child has closed its end, or died.
+            BadFrame, DescriptorsLost: see `Channel.receive`.
+        """
+        while self.link is not None:
+            received = self.link.receive()
+            if received is not None:
+                yield received
+            if not self.unread:
+                return
 
     def kill(self, why: str = "the daemon stops") -> None:
         """End it without asking, for a reason; what it has sent can still be received."""
@@ -151,6 +195,18 @@ class ChildProcess:
         if code == -signal.SIGKILL and why:
             return f"killed by kvd: {why}"
         return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
+
+    def _poll_for_room(self) -> None:
+        """Have the poller report that the child has read, while something waits for that."""
+        if self.link is not None and self.link.wants_write != self._polls_for_room:
+            self._polls_for_room = self.link.wants_write
+            room = select.EPOLLOUT if self._polls_for_room else 0
+            self._poller.modify(self.link.fileno(), select.EPOLLIN | room)
+
+    def _log_error(self, text: str) -> None:
+        import logging  # noqa: PLC0415  # what the first lanes need not wait for
+
+        logging.getLogger("kvd.daemon").error("%s %s", self.name, text, extra=self.fields)
 
     def _put_off(self, now: float) -> None:
         self._delay = min(2 * self._delay, _LONGEST_DELAY)

@@ -6,7 +6,7 @@ connect meanwhile wait in the kernel's queue for the next one. A thread would sh
 the interpreter's lock with the broker's loop.
 
 The process starts two seconds after the broker, or with the first connection. It
-sends a byte every five seconds; one that stops doing so is killed and replaced.
+sends a message every five seconds; one that stops doing so is killed and replaced.
 """
 
 import logging
@@ -95,7 +95,7 @@ class HttpProcess:
         if self._tcp is not None:
             fds.append(self._tcp.fileno())
             arguments += ["--tcp-fd", str(self._tcp.fileno()), "--host", self._host]
-        self._child.spawn([*arguments, "--beat-fd"], now, fds)
+        self._child.spawn([*arguments, "--link-fd"], now, fds)
 
     def _watch(self, ready: dict[int, int], now: float) -> None:
         child = self._child
@@ -103,11 +103,10 @@ class HttpProcess:
             log.warning("the HTTP process has ended: %s", child.reap(now))
         elif child.link is not None and child.link.fileno() in ready:
             try:
-                child.link.recv()
+                if child.link.receive_all():
+                    self._heard, child.served = now, True
             except EOFError:
                 child.close_link()
-            else:
-                self._heard, child.served = now, True
         elif now - self._heard > _SILENT_SECONDS:
             child.kill(f"did not report for {now - self._heard:.0f} s")
             self._heard = now

@@ -1,6 +1,5 @@
 """Lane processes: start, read, write, restart, end."""
 
-import contextlib
 import itertools
 import os
 import select
@@ -12,18 +11,10 @@ from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect
 from kvd.daemon.lane_process import LaneProcess
 from kvd.daemon.memory import PoolMemory
-from kvd.errors import BadDatagram, ChannelFull, DescriptorsLost
-from kvd.wire.link import (
-    LINK,
-    BeginLane,
-    Imported,
-    ImportWorker,
-    LaneReady,
-    StopLane,
-    lane_socket,
-)
-from kvd.wire.seqpacket import close_all
-from kvd_proto.errors import DecodeError
+from kvd.machine.open_files import open_files_remedy
+from kvd.wire.link import LINK, BeginLane, LaneReady, StopLane, lane_socket
+from kvd_proto.channel import close_all
+from kvd_proto.errors import BadFrame, DecodeError, DescriptorsLost
 from kvd_proto.messages import Message
 
 
@@ -89,57 +80,38 @@ class Lanes:
     def turn(self, ready: dict[int, int], now: float) -> None:
         """Read what lanes have sent, and notice those that have ended."""
         for process in list(self.processes.values()):
-            link = process.link
-            if link is not None and link.wants_write:
-                with contextlib.suppress(EOFError):  # what it sent before is read, and its end
-                    link.flush()
-            if link is not None and link.fileno() in ready:
-                try:
-                    while (received := link.recv()) is not None:
-                        self._message(process, *received, now)
-                except EOFError:
-                    process.close_link()
-                except DescriptorsLost as error:  # of LaneReady, which brings the lifeline
-                    process.kill(f"the broker could not receive its lifeline: {error}")
+            process.flush()
+            if process.link is not None and process.link.fileno() in ready:
+                self._receive(process, now)
             if process.pidfd in ready:
                 reason = process.reap(now)
                 self._carry_out(self._core.supervision.lost(process.device, reason))
 
-    def _message(
-        self, process: LaneProcess, frame: bytes, fds: tuple[int, ...], now: float
-    ) -> None:
+    def _receive(self, process: LaneProcess, now: float) -> None:
         try:
-            _, message = LINK.decode(frame)
-        except DecodeError as error:
+            for frame, fds in process.receive():
+                _, message = LINK.decode(frame)
+                if isinstance(message, LaneReady) and fds:
+                    process.lifeline, process.served = fds[0], True
+                    close_all(fds[1:])
+                else:
+                    close_all(fds)
+                self._carry_out(self._core.supervision.received(process.device, message, now))
+        except EOFError:
+            process.close_link()
+        except (DecodeError, BadFrame) as error:
             process.kill(f"sent what is no message: {error}")
-            return
-        if isinstance(message, LaneReady) and fds:
-            process.lifeline, fds = fds[0], fds[1:]
-            process.served = True
-        close_all(fds)
-        self._carry_out(self._core.supervision.received(process.device, message, now))
+        except DescriptorsLost as error:  # of LaneReady, which brings the lifeline
+            why = f"{error}; {open_files_remedy()}"
+            process.kill(f"the broker could not receive its lifeline: {why}")
 
     def send(self, device: str, message: Message, fds: Sequence[int]) -> None:
         """Send an order to a lane; one that does not read is killed."""
         process = self.processes[device]
-        if process.link is None:
-            return
-        if process.socket is None:
-            if isinstance(message, StopLane):
-                process.kill()
-            return
-        try:
-            process.link.send(LINK.encode(message), fds)
-        except BadDatagram as error:
-            if not isinstance(message, ImportWorker):
-                raise
-            text = f"the layout is too large to hand to the lane: {error}"
-            refusal = Imported(session=message.session, error=text, attempt=message.attempt)
-            self._carry_out(self._core.supervision.received(device, refusal, time.monotonic()))
-        except EOFError:
-            pass  # it exits; `turn` sees that
-        except (ChannelFull, OSError) as error:
-            process.kill(f"its orders cannot be sent: {error}")
+        if process.socket is not None:
+            process.send(LINK.encode(message), fds)
+        elif isinstance(message, StopLane):
+            process.kill()
 
     def close(self) -> None:
         """End all without asking."""

@@ -1,8 +1,7 @@
 """The broker's loop: everything that touches the outside, around kvd.broker.
 
-startup → loop → drain → shutdown. One thread; it polls the request socket,
-the connections of sessions, the lanes, the pool's allocator and signals, turns each into a
-call of the core, and carries the effects out.
+startup → loop → drain → shutdown. One thread; it polls the connections of sessions, the lanes, the
+pool's allocator and signals, turns each into a call of the core, and carries the effects out.
 """
 
 import contextlib
@@ -11,7 +10,6 @@ import math
 import os
 import select
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -45,15 +43,14 @@ from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources
 from kvd.daemon.config_reader import ConfigReader
-from kvd.daemon.connections import Connections
 from kvd.daemon.descriptions import DescriptionFiles
 from kvd.daemon.http_process import HttpProcess
 from kvd.daemon.kept_pool import KeptPool
 from kvd.daemon.lane_processes import Lanes
 from kvd.daemon.memory import PoolMemory
 from kvd.daemon.pool_dirs import forget_pool_dir
-from kvd.daemon.request_socket import Requests
 from kvd.daemon.reset_file import ResetFile
+from kvd.daemon.sessions import SessionServer
 from kvd.daemon.shared import DirectoryMemory, ReadyPipes
 from kvd.daemon.start import Begun
 from kvd.daemon.tier_processes import TierProcesses
@@ -62,7 +59,6 @@ from kvd.machine.process import Standstill
 from kvd.machine.process_usage import UsageReader
 from kvd.machine.room import PoolLimits
 from kvd.pool.filling import FillOrder
-from kvd.wire.listener import Listener
 from kvd_proto.capacity import pinning_lanes
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
@@ -145,13 +141,11 @@ class Service:
         self._lanes = Lanes(
             self._runtime.path, self.core, self._poller, self._carry_out, begun.first.processes
         )
-        self._requests = Requests(self._runtime.broker_socket, self.core, self._poller)
-        self._connections = Connections(
-            Listener(self._runtime.control_socket, socket.SOCK_SEQPACKET),
+        self._sessions = SessionServer(
+            self._runtime.broker_socket,
             self.core,
             self._poller,
             self._carry_out,
-            requests=self._requests,
             allowed=begun.allowed,
             own=lambda peer: peer.pid == self._http.pid,
         )
@@ -177,14 +171,14 @@ class Service:
 
     def _turn(self) -> None:
         """Wait, and serve requests; look at everything else where something of it is due."""
-        router, busy = self._requests.router, self.core.background.busy
+        sessions, busy = self._sessions, self.core.background.busy
         now = time.monotonic()
         if self._polled:
             self.core.loop_turned(now - self._polled)
         patience = HELD_UP_SECONDS if self._held_up else max(0.0, self._next_tick - now)
         if tiers := self.core.state.tiers:
             patience = min(patience, self._tiers.patience(now))
-        if busy or router.pending:
+        if busy or sessions.pending:
             patience = 0.0
         look_at = now + patience if tiers else math.inf
         self._standstill.waits(now, patience)
@@ -192,20 +186,18 @@ class Service:
         now = self._polled = time.monotonic()
         if stood_still := self._standstill.woke(now):
             self._note(Event(stood_still, "warning"))
-        router.look(ready)
+        sessions.look(ready)
         due = ready or now >= min(self._next_tick, look_at) or busy or self._held_up
         if due:
             self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
-        if router.pending:
-            for effects in self._requests.receive(now):
-                self._carry_out(effects)
+        if sessions.pending:
+            sessions.serve(now)
         if due:
             self._look_around(ready, now)
 
     def _look_around(self, ready: dict[int, int], now: float) -> None:
         """Look at all that is no request: what is ready of it, and what is due by the time."""
-        self._connections.turn(ready, now)
-        self._requests.count()
+        self._sessions.count()
         if self._wake_read in ready:
             os.read(self._wake_read, 512)
             self._next_tick = 0.0  # a signal has come, or more of the pool is there
@@ -219,7 +211,6 @@ class Service:
             self._carry_out(self.core.tick(now))
             self._carry_out(self._config.turn(self.core.reloading))
         self._carry_out(self.core.background.work())
-        self._connections.flush()
         self._http.turn(ready, now)
         if self.core.state.tiers:
             self._tiers.turn(ready, now)
@@ -306,17 +297,12 @@ class Service:
     # -------------------------------------------------------------- effects
 
     def _carry_out(self, effects: list[Effect]) -> None:
-        sessions = self._connections.open
         for effect in effects:
             match effect:
                 case Reply():
-                    self._requests.reply(effect)
-                case Notify(session=number):
-                    if number in sessions:
-                        fds = self._resolve(effect.fd)
-                        self._connections.notify(number, effect.message, fds)
-                case ToLane(fd=SessionFds(session=number)) if number not in sessions:
-                    pass  # it left at an effect before this one, and its descriptors with it
+                    self._sessions.reply(effect)
+                case Notify():
+                    self._sessions.notify(effect.session, effect.message, self._resolve(effect.fd))
                 case ToLane():
                     self._lanes.send(effect.device, effect.message, self._resolve(effect.fd))
                 case ToTier():
@@ -338,8 +324,7 @@ class Service:
             case KillTier():
                 self._tiers.kill(effect.tier, effect.why, wrong=effect.wrong)
             case DropFds():
-                if connection := self._connections.open.get(effect.session):
-                    connection.drop_fds()
+                self._sessions.drop_fds(effect.session)
             case ChunksReady():
                 self._ready_pipes.tell(effect.engine)
             case DropEngine():
@@ -367,7 +352,7 @@ class Service:
             case LifelineFd():
                 return [self._lanes.processes[name.device].lifeline]
             case SessionFds():
-                return list(self._connections.open[name.session].fds)
+                return self._sessions.fds(name.session)
             case None:
                 return []
 
@@ -399,8 +384,7 @@ class Service:
     def _shutdown(self) -> None:
         self._http.close()
         self._notifier.stopping(self.core.supervision.unpin_seconds)  # lanes that are killed unpin
-        self._connections.close()
-        self._requests.close()
+        self._sessions.close()
         self._lanes.close()
         self._tiers.close()
         ledgers = [each.directory.ledger for each in self.core.state.open_namespaces]

@@ -35,7 +35,6 @@ class RuntimeDir:
                 f" leaves room for {MAX_DIRECTORY_BYTES}; use a shorter one, such as /run/kvd"
             )
         self.broker_socket = self.path / "broker.sock"
-        self.control_socket = self.path / "control.sock"
         self.http_socket = self.path / "http.sock"
         self.lock_file = self.path / "kvd.lock"
         self.resets = self.path / "kvd.resets"  # stays, see kvd.daemon.reset_file
@@ -114,7 +113,7 @@ class RuntimeDir:
 
     def _at_sockets(self) -> list[tuple[Path, bool]]:
         """Return what lies in the places of this directory's sockets, and whether it is one."""
-        places = [self.broker_socket, self.control_socket, self.http_socket]
+        places = [self.broker_socket, self.http_socket]
         places += self.path.glob("lane-*.sock")
         found = []
         for path in places:

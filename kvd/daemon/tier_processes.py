@@ -4,7 +4,6 @@ The broker never waits for one. One that does not read its orders is killed; one
 killed and does not die, because its medium hangs, is left alone: the next is started when it has.
 """
 
-import contextlib
 import logging
 import select
 import time
@@ -15,11 +14,9 @@ from kvd.broker.effects import Effect, ToTier
 from kvd.broker.tiers import Tier
 from kvd.daemon.child import ChildProcess
 from kvd.daemon.memory import PoolMemory
-from kvd.errors import BadDatagram, ChannelFull
-from kvd.wire.seqpacket import close_all
 from kvd.wire.tiering import TIERING, BeginTier, TierReady
-from kvd_proto.errors import DecodeError
-from kvd_proto.messages import Message
+from kvd_proto.channel import close_all
+from kvd_proto.errors import BadFrame, DecodeError
 
 log = logging.getLogger("kvd.daemon")
 _PAUSE_SECONDS = 0.25
@@ -43,7 +40,6 @@ class TierProcesses:
         self._core = core
         self._carry_out = carry_out
         self._children = [self._child(tier, poller) for tier in core.state.tiers]
-        self._unread: set[int] = set()
 
     @staticmethod
     def _child(tier: Tier, poller: select.epoll) -> ChildProcess:
@@ -53,7 +49,8 @@ class TierProcesses:
 
     def patience(self, now: float) -> float:
         """Seconds until something is due, as far as nothing arrives."""
-        return 0.0 if self._unread else self._core.tiering.due(now)
+        unread = any(child.unread for child in self._children)
+        return 0.0 if unread else self._core.tiering.due(now)
 
     def start_due(self, pool: PoolMemory, now: float) -> None:
         """Start every process that does not run and whose pause is over."""
@@ -69,18 +66,14 @@ class TierProcesses:
                 log_level=settings.log_level,
                 log_style=settings.log_format,
             )
-            self._send(index, begin, [pool.fd])
+            child.send(TIERING.encode(begin), [pool.fd])
 
     def turn(self, ready: dict[int, int], now: float) -> None:
         """Read what tiers have sent, notice those that have ended, do what is due."""
-        unread, self._unread = self._unread, set()
         for index, child in enumerate(self._children):
-            if child.link is not None:
-                with contextlib.suppress(EOFError):  # what it sent before is read, and its end
-                    if child.link.wants_write:
-                        child.link.flush()
-                if child.link.fileno() in ready or index in unread:
-                    self._receive(index, child, now)
+            child.flush()
+            if child.unread or (child.link is not None and child.link.fileno() in ready):
+                self._receive(index, child, now)
             if child.pidfd in ready:
                 reason = child.reap(now)
                 if not self._core.state.stopping:
@@ -90,41 +83,22 @@ class TierProcesses:
     def _receive(self, index: int, child: ChildProcess, now: float) -> None:
         """Take in some of what has come; more of it in the next turn of the loop."""
         end = time.monotonic() + _TURN_SECONDS
-        for number in range(_MESSAGES_A_TURN):
-            if number and time.monotonic() >= end:
-                break
-            try:
-                received = child.link.recv() if child.link is not None else None
-                if received is None:
+        try:
+            for number, (frame, fds) in enumerate(child.receive(), 1):
+                close_all(fds)
+                _, message = TIERING.decode(frame)
+                child.served |= isinstance(message, TierReady)
+                self._carry_out(self._core.tiering.received(index, message, now))
+                if number == _MESSAGES_A_TURN or time.monotonic() >= end:
                     return
-                close_all(received[1])
-                _, message = TIERING.decode(received[0])
-            except EOFError:
-                child.close_link()
-                return
-            except (DecodeError, BadDatagram) as error:
-                child.kill(f"sent what is no message: {error}")
-                return
-            child.served |= isinstance(message, TierReady)
-            self._carry_out(self._core.tiering.received(index, message, now))
-        self._unread.add(index)
+        except EOFError:
+            child.close_link()
+        except (DecodeError, BadFrame) as error:
+            child.kill(f"sent what is no message: {error}")
 
     def send(self, effect: ToTier, fds: Sequence[int]) -> None:
         """Write to a tier."""
-        self._send(effect.tier, effect.message, fds)
-
-    def _send(self, index: int, message: Message, fds: Sequence[int]) -> None:
-        child = self._children[index]
-        if child.link is None:
-            return
-        try:
-            child.link.send(TIERING.encode(message), fds)
-        except EOFError:
-            pass  # it exits; `turn` sees that
-        except (ChannelFull, OSError) as error:
-            why = f"its orders cannot be sent: {error}"
-            log.error("%s is killed: %s", child.name, why, extra=child.fields)  # noqa: TRY400  # the text has the reason
-            child.kill(why)
+        self._children[effect.tier].send(TIERING.encode(effect.message), fds)
 
     def kill(self, index: int, why: str, *, wrong: bool) -> None:
         """End a process without asking; after one that was wrong the next comes later each time."""

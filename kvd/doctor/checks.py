@@ -21,7 +21,7 @@ from kvd_proto.capacity import CONTEXT_GPU_BYTES, pin_gpu_bytes, pin_kernel_byte
 from kvd_proto.sizes import format_size
 
 OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is the long-term one
-FILES_PER_SESSION = 4  # control socket, pidfd, and what a worker hands over
+FILES_PER_SESSION = 4  # connection, pidfd, and what a worker hands over
 SPARE_FILES = 256
 
 

@@ -4,7 +4,7 @@ Everything here looks and decides; nothing is moved or sent.
 """
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -14,9 +14,11 @@ from kvd.lane.layers import Layers
 from kvd.lane.queue import Queued
 from kvd.lane.workers import Binding, Worker
 from kvd_proto.blocks import Chunks
-from kvd_proto.messages import Job, JobStatus, Load, Message, Store
+from kvd_proto.messages import Job, JobStatus, Load, Store
 
 VOID_TEXT = "the worker has taken the store's blocks back"
+NO_WORD = 0
+"""The `word` of a store that has none."""
 
 
 class JobState(StrEnum):
@@ -29,8 +31,6 @@ class JobState(StrEnum):
 
 
 Refusal = tuple[JobStatus, str]
-Reply = Callable[[Message], None]
-"""Sends the answer to one request; never waits."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -40,6 +40,7 @@ class LaneJob(Queued):
     Of a job that ended ok: accepted_ns <= started_ns <= ended_ns (its last byte moved).
 
     Attributes:
+        request_id: of the request, for its Done.
         moves: its runs as the device has prepared them, once it has started.
         given: how many of them the device was given.
         layers: of a load that reports them, once it has started; else None.
@@ -50,7 +51,7 @@ class LaneJob(Queued):
     worker: Worker
     binding: Binding
     request: Job
-    reply: Reply
+    request_id: int
     accepted_ns: int
     state: JobState = JobState.QUEUED
     moves: Moves = NO_MOVES
@@ -118,7 +119,9 @@ class LaneJob(Queued):
         """Whether the worker has taken a store's blocks back."""
         request = self.request
         return (
-            isinstance(request, Store) and self.worker.control.epoch(request.word) != request.epoch
+            isinstance(request, Store)
+            and request.word != NO_WORD
+            and self.worker.control.epoch(request.word) != request.epoch
         )
 
     def awaits_broker(self) -> bool:
@@ -215,6 +218,13 @@ class LaneJob(Queued):
             f"<LaneJob {self.direction} {self.request.job} of {self.worker.who}: {self.state},"
             f" {self.given} of {len(self.moves)} runs given, {self.in_flight} pieces in flight>"
         )
+
+
+def needs_control_page(request: Job) -> bool:
+    """Return whether a job names a word of the control page or a number of the timeline."""
+    if isinstance(request, Store):
+        return bool(request.after or request.word or request.epoch)
+    return bool(request.after or (isinstance(request, Load) and request.progress))
 
 
 def outside(job: LaneJob, device: Device) -> Refusal | None:

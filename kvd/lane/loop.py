@@ -14,7 +14,7 @@ import select
 import time
 from pathlib import Path
 
-from kvd.errors import ChannelFull, LaneError
+from kvd.errors import LaneError
 from kvd.lane.devices.device import Device, Direction
 from kvd.lane.orders import Orders
 from kvd.lane.queue import Limits
@@ -24,9 +24,10 @@ from kvd.lane.worker_requests import Requests
 from kvd.lane.workers import Workers
 from kvd.machine.process import Standstill
 from kvd.wire.link import LINK, LaneFailed, LaneReady, PoolUsable
-from kvd.wire.router import Router
-from kvd.wire.seqpacket import Channel
+from kvd.wire.server import Server
+from kvd_proto.channel import Channel
 from kvd_proto.codec import MAX_MESSAGE_BYTES
+from kvd_proto.errors import ChannelFull
 
 _log = logging.getLogger(__name__)
 
@@ -69,10 +70,10 @@ class LaneService:
         self._endpoint = endpoint
         self._link = link
         self._link_writes = False
-        self._router = Router(Path(endpoint.removeprefix("ipc://")), max_bytes=MAX_MESSAGE_BYTES)
-        self._poll = select.poll()
-        self._poll.register(self._router, select.POLLIN)
-        self._poll.register(link, select.POLLIN)
+        self._epoll = select.epoll()
+        path = Path(endpoint.removeprefix("ipc://"))
+        self._server = Server(path, max_bytes=MAX_MESSAGE_BYTES, epoll=self._epoll)
+        self._epoll.register(link, select.EPOLLIN)
         self._device = device
         self._pool_bytes = pool_bytes
         self._lifeline = lifeline
@@ -80,7 +81,7 @@ class LaneService:
         self._standstill = Standstill("lane")
         self._workers = Workers(device)
         self._runner = Runner(device, limits)
-        self._reports = Reports(self._router, link, self._runner)
+        self._reports = Reports(self._server, link, self._runner)
         self._orders = Orders(self._reports, self._workers, device, pool_bytes)
         self._requests = Requests(self._reports, self._workers)
 
@@ -99,7 +100,7 @@ class LaneService:
             nap = paused = 0.0
             while not self._is_over():
                 orders = self._wait(self._patience(nap))
-                requests = self._router.pending
+                requests = self._server.pending
                 if orders:
                     self._orders.read()
                 if requests:
@@ -108,6 +109,7 @@ class LaneService:
                     self._report_usable()
                 moved = self._runner.turn()
                 self._reports.report_ended()
+                self._reports.note_connections()
                 if self._reports.shares_due:  # after the replies: to wake the broker takes a while
                     self._reports.send_shares()
                 nap = self._back_off(nap, busy=moved or orders or requests)
@@ -122,7 +124,9 @@ class LaneService:
         else:
             self._reports.send_shares()
         finally:
-            self._router.close(linger=LINGER_SECONDS if self._runner.stopping else 0.0)
+            self._epoll.unregister(self._link)
+            self._server.close(linger=LINGER_SECONDS if self._runner.stopping else 0.0)
+            self._epoll.close()
             self._link.close()
 
     def _is_over(self) -> bool:
@@ -131,7 +135,7 @@ class LaneService:
     def _serve_workers(self) -> None:
         """Serve what has come from workers, some of it where it is much."""
         for _ in range(REQUESTS_PER_TURN):
-            received = self._router.take()
+            received = self._server.take()
             if received is None:
                 return
             if not self._workers.all_bound:  # the order that binds its sender came before it
@@ -143,21 +147,24 @@ class LaneService:
     def _wait(self, patience: int | None) -> bool:
         """Wait for messages, at most `patience` in milliseconds; return whether orders have come.
 
-        One poll system call (about 1 µs), however many workers are connected.
+        One system call (about 1 µs), however many workers are connected.
         """
-        if self._link.wants_write != self._link_writes:
-            self._link_writes = self._link.wants_write
-            mask = select.POLLIN | (select.POLLOUT if self._link_writes else 0)
-            self._poll.modify(self._link, mask)
+        link = self._link
+        if link.wants_write != self._link_writes:
+            self._link_writes = link.wants_write
+            events = select.EPOLLIN | (select.EPOLLOUT if self._link_writes else 0)
+            self._epoll.modify(link, events)
         seconds = None if patience is None else patience / 1000
+        if link.more or self._server.pending:
+            seconds = 0.0
         self._standstill.waits(time.monotonic(), seconds)
-        ready = {fd for fd, _ in self._poll.poll(0 if self._router.pending else patience)}
+        ready = dict(self._epoll.poll(seconds))
         stood_still = self._standstill.woke(time.monotonic())
         if stood_still:
             _log.warning("%s", stood_still)
-        if self._router.fileno() in ready:
-            self._router.look()
-        return self._link.fileno() in ready
+        if ready:
+            self._server.look(ready)
+        return link.more or link.fileno() in ready
 
     def _patience(self, nap: float) -> int | None:
         """Milliseconds to wait for messages; None: for ever, there is nothing to do."""

@@ -6,7 +6,7 @@ answered when the last of these has ended.
 
 import logging
 
-from kvd.errors import DescriptorsLost, ImportFailed, LaneError
+from kvd.errors import ImportFailed, LaneError
 from kvd.lane.devices.device import Device, Direction
 from kvd.lane.jobs import JobState, LaneJob
 from kvd.lane.reports import TEXT_LIMIT, Reports
@@ -29,8 +29,8 @@ from kvd.wire.link import (
     StopLane,
     UnbindWorker,
 )
-from kvd.wire.seqpacket import close_all
-from kvd_proto.errors import DecodeError
+from kvd_proto.channel import close_all
+from kvd_proto.errors import DecodeError, DescriptorsLost
 from kvd_proto.messages import JobStatus, Message
 
 _log = logging.getLogger(__name__)
@@ -66,14 +66,18 @@ class Orders:
         Raises:
             EOFError: the broker is gone.
         """
-        self._link.flush()
+        link = self._link
+        link.flush()
         for _ in range(FRAMES_PER_TURN):
             try:
-                received = self._link.recv()
+                received = link.receive()
             except DescriptorsLost as error:
+                close_all(link.take_descriptors())  # those that there was room for
                 self._refuse(error)
                 continue
             if received is None:
+                if link.more:
+                    continue
                 return
             frame, fds = received
             try:
@@ -114,7 +118,7 @@ class Orders:
         """Refuse an order whose descriptors could not be received."""
         _, message = LINK.decode(error.frame)
         if isinstance(message, ImportWorker):
-            self._not_imported(message, str(error), out_of_files=True)
+            self._not_imported(message, f"{error}; {open_files_remedy()}", out_of_files=True)
             return
         if isinstance(message, BindWorker):  # the broker counts it; the worker stays unbound
             self.bindings += 1
@@ -175,6 +179,7 @@ class Orders:
 
         def release() -> None:
             if self._workers.by_session(message.session) is worker:  # no order before did it
+                self._reports.part(worker)
                 self._workers.remove(worker)
                 _log.info("released the memory of %s", worker.who, extra=worker.who.fields)
             self._reports.tell_broker(Released(session=message.session))

@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 
-from kvd.errors import ChannelFull, KvdError
+from kvd.errors import KvdError
 from kvd.lane.devices.device import Device
 from kvd.lane.devices.host import HostDevice
 from kvd.lane.loop import LaneService
@@ -19,7 +19,8 @@ from kvd.machine.open_files import raise_descriptor_limit
 from kvd.machine.pool_lock import hold_pool, move_up
 from kvd.wire.first_order import first_order
 from kvd.wire.link import LINK, BeginLane, LaneFailed
-from kvd.wire.seqpacket import Channel
+from kvd_proto.channel import Channel
+from kvd_proto.errors import ChannelFull
 from kvd_proto.messages import HOST
 
 log = logging.getLogger("kvd.lane")
@@ -32,8 +33,8 @@ _KEPT_BYTES = 32 * 2**20
 
 def run(link_fd: int) -> int:
     """Serve until the broker is done; the exit status."""
-    link = Channel(socket.socket(fileno=link_fd))
     try:
+        link = Channel(socket.socket(fileno=link_fd))
         begin, (pool_fd, pin_lock) = first_order(link, LINK, BeginLane)
     except EOFError:  # the broker had no use for it
         return 0
@@ -64,7 +65,7 @@ def run(link_fd: int) -> int:
     os.close(pool_fd)
     try:
         service.run()
-    except KvdError:
+    except (KvdError, ChannelFull):
         log.exception("the lane ends")
         return 1
     return 0

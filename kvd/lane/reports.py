@@ -8,14 +8,15 @@ still waits: what was written is reported before anything that depends on it.
 from dataclasses import replace
 
 from kvd.lane.devices.device import Direction
-from kvd.lane.jobs import LaneJob, Reply
+from kvd.lane.jobs import LaneJob
 from kvd.lane.runner import Runner
 from kvd.lane.shares import Shares
+from kvd.lane.workers import Worker
 from kvd.metrics.counts import STAGES, LaneCounts
 from kvd.wire.link import LINK
-from kvd.wire.router import Router
-from kvd.wire.seqpacket import Channel
-from kvd_proto.codec import WIRE, Header
+from kvd.wire.server import Client, Server
+from kvd_proto.channel import Channel
+from kvd_proto.codec import WIRE
 from kvd_proto.messages import Done, Job, JobStatus, Load, Message
 
 TEXT_LIMIT = 1000
@@ -26,18 +27,18 @@ class Reports:
     """Everything that the lane sends but for its first message, and what it counts.
 
     Attributes:
-        router: to workers.
+        server: of the workers' connections.
         link: to the broker.
         runner: whose jobs are reported.
         counts: since the lane's start; see `counted`.
         shares: that have not been sent.
     """
 
-    def __init__(self, router: Router, link: Channel, runner: Runner) -> None:
-        self.router = router
+    def __init__(self, server: Server, link: Channel, runner: Runner) -> None:
+        self.server = server
         self.link = link
         self.runner = runner
-        self.counts = LaneCounts(limits=router.limits)
+        self.counts = LaneCounts(limits=server.limits)
         self._stages = {
             way: [self.counts.stages[f"{way}_{stage}"] for stage in STAGES] for way in Direction
         }
@@ -45,20 +46,42 @@ class Reports:
 
     # ---------------------------------------------------------- to workers
 
+    def join(self, client: Client, worker: Worker) -> None:
+        """Make a connection the worker's; end the one before it, with what was not read there."""
+        if worker.client is not None:
+            self.server.end(worker.client)
+        worker.client = client
+        self.server.adopt(client, worker)
+
+    def part(self, worker: Worker) -> None:
+        """Make the worker's connection nobody's; requests there get `bad_session`."""
+        if worker.client is not None:
+            self.server.adopt(worker.client, None)
+            worker.client = None
+
+    def note_connections(self) -> None:
+        """Note which connections have ended."""
+        server = self.server
+        server.accepted.clear()
+        while server.ended:
+            client = server.ended.popleft()
+            worker: Worker | None = client.owner
+            if worker is not None and worker.client is client:
+                worker.client = None
+
     def report_ended(self) -> None:
         """Report every job that has ended, then do what waited for it."""
         for job in self.runner.take_ended():
             status, text = job.outcome
             self._count(job, status)
-            job.reply(
-                Done(
-                    job=job.request.job,
-                    status=status,
-                    text=text[:TEXT_LIMIT],
-                    bytes=job.moved_bytes,
-                    copy_ns=job.copy_ns,
-                )
+            done = Done(
+                job=job.request.job,
+                status=status,
+                text=text[:TEXT_LIMIT],
+                bytes=job.moved_bytes,
+                copy_ns=job.copy_ns,
             )
+            self.reply(job.worker.client, job.request_id, done)
             if status is JobStatus.OK:
                 self._count_stages(job, self.runner.clock())
             # After the reply: the worker is what waits, the broker makes chunks READY meanwhile.
@@ -69,12 +92,13 @@ class Reports:
         for action in self.runner.take_due():
             action()
 
-    def refuse_job(self, request: Job, reply: Reply, text: str) -> None:
+    def refuse_job(self, worker: Worker, request: Job, request_id: int, text: str) -> None:
         """Answer that a job is not taken, and why."""
         way = Direction.LOAD if isinstance(request, Load) else Direction.STORE
         status = JobStatus.REFUSED
         self.counts.jobs[f"{way}_{status}"] += 1
-        reply(Done(job=request.job, status=status, text=text[:TEXT_LIMIT], bytes=0, copy_ns=0))
+        done = Done(job=request.job, status=status, text=text[:TEXT_LIMIT], bytes=0, copy_ns=0)
+        self.reply(worker.client, request_id, done)
 
     def _count(self, job: LaneJob, status: JobStatus) -> None:
         counts = self.counts
@@ -96,18 +120,17 @@ class Reports:
         for stage, spent in zip(self._stages[job.direction], nanoseconds, strict=True):
             stage.observe(spent / 1e9)
 
-    def reply(self, identity: bytes, header: Header, message: Message) -> None:
+    def reply(self, client: Client | None, request_id: int, message: Message) -> None:
         """Answer a request; never waits: a worker that is gone or does not read gets no answer."""
-        frame = WIRE.encode(message, header.request_id, header.boot_id)
-        if not self.router.send(identity, frame):
+        if client is None or not self.server.send(client, WIRE.encode(message, request_id)):
             self.counts.dropped_replies += 1
 
     # ------------------------------------------------------- to the broker
 
     @property
     def counted(self) -> LaneCounts:
-        """The counts, with the frames that were dropped before they were requests."""
-        dropped = self.counts.dropped_frames + self.router.dropped
+        """The counts, with the connections that were closed because they speak no ZMTP."""
+        dropped = self.counts.dropped_frames + self.server.dropped
         return replace(self.counts, dropped_frames=dropped)
 
     def tell_broker(self, message: Message) -> None:

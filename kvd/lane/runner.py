@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from kvd.errors import IntegrityError, LaneError
 from kvd.lane.devices.device import NO_MOVES, Device, Direction, Finished, Transfer
-from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, Reply, outside
+from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, needs_control_page, outside
 from kvd.lane.layers import Layers
 from kvd.lane.queue import JobQueue, Limits
 from kvd.lane.workers import Worker
@@ -51,12 +51,12 @@ class Runner:
 
     # ------------------------------------------------------------ requests
 
-    def submit(self, worker: Worker, request: Job, reply: Reply) -> None:
+    def submit(self, worker: Worker, request: Job, request_id: int) -> None:
         """Take a job. It may end at once, as refused.
 
         Raises:
-            JobShapeError: its blocks do not fit the worker's layout or arena, or a store names a
-                slot twice.
+            JobShapeError: its blocks do not fit the worker's layout or arena, a store names a
+                slot twice, or it needs a control page and the worker has none.
             LaneError: the lane is stopping, the job's worker has no binding, or its number is in
                 use.
         """
@@ -67,6 +67,11 @@ class Runner:
             raise LaneError("this worker's engine is not complete: no jobs are taken")
         if (worker, request.job) in self._jobs:
             raise LaneError(f"job {request.job} of this session has not ended")
+        if not worker.has_control_page and needs_control_page(request):
+            raise JobShapeError(
+                "this worker registered without a control page: its jobs have after, word, epoch"
+                " and progress 0; register with one to use them"
+            )
         load = isinstance(request, Load)
         request.blocks.check(worker.layout, binding.order.num_slots)
         if not load:
@@ -80,7 +85,7 @@ class Runner:
             nbytes=worker.expander.named_bytes(request.blocks),
             binding=binding,
             request=request,
-            reply=reply,
+            request_id=request_id,
             accepted_ns=self.clock(),
         )
         self._jobs[worker, request.job] = job

@@ -14,7 +14,7 @@ from kvd.wire.link import ShareDone
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import Chunks
 
-PER_MESSAGE = 4096  # 20 bytes each: well inside one datagram of the link
+PER_MESSAGE = 4096  # 20 bytes each: well inside one message of the link
 _WIDTHS = (4, 8, 2, 2, 2)  # bytes of one item of each column of Chunks
 _Whose: TypeAlias = tuple[int, int, bytes, bool]
 """Session, rank, namespace, and whether they were stored."""

@@ -1,4 +1,4 @@
-"""What workers ask of a lane: jobs, to cancel them, to wait for them.
+"""What workers ask of a lane: to join a connection to a worker, jobs, to cancel or await them.
 
 Whatever comes in, nothing but its sender is disturbed: a frame that is no request is dropped,
 one that makes no sense is refused.
@@ -6,13 +6,12 @@ one that makes no sense is refused.
 
 import logging
 import os
-from functools import partial
 
 from kvd.errors import LaneError, Refused
-from kvd.lane.jobs import Reply, refused_chunks
+from kvd.lane.jobs import refused_chunks
 from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.workers import Worker, Workers
-from kvd.wire.router import Received
+from kvd.wire.server import Client, Received
 from kvd_proto.codec import REQUESTS
 from kvd_proto.errors import DecodeError, JobShapeError, VersionMismatch
 from kvd_proto.messages import (
@@ -21,6 +20,7 @@ from kvd_proto.messages import (
     ErrorCode,
     Job,
     JobStatus,
+    Join,
     Load,
     Message,
     Ok,
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class Requests:
-    """Serves what comes over the workers' socket.
+    """Serves what comes over the workers' connections.
 
     Args:
         reports: where answers go; of the runner that takes the jobs.
@@ -48,64 +48,75 @@ class Requests:
 
     def serve(self, received: Received) -> None:
         """Serve one message, then report what ended by it."""
+        client, frame, _ = received
         try:
-            header = REQUESTS.decode_header(received.frame)
+            header = REQUESTS.decode_header(frame)
         except DecodeError as error:
             self._reports.counts.dropped_frames += 1
-            pid, uid = self._reports.router.peer(received.identity)
+            pid, uid = client.peer.pid, client.peer.uid
             _log.warning("a message of pid %d, uid %d, cannot be read: %s", pid, uid, error)
             return
-        # The token proves that the sender means this boot of the daemon: it was made by it.
-        worker = self._workers.by_token(header.session)
-        if worker is not None and not worker.requests.is_new(header.request_id):
-            self._reports.counts.dropped_frames += 1
-            return
-        reply = partial(self._reports.reply, received.identity, header)
+        request_id = header.request_id
+        worker: Worker | None = client.owner
         try:
-            message = REQUESTS.decode_body(header, received.frame)
+            message = REQUESTS.decode_body(header, frame)
             if worker is None:
-                raise Refused(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
-            self._reports.router.prove(received.identity)
-            self._carry_out(worker, message, header.request_id, reply)
+                self._join(client, message)
+                self._reports.reply(client, request_id, Ok())
+            else:
+                self._carry_out(worker, client, request_id, message)
         except Refused as error:
-            reply(Error(code=error.code, text=str(error)))
+            self._refuse(client, request_id, error.code, str(error))
         except DecodeError as error:
             bad_version = isinstance(error, VersionMismatch)
             code = ErrorCode.BAD_VERSION if bad_version else ErrorCode.BAD_MESSAGE
-            reply(Error(code=code, text=str(error)[:TEXT_LIMIT]))
+            self._refuse(client, request_id, code, str(error)[:TEXT_LIMIT])
         except Exception:  # noqa: BLE001  # one request must not end the other engines' lane
-            _log.exception("request %d could not be served", header.request_id)
+            _log.exception("request %d could not be served", request_id)
             text = "a bug in the lane; its log has the details"
-            reply(Error(code=ErrorCode.INTERNAL, text=text))
+            self._refuse(client, request_id, ErrorCode.INTERNAL, text)
         self._reports.report_ended()
 
-    def _carry_out(self, worker: Worker, message: Message, number: int, reply: Reply) -> None:
+    def _refuse(self, client: Client, request_id: int, code: ErrorCode, text: str) -> None:
+        self._reports.reply(client, request_id, Error(code=code, text=text))
+
+    def _join(self, client: Client, message: Message) -> None:
+        """Make a connection the worker's that its first request names."""
+        if not isinstance(message, Join):
+            text = "this connection belongs to no worker; send Join with the token of LaneUp first"
+            raise Refused(ErrorCode.BAD_SESSION, text)
+        worker = self._workers.by_token(message.token)
+        if worker is None:
+            raise Refused(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
+        self._reports.join(client, worker)
+
+    def _carry_out(self, worker: Worker, client: Client, request_id: int, message: Message) -> None:
         match message:
             case Store() | Load():
-                self._job(worker, message, reply)
+                self._job(worker, message, request_id)
             case Ping():
-                reply(Pong(pid=os.getpid()))
+                self._reports.reply(client, request_id, Pong(pid=os.getpid()))
             case Cancel():
                 for job in self._runner.find(worker, message.jobs):
                     self._runner.stop(job, JobStatus.CANCELLED, "cancelled")
-                reply(Ok())
+                self._reports.reply(client, request_id, Ok())
             case Wait():
                 jobs = self._runner.find(worker, message.jobs)
-                # Ended, or never came; these must not begin after the answer.
-                if len(jobs) < len(set(message.jobs)):
-                    worker.requests.close_before(number)
                 for job in jobs:
                     self._runner.prioritize(job)
-                self._runner.when_ended(jobs, lambda: reply(Ok()))
+                reply = self._reports.reply
+                self._runner.when_ended(jobs, lambda: reply(client, request_id, Ok()))
+            case Join():
+                raise Refused(ErrorCode.BAD_STATE, "this connection belongs to a worker already")
             case _:
                 text = f"a lane serves jobs, not {type(message).__name__}"
                 raise Refused(ErrorCode.BAD_STATE, text)
 
-    def _job(self, worker: Worker, request: Job, reply: Reply) -> None:
+    def _job(self, worker: Worker, request: Job, request_id: int) -> None:
         try:
-            self._runner.submit(worker, request, reply)
+            self._runner.submit(worker, request, request_id)
         except (JobShapeError, LaneError) as error:
-            self._reports.refuse_job(request, reply, str(error))
+            self._reports.refuse_job(worker, request, request_id, str(error))
             shapeless = isinstance(error, JobShapeError) and isinstance(request, Store)
             if shapeless and worker.binding is not None:
                 chunks, which = refused_chunks(worker, worker.binding, request)

@@ -8,21 +8,19 @@ import mmap
 import os
 import pwd
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvd.client_names import Who
 from kvd.errors import HandleRefused, ImportFailed, LaneError
 from kvd.lane.devices.device import Device, MemoryId
 from kvd.machine.trust import size_of
 from kvd.wire.link import BindWorker, ImportWorker
+from kvd.wire.server import Client
 from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError
 from kvd_proto.expand import Expander
 from kvd_proto.layout import RankLayout
-
-REQUEST_WINDOW = 1024  # requests that may overtake each other
-_WHOLE_WINDOW = (1 << REQUEST_WINDOW) - 1
 
 
 def open_control_page(fd: int) -> ControlWords:
@@ -41,40 +39,6 @@ def open_control_page(fd: int) -> ControlWords:
         return ControlWords(mmap.mmap(fd, CONTROL_BYTES))
     except OSError as error:
         raise ImportFailed(f"the control page cannot be mapped: {error}") from error
-
-
-class RequestNumbers:
-    """Numbers of a worker's requests, each served once. They grow, but may overtake each other.
-
-    A job that came twice would be copied twice: the second time from or into blocks that the
-    engine uses for something else by then. And a second answer, such as that its number is in
-    use, would be taken for the first one. So a number that was seen before is not new; nor is
-    one that is late: a worker that was told that a job has ended, or is not here, uses its blocks.
-    """
-
-    def __init__(self) -> None:
-        self._highest = 0
-        self._seen = 1  # bit i: highest - i was here; number 0 is no request's
-
-    def is_new(self, number: int) -> bool:
-        """Note a number; whether it is here for the first time and not far behind the highest."""
-        ahead = number - self._highest
-        if ahead > 0:
-            kept = self._seen << ahead if ahead < REQUEST_WINDOW else 0
-            self._seen = (kept | 1) & _WHOLE_WINDOW
-            self._highest = number
-            return True
-        bit = 1 << -ahead if -ahead < REQUEST_WINDOW else 0
-        if not bit or self._seen & bit:
-            return False
-        self._seen |= bit
-        return True
-
-    def close_before(self, number: int) -> None:
-        """Take no number below this one, which was here, as new from now on."""
-        behind = self._highest - number
-        if behind < REQUEST_WINDOW:
-            self._seen |= _WHOLE_WINDOW & ~((1 << (behind + 1)) - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +84,22 @@ class Binding:
 
 @dataclass(eq=False, slots=True)
 class Worker:
-    """One worker's memory, as this lane holds it."""
+    """One worker's memory, as this lane holds it.
+
+    Attributes:
+        has_control_page: else `control` is private memory, all zero.
+        client: the connection on which it sends jobs; None until it has joined.
+    """
 
     order: ImportWorker
     who: Who
     memory: MemoryId
     control: ControlWords
+    has_control_page: bool
     expander: Expander
     binding: Binding | None = None
     leaving: bool = False
-    requests: RequestNumbers = field(default_factory=RequestNumbers)
+    client: Client | None = None
 
     @property
     def layout(self) -> RankLayout:
@@ -177,14 +147,18 @@ class Workers:
     def add(self, message: ImportWorker, descriptors: Sequence[int]) -> Worker:
         """Map the memory of a worker whose registration the broker has checked.
 
-        The descriptors stay the caller's; number 0 is the control page.
+        The descriptors stay the caller's; number 0 is the control page. None at all: the worker
+        has no control page.
 
         Raises:
             ImportFailed: the memory is not as described; nothing stays mapped.
         """
         if message.session in self._by_session or message.token in self._by_token:
             raise ImportFailed(f"session {message.session} has its memory here already")
-        control = open_control_page(descriptors[0])
+        if descriptors:
+            control = open_control_page(descriptors[0])
+        else:
+            control = ControlWords(mmap.mmap(-1, CONTROL_BYTES))
         try:
             memory = self._device.import_memory(
                 message.handles, message.layout.storages, descriptors
@@ -192,7 +166,8 @@ class Workers:
         except HandleRefused as error:
             raise ImportFailed(f"{error}{_users_differ(message.uid)}") from error
         expander = Expander(message.layout)
-        worker = Worker(message, who_is(message), memory, control, expander)
+        who, has_page = who_is(message), bool(descriptors)
+        worker = Worker(message, who, memory, control, has_page, expander)
         self._by_session[message.session] = self._by_token[message.token] = worker
         return worker
 
@@ -207,7 +182,7 @@ class Workers:
         return self._by_session.get(session)
 
     def by_token(self, token: bytes) -> Worker | None:
-        """The worker whose session has this token."""
+        """The worker whose LaneUp has this token."""
         return self._by_token.get(token)
 
     @property

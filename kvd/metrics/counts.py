@@ -36,7 +36,7 @@ CONNECTION_LIMITS = (
     "connections",
     "open_files",
 )
-"""Bounds above which connections to request sockets are closed."""
+"""Bounds above which connections to the broker and to lanes are closed."""
 LIMITS = (
     "max_sessions",
     "max_sessions_per_user",
@@ -376,10 +376,9 @@ class BrokerCounts(Counts):
     limits: dict[str, int] = counters(
         "Requests and connections refused or ended because a limit was reached, by limit: the"
         " settings `max_sessions`, `max_sessions_per_user`, `max_namespaces`, `max_leases`;"
-        " `cuda_lanes`, `sweeps` (evictions under way); and connections to the request socket"
-        " that were closed: `message_bytes` (above 16 MiB), `message_parts`, `kept_bytes` (the"
-        " most kept when all together were above 256 MiB), `connections` (too many without a"
-        " token), `open_files`",
+        " `cuda_lanes`, `sweeps` (evictions under way); and connections that were closed:"
+        " `message_bytes` (above 16 MiB), `message_parts`, `kept_bytes` (the most kept when all"
+        " together were above 256 MiB), `connections` (too many), `open_files`",
         "kvd_limits_reached_total",
         "limit",
         keys=LIMITS,

@@ -368,7 +368,7 @@ class Broker(BrokerCounts):
 
 @dataclass(slots=True)
 class Sessions:
-    """Connections to the control socket."""
+    """Sessions: connections to the broker's socket."""
 
     open: int = gauge("Open connections of engines' processes and tools", "kvd_sessions")
     limit: int = gauge("Most of them at one time", "kvd_sessions_limit")

@@ -5,12 +5,14 @@ import asyncio
 import contextlib
 import logging
 import os
+import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.logs.setup import configure_child
 from kvd.machine.process import be_spared_last, tie_to_parent
+from kvd_proto.channel import Channel
 
 log = logging.getLogger("kvd.report")
 _NICE = 5
@@ -22,7 +24,7 @@ def main() -> int:
     """Serve until the broker is done; the exit status."""
     parser = argparse.ArgumentParser(prog="kvd.report", description=__doc__)
     parser.add_argument("--runtime-dir", required=True, type=Path)
-    parser.add_argument("--beat-fd", required=True, type=int)
+    parser.add_argument("--link-fd", required=True, type=int)
     parser.add_argument("--unix-fd", required=True, type=int)
     parser.add_argument("--tcp-fd", type=int)
     parser.add_argument("--host", default="localhost")
@@ -33,7 +35,7 @@ def main() -> int:
     be_spared_last()
     configure_child("http")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a client's nonsense is no news
-    with contextlib.suppress(BrokenPipeError):  # the broker has just ended
+    with contextlib.suppress(EOFError):  # the broker has just ended
         asyncio.run(_serve(options))
     return 0
 
@@ -74,7 +76,8 @@ async def _serve(options: argparse.Namespace) -> None:
         h11_max_incomplete_event_size=16 * 1024,
     )
     fds = [options.unix_fd] + ([options.tcp_fd] if options.tcp_fd is not None else [])
-    beating = asyncio.create_task(_beat(options.beat_fd))
+    link = Channel(socket.socket(fileno=options.link_fd))
+    beating = asyncio.create_task(_beat(link))
     serving = asyncio.create_task(Quiet(config).serve([Listener(fd) for fd in fds]))
     recording = asyncio.create_task(app.record())
     tasks = [beating, serving, recording]
@@ -83,12 +86,11 @@ async def _serve(options: argparse.Namespace) -> None:
         task.result()
 
 
-async def _beat(fd: int) -> None:
+async def _beat(link: Channel) -> None:
     """Tell the broker every few seconds that this loop turns."""
-    os.set_blocking(fd, False)
     while True:
-        with contextlib.suppress(BlockingIOError):  # the broker hangs; it has enough to read
-            os.write(fd, b".")
+        if link.flush():  # else the broker hangs, and has enough to read
+            link.send(b".")
         await asyncio.sleep(_BEAT_SECONDS)
 
 

@@ -1,10 +1,9 @@
 """The HTTP process's one connection to the broker, shared by everybody who asks.
 
-It is a tool's session like any other: control socket, HELLO, requests through the socket
-that engines use. So what is answered here says that this very path works. One
-request is under way at a time; those who ask for the same meanwhile share its
-answer. A broker that hangs is asked once and not again until it has answered,
-so that it finds no heap of old requests when it comes back.
+It is a tool's session like any other, and the loop that serves engines serves it. So what is
+answered here says that this very path works. One request is under way at a time; those who ask
+for the same meanwhile share its answer. A broker that hangs is asked once and not again until it
+has answered, so that it finds no heap of old requests when it comes back.
 """
 
 import asyncio

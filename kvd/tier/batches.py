@@ -12,8 +12,8 @@ from kvd.tier.place import Place
 from kvd.wire.tiering import MAX_BATCH, Ask, Done, Get, Outcome, Put
 from kvd_proto.arrays import IntArray
 
-FRAME_BYTES = 128 * 1024
-"""Of an answer's descriptions at most: every kernel takes datagrams of that size."""
+MAX_DESCRIPTIONS_BYTES = 2**20
+"""Of an answer: a tier fills no message that the broker takes long to read."""
 TEXT_LIMIT = 1000
 
 
@@ -145,10 +145,10 @@ class Batch:
         self.error = error[:TEXT_LIMIT] or self.error
 
     def done(self) -> Done:
-        """The answer. Descriptions beyond what a datagram holds are left out."""
+        """The answer. Descriptions beyond `MAX_DESCRIPTIONS_BYTES` are left out."""
         ok = [outcome is Outcome.OK for outcome in self.outcomes]
         got = ok if self.kind is Kind.GET else [False] * len(ok)
-        room = FRAME_BYTES
+        room = MAX_DESCRIPTIONS_BYTES
         descriptions = []
         for is_got, description in zip(got, self.descriptions, strict=True):
             room -= len(description)

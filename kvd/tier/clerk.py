@@ -19,7 +19,7 @@ from kvd.wire.tiering import Gone, Held
 from kvd_proto.arrays import IntArray
 
 log = logging.getLogger("kvd.tier")
-PER_MESSAGE = 2048  # keys: well inside one datagram
+PER_MESSAGE = 2048  # keys: the broker serves others between two messages
 _Rows: TypeAlias = list[tuple[bytes, tuple[int, int, int]]]
 
 

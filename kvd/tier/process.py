@@ -9,7 +9,7 @@ import socket
 import sys
 
 from kvd.config.tiers import parse_tier
-from kvd.errors import ChannelFull, KvdError
+from kvd.errors import KvdError
 from kvd.logs.faults import fault_text
 from kvd.logs.setup import configure
 from kvd.machine.open_files import raise_descriptor_limit
@@ -19,8 +19,9 @@ from kvd.tier.backends import backend, options_of
 from kvd.tier.batches import TEXT_LIMIT
 from kvd.tier.service import TierService
 from kvd.wire.first_order import first_order
-from kvd.wire.seqpacket import Channel
 from kvd.wire.tiering import TIERING, BeginTier, TierFailed
+from kvd_proto.channel import Channel
+from kvd_proto.errors import ChannelFull, ProtoError
 
 log = logging.getLogger("kvd.tier")
 _SWITCH_SECONDS = 0.0005  # a thread that computes holds up the loop for as long
@@ -28,8 +29,8 @@ _SWITCH_SECONDS = 0.0005  # a thread that computes holds up the loop for as long
 
 def run(link_fd: int) -> int:
     """Serve until the broker is done; the exit status."""
-    link = Channel(socket.socket(fileno=link_fd))
     try:
+        link = Channel(socket.socket(fileno=link_fd))
         begin, (pool_fd,) = first_order(link, TIERING, BeginTier)
     except EOFError:  # the broker had no use for it
         return 0
@@ -52,7 +53,7 @@ def run(link_fd: int) -> int:
         return 1
     try:
         service.run()
-    except KvdError:
+    except (KvdError, ProtoError):
         log.exception("%s ends", name)
         return 1
     return 0

@@ -12,14 +12,14 @@ import weakref
 from collections import Counter, deque
 from typing import TypeAlias
 
-from kvd.errors import BadDatagram, TierError
+from kvd.errors import TierError
+from kvd.machine.open_files import open_files_remedy
 from kvd.tier.batches import Batch, Kind, Part, refused
 from kvd.tier.clerk import Begun, Clerk, Dropped, Event, Tidied
 from kvd.tier.contract import Space, Tier
 from kvd.tier.place import Place
 from kvd.tier.transfers import Transfers
 from kvd.tier.workers import Workers
-from kvd.wire.seqpacket import Channel, close_all
 from kvd.wire.tiering import (
     TIERING,
     Ask,
@@ -38,7 +38,8 @@ from kvd.wire.tiering import (
     TierPong,
     TierReady,
 )
-from kvd_proto.errors import DecodeError
+from kvd_proto.channel import Channel, close_all
+from kvd_proto.errors import DecodeError, DescriptorsLost
 from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.tier")
@@ -95,7 +96,7 @@ class TierService:
                     os.eventfd_read(self._wake)
                 if self._link.wants_write:
                     self._link.flush()
-                if self._link.fileno() in ready:
+                if self._link.fileno() in ready or self._link.more:
                     self._read_orders()
                 self._hear()
                 for part in self._workers.take_useless():
@@ -119,9 +120,9 @@ class TierService:
             poll.poll()
 
     def _patience(self) -> int | None:
-        if self._workers.waiting:
-            return _LOOK_MS
-        return _LOOK_MS if self._retries else None
+        if self._link.more:
+            return 0
+        return _LOOK_MS if self._workers.waiting or self._retries else None
 
     def _announce(self) -> None:
         tier, capacity = self._tier, self._capacity
@@ -143,24 +144,28 @@ class TierService:
     def _read_orders(self) -> None:
         for _ in range(_ORDERS_A_TURN):
             try:
-                received = self._link.recv()
-            except BadDatagram as error:
-                log.error("%s: an order is left out: %s", self._name, error)  # noqa: TRY400  # the text has the reason
+                received = self._link.receive()
+            except DescriptorsLost as error:
+                text = "%s: an order is left out: %s; %s"
+                log.error(text, self._name, error, open_files_remedy())  # noqa: TRY400  # the text has the reason
                 continue
-            if received is None:
+            if received is not None:
+                self._receive(*received)
+            if not self._link.more:
                 return
-            frame, fds = received
-            try:
-                _, order = TIERING.decode(frame)
-                if isinstance(order, OpenSpace):
-                    taken, fds = fds, ()
-                    self._open(order, taken)
-                else:
-                    self._obey(order)
-            except (DecodeError, TierError) as error:
-                log.error("%s: an order cannot be carried out: %s", self._name, error)  # noqa: TRY400  # the text has the reason
-            finally:
-                close_all(fds)
+
+    def _receive(self, frame: bytes, fds: tuple[int, ...]) -> None:
+        try:
+            _, order = TIERING.decode(frame)
+            if isinstance(order, OpenSpace):
+                taken, fds = fds, ()
+                self._open(order, taken)
+            else:
+                self._obey(order)
+        except (DecodeError, TierError) as error:
+            log.error("%s: an order cannot be carried out: %s", self._name, error)  # noqa: TRY400  # the text has the reason
+        finally:
+            close_all(fds)
 
     def _obey(self, order: Message) -> None:
         match order:

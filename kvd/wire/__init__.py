@@ -1,1 +1,1 @@
-"""Bytes between processes: sockets, framing, descriptors."""
+"""Between processes: the sockets that listen, and the messages of links to child processes."""

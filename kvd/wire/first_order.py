@@ -3,7 +3,7 @@
 import select
 from typing import TypeVar
 
-from kvd.wire.seqpacket import Channel
+from kvd_proto.channel import Channel
 from kvd_proto.codec import Codec
 
 Order = TypeVar("Order")
@@ -16,10 +16,9 @@ def first_order(link: Channel, codec: Codec, kind: type[Order]) -> tuple[Order, 
         EOFError: the broker has ended, or has no use for the process any more.
         TypeError: it is another order: a bug in kvd.
     """
-    received = None
-    while received is None:
-        select.select([link], [], [])
-        received = link.recv()
+    while (received := link.receive()) is None:
+        if not link.more:
+            select.select([link], [], [])
     _, order = codec.decode(received[0])
     if not isinstance(order, kind):
         raise TypeError(f"{type(order).__name__} came before {kind.__name__}")

@@ -1,9 +1,8 @@
 """Messages between the broker and its lanes.
 
-They travel over a SOCK_SEQPACKET socket pair that the broker makes before it
-starts the lane, in the wire's own frame format with tags of their own, one
-message per datagram, descriptors attached where a docstring names them. The link's end of
-file tells each side that the other process is gone.
+They travel over a pair of Unix stream sockets that the broker makes before it starts the lane, in
+the wire's own frame format with tags of their own, descriptors attached where a docstring names
+them. The link's end of file tells each side that the other process is gone.
 """
 
 import msgspec
@@ -89,8 +88,10 @@ class ImportWorker(Message, frozen=True):
     """Broker → lane: map this worker's memory. Carries control page, then the storages' memory.
 
     The attached descriptors are those that came with Register, in its numbering:
-    number 0 is the control page, `handles[i].fd_index` is the memory of storage i.
+    number 0 is the control page, `handles[i].fd_index` is the memory of storage i. None: the worker
+    has no control page.
 
+    token: by which Join names this worker.
     uid: the user of the worker's process.
     attempt: comes back with the answer.
     """

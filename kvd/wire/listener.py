@@ -23,14 +23,13 @@ class Listener:
 
     Args:
         path: where to listen; nothing may be there.
-        kind: SOCK_STREAM or SOCK_SEQPACKET.
 
     Raises:
         ConfigError: the address cannot be had.
     """
 
-    def __init__(self, path: Path, kind: int = socket.SOCK_STREAM) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             self.socket.bind(str(path))
             path.chmod(0o660)

@@ -1,23 +1,30 @@
-"""A tool's connection to a running daemon: control socket, HELLO, one request at a time."""
+"""A tool's connection to a running daemon, through libzmq: HELLO, then one request at a time."""
 
 import os
 import socket
+import struct
 import time
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from kvd.errors import AccessDenied, NotRunning, Refused
 from kvd.machine.access import explain_denied
 from kvd.version import VERSION
-from kvd_proto.codec import WIRE, Header
+from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message, Status, StatusReport
 from kvd_proto.printable import printable, printable_tree
 
 M = TypeVar("M", bound=Message)
-_MAX_NOTICE_BYTES = 64 * 1024
+_NEVER_MS = 2**31 - 1
+"""Until libzmq connects again. With -1, never, it drops what has arrived before the end of file."""
+
+
+class _NotReached(Exception):
+    """Nothing has accepted the connection; libzmq does not say why."""
 
 
 class Control:
@@ -26,17 +33,14 @@ class Control:
     Raises:
         NotRunning: no daemon answers in `runtime_dir` within `timeout` seconds, or one does and
             refuses this process or has another protocol version.
-        AccessDenied: this process may not reach the daemon's sockets; with the remedy.
+        AccessDenied: this process may not reach the daemon's socket; with the remedy.
     """
 
     def __init__(self, runtime_dir: Path, timeout: float = 5.0) -> None:
         self._runtime_dir = runtime_dir.absolute()
+        self._socket_path = self._runtime_dir / "broker.sock"
         self._timeout = timeout
         self._request_id = 0
-        self._context = zmq.Context()
-        self._control_socket = socket.socket(
-            socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
-        )
         try:
             self._begin()
         except BaseException:
@@ -44,44 +48,70 @@ class Control:
             raise
 
     def _begin(self) -> None:
-        try:
-            # A daemon that hangs accepts nothing, and connect waits.
-            self._control_socket.settimeout(self._timeout)
-            self._control_socket.connect(str(self._runtime_dir / "control.sock"))
-            greeting = self._control_socket.recv(_MAX_NOTICE_BYTES)
-        except PermissionError as error:
-            path = self._runtime_dir / "control.sock"
-            raise AccessDenied(explain_denied(path) or f"{path}: {error.strerror}") from error
-        except TimeoutError as error:
-            raise NotRunning(
-                f"the daemon in {self._runtime_dir} does not answer within {self._timeout:g} s: it"
-                " is frozen or overloaded; look at its log (journalctl -u kvd) and its processes"
-            ) from error
-        except OSError as error:
-            raise NotRunning(
-                f"no daemon answers in {self._runtime_dir} ({error.strerror}); start one with:"
-                f" kvd serve --runtime-dir {self._runtime_dir}"
-            ) from error
-        if not greeting:
-            raise NotRunning(f"the daemon in {self._runtime_dir} has closed the connection")
-        header, greeted = self._decode(greeting)
-        self.boot_id, self._session = header.boot_id, header.session
-        self._socket = self._context.socket(zmq.DEALER)
-        self._socket.linger = 0
-        self._socket.connect(f"ipc://{self._runtime_dir / 'broker.sock'}")
-        if not isinstance(greeted, Error):
-            greeted = self.request(
-                Hello(
-                    kind="tool",
-                    engine=f"tool-{os.getpid()}",
-                    pid=os.getpid(),
-                    protocol_min=PROTOCOL_VERSION,
-                    protocol_max=PROTOCOL_VERSION,
-                    client=f"kvd {VERSION}",
-                )
-            )
+        hello = Hello(
+            kind="tool",
+            engine=f"tool-{os.getpid()}",
+            pid=os.getpid(),
+            protocol_min=PROTOCOL_VERSION,
+            protocol_max=PROTOCOL_VERSION,
+            client=f"kvd {VERSION}",
+        )
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                self._connect()
+                greeted = self._exchange(hello, deadline)
+            except (_NotReached, zmq.ZMQError):
+                self.close()
+                self._wait_reachable(deadline)
+            else:
+                break
+        if greeted is None:
+            raise self._frozen()
         if isinstance(greeted, Error):
             raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {greeted.text}")
+
+    def _connect(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.reconnect_ivl = _NEVER_MS
+        self._socket.handshake_ivl = 0  # the deadline is `_exchange`'s
+        self._socket.sndhwm = 0  # to a frozen daemon, too, `send` does not wait
+        # CLOSED: the attempt to connect has failed; DISCONNECTED: the connection has ended.
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(f"ipc://{self._socket_path}")
+
+    def _wait_reachable(self, deadline: float) -> None:
+        """Return once the socket accepts connections; else raise the reason why it does not.
+
+        A daemon that accepts nothing is waited for, until the deadline.
+        """
+        left_us = max(1000, int((deadline - time.monotonic()) * 1e6))
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                # With Python's own timeout, connect would not wait for room in the backlog.
+                seconds = struct.pack("@ll", *divmod(left_us, 1_000_000))
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+                probe.connect(str(self._socket_path))
+        except PermissionError as error:
+            path = self._socket_path
+            raise AccessDenied(explain_denied(path) or f"{path}: {error.strerror}") from error
+        except BlockingIOError as error:
+            raise self._frozen() from error
+        except OSError as error:
+            raise NotRunning(
+                f"no daemon answers in {self._runtime_dir} ({error.strerror or error}); start one"
+                f" with: kvd serve --runtime-dir {self._runtime_dir}"
+            ) from error
+        if time.monotonic() >= deadline:
+            raise self._frozen()
+
+    def _frozen(self) -> NotRunning:
+        return NotRunning(
+            f"the daemon in {self._runtime_dir} does not answer within {self._timeout:g} s: it"
+            " is frozen or overloaded; look at its log (journalctl -u kvd) and its processes"
+        )
 
     def request(self, message: Message, timeout: float | None = None) -> Message:
         """Send a request; return its reply, or the daemon's ERROR as it is.
@@ -94,25 +124,53 @@ class Control:
             NotRunning: no reply in time, or the daemon has closed the connection.
         """
         seconds = self._timeout if timeout is None else timeout
+        reply = self._exchange(message, time.monotonic() + seconds)
+        if reply is None:
+            raise NotRunning(
+                f"the daemon in {self._runtime_dir} did not answer {type(message).__name__} within"
+                f" {seconds:g} s"
+            )
+        return reply
+
+    def _exchange(self, message: Message, deadline: float) -> Message | None:
+        """Send a request; return its reply, or an Error; None where none comes in time."""
         self._request_id += 1
-        frame = WIRE.encode(message, self._request_id, self.boot_id, self._session)
-        self._socket.send(frame)
+        self._socket.send(WIRE.encode(message, self._request_id))
         poller = zmq.Poller()
         poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._control_socket.fileno(), zmq.POLLIN)
-        deadline = time.monotonic() + seconds
+        poller.register(self._events, zmq.POLLIN)
         while (left := deadline - time.monotonic()) > 0:
             ready = dict(poller.poll(int(left * 1000) + 1))
-            if self._socket in ready:
-                header, reply = self._decode(self._socket.recv())
-                if header.request_id == self._request_id:
+            # What came before the end of file can be received when the event is there.
+            if self._socket in ready or (ready and self._socket.poll(0)):
+                reply = self._receive()
+                if reply is not None:
                     return reply
-            elif ready and self._closed():
-                raise NotRunning(f"the daemon in {self._runtime_dir} has closed the connection")
-        raise NotRunning(
-            f"the daemon in {self._runtime_dir} did not answer {type(message).__name__} within"
-            f" {seconds:g} s"
-        )
+            elif ready:
+                self._raise_end()
+        return None
+
+    def _receive(self) -> Message | None:
+        """Return the reply to the last request, or an Error that announces the end; else None."""
+        try:
+            header, message = WIRE.decode(self._socket.recv())
+        except DecodeError as error:
+            raise NotRunning(
+                f"the daemon in {self._runtime_dir} sent what kvd {VERSION} does not understand"
+                f" ({error}); is it of another version?"
+            ) from error
+        if header.request_id == self._request_id:
+            return _showable(message)
+        if header.request_id == 0 and isinstance(message, Error):
+            text = printable(message.text)
+            raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {text}")
+        return None  # the reply to a request that was given up
+
+    def _raise_end(self) -> None:
+        event = recv_monitor_message(self._events)["event"]
+        if event == zmq.EVENT_CLOSED:
+            raise _NotReached
+        raise NotRunning(f"the daemon in {self._runtime_dir} has closed the connection")
 
     def ask(self, message: Message, kind: type[M], timeout: float | None = None) -> M:
         """Send a request; return its reply, which is of this type.
@@ -142,26 +200,8 @@ class Control:
         except Refused as refusal:
             raise NotRunning(f"the daemon refused ({refusal.code}): {refusal}") from refusal
 
-    def _decode(self, frame: bytes) -> tuple[Header, Message]:
-        try:
-            header, message = WIRE.decode(frame)
-        except DecodeError as error:
-            raise NotRunning(
-                f"the daemon in {self._runtime_dir} sent what kvd {VERSION} does not understand"
-                f" ({error}); is it of another version?"
-            ) from error
-        return header, _showable(message)
-
-    def _closed(self) -> bool:
-        """Read the control socket: a notice, which tools ignore, or the daemon's end."""
-        try:
-            return not self._control_socket.recv(_MAX_NOTICE_BYTES)
-        except OSError:
-            return True
-
     def close(self) -> None:
         """End the session."""
-        self._control_socket.close()
         self._context.destroy(0)
 
     def __enter__(self) -> Self:

@@ -1,6 +1,6 @@
 """Bytes ↔ messages. Sans-I/O: no sockets here.
 
-A message is one frame: a header of 48 bytes, as docs/protocol.md has it, and a msgpack map of
+A message is one frame: a header of 16 bytes, as docs/protocol.md has it, and a msgpack map of
 fields. The header has a fixed shape so that a request whose body cannot be decoded can still be
 answered by its id.
 """
@@ -10,14 +10,14 @@ from collections.abc import Mapping
 
 import msgspec
 
+from kvd_proto import zmtp
 from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
 from kvd_proto.messages import PROTOCOL_VERSION, REPLY_OF, TAGS, Message, Register
 
 MAGIC = b"kvd\x00"
-NO_ID = bytes(16)
-MAX_MESSAGE_BYTES = 16 * 2**20
-MAX_REGISTER_BYTES = 2**20  # of one datagram; net.core.wmem_max may let less pass
-_HEADER = struct.Struct("<4sHHQ16s16s")
+MAX_MESSAGE_BYTES = zmtp.MAX_MESSAGE_BYTES
+MAX_REGISTER_BYTES = 2**20
+_HEADER = struct.Struct("<4sHHQ")
 HEADER_BYTES = _HEADER.size
 
 
@@ -26,8 +26,6 @@ class Header(msgspec.Struct, frozen=True):
 
     tag: int
     request_id: int
-    boot_id: bytes = NO_ID
-    session: bytes = NO_ID
     version: int = PROTOCOL_VERSION
 
 
@@ -42,21 +40,13 @@ class Codec:
         self._decoders = {tag: msgspec.msgpack.Decoder(kind) for tag, kind in tags.items()}
         self._tags = {kind: tag for tag, kind in tags.items()}
 
-    def encode(
-        self,
-        message: Message,
-        request_id: int = 0,
-        boot_id: bytes = NO_ID,
-        session: bytes = NO_ID,
-    ) -> bytes:
+    def encode(self, message: Message, request_id: int = 0) -> bytes:
         """The frame of `message`.
 
         Raises:
             Oversize: the frame would be above `MAX_MESSAGE_BYTES`.
         """
-        header = _HEADER.pack(
-            MAGIC, PROTOCOL_VERSION, self._tags[type(message)], request_id, boot_id, session
-        )
+        header = _HEADER.pack(MAGIC, PROTOCOL_VERSION, self._tags[type(message)], request_id)
         frame: bytes = header + msgspec.msgpack.encode(message)
         if len(frame) > MAX_MESSAGE_BYTES:
             raise Oversize(
@@ -72,10 +62,10 @@ class Codec:
         """
         if len(frame) < HEADER_BYTES:
             raise DecodeError(f"{len(frame)} bytes, a header has {HEADER_BYTES}")
-        magic, version, tag, request_id, boot_id, session = _HEADER.unpack_from(frame)
+        magic, version, tag, request_id = _HEADER.unpack_from(frame)
         if magic != MAGIC:
             raise DecodeError(f"magic {magic!r}, expected {MAGIC!r}")
-        return Header(tag, request_id, boot_id, session, version)
+        return Header(tag, request_id, version)
 
     def decode(self, frame: bytes) -> tuple[Header, Message]:
         """Header and message of `frame`, validated in full."""

@@ -11,7 +11,10 @@
     │   ├── SizeError
     │   └── JobShapeError
     ├── DirectoryError
-    └── DescriptionError
+    ├── DescriptionError
+    ├── BadFrame
+    ├── ChannelFull
+    └── DescriptorsLost
 """
 
 
@@ -60,3 +63,26 @@ class DirectoryError(ProtoError):
 
 class DescriptionError(ProtoError):
     """What is to describe a chunk contradicts itself, or bytes that are no description."""
+
+
+class BadFrame(ProtoError):
+    """A peer speaks no ZMTP, or goes above a bound, which `limit` names."""
+
+    def __init__(self, text: str, limit: str = "") -> None:
+        super().__init__(text)
+        self.limit = limit
+
+
+class ChannelFull(ProtoError):
+    """What waits to be sent is above its bound: the peer does not read."""
+
+
+class DescriptorsLost(ProtoError):
+    """This process's limit of open files left no room for a message's descriptors.
+
+    `frame` is the message.
+    """
+
+    def __init__(self, text: str, frame: bytes) -> None:
+        super().__init__(text)
+        self.frame = frame

@@ -1,8 +1,8 @@
 """Every message of the wire, as frozen typed values, and the tag table.
 
 Requests go from a client to the broker or to a lane and get exactly one reply:
-the reply type named in `REPLY_OF`, or `Error`. Notices travel over the control socket
-(the Unix socket that a session holds for life) and are not answered.
+the reply type named in `REPLY_OF`, or `Error`. Notices come from the broker over the same
+connection, in order with its replies, and are not answered.
 Times are milliseconds unless a name says otherwise; sizes are bytes.
 
 docs/protocol.md is generated from here: a docstring's first line says what a message is
@@ -21,7 +21,7 @@ from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
 from kvd_proto.layout import MAX_STORAGES, RankLayout
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 """Grows with every change after which a frame of the version before is refused, or says another
 thing. A daemon and a client of different versions do not talk."""
 HOST = "host"  # the device that is host memory
@@ -29,7 +29,7 @@ MAX_KEYS = MAX_ARRAY_ITEMS
 MAX_KEY_BYTES = 48
 MAX_FINISHED = 1024  # requests in one Step
 MAX_RANKS = 64
-MAX_DESCRIPTORS = 253  # of one datagram: the kernel's own limit, SCM_MAX_FD
+MAX_DESCRIPTORS = 253  # of one message: the kernel's own limit, SCM_MAX_FD
 MAX_SEGMENTS = 4096  # of one storage
 MAX_TEXT = 4096
 MAX_TIERS = 4  # below one pool
@@ -44,6 +44,7 @@ Offers: TypeAlias = Annotated[int, Meta(ge=0, le=2**32 - 1)]  # sums of many sta
 JobIds: TypeAlias = Annotated[tuple[Count, ...], Meta(max_length=MAX_KEYS)]
 Labels: TypeAlias = Annotated[bytes, Meta(max_length=MAX_KEYS)]
 NamespaceId: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
+LaneToken: TypeAlias = Annotated[bytes, Meta(min_length=16, max_length=16)]
 NO_ITEMS = IntArray.of((), "u2")
 NO_SLOTS = IntArray.of((), "u4")
 NO_GENERATIONS = IntArray.of((), "u8")
@@ -59,8 +60,7 @@ class ErrorCode(StrEnum):
 
     BAD_MESSAGE = "bad_message"  # could not be decoded beyond its header: a bug in the client
     BAD_VERSION = "bad_version"  # no common protocol version: update the older side
-    BAD_SESSION = "bad_session"  # unknown or foreign session token: begin a new session
-    STALE_BOOT = "stale_boot"  # the daemon has restarted: begin a new session
+    BAD_SESSION = "bad_session"  # the lane does not know the worker; Join with LaneUp's token
     BAD_STATE = "bad_state"  # not allowed in this session's state or for its kind
     BAD_LAYOUT = "bad_layout"  # registration of memory that cannot be served: do not try again
     NOT_READY = "not_ready"  # ranks, pool or a registration's descriptors are not there yet: a miss
@@ -89,7 +89,7 @@ class JobStatus(StrEnum):
 
 
 class Hello(Message, frozen=True):
-    """First request of a session, with the Greeting's token in its header.
+    """First request of a session.
 
     kind: `scheduler` asks for chunks, `worker` registers memory, `tool` belongs to no engine.
     engine: the engine's name, the same in all its sessions and in no other engine's; of a tool any.
@@ -207,9 +207,11 @@ def fd_index(handle: Handle) -> int:
 
 
 class Register(Message, frozen=True, kw_only=True, omit_defaults=True):
-    """A worker's KV memory; sent over the control socket, with its descriptors attached.
+    """A worker's KV memory; its descriptors come with it.
 
-    Descriptor number 0 is the control page.
+    Descriptor number 0 is the control page. A worker whose handles need no descriptors may send
+    none: without a control page its jobs have `after`, `word`, `epoch` and `progress` 0. Then it
+    waits for its stream before it sends a job, and for the job's end before it uses the blocks.
 
     rank: this worker's index among those that hold shares of a chunk; below world_size.
     world_size: how many workers these are.
@@ -237,13 +239,9 @@ class Registered(Message, frozen=True):
     """The registration holds: the lane has mapped the memory.
 
     missing_ranks: those that have not registered; where it is empty, Attached follows.
-    lane: the endpoint for jobs, as in LaneUp.
-    incarnation: which of the device's lane processes that is, as in LaneUp.
     """
 
     missing_ranks: Annotated[tuple[int, ...], Meta(max_length=MAX_RANKS)]
-    lane: Name
-    incarnation: Count
 
 
 class Unregister(Message, frozen=True):
@@ -357,6 +355,17 @@ class ResetDone(Message, frozen=True):
 # --------------------------------------------------------------------- jobs
 
 
+class Join(Message, frozen=True):
+    """First request on a connection to a lane: which worker sends on it.
+
+    It ends the worker's connection before this one, with what was not read there.
+
+    token: of the LaneUp that named the lane.
+    """
+
+    token: LaneToken
+
+
 class Job(Message, frozen=True):
     """One rank's share of a store or a load.
 
@@ -375,12 +384,13 @@ class Job(Message, frozen=True):
 class Store(Job, frozen=True):
     """Copy the worker's blocks into the pool. Answered by Done.
 
-    word: the word of the control page that is this store's while it is under way.
+    word: the word of the control page that is this store's while it is under way; 0: none, and it
+    cannot be voided.
     epoch: the number that stood there when the store was sent; with another one it is void.
     """
 
-    word: Annotated[int, Meta(ge=1, lt=EPOCH_WORDS)]
-    epoch: Count
+    word: Annotated[int, Meta(ge=0, lt=EPOCH_WORDS)] = 0
+    epoch: Count = 0
 
 
 class Load(Job, frozen=True):
@@ -517,7 +527,7 @@ class StatusReport(Message, frozen=True):
 
 
 class Error(Message, frozen=True):
-    """A request that was not served: a code for programs, a sentence for people.
+    """A request that was not served; with request id 0, why the daemon ends the connection.
 
     code: for programs.
     text: for people; its wording may change.
@@ -698,16 +708,7 @@ class ConfigShown(Message, frozen=True):
     config: dict[str, Any]
 
 
-# ------------------------------------------ notices over the control socket
-
-
-class Greeting(Message, frozen=True):
-    """Broker's first notice; boot id and session token are in its header.
-
-    pid: the daemon's process, as it sees itself.
-    """
-
-    pid: Count
+# ------------------------------------------------------------------ notices
 
 
 class TierInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -761,16 +762,18 @@ class Detached(Message, frozen=True):
 
 
 class LaneUp(Message, frozen=True):
-    """A lane process serves the device; carries its lifeline (EOF there = that process is dead).
+    """A lane has mapped the worker's memory; carries its lifeline (EOF there = it is dead).
 
     device: as it was registered.
     incarnation: one more with every new lane process of the device.
     endpoint: where jobs go, `ipc://` and a path.
+    token: for Join.
     """
 
     device: Name
     incarnation: Count
     endpoint: Text
+    token: LaneToken
 
 
 _REQUESTS: dict[int, tuple[type[Message], type[Message]]] = {
@@ -783,6 +786,7 @@ _REQUESTS: dict[int, tuple[type[Message], type[Message]]] = {
     0x21: (Load, Done),
     0x23: (Cancel, Ok),
     0x25: (Wait, Ok),
+    0x27: (Join, Ok),
     0x30: (Ping, Pong),
     0x32: (Status, StatusReport),
     0x50: (Drain, Drained),
@@ -803,7 +807,6 @@ TAGS: dict[int, type[Message]] = {
     0x22: Done,
     0x3E: Ok,
     0x3F: Error,
-    0x40: Greeting,
     0x41: Attached,
     0x42: Detached,
     0x43: LaneUp,

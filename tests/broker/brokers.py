@@ -10,9 +10,10 @@ from msgspec.structs import replace
 from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, OpenPool, Reply
-from kvd.broker.sessions import Peer, Session
+from kvd.broker.sessions import Session
 from kvd.broker.tiers import tiers_of
 from kvd.cache.namespaces import Namespaces
+from kvd.client_names import Peer
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded
 from kvd.config.tiers import parse_tiers
@@ -127,7 +128,7 @@ def join(
     now: float = 0.0,
 ) -> Session:
     """Return a session that has said HELLO."""
-    session, _ = broker.connected(next(_tokens).to_bytes(16), peer)
+    session = broker.connected(next(_tokens).to_bytes(16), peer)
     broker.request(session, 1, hello(kind, engine), now)
     return session
 
@@ -180,9 +181,7 @@ class DrivenBroker:
     def connected(self) -> Session:
         """A new session, before its HELLO."""
         self.came += 1
-        session, effects = self.broker.connected(self.came.to_bytes(16), Peer(1, 0, 0))
-        self.carry_out(effects)
-        return session
+        return self.broker.connected(self.came.to_bytes(16), Peer(1, 0, 0))
 
     def request(self, session: Session, number: int, message: Message, fds: int = 0) -> None:
         """A session asks."""

@@ -17,8 +17,9 @@ from kvd.broker.effects import (
     ToLane,
 )
 from kvd.broker.fatal_imports import REMEMBERED_SECONDS
-from kvd.broker.sessions import Peer, Session
+from kvd.broker.sessions import Session
 from kvd.broker.status_report import status_report
+from kvd.client_names import Peer
 from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import (
     Importing,

@@ -11,9 +11,10 @@ import pytest
 from kvd.broker.background import MAX_TASKS
 from kvd.broker.effects import Event, Reply
 from kvd.broker.operations import CHECK_SLOTS, WHOLE_CHUNKS
-from kvd.broker.sessions import Peer, Session
+from kvd.broker.sessions import Session
 from kvd.cache.chunks import PIECE_SLOTS
 from kvd.cache.namespaces import Namespace, Namespaces
+from kvd.client_names import Peer
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import (

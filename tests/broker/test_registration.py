@@ -8,10 +8,11 @@ from msgspec.structs import replace
 from kvd.broker.admission import check_layout, check_rank
 from kvd.broker.attachment import namespace_id
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, Event, Notify, OpenPool, ToLane
+from kvd.broker.effects import Effect, Event, Notify, OpenPool, Reply, ToLane
 from kvd.broker.registration import AT_ONCE
-from kvd.broker.sessions import Engine, Peer, Registry, Session
+from kvd.broker.sessions import Engine, Registry, Session
 from kvd.cache.namespaces import Namespaces
+from kvd.client_names import Peer
 from kvd.errors import Refused
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd_proto.layout import TensorSpec
@@ -328,12 +329,14 @@ def test_a_rank_whose_lane_is_lost_is_bound_by_the_next_one() -> None:
     assert ranks[0].engine is not None
     assert ranks[0].engine.attached
     assert orders(attaching) == [(CUDA, BindWorker, ranks[1].number)]
-    assert notified(attaching) == set()  # what would be found could not be loaded
+    # What would be found could not be loaded.
+    assert notified(attaching) == {(LaneUp, ranks[1].number)}
     back = lane_up(broker, usable_bytes=2**20)
     assert orders(back) == [("host", ImportWorker, ranks[0].number)]
     bound = mapped(broker, ranks[0])
     assert orders(bound) == [("host", BindWorker, ranks[0].number)]
-    assert notified(bound) == {(Attached, session.number) for session in ranks}
+    attached = {(Attached, session.number) for session in ranks}
+    assert notified(bound) == {(LaneUp, ranks[0].number), *attached}
 
 
 @pytest.mark.parametrize("device", ["host", CUDA])
@@ -348,17 +351,48 @@ def test_an_engine_finds_nothing_while_the_lane_of_one_rank_is_away(device: str)
     reason = f"lane {device} is lost (killed by signal 9), until another one serves"
     assert notices == [Detached(reason=reason)] * 2
     assert notified(broker.supervision.lost(device, "killed again")) == set()
-    late, _ = broker.connected(b"late".ljust(16), Peer(1, 0, 0))
+    late = broker.connected(b"late".ljust(16), Peer(1, 0, 0))
     assert notified(broker.request(late, 1, hello("scheduler"), 0.0)) == set()
     error = refusal(broker.request(late, 2, Step(wanted=8), 0.0))
     assert error.code is ErrorCode.LANE_LOST
     assert f"lane {device} of rank" in error.text
     back = ranks[device == CUDA]
-    assert notified(lane_up(broker, device)) == {(LaneUp, back.number)}
+    assert notified(lane_up(broker, device)) == set()
     served = mapped(broker, back, device)
-    assert notified(served) == {(Attached, session.number) for session in (*ranks, late)}
+    attached = {(Attached, session.number) for session in (*ranks, late)}
+    assert notified(served) == {(LaneUp, back.number), *attached}
     (reply,) = replies(broker.request(late, 3, Step(wanted=8), 0.0))
     assert isinstance(reply.message, Stepped)
+
+
+def test_a_worker_hears_of_its_lane_then_that_it_is_registered_then_that_it_is_attached() -> None:
+    """The token for the lane is the session's, which the lane was told before."""
+    broker = make_broker()
+    lane_up(broker)
+    session = join(broker)
+    (order,) = broker.request(session, 2, register(world_size=1), 0.0, 2)
+    assert isinstance(order, ToLane)
+    assert isinstance(order.message, ImportWorker)
+    sent = [e.message for e in mapped(broker, session) if isinstance(e, Reply | Notify)]
+    assert [type(message) for message in sent] == [LaneUp, Registered, Attached]
+    assert isinstance(sent[0], LaneUp)
+    assert sent[0].token == order.message.token == session.token
+
+
+@pytest.mark.parametrize(("device", "served"), [("host", False), (CUDA, True)])
+def test_only_a_worker_whose_handles_name_no_descriptor_may_send_none(
+    device: str, *, served: bool
+) -> None:
+    """It has no control page; memory that a descriptor names is refused without."""
+    broker = make_broker(devices=[device])
+    lane_up(broker, device)
+    effects = broker.request(join(broker), 2, brokers.register(device), 0.0, 0)
+    if served:
+        assert [e.device for e in effects if isinstance(e, ToLane)] == [device]
+    else:
+        error = refusal(effects)
+        assert error.code is ErrorCode.BAD_LAYOUT
+        assert "0 descriptors came with the registration, its handles name 2" in error.text
 
 
 @pytest.mark.parametrize("name", ["a\x1b[2J", "nul\0", "left\u202eright", "two\nlines"])
@@ -378,7 +412,7 @@ def test_a_name_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
 def test_an_engine_whose_name_cannot_be_shown_does_not_come_in() -> None:
     """HELLO with an escape in the engine's name is refused, and no engine comes to be."""
     broker = unsized()
-    session, _ = broker.connected(bytes(16), Peer(1, 0, 0))
+    session = broker.connected(bytes(16), Peer(1, 0, 0))
     error = refusal(broker.request(session, 1, hello(engine="e\x1b"), 0.0))
     assert "engine 'e\\x1b'" in error.text
     assert not broker.state.registry.engines

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Event, ToLane
 from kvd.broker.reloading import take_up
-from kvd.broker.sessions import Peer
 from kvd.broker.status_report import status_report
+from kvd.client_names import Peer
 from kvd.config.settings import KNOWN, Settings
 from kvd.config.sources import Loaded
 from kvd.errors import ConfigError

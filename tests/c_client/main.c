@@ -12,7 +12,6 @@
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
-#include <zmq.h>
 
 #include "scheduler.h"
 #include "wire.h"
@@ -27,8 +26,7 @@ static const uint64_t STORED[LISTED] = {1, 2, 3, 4}, LOADED[LISTED] = {40, 39, 1
 
 struct engine {
   struct scheduler scheduler;
-  struct session worker;
-  struct lane lane;
+  struct connection worker, lane;
   uint8_t *memory;
   volatile uint64_t *control;
 };
@@ -140,11 +138,11 @@ static void do_register(struct engine *engine) {
     put_number(&body, "fd_index", 1);
     put_number(&body, "offset", layer * STORAGE);
   }
-  struct message reply = exchange_with_fds(&engine->worker, REGISTER, &body, fds, 2, REGISTERED);
+  uint64_t id = ask_with_fds(&engine->worker, REGISTER, &body, fds, 2);
+  struct message reply = answer(&engine->worker, id, REGISTERED);  // LaneUp comes before it
   close(fds[0]);
   close(fds[1]);
   message_free(&reply);
-  await_notice(&engine->worker, &engine->worker.lifeline, -1);
   lane_open(&engine->lane, &engine->worker);
 }
 
@@ -168,12 +166,12 @@ static uint64_t send_job(struct engine *engine, enum tag tag, uint64_t job, cons
     put_number(&body, "epoch", engine->control[EPOCH]);
   }
   put_number(&body, "deadline_ms", PATIENCE_MS);
-  return ask_lane(&engine->lane, tag, &body);
+  return ask(&engine->lane, tag, &body);
 }
 
 static void await_done(struct engine *engine, uint64_t id, uint64_t job, const char *status) {
   char found[32], text[4097];
-  struct message reply = answer(&engine->worker, engine->lane.jobs, id, DONE);
+  struct message reply = answer(&engine->lane, id, DONE);
   copy_text(&reply, "status", found, sizeof found);
   copy_text(&reply, "text", text, sizeof text);
   if (strcmp(found, status) != 0) die("a job ended as %s, not as %s: %s", found, status, text);
@@ -220,7 +218,7 @@ static void ping(struct engine *engine) {
   struct message reply = exchange(&engine->scheduler.session, PING, &body, PONG);
   message_free(&reply);
   body_begin(&body, 0);
-  reply = exchange_lane(&engine->lane, PING, &body, PONG);
+  reply = exchange(&engine->lane, PING, &body, PONG);
   message_free(&reply);
 }
 
@@ -243,7 +241,7 @@ static void wrong_requests(struct engine *engine) {
   reply = exchange(&engine->scheduler.session, UNREGISTER, &body, ERROR);
   expect_code(&reply, "bad_state");
   body_begin(&body, 0);
-  reply = exchange_lane(&engine->lane, UNREGISTER, &body, ERROR);
+  reply = exchange(&engine->lane, UNREGISTER, &body, ERROR);
   expect_code(&reply, "bad_state");
 }
 
@@ -327,9 +325,9 @@ static void serve(struct engine *engine, const char *runtime_dir) {
   unregister(engine);
   done("unregistered");
   directory_unmap(&engine->scheduler.directory);
-  zmq_close(engine->lane.jobs);
-  session_close(&engine->worker);
-  session_close(&engine->scheduler.session);
+  connection_close(&engine->lane);
+  connection_close(&engine->worker);
+  connection_close(&engine->scheduler.session);
 }
 
 static void look_up(const char *path, char **keys, int count) {
@@ -349,10 +347,7 @@ int main(int count, char **arguments) {
     look_up(arguments[2], arguments + 3, count - 3);
   } else if (count == 2) {
     struct engine engine = {.memory = NULL};
-    void *context = zmq_ctx_new();
-    engine.scheduler.session.context = engine.worker.context = context;
     serve(&engine, arguments[1]);
-    zmq_ctx_term(context);
   } else {
     die("usage: c_client RUNTIME_DIR | --lookup FILE KEY...");
   }

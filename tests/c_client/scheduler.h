@@ -13,7 +13,7 @@ struct slots {
 };
 
 struct scheduler {
-  struct session session;
+  struct connection session;
   struct directory directory;
   struct slots loans;  // slots that the broker has lent and that no key was given yet
 };

@@ -2,20 +2,26 @@
 #include "wire.h"
 
 #include <errno.h>
-#include <poll.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/time.h>
 #include <sys/un.h>
 #include <time.h>
 #include <unistd.h>
-#include <zmq.h>
 
-enum { NOTICE_BYTES = 64 * 1024, MAX_FDS = 64 };
+enum { MAX_FDS = 64, GREETING_BYTES = 64, MAX_MESSAGE_BYTES = 16 << 20 };
+enum { MORE = 1, LONG = 2, COMMAND = 4 };  // flags of a ZMTP frame
 static const uint8_t MAGIC[4] = {'k', 'v', 'd', 0};
-static const uint8_t NO_ID[ID_BYTES];
+// The greeting of ZMTP 3.1, mechanism NULL, and the command READY.
+static const uint8_t OPENING[] = {
+    0xff, [9] = 0x7f, 3, 1, 'N', 'U', 'L', 'L',
+    [GREETING_BYTES] = COMMAND, 28, 5, 'R', 'E', 'A', 'D', 'Y',
+    11, 'S', 'o', 'c', 'k', 'e', 't', '-', 'T', 'y', 'p', 'e',
+    0, 0, 0, 6, 'D', 'E', 'A', 'L', 'E', 'R',
+};
 
 void die(const char *format, ...) {
   va_list arguments;
@@ -91,21 +97,17 @@ void put_integers(struct body *body, const char *name, const uint64_t *values, s
 
 // ----------------------------------------------------------------------- messages
 
-// Takes a copy of the bytes.
-static struct message decode(const void *bytes, size_t size, int fd) {
-  struct message message = {.fd = fd, .frame = malloc(size + 1)};
-  if (!message.frame) die("no memory for a message of %zu bytes", size);
-  memcpy(message.frame, bytes, size);
-  const uint8_t *head = (const uint8_t *)message.frame;
+// Takes the frame over.
+static struct message decode(char *frame, size_t size, int fd) {
+  struct message message = {.fd = fd, .frame = frame};
+  const uint8_t *head = (const uint8_t *)frame;
   if (size < HEADER_BYTES || memcmp(head, MAGIC, sizeof MAGIC) != 0) die("no frame of kvd");
   if (little_endian(head + 4, 2) != PROTOCOL_VERSION) die("another version of the protocol");
   message.tag = (enum tag)little_endian(head + 6, 2);
   message.request_id = little_endian(head + 8, 8);
-  memcpy(message.boot_id, head + 16, ID_BYTES);
-  memcpy(message.token, head + 32, ID_BYTES);
   size_t at = HEADER_BYTES;
   msgpack_unpacked_init(&message.body);
-  if (msgpack_unpack_next(&message.body, message.frame, size, &at) != MSGPACK_UNPACK_SUCCESS ||
+  if (msgpack_unpack_next(&message.body, frame, size, &at) != MSGPACK_UNPACK_SUCCESS ||
       at != size || message.body.data.type != MSGPACK_OBJECT_MAP)
     die("the body of message 0x%02x is no map", message.tag);
   return message;
@@ -160,177 +162,168 @@ size_t integers(const struct message *message, const char *name, uint64_t *into,
   return size / width;
 }
 
-// ----------------------------------------------------------------- control socket
-
-static void control_connect(struct session *session) {
-  struct sockaddr_un address = {.sun_family = AF_UNIX};
-  struct timeval patience = {.tv_sec = PATIENCE_MS / 1000};
-  int length = snprintf(address.sun_path, sizeof address.sun_path, "%s/control.sock",
-                        session->runtime_dir);
-  if (length < 0 || (size_t)length >= sizeof address.sun_path) die("the path is too long");
-  session->control = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-  if (session->control < 0) die("socket: %s", strerror(errno));
-  setsockopt(session->control, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
-  if (connect(session->control, (struct sockaddr *)&address, sizeof address) != 0)
-    die("connect to %s: %s", address.sun_path, strerror(errno));
+static void copy_token(const struct message *message, uint8_t *into) {
+  const msgpack_object *object = field(message, "token");
+  if (object->type != MSGPACK_OBJECT_BIN || object->via.bin.size != TOKEN_BYTES) die("no token");
+  memcpy(into, object->via.bin.ptr, TOKEN_BYTES);
 }
 
-static struct message next_notice(struct session *session) {
-  static char frame[NOTICE_BYTES];
+// --------------------------------------------------------------------- the stream
+
+// Messages are read to their ends and no further, so descriptors belong to the one that is read.
+// Of several the first is kept: no event loop here wants to be woken, nothing is described.
+static void receive_bytes(const struct connection *connection, void *into, size_t size, int *fd) {
   union {
     struct cmsghdr header;
     char room[CMSG_SPACE(MAX_FDS * sizeof(int))];
   } control;
-  struct pollfd waiting = {.fd = session->control, .events = POLLIN};
-  if (poll(&waiting, 1, PATIENCE_MS) != 1) die("no notice within %d ms", PATIENCE_MS);
-  struct iovec part = {frame, sizeof frame};
-  struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control,
-                          .msg_controllen = sizeof control};
-  ssize_t size = recvmsg(session->control, &header, MSG_CMSG_CLOEXEC);
-  if (size <= 0) die("the daemon has closed the control socket");
-  if (header.msg_flags & (MSG_TRUNC | MSG_CTRUNC)) die("a notice arrived cut off");
-  int fd = -1;
-  struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
-  if (rights && rights->cmsg_type == SCM_RIGHTS) {
-    int fds[MAX_FDS];
+  int fds[MAX_FDS];
+  for (size_t have = 0; have < size;) {
+    struct iovec part = {(char *)into + have, size - have};
+    struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1, .msg_control = &control,
+                            .msg_controllen = sizeof control};
+    ssize_t received = recvmsg(connection->socket, &header, MSG_CMSG_CLOEXEC);
+    if (received < 0) die("nothing came for %d ms: %s", PATIENCE_MS, strerror(errno));
+    if (!received) die("the daemon has closed the connection");
+    if (header.msg_flags & MSG_CTRUNC) die("descriptors were lost");
+    have += (size_t)received;
+    struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
+    if (!rights || rights->cmsg_type != SCM_RIGHTS) continue;
     size_t count = (rights->cmsg_len - CMSG_LEN(0)) / sizeof(int);
     memcpy(fds, CMSG_DATA(rights), count * sizeof(int));
-    fd = fds[0];
-    for (size_t i = 1; i < count; i++) close(fds[i]);  // no event loop here wants to be woken, nothing is described
+    *fd = fds[0];
+    for (size_t i = 1; i < count; i++) close(fds[i]);
   }
-  return decode(frame, (size_t)size, fd);
 }
 
-void await_notice(struct session *session, const int *what, int before) {
-  int64_t end = now_ms() + PATIENCE_MS;
-  while (*what == before) {
-    if (now_ms() >= end) die("other notices came, for %d ms", PATIENCE_MS);
-    struct message notice = next_notice(session);
-    if (notice.tag == ATTACHED) {
-      if (session->directory >= 0) close(session->directory);
-      session->directory = notice.fd;
-    } else if (notice.tag == LANE_UP) {
-      if (session->lifeline >= 0) close(session->lifeline);
-      session->lifeline = notice.fd;
-      copy_text(&notice, "endpoint", session->endpoint, sizeof session->endpoint);
-    } else if (notice.tag == DETACHED) {
-      close(session->directory);
-      session->directory = -1;
-    } else {
-      die("notice 0x%02x", notice.tag);
+static struct message receive(const struct connection *connection) {
+  uint8_t head[9];
+  int fd = -1;
+  for (;;) {
+    receive_bytes(connection, head, 2, &fd);
+    uint64_t size = head[1];
+    if (head[0] & LONG) {
+      receive_bytes(connection, head + 2, 7, &fd);
+      size = 0;
+      for (int i = 1; i < 9; i++) size = size << 8 | head[i];
     }
-    message_free(&notice);
+    if (head[0] & MORE || size > MAX_MESSAGE_BYTES) die("a frame with flags %d", head[0]);
+    char *frame = malloc(size + 1);
+    if (!frame) die("no memory for a message of %zu bytes", (size_t)size);
+    receive_bytes(connection, frame, size, &fd);
+    if (!(head[0] & COMMAND)) return decode(frame, size, fd);
+    free(frame);  // READY
   }
 }
 
-// --------------------------------------------------------------------- requests
-
-static void *dealer(struct session *session, const char *endpoint) {
-  int none = 0, never = -1;
-  void *socket = zmq_socket(session->context, ZMQ_DEALER);
-  if (!socket) die("a DEALER: %s", zmq_strerror(zmq_errno()));
-  zmq_setsockopt(socket, ZMQ_LINGER, &none, sizeof none);
-  zmq_setsockopt(socket, ZMQ_RECONNECT_IVL, &never, sizeof never);
-  if (zmq_connect(socket, endpoint) != 0) die("%s: %s", endpoint, zmq_strerror(zmq_errno()));
-  return socket;
+static void take_notice(struct connection *connection, struct message *notice) {
+  char text[4097];
+  if (notice->tag == ATTACHED) {
+    if (connection->directory >= 0) close(connection->directory);
+    connection->directory = notice->fd;
+  } else if (notice->tag == LANE_UP) {
+    if (connection->lifeline >= 0) close(connection->lifeline);
+    connection->lifeline = notice->fd;
+    copy_text(notice, "endpoint", connection->endpoint, sizeof connection->endpoint);
+    copy_token(notice, connection->token);
+  } else if (notice->tag == DETACHED) {
+    close(connection->directory);
+    connection->directory = -1;
+  } else {
+    copy_text(notice, "text", text, sizeof text);
+    die("notice 0x%02x: %s", notice->tag, text);
+  }
+  message_free(notice);
 }
 
-static void frame_header(uint8_t *at, enum tag tag, uint64_t id, const uint8_t *boot_id,
-                         const uint8_t *token) {
-  memcpy(at, MAGIC, sizeof MAGIC);
-  put_le(at + 4, PROTOCOL_VERSION, 2);
-  put_le(at + 6, tag, 2);
-  put_le(at + 8, id, 8);
-  memcpy(at + 16, boot_id, ID_BYTES);
-  memcpy(at + 32, token, ID_BYTES);
+void await_notice(struct connection *connection, const int *what, int before) {
+  while (*what == before) {
+    struct message notice = receive(connection);
+    if (notice.request_id) die("a reply that nobody awaits");
+    take_notice(connection, &notice);
+  }
 }
 
-static void send_request(struct session *session, void *socket, enum tag tag, uint64_t id,
-                         struct body *body) {
-  zmq_msg_t frame;
-  if (zmq_msg_init_size(&frame, HEADER_BYTES + body->buffer.size) != 0) die("no memory");
-  uint8_t *at = zmq_msg_data(&frame);
-  frame_header(at, tag, id, tag == HELLO ? NO_ID : session->boot_id, session->token);
-  memcpy(at + HEADER_BYTES, body->buffer.data, body->buffer.size);
+uint64_t ask_with_fds(struct connection *connection, enum tag tag, struct body *body,
+                      const int *fds, size_t count) {
+  uint8_t head[9 + HEADER_BYTES] = {LONG};
+  union {
+    struct cmsghdr header;
+    char room[CMSG_SPACE(MAX_FDS * sizeof(int))];
+  } control = {0};
+  size_t size = HEADER_BYTES + body->buffer.size;
+  for (int i = 1; i < 9; i++) head[i] = (uint8_t)((uint64_t)size >> 8 * (8 - i));
+  memcpy(head + 9, MAGIC, sizeof MAGIC);
+  put_le(head + 13, PROTOCOL_VERSION, 2);
+  put_le(head + 15, tag, 2);
+  put_le(head + 17, ++connection->last_id, 8);
+  struct iovec parts[2] = {{head, sizeof head}, {body->buffer.data, body->buffer.size}};
+  struct msghdr header = {.msg_iov = parts, .msg_iovlen = 2};
+  if (count > MAX_FDS) die("%zu descriptors with one message", count);
+  if (count) {
+    header.msg_control = &control;
+    header.msg_controllen = CMSG_SPACE(count * sizeof(int));
+    struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
+    rights->cmsg_level = SOL_SOCKET;
+    rights->cmsg_type = SCM_RIGHTS;
+    rights->cmsg_len = CMSG_LEN(count * sizeof(int));
+    memcpy(CMSG_DATA(rights), fds, count * sizeof(int));
+  }
+  if (sendmsg(connection->socket, &header, MSG_NOSIGNAL) != (ssize_t)(9 + size))
+    die("sendmsg: %s", strerror(errno));
   msgpack_sbuffer_destroy(&body->buffer);
-  if (zmq_msg_send(&frame, socket, ZMQ_DONTWAIT) < 0) die("send: %s", zmq_strerror(zmq_errno()));
+  return connection->last_id;
 }
 
-uint64_t ask_lane(struct lane *lane, enum tag tag, struct body *body) {
-  send_request(lane->session, lane->jobs, tag, ++lane->last_id, body);
-  return lane->last_id;
+uint64_t ask(struct connection *connection, enum tag tag, struct body *body) {
+  return ask_with_fds(connection, tag, body, NULL, 0);
 }
 
-struct message answer(struct session *session, void *socket, uint64_t id, enum tag tag) {
+struct message answer(struct connection *connection, uint64_t id, enum tag tag) {
   char text[4097] = "";
-  zmq_msg_t frame;
-  zmq_pollitem_t items[2] = {{.socket = socket, .events = ZMQ_POLLIN},
-                             {.fd = session->control, .events = ZMQ_POLLERR}};
-  if (zmq_poll(items, 2, PATIENCE_MS) <= 0) die("no answer within %d ms", PATIENCE_MS);
-  if (!(items[0].revents & ZMQ_POLLIN)) die("the daemon is gone");
-  zmq_msg_init(&frame);
-  if (zmq_msg_recv(&frame, socket, ZMQ_DONTWAIT) < 0) die("%s", zmq_strerror(zmq_errno()));
-  struct message reply = decode(zmq_msg_data(&frame), zmq_msg_size(&frame), -1);
-  zmq_msg_close(&frame);
-  if (memcmp(reply.boot_id, session->boot_id, ID_BYTES) != 0) die("another daemon answers");
+  struct message reply = receive(connection);
+  while (!reply.request_id) {
+    take_notice(connection, &reply);
+    reply = receive(connection);
+  }
   if (reply.request_id != id) die("an answer to another request");
   if (reply.tag == tag) return reply;
   if (reply.tag == ERROR) copy_text(&reply, "text", text, sizeof text);
   die("0x%02x in place of 0x%02x: %s", reply.tag, tag, text);
 }
 
-struct message exchange(struct session *session, enum tag tag, struct body *body,
+struct message exchange(struct connection *connection, enum tag tag, struct body *body,
                         enum tag reply) {
-  send_request(session, session->requests, tag, ++session->last_id, body);
-  return answer(session, session->requests, session->last_id, reply);
+  return answer(connection, ask(connection, tag, body), reply);
 }
 
-struct message exchange_with_fds(struct session *session, enum tag tag, struct body *body,
-                                 const int *fds, size_t count, enum tag reply) {
-  uint8_t head[HEADER_BYTES];
-  union {
-    struct cmsghdr header;
-    char room[CMSG_SPACE(MAX_FDS * sizeof(int))];
-  } control = {0};
-  if (count > MAX_FDS) die("%zu descriptors in one datagram", count);
-  frame_header(head, tag, ++session->last_id, session->boot_id, session->token);
-  struct iovec parts[2] = {{head, sizeof head}, {body->buffer.data, body->buffer.size}};
-  struct msghdr header = {.msg_iov = parts, .msg_iovlen = 2, .msg_control = &control,
-                          .msg_controllen = CMSG_SPACE(count * sizeof(int))};
-  struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
-  rights->cmsg_level = SOL_SOCKET;
-  rights->cmsg_type = SCM_RIGHTS;
-  rights->cmsg_len = CMSG_LEN(count * sizeof(int));
-  memcpy(CMSG_DATA(rights), fds, count * sizeof(int));
-  if (sendmsg(session->control, &header, MSG_NOSIGNAL) < 0) die("sendmsg: %s", strerror(errno));
-  msgpack_sbuffer_destroy(&body->buffer);
-  return answer(session, session->requests, session->last_id, reply);
+// -------------------------------------------------------------------- connections
+
+static void connect_to(struct connection *connection, const char *path) {
+  uint8_t greeting[GREETING_BYTES];
+  int none = -1;
+  struct sockaddr_un address = {.sun_family = AF_UNIX};
+  struct timeval patience = {.tv_sec = PATIENCE_MS / 1000};
+  *connection = (struct connection){.directory = -1, .lifeline = -1};
+  int length = snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
+  if ((size_t)length >= sizeof address.sun_path) die("the path is too long");
+  connection->socket = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+  if (connection->socket < 0) die("socket: %s", strerror(errno));
+  setsockopt(connection->socket, SOL_SOCKET, SO_SNDTIMEO, &patience, sizeof patience);
+  setsockopt(connection->socket, SOL_SOCKET, SO_RCVTIMEO, &patience, sizeof patience);
+  if (connect(connection->socket, (struct sockaddr *)&address, sizeof address) != 0)
+    die("connect to %s: %s", path, strerror(errno));
+  if (send(connection->socket, OPENING, sizeof OPENING, MSG_NOSIGNAL) != sizeof OPENING)
+    die("send: %s", strerror(errno));
+  receive_bytes(connection, greeting, sizeof greeting, &none);
+  if (greeting[0] != 0xff || !(greeting[9] & 1) || greeting[10] < 3) die("no greeting of ZMTP 3");
 }
 
-struct message exchange_lane(struct lane *lane, enum tag tag, struct body *body,
-                             enum tag reply) {
-  uint64_t id = ask_lane(lane, tag, body);
-  return answer(lane->session, lane->jobs, id, reply);
-}
-
-void lane_open(struct lane *lane, struct session *session) {
-  *lane = (struct lane){.session = session, .jobs = dealer(session, session->endpoint)};
-}
-
-void session_open(struct session *session, const char *runtime_dir, const char *kind,
+void session_open(struct connection *session, const char *runtime_dir, const char *kind,
                   const char *engine) {
-  char endpoint[sizeof session->runtime_dir + 32];
-  void *context = session->context;
-  *session = (struct session){.context = context, .directory = -1, .lifeline = -1};
-  snprintf(session->runtime_dir, sizeof session->runtime_dir, "%s", runtime_dir);
-  control_connect(session);
-  struct message greeting = next_notice(session);
-  if (greeting.tag != GREETING) die("0x%02x in place of Greeting", greeting.tag);
-  memcpy(session->boot_id, greeting.boot_id, ID_BYTES);
-  memcpy(session->token, greeting.token, ID_BYTES);
-  message_free(&greeting);
-  snprintf(endpoint, sizeof endpoint, "ipc://%s/broker.sock", session->runtime_dir);
-  session->requests = dealer(session, endpoint);
+  char path[256];
+  snprintf(path, sizeof path, "%s/broker.sock", runtime_dir);
+  connect_to(session, path);
   struct body hello;
   body_begin(&hello, 6);
   put_text(&hello, "kind", kind);
@@ -344,9 +337,20 @@ void session_open(struct session *session, const char *runtime_dir, const char *
   message_free(&welcome);
 }
 
-void session_close(struct session *session) {
-  zmq_close(session->requests);
-  close(session->control);
-  if (session->directory >= 0) close(session->directory);
-  if (session->lifeline >= 0) close(session->lifeline);
+void lane_open(struct connection *lane, const struct connection *worker) {
+  struct body join;
+  if (strncmp(worker->endpoint, "ipc://", 6) != 0) die("no path: %s", worker->endpoint);
+  connect_to(lane, worker->endpoint + 6);
+  body_begin(&join, 1);
+  put_name(&join, "token");
+  msgpack_pack_bin(&join.pack, TOKEN_BYTES);
+  msgpack_pack_bin_body(&join.pack, worker->token, TOKEN_BYTES);
+  struct message joined = exchange(lane, JOIN, &join, OK);
+  message_free(&joined);
+}
+
+void connection_close(struct connection *connection) {
+  close(connection->socket);
+  if (connection->directory >= 0) close(connection->directory);
+  if (connection->lifeline >= 0) close(connection->lifeline);
 }

@@ -1,4 +1,4 @@
-// Frames, messages and sockets of docs/protocol.md. Whatever goes wrong ends the program (die).
+// Frames, messages and connections of docs/protocol.md. Whatever goes wrong ends the program (die).
 #pragma once
 
 #include <msgpack.h>
@@ -6,14 +6,14 @@
 #include <stddef.h>
 #include <stdint.h>
 
-enum { HEADER_BYTES = 48, ID_BYTES = 16, PROTOCOL_VERSION = 3, PATIENCE_MS = 30000 };
+enum { HEADER_BYTES = 16, TOKEN_BYTES = 16, PROTOCOL_VERSION = 4, PATIENCE_MS = 30000 };
 
 enum tag {
   HELLO = 0x01, WELCOME, REGISTER, REGISTERED, UNREGISTER,
   STEP = 0x10, STEPPED, RESET, RESET_DONE,
-  STORE = 0x20, LOAD, DONE,
+  STORE = 0x20, LOAD, DONE, JOIN = 0x27,
   PING = 0x30, PONG,
-  OK = 0x3E, ERROR, GREETING, ATTACHED, DETACHED, LANE_UP,
+  OK = 0x3E, ERROR, ATTACHED = 0x41, DETACHED, LANE_UP,
 };
 
 // Says what went wrong on stderr and exits with status 1.
@@ -23,11 +23,10 @@ _Noreturn void die(const char *format, ...) __attribute__((format(printf, 1, 2))
 int64_t now_ms(void);
 uint64_t little_endian(const uint8_t *at, size_t width);
 
-// A message that arrived, with the descriptor that came along, or -1.
+// A message that arrived, with the first descriptor that came along, or -1.
 struct message {
   enum tag tag;
   uint64_t request_id;
-  uint8_t boot_id[ID_BYTES], token[ID_BYTES];
   msgpack_unpacked body;
   char *frame;
   int fd;
@@ -55,41 +54,31 @@ void put_keys(struct body *body, const char *name, const char *const *keys, size
 void put_integers(struct body *body, const char *name, const uint64_t *values, size_t count,
                   size_t width);
 
-// One session: its control socket, its request socket, and what notices have brought.
-struct session {
-  void *context, *requests;
-  int control;
+// A connection to the broker or to a lane, and what the broker's notices have brought.
+struct connection {
+  int socket;
   uint64_t last_id;
-  uint8_t boot_id[ID_BYTES], token[ID_BYTES];
-  char runtime_dir[256];
-  int directory;  // of the last Attached, or -1
-  int lifeline;   // of the last LaneUp, or -1
-  char endpoint[256];
+  int directory;               // of the last Attached, or -1
+  int lifeline;                // of the last LaneUp, or -1
+  char endpoint[256];          // of the same
+  uint8_t token[TOKEN_BYTES];  // of the same
 };
 
-// Connects, reads Greeting, says Hello.
-void session_open(struct session *session, const char *runtime_dir, const char *kind,
+// Connects and says Hello.
+void session_open(struct connection *session, const char *runtime_dir, const char *kind,
                   const char *engine);
-void session_close(struct session *session);
-// Reads notices until `*what` is no longer `before`.
-void await_notice(struct session *session, const int *what, int before);
-
-// A lane's socket, for the session of a worker.
-struct lane {
-  struct session *session;
-  void *jobs;
-  uint64_t last_id;
-};
-
-void lane_open(struct lane *lane, struct session *session);
+// Connects to the lane that a worker was told of, and joins it.
+void lane_open(struct connection *lane, const struct connection *worker);
+void connection_close(struct connection *connection);
 
 // Sends a body and frees it; the request's id.
-uint64_t ask_lane(struct lane *lane, enum tag tag, struct body *body);
-// The reply to a request; dies where it is of another type.
-struct message answer(struct session *session, void *socket, uint64_t id, enum tag tag);
-// Both at once, for the broker and for a lane.
-struct message exchange(struct session *session, enum tag tag, struct body *body, enum tag reply);
-// A request with descriptors, which goes over the control socket; its reply does not.
-struct message exchange_with_fds(struct session *session, enum tag tag, struct body *body,
-                                 const int *fds, size_t count, enum tag reply);
-struct message exchange_lane(struct lane *lane, enum tag tag, struct body *body, enum tag reply);
+uint64_t ask(struct connection *connection, enum tag tag, struct body *body);
+uint64_t ask_with_fds(struct connection *connection, enum tag tag, struct body *body,
+                      const int *fds, size_t count);
+// The reply to a request; dies where it is of another type. Takes notices that come before it.
+struct message answer(struct connection *connection, uint64_t id, enum tag tag);
+// Both at once.
+struct message exchange(struct connection *connection, enum tag tag, struct body *body,
+                        enum tag reply);
+// Reads notices until `*what` is no longer `before`.
+void await_notice(struct connection *connection, const int *what, int before);

@@ -8,35 +8,32 @@ import contextlib
 import mmap
 import os
 import queue
-import socket
+import select
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
-import msgspec
-import zmq
-
 from kvd.cache.directory import DirectoryWriter
+from kvd.wire.server import Client, Server
 from kvd_client.session import Session
 from kvd_proto.arrays import IntArray
-from kvd_proto.codec import WIRE, Header
+from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.descriptions import room
 from kvd_proto.directory import SlotState
 from kvd_proto.directory_header import DirectoryHeader
 from kvd_proto.messages import (
-    MAX_DESCRIPTORS,
     PROTOCOL_VERSION,
     Attached,
     Cancel,
     Done,
     Error,
     ErrorCode,
-    Greeting,
     Hello,
     Job,
     JobStatus,
+    Join,
     LaneUp,
     Message,
     Ok,
@@ -102,14 +99,19 @@ def in_its_thread(method: Callable[P, None]) -> Callable[P, None]:
 
 
 @dataclass(eq=False)
-class Connection:
+class FakeSession:
     """One client session, as the fake sees it."""
 
-    sock: socket.socket
-    token: bytes
-    identity: bytes = b""
+    client: Client
+    token: bytes  # of its lane
     device: str = ""  # that it has registered
     fds: list[int] = field(default_factory=list)
+
+    def drop_fds(self) -> None:
+        """Close what its registration came with."""
+        for fd in self.fds:
+            os.close(fd)
+        self.fds.clear()
 
 
 class FakeDaemon:
@@ -129,23 +131,19 @@ class FakeDaemon:
         self.tiers: tuple[TierInfo, ...] = ()  # that the next `attach` has; all usable
         self.descriptions: int | None = None  # descriptor of the file that is sent, not closed
         self.directory: DirectoryWriter | None = None  # before the first `attach`
-        self.connections: dict[int, Connection] = {}
-        self._tokens: set[bytes] = set()  # of those that have left, too
+        self.sessions: list[FakeSession] = []
+        self._workers: dict[bytes, Client | None] = {}  # by token: who has joined the lane
         self._seen = threading.Condition()
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._wake = os.eventfd(0)
         self._running = True
         self._thawed = threading.Event()
         self._thawed.set()
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        for name in ("control.sock", "broker.sock"):
-            (runtime_dir / name).unlink(missing_ok=True)
-        self._router = self._bind(f"ipc://{runtime_dir}/broker.sock")
-        self._control_socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control_socket.bind(str(runtime_dir / "control.sock"))
-        self._control_socket.listen()
-        self._held: list[tuple[bytes, Header, Job]] = []
-        self.lane: zmq.Socket[bytes] | None = None
+        self._server = Server(
+            runtime_dir / "broker.sock", max_bytes=MAX_MESSAGE_BYTES, takes_descriptors=True
+        )
+        self._held: list[tuple[bytes, int, Job]] = []  # token, request id
+        self._lane: Server | None = None
         self._lifeline = (-1, -1)
         self._endpoint = ""
         self._open_lane()
@@ -161,7 +159,7 @@ class FakeDaemon:
         self.kill()
 
     def kill(self) -> None:
-        """Die: every socket, control socket and lifeline is closed at once."""
+        """Die: every connection and lifeline is closed at once."""
         if self._thread.is_alive():
             self._running = False
             self._thawed.set()  # not before: it would serve again
@@ -220,8 +218,8 @@ class FakeDaemon:
     @in_its_thread
     def notify(self, message: Message, fds: tuple[int, ...] = ()) -> None:
         """Send a notice to every session."""
-        for connection in self.connections.values():
-            self._notify(connection, message, fds)
+        for session in self.sessions:
+            self._server.send(session.client, WIRE.encode(message), fds)
 
     @in_its_thread
     def finish(self, status: JobStatus = JobStatus.OK) -> None:
@@ -235,10 +233,16 @@ class FakeDaemon:
 
     @in_its_thread
     def cut(self) -> None:
-        """Close the lane's connections; it lives, and listens again."""
-        assert self.lane is not None
-        self.lane.close(linger=0)
-        self.lane = self._bind(self._endpoint)
+        """Close the lane's connections; it lives, and takes others."""
+        assert self._lane is not None
+        for token, client in self._workers.items():
+            if client is not None:
+                self._lane.end(client)
+                self._workers[token] = None
+
+    def joined(self) -> bool:
+        """Whether every worker has a connection to the lane."""
+        return self.call(lambda: None not in self._workers.values())
 
     @in_its_thread
     def kill_lane(self) -> None:
@@ -250,13 +254,13 @@ class FakeDaemon:
         """End the lane process and start another one."""
         self._close_lane()
         self._open_lane()
-        for connection in self.connections.values():
-            if connection.fds:
-                self._lane_up(connection)
+        for session in self.sessions:
+            if session.fds:
+                self._lane_up(session)
 
     def worker_fds(self) -> list[int]:
         """Descriptors that the one worker has sent."""
-        return next(v.fds for v in self.connections.values() if v.fds)
+        return next(session.fds for session in self.sessions if session.fds)
 
     def lent(self) -> list[int]:
         """Slots that are on loan."""
@@ -325,24 +329,20 @@ class FakeDaemon:
             slots = []
         return stepped(slots, directory.lend(slots))
 
-    def _bind(self, endpoint: str) -> "zmq.Socket[bytes]":
-        sock = self._context.socket(zmq.ROUTER)
-        sock.setsockopt(zmq.LINGER, 0)
-        sock.bind(endpoint)
-        return sock
-
     def _open_lane(self) -> None:
         self.incarnation += 1
-        self._endpoint = f"ipc://{self.runtime_dir}/lane-host-{self.incarnation}.sock"
-        self.lane = self._bind(self._endpoint)
+        path = self.runtime_dir / f"lane-host-{self.incarnation}.sock"
+        self._endpoint = f"ipc://{path}"
+        self._lane = Server(path, max_bytes=MAX_MESSAGE_BYTES)
         self._lifeline = os.pipe2(os.O_CLOEXEC)
 
     def _close_lane(self) -> None:
-        if self.lane is not None:
-            self.lane.close(linger=0)
-            self.lane = None
+        if self._lane is not None:
+            self._lane.close()
+            self._lane = None
             for fd in self._lifeline:
                 os.close(fd)
+        self._workers = dict.fromkeys(self._workers)
         self._held.clear()
 
     def _serve(self) -> None:
@@ -351,71 +351,54 @@ class FakeDaemon:
                 self._turn()
         finally:
             self._close_lane()
-            for connection in self.connections.values():
-                connection.sock.close()
-                self._drop(connection)
-            self._control_socket.close()
-            self._context.destroy(linger=0)
+            self._server.close()
+            for session in self.sessions:
+                session.drop_fds()
 
     def _turn(self) -> None:
-        poller = zmq.Poller()
-        for source in (self._wake, self._control_socket.fileno(), self._router, *self.connections):
-            poller.register(source, zmq.POLLIN)
-        if self.lane is not None:
-            poller.register(self.lane, zmq.POLLIN)
-        ready = {source for source, _ in poller.poll()}
-        if self._wake in ready:
+        poller = select.poll()
+        for source in (self._wake, self._server, self._lane):
+            if source is not None:
+                poller.register(source, select.POLLIN)
+        if self._wake in dict(poller.poll()):
             os.eventfd_read(self._wake)
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._commands.get_nowait()()
         self._thawed.wait()
-        if not self._running:
-            return
-        if self._control_socket.fileno() in ready:
-            self._greet()
-        for fd in ready & self.connections.keys():
-            self._hear(fd)
-        if self._router in ready:
-            identity, frame = self._router.recv_multipart()
-            self._request(identity, frame)
-        if self.lane is not None and self.lane in ready:
-            identity, frame = self.lane.recv_multipart()
-            self._job(identity, frame)
+        if self._running:
+            self._read(self._server, self._request)
+        if self._running and self._lane is not None:
+            self._read(self._lane, self._job)
 
-    def _greet(self) -> None:
-        sock, _ = self._control_socket.accept()
-        connection = Connection(sock, os.urandom(16))
-        self._tokens.add(connection.token)
-        self.connections[sock.fileno()] = connection
-        self._notify(connection, Greeting(pid=os.getpid()))
+    def _read(
+        self, server: Server, serve: Callable[[Client, bytes, tuple[int, ...]], None]
+    ) -> None:
+        server.look()
+        while server.accepted:
+            client = server.accepted.popleft()
+            if server is self._server:
+                server.adopt(client, FakeSession(client, os.urandom(16)))
+                self.sessions.append(client.owner)
+        while server.pending:
+            received = server.take()
+            if received is not None:
+                serve(*received)
+        while server.ended:
+            session = server.ended.popleft().owner
+            if isinstance(session, FakeSession):
+                self.sessions.remove(session)
+                session.drop_fds()
 
-    def _hear(self, fd: int) -> None:
-        connection = self.connections[fd]
-        try:
-            frame, fds, _, _ = socket.recv_fds(connection.sock, 2**20, MAX_DESCRIPTORS)
-        except ConnectionResetError:  # it has left without reading all
-            frame, fds = b"", []
-        if not frame:
-            del self.connections[fd]
-            connection.sock.close()
-            self._drop(connection)
-            return
-        header, message = WIRE.decode(frame)
-        assert isinstance(message, Register)
-        connection.fds += fds
-        self._answer(connection, header, message)
-
-    def _notify(self, connection: Connection, message: Message, fds: tuple[int, ...] = ()) -> None:
-        frame = WIRE.encode(message, 0, self.boot_id, connection.token)
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has left meanwhile
-            socket.send_fds(connection.sock, [frame], list(fds))
-
-    def _lane_up(self, connection: Connection) -> None:
+    def _lane_up(self, session: FakeSession) -> None:
+        self._workers.setdefault(session.token, None)
         message = LaneUp(
-            device=connection.device, incarnation=self.incarnation, endpoint=self._endpoint
+            device=session.device,
+            incarnation=self.incarnation,
+            endpoint=self._endpoint,
+            token=session.token,
         )
-        self._notify(connection, message, (self._lifeline[0],))
+        self._server.send(session.client, WIRE.encode(message), (self._lifeline[0],))
 
     @contextlib.contextmanager
     def _noting(self, message: Message) -> Iterator[None]:
@@ -425,41 +408,37 @@ class FakeDaemon:
             self._received.append(message)
             self._seen.notify_all()
 
-    def _request(self, identity: bytes, frame: bytes) -> None:
+    def _request(self, client: Client, frame: bytes, fds: tuple[int, ...]) -> None:
         header, message = WIRE.decode(frame)
-        connection = next((v for v in self.connections.values() if v.token == header.session), None)
-        if connection is None:
-            return
-        connection.identity = identity
-        self._answer(connection, header, message)
-
-    def _answer(self, connection: Connection, header: Header, message: Message) -> None:
+        session: FakeSession = client.owner
+        session.fds += fds
         reply = self.replies[type(message)](message)
         with self._noting(message):
             if isinstance(message, Unregister) or isinstance(reply, Error):
-                self._drop(connection)
+                session.drop_fds()
             if isinstance(message, Register):
-                connection.device = message.device
+                session.device = message.device
             if isinstance(reply, Registered):
-                self._lane_up(connection)
-                reply = msgspec.structs.replace(reply, incarnation=self.incarnation)
+                self._lane_up(session)
             if reply is not None:
-                frame = WIRE.encode(reply, header.request_id, self.boot_id, header.session)
-                self._router.send_multipart([connection.identity, frame])
+                self._server.send(client, WIRE.encode(reply, header.request_id))
 
-    @staticmethod
-    def _drop(connection: Connection) -> None:
-        """Close what its registration came with."""
-        for fd in connection.fds:
-            os.close(fd)
-        connection.fds.clear()
-
-    def _job(self, identity: bytes, frame: bytes) -> None:
+    def _job(self, client: Client, frame: bytes, _: tuple[int, ...]) -> None:
         header, message = WIRE.decode(frame)
-        assert header.session in self._tokens
+        assert self._lane is not None
+        if isinstance(message, Join):
+            reply = self.replies[Join](message)
+            if isinstance(reply, Ok):
+                if (before := self._workers[message.token]) is not None:
+                    self._lane.end(before)
+                self._workers[message.token] = client
+                self._lane.adopt(client, message.token)
+            if reply is not None:
+                self._lane.send(client, WIRE.encode(reply, header.request_id))
+            return
         with self._noting(message):
             if isinstance(message, Job):
-                self._held.append((identity, header, message))
+                self._held.append((client.owner, header.request_id, message))
                 if not self.hold_jobs:
                     self._finish(JobStatus.OK)
                 return
@@ -467,18 +446,18 @@ class FakeDaemon:
                 self._finish(JobStatus.CANCELLED)
             reply = self.replies[type(message)](message)
             if reply is not None and (isinstance(reply, Error) or not self._held):
-                self._to_worker(identity, header, reply)
+                self._to_worker(client.owner, header.request_id, reply)
 
     def _finish(self, status: JobStatus) -> None:
         held, self._held = self._held, []
-        for identity, header, job in held:
+        for token, request_id, job in held:
             done = Done(job=job.job, status=status, text="", bytes=64, copy_ns=2_000_000)
-            self._to_worker(identity, header, done)
+            self._to_worker(token, request_id, done)
 
-    def _to_worker(self, identity: bytes, header: Header, message: Message) -> None:
-        assert self.lane is not None
-        frame = WIRE.encode(message, header.request_id, self.boot_id, header.session)
-        self.lane.send_multipart([identity, frame])
+    def _to_worker(self, token: bytes, request_id: int, message: Message) -> None:
+        client = self._workers[token]
+        if client is not None and self._lane is not None:
+            self._lane.send(client, WIRE.encode(message, request_id))
 
 
 def stepped(slots: Sequence[int] = (), generations: Sequence[int] = ()) -> Stepped:
@@ -488,8 +467,9 @@ def stepped(slots: Sequence[int] = (), generations: Sequence[int] = ()) -> Stepp
 
 _REPLIES: dict[type[Message], Callable[[Any], Message | None]] = {
     Hello: lambda _: Welcome(protocol=PROTOCOL_VERSION, daemon="fake 1", pid=os.getpid()),
-    Register: lambda _: Registered(missing_ranks=(), lane="host", incarnation=1),
+    Register: lambda _: Registered(missing_ranks=()),
     Unregister: lambda _: Ok(),
+    Join: lambda _: Ok(),
     Ping: lambda _: Pong(pid=os.getpid()),
     Status: lambda _: StatusReport(status={"ready": True}),
     Wait: lambda _: Ok(),

@@ -70,20 +70,20 @@ def test_the_log_says_once_why_it_is_denied_and_when_it_is_not_any_more(
 
 def test_the_client_says_what_the_daemons_commands_say(daemon: FakeDaemon, denied: str) -> None:
     """Of a closed directory, of one that only its owner enters, of a socket, of what is open."""
-    control = daemon.runtime_dir / "control.sock"
-    assert explain_denied(control) == daemons.explain_denied(control) == denied
+    path = daemon.runtime_dir / "broker.sock"
+    assert explain_denied(path) == daemons.explain_denied(path) == denied
 
     def texts(directory: int, socket: int) -> tuple[str | None, str | None]:
         os.seteuid(0)
         daemon.runtime_dir.chmod(directory)
-        control.chmod(socket)
+        path.chmod(socket)
         os.seteuid(OTHER_UID)
-        return explain_denied(control), daemons.explain_denied(control)
+        return explain_denied(path), daemons.explain_denied(path)
 
     client, command = texts(0o700, 0o660)
     assert client == command
     assert str(client).endswith(": run this as root")
     client, command = texts(0o755, 0o600)
     assert client == command
-    assert f"may not connect to {control} (mode 0600, " in str(client)
+    assert f"may not connect to {path} (mode 0600, " in str(client)
     assert texts(0o755, 0o666) == (None, None)

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from kvd_client import Scheduler
+from kvd_client import Scheduler, connection
 from kvd_client.connection import Connection
-from kvd_client.errors import DaemonLost
+from kvd_client.errors import DaemonLost, Refused
 from kvd_proto.codec import WIRE
-from kvd_proto.messages import Ping, Pong, Status, StatusReport
+from kvd_proto.messages import Error, ErrorCode, Ping, Pong, Status, StatusReport
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.waiting import eventually
 
@@ -65,22 +65,16 @@ def test_replies_to_posted_requests_are_kept_in_their_order(
     assert not line.has_replies
 
 
-@pytest.mark.parametrize("wrong", ["request", "boot", "bytes"])
+@pytest.mark.parametrize("wrong", ["request", "bytes"])
 def test_what_is_no_answer_ends_the_connection(
     daemon: FakeDaemon, line: Connection, wrong: str
 ) -> None:
-    """To a request that was not made, of another daemon, or nothing that can be read."""
-    frame = WIRE.encode(
-        Pong(pid=1),
-        12345 if wrong == "request" else 2,
-        daemon.boot_id if wrong != "boot" else bytes(16),
-        line.token,
-    )
-    (connection,) = daemon.connections.values()
-    sent = frame if wrong != "bytes" else b"nothing"
+    """To a request that was not made, or nothing that can be read."""
+    (session,) = daemon.sessions
+    sent = WIRE.encode(Pong(pid=1), 12345) if wrong == "request" else b"nothing"
 
     def answer(_: Status) -> None:
-        daemon._router.send_multipart([connection.identity, sent])
+        daemon._server.send(session.client, sent)
 
     daemon.replies[Status] = answer
     with pytest.raises(DaemonLost):
@@ -110,3 +104,54 @@ def test_a_closed_connection_takes_nothing(daemon: FakeDaemon, line: Connection)
     with pytest.raises(DaemonLost):
         ask(line)
     daemon.thaw()
+
+
+def test_a_notice_that_another_thread_takes_in_wakes_the_keeper(
+    daemon: FakeDaemon, quiet: Scheduler, line: Connection
+) -> None:
+    """While callers are busy with the connection the keeper does not poll for it."""
+    stop, busy = threading.Event(), threading.Event()
+
+    def use() -> None:
+        while not stop.is_set():
+            ask(line)
+            busy.set()
+
+    using = threading.Thread(target=use)
+    using.start()
+    assert busy.wait(SECONDS)
+    daemon.attach(quiet)
+    stop.set()
+    using.join()
+
+
+def test_replies_to_a_busy_caller_do_not_wake_the_keeper(
+    daemon: FakeDaemon, quiet: Scheduler, line: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine posts once a step: its reply costs no switch between threads."""
+    monkeypatch.setattr(connection, "BUSY_SECONDS", SECONDS)
+    tended = threading.Event()
+    monkeypatch.setattr(quiet, "_tend", lambda _: tended.set())
+    line.post(Ping())
+    assert tended.wait(SECONDS)  # it was waiting for anything that arrives
+    tended.clear()
+    for _ in range(3):
+        line.post(Ping())
+    ask(line)  # takes in the replies to these, too
+    assert not line.unanswered
+    assert not tended.is_set()
+    daemon.kill()  # which it is to see at once
+    assert tended.wait(SECONDS)
+
+
+def test_a_refusal_is_the_reason_of_all_that_fails(daemon: FakeDaemon, line: Connection) -> None:
+    """Of a request that waits, and of those that are made later."""
+    daemon.replies[Status] = lambda _: None
+    waiting = threading.Thread(
+        target=lambda: daemon.notify(Error(code=ErrorCode.LIMIT, text="too much"))
+    )
+    waiting.start()
+    for _ in range(2):
+        with pytest.raises(Refused, match="too much"):
+            ask(line)
+    waiting.join()

@@ -191,7 +191,7 @@ def test_forked_child_has_a_closed_session(
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_fork_does_not_hold_the_control_socket_open(daemon: FakeDaemon, worker: Worker) -> None:
+def test_fork_does_not_hold_the_connection_open(daemon: FakeDaemon, worker: Worker) -> None:
     """The daemon sees the parent's end although a child that was forked before lives on."""
     read, write = os.pipe()
     child = os.fork()
@@ -202,7 +202,7 @@ def test_fork_does_not_hold_the_control_socket_open(daemon: FakeDaemon, worker: 
         os._exit(0)
     os.close(read)
     session.Session.close(worker)
-    eventually(lambda: not daemon.call(lambda: dict(daemon.connections)))
+    eventually(lambda: not daemon.call(lambda: list(daemon.sessions)))
     os.close(write)
     os.waitpid(child, 0)
 

@@ -191,17 +191,14 @@ def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:
         until(scheduler, connected=True)
 
 
-@pytest.mark.parametrize("code", [ErrorCode.STALE_BOOT, ErrorCode.BAD_SESSION])
-def test_stale_session_connects_again(
-    daemon: FakeDaemon, scheduler: Scheduler, code: ErrorCode
+def test_a_session_that_the_daemon_ends_connects_again(
+    daemon: FakeDaemon, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A daemon that does not know the session gets a new one by itself."""
-    good = daemon.replies[Status]
-    daemon.replies[Status] = lambda _: Error(code=code, text="who?")
-    assert scheduler.status() == {}
-    daemon.replies[Status] = good
+    """The log has the daemon's reason."""
+    daemon.notify(Error(code=ErrorCode.LIMIT, text="others want its place"))
     daemon.wait_for(Hello, 2)
     until(scheduler, connected=True)
+    assert "others want its place" in caplog.text
     assert scheduler.status()
 
 

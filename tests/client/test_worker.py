@@ -33,6 +33,7 @@ from kvd_proto.messages import (
     ErrorCode,
     Hello,
     HostHandle,
+    Join,
     LaneUp,
     Load,
     Register,
@@ -397,7 +398,9 @@ def test_an_answer_that_comes_while_the_lane_is_told_something_is_seen(
         monkeypatch.setattr(jobs.JobTable, "_tell_lanes", tell)
         daemon.finish()
         assert table._lane is not None
-        assert select.select([table._lane._socket], [], [], SECONDS)[0]
+        channel = table._lane._channel
+        assert channel is not None
+        assert select.select([channel], [], [], SECONDS)[0]
         tell(table, kind, job_ids)
 
     monkeypatch.setattr(jobs.JobTable, "_tell_lanes", answered_meanwhile)
@@ -490,6 +493,31 @@ def test_a_lane_that_does_not_know_the_worker_holds_none_of_its_loads(
     assert (result.job_id, result.status) == (1, JobStatus.FAILED)
 
 
+def test_a_lane_that_refuses_the_worker_holds_none_of_its_loads(
+    daemon: FakeDaemon, worker: Worker
+) -> None:
+    """It has let go of the memory, and says so on a later connection."""
+    daemon.hold_jobs = True
+    worker.submit(Load, 1, JOB)
+    daemon.wait_for(Load)
+    daemon.replies[Join] = lambda _: Error(code=ErrorCode.BAD_SESSION, text="who?")
+    daemon.cut()
+    (result,) = results(worker)
+    assert (result.job_id, result.status) == (1, JobStatus.FAILED)
+
+
+def test_answers_come_to_the_latest_connection(daemon: FakeDaemon, worker: Worker) -> None:
+    """Those of jobs that were sent on the one before, too."""
+    daemon.hold_jobs = True
+    worker.submit(Load, 1, JOB)
+    daemon.wait_for(Load)
+    daemon.cut()
+    eventually(lambda: [worker.get_finished(), daemon.joined()][1])
+    daemon.finish()
+    (result,) = results(worker)
+    assert result.success
+
+
 def test_overdue_store_is_given_up(daemon: FakeDaemon, memory: HostMemory) -> None:
     """A lane that never answers costs a store its job timeout, and frees the blocks."""
     daemon.hold_jobs = True
@@ -516,7 +544,9 @@ def test_a_lane_that_cannot_be_reached_leaves_no_descriptor(
 ) -> None:
     """It is asked for again with a new session, as often as it takes."""
     read, write = os.pipe()
-    daemon.notify(LaneUp(device="host", incarnation=7, endpoint="nonsense"), (read,))
+    daemon.notify(
+        LaneUp(device="host", incarnation=7, endpoint="nonsense", token=bytes(16)), (read,)
+    )
     daemon.wait_for(Hello, 2)
     assert open_on(read) == {read, write}
     os.close(read)
@@ -704,18 +734,3 @@ def test_many_storages_are_sent_at_once(daemon: FakeDaemon) -> None:
     assert handles[:3] == (HostHandle(1), HostHandle(1, offset=512), HostHandle(2))
     for one in memory:
         one.close()
-
-
-def test_a_registration_above_a_datagram_is_refused(
-    daemon: FakeDaemon, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The error says what makes it smaller, or the limit larger; nobody asks the daemon."""
-    monkeypatch.setattr("kvd_client.connection.SOCKET_BUFFER_BYTES", 4096)
-    tensors = LAYOUT.tensors * 400
-    layout = msgspec.structs.replace(LAYOUT, tensors=tensors)
-    with (
-        Worker(daemon.runtime_dir, "e", 0, 1, deadline=DEADLINE) as worker,
-        pytest.raises(RegistrationError, match=r"fewer storages .* net\.core\.wmem_max"),
-    ):
-        worker.register([memory], layout, FINGERPRINT)
-    assert not [m for m in daemon.received if isinstance(m, Register)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import HostMemory, JobResult, JobStatus, Worker, dealer
+from kvd_client import HostMemory, JobResult, JobStatus, Worker, lane_link
 from kvd_client import worker as worker_module
 from kvd_proto.messages import LaneUp, Load, Register, Store
 from tests.client.conftest import FINGERPRINT, LAYOUT
@@ -23,7 +23,7 @@ JOBS = 20_000  # more than any connection keeps
 @pytest.fixture(autouse=True)
 def small_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections keep little that was not sent, so that they are soon full; nothing is slow."""
-    monkeypatch.setattr(dealer, "MAX_UNSENT_BYTES", 2000)
+    monkeypatch.setattr(lane_link, "MAX_UNSENT_BYTES", 2000)
     monkeypatch.setattr(worker_module, "MEET_SECONDS", 0.01)
 
 
@@ -78,7 +78,7 @@ def silent_lane(daemon: FakeDaemon, worker: Worker, place: Path, *, full: bool) 
     if full:
         before.connect(str(place))
     lifeline = os.pipe()
-    up = LaneUp(device="host", incarnation=9, endpoint=f"ipc://{place}")
+    up = LaneUp(device="host", incarnation=9, endpoint=f"ipc://{place}", token=bytes(16))
     daemon.notify(up, (lifeline[0],))
     eventually(lambda: worker._jobs._lane, lambda lane: lane and lane.endpoint == up.endpoint)
     yield

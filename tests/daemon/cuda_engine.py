@@ -35,7 +35,7 @@ from tests.daemon.engines import (
     content,
     lend,
     make_layout,
-    wait_boot,
+    wait_served_by,
 )
 from tests.daemon.serving import Daemon
 from tests.daemon.users import OTHER_UID
@@ -113,9 +113,9 @@ class Rank:
         assert isinstance(self._memory, cudatensor.VirtualMemory)
         return self._memory
 
-    def wait_boot(self, boot_id: bytes) -> None:
-        """Until its session is one with the daemon of this boot id."""
-        wait_boot(self.worker, boot_id)
+    def wait_served_by(self, pid: int) -> None:
+        """Until its session is one with the daemon that is this process."""
+        wait_served_by(self.worker, pid)
 
     switch = staticmethod(switch)  # of the test driver in this process
 
@@ -290,10 +290,10 @@ class CudaEngine:
     def wait_attached(self, to: Daemon | None = None) -> None:
         """Until the engine is complete for everybody; `to` is as for `Engine.wait_attached`."""
         if to is not None:
-            boot = bytes.fromhex(to.status()["boot_id"])
-            wait_boot(self.scheduler, boot)
+            pid = to.status()["pid"]
+            wait_served_by(self.scheduler, pid)
             for rank in self.ranks.values():
-                rank.ask("wait_boot", boot)
+                rank.ask("wait_served_by", pid)
         assert self.scheduler.wait_attached(PATIENCE)
         assert all(rank.ask("worker.wait_attached", PATIENCE / 2) for rank in self.ranks.values())
 

@@ -107,10 +107,9 @@ class Engine:
             notices by itself, and until then it is attached to the old one.
         """
         if to is not None:
-            boot = bytes.fromhex(to.status()["boot_id"])
-            wait_boot(self.scheduler, boot)
-            for worker in self.workers.values():
-                wait_boot(worker, boot)
+            pid = to.status()["pid"]
+            for client in (self.scheduler, *self.workers.values()):
+                wait_served_by(client, pid)
         assert self.scheduler.wait_attached(PATIENCE), self.scheduler
         for worker in self.workers.values():
             assert worker.wait_attached(PATIENCE), worker
@@ -266,9 +265,9 @@ def lend(scheduler: Scheduler, slots: int) -> None:
     eventually(lambda: scheduler.reserve(slots, PATIENCE), lambda lent: lent >= slots)
 
 
-def wait_boot(client: Scheduler | Worker, boot_id: bytes) -> None:
-    """Until its session is one with the daemon of this boot id."""
-    eventually(lambda: client._connection, lambda found: found and found.boot_id == boot_id)
+def wait_served_by(client: Scheduler | Worker, pid: int) -> None:
+    """Until its session is one with the daemon that is this process."""
+    eventually(lambda: client._connection, lambda found: found and found.pid == pid)
 
 
 def keys_of(name: str, count: int) -> list[bytes]:

@@ -1,7 +1,6 @@
 """The slots of a namespace, as its directory has them."""
 
 import os
-import socket
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,8 @@ import numpy.typing as npt
 from kvd_proto.directory import RECORD_DTYPE, SlotState
 from kvd_proto.directory_header import FLOOR_AT, DirectoryHeader
 from kvd_proto.errors import DirectoryError
-from tests.daemon.raw_client import RawClient
+from kvd_proto.messages import Attached
+from tests.raw_client import RawClient
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +48,13 @@ def slots_of(runtime_dir: Path, engine: str) -> Slots | None:
 
 def directory_fd(runtime_dir: Path, engine: str) -> int | None:
     """A descriptor of the directory of an attached engine; None where nobody is let in."""
-    fds: list[int] = []
     try:
         # Of a worker's session: the end of a scheduler's would give up what the engine stores.
-        client = RawClient(runtime_dir)
-        try:
+        with RawClient(runtime_dir) as client:
             client.hello("worker", engine)
-            _, fds, _, _ = socket.recv_fds(client.control_socket, 65536, 4)
-        finally:
-            client.close()
-        return fds.pop(0)
-    except (OSError, AssertionError, IndexError):
+            return os.dup(client.notice(Attached)[1][0])
+    except (OSError, EOFError, AssertionError):
         return None
-    finally:
-        for fd in fds:
-            os.close(fd)
 
 
 def ready(directory: bytes) -> npt.NDArray[Any]:

@@ -1,16 +1,18 @@
-"""Clients that send too much to the request sockets of the broker and of a lane."""
+"""Clients that send messages without an end to the broker and to a lane."""
 
-import socket
+import contextlib
+import struct
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
+from kvd_proto.zmtp import LONG, MORE
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
+from tests.raw_client import RawConnection, text_of
 from tests.waiting import eventually
-from tests.wire.raw_zmtp import connect, part
 
 MIB = 2**20
 ROOM = 64 * MIB  # for what else a process may need meanwhile
@@ -41,22 +43,12 @@ def own_memory(process: psutil.Process) -> int:
     return int(memory.rss - memory.shared)
 
 
-def pour(sock: socket.socket, data: bytes, times: int) -> bool:
-    """Send it so often; return False where the other side has closed."""
-    try:
-        for _ in range(times):
-            sock.sendall(data)
-    except (BrokenPipeError, ConnectionResetError):
-        return False
-    return True
-
-
 @pytest.mark.parametrize("where", ["broker", "lane"])
 @pytest.mark.parametrize("nbytes", [0, MIB])
-def test_a_message_of_endless_parts_costs_its_sender_the_connection(
+def test_a_message_of_parts_costs_its_sender_the_connection(
     start_daemon: StartDaemon, where: str, nbytes: int
 ) -> None:
-    """Parts without an end, empty or large: nothing of them is kept, and others are served."""
+    """The first one, empty or large, does: nothing of it is kept, and others are served."""
     daemon = start_daemon()
     path, process = place(daemon, where)
     with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
@@ -64,8 +56,11 @@ def test_a_message_of_endless_parts_costs_its_sender_the_connection(
         engine.store(keys)
         wait_hit(engine, keys)
         before = own_memory(process)
-        with connect(path) as endless:
-            assert not pour(endless, part(nbytes), 100_000 if nbytes == 0 else 200)
+        with RawConnection(path) as endless:
+            with contextlib.suppress(EOFError):
+                for _ in range(200):
+                    endless.send_bytes(struct.pack(">BQ", MORE | LONG, nbytes) + bytes(nbytes))
+            assert "several parts" in text_of(endless.error_at_the_end())
         counted(daemon, where, "message_parts")
         assert own_memory(process) < before + ROOM
         assert engine.load(keys) == (4, 0)

@@ -1,20 +1,18 @@
 """Who is let in by a running daemon, and what users cannot do to each other."""
 
 import logging
-import socket
 from pathlib import Path
 
 import pytest
 
 from kvd_client import Fingerprint, HostMemory, Worker
 from kvd_client.errors import Unavailable
-from kvd_proto.codec import NO_ID, WIRE
-from kvd_proto.messages import ErrorCode
+from kvd_proto.messages import ErrorCode, Ping, Pong
 from tests.conftest import StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
-from tests.daemon.raw_client import RawClient, code_of, text_of
 from tests.daemon.users import OTHER_UID, as_user, needs_root
-from tests.waiting import DEADLINE, PATIENCE, eventually
+from tests.raw_client import RawClient, code_of, text_of
+from tests.waiting import DEADLINE, eventually
 
 
 @pytest.fixture(autouse=True)
@@ -27,20 +25,16 @@ def _reachable(runtime_dir: Path) -> None:
 def test_a_user_who_is_not_on_the_list_is_refused_with_one_error(
     start_daemon: StartDaemon,
 ) -> None:
-    """The peer gets one ERROR without a token and the end of the connection; one line is logged."""
+    """The peer gets one Error and the end of the connection; one line is logged."""
     daemon = start_daemon("--allow-users", "4711")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as control_socket:
-        control_socket.settimeout(PATIENCE)
-        with as_user():
-            control_socket.connect(str(daemon.runtime_dir / "control.sock"))
-        header, message = WIRE.decode(control_socket.recv(65536))
-        assert code_of(message) is ErrorCode.FORBIDDEN
-        assert header.session == NO_ID
-        assert control_socket.recv(65536) == b""
+    with as_user():
+        stranger = RawClient(daemon.runtime_dir)
+    with stranger:
+        assert code_of(stranger.error_at_the_end()) is ErrorCode.FORBIDDEN
     with as_user(4711):
         welcome = RawClient(daemon.runtime_dir)
-    welcome.hello()
-    welcome.close()
+    with welcome:
+        welcome.hello()
     assert daemon.status()["broker"]["refusals"][ErrorCode.FORBIDDEN.value] == 1
     assert daemon.stop() == 0
     assert daemon.log.read_text().count(f"uid {OTHER_UID}, gid 0 may not use this daemon") == 1
@@ -78,9 +72,8 @@ def test_an_engine_of_another_user_cannot_be_joined(start_daemon: StartDaemon) -
         reply = thief.hello(engine="victim")
         assert code_of(reply) is ErrorCode.FORBIDDEN
         assert f"uid 0, this process to uid {OTHER_UID}" in text_of(reply)
-        thief.control_socket.setblocking(False)  # the socket API's own form
-        with pytest.raises(BlockingIOError):
-            thief.control_socket.recv(65536)
+        assert isinstance(thief.ask(Ping()), Pong)
+        assert not thief.notices
         thief.close()
         assert victim.load(keys) == (2, 0)
 

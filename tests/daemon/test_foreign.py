@@ -1,46 +1,25 @@
-"""Descriptors of file systems whose owners answer late or never: no process that serves asks."""
+"""Descriptors of file systems whose owners answer late or never: no thread that serves asks."""
 
-import contextlib
 import os
 import signal
 import socket
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvd.daemon.receiver import READ, serve
+from kvd.machine.closing import MAX_STUCK, is_harmless
 from kvd_client.memory import sealed_file
+from kvd_proto.channel import close_all
+from kvd_proto.messages import ErrorCode, Welcome
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.raw_client import RawClient, registration, said_at_the_end
 from tests.daemon.users import as_user, needs_root
-from tests.descriptors import open_on
-from tests.processes import children_running
+from tests.processes import frozen
+from tests.raw_client import RawClient, code_of, registration, text_of
 from tests.slowfs import SlowFilesystem, slow_filesystem
 from tests.waiting import PATIENCE, eventually
-
-
-def receivers(daemon: Daemon) -> set[int]:
-    """The processes that receive descriptors and are not on their way out."""
-    return {child.pid for child in children_running(daemon.process.pid, "kvd.daemon.receiver")}
-
-
-@contextmanager
-def hostile(daemon: Daemon, slow: SlowFilesystem) -> Iterator[RawClient]:
-    """A worker of another user that has sent its file as its control page and memory."""
-    with as_user():
-        client = RawClient(daemon.runtime_dir)
-    client.hello(kind="worker", engine="hostile")
-    file = os.open(slow.file, os.O_RDWR)
-    client.send_with(registration(), [file, file])
-    os.close(file)  # before a process is started that would inherit it, and be held
-    try:
-        yield client
-    finally:
-        client.close()
 
 
 @pytest.fixture
@@ -57,41 +36,103 @@ def open_daemon(start_daemon: StartDaemon, runtime_dir: Path) -> Daemon:
     return start_daemon()
 
 
+def other_user(daemon: Daemon) -> RawClient:
+    """A session of another user."""
+    with as_user():
+        client = RawClient(daemon.runtime_dir)
+    client.hello(kind="worker", engine="hostile")
+    return client
+
+
+def register(client: RawClient, slow: SlowFilesystem) -> None:
+    """Send its file as control page and memory."""
+    file = os.open(slow.file, os.O_RDWR)
+    client.request(registration(), [file, file])
+    os.close(file)
+
+
+def leave_unread(client: RawClient, slow: SlowFilesystem) -> None:
+    """Break the protocol, with such files behind."""
+    client.send_bytes(b"\x01\0")
+    register(client, slow)
+
+
+def is_held(daemon: Daemon, slow: SlowFilesystem, times: int = 1) -> bool:
+    """Whether so many threads of the daemon wait for the file system; never its main one."""
+    pid = daemon.process.pid
+    assert pid not in {thread for thread, _ in slow.asked}
+    return slow.waiting(pid) == times
+
+
 @needs_root
-def test_a_file_system_that_never_answers_holds_no_process_that_serves(
-    open_daemon: Daemon, slow: SlowFilesystem
+@pytest.mark.parametrize("attack", [register, leave_unread])
+def test_a_file_system_that_never_answers_delays_no_session(
+    open_daemon: Daemon, slow: SlowFilesystem, attack: Callable[[RawClient, SlowFilesystem], None]
 ) -> None:
-    """Only the process that is there for it asks; all sessions are served, new ones too."""
+    """Only a thread that closes its file waits; all sessions are served, new ones too."""
     daemon = open_daemon
-    eventually(lambda: receivers(daemon), bool)
     with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
         keys = keys_of("safe", 4)
         engine.store(keys)
         wait_hit(engine, keys)
-        (receiver,) = receivers(daemon)
-        with hostile(daemon, slow) as client:
-            assert "descriptor 0 of those that were sent is neither" in said_at_the_end(client)
-            eventually(lambda: slow.asked_by(receiver), lambda asked: asked == ["flush"])
+        with other_user(daemon) as client:
+            with frozen(daemon.process.pid):
+                attack(client, slow)
+            error = client.error_at_the_end()
+            assert attack is leave_unread or "descriptor 0 of those that were sent" in text_of(
+                error
+            )
+            eventually(lambda: is_held(daemon, slow))
             assert engine.load(keys) == (4, 0)
             with Engine(daemon.runtime_dir, name="late", world_size=1).wait_attached() as late:
                 assert late.load(keys) == (4, 0)
-            assert {pid for pid, _ in slow.asked} <= {os.getpid(), receiver}
         report = daemon.status()
         assert report["lanes"][0]["counters"]["restarts"] == 0
-        assert report["pid"] == daemon.process.pid
+
+
+@needs_root
+def test_a_user_whose_file_systems_hold_threads_is_refused_until_they_answer(
+    open_daemon: Daemon, slow: SlowFilesystem
+) -> None:
+    """Others are served; the refusal says why."""
+    daemon = open_daemon
+    for times in range(1, MAX_STUCK + 1):
+        with other_user(daemon) as client:
+            register(client, slow)
+            assert client.hung_up()
+        eventually(lambda times=times: is_held(daemon, slow, times))  # type: ignore[misc]
+    with as_user():
+        refused = RawClient(daemon.runtime_dir)
+    with refused:
+        error = refused.error_at_the_end()
+        assert code_of(error) is ErrorCode.LIMIT
+        assert "file systems" in text_of(error)
+    with RawClient(daemon.runtime_dir) as another:
+        assert isinstance(another.hello(), Welcome)
+    slow.give_up()
+
+    def is_welcome() -> bool:
+        with as_user():
+            client = RawClient(daemon.runtime_dir)
+        with client:
+            return not client.hung_up(0.1) and isinstance(client.hello(), Welcome)
+
+    eventually(is_welcome)
 
 
 @needs_root
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=["ended", "killed"])
-def test_a_daemon_that_was_sent_such_a_file_ends_and_another_follows(
+def test_a_daemon_ends_when_the_file_system_answers_and_another_follows(
     start_daemon: StartDaemon, open_daemon: Daemon, slow: SlowFilesystem, number: int
 ) -> None:
-    """Neither its end nor the next daemon's start waits for the file system."""
+    """Its end may wait for that; nothing else does, and nothing of it is in the next one's way."""
     daemon = open_daemon
-    eventually(lambda: receivers(daemon), bool)
-    with hostile(daemon, slow) as client:
-        assert "neither a memory file" in said_at_the_end(client)
+    with other_user(daemon) as client:
+        register(client, slow)
+        assert "neither a memory file" in text_of(client.error_at_the_end())
+        eventually(lambda: is_held(daemon, slow))
         daemon.process.send_signal(number)
+        slow.give_up()
         daemon.process.wait(PATIENCE)
         following = start_daemon()
         with Engine(following.runtime_dir, world_size=1).wait_attached() as engine:
@@ -114,65 +155,27 @@ FOREIGN: dict[str, Callable[[], int]] = {
 }
 
 
-@contextmanager
-def sent(*fds: int) -> Iterator[tuple[socket.socket, socket.socket]]:
-    """A client has sent these, and the receiver at the second end is to read them."""
-    ours, link = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    client, connection = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with ours, link, client, connection:
-        socket.send_fds(client, [b"frame"], fds)
-        socket.send_fds(ours, [READ], [connection.fileno()])
-        ours.shutdown(socket.SHUT_WR)
-        yield ours, link
-
-
 @pytest.mark.parametrize("make", FOREIGN.values(), ids=FOREIGN)
-def test_the_receiver_says_what_is_foreign_without_a_question_to_its_file_system(
+def test_what_is_foreign_is_found_without_a_question_to_its_file_system(
     monkeypatch: pytest.MonkeyPatch, make: Callable[[], int]
 ) -> None:
-    """It asks for no attributes, by which the owner would learn of it; and it ends, not closes."""
+    """No attributes are asked for, by which the owner would learn of it."""
 
-    def asked(*_: object, **__: object) -> None:
+    def ask(*_: object, **__: object) -> None:
         raise AssertionError("a file system is asked")
 
-    good, foreign = os.memfd_create("good"), make()
-    with sent(good, foreign) as (ours, link), monkeypatch.context() as patch:
-        before = open_on(good, foreign)
-        for name in ("stat", "fstat", "lstat", "fstatvfs", "close"):
-            patch.setattr(os, name, asked)
-        serve(link)
-        patch.undo()
-        kept = open_on(good, foreign) - before
-        assert ours.recv(100) == b"-1"
-        assert len(kept) == 2
-        for fd in (*kept, good, foreign):
-            os.close(fd)
+    foreign = make()
+    with monkeypatch.context() as patch:
+        for name in ("stat", "fstat", "lstat", "fstatvfs"):
+            patch.setattr(os, name, ask)
+        assert not is_harmless(foreign)
+    os.close(foreign)
 
 
-def test_memory_and_devices_are_passed_on() -> None:
-    """A sealed or loose memory file, shared memory, a device and an object of the kernel's."""
+def test_memory_devices_and_objects_of_the_kernel_are_harmless() -> None:
+    """A sealed or loose memory file, shared memory, a device and an event."""
     with tempfile.TemporaryFile(dir="/dev/shm") as shared:
         fds = [sealed_file("m", 1), os.memfd_create("loose"), os.dup(shared.fileno())]
     fds += [os.open("/dev/null", os.O_RDONLY), os.eventfd(0)]
-    with sent(*fds) as (ours, link):
-        serve(link)
-        frame, passed, _, _ = socket.recv_fds(ours, 100, 10)
-    assert frame == b"+"
-    assert [os.fstat(fd).st_ino for fd in passed] == [os.fstat(fd).st_ino for fd in fds]
-    for fd in (*fds, *passed):
-        os.close(fd)
-
-
-def test_what_was_not_read_goes_with_the_process_that_may_wait(daemon: Daemon) -> None:
-    """Junk before descriptors, and a hang-up: the session ends without a reset, and all goes on."""
-    client = RawClient(daemon.runtime_dir)
-    foreign = FOREIGN["file"]()
-    client.control_socket.send(b"junk")
-    with contextlib.suppress(BrokenPipeError):
-        for _ in range(3):
-            socket.send_fds(client.control_socket, [b"more"], [foreign])
-    said_at_the_end(client)
-    os.close(foreign)
-    client.close()
-    with Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine:
-        assert engine.store(keys_of("served", 2))
+    assert all(map(is_harmless, fds))
+    close_all(fds)

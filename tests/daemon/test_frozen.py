@@ -6,14 +6,13 @@ import pytest
 
 from kvd.wire.tool import Control
 from kvd_client import LookupResult
-from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import Check, Checked, Ping
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, lend, wait_hit
-from tests.daemon.raw_client import RawClient
 from tests.daemon.slots import slots_of
 from tests.processes import frozen
+from tests.raw_client import RawClient
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 LONG = 600.0  # of a call that waited; a test may take half of that
@@ -39,15 +38,12 @@ def check(daemon: Daemon, engine: Engine, ready: int) -> None:
 
 def test_a_reply_that_comes_too_late_is_no_message_that_cannot_be_read(daemon: Daemon) -> None:
     """Clients that gave a frozen broker up are counted apart, and no condition follows."""
-    client = RawClient(daemon.runtime_dir)
-    client.ask(Ping())
-    with frozen(daemon.process.pid):
-        client.socket.linger = int(PATIENCE * 1000)
-        client.socket.send(WIRE.encode(Ping(), 7, client.boot_id, client.token))
-        client.socket.close()
-        client.context.term()  # returns when the request is sent
+    with RawClient(daemon.runtime_dir) as client:
+        client.hello()
+        with frozen(daemon.process.pid):
+            client.request(Ping())
+            client.close()
     report = eventually(daemon.status, lambda report: report["broker"]["dropped_replies"])
-    client.control_socket.close()
     assert report["broker"]["dropped_frames"] == 0
     assert "messages dropped" not in {found["name"] for found in report["conditions"]}
 

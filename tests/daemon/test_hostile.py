@@ -3,21 +3,21 @@
 import gc
 import mmap
 import os
-import socket
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from docs.generate_protocol import EXAMPLES, vector
 from kvd_client.memory import sealed_file
-from kvd_proto.codec import HEADER_BYTES, WIRE
+from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.messages import (
+    Attached,
     Detached,
     Error,
     ErrorCode,
+    Message,
     Ok,
     Ping,
     Pong,
@@ -28,66 +28,56 @@ from kvd_proto.messages import (
     Unregister,
     Welcome,
 )
+from kvd_proto.zmtp import frame_header
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, keys_of, make_layout, wait_hit
-from tests.daemon.raw_client import RawClient, code_of, registration, said_at_the_end, text_of
 from tests.daemon.serving import wait_state
 from tests.descriptors import open_files
 from tests.layouts import flat_layout
 from tests.processes import frozen
+from tests.raw_client import RawClient, code_of, registration, text_of
 from tests.waiting import eventually
 
 
 @pytest.fixture
 def client(shared_daemon: Daemon) -> Iterator[RawClient]:
     """A session that has not said HELLO."""
-    raw = RawClient(shared_daemon.runtime_dir)
-    yield raw
-    raw.close()
+    with RawClient(shared_daemon.runtime_dir) as raw:
+        yield raw
 
 
 def test_a_body_that_is_no_message_is_answered_by_its_id(client: RawClient) -> None:
     """Any body behind a readable header gets exactly one ERROR with that id."""
     client.hello()
-    head = WIRE.encode(Ping(), 55, client.boot_id, client.token)[:HEADER_BYTES]
-    step = WIRE.encode(Step())
+    head, step = WIRE.encode(Ping(), 55)[:HEADER_BYTES], WIRE.encode(Step())[:8]
+
+    def refusal(frame: bytes) -> tuple[int, ErrorCode]:
+        client.send(frame)
+        request_id, reply = client.reply()
+        return request_id, code_of(reply)
+
     for body in (b"", b"\xc1", b"\x80\x80", b"\x81\xa4keys\x01", os.urandom(200)):
-        request_id, reply = client.raw(step[:8] + head[8:] + body)
-        assert request_id == 55
-        assert code_of(reply) is ErrorCode.BAD_MESSAGE
-    request_id, reply = client.raw(head[:6] + b"\xff\x7f" + head[8:] + b"\x80")
-    assert (request_id, code_of(reply)) == (55, ErrorCode.BAD_MESSAGE)
-    request_id, reply = client.raw(head[:4] + b"\x09\x00" + head[6:] + b"\x80")
-    assert (request_id, code_of(reply)) == (55, ErrorCode.BAD_VERSION)
+        assert refusal(step + head[8:] + body) == (55, ErrorCode.BAD_MESSAGE)
+    unknown, other_version = head[:6] + b"\xff\x7f" + head[8:], head[:4] + b"\x09\0" + head[6:]
+    assert refusal(unknown + b"\x80") == (55, ErrorCode.BAD_MESSAGE)
+    assert refusal(other_version + b"\x80") == (55, ErrorCode.BAD_VERSION)
     assert isinstance(client.ask(Ping()), Pong)
 
 
 def test_frames_without_a_header_are_dropped(client: RawClient, shared_daemon: Daemon) -> None:
-    """Junk, empty frames and multipart messages get no reply; the log says who sent them."""
+    """Junk and empty frames get no reply; the log says who sent them."""
     before = shared_daemon.status()["broker"]["dropped_frames"]
-    for parts in ([b""], [b"junk"], [b"a", b"b", b"c"], [os.urandom(64)], [bytes(48)]):
-        client.socket.send_multipart(parts)
-    assert isinstance(client.ask(Ping()), Pong)
-    assert not client.socket.poll(0)
+    for frame in (b"", b"junk", os.urandom(64), bytes(16), bytes(48)):
+        client.send(frame)
+    assert isinstance(client.ask(Ping()), Pong)  # the next reply
     assert shared_daemon.status()["broker"]["dropped_frames"] == before + 5
     client.hello()
-    client.raw(WIRE.encode(Step(), 7, client.boot_id, client.token)[:HEADER_BYTES] + b"\xc1")
+    client.send(WIRE.encode(Step(), 7)[:HEADER_BYTES] + b"\xc1")
+    client.reply()
     pid, uid = os.getpid(), os.getuid()
-    shared_daemon.wait_log(f"a message of pid {pid}, uid {uid}, cannot be read: it has several")
     shared_daemon.wait_log("a message of engine raw ")
-    log = shared_daemon.wait_log(f"(pid {pid}), uid {uid}, cannot be read: ")
-    assert log.count(f"a message of pid {pid}, uid {uid}, cannot be read: ") >= 5
-
-
-def test_tokens_and_boot_ids_are_checked(client: RawClient, shared_daemon: Daemon) -> None:
-    """A wrong token, a stale boot id and another session's token are refused."""
-    client.hello()
-    assert code_of(client.ask(Ping(), token=bytes(15) + b"x")) is ErrorCode.BAD_SESSION
-    assert code_of(client.ask(Ping(), boot_id=bytes(15) + b"x")) is ErrorCode.STALE_BOOT
-    thief = RawClient(shared_daemon.runtime_dir)
-    assert code_of(thief.ask(Ping(), token=client.token)) is ErrorCode.BAD_SESSION
-    thief.close()
-    assert isinstance(client.ask(Ping()), Pong)
+    log = shared_daemon.wait_log("cannot be read: Step: ")
+    assert log.count(f"(pid {pid}), uid {uid}, cannot be read: ") >= 6
 
 
 def test_the_handshake_is_enforced(client: RawClient) -> None:
@@ -108,33 +98,69 @@ def test_a_tool_changes_nothing(client: RawClient) -> None:
     assert not isinstance(client.ask(Status()), Error)
 
 
-@pytest.mark.parametrize("junk", [b"junk", vector(EXAMPLES[0]), WIRE.encode(Detached(reason="x"))])
-def test_junk_at_the_control_socket_ends_that_session_only(
-    client: RawClient, shared_daemon: Daemon, junk: bytes
+PART = b"\x01\x00"
+
+
+@pytest.mark.parametrize("data", [PART, b"\x08\x00", frame_header(MAX_MESSAGE_BYTES + 1)])
+def test_what_is_no_message_ends_that_session_only(
+    client: RawClient, shared_daemon: Daemon, data: bytes
 ) -> None:
-    """A session that sends no message there is ended; others stay."""
-    other = RawClient(shared_daemon.runtime_dir)
-    other.hello()
-    client.control_socket.send(junk)
-    said_at_the_end(client)
-    assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
-    assert isinstance(other.ask(Ping()), Pong)
-    other.close()
+    """A part of a message, unknown flags and a size above the bound: it is told why."""
+    with RawClient(shared_daemon.runtime_dir) as other:
+        other.hello()
+        client.hello()
+        client.send_bytes(data)
+        assert code_of(client.error_at_the_end()) in {ErrorCode.LIMIT, ErrorCode.BAD_MESSAGE}
+        assert isinstance(other.ask(Ping()), Pong)
+
+
+@pytest.mark.parametrize("message", [Ping(), Step(), Detached(reason="x"), b"junk"])
+def test_descriptors_with_another_message_end_that_session(
+    client: RawClient, shared_daemon: Daemon, message: Message | bytes
+) -> None:
+    """They are closed, and what came before is answered."""
+    client.hello()
+    fd = sealed_file("kvd-test-misplaced", 4096)
+    request_id = client.request(Ping())
+    client.send(message if isinstance(message, bytes) else WIRE.encode(message, 7), [fd])
+    os.close(fd)
+    assert client.reply()[0] == request_id
+    assert code_of(client.error_at_the_end()) is ErrorCode.BAD_MESSAGE
+    eventually(lambda: held_by(shared_daemon, "kvd-test-misplaced") == 0)
+
+
+def test_descriptors_that_come_behind_their_message_end_that_session(
+    client: RawClient, shared_daemon: Daemon
+) -> None:
+    """Those of a registration in two parts are closed, and its memory is not mapped."""
+    client.hello(kind="worker")
+    frame = WIRE.encode(registration(), 7)
+    data = frame_header(len(frame)) + frame
+    fd = sealed_file("kvd-test-late", CONTROL_BYTES)
+    client.send_bytes(data[:20], [fd])
+    client.send_bytes(data[20:40], [fd])
+    os.close(fd)
+    assert "send all with the first" in text_of(client.error_at_the_end())
+    eventually(lambda: held_by(shared_daemon, "kvd-test-late") == 0)
 
 
 def test_a_registration_without_descriptors_is_refused(client: RawClient) -> None:
-    """On the request socket, or with too few: an error that says how many are missing."""
+    """With none, or with too few: an error that says how many are missing."""
     client.hello(kind="worker")
     few = [os.memfd_create("test"), os.memfd_create("test")]
     for count, reply in (0, client.ask(registration())), (2, client.register(registration(), few)):
         assert code_of(reply) is ErrorCode.BAD_LAYOUT
         assert f"{count} descriptors came with the registration" in text_of(reply)
-        assert "name 3; send it over the control socket" in text_of(reply)
-    body = WIRE.encode(registration(), 7, client.boot_id, client.token)[:-9]
-    client.control_socket.send(body)
-    request_id, reply = client.answer()
+        assert "name 3" in text_of(reply)
+    client.send(WIRE.encode(registration(), 7)[:-9])
+    request_id, reply = client.reply()
     assert (request_id, code_of(reply)) == (7, ErrorCode.BAD_MESSAGE)
     assert isinstance(client.ask(Ping()), Pong)
+
+
+def held_by(daemon: Daemon, name: str) -> int:
+    """How many descriptors of memory files of this name the broker has open."""
+    return list(open_files(daemon.process.pid).values()).count(f"/memfd:{name} (deleted)")
 
 
 def test_the_descriptors_of_a_second_registration_are_closed(
@@ -143,26 +169,22 @@ def test_the_descriptors_of_a_second_registration_are_closed(
     """It is refused, those of the first one stay until Unregister, and then none is left."""
     client.hello(kind="worker")
     sizes = (CONTROL_BYTES, *make_layout().storages)
-
-    def held(name: str) -> int:
-        return list(open_files(shared_daemon.process.pid).values()).count(
-            f"/memfd:{name} (deleted)"
-        )
-
     for name, kind in (("kvd-test-first", Registered), ("kvd-test-second", Error)):
         fds = [sealed_file(name, size) for size in sizes]
         assert isinstance(client.register(registration(), fds), kind)
-    assert (held("kvd-test-first"), held("kvd-test-second")) == (3, 0)
+    assert held_by(shared_daemon, "kvd-test-first") == 3
+    assert held_by(shared_daemon, "kvd-test-second") == 0
     assert isinstance(client.ask(Unregister()), Ok)
-    eventually(lambda: held("kvd-test-first") == 0)
+    eventually(lambda: held_by(shared_daemon, "kvd-test-first") == 0)
 
 
-def test_a_control_socket_that_is_sent_through_itself_is_refused(client: RawClient) -> None:
+def test_a_connection_that_is_sent_through_itself_is_refused(client: RawClient) -> None:
     """A socket is no memory: the session ends, and its own descriptor does not keep it open."""
     client.hello()
-    client.send_with(registration(), [client.control_socket.fileno()])
-    assert "descriptor 0" in said_at_the_end(client)
-    assert code_of(client.ask(Ping())) is ErrorCode.BAD_SESSION
+    client.request(registration(), [client.fileno()])
+    error = client.error_at_the_end()
+    assert code_of(error) is ErrorCode.BAD_LAYOUT
+    assert "descriptor 0" in text_of(error)
 
 
 def loose(nbytes: int) -> int:
@@ -180,21 +202,19 @@ def on_tmpfs(nbytes: int) -> int:
 
 
 def test_a_worker_that_ends_while_it_registers_ends_nothing_else(shared_daemon: Daemon) -> None:
-    """Its control socket is closed before a lane is asked to map its memory, which is let go."""
+    """Its connection is closed before a lane is asked to map its memory, which is let go."""
     raw = RawClient(shared_daemon.runtime_dir)
     raw.hello(kind="worker")
     sizes = (CONTROL_BYTES, *make_layout().storages)
     fds = [sealed_file("kvd-test-going", size) for size in sizes]
     with frozen(shared_daemon.process.pid):
-        raw.send_with(registration(), fds)
+        raw.request(registration(), fds)
         raw.close()
     for fd in fds:
         os.close(fd)
-    other = RawClient(shared_daemon.runtime_dir)
-    assert isinstance(other.hello(), Welcome)
-    other.close()
-    going = "/memfd:kvd-test-going (deleted)"
-    eventually(lambda: going not in open_files(shared_daemon.process.pid).values())
+    with RawClient(shared_daemon.runtime_dir) as other:
+        assert isinstance(other.hello(), Welcome)
+    eventually(lambda: held_by(shared_daemon, "kvd-test-going") == 0)
 
 
 @pytest.mark.parametrize("make", [loose, on_tmpfs])
@@ -260,18 +280,15 @@ def test_the_directory_cannot_be_written_by_clients(daemon: Daemon) -> None:
         for name in names:
             with pytest.raises(OSError, match=r"not permitted|Bad file|Permission"):
                 os.write(name, b"x")
-        client = RawClient(daemon.runtime_dir)
-        client.hello(engine="engine")
-        frame, fds, _, _ = socket.recv_fds(client.control_socket, 65536, 4)
-        assert frame
-        again = os.open(f"/proc/self/fd/{fds[0]}", os.O_RDWR)  # the kernel allows this much
+        with RawClient(daemon.runtime_dir) as client:
+            client.hello(engine="engine")
+            _, (fd, *_) = client.notice(Attached)
+            again = os.open(f"/proc/self/fd/{fd}", os.O_RDWR)  # the kernel allows this much
         with pytest.raises(PermissionError):
             mmap.mmap(again, 4096)
         with pytest.raises(PermissionError):
             os.write(again, b"x")
-        for fd in (again, *fds):
-            os.close(fd)
-        client.close()
+        os.close(again)
 
 
 def test_tens_of_thousands_of_open_stores_are_given_up_at_once(start_daemon: StartDaemon) -> None:

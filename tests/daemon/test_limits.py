@@ -24,8 +24,8 @@ from kvd_client.errors import Unavailable
 from kvd_proto.messages import JobStatus
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
-from tests.daemon.raw_client import RawClient
 from tests.daemon.users import OTHER_UID, as_user, needs_root
+from tests.raw_client import RawClient
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 
@@ -109,8 +109,9 @@ def test_a_thousand_idle_connections_cost_little_and_leave_nothing(
         before = broker.memory_info().rss
         with ExitStack() as crowd:
             for _ in range(count):
-                sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                crowd.enter_context(sock).connect(str(daemon.runtime_dir / "control.sock"))
+                sock = crowd.enter_context(socket.socket(socket.AF_UNIX))
+                sock.settimeout(PATIENCE)
+                sock.connect(str(daemon.runtime_dir / "broker.sock"))
                 assert sock.recv(4096)
             assert daemon.status()["sessions"]["open"] > count
             assert broker.memory_info().rss - before < count * bound

@@ -17,8 +17,8 @@ from kvd.logs.queued import MOST_A_MINUTE, WINDOW_SECONDS
 from kvd.machine.process import LONGEST_SECONDS
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine
-from tests.daemon.raw_client import RawClient
 from tests.processes import frozen
+from tests.raw_client import RawClient
 
 ALONE = ("--http-listen", "off", "--keep-pool", "no")
 """No port that another daemon may have, and nothing left behind."""
@@ -104,16 +104,15 @@ def test_errors_come_in_the_chosen_form(runtime_dir: Path, form: str) -> None:
 def test_what_a_client_repeats_is_written_a_hundred_times_and_then_counted(
     start_daemon: StartDaemon,
 ) -> None:
-    """Whoever talks nonsense at the control socket again and again fills no log."""
+    """Whoever talks nonsense again and again fills no log."""
     daemon = start_daemon()
     times, begun = MOST_A_MINUTE + 40, time.monotonic()
     for _ in range(times):
-        client = RawClient(daemon.runtime_dir)
-        client.control_socket.send(b"junk")
-        assert client.control_socket.recv(100) == b""
-        client.close()
+        with RawClient(daemon.runtime_dir) as client:
+            client.send_bytes(b"\x01\0")
+            assert client.hung_up()
     daemon.stop()
-    lines = [line for line in daemon.log.read_text().splitlines() if "is disconnected" in line]
+    lines = [line for line in daemon.log.read_text().splitlines() if "is closed: a message" in line]
     told = [line for line in lines if "left out" not in line]
     left_out = sum(int(n) for n in re.findall(r"left out (\d+) more lines", "\n".join(lines)))
     windows = 1 + (time.monotonic() - begun) // WINDOW_SECONDS

@@ -3,7 +3,6 @@
 import fcntl
 import logging
 import os
-import socket
 import stat
 from pathlib import Path
 
@@ -16,23 +15,23 @@ from kvd.tier.disk.records import parse_header
 from kvd_client import LookupResult
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import HEADER_BYTES, WIRE
-from kvd_proto.messages import Error, Step, Stepped
+from kvd_proto.messages import Attached, Error, Step, Stepped
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout, wait_hit
 from tests.daemon.hidden import assert_hidden, texts_of
-from tests.daemon.raw_client import RawClient
 from tests.daemon.serving import wait_state
 from tests.daemon.tiers import POOL, engine_of, go_down, push_out, tier_of, wait_usable
 from tests.descriptors import open_files
 from tests.http.serving import over_tcp, over_unix
+from tests.raw_client import RawClient
 from tests.waiting import eventually
 
 
 def token_of(engine: Engine) -> bytes:
-    """The token of an engine's worker, which only that process knows."""
-    connection = engine.workers[0]._connection
-    assert connection is not None
-    return connection.token
+    """The token of an engine's worker, which only that process and the lane know."""
+    lane = engine.workers[0]._jobs._lane
+    assert lane is not None
+    return lane._token
 
 
 def test_sockets_and_files_are_for_the_group_only(shared_daemon: Daemon) -> None:
@@ -44,7 +43,7 @@ def test_sockets_and_files_are_for_the_group_only(shared_daemon: Daemon) -> None
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in runtime_dir.iterdir()}
     assert modes.pop("kvd.lock") == 0o640
     assert modes.pop("kvd.pools") == 0o600
-    assert {"broker.sock", "control.sock", "http.sock"} < modes.keys()
+    assert {"broker.sock", "http.sock"} < modes.keys()
     assert set(modes.values()) == {0o660}
     area = Path("/dev/shm") / area_name(runtime_dir)
     assert stat.S_IMODE(area.stat().st_mode) == 0o700
@@ -152,14 +151,10 @@ def test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes(shared_daemon:
 
 def directory_of(daemon: Daemon, engine: str) -> bytes:
     """The directory that an engine's sessions get."""
-    client = RawClient(daemon.runtime_dir)
-    client.hello(engine=engine)
-    _, fds, _, _ = socket.recv_fds(client.control_socket, 65536, 4)
-    directory = os.pread(fds[0], os.fstat(fds[0]).st_size, 0)
-    for fd in fds:
-        os.close(fd)
-    client.close()
-    return directory
+    with RawClient(daemon.runtime_dir) as client:
+        client.hello(engine=engine)
+        _, (fd, *_) = client.notice(Attached)
+        return os.pread(fd, os.fstat(fd).st_size, 0)
 
 
 def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(
@@ -278,17 +273,16 @@ def test_keys_and_tokens_are_nowhere_to_be_read(
         given_up = [secret + b"lost".ljust(27, b".")]
         engine.begin(given_up)
         engine.scheduler.complete_store(given_up, success=False)
-        client = RawClient(daemon.runtime_dir)
-        client.hello()
         body = b"\x81\xa4used\x91\xc4" + bytes([len(secret)]) + secret + b"x"  # one byte too many
-        head = WIRE.encode(Step(), 7, client.boot_id, client.token)[:HEADER_BYTES]
-        _, reply = client.raw(head + body)
+        with RawClient(daemon.runtime_dir) as client:
+            client.hello()
+            client.send(WIRE.encode(Step(), 7)[:HEADER_BYTES] + body)
+            _, reply = client.reply()
         assert isinstance(reply, Error)
         with over_tcp(daemon) as http:
             texts = [reply.text, caplog.text, *texts_of(daemon, http)]
         engine.scheduler.reset()
-        client.close()
     assert daemon.stop() == 0
     texts.append(daemon.log.read_text())
     assert "is not what was put there" in texts[-1]
-    assert_hidden(texts, secret[:4], token, client.token)
+    assert_hidden(texts, secret[:4], token)

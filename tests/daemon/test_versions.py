@@ -7,8 +7,8 @@ import pytest
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.messages import PROTOCOL_VERSION, ErrorCode, Ping, Pong, Welcome
 from tests.conftest import Daemon
-from tests.daemon.raw_client import RawClient, code_of, text_of
 from tests.processes import python
+from tests.raw_client import RawClient, code_of, text_of
 
 OTHERS = pytest.mark.parametrize(
     "version", [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1], ids=["older", "newer"]
@@ -29,19 +29,18 @@ with Scheduler(sys.argv[1], "another version") as scheduler:
 @pytest.fixture
 def client(shared_daemon: Daemon) -> Iterator[RawClient]:
     """A session that has not said HELLO."""
-    raw = RawClient(shared_daemon.runtime_dir)
-    yield raw
-    raw.close()
+    with RawClient(shared_daemon.runtime_dir) as raw:
+        yield raw
 
 
 @OTHERS
 def test_a_frame_of_another_version_is_refused_with_both_versions(
     client: RawClient, version: int
 ) -> None:
-    """A Hello whose header has another version gets `bad_version`; its session is still there."""
-    frame = WIRE.encode(Ping(), 7, client.boot_id, client.token)
-    other = frame[:4] + version.to_bytes(2, "little") + frame[6:HEADER_BYTES] + b"\x81\xa3new\x01"
-    number, reply = client.raw(other)
+    """A request whose header has another version gets `bad_version`; the session goes on."""
+    head = WIRE.encode(Ping(), 7)[:HEADER_BYTES]
+    client.send(head[:4] + version.to_bytes(2, "little") + head[6:] + b"\x81\xa3new\x01")
+    number, reply = client.reply()
     assert (number, code_of(reply)) == (7, ErrorCode.BAD_VERSION)
     assert text_of(reply) == (
         f"the other side speaks protocol version {version}, this side {PROTOCOL_VERSION}; install"

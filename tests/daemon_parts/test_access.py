@@ -36,12 +36,12 @@ def explain(path: Path, uid: int = OTHER_UID) -> str | None:
 
 
 @pytest.fixture
-def control_socket(runtime_dir: Path) -> Iterator[Path]:
+def broker_socket(runtime_dir: Path) -> Iterator[Path]:
     """A socket in a directory that all may enter."""
     runtime_dir.parent.chmod(0o711)
     runtime_dir.mkdir(0o755)
     with socket.socket(socket.AF_UNIX) as listener:
-        path = runtime_dir / "control.sock"
+        path = runtime_dir / "broker.sock"
         listener.bind(str(path))
         yield path
 
@@ -50,7 +50,7 @@ def test_the_first_directory_that_is_closed_is_named_with_the_remedy(closed: Pat
     """Uid, directory, mode and group, and the command that puts this user into the group."""
     assert GROUP is not None
     name = GROUP.gr_name
-    assert explain(closed / "inner" / "control.sock") == (
+    assert explain(closed / "inner" / "broker.sock") == (
         f"uid {OTHER_UID} may not enter {closed} (mode 0750, group {name}):"
         f" usermod -aG {name} {OTHER_UID}, then log in again"
     )
@@ -80,10 +80,10 @@ def test_where_no_group_helps_the_owner_is_named(closed: Path) -> None:
     assert str(explain(closed)).endswith(f": run this as {pwd.getpwuid(NOBODY).pw_name} or root")
 
 
-def test_a_socket_that_may_not_be_written_is_named(control_socket: Path) -> None:
+def test_a_socket_that_may_not_be_written_is_named(broker_socket: Path) -> None:
     """Every directory is open, and connecting would fail all the same."""
-    control_socket.chmod(0o666)
-    assert explain(control_socket) is None
-    control_socket.chmod(0o600)
-    words = f"uid {OTHER_UID} may not connect to {control_socket} (mode 0600, "
-    assert str(explain(control_socket)).startswith(words)
+    broker_socket.chmod(0o666)
+    assert explain(broker_socket) is None
+    broker_socket.chmod(0o600)
+    words = f"uid {OTHER_UID} may not connect to {broker_socket} (mode 0600, "
+    assert str(explain(broker_socket)).startswith(words)

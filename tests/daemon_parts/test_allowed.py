@@ -5,10 +5,10 @@ import socket
 
 import pytest
 
-from kvd.broker.sessions import Peer
+from kvd.client_names import Peer
 from kvd.daemon.allowed import AllowList
-from kvd.daemon.connections import peer_of
 from kvd.errors import ConfigError
+from kvd.wire.server import peer_of
 from tests.daemon.users import needs_root
 
 
@@ -57,7 +57,7 @@ def test_a_process_of_many_groups_is_known_by_them_or_by_none(count: int, known:
     before = os.getgroups()
     os.setgroups(range(100, 100 + count))
     try:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
     finally:
         os.setgroups(before)
     with ours, theirs:

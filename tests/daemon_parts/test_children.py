@@ -5,6 +5,7 @@ import os
 import resource
 import select
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,12 +17,13 @@ from kvd.config.settings import Settings
 from kvd.daemon.http_process import HttpProcess
 from kvd.daemon.lane_process import LaneProcess
 from kvd.daemon.lane_processes import Lanes
-from kvd.wire.link import LanePing
+from kvd.wire.link import LINK, LanePing
+from kvd_proto.zmtp import frame_header, opening
 from tests.waiting import DEADLINE
 
 SECONDS = 100
 LONGEST_PAUSE = 5.0
-MORE_THAN_A_SOCKET_TAKES = 6000  # frames; twice as many are an end
+MORE_THAN_A_SOCKET_TAKES = 6000  # pings
 Turn = Callable[[float], None]
 
 
@@ -67,11 +69,24 @@ time.sleep(0.3)
 os._exit(3)
 """
 _WAITS = "import signal; signal.pause()"
-_SENDS_A_DESCRIPTOR = """\
+_SENDS_A_DESCRIPTOR = f"""\
 import signal, socket, sys
 with socket.socket(fileno=int(sys.argv[-1])) as link:
-    socket.send_fds(link, [b"ready"], [0])
+    link.send({opening(b"DEALER")!r})
+    socket.send_fds(link, [{frame_header(5) + b"ready"!r}], [0])
     signal.pause()
+"""
+_SENDS_NO_ZMTP = """\
+import os, signal, sys
+os.write(int(sys.argv[-1]), b"ready")
+signal.pause()
+"""
+_READS_LATE = """\
+import os, sys, time
+left = {nbytes}
+time.sleep(0.3)
+while left:
+    left -= len(os.read(int(sys.argv[-1]), left))
 """
 
 
@@ -108,6 +123,24 @@ def test_the_reason_of_an_end_says_who_ended_the_process(lost: Callable[..., str
     assert lost(_WAITS, lambda process: process.kill("hung")) == "killed by kvd: hung"
     assert lost(_WAITS, lambda process: os.kill(process.pid, 9)) == "killed by signal 9"
     assert lost(_EXITS) == "exit status 3"
+    assert lost(_SENDS_NO_ZMTP).startswith("killed by kvd: sent what is no message: ")
+
+
+def test_orders_that_wait_are_sent_as_soon_as_the_child_reads(lost: Callable[..., str]) -> None:
+    """The poller reports the room; a child that has read nothing at first gets all of them."""
+    ping = LINK.encode(LanePing())
+    messages = MORE_THAN_A_SOCKET_TAKES * (len(frame_header(len(ping))) + len(ping))
+
+    def send(process: LaneProcess) -> None:
+        for _ in range(MORE_THAN_A_SOCKET_TAKES):
+            process.send(ping)
+        assert process.link is not None
+        assert process.link.wants_write
+
+    begin = time.monotonic()
+    program = _READS_LATE.format(nbytes=len(opening(b"ROUTER")) + messages)
+    assert lost(program, send) == "exit status 0"
+    assert time.monotonic() - begin < DEADLINE
 
 
 def test_an_http_process_that_does_not_report_is_replaced_with_one_line(

@@ -135,7 +135,7 @@ PUT: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", ["broker.sock", "control.sock", "http.sock", "lane-host-3.sock"])
+@pytest.mark.parametrize("name", ["broker.sock", "http.sock", "lane-host-3.sock"])
 @pytest.mark.parametrize("put", PUT.values(), ids=PUT)
 def test_what_is_no_socket_is_left_and_named(
     runtime_dir: Path, name: str, put: Callable[[Path], object]
@@ -155,7 +155,7 @@ def test_what_is_no_socket_is_left_and_named(
 def test_sockets_of_a_dead_daemon_are_cleared_away(runtime_dir: Path) -> None:
     """Nothing of them is in the way of the next one."""
     runtime_dir.mkdir()
-    for name in ("broker.sock", "control.sock", "lane-host-3.sock"):
+    for name in ("broker.sock", "lane-host-3.sock"):
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(str(runtime_dir / name))
     runtime = RuntimeDir(runtime_dir)

@@ -18,7 +18,6 @@ import pytest
 from kvd.metrics.words import NOTHING, shorten
 from kvd_proto.messages import KvEvents, Ping
 from tests.daemon.engines import Engine, keys_of, make_layout
-from tests.daemon.raw_client import RawClient
 from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, run_kvd
 from tests.http.browser import (
     BROKEN_HEADS,
@@ -33,6 +32,7 @@ from tests.http.browser import (
 )
 from tests.http.serving import over_unix, port_of, report_of
 from tests.processes import frozen, has_ended
+from tests.raw_client import RawClient
 from tests.report.reports import HUB, LONG_NAMES, REVISION
 from tests.waiting import eventually
 

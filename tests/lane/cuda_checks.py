@@ -389,7 +389,7 @@ class Served:
 
     def submit(self, job: Job) -> None:
         """Hand a job in, and let the lane take more turns than a copy needs."""
-        self._runner.submit(self._worker, job, lambda _answer: None)
+        self._runner.submit(self._worker, job, request_id=1)
         for _ in range(TURNS):
             self._turn()
 

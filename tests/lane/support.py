@@ -20,7 +20,6 @@ from typing import IO, Any, Self, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import zmq
 
 from kvd.lane.queue import Limits
 from kvd.wire.link import (
@@ -36,15 +35,27 @@ from kvd.wire.link import (
     ShareDone,
     lane_socket,
 )
-from kvd.wire.seqpacket import Channel, close_all
 from kvd_proto.blocks import JobBlocks
-from kvd_proto.codec import WIRE, Header
+from kvd_proto.channel import Channel, close_all
+from kvd_proto.codec import Header
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import RECORD_DTYPE, SlotState
 from kvd_proto.directory_header import HEADER_BYTES, DirectoryHeader
 from kvd_proto.layout import RankLayout
-from kvd_proto.messages import HOST, Done, Handle, HostHandle, Job, JobStatus, Message, Store
+from kvd_proto.messages import (
+    HOST,
+    Done,
+    Handle,
+    HostHandle,
+    Job,
+    JobStatus,
+    Join,
+    Message,
+    Ok,
+    Store,
+)
 from tests.layouts import flat_layout
+from tests.raw_client import RawConnection
 from tests.waiting import PATIENCE
 
 TIMELINE, EPOCH = 0, 1  # words of a control page; the second is that of stores
@@ -103,7 +114,7 @@ class Directory:
 
 
 class FakeWorker:
-    """A worker's memory, and its DEALER to the lane."""
+    """A worker's memory, and its connections to the lane."""
 
     def __init__(self, layout: RankLayout, *, session: int = 1) -> None:
         self.layout, self.session = layout, session
@@ -111,19 +122,22 @@ class FakeWorker:
         self.page = Memory(CONTROL_BYTES)
         self.words = self.page.bytes.view("<u8")
         self.storages = [Memory(size) for size in layout.storages]
-        self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._requests = 0
+        self.connections: list[RawConnection] = []
 
     @property
     def fds(self) -> list[int]:
         """Control page first, then the storages."""
         return [self.page.fd, *(storage.fd for storage in self.storages)]
 
-    def connect(self, endpoint: str) -> None:
-        """Attach to a lane."""
-        self._socket.connect(endpoint)
+    def join(self, endpoint: str) -> None:
+        """Attach to a lane that has mapped the memory; once more in place of the one before."""
+        self.connections.append(RawConnection(endpoint.removeprefix("ipc://")))
+        assert self.lane.ask(Join(token=self.token)) == Ok()
+
+    @property
+    def lane(self) -> RawConnection:
+        """The last connection."""
+        return self.connections[-1]
 
     def fill(self, seed: int) -> None:
         """Random bytes everywhere."""
@@ -144,15 +158,9 @@ class FakeWorker:
         spec = self.layout.tensors[tensor]
         return self.storages[spec.storage].bytes.reshape(-1, spec.page_bytes)
 
-    def request(self, message: Message, *, token: bytes | None = None) -> int:
+    def request(self, message: Message) -> int:
         """Send; the request id."""
-        self._requests += 1
-        self.raw(WIRE.encode(message, self._requests, BOOT, token or self.token))
-        return self._requests
-
-    def raw(self, *parts: bytes) -> None:
-        """Send any frames."""
-        self._socket.send_multipart(parts)
+        return self.lane.request(message)
 
     def job(
         self,
@@ -181,13 +189,15 @@ class FakeWorker:
 
     def reply(self, seconds: float = PATIENCE) -> tuple[Header, Message]:
         """The next message from the lane."""
-        if not self._socket.poll(int(seconds * 1000)):
-            raise TimeoutError("the lane does not answer")
-        return WIRE.decode(self._socket.recv())
+        return self.lane.receive(seconds)[:2]
 
     def silent(self, seconds: float = 0.05) -> bool:
         """Whether nothing arrives for a while."""
-        return not self._socket.poll(int(seconds * 1000))
+        try:
+            self.lane.receive(seconds)
+        except TimeoutError:
+            return True
+        return False
 
     def done(self) -> Done:
         """The next message, which is a Done."""
@@ -197,8 +207,8 @@ class FakeWorker:
 
     def close(self) -> None:
         """Let go of everything."""
-        self._socket.close()
-        self._context.term()
+        for connection in self.connections:
+            connection.close()
         for memory in (self.page, *self.storages):
             memory.close()
 
@@ -298,12 +308,12 @@ class Lane:
         within: Sequence[str] = (),
     ) -> None:
         self.pool = Memory(pool_bytes)
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         self.link_number = theirs.fileno()  # in the lane too
         command = [*within, sys.executable, "-m", "kvd.lane", str(self.link_number)]
         self.process = subprocess.Popen(command, pass_fds=[self.link_number], stderr=log)
         theirs.close()
-        self.link = Channel(ours)
+        self.link = Channel(ours, b"ROUTER")
         begin = BeginLane(
             device=HOST,
             incarnation=1,
@@ -325,12 +335,12 @@ class Lane:
             raise
 
     def attach(self, worker: FakeWorker, directory: Directory, arena_base: int = 0) -> FakeWorker:
-        """Import and bind a worker, and connect its socket; the lane closes it in the end."""
+        """Import and bind a worker, and join it; `close` closes it."""
         self.workers.append(worker)
-        worker.connect(self.ready.endpoint)
         assert not self.import_worker(worker).error
         self.bind(worker, directory, arena_base)
         self.ping()
+        worker.join(self.ready.endpoint)
         return worker
 
     def import_worker(self, worker: FakeWorker, fds: Sequence[int] = ()) -> Imported:
@@ -378,11 +388,11 @@ class Lane:
     def _receive(self, kind: type[M]) -> tuple[M, tuple[int, ...]]:
         deadline = time.monotonic() + PATIENCE
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0 or not select.select([self.link], [], [], left)[0]:
-                raise TimeoutError(f"no {kind.__name__} from the lane")
-            received = self.link.recv()
+            received = self.link.receive()
             if received is None:
+                left = deadline - time.monotonic()
+                if left <= 0 or not select.select([self.link], [], [], left)[0]:
+                    raise TimeoutError(f"no {kind.__name__} from the lane")
                 continue
             frame, fds = received
             _, message = LINK.decode(frame)

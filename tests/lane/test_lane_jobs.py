@@ -1,25 +1,18 @@
 """Whole-lane tests: what jobs move, and what they must not."""
 
 import numpy as np
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvd.lane.workers import REQUEST_WINDOW, RequestNumbers
 from kvd.wire.link import ShareDone, UnbindWorker
-from kvd_proto.codec import WIRE
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import JobStatus, Load, Ok, Store, Wait
+from kvd_proto.messages import JobStatus, Load, Store
 from tests.lane.support import (
-    BOOT,
     LAYOUT,
     NULL_BLOCK,
     SLOTS,
     Directory,
     FakeWorker,
     Lane,
-    make_job,
 )
 
 
@@ -36,59 +29,6 @@ def test_a_store_writes_its_slots_and_no_other_byte(lane: Lane, directory: Direc
     np.testing.assert_array_equal(slot, worker.pages([7, 8]).reshape(-1))
     slot[:] = 0xAB
     assert (lane.pool.bytes == 0xAB).all()
-
-
-@pytest.mark.parametrize("cut", [0, 5], ids=["whole", "cut off"])
-def test_a_job_that_comes_twice_is_done_once(
-    worker: FakeWorker, directory: Directory, cut: int
-) -> None:
-    """The second time, whole or not, nothing is answered, read or written, early or late."""
-    directory.set([3], SlotState.READY, count=2)
-    frame = WIRE.encode(make_job(Load, 1, [7, 8], [3], after=1), 1, BOOT, worker.token)
-    again = frame[: len(frame) - cut]
-    worker.raw(frame)
-    worker.raw(again)
-    assert worker.silent()
-    worker.words[0] = 1
-    assert worker.done().status is JobStatus.OK
-    worker.poison()
-    worker.raw(again)
-    worker._requests = 1
-    assert worker.run(Load, 2, [20, 21], [3]) is JobStatus.OK  # after it, in order
-    assert (worker.pages([7, 8]) == 0xEE).all()
-    assert worker.silent()
-
-
-numbers = st.lists(st.integers(0, 3 * REQUEST_WINDOW), max_size=200)
-
-
-@given(numbers, numbers)
-def test_a_number_is_new_once(before: list[int], after: list[int]) -> None:
-    """Never twice, nor zero, nor once closed; and else always, unless far behind the highest."""
-    once, seen, closed = RequestNumbers(), {0}, before[-1] if before else 0
-    for index, number in enumerate([*before, *after]):
-        if index == len(before):
-            once.close_before(closed)
-        floor = closed if index >= len(before) else 0
-        new = once.is_new(number)
-        assert not (new and (number in seen or number < floor))
-        assert new or number in seen or number < floor or number <= max(seen) - REQUEST_WINDOW
-        seen.add(number)
-
-
-def test_a_job_that_was_waited_for_before_it_came_does_not_begin(
-    worker: FakeWorker, directory: Directory
-) -> None:
-    """Ok told the worker that it is not here: by now its blocks are in use."""
-    directory.set([3], SlotState.READY, count=2)
-    worker._requests = 1
-    worker.request(Wait(jobs=(1,)))
-    assert isinstance(worker.reply()[1], Ok)
-    worker.poison()
-    worker.raw(WIRE.encode(make_job(Load, 1, [7, 8], [3]), 1, BOOT, worker.token))
-    assert worker.run(Load, 2, [20, 21], [3]) is JobStatus.OK  # after it, in order
-    assert (worker.pages([7, 8]) == 0xEE).all()
-    assert worker.silent()
 
 
 def test_groups_of_one_job_go_where_they_belong(lane: Lane) -> None:

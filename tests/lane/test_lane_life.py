@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import os
+import resource
 import select
 import signal
 import sys
@@ -10,7 +11,9 @@ import time
 from pathlib import Path
 
 import pytest
+import zmq
 
+from kvd.lane.loop import REQUESTS_PER_TURN
 from kvd.machine.process import LONGEST_SECONDS
 from kvd.wire.link import (
     Released,
@@ -26,6 +29,7 @@ from kvd_proto.messages import (
     Error,
     ErrorCode,
     JobStatus,
+    Join,
     Load,
     Ok,
     Ping,
@@ -34,6 +38,7 @@ from kvd_proto.messages import (
     Store,
     Wait,
 )
+from kvd_proto.zmtp import MORE
 from tests.lane.support import (
     LAYOUT,
     TIMELINE,
@@ -41,8 +46,10 @@ from tests.lane.support import (
     FakeWorker,
     Lane,
     Memory,
+    make_job,
 )
 from tests.layouts import flat_layout
+from tests.raw_client import RawConnection, code_of
 from tests.waiting import PATIENCE, eventually
 
 
@@ -58,10 +65,15 @@ def test_a_store_whose_blocks_were_taken_back_is_void(lane: Lane, worker: FakeWo
     assert worker.run(Store, 2, [1, 2], [3], word=9, epoch=1) is JobStatus.OK
 
 
-@pytest.mark.parametrize("word", [TIMELINE, EPOCH_WORDS])
-def test_a_store_cannot_name_a_word_that_is_none(worker: FakeWorker, word: int) -> None:
-    """The timeline's, or one for the progress of loads: refused before anything is read there."""
-    worker.job(Store, 1, [1, 2], [3], word=word)
+def test_a_store_without_a_word_is_never_void(worker: FakeWorker) -> None:
+    """Word 0 is the timeline's: what stands there is not compared."""
+    worker.words[TIMELINE] = 5
+    assert worker.run(Store, 1, [1, 2], [3], word=0) is JobStatus.OK
+
+
+def test_a_store_cannot_name_a_word_that_is_none(worker: FakeWorker) -> None:
+    """One for the progress of loads: refused before anything is read there."""
+    worker.job(Store, 1, [1, 2], [3], word=EPOCH_WORDS)
     error = worker.reply()[1]
     assert isinstance(error, Error)
     assert error.code is ErrorCode.BAD_MESSAGE
@@ -127,6 +139,11 @@ def test_a_ping_is_answered_while_a_long_job_runs(tmp_path: Path) -> None:
         eventually(answers, lambda order: order == [-1, 1, 0])
 
 
+def socket_path(lane: Lane) -> str:
+    """Where workers connect."""
+    return lane.ready.endpoint.removeprefix("ipc://")
+
+
 def inode(fd: int) -> int:
     """Of the file that a descriptor is open on."""
     return os.fstat(fd).st_ino
@@ -153,8 +170,11 @@ def test_a_released_worker_is_unmapped_and_unknown(lane: Lane, worker: FakeWorke
     error = worker.reply()[1]
     assert isinstance(error, Error)
     assert error.code is ErrorCode.BAD_SESSION
+    assert code_of(worker.lane.ask(Join(token=worker.token))) is ErrorCode.BAD_SESSION
     lane.tell(ReleaseWorker(session=99))
     assert lane.hear(Released).session == 99
+    assert not lane.import_worker(worker).error
+    assert worker.lane.ask(Join(token=worker.token)) == Ok()  # the connection may join again
 
 
 def test_memory_that_is_not_as_described_is_refused(lane: Lane) -> None:
@@ -172,29 +192,86 @@ def test_memory_that_is_not_as_described_is_refused(lane: Lane) -> None:
     worker.close()
 
 
+def test_a_lane_without_room_for_descriptors_takes_the_next_order(lane: Lane) -> None:
+    """One of three arrived: the import is refused as such, and succeeds once there is room."""
+    worker = FakeWorker(LAYOUT)
+    lane.workers.append(worker)
+    used = {int(end.name) for end in Path(f"/proc/{lane.process.pid}/fd").iterdir()}
+    one_more = next(number for number in itertools.count() if number not in used) + 1
+    before = resource.prlimit(lane.process.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(lane.process.pid, resource.RLIMIT_NOFILE, (one_more, before[1]))
+    refused = lane.import_worker(worker)
+    assert (refused.out_of_files, "descriptor" in refused.error) == (True, True)
+    resource.prlimit(lane.process.pid, resource.RLIMIT_NOFILE, before)
+    assert not lane.import_worker(worker).error
+
+
 def test_malformed_and_foreign_requests_get_their_error(lane: Lane, worker: FakeWorker) -> None:
     """Each request with a readable header is answered by its id; noise is dropped and counted."""
-    good = [WIRE.encode(Ping(), 41 + number, session=worker.token) for number in range(4)]
+    good = [WIRE.encode(Ping(), 41 + number) for number in range(3)]
     near = bytes([*worker.token[:-1], worker.token[-1] ^ 1])
+    stranger = RawConnection(socket_path(lane))
     cases = [
-        (good[0][:HEADER_BYTES] + b"\xc1", ErrorCode.BAD_MESSAGE),
-        (good[1][:4] + b"\x09\x00" + good[1][6:], ErrorCode.BAD_VERSION),
-        (good[2][:6] + b"\xff\x7f" + good[2][8:], ErrorCode.BAD_MESSAGE),
-        (WIRE.encode(Status(), 44, session=worker.token), ErrorCode.BAD_STATE),
-        (WIRE.encode(Cancel(jobs=(1,)), 45, session=b"?" * 16), ErrorCode.BAD_SESSION),
-        (WIRE.encode(Ping(), 46), ErrorCode.BAD_SESSION),
-        (WIRE.encode(Ping(), 47, session=near), ErrorCode.BAD_SESSION),
+        (worker.lane, good[0][:HEADER_BYTES] + b"\xc1", ErrorCode.BAD_MESSAGE),
+        (worker.lane, good[1][:4] + b"\x09\x00" + good[1][6:], ErrorCode.BAD_VERSION),
+        (worker.lane, good[2][:6] + b"\xff\x7f" + good[2][8:], ErrorCode.BAD_MESSAGE),
+        (worker.lane, WIRE.encode(Status(), 44), ErrorCode.BAD_STATE),
+        (worker.lane, WIRE.encode(Join(token=worker.token), 45), ErrorCode.BAD_STATE),
+        (stranger, WIRE.encode(Ping(), 46), ErrorCode.BAD_SESSION),
+        (stranger, WIRE.encode(Join(token=near), 47), ErrorCode.BAD_SESSION),
     ]
-    for number, (frame, code) in enumerate(cases):
-        worker.raw(frame)
-        header, message = worker.reply()
-        assert isinstance(message, Error)
-        assert (header.request_id, message.code) == (41 + number, code)
-    worker.raw(b"noise")
-    worker.raw(good[3], b"a second part")
+    for number, (connection, frame, code) in enumerate(cases):
+        connection.send(frame)
+        request_id, message = connection.reply()
+        assert (request_id, code_of(message)) == (41 + number, code)
+    stranger.send(b"noise")
+    stranger.send_bytes(bytes([MORE, 1, 0]))  # a message of parts ends its connection
+    assert code_of(stranger.error_at_the_end()) is ErrorCode.LIMIT
+    stranger.close()
     worker.request(Ping())
     assert isinstance(worker.reply()[1], Pong)
-    assert lane.ping().counters.dropped_frames == 2
+    counters = lane.ping().counters
+    assert (counters.dropped_frames, counters.limits["message_parts"]) == (1, 1)
+
+
+def test_a_join_displaces_the_connection_before_with_what_was_not_read_there(
+    lane: Lane, worker: FakeWorker, directory: Directory
+) -> None:
+    """Jobs under way go on, and their Done comes on the new connection; the others never begin."""
+    directory.set([3], SlotState.READY, count=2)
+    before, sent = worker.lane, 20 * REQUESTS_PER_TURN
+    lane.process.send_signal(signal.SIGSTOP)
+    for number in range(sent):
+        worker.job(Load, number, [5, 6], [3], after=1)
+    worker.connections.append(RawConnection(socket_path(lane)))
+    worker.request(Join(token=worker.token))
+    lane.process.send_signal(signal.SIGCONT)
+    assert worker.reply()[1] == Ok()
+    assert before.hung_up()
+    under_way = lane.ping().queued_jobs
+    assert 0 < under_way <= 10 * REQUESTS_PER_TURN
+    worker.words[TIMELINE] = 1
+    assert {worker.done().job for _ in range(under_way)} == set(range(under_way))
+    assert worker.run(Load, sent, [7, 8], [3]) is JobStatus.OK
+    assert worker.silent()
+
+
+def test_a_libzmq_dealer_joins_and_sends_jobs(lane: Lane, worker: FakeWorker) -> None:
+    """What needs no descriptors needs none of the library."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.rcvtimeo = int(PATIENCE * 1000)
+        dealer.connect(lane.ready.endpoint)
+        requests = (Join(token=worker.token), make_job(Store, 1, [1, 2], [3], word=0))
+        for number, request in enumerate(requests, 1):
+            dealer.send(WIRE.encode(request, number))
+        replies = [WIRE.decode(dealer.recv()) for _ in requests]
+    assert [header.request_id for header, _ in replies] == [1, 2]
+    done = replies[1][1]
+    assert isinstance(done, Done)
+    assert done.status is JobStatus.OK
+    assert lane.share().ok
+    assert worker.lane.hung_up()
 
 
 def test_a_job_number_in_use_is_refused(worker: FakeWorker) -> None:

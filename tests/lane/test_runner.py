@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from kvd.errors import DescriptorsLost, LaneError
+from kvd.errors import LaneError
 from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Moves, Transfer
 from kvd.lane.devices.host import HostMoves
 from kvd.lane.orders import Orders
@@ -21,11 +21,12 @@ from kvd.lane.reports import Reports
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, Worker, Workers
 from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
-from kvd.wire.seqpacket import Channel
 from kvd_proto.arrays import IntArray
+from kvd_proto.channel import Channel
 from kvd_proto.control import EPOCH_WORDS
 from kvd_proto.copies import Copies
 from kvd_proto.directory import SlotState
+from kvd_proto.errors import DescriptorsLost, JobShapeError
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Handle, Job, JobStatus, Load, Message, Store
 from tests.lane.support import (
@@ -62,7 +63,7 @@ class HeldDevice(Device):
     ) -> MemoryId:
         """A number."""
         assert len(handles) == len(sizes)
-        return MemoryId(descriptors[0])
+        return MemoryId(descriptors[0] if descriptors else 1)
 
     def release_memory(self, memory: MemoryId) -> None:
         """Nothing to do."""
@@ -122,18 +123,19 @@ class Bench:
         self.sources: list[FakeWorker] = []
         self.workers = Workers(self.device)
 
-    def worker(self, session: int = 1, owner: int = 7) -> Worker:
-        """A bound worker."""
+    def worker(self, session: int = 1, owner: int = 7, *, page: bool = True) -> Worker:
+        """A bound worker, with or without a control page."""
         source = FakeWorker(self.layout, session=session)
         self.sources.append(source)
-        worker = self.workers.add(import_message(self.layout, session=session), source.fds)
+        message = import_message(self.layout, session=session)
+        worker = self.workers.add(message, source.fds if page else ())
         bind, fds = bind_message(session, self.directory, owner), [self.directory.memory.fd]
         worker.binding = Binding.of(bind, fds, self.layout, self.layout.slot_bytes * SLOTS)
         return worker
 
     def submit(self, worker: Worker, job: Job) -> None:
         """Hand a job in."""
-        self.runner.submit(worker, job, lambda _answer: None)
+        self.runner.submit(worker, job, request_id=1)
 
     def ended(self) -> list[tuple[int, JobStatus]]:
         """What has ended, by number and status."""
@@ -504,6 +506,33 @@ def test_directions_fill_on_their_own(bench: Bench) -> None:
     assert bench.device.flying[-1].direction is Direction.LOAD
 
 
+@pytest.mark.parametrize(
+    "job",
+    [
+        make_job(Load, 1, [1], [9], after=1),
+        make_job(Load, 1, [1], [9], progress=1),
+        make_job(Store, 1, [1], [3], word=0, after=1),
+        make_job(Store, 1, [1], [3], word=1),
+        make_job(Store, 1, [1], [3], word=0, epoch=1),
+    ],
+    ids=["load after", "progress", "store after", "word", "epoch"],
+)
+def test_without_a_control_page_a_job_names_none_of_its_words(bench: Bench, job: Job) -> None:
+    """Others are refused, and those that name none run."""
+    worker = bench.worker(page=False)
+    bench.directory.set([9], SlotState.READY, count=1)
+    with pytest.raises(JobShapeError, match="without a control page"):
+        bench.submit(worker, job)
+    bench.submit(worker, make_job(Load, 2, [1], [9]))
+    bench.submit(worker, make_job(Store, 3, [2], [3], word=0))
+    bench.runner.turn()
+    while bench.device.flying:
+        bench.device.land()
+    bench.runner.turn()
+    assert sorted(bench.ended()) == [(2, JobStatus.OK), (3, JobStatus.OK)]
+    bench.workers.remove(worker)
+
+
 class Link:
     """Keeps what is sent to the broker."""
 
@@ -522,8 +551,8 @@ class Link:
 def orders_on(bench: Bench) -> tuple[Orders, Reports, Link]:
     """The broker's orders and the reports of ended jobs over the bench's runner and workers."""
     link = Link()
-    router: Any = SimpleNamespace(limits={}, send=lambda _identity, _frame: True)
-    reports = Reports(router, cast(Channel, link), bench.runner)
+    server: Any = SimpleNamespace(limits={})
+    reports = Reports(server, cast(Channel, link), bench.runner)
     return Orders(reports, bench.workers, bench.device, pool_bytes=1), reports, link
 
 
@@ -533,13 +562,15 @@ def test_a_binding_whose_directory_was_lost_is_counted(bench: Bench) -> None:
     frame = LINK.encode(bind_message(1, bench.directory))
     received: list[Any] = [DescriptorsLost("too many open files", frame), None]
 
-    def recv() -> Any:
+    def receive() -> Any:
         item = received.pop(0)
         if isinstance(item, Exception):
             raise item
         return item
 
-    link.recv, link.flush = recv, lambda: None  # type: ignore[attr-defined]
+    stub: Any = link
+    stub.receive, stub.more = receive, False
+    stub.flush, stub.take_descriptors = (lambda: None), (lambda: ())
     orders.read()
     assert orders.bindings == 1
 

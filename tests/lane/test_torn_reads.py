@@ -173,7 +173,7 @@ class TornReadsMachine(RuleBasedStateMachine):
         self.numbers += 1
         self.jobs[self.numbers] = first, slot
         job = make_job(kind, self.numbers, blocks, [slot.number], generation=slot.generation)
-        self.runner.submit(self.bound[owner], job, lambda _: None)
+        self.runner.submit(self.bound[owner], job, request_id=1)
 
     def _entry(self, key: bytes) -> Slot | None:
         """The chunk of a key that is READY."""

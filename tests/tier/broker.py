@@ -16,7 +16,6 @@ import numpy.typing as npt
 
 from kvd.tier.contract import Tier
 from kvd.tier.service import TierService
-from kvd.wire.seqpacket import Channel
 from kvd.wire.tiering import (
     TIERING,
     Done,
@@ -33,6 +32,7 @@ from kvd.wire.tiering import (
 )
 from kvd_proto import descriptions
 from kvd_proto.arrays import IntArray
+from kvd_proto.channel import Channel
 from kvd_proto.directory import RECORD_DTYPE, SlotState
 from kvd_proto.directory_header import DirectoryHeader
 from kvd_proto.messages import Message
@@ -190,8 +190,8 @@ class FakeBroker:
 
     def __init__(self, tier: Tier) -> None:
         self.pool = memoryview(mmap.mmap(-1, 2 * SLOTS * sum(SHARES)))
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.link = Channel(ours)
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
+        self.link = Channel(ours, b"ROUTER")
         self.others: list[Message] = []
         self.spaces = [
             Namespace(self, bytes((65 + i,)) * 16, i * SLOTS * sum(SHARES)) for i in range(2)
@@ -215,9 +215,8 @@ class FakeBroker:
             assert select.select([self.link], [], [], max(0.0, end - time.monotonic()))[0], (
                 f"no {kind.__name__} after {PATIENCE:g} s, but {self.others}"
             )
-            received = self.link.recv()
-            if received is not None:
-                self.others.append(TIERING.decode(received[0])[1])
+            messages = [TIERING.decode(frame)[1] for frame, _ in self.link.receive_all()]
+            self.others.extend(messages)
 
     def done(self, order: Message) -> Done:
         """Give an order and wait for its end."""

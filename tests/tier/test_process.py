@@ -13,7 +13,6 @@ from typing import Self
 
 import pytest
 
-from kvd.wire.seqpacket import Channel
 from kvd.wire.tiering import (
     TIERING,
     BeginTier,
@@ -23,6 +22,7 @@ from kvd.wire.tiering import (
     TierPong,
     TierReady,
 )
+from kvd_proto.channel import Channel
 from kvd_proto.messages import Message
 from tests.processes import python
 from tests.waiting import PATIENCE
@@ -34,7 +34,7 @@ class Process:
     """`python -m kvd.tier` and the broker's end of its link."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = socket.socketpair(socket.AF_UNIX)
         with theirs:
             number = theirs.fileno()
             self.process = subprocess.Popen(
@@ -43,7 +43,7 @@ class Process:
                 stderr=subprocess.PIPE,
                 text=True,
             )
-        self.link = Channel(ours)
+        self.link = Channel(ours, b"ROUTER")
         self.pool = os.memfd_create("kvd-test-pool")
         os.ftruncate(self.pool, POOL_BYTES)
 
@@ -58,8 +58,8 @@ class Process:
     def receive(self) -> Message:
         """The next message."""
         end = time.monotonic() + PATIENCE
-        while (received := self.link.recv()) is None:
-            assert select.select([self.link], [], [], end - time.monotonic())[0]
+        while (received := self.link.receive()) is None:
+            assert self.link.more or select.select([self.link], [], [], end - time.monotonic())[0]
         return TIERING.decode(received[0])[1]
 
     def locked(self) -> bool:

@@ -295,7 +295,7 @@ def test_what_is_held_is_told() -> None:
 
 
 def test_a_long_scan_in_small_messages() -> None:
-    """A scan of many chunks comes in messages that a datagram holds, and orders between them."""
+    """A scan of many chunks comes in small messages, and orders between them."""
 
     class Many(MemoryTier):
         def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
@@ -634,14 +634,14 @@ def test_a_reset_before_it_has_begun(tmp_path: Path) -> None:
         assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
 
 
-def test_long_descriptions_fit_a_datagram() -> None:
+def test_long_descriptions_are_bounded() -> None:
     """Descriptions beyond what an answer holds are left out; the chunks are there."""
     tier = Hooked(Options("", {}))
 
     def enlarge(chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             said = unseal(chunk.head, chunk.space, chunk.key)
-            chunk.head = seal(chunk.space, chunk.key, said.coverage, said.check, bytes(50_000))
+            chunk.head = seal(chunk.space, chunk.key, said.coverage, said.check, bytes(400_000))
 
     tier.after_get = enlarge
     with FakeBroker(tier) as broker:
@@ -653,7 +653,7 @@ def test_long_descriptions_fit_a_datagram() -> None:
         up = [(key, slot, space.expect(slot, key)) for slot, key in enumerate(keys, 8)]
         done = broker.done(space.get(2, up))
         assert done.outcomes.tolist() == [OK] * 6
-        assert [len(one) for one in done.descriptions] == [50_000] * 2 + [0] * 4
+        assert [len(one) for one in done.descriptions] == [400_000] * 2 + [0] * 4
 
 
 def test_stopping() -> None:

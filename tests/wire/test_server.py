@@ -1,0 +1,466 @@
+"""The listening end of the broker and of lanes: clients take turns, each within bounds."""
+
+import contextlib
+import gc
+import logging
+import os
+import resource
+import select
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from kvd.wire import server as server_module
+from kvd.wire.server import AT_ONCE, UNREAD_BYTES, Client, Received, Server
+from kvd_proto.messages import ErrorCode
+from kvd_proto.zmtp import command, frame_header
+from tests.descriptors import open_on
+from tests.raw_client import RawConnection, code_of
+from tests.waiting import PATIENCE, eventually
+
+MIB = 2**20
+PING = command(b"PING", b"\0\0beat")
+PONG = command(b"PONG", b"beat")
+TIMEOUT_MS = 5000
+Make = Callable[..., Server]
+Connect = Callable[[], RawConnection]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    """Makes servers at ``tmp_path / "socket"``."""
+    with ExitStack() as stack:
+
+        def server(epoll: select.epoll | None = None, **bounds: Any) -> Server:
+            path = tmp_path / "socket"
+            made = Server(path, epoll=epoll, max_bytes=MIB, takes_descriptors=True, **bounds)
+            stack.callback(made.close)
+            return made
+
+        yield server
+
+
+@pytest.fixture
+def connect(tmp_path: Path) -> Iterator[Connect]:
+    """Makes connections to it."""
+    with ExitStack() as stack:
+        yield lambda: stack.enter_context(RawConnection(tmp_path / "socket"))
+
+
+def wait(server: Server, seconds: float = PATIENCE) -> bool:
+    """Wait until there is something to look at; return whether there is."""
+    return server.pending or bool(select.select([server], [], [], seconds)[0])
+
+
+def received(server: Server) -> Received:
+    """The next message."""
+    for _ in range(1000):
+        assert wait(server)
+        server.look()
+        if (message := server.take()) is not None:
+            return message
+    raise AssertionError(server)
+
+
+def until(server: Server, true: Callable[[], bool]) -> None:
+    """Serve, without answers, until this holds."""
+    while not true():
+        assert wait(server), server
+        server.look()
+        assert server.take() is None
+
+
+def unfinished(nbytes: int, sent: int) -> bytes:
+    """The beginning of a message of `nbytes`."""
+    return frame_header(nbytes) + bytes(sent)
+
+
+def is_served(server: Server, connection: RawConnection) -> bool:
+    """Whether the server still reads from it."""
+    with contextlib.suppress(EOFError):
+        connection.send(b"are you there?")
+        return received(server)[1] == b"are you there?"
+    return False
+
+
+def test_a_loop_that_waits_for_other_things_too_hands_over_what_is_ready(
+    make: Make, connect: Connect
+) -> None:
+    """The server takes out what is its own, and leaves the rest and the epoll to the loop."""
+    epoll, (reading, writing) = select.epoll(), os.pipe()
+    epoll.register(reading, select.EPOLLIN)
+    server = make(epoll)
+    connect().send(b"x")
+    os.write(writing, b"y")
+    message = None
+    while message is None:
+        ready = dict(epoll.poll(PATIENCE))
+        assert ready
+        server.look(ready)
+        assert ready.keys() <= {reading}
+        message = server.take()
+    assert message[1:] == (b"x", ())
+    server.close()
+    assert dict(epoll.poll(PATIENCE)) == {reading: select.EPOLLIN}
+    epoll.close()
+    os.close(reading)
+    os.close(writing)
+
+
+def test_who_has_come_and_who_has_gone_is_told_once(make: Make, connect: Connect) -> None:
+    """With its process; what it sent before it went is received before its end."""
+    server, connection = make(), connect()
+    until(server, lambda: bool(server.accepted))
+    connection.send(b"one")
+    connection.send(b"two")
+    connection.close()
+    client, frame, _ = received(server)
+    assert [client] == list(server.accepted)
+    assert (client.peer.pid, client.peer.uid) == (os.getpid(), os.getuid())
+    assert set(client.peer.groups) == set(os.getgroups())
+    assert [frame, received(server)[1]] == [b"one", b"two"]
+    assert not server.ended
+    until(server, lambda: bool(server.ended))
+    assert [client] == list(server.ended)
+    assert client.closed
+    assert not server.send(client, b"too late")
+
+
+def test_a_client_that_sends_much_waits_for_one_that_sends_little(
+    make: Make, connect: Connect
+) -> None:
+    """One message of another comes after one of the flood's, however many of these wait."""
+    server, flood, quiet = make(), connect(), connect()
+    flood.send_bytes((frame_header(5) + b"flood") * 2000)
+    assert received(server)[1] == b"flood"
+    quiet.send(b"quiet")
+    assert b"quiet" in [received(server)[1] for _ in range(3)]
+
+
+def test_a_client_that_reads_no_replies_is_not_read(make: Make, connect: Connect) -> None:
+    """Replies wait up to a bound; then its requests wait too, others' do not."""
+    server, deaf, other = make(), connect(), connect()
+    for _ in range(100):
+        deaf.send(b"ask")
+    replies = 0
+    while server.kept_bytes <= UNREAD_BYTES:
+        assert server.send(received(server)[0], bytes(MIB // 4))
+        replies += 1
+    assert replies < 20
+    other.send(b"hello")
+    assert received(server)[1] == b"hello"
+    assert server.kept_bytes <= UNREAD_BYTES + MIB
+    while not server.pending:  # it reads now, and is heard again
+        if deaf.channel.receive() is None and not deaf.channel.more:
+            assert wait(server)
+        server.look()
+    assert received(server)[1] == b"ask"
+
+
+def test_many_new_connections_take_a_bounded_turn(make: Make, connect: Connect) -> None:
+    """Some are accepted at a time, all in the end."""
+    server = make()
+    for _ in range(3 * AT_ONCE):
+        connect()
+    server.look()
+    assert len(server) == AT_ONCE
+    until(server, lambda: len(server) == 3 * AT_ONCE)
+
+
+def test_unfinished_messages_of_all_together_are_bounded(make: Make, connect: Connect) -> None:
+    """Above the bound the client with most is disconnected; others finish what they began."""
+    server, small = make(max_kept=3 * MIB), connect()
+    small.send_bytes(unfinished(1000, 900))
+    until(server, lambda: server.kept_bytes >= 900)
+    crowd = [connect() for _ in range(5)]
+    for connection in crowd:
+        push(server, connection.sock, unfinished(MIB, MIB - 1))
+    assert server.limits["kept_bytes"] >= 2
+    small.send_bytes(bytes(100))
+    assert received(server)[1] == bytes(1000)
+    for connection in (small, *crowd):
+        connection.close()
+    until(server, lambda: not len(server))
+    assert server.kept_bytes == 0
+
+
+def push(server: Server, sock: socket.socket, data: bytes) -> None:
+    """Send all of it while the server reads, or until it hangs up."""
+    while data:
+        try:
+            data = data[sock.send(data) :]
+        except BlockingIOError:
+            pass
+        except (BrokenPipeError, ConnectionResetError):
+            return
+        server.look()
+        assert server.take() is None
+        assert server.kept_bytes <= 3 * MIB
+
+
+def test_a_new_connection_displaces_the_oldest_stranger(make: Make, connect: Connect) -> None:
+    """Of those of a process the oldest is told why and closed; adopted ones stay."""
+    server, adopted = make(max_strangers=2), connect()
+    adopted.send(b"hello")
+    server.adopt(received(server)[0], "a session")
+    strangers = [connect() for _ in range(4)]
+    until(server, lambda: server.limits["connections"] == 2)
+    assert code_of(strangers[0].error_at_the_end()) is ErrorCode.LIMIT
+    assert strangers[1].hung_up()
+    assert all(is_served(server, one) for one in (adopted, *strangers[2:]))
+
+
+def test_a_client_that_is_let_go_is_a_stranger_again(make: Make, connect: Connect) -> None:
+    """It is the newest of them."""
+    server = make(max_strangers=1)
+    first = connect()
+    first.send(b"hello")
+    client = received(server)[0]
+    server.adopt(client, "a session")
+    second = connect()
+    assert is_served(server, second)
+    server.adopt(client, None)
+    connect()
+    until(server, lambda: server.limits["connections"] == 1)
+    assert second.hung_up()
+
+
+@contextmanager
+def crowd_of_another_process(path: Path, count: int) -> Iterator[None]:
+    """A process that has connected so often, and says nothing."""
+    code = (
+        "import socket, sys\n"
+        "crowd = [socket.socket(socket.AF_UNIX) for _ in range(int(sys.argv[2]))]\n"
+        "for one in crowd:\n    one.connect(sys.argv[1])\n"
+        "print(len(crowd), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path), str(count)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline()
+        yield
+
+
+def test_many_connections_of_a_process_displace_its_own(
+    make: Make, connect: Connect, tmp_path: Path
+) -> None:
+    """What another process has sent, and was not read yet, is not lost by it."""
+    server, first = make(max_strangers=5), connect()
+    first.send(b"said before the crowd came")
+    with crowd_of_another_process(tmp_path / "socket", 20):
+        while server.limits["connections"] < 16:  # of 21 five stay
+            assert wait(server)
+            server.look()
+        assert received(server)[1] == b"said before the crowd came"
+        assert is_served(server, first)
+
+
+@contextmanager
+def few_descriptors(more: int = 0) -> Iterator[None]:
+    """This process may open so many descriptors more than it has."""
+    gc.collect()  # what earlier tests left is not closed meanwhile
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(each.name) for each in Path("/proc/self/fd").iterdir())
+    spare = [os.dup(0)]
+    while spare[-1] < highest:  # no gap below the limit
+        spare.append(os.dup(0))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare[-1] + 1 + more, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in spare:
+            os.close(fd)
+
+
+def test_without_descriptors_new_connections_are_refused_and_none_is_displaced(
+    make: Make, connect: Connect, tmp_path: Path
+) -> None:
+    """One of a few strangers stays: what it has sent is received."""
+    server, first = make(), connect()
+    first.send(b"early")
+    assert wait(server)
+    server.look()
+    with socket.socket(socket.AF_UNIX) as second:
+        second.settimeout(PATIENCE)
+        with few_descriptors():
+            second.connect(str(tmp_path / "socket"))
+            server.look()
+        assert server.limits["open_files"] == 1
+        assert second.recv(1) == b""
+    assert received(server)[1] == b"early"
+
+
+def test_a_message_whose_descriptors_find_no_room_ends_its_client(
+    make: Make, connect: Connect
+) -> None:
+    """It reads the remedy; another is served, and none of the descriptors stays open."""
+    server, greedy, other = make(), connect(), connect()
+    fd = os.memfd_create("test")
+    other.send(b"hello")
+    assert received(server)[1] == b"hello"
+    greedy.send(b"x", [fd] * 20)
+    with few_descriptors(4):
+        until(server, lambda: server.limits["open_files"] == 1)
+    assert "LimitNOFILE" in str(greedy.error_at_the_end())
+    assert is_served(server, other)
+    assert open_on(fd) == {fd}
+    os.close(fd)
+
+
+def test_descriptors_wait_for_the_rest_of_their_message_for_a_while_only(
+    make: Make, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Then the client that sends nothing else is told so, and they are closed."""
+    monkeypatch.setattr(server_module, "DESCRIPTOR_SECONDS", 0.01)
+    server, slow = make(), connect()
+    fd = os.memfd_create("test")
+    slow.send_bytes(unfinished(1000, 0), [fd])
+    while not server.ended:
+        wait(server, 0.02)
+        server.look()
+        assert server.take() is None
+    assert "not the rest of their message" in str(slow.error_at_the_end())
+    assert open_on(fd) == {fd}
+    os.close(fd)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"), [(b"\x01\0\0\0", "several parts"), (unfinished(MIB + 1, 0), "the limit is")]
+)
+def test_a_client_that_breaks_the_rules_is_told_why_and_named_in_the_log(
+    make: Make, connect: Connect, caplog: pytest.LogCaptureFixture, data: bytes, why: str
+) -> None:
+    """Its connection ends with an Error; what it sent before was received, and others go on."""
+    server, bad, good = make(), connect(), connect()
+    bad.send(b"before")
+    bad.send_bytes(data)
+    with caplog.at_level(logging.WARNING):
+        assert received(server)[1] == b"before"
+        until(server, lambda: bool(server.ended))
+    error = bad.error_at_the_end()
+    assert why in str(error)
+    assert sum(server.limits.values()) == 1
+    assert f"of pid {os.getpid()} (uid {os.getuid()}) is closed: " in caplog.text
+    assert is_served(server, good)
+
+
+def test_who_speaks_another_protocol_is_counted_apart(make: Make, tmp_path: Path) -> None:
+    """It reaches no limit."""
+    server = make()
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(str(tmp_path / "socket"))
+        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
+        until(server, lambda: server.dropped == 1)
+    assert not sum(server.limits.values())
+
+
+def test_no_connection_is_accepted_during_the_end(
+    make: Make, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that connects again at once is refused by the kernel."""
+    server = make()
+    connect().send(b"ask")
+    received(server)
+    seen: list[Client] = []
+    end = Server.end
+
+    def come_again(self: Server, client: Client) -> None:
+        end(self, client)
+        with socket.socket(socket.AF_UNIX) as again, pytest.raises(ConnectionRefusedError):
+            again.connect(str(tmp_path / "socket"))
+        seen.append(client)
+
+    monkeypatch.setattr(Server, "end", come_again)
+    server.close()
+    assert seen
+
+
+def test_unread_replies_are_delivered_by_a_close_that_lingers(
+    make: Make, connect: Connect, tmp_path: Path
+) -> None:
+    """A reply that waits for its reader is delivered by a close that lingers."""
+    server, client = make(), connect()
+    client.send(b"ask")
+    assert server.send(received(server)[0], bytes(MIB // 2))
+    got: list[bytes] = []
+
+    def read() -> None:
+        while not got:
+            select.select([client], [], [], PATIENCE)
+            got.extend(frame for frame, _ in client.channel.receive_all())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    server.close(linger=PATIENCE)
+    reader.join(PATIENCE)
+    assert got == [bytes(MIB // 2)]
+    assert not (tmp_path / "socket").exists()
+
+
+def test_heartbeats_of_libzmq_keep_a_silent_connection(make: Make, tmp_path: Path) -> None:
+    """Their PINGs are answered: after a silence above their timeout the connection is the same.
+
+    A try in which this process stood still is repeated.
+    """
+    server, most = make(), TIMEOUT_MS / 2000
+    _, ended = eventually(lambda: _silence(server, tmp_path / "socket"), lambda one: one[0] < most)
+    assert not ended
+
+
+def _silence(server: Server, path: Path) -> tuple[float, bool]:
+    """How long the server was not looked at, at most, and whether the connection has ended."""
+    longest, looked = 0.0, time.monotonic()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.linger = 0
+        dealer.set(zmq.HEARTBEAT_IVL, 50)
+        dealer.set(zmq.HEARTBEAT_TIMEOUT, TIMEOUT_MS)
+        with dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED) as monitor:
+            dealer.connect(f"ipc://{path}")
+            end = time.monotonic() + 1.2 * TIMEOUT_MS / 1000
+            while time.monotonic() < end:
+                wait(server, 0.01)
+                server.look()
+                assert server.take() is None
+                longest, looked = max(longest, time.monotonic() - looked), time.monotonic()
+            dealer.send(b"after")
+            assert received(server)[1] == b"after"
+            ended = bool(monitor.poll(0))
+            dealer.disable_monitor()
+    return max(longest, time.monotonic() - looked), ended
+
+
+def test_a_flood_of_pings_is_answered_and_delays_no_message(make: Make, connect: Connect) -> None:
+    """Messages of others are received among them, and all PONGs come."""
+    server, flood, quiet = make(), connect(), connect()
+    flood.send_bytes(PING * 5000)
+    while not server.pending:
+        assert wait(server)
+        server.look()
+    quiet.send(b"quiet")
+    turns = 0
+    while (message := server.take()) is None:
+        turns += 1
+        server.look()
+    assert message[1] == b"quiet"
+    assert turns < 10  # of the 79 turns that the flood takes
+    heard, end = b"", time.monotonic() + PATIENCE
+    while heard.count(PONG) < 5000 and time.monotonic() < end:
+        server.look()
+        server.take()
+        with contextlib.suppress(BlockingIOError):
+            heard += flood.sock.recv(MIB)
+    assert heard.count(PONG) == 5000
