@@ -87,6 +87,7 @@ class Channel:
         # brought them, the descriptors, and whether some were lost.
         self._with: deque[tuple[int, tuple[int, ...], bool]] = deque()
         self._orphans: tuple[int, ...] = ()
+        self._deferred: Exception | None = None
         self.more = False
         self._write(opening(socket_type), ())
 
@@ -222,18 +223,21 @@ class Channel:
         return received
 
     def receive_all(self) -> list[ReceivedFrame]:
-        """Return every message that has arrived in full; errors as those of `receive`.
+        """Return every message that has arrived in full.
 
-        An end of file that comes behind messages is raised by the next call.
+        Raises as `receive` does; an error that comes behind messages is raised by the next call.
         """
         messages: list[ReceivedFrame] = []
+        if self._deferred is not None:
+            raise self._deferred
         while True:
             try:
                 received = self.receive()
-            except EOFError:
-                if messages:
-                    return messages
-                raise
+            except (EOFError, BadFrame, DescriptorsLost) as error:
+                if not messages:
+                    raise
+                self._deferred = error
+                return messages
             if received is not None:
                 messages.append(received)
             if not self.more:

@@ -12,7 +12,7 @@ import pytest
 from kvd.machine.closing import MAX_STUCK, is_harmless
 from kvd_client.memory import sealed_file
 from kvd_proto.channel import close_all
-from kvd_proto.messages import ErrorCode, Welcome
+from kvd_proto.messages import Error, ErrorCode, Ping, Pong, Welcome
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.users import as_user, needs_root
@@ -101,23 +101,22 @@ def test_a_user_whose_file_systems_hold_threads_is_refused_until_they_answer(
             register(client, slow)
             assert client.hung_up()
         eventually(lambda times=times: is_held(daemon, slow, times))  # type: ignore[misc]
-    with as_user():
-        refused = RawClient(daemon.runtime_dir)
-    with refused:
-        error = refused.error_at_the_end()
-        assert code_of(error) is ErrorCode.LIMIT
-        assert "file systems" in text_of(error)
-    with RawClient(daemon.runtime_dir) as another:
-        assert isinstance(another.hello(), Welcome)
-    slow.give_up()
 
-    def is_welcome() -> bool:
+    def refusal() -> Error | None:
         with as_user():
             client = RawClient(daemon.runtime_dir)
         with client:
-            return not client.hung_up(0.1) and isinstance(client.hello(), Welcome)
+            return client.error_at_the_end() if client.hung_up(0.1) else None
 
-    eventually(is_welcome)
+    error = eventually(refusal)
+    assert code_of(error) is ErrorCode.LIMIT
+    assert "file systems" in text_of(error)
+    with RawClient(daemon.runtime_dir) as another:
+        assert isinstance(another.hello(), Welcome)
+    slow.give_up()
+    eventually(lambda: refusal() is None)
+    with other_user(daemon) as client:
+        assert isinstance(client.ask(Ping()), Pong)
 
 
 @needs_root

@@ -6,15 +6,14 @@ from kvd.broker.effects import Effect, KillLane, Notify, Reply, StartLane, ToLan
 from kvd.broker.sessions import Session
 from kvd.broker.status_report import status_report
 from kvd.wire.link import BindWorker, ImportWorker, LaneFailed, ReleaseWorker
-from kvd_proto.codec import NO_ID, REQUESTS, WIRE, Header
+from kvd_proto.codec import REQUESTS, WIRE, Header
 from kvd_proto.errors import DecodeError, ProtoError
-from kvd_proto.messages import TAGS, Message, Register, Store
+from kvd_proto.messages import TAGS, Join, Message, Register, Store
 from tests.broker.brokers import DrivenBroker, lane_ready, make_broker
 from tests.fuzz.script import Act, Marks, Script
 from tests.fuzz.target import Finding
 
 POOL = 64 * 4096
-BOOT_ID = bytes(range(16))
 HOST = "host"
 QUIET_SECONDS = 60
 
@@ -48,8 +47,9 @@ class CorePlay(DrivenBroker):
 
     def __init__(self) -> None:
         super().__init__(make_broker(POOL, max_namespaces=8, max_leases=16))
-        self.marks = Marks(BOOT_ID)
+        self.marks = Marks()
         self.actors: dict[int, Session] = {}
+        self.joined: dict[int, Session] = {}  # by actor: whose jobs it sends
         self.bound: dict[int, BindWorker] = {}
         self.waiting: list[tuple[Session, Store]] = []  # jobs whose step the broker has not read
         self.from_lane(lane_ready())
@@ -65,8 +65,6 @@ class CorePlay(DrivenBroker):
                 self._close(step.actor)
             case "time":
                 self.wait(step.actor)
-            case "control socket":
-                self._control_socket(step)
             case "broker":
                 self._request(step)
             case "lane":
@@ -74,11 +72,11 @@ class CorePlay(DrivenBroker):
 
     def _open(self, actor: int) -> None:
         self._close(actor)
-        self.actors[actor] = session = self.connected()
-        self.marks.came(actor, session.token)
+        self.actors[actor] = self.connected()
 
     def _close(self, actor: int) -> None:
         session = self.actors.pop(actor, None)
+        self.joined.pop(actor, None)
         if session is not None:
             self.lose(session)
 
@@ -87,39 +85,21 @@ class CorePlay(DrivenBroker):
         self.pass_time(seconds, [HOST])
         self.settle()
 
-    def _control_socket(self, step: Act) -> None:
-        """As `kvd.daemon.connections` has it."""
-        session = self.actors.get(step.actor)
-        if session is None:
-            return
-        frame = self.marks.resolve(step.parts[0] if step.parts else b"")
-        try:
-            header = WIRE.decode_header(frame)
-        except DecodeError:
-            self._close(step.actor)
-            return
-        if TAGS.get(header.tag) is not Register:
-            self._close(step.actor)
-            return
-        self._serve(session, header, frame, len(step.fds))
-
     def _request(self, step: Act) -> None:
-        """As `kvd.daemon.request_socket` has it."""
-        if len(step.parts) != 1:
-            return
-        frame = self.marks.resolve(step.parts[0])
-        with contextlib.suppress(DecodeError):
-            header = WIRE.decode_header(frame)
-            session = self.broker.state.registry.by_token.get(header.session)
-            if header.boot_id not in (BOOT_ID, NO_ID):
-                return
-            if session is not None and session is self.actors.get(step.actor):
-                self._serve(session, header, frame)
+        """As `kvd.daemon.sessions` has it."""
+        session = self.actors.get(step.actor)
+        frame = self.marks.resolve(step.frame)
+        is_register = TAGS.get(int.from_bytes(frame[6:8], "little")) is Register
+        if step.bare or (step.fds and not is_register):
+            self._close(step.actor)
+        elif session is not None:
+            with contextlib.suppress(DecodeError):
+                self._serve(session, WIRE.decode_header(frame), frame, len(step.fds))
         waiting, self.waiting = self.waiting, []
         for job in waiting:
             self._write(*job)
 
-    def _serve(self, session: Session, header: Header, frame: bytes, descriptors: int = 0) -> None:
+    def _serve(self, session: Session, header: Header, frame: bytes, descriptors: int) -> None:
         with contextlib.suppress(DecodeError):
             message = REQUESTS.decode_body(header, frame)
             self.request(session, header.request_id, message, descriptors)
@@ -129,12 +109,17 @@ class CorePlay(DrivenBroker):
 
     def _job(self, step: Act) -> None:
         """The lane gets a job."""
-        frame = self.marks.resolve(step.parts[0] if step.parts else b"")
+        if step.bare:
+            self.joined.pop(step.actor, None)
+            return
         with contextlib.suppress(DecodeError):
-            header, message = WIRE.decode(frame)
-            session = self.broker.state.registry.by_token.get(header.session)
-            if isinstance(message, Store) and session is not None:
-                self._write(session, message)
+            _, message = WIRE.decode(self.marks.resolve(step.frame))
+            if isinstance(message, Join):
+                for session in self.actors.values():
+                    if session.token == message.token:
+                        self.joined[step.actor] = session
+            elif isinstance(message, Store) and step.actor in self.joined:
+                self._write(self.joined[step.actor], message)
 
     def _write(self, session: Session, job: Store) -> None:
         """Copy, if it is a store into slots that there are, and report, once none is on loan."""
@@ -157,8 +142,10 @@ class CorePlay(DrivenBroker):
     def carried_out(self, effect: Effect) -> None:
         """The other side learns what it is sent; the lane does what it is told."""
         match effect:
-            case Reply(message=message) | Notify(message=message):
-                self.marks.learn(_sent(message))
+            case Reply(session=number, message=message) | Notify(session=number, message=message):
+                for actor, session in self.actors.items():
+                    if session.number == number:
+                        self.marks.learn(actor, _sent(message))
             case ToLane():
                 self._told(effect.message)
             case StartLane(device=device):

@@ -25,15 +25,15 @@ from kvd_proto.messages import (
     Status,
     StatusReport,
 )
-from tests.daemon.raw_client import RawClient
 from tests.daemon.serving import Daemon, left_over, started_daemons
+from tests.fuzz.actor import Actor
 from tests.fuzz.neighbour import Neighbour
-from tests.fuzz.raw import Actor
 from tests.fuzz.script import Act, Marks, Script
 from tests.fuzz.target import Finding
+from tests.raw_client import RawClient
 
-REPLY_MS = 30
-REGISTER_MS = 300
+REPLY_SECONDS = 0.03
+REGISTER_SECONDS = 0.3
 QUIET_SECONDS = 30.0
 POLL_SECONDS = 0.1
 MOMENT_SECONDS = 0.005
@@ -63,7 +63,7 @@ class LiveTarget:
 
     def play(self, script: Script) -> None:
         """The daemon is asked after every script, for leaks by `look`."""
-        marks = Marks(self._tool.boot_id)
+        marks = Marks()
         actors: dict[int, Actor] = {}
         try:
             for step in script:
@@ -79,9 +79,8 @@ class LiveTarget:
             if old is not None:
                 old.close()
             if step.where == "open":
-                with contextlib.suppress(OSError, DecodeError, AssertionError):
+                with contextlib.suppress(OSError, EOFError):
                     actors[step.actor] = Actor(self._runtime_dir)
-                    marks.came(step.actor, actors[step.actor].token)
             return
         if step.where == "time":
             time.sleep(MOMENT_SECONDS)
@@ -89,23 +88,9 @@ class LiveTarget:
         actor = actors.get(step.actor)
         if actor is None:
             return
-        parts = [marks.resolve(part) for part in step.parts]
-        if step.where == "control socket":
-            frame = b"".join(parts)
-            if actor.send_datagram(frame, step.fds):
-                self._await_reply(actor, "broker", frame, marks)
-        elif actor.send(step.where, parts) and len(parts) == 1:
-            self._await_reply(actor, step.where, parts[0], marks)
-        actor.receive_notices(marks)
-
-    def _await_reply(self, actor: Actor, where: str, frame: bytes, marks: Marks) -> None:
-        """Wait a moment for the reply, if there must be one; some come much later."""
-        if len(frame) < HEADER_BYTES or not frame.startswith(MAGIC):
-            return
-        reply = actor.receive(where, REGISTER_MS if frame[6:8] == _REGISTER else REPLY_MS)
-        while reply is not None:
-            marks.learn(reply[1])
-            reply = actor.receive(where, 0)
+        frame = step.frame if step.bare else marks.resolve(step.frame)
+        if actor.send(step, frame):
+            _learn(step, frame, actor, marks)
 
     # ------------------------------------------------------------------ look
 
@@ -203,7 +188,7 @@ class LiveTarget:
         """A request of the tool's, with its reply."""
         try:
             reply = self._tool.ask(message)
-        except (AssertionError, DecodeError) as error:
+        except (AssertionError, OSError, EOFError, DecodeError) as error:
             raise Finding(f"{type(message).__name__} is not answered: {error}") from error
         if isinstance(reply, Error) and reply.code is ErrorCode.INTERNAL:
             raise Finding(f"an internal error of the broker: {reply.text}")
@@ -223,6 +208,16 @@ def play_live(script: Script) -> None:
     with live_target() as live:
         live.play(script)
         live.look()
+
+
+def _learn(step: Act, frame: bytes, actor: Actor, marks: Marks) -> None:
+    """Wait a moment for what the daemon says to a step, if it must; some comes much later."""
+    seconds = REGISTER_SECONDS if frame[6:8] == _REGISTER else REPLY_SECONDS
+    wait = not step.bare and len(frame) >= HEADER_BYTES and frame.startswith(MAGIC)
+    message = actor.receive(step.where, seconds if wait else 0.0)
+    while message is not None:
+        marks.learn(step.actor, message)
+        message = actor.receive(step.where, 0.0)
 
 
 _REGISTER = next(tag for tag, kind in TAGS.items() if kind is Register).to_bytes(2, "little")

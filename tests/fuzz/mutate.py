@@ -11,17 +11,18 @@ from typing import Any
 
 import msgspec
 
-from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, NO_ID
+from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES
 from kvd_proto.messages import TAGS
-from tests.fuzz.script import BOOT, Act, Script, Where, request, token_mark
+from kvd_proto.zmtp import MORE, command, frame_header
+from tests.fuzz.script import Act, Script, Where, request
 from tests.fuzz.sessions import session
 from tests.fuzz.steps import hostile_step
 from tests.fuzz.values import changed
 
-SOCKETS: tuple[Where, ...] = ("control socket", "broker", "lane")
+SOCKETS: tuple[Where, ...] = ("broker", "lane")
 SIZES = (4096, 0, 1, 65536, 1099511627776)
 FDS = (*(f"mem:{size}" for size in SIZES), "loose:65536", "pipe", "null", "zero")
-MORE_FDS = ("folder", "socket", "event", "write-only", "own control socket")
+MORE_FDS = ("folder", "socket", "event", "write-only", "own connection")
 Change = Callable[[Script, random.Random], Script]
 
 
@@ -29,13 +30,12 @@ def _on_frame(change: Callable[[bytes, random.Random], bytes]) -> Change:
     """A change of one frame somewhere in the script."""
 
     def apply(script: Script, rng: random.Random) -> Script:
-        places = [i for i, step in enumerate(script) if step.parts]
+        places = [i for i, step in enumerate(script) if step.frame]
         if not places:
             return script
         place = rng.choice(places)
         step = script[place]
-        frame = change(step.parts[0], rng)
-        return _with(script, place, replace(step, parts=(frame, *step.parts[1:])))
+        return _with(script, place, replace(step, frame=change(step.frame, rng)))
 
     return apply
 
@@ -85,21 +85,16 @@ def _field(frame: bytes, rng: random.Random) -> bytes:
 
 
 def _header(frame: bytes, rng: random.Random) -> bytes:
-    """A wrong magic, version, tag, id, boot id or token."""
+    """A wrong magic, version, tag or id."""
     data = bytearray(frame.ljust(HEADER_BYTES, b"\0"))
-    match rng.randrange(6):
+    match rng.randrange(4):
         case 0:
             data[rng.randrange(6)] ^= 1 << rng.randrange(8)
         case 1 | 2:
             tag = rng.choice([*TAGS, 0, 0x101, 0xFFFF])
             data[6:8] = tag.to_bytes(2, "little")
-        case 3:
-            data[8:16] = rng.choice([0, 1, 2**63, 2**64 - 1]).to_bytes(8, "little")
-        case 4:
-            data[16:32] = rng.choice([NO_ID, BOOT, rng.randbytes(16)])
         case _:
-            others = [token_mark(actor) for actor in (0, 1, 2, 9)]
-            data[32:48] = rng.choice([NO_ID, rng.randbytes(16), *others])
+            data[8:16] = rng.choice([0, 1, 2**63, 2**64 - 1]).to_bytes(8, "little")
     return bytes(data)
 
 
@@ -148,7 +143,7 @@ def _splice(script: Script, rng: random.Random) -> Script:
 
 
 def _other(script: Script, rng: random.Random) -> Script:
-    """Another socket, or another actor."""
+    """Another connection, or another actor."""
     place = rng.randrange(len(script))
     step = script[place]
     if rng.random() < 0.5:
@@ -156,16 +151,20 @@ def _other(script: Script, rng: random.Random) -> Script:
     return _with(script, place, replace(step, actor=rng.choice([0, 1, 2, 9])))
 
 
-def _multipart(script: Script, rng: random.Random) -> Script:
+def _bare(script: Script, rng: random.Random) -> Script:
+    """Bytes that are no message of one part, or more than one message."""
     place = rng.randrange(len(script))
-    step = script[place]
-    parts = rng.choice([(), (b"",), (b"", *step.parts), (*step.parts, b""), step.parts * 3])
-    return _with(script, place, replace(step, parts=parts))
+    frame = script[place].frame
+    message = frame_header(len(frame)) + frame
+    part = bytes((message[0] | MORE, *message[1:2])) + message[2:]
+    choices = [part, message * 3, message[: rng.randrange(len(message))], command(b"PING", b"\0\0")]
+    choices += [message + command(b"PING", rng.randbytes(9)), b"\xff" * 9, rng.randbytes(40)]
+    return _with(script, place, replace(script[place], frame=rng.choice(choices), bare=True))
 
 
 def _descriptors(script: Script, rng: random.Random) -> Script:
     """Other descriptors: more, fewer, of another kind, smaller than was said."""
-    places = [i for i, step in enumerate(script) if step.where == "control socket"]
+    places = [i for i, step in enumerate(script) if step.fds or rng.random() < 0.05]
     if not places:
         return script
     place = rng.choice(places)
@@ -208,7 +207,7 @@ CHANGES: dict[str, Change] = {
     "move": _move,
     "splice": _splice,
     "other": _other,
-    "multipart": _multipart,
+    "bare": _bare,
     "descriptors": _descriptors,
     "meanwhile": _meanwhile,
     "step": _step,

@@ -45,7 +45,7 @@ class Tally:
 
     def count(self, target: str, script: Script) -> None:
         """A script was played."""
-        self.inputs[target] += sum(bool(step.parts) for step in script)
+        self.inputs[target] += sum(bool(step.frame) for step in script)
         self.scripts[target] += 1
 
     def note(self, target: str, finding: Finding, script: Script) -> Path:

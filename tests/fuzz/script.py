@@ -1,9 +1,8 @@
 """Sessions as sequences of frames that can be kept, mutated, and played again.
 
-What only a running daemon knows (boot id, tokens, slots) stands in the
-frames as a mark; `Marks.resolve` puts the real thing there when a frame is sent. So
-a file of frames can be played against any daemon, and a mutation that hits a mark
-makes a wrong token, a wrong slot.
+What only a running daemon knows (lanes' tokens, slots) stands in the frames as a mark;
+`Marks.resolve` puts the real thing there when a frame is sent. So a file of frames can be played
+against any daemon, and a mutation that hits a mark makes a wrong token, a wrong slot.
 """
 
 from collections.abc import Sequence
@@ -16,13 +15,14 @@ from msgspec.structs import replace
 
 from kvd_proto.arrays import IntArray
 from kvd_proto.blocks import JobBlocks
-from kvd_proto.codec import HEADER_BYTES, NO_ID, WIRE
+from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import (
     Attached,
     Clear,
-    Hello,
     Job,
+    Join,
+    LaneUp,
     Message,
     Pin,
     Step,
@@ -30,16 +30,15 @@ from kvd_proto.messages import (
 )
 
 C = TypeVar("C", JobBlocks, Pin, Step)
-Where = Literal["open", "close", "control socket", "broker", "lane", "time"]
+Where = Literal["open", "close", "broker", "lane", "time"]
 
-BOOT = b"<boot id mark>.."
 NAMESPACE = b"<its namespace>."
 SLOT = 2**32 - 256  # + i: the i-th slot that was lent, to whomever
 GENERATION = 2**63  # + i: its generation
 
 
 def token_mark(actor: int) -> bytes:
-    """Stands for the token of an actor's session."""
+    """Stands for the token that an actor got with LaneUp."""
     return b"<token mark %03d>" % actor
 
 
@@ -48,56 +47,49 @@ class Act:
     """One thing that somebody does.
 
     Attributes:
-        actor: who; each has a control socket connection and sockets of its own.
-        where: the socket; "open" and "close" the control socket, "time" passes `actor` seconds.
-        parts: of one multipart message; one part is what the protocol knows.
+        actor: who; each has a session, and a connection to a lane once there is one.
+        where: the connection; "open" and "close" are the session's, "time" passes `actor` seconds.
+        frame: a message; empty for none.
         fds: descriptors that go along, by what they are: "mem:4096", "pipe", ...
+        bare: the frame's bytes are sent as they are, and are no message.
     """
 
     actor: int
     where: Where
-    parts: tuple[bytes, ...] = ()
+    frame: bytes = b""
     fds: tuple[str, ...] = ()
+    bare: bool = False
 
 
 Script = tuple[Act, ...]
 
 
 def request(actor: int, where: Where, message: Message, request_id: int) -> Act:
-    """A valid frame, with marks in its header."""
-    boot = NO_ID if isinstance(message, Hello) else BOOT
-    return Act(actor, where, (WIRE.encode(message, request_id, boot, token_mark(actor)),))
+    """A valid frame."""
+    return Act(actor, where, WIRE.encode(message, request_id))
 
 
 @dataclass(slots=True)
 class Marks:
     """What marks stand for in one play."""
 
-    boot_id: bytes
     tokens: dict[bytes, bytes] = field(default_factory=dict)
     slots: list[int] = field(default_factory=list)
     generations: list[int] = field(default_factory=list)
-    namespace: bytes = NO_ID
+    namespace: bytes = bytes(16)
 
-    def came(self, actor: int, token: bytes) -> None:
-        """An actor was greeted."""
-        self.tokens[token_mark(actor)] = token
-
-    def learn(self, message: Message) -> None:
-        """A reply or a notice has told something that marks stand for."""
+    def learn(self, actor: int, message: Message) -> None:
+        """A reply or a notice to an actor has told something that marks stand for."""
         if isinstance(message, Stepped):
             self.slots += message.slots.numpy().tolist()
             self.generations += message.generations.numpy().tolist()
         elif isinstance(message, Attached):
             self.namespace = message.namespace
+        elif isinstance(message, LaneUp):
+            self.tokens[token_mark(actor)] = message.token
 
     def resolve(self, frame: bytes) -> bytes:
         """The frame as it is to be sent."""
-        if len(frame) < HEADER_BYTES:
-            return frame
-        boot, token = frame[16:32], frame[32:48]
-        boot = self.boot_id if boot == BOOT else boot
-        frame = frame[:16] + boot + self.tokens.get(token, token) + frame[48:]
         try:
             header, message = WIRE.decode(frame)
         except DecodeError:
@@ -105,10 +97,12 @@ class Marks:
         real = self._body(message)
         if real is message:
             return frame
-        return WIRE.encode(real, header.request_id, header.boot_id, header.session)
+        return WIRE.encode(real, header.request_id)
 
     def _body(self, message: Message) -> Message:
         match message:
+            case Join(token=token) if token in self.tokens:
+                return Join(token=self.tokens[token])
             case Job(blocks=blocks):
                 return replace(message, blocks=self._chunks(blocks))
             case Step(pins=pins):

@@ -22,6 +22,7 @@ from kvd_proto.messages import (
     Fingerprint,
     Hello,
     HostHandle,
+    Join,
     Kind,
     KvEvents,
     Load,
@@ -38,7 +39,7 @@ from kvd_proto.messages import (
     Unregister,
     Wait,
 )
-from tests.fuzz.script import GENERATION, NAMESPACE, SLOT, Act, Script, Where, request
+from tests.fuzz.script import GENERATION, NAMESPACE, SLOT, Act, Script, Where, request, token_mark
 
 NAMES = 4  # engines, and models, that one run knows
 
@@ -93,7 +94,8 @@ class _Engine(_Session):
             temporary=self.rng.random() < 0.05,
         )
         fds = (f"mem:{CONTROL_BYTES}", *(f"mem:{size}" for size in storages))
-        self.ask(1 + rank, message, "control socket", fds)
+        self.ask(1 + rank, message, fds=fds)
+        self.ask(1 + rank, Join(token=token_mark(self.base + 1 + rank)), "lane")
 
     def job(self, kind: type[Store | Load], number: int, chunks: int) -> None:
         """On every rank."""
@@ -109,7 +111,7 @@ class _Engine(_Session):
             ),
             after=0,
             deadline_ms=5000,
-            **({"word": 1, "epoch": 0} if kind is Store else {}),
+            **({"word": 1} if kind is Store else {}),
         )
         for rank in self.ranks:
             self.ask(1 + rank, message, "lane")
