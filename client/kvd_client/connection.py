@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd_client.access import explain_denied
 from kvd_client.errors import AccessDenied, DaemonLost, Refused, UsageError
+from kvd_proto.access import explain_denied
 from kvd_proto.channel import Channel, close_all
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import (

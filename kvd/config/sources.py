@@ -20,7 +20,7 @@ from kvd.config.settings import ENVIRONMENT_PREFIX, KNOWN, Settings
 from kvd.config.tiers import misplaced_tiers, parse_tiers
 from kvd.config.values import quota_contradictions
 from kvd.errors import ConfigError
-from kvd.machine.access import explain_denied
+from kvd_proto.access import explain_denied
 
 DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 FILE_VARIABLE = "KVD_CONFIG"

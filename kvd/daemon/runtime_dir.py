@@ -12,9 +12,9 @@ import stat
 from pathlib import Path
 
 from kvd.errors import AlreadyRunning, ConfigError
-from kvd.machine.access import explain_denied
 from kvd.machine.directory_lock import lock_directory
 from kvd.machine.trust import check_place
+from kvd_proto.access import explain_denied
 
 # sockaddr_un holds 108 bytes with its final zero; the longest name is a lane's socket.
 MAX_DIRECTORY_BYTES = 107 - len("/lane-host-9999999999.sock")

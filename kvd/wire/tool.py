@@ -11,8 +11,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from kvd.errors import AccessDenied, NotRunning, Refused
-from kvd.machine.access import explain_denied
 from kvd.version import VERSION
+from kvd_proto.access import explain_denied
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message, Status, StatusReport

@@ -27,7 +27,7 @@ from kvd_client import (
     StoreTicket,
     Worker,
 )
-from kvd_client.connection import Connection
+from kvd_client.attachment import Attachment
 from tests.chaos.given import note
 from tests.chaos.memory import Memory
 from tests.chaos.shared import (
@@ -143,11 +143,11 @@ class Conductor(Member):
     # ------------------------------------------------------------- transfers
 
     def _store(self, group: int, keys: list[bytes]) -> None:
-        connection = self._scheduler._connection
+        attachment = self._scheduler._attachment
         with self._calls.step("prepare_store"):
             ticket = self._scheduler.prepare_store(keys)
         self._calls.add(Count.FULL, ticket.answers.count(StoreAnswer.FULL))
-        self._note(connection, ticket)
+        self._note(attachment, ticket)
         if not ticket.keys or self._random.random() < FORGETFUL:
             return
         slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
@@ -157,12 +157,13 @@ class Conductor(Member):
         with self._calls.step("complete_store"):
             self._scheduler.complete_store(ticket.keys, success=success)
 
-    def _note(self, connection: Connection | None, ticket: StoreTicket) -> None:
+    def _note(self, attachment: Attachment | None, ticket: StoreTicket) -> None:
         """Write down which slots were given, if it is certain whose they are."""
         namespace = self._scheduler.namespace
-        if ticket.keys and connection is not None and connection is self._scheduler._connection:
+        if ticket.keys and attachment is not None and attachment is self._scheduler._attachment:
             given = zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)
-            note(self._folder, [(connection.boot_id, namespace, *each) for each in given])
+            boot_id = attachment.directory.boot_id
+            note(self._folder, [(boot_id, namespace, *each) for each in given])
 
     def _load(self, group: int, keys: list[bytes]) -> None:
         with self._calls.step("prepare_load"):

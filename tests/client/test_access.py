@@ -8,9 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvd.machine import access as daemons
 from kvd_client import HostMemory, Scheduler, Unavailable, Worker
-from kvd_client.access import explain_denied
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import FakeDaemon
 from tests.daemon.users import OTHER_UID, as_stranger, needs_root
@@ -66,24 +64,3 @@ def test_the_log_says_once_why_it_is_denied_and_when_it_is_not_any_more(
     assert first.getMessage() == f"kvd: not connected, every lookup misses: {denied}"
     assert second.getMessage().startswith("kvd: connected: ")
     assert [first.levelno, second.levelno] == [logging.WARNING, logging.WARNING]
-
-
-def test_the_client_says_what_the_daemons_commands_say(daemon: FakeDaemon, denied: str) -> None:
-    """Of a closed directory, of one that only its owner enters, of a socket, of what is open."""
-    path = daemon.runtime_dir / "broker.sock"
-    assert explain_denied(path) == daemons.explain_denied(path) == denied
-
-    def texts(directory: int, socket: int) -> tuple[str | None, str | None]:
-        os.seteuid(0)
-        daemon.runtime_dir.chmod(directory)
-        path.chmod(socket)
-        os.seteuid(OTHER_UID)
-        return explain_denied(path), daemons.explain_denied(path)
-
-    client, command = texts(0o700, 0o660)
-    assert client == command
-    assert str(client).endswith(": run this as root")
-    client, command = texts(0o755, 0o600)
-    assert client == command
-    assert f"may not connect to {path} (mode 0600, " in str(client)
-    assert texts(0o755, 0o666) == (None, None)

@@ -9,7 +9,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvd_client.memory import sealed_file
-from kvd_proto.channel import close_all
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import (
@@ -44,6 +43,7 @@ class Line:
         self.ended = False
         self._end_is_explained = end_is_explained
         self._owed: list[tuple[int, bool]] = []  # request ids, and whether each is answered in turn
+        self._counts = True
         self._times: Counter[int] = Counter()  # that a request id was used
         self._last: Message | None = None
 
@@ -51,14 +51,14 @@ class Line:
         """Send a message, or bytes."""
         try:
             if bare:
-                self._owed.clear()  # who knows what was asked
-                self._times.clear()
+                self._counts = False  # who knows what was asked
                 self.connection.send_bytes(frame, fds)
                 return
             with contextlib.suppress(DecodeError):
                 header = WIRE.decode_header(frame)
-                self._owed.append((header.request_id, TAGS.get(header.tag) in PROMPT))
-                self._times[header.request_id] += 1
+                if header.request_id:  # 0 is a notice's
+                    self._owed.append((header.request_id, TAGS.get(header.tag) in PROMPT))
+                    self._times[header.request_id] += 1
             self.connection.send(frame, fds)
         except EOFError:
             pass  # what was sent before is still received
@@ -66,7 +66,7 @@ class Line:
             raise Finding("the daemon does not read") from error
 
     def receive(self, seconds: float) -> Message | None:
-        """Return the next message; descriptors that come with it are closed.
+        """Return the next message, if one comes in time.
 
         Raises:
             Finding: it is no message, no request is open, one that came before is, it is an
@@ -75,7 +75,7 @@ class Line:
         if self.ended:
             return None
         try:
-            header, message, fds = self.connection.receive(seconds)
+            header, message, _ = self.connection.receive(seconds)
         except TimeoutError:
             return None
         except EOFError:
@@ -85,11 +85,10 @@ class Line:
             return None
         except DecodeError as error:
             raise Finding(f"an unreadable message: {error}") from error
-        close_all(fds)
         self._last = message
         if isinstance(message, Error) and message.code is ErrorCode.INTERNAL:
             raise Finding(f"an internal error: {message.text}")
-        if header.request_id and self._times:
+        if header.request_id and self._counts:
             self._settle(header.request_id, message)
         return message
 

@@ -1,7 +1,4 @@
-"""Why this process may not connect to the daemon, with the remedy.
-
-The text is that of `kvd.machine.access`, which the client does not import.
-"""
+"""Why this process may not reach a path of the daemon, with the remedy. It asks the file system."""
 
 import grp
 import os
@@ -11,16 +8,24 @@ from pathlib import Path
 
 
 def explain_denied(path: Path) -> str | None:
-    """Return which directory on a socket's path this process may not enter, and the remedy.
+    """Return which directory on `path` this process may not enter, and the remedy, in one line.
 
-    Directories are checked from the root down, because nothing below the first one can be seen;
-    then whether the socket may be connected to. None where nothing is denied. One line.
+    Directories are checked from the root down, because nothing below the first one can be seen.
+    A file at `path` itself must be readable, a socket writable. None where nothing is denied.
     """
     real = Path(os.path.realpath(path))  # where a link cannot be read: as far as it can be
     for directory in reversed(real.parents):
         if denied := _explain(directory, "enter", os.X_OK):
             return denied
-    return _explain(real, "connect to", os.W_OK)
+    try:
+        mode = real.stat().st_mode
+    except OSError:
+        return None
+    if stat.S_ISDIR(mode):
+        return _explain(real, "enter", os.X_OK)
+    if stat.S_ISSOCK(mode):
+        return _explain(real, "connect to", os.W_OK)
+    return _explain(real, "read", os.R_OK)
 
 
 def _explain(path: Path, verb: str, access: int) -> str | None:
