@@ -368,15 +368,19 @@ class Connection:
     def close(self) -> None:
         """Close the connection; the daemon sees it at once. Callers that wait get an error."""
         with self._lock:
-            self.failed = self.failed or "this connection is closed"
-            self._channel.close()
-            while self._notices:
-                self._notices.popleft().close()
+            self._channel.detach()  # a child that was forked may have it
+            self._close()
+
+    def _close(self) -> None:
+        self.failed = self.failed or "this connection is closed"
+        self._channel.close()
+        while self._notices:
+            self._notices.popleft().close()
 
     def abandon(self) -> None:
         """Close what a forked child has inherited, without the parent's lock."""
         self._lock = threading.Lock()
-        self.close()
+        self._close()
 
     def __repr__(self) -> str:
         return f"<Connection to {self.daemon} pid {self.pid}>"

@@ -17,6 +17,7 @@ from kvd.config.values import Listen, parse_listen
 from kvd.daemon.addresses import bind_tcp
 from kvd.daemon.child import ChildProcess
 from kvd.wire.listener import Listener
+from kvd_proto.errors import BadFrame, DescriptorsLost
 
 log = logging.getLogger("kvd.daemon")
 _START_AFTER_SECONDS = 2.0
@@ -107,6 +108,8 @@ class HttpProcess:
                     self._heard, child.served = now, True
             except EOFError:
                 child.close_link()
+            except (BadFrame, DescriptorsLost) as error:
+                child.kill(f"sent what is no message: {error}")
         elif now - self._heard > _SILENT_SECONDS:
             child.kill(f"did not report for {now - self._heard:.0f} s")
             self._heard = now

@@ -64,7 +64,9 @@ class Lanes:
 
     def _begin(self, process: LaneProcess, pool: PoolMemory) -> None:
         number, settings = next(self._incarnations), self._core.state.settings
-        process.socket = self._runtime_dir / lane_socket(process.device, number)
+        process.socket = self._runtime_dir / lane_socket(
+            process.device, number, self._core.state.boot_id
+        )
         begin = BeginLane(
             device=process.device,
             incarnation=number,

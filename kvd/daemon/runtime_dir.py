@@ -17,7 +17,7 @@ from kvd.machine.trust import check_place
 from kvd_proto.access import explain_denied
 
 # sockaddr_un holds 108 bytes with its final zero; the longest name is a lane's socket.
-MAX_DIRECTORY_BYTES = 107 - len("/lane-host-9999999999.sock")
+MAX_DIRECTORY_BYTES = 107 - len("/lane-host-99999-ffff.sock")
 
 
 class RuntimeDir:

@@ -22,7 +22,7 @@ from kvd.broker.sessions import Session
 from kvd.client_names import Peer
 from kvd.daemon.allowed import AllowList
 from kvd.errors import Refused
-from kvd.machine.closing import MAX_STUCK, is_harmless
+from kvd.machine.closing import is_harmless
 from kvd.machine.open_files import open_files_remedy
 from kvd.machine.trust import HOW
 from kvd.wire.server import Client, Server
@@ -32,6 +32,7 @@ from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
 from kvd_proto.messages import TAGS, Error, ErrorCode, Message, Register
 
 log = logging.getLogger("kvd.daemon")
+MAX_CLIENTS = 2**17  # above what the settings allow, which refuse with a reason
 _BATCH = 64
 """Requests that are served in one turn."""
 
@@ -83,7 +84,11 @@ class SessionServer:
         own: Callable[[Peer], bool],
     ) -> None:
         self._server = Server(
-            path, max_bytes=MAX_MESSAGE_BYTES, takes_descriptors=True, epoll=epoll
+            path,
+            max_bytes=MAX_MESSAGE_BYTES,
+            max_clients=MAX_CLIENTS,
+            takes_descriptors=True,
+            epoll=epoll,
         )
         self._core = core
         self._epoll = epoll
@@ -155,8 +160,9 @@ class SessionServer:
             if peer.pid > 0:  # 0: the peer's pid namespace is not visible from here
                 with contextlib.suppress(OSError):
                     connection.pidfd = os.pidfd_open(peer.pid)
-                    self._by_pidfd[connection.pidfd] = connection
-                    self._epoll.register(connection.pidfd, select.EPOLLIN)
+            if connection.pidfd >= 0:
+                self._by_pidfd[connection.pidfd] = connection
+                self._epoll.register(connection.pidfd, select.EPOLLIN)
             self._open[session.number] = connection
             self._server.adopt(client, connection)
 
@@ -164,14 +170,7 @@ class SessionServer:
         """Return a peer's new session, or refuse it."""
         if objection := self._allowed.objection(peer):
             raise Refused(ErrorCode.FORBIDDEN, objection)
-        own = self._own(peer)
-        if not own and self._server.closer.is_held_up(peer.uid):
-            raise Refused(
-                ErrorCode.LIMIT,
-                f"{MAX_STUCK} threads wait for file systems of uid {peer.uid}, of which they were"
-                " sent descriptors: no process of this user is served until these answer",
-            )
-        return self._core.connected(os.urandom(16), peer, own=own)
+        return self._core.connected(os.urandom(16), peer, own=self._own(peer))
 
     def _disconnect(self, connection: SessionConnection, refusal: Refused) -> None:
         """Close a session's connection, with the reason; it ends in `serve`, not among effects."""

@@ -1,8 +1,8 @@
 """Descriptors that other processes sent: which of them the kernel alone closes, and how others go.
 
 To close a file asks its file system, whose owner may answer late or never (FUSE is told of every
-close), and not even SIGKILL ends such a wait. So files of unknown kind are closed in a thread of
-their own, which nobody waits for. Whoever can send one may so delay the end of this process.
+close, a TCP connection may linger), and not even SIGKILL ends such a wait. So files of unknown kind
+are closed in threads that nothing waits for. Who can send one can so delay the end of this process.
 """
 
 import contextlib
@@ -15,6 +15,7 @@ import struct
 import termios
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 
 MAX_STUCK = 4
@@ -53,23 +54,26 @@ def _has_no_name(fd: int) -> bool:
 
 
 class Closer:
-    """Closes what may hang, each time in a thread of its own."""
+    """Closes what may hang, in a few threads for each user that sends such files."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begun: dict[threading.Thread, tuple[int, float]] = {}  # users, and since when
+        self._waiting: dict[int, deque[Sequence[int]]] = {}  # for a thread, by user
+        self._begun: dict[threading.Thread, tuple[int, float]] = {}  # users; the present close
 
     def close(self, fds: Sequence[int], uid: int) -> None:
         """Close descriptors that a process of this user has sent. Never waits."""
         if all(map(is_harmless, fds)):
             _close_all(fds)
         else:
-            self._start(tuple(fds), uid)
+            self._put(tuple(fds), uid)
 
     def close_socket(self, sock: socket.socket, uid: int) -> None:
         """Close a connection; descriptors may have come there that were not received."""
+        with contextlib.suppress(OSError):  # nothing more is to come
+            sock.shutdown(socket.SHUT_RDWR)
         if _unread_bytes(sock):
-            self._start((sock.detach(),), uid)
+            self._put((sock.detach(),), uid)
         else:
             sock.close()
 
@@ -80,16 +84,30 @@ class Closer:
             held = sum(user == uid and begun < since for user, begun in self._begun.values())
         return held >= MAX_STUCK
 
-    def _start(self, fds: Sequence[int], uid: int) -> None:
-        thread = threading.Thread(target=self._run, args=(fds,), daemon=True)
+    def _put(self, fds: Sequence[int], uid: int) -> None:
         with self._lock:
+            self._waiting.setdefault(uid, deque()).append(fds)
+            if sum(user == uid for user, _ in self._begun.values()) >= MAX_STUCK:
+                return
+            thread = threading.Thread(target=self._run, args=(uid,), daemon=True)
             self._begun[thread] = uid, time.monotonic()
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # no thread is to be had; the next close tries again
+            with self._lock:
+                del self._begun[thread]
 
-    def _run(self, fds: Sequence[int]) -> None:
-        _close_all(fds)
-        with self._lock:
-            del self._begun[threading.current_thread()]
+    def _run(self, uid: int) -> None:
+        thread = threading.current_thread()
+        while True:
+            with self._lock:
+                if not (waiting := self._waiting.get(uid)):
+                    self._waiting.pop(uid, None)
+                    del self._begun[thread]
+                    return
+                fds = waiting.popleft()
+                self._begun[thread] = uid, time.monotonic()
+            _close_all(fds)
 
     def __repr__(self) -> str:
         return f"<Closer, {len(self._begun)} threads>"

@@ -146,6 +146,7 @@ class TierService:
             try:
                 received = self._link.receive()
             except DescriptorsLost as error:
+                close_all(self._link.take_descriptors())
                 text = "%s: an order is left out: %s; %s"
                 log.error(text, self._name, error, open_files_remedy())  # noqa: TRY400  # the text has the reason
                 continue

@@ -14,12 +14,12 @@ from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Count, Handle, Message, Name, Text
 
 
-def lane_socket(device: str, incarnation: int) -> str:
-    """The name of a lane's socket; the incarnation tells lanes of one daemon apart.
+def lane_socket(device: str, incarnation: int, boot_id: bytes) -> str:
+    """Return the name of a lane's socket: another one for each lane, of each daemon.
 
-    A UUID would leave little room for the directory in the 108 bytes of a socket's path.
+    Names are short: a socket's path has 108 bytes at most, and the directory needs most of them.
     """
-    return f"lane-{device.partition(':')[0]}-{incarnation}.sock"
+    return f"lane-{device.partition(':')[0]}-{incarnation}-{boot_id[:2].hex()}.sock"
 
 
 class BeginLane(Message, frozen=True):

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 
 from kvd.errors import ConfigError
@@ -63,14 +64,14 @@ class Listener:
                 raise NoDescriptor(*error.args) from error
             raise
 
-    def refuse(self) -> None:
-        """Close the next connection, for which there is no descriptor."""
+    def refuse(self, close: Callable[[socket.socket], None]) -> None:
+        """Close the next connection, for which there is no descriptor, by `close`."""
         log.error("no file descriptor is left for a connection; %s", open_files_remedy())
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
         with contextlib.suppress(OSError):
-            self.socket.accept()[0].close()
+            close(self.socket.accept()[0])
         with contextlib.suppress(OSError):  # taken by another thread; then without one
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from kvd.client_names import Peer
-from kvd.machine.closing import Closer
-from kvd.machine.open_files import open_files_remedy
+from kvd.machine.closing import MAX_STUCK, Closer
+from kvd.machine.open_files import free_descriptors, open_files_remedy
 from kvd.metrics.counts import CONNECTION_LIMITS
 from kvd.wire.listener import Listener, NoDescriptor
 from kvd_proto.channel import Channel, ReceivedFrame
@@ -41,6 +41,9 @@ AT_ONCE = 32
 """Connections that are accepted, and clients that are read without a message, in one turn."""
 FEW = 8
 """Strangers that a process may have before one is disconnected for want of descriptors."""
+RESERVED_DESCRIPTORS = 256
+"""Kept free for the descriptors of one message: the kernel closes here, in this thread, what has no
+room."""
 DESCRIPTOR_SECONDS = 10.0
 """How long descriptors may wait for the rest of their message."""
 _UCRED = struct.Struct("iII")
@@ -86,8 +89,9 @@ class Server:
         path: where to listen; a file there is replaced.
         max_bytes: of a message.
         max_kept: bytes of unfinished messages and unread replies, all clients together.
+        max_clients: of all; more are closed.
         max_strangers: clients that nobody has adopted; above, one of them is disconnected.
-        takes_descriptors: messages may bring descriptors; else the kernel drops them.
+        takes_descriptors: messages may bring descriptors; else that ends the connection.
         epoll: that of a loop which waits for other things too, and gives `look` what is ready;
             without one there is one here.
         closer: of descriptors that clients send.
@@ -110,6 +114,7 @@ class Server:
         max_kept: int = MAX_KEPT_BYTES,
         max_strangers: int = MAX_STRANGERS,
         takes_descriptors: bool = False,
+        max_clients: int = MAX_CLIENTS,
         epoll: select.epoll | None = None,
         closer: Closer | None = None,
     ) -> None:
@@ -117,6 +122,7 @@ class Server:
         self._max_bytes = max_bytes
         self._max_kept = max_kept
         self._max_strangers = max_strangers
+        self._max_clients = max_clients
         self._takes_descriptors = takes_descriptors
         path.unlink(missing_ok=True)
         self._listener = Listener(path)
@@ -197,9 +203,24 @@ class Server:
             except EOFError:
                 self.end(client)
             else:
-                if received is not None:
+                if received is not None and self._takes(received):
                     return received
         return None
+
+    def _takes(self, received: Received) -> bool:
+        """Return whether a message's descriptors may come; else its sender is disconnected."""
+        client, _, fds = received
+        if not fds:
+            return True
+        if free_descriptors() < RESERVED_DESCRIPTORS:
+            text, limit = f"too few are left of open files; {open_files_remedy()}", "open_files"
+        elif not self._takes_descriptors:
+            text, limit = "descriptors came with a message that takes none", ""
+        else:
+            return True
+        self.closer.close(fds, client.peer.uid)
+        self.disconnect(client, text, limit)
+        return False
 
     def adopt(self, client: Client, owner: object) -> None:
         """Make it no stranger: other clients do not displace it. `owner` None undoes that."""
@@ -284,7 +305,7 @@ class Server:
                 elif events & (select.EPOLLHUP | select.EPOLLERR):
                     self.end(client)
                 else:  # requests are not read any more
-                    self._epoll.modify(fd, select.EPOLLOUT)
+                    self._epoll.modify(fd, select.EPOLLOUT * client.channel.wants_write)
         for client in list(self._by_fd.values()):
             self.end(client)
         if not self._shares_epoll:
@@ -302,7 +323,7 @@ class Server:
             except NoDescriptor:
                 if not self._make_room("open_files", few=FEW):
                     self.limits["open_files"] += 1
-                    self._listener.refuse()
+                    self._listener.refuse(lambda sock: self.closer.close_socket(sock, -1))
                 return
             if sock is None:
                 return
@@ -312,27 +333,34 @@ class Server:
 
     def _add(self, sock: socket.socket) -> None:
         peer = peer_of(sock)
-        if len(self._by_fd) >= MAX_CLIENTS:
+        if len(self._by_fd) >= self._max_clients:
             self.limits["connections"] += 1
             self.closer.close_socket(sock, peer.uid)
             return
-        try:
-            channel = Channel(
-                sock,
-                b"ROUTER",
-                max_bytes=self._max_bytes,
-                max_unsent_descriptors=MAX_UNSENT_DESCRIPTORS,
-                takes_descriptors=self._takes_descriptors,
-                scratch=self._scratch,
-            )
-        except EOFError:
-            self.closer.close_socket(sock, peer.uid)
-            return
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_OOBINLINE, 1)  # else a read drops descriptors
+        channel = Channel(
+            sock,
+            b"ROUTER",
+            max_bytes=self._max_bytes,
+            max_unsent_descriptors=MAX_UNSENT_DESCRIPTORS,
+            scratch=self._scratch,
+        )
         client = Client(channel, peer)
         self._by_fd[client.fd] = client
         self._add_stranger(client)
         self._epoll.register(client.fd, select.EPOLLIN)
-        self.accepted.append(client)
+        if self.closer.is_held_up(peer.uid):
+            text = (
+                f"{MAX_STUCK} threads wait for files of uid {peer.uid} to be closed, which its"
+                " processes have sent: no other process of this user is served until then"
+            )
+            self.disconnect(client, text, "connections")
+        elif free_descriptors() < RESERVED_DESCRIPTORS:
+            self.disconnect(
+                client, f"too few are left of open files; {open_files_remedy()}", "open_files"
+            )
+        else:
+            self.accepted.append(client)
 
     def _add_stranger(self, client: Client) -> None:
         self._strangers[client.fd] = client
@@ -395,11 +423,8 @@ class Server:
     # ---------------------------------------------------------------- writing
 
     def _flush(self, client: Client) -> None:
-        try:
+        with contextlib.suppress(EOFError):  # what it has sent is still read
             client.channel.flush()
-        except EOFError:
-            self.end(client)
-            return
         if client.channel.undecoded_bytes:  # perhaps not read because of what it had not read
             self._readable[client.fd] = client
         self._count_kept(client)

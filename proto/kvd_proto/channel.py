@@ -53,9 +53,6 @@ class Channel:
         unsent_bytes: how much waits for the peer to read.
         undecoded_bytes: how much has been read and was not returned by `receive`.
         more: messages may wait that polling does not report.
-
-    Raises:
-        EOFError: the peer is gone already.
     """
 
     def __init__(
@@ -89,7 +86,8 @@ class Channel:
         self._orphans: tuple[int, ...] = ()
         self._deferred: Exception | None = None
         self.more = False
-        self._write(opening(socket_type), ())
+        with contextlib.suppress(EOFError):  # what the peer has sent can be received all the same
+            self._write(opening(socket_type), ())
 
     def fileno(self) -> int:
         """Return the socket's descriptor, for polling; -1 once closed."""
@@ -164,6 +162,7 @@ class Channel:
         except BlockingIOError:
             return 0
         except ConnectionError as error:
+            self._drop_unsent()
             raise EOFError("the peer is gone") from error
         except OSError as error:
             if error.errno in _NOT_NOW:
@@ -228,8 +227,9 @@ class Channel:
         Raises as `receive` does; an error that comes behind messages is raised by the next call.
         """
         messages: list[ReceivedFrame] = []
-        if self._deferred is not None:
-            raise self._deferred
+        if (deferred := self._deferred) is not None:
+            self._deferred = None
+            raise deferred
         while True:
             try:
                 received = self.receive()
@@ -248,7 +248,8 @@ class Channel:
         frame = decoder.next_message()
         pongs = decoder.take_pongs()
         if pongs:
-            self._write(pongs, ())
+            with contextlib.suppress(EOFError):
+                self._write(pongs, ())
         self.undecoded_bytes = len(decoder)
         self.more = bool(pongs) or (frame is not None and self.undecoded_bytes > 0)
         if self._with:

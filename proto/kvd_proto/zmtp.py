@@ -25,6 +25,7 @@ MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_COMMAND_BYTES = 4096
 MAX_PINGS = 64
 """PINGs that are decoded before their PONGs have been taken."""
+_LARGE_BYTES = 64 * 1024
 _READY, _PING = b"\x05READY", b"\x04PING"
 _TTL_BYTES, _MAX_CONTEXT_BYTES = 2, 16
 
@@ -142,8 +143,9 @@ class Decoder:
             self._check_message(flags, size)
             if end > len(buffer):
                 return None
+            message = bytes(memoryview(buffer)[body:end])
             self._consume(end)
-            return bytes(memoryview(buffer)[body:end])
+            return message
         return None
 
     def take_pongs(self) -> bytes:
@@ -157,8 +159,8 @@ class Decoder:
     def _consume(self, end: int) -> None:
         self.consumed += end - self._start
         self._start = end
-        if end == len(self._buffer):
-            self._buffer, self._start = bytearray(), 0  # a large one is not kept
+        if end == len(self._buffer) or (end > _LARGE_BYTES and 2 * end > len(self._buffer)):
+            self._buffer, self._start = self._buffer[end:], 0  # a large one is not kept
 
     def _decode_greeting(self) -> bool:
         seen = bytes(self._buffer[:GREETING_BYTES])
@@ -194,7 +196,9 @@ class Decoder:
             if not buffer.startswith(_READY, body):
                 raise BadFrame("the first command is not READY")
             self.state = DecoderState.OPEN
-        elif buffer.startswith(_PING, body):
+        elif not buffer.startswith(_PING, body):
+            raise BadFrame("a command that is no PING")
+        else:
             content = bytes(buffer[body + len(_PING) : end])
             if not _TTL_BYTES <= len(content) <= _TTL_BYTES + _MAX_CONTEXT_BYTES:
                 raise BadFrame(f"a PING with {len(content)} bytes, it has 2 to 18")

@@ -108,8 +108,9 @@ class Engine:
         """
         if to is not None:
             pid = to.status()["pid"]
-            for client in (self.scheduler, *self.workers.values()):
-                wait_served_by(client, pid)
+            wait_served_by(self.scheduler, pid)
+            for worker in self.workers.values():
+                wait_served_by(worker, pid)
         assert self.scheduler.wait_attached(PATIENCE), self.scheduler
         for worker in self.workers.values():
             assert worker.wait_attached(PATIENCE), worker

@@ -34,7 +34,8 @@ def place(daemon: Daemon, where: str) -> tuple[Path, psutil.Process]:
     if where == "broker":
         return daemon.runtime_dir / "broker.sock", psutil.Process(daemon.process.pid)
     lane = daemon.status()["lanes"][0]
-    return daemon.runtime_dir / f"lane-host-{lane['incarnation']}.sock", psutil.Process(lane["pid"])
+    (path,) = daemon.runtime_dir.glob(f"lane-host-{lane['incarnation']}-*.sock")
+    return path, psutil.Process(lane["pid"])
 
 
 def own_memory(process: psutil.Process) -> int:

@@ -32,7 +32,7 @@ def turn(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Turn]:
     """The loop's turn for one kind of child."""
     poller = select.epoll()
     if request.param == "lane":
-        core: Any = SimpleNamespace(state=SimpleNamespace(settings=Settings()))
+        core: Any = SimpleNamespace(state=SimpleNamespace(settings=Settings(), boot_id=bytes(16)))
         lanes = Lanes(tmp_path, core, poller, lambda _: None)
         lanes.add("host")
         pool: Any = SimpleNamespace(fd=0, nbytes=4096)
@@ -97,7 +97,7 @@ def lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     monkeypatch.setattr(sys, "executable", str(program))
     reasons: list[str] = []
     core: Any = SimpleNamespace(
-        state=SimpleNamespace(settings=Settings(), stopping=False),
+        state=SimpleNamespace(settings=Settings(), boot_id=bytes(16), stopping=False),
         supervision=SimpleNamespace(lost=lambda _device, reason: reasons.append(reason)),
     )
     poller = select.epoll()
@@ -193,7 +193,7 @@ def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
     monkeypatch.setattr(sys, "executable", str(deaf))
     lost: list[str] = []
     core: Any = SimpleNamespace(
-        state=SimpleNamespace(settings=Settings(), stopping=False),
+        state=SimpleNamespace(settings=Settings(), boot_id=bytes(16), stopping=False),
         supervision=SimpleNamespace(lost=lambda device, _reason: lost.append(device)),
     )
     poller = select.epoll()

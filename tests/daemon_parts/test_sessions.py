@@ -231,7 +231,7 @@ def test_a_user_whose_closes_are_stuck_gets_no_session(
             error = rig.error_at_the_end(client)
             assert error is not None
             assert error.code is ErrorCode.LIMIT
-            assert f"threads wait for file systems of uid {os.getuid()}" in error.text
+            assert f"threads wait for files of uid {os.getuid()}" in error.text
         assert isinstance(rig.ask(open_session, Ping()), Pong)
         stuck = [thread for thread in threading.enumerate() if thread.daemon]
         answers.set()

@@ -317,7 +317,7 @@ class Lane:
         begin = BeginLane(
             device=HOST,
             incarnation=1,
-            endpoint=f"ipc://{runtime_dir / lane_socket(HOST, 1)}",
+            endpoint=f"ipc://{runtime_dir / lane_socket(HOST, 1, bytes(2))}",
             pool_bytes=pool_bytes,
             max_queued_jobs=Limits().jobs,
             max_queued_bytes=Limits().nbytes,

@@ -1,6 +1,7 @@
 """The decoder of ZMTP: any pieces, any junk, and nothing is kept without need."""
 
 import contextlib
+import tracemalloc
 
 import pytest
 from hypothesis import given
@@ -125,9 +126,23 @@ def test_pings_are_taken_in_a_bounded_number_at_a_time() -> None:
     assert decoder.take_pongs() == command(b"PONG", b"")
 
 
-def test_other_commands_are_ignored() -> None:
-    """An unexpected PONG and commands of other sockets are skipped."""
+@pytest.mark.parametrize("name", [b"PONG", b"SUBSCRIBE", b"READY", b""])
+def test_other_commands_are_refused(name: bytes) -> None:
+    """However short they are, a peer cannot have many decoded for nothing."""
     decoder = Decoder(LIMIT)
-    strange = command(b"PONG", b"x") + command(b"SUBSCRIBE", b"x") + command(b"", b"") + b"\x04\0"
-    assert decoded(decoder, HELLO + strange + message(b"after")) == [b"after"]
-    assert decoder.take_pongs() == b""
+    with pytest.raises(BadFrame, match="no PING"):
+        decoded(decoder, HELLO + command(name, b""))
+
+
+def test_a_message_that_was_returned_is_not_kept() -> None:
+    """Also where the beginning of the next one has come with it."""
+    large = 8 * 2**20
+    decoder = Decoder(large)
+    tracemalloc.start()
+    try:
+        assert decoded(decoder, HELLO + message(bytes(large)) + b"\0") == [bytes(large)]
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(decoder) == 1
+    assert kept < large // 8

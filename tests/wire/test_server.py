@@ -7,6 +7,7 @@ import os
 import resource
 import select
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -42,7 +43,9 @@ def make(tmp_path: Path) -> Iterator[Make]:
 
         def server(epoll: select.epoll | None = None, **bounds: Any) -> Server:
             path = tmp_path / "socket"
-            made = Server(path, epoll=epoll, max_bytes=MIB, takes_descriptors=True, **bounds)
+            made = Server(
+                path, epoll=epoll, **{"max_bytes": MIB, "takes_descriptors": True, **bounds}
+            )
             stack.callback(made.close)
             return made
 
@@ -464,3 +467,45 @@ def test_a_flood_of_pings_is_answered_and_delays_no_message(make: Make, connect:
         with contextlib.suppress(BlockingIOError):
             heard += flood.sock.recv(MIB)
     assert heard.count(PONG) == 5000
+
+
+@contextmanager
+def endless_close() -> Iterator[int]:
+    """A descriptor whose last close waits for a peer that does not read, an hour at most."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        sender.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 3600))
+        peer, _ = listener.accept()
+        sender.setblocking(False)  # the socket API's own form
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sender.send(bytes(MIB))
+        try:
+            yield sender.detach()
+        finally:
+            peer.close()
+
+
+@pytest.mark.parametrize("takes", [True, False], ids=["taken", "not taken"])
+@pytest.mark.parametrize("way", ["with a message", "out of band", "not read"])
+def test_a_descriptor_that_is_never_closed_holds_up_no_other_client(
+    make: Make, connect: Connect, way: str, takes: bool
+) -> None:
+    """The kernel would close it in the thread that reads, accepts or closes."""
+    server = make(takes_descriptors=takes)
+    other, hostile = connect(), connect()
+    with endless_close() as fd:
+        if way == "with a message":
+            hostile.send(b"x", [fd])
+        elif way == "out of band":
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
+            hostile.sock.sendmsg([b"\0"], rights, socket.MSG_OOB)
+            hostile.send_bytes(b"\0")
+        else:
+            hostile.send_bytes(b"junk")
+            hostile.send(b"x", [fd])
+        os.close(fd)
+        other.send(b"served")
+        while (message := received(server))[1] != b"served":
+            server.closer.close(message[2], os.getuid())
+        server.close()
