@@ -250,8 +250,9 @@ def test_a_process_that_may_open_no_more_files_says_which_message_lost_its_own(p
         left.send(b"before")
         left.send(b"lost", [fd] * MAX_DESCRIPTORS)
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        highest = max(int(one.name) for one in Path("/proc/self/fd").iterdir())
-        resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 10, hard))
+        lowest = os.dup(fd)
+        os.close(lowest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 10, hard))
         try:
             assert next_message(right) == (b"before", ())
             with pytest.raises(DescriptorsLost) as caught:
