@@ -3,8 +3,8 @@
 A job ends with the lane's answer, or with the lane's death, which its lifeline
 shows without doubt. Only a store can also be ended from here: a new number at its
 word of the control page makes the lane discard whatever it still copies for it.
-An answer may be lost, where a lane had to close the connection; so the lane is
-asked about overdue loads, and they end when it answers that they have.
+An answer may be lost with the connection: jobs of a lost connection end when the lane has
+answered the Join of the next one.
 """
 
 import select
@@ -25,7 +25,6 @@ from kvd_proto.messages import Cancel, Done, Error, JobStatus, Load, Message, St
 
 POLL_SECONDS = 0.02
 HURRY_SECONDS = 0.002  # after which the lane is asked to do waited-for jobs first
-ASK_SECONDS = 2.0  # after which it is asked whether a load has ended, and again each time
 
 _LANE_ENDED = "the lane process has ended; nothing is loaded or stored until another one serves"
 
@@ -89,7 +88,6 @@ class JobTable:
         self._running: dict[int, _Running] = {}
         self._finished: list[JobResult] = []
         self.readiness = Readiness()  # readable when `finished` has work to do
-        self._asked = 0.0  # when overdue loads were asked about
 
     # ----------------------------------------------------------------- lanes
 
@@ -185,7 +183,6 @@ class JobTable:
         """Return what has ended since the last call. Never waits."""
         with self._lock:
             self.readiness.clear()
-            self._ask_about_overdue()
             self._collect()
             self._void_overdue()
             finished, self._finished = self._finished, []
@@ -220,7 +217,6 @@ class JobTable:
             now = time.monotonic()
             with self._lock:
                 left &= self._running.keys()
-                self._ask_about_overdue()
                 if hurry_at is not None and now >= hurry_at:
                     self._tell_lanes(Wait, left)
                     hurry_at = None
@@ -267,8 +263,8 @@ class JobTable:
                 job_id = link.pending.pop(header.request_id, None)
                 if job_id is not None:
                     self._end(_result(job_id, message))
-                for request_id in link.settled(header.request_id, message):
-                    text = "the lane has ended it, but its answer was lost"
+                for request_id in link.settled(header.request_id):
+                    text = "the connection to the lane was lost"
                     self._end(_failed(link.pending.pop(request_id), text))
             if dead:
                 for job_id in link.pending.values():
@@ -316,21 +312,9 @@ class JobTable:
         late = [job for job, r in self._running.items() if r.is_store and r.submitted < limit]
         self._void(late, self._store_seconds)
 
-    def _ask_about_overdue(self) -> None:
-        limit = time.monotonic() - ASK_SECONDS
-        if self._asked > limit:
-            return
-        late = [job for job, r in self._running.items() if not r.is_store and r.submitted < limit]
-        if late:
-            self._asked = time.monotonic()
-            self._tell_lanes(Wait, late)
-
     def _tell_lanes(self, kind: type[Wait] | type[Cancel], job_ids: Collection[int]) -> None:
         for link in {self._running[job].link for job in job_ids}:
-            jobs = tuple(job for job in job_ids if self._running[job].link is link)
-            number = link.send(kind(jobs=jobs))
-            if kind is Wait and number:
-                link.awaits(number, (self._running[job].request_id for job in jobs))
+            link.send(kind(jobs=tuple(job for job in job_ids if self._running[job].link is link)))
 
     def _forget(self) -> None:
         self.readiness.close()  # before the links: a fork shares the parent's epoll

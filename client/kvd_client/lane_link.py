@@ -6,14 +6,13 @@ import os
 import select
 import socket
 import time
-from collections.abc import Iterable
 
 from kvd_client.errors import DaemonLost
 from kvd_client.readiness import Readiness
 from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import BadFrame, ChannelFull, DecodeError
-from kvd_proto.messages import Error, ErrorCode, Join, LaneUp, Message, Ok
+from kvd_proto.messages import Join, LaneUp, Message
 
 _SCHEME = "ipc://"
 MAX_UNSENT_BYTES = 32 * 2**20
@@ -40,14 +39,13 @@ class LaneLink:
         self.endpoint = up.endpoint
         self._token = up.token
         self.pending: dict[int, int] = {}  # request id -> job id of what has not ended
-        self._waits: dict[int, frozenset[int]] = {}  # Wait's request id -> those of its jobs
         self._readiness = readiness
         self._lifeline = lifeline
         readiness.watch(lifeline, 0)
         self._poll = select.poll()
         self._poll.register(lifeline, 0)  # the hang-up is always reported
         self._watched = -1, 0  # the connection's descriptor and events
-        # An answer may come to a later connection than the request's: ids do not begin again.
+        # Ids do not begin again with a connection: jobs of those before may still end.
         self._ids = itertools.count(1)
         self._join_id = 0
         self._joined = False
@@ -84,7 +82,7 @@ class LaneLink:
         return self._channel is None
 
     def reopen(self) -> None:
-        """Connect and join again; answers to what was sent before come to the new connection.
+        """Connect and join again; the lane stops what was sent before, see `settled`.
 
         The endpoint is this incarnation's own, for as long as the daemon lives that named it. Where
         nobody listens, the queue is full or no descriptor is free, this stays closed.
@@ -143,24 +141,15 @@ class LaneLink:
             self._channel = None
             return []
 
-    def awaits(self, number: int, requests: Iterable[int]) -> None:
-        """Remember that request `number` is a Wait for the jobs of these requests."""
-        open_waits = self._waits.items()
-        self._waits = {n: jobs for n, jobs in open_waits if not jobs.isdisjoint(self.pending)}
-        self._waits[number] = frozenset(requests)
+    def settled(self, number: int) -> frozenset[int]:
+        """Return pending requests of earlier connections, if this is the answer to Join.
 
-    def settled(self, number: int, answer: Message | None) -> frozenset[int]:
-        """Return pending requests whose jobs have ended, according to this answer.
-
-        Their own answers were sent before this one, to a connection that was closed. A lane that
-        does not know the worker has unmapped its memory, after its last job.
+        Their jobs have ended: the lane answers Join when they have, or when it has unmapped the
+        worker's memory.
         """
-        unknown = isinstance(answer, Error) and answer.code is ErrorCode.BAD_SESSION
-        if number == self._join_id and unknown:
-            return frozenset(self.pending)
-        if number not in self._waits or not (isinstance(answer, Ok) or unknown):
+        if number != self._join_id:
             return frozenset()
-        return self._waits.pop(number) & self.pending.keys()
+        return frozenset(request for request in self.pending if request < number)
 
     @property
     def dead(self) -> bool:

@@ -61,8 +61,7 @@ class Requests:
         try:
             message = REQUESTS.decode_body(header, frame)
             if worker is None:
-                self._join(client, message)
-                self._reports.reply(client, request_id, Ok())
+                self._join(client, request_id, message)
             else:
                 self._carry_out(worker, client, request_id, message)
         except Refused as error:
@@ -80,8 +79,12 @@ class Requests:
     def _refuse(self, client: Client, request_id: int, code: ErrorCode, text: str) -> None:
         self._reports.reply(client, request_id, Error(code=code, text=text))
 
-    def _join(self, client: Client, message: Message) -> None:
-        """Make a connection the worker's that its first request names."""
+    def _join(self, client: Client, request_id: int, message: Message) -> None:
+        """Make a connection the worker's that its first request names.
+
+        The jobs of its connection before are stopped, and the answer comes when they have ended: a
+        Done that was sent there may be lost, but nothing of these jobs moves any more.
+        """
         if not isinstance(message, Join):
             text = "this connection belongs to no worker; send Join with the token of LaneUp first"
             raise Refused(ErrorCode.BAD_SESSION, text)
@@ -89,6 +92,11 @@ class Requests:
         if worker is None:
             raise Refused(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
         self._reports.join(client, worker)
+        jobs = self._runner.jobs_of(worker)
+        for job in jobs:
+            self._runner.stop(job, JobStatus.CANCELLED, "the worker has joined anew")
+        reply = self._reports.reply
+        self._runner.when_ended(jobs, lambda: reply(client, request_id, Ok()))
 
     def _carry_out(self, worker: Worker, client: Client, request_id: int, message: Message) -> None:
         match message:

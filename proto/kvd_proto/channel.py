@@ -251,11 +251,11 @@ class Channel:
             with contextlib.suppress(EOFError):
                 self._write(pongs, ())
         self.undecoded_bytes = len(decoder)
-        self.more = bool(pongs) or (frame is not None and self.undecoded_bytes > 0)
+        self.more = decoder.paused or (frame is not None and self.undecoded_bytes > 0)
         if self._with:
             if decoder.consumed >= self._with[0][0]:
                 return self._with_descriptors(frame)
-            if frame is None and not pongs and len(self._with) > 1:
+            if frame is None and not decoder.paused and len(self._with) > 1:
                 raise BadFrame(_TWICE)
         return None if frame is None else (frame, ())
 

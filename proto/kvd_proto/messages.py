@@ -358,7 +358,8 @@ class ResetDone(Message, frozen=True):
 class Join(Message, frozen=True):
     """First request on a connection to a lane: which worker sends on it.
 
-    It ends the worker's connection before this one, with what was not read there.
+    It ends the worker's connection before this one, with what was not read there, and stops the
+    jobs that came there. Answered when these have ended; one without a Done by then has failed.
 
     token: of the LaneUp that named the lane.
     """

@@ -23,8 +23,8 @@ MORE, LONG, COMMAND = 1, 2, 4
 GREETING_BYTES = 64
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_COMMAND_BYTES = 4096
-MAX_PINGS = 64
-"""PINGs that are decoded before their PONGs have been taken."""
+MAX_COMMANDS = 64
+"""Commands that one call decodes, however short they are."""
 _LARGE_BYTES = 64 * 1024
 _READY, _PING = b"\x05READY", b"\x04PING"
 _TTL_BYTES, _MAX_CONTEXT_BYTES = 2, 16
@@ -71,6 +71,7 @@ class Decoder:
     Attributes:
         state: how far the connection has come.
         consumed: bytes decoded since the connection began.
+        paused: `next_message` has not looked at all that has arrived.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -80,6 +81,7 @@ class Decoder:
         self._pongs: list[bytes] = []
         self.state = DecoderState.GREETING
         self.consumed = 0
+        self.paused = False
 
     def __len__(self) -> int:
         """Return how many bytes wait: of frames that are not complete, or not taken."""
@@ -114,14 +116,15 @@ class Decoder:
     def next_message(self) -> bytes | None:
         """Return the next message; None where it has not arrived in full.
 
-        Also None after `MAX_PINGS` PINGs: call `take_pongs`, then this again.
+        Also None after `MAX_COMMANDS` commands; `paused` says so, and another call goes on.
 
         Raises:
             BadFrame: the peer speaks no ZMTP, or a message is above its bound.
         """
         if self.state is DecoderState.GREETING and not self._decode_greeting():
             return None
-        while len(self._pongs) < MAX_PINGS:
+        self.paused = False
+        for _ in range(MAX_COMMANDS):
             buffer, start = self._buffer, self._start
             available = len(buffer) - start
             if available < 2:
@@ -146,6 +149,7 @@ class Decoder:
             message = bytes(memoryview(buffer)[body:end])
             self._consume(end)
             return message
+        self.paused = True
         return None
 
     def take_pongs(self) -> bytes:
@@ -196,9 +200,7 @@ class Decoder:
             if not buffer.startswith(_READY, body):
                 raise BadFrame("the first command is not READY")
             self.state = DecoderState.OPEN
-        elif not buffer.startswith(_PING, body):
-            raise BadFrame("a command that is no PING")
-        else:
+        elif buffer.startswith(_PING, body):
             content = bytes(buffer[body + len(_PING) : end])
             if not _TTL_BYTES <= len(content) <= _TTL_BYTES + _MAX_CONTEXT_BYTES:
                 raise BadFrame(f"a PING with {len(content)} bytes, it has 2 to 18")

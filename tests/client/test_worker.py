@@ -376,13 +376,12 @@ def test_stores_that_a_closed_worker_leaves_are_void(daemon: FakeDaemon, worker:
     assert void(daemon, page) == [1]
 
 
-@pytest.mark.parametrize("call", ["wait", "get_finished", "cancel"])
+@pytest.mark.parametrize("call", ["wait", "cancel"])
 def test_an_answer_that_comes_while_the_lane_is_told_something_is_seen(
     daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """The same call reports it, or an event loop hears of it."""
     monkeypatch.setattr(jobs, "POLL_SECONDS", 3600.0)
-    monkeypatch.setattr(jobs, "ASK_SECONDS", -1.0 if call == "get_finished" else 3600.0)
     monkeypatch.setattr(jobs.JobTable, "remind", lambda _: None)
     daemon.hold_jobs = True
     worker.fileno()
@@ -407,40 +406,19 @@ def test_an_answer_that_comes_while_the_lane_is_told_something_is_seen(
     got: list[JobResult] = []
     if call == "wait":
         assert worker.wait([1], timeout=3600.0) == frozenset()
-    elif call == "cancel":
-        worker.cancel([1])
     else:
-        got = worker.get_finished()
+        worker.cancel([1])
     while not got:  # an event loop hears of it
         assert select.select([worker], [], [], SECONDS)[0]
         got = worker.get_finished()
     assert [(result.job_id, result.success) for result in got] == [(1, True)]
 
 
-def test_a_load_whose_answer_is_lost_fails_when_the_lane_says_that_it_has_ended(
-    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """wait() asks the lane anyway; what is not answered by then never will be."""
-    monkeypatch.setattr(jobs, "ASK_SECONDS", 3600.0)  # the other load is not asked about
-    daemon.hold_jobs = True
-    worker.submit(Load, 1, JOB)
-    worker.submit(Load, 2, JOB)
-    daemon.wait_for(Load, 2)
-    daemon.lose()
-    assert worker.wait([1], timeout=SECONDS) == frozenset()
-    (result,) = worker.get_finished()
-    assert (result.job_id, result.status) == (1, JobStatus.FAILED)
-    assert "answer was lost" in result.text
-    assert len(worker._jobs) == 1
-    check_jobs(worker)
-
-
 @pytest.mark.parametrize("in_a_loop", [False, True])
 def test_a_lane_that_had_to_close_the_connection_is_connected_to_again(
-    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch, in_a_loop: bool
+    daemon: FakeDaemon, worker: Worker, in_a_loop: bool
 ) -> None:
-    """What it was told before ends, with an answer of its own or without; later jobs are done."""
-    monkeypatch.setattr(jobs, "ASK_SECONDS", 0.01)
+    """What it was told before ends when the lane has answered Join; later jobs are done."""
     if in_a_loop:
         worker.fileno()
     daemon.hold_jobs = True
@@ -450,7 +428,7 @@ def test_a_lane_that_had_to_close_the_connection_is_connected_to_again(
     daemon.lose()
     (result,) = results(worker)
     assert (result.job_id, result.status) == (1, JobStatus.FAILED)
-    assert "answer was lost" in result.text
+    assert "connection to the lane was lost" in result.text
     daemon.hold_jobs = False
     daemon.cut()
     lost = itertools.takewhile(lambda number: not done(worker, number), itertools.count(2))
@@ -464,35 +442,6 @@ def done(worker: Worker, number: int) -> bool:
     return result.success
 
 
-def test_lanes_are_asked_about_loads_that_are_long_in_coming(
-    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nobody waits for them; again and again, for a question may be lost, too."""
-    monkeypatch.setattr(jobs, "ASK_SECONDS", 0.01)
-    daemon.hold_jobs = True
-    worker.submit(Load, 1, JOB)
-    worker.submit(Store, 2, JOB)
-    while len([m for m in daemon.received if isinstance(m, Wait)]) < 3:
-        assert worker.get_finished() == []
-    assert daemon.wait_for(Wait)[0].jobs == (1,)
-    daemon.lose()
-    (result,) = results(worker)
-    assert (result.job_id, result.status) == (1, JobStatus.FAILED)
-    check_jobs(worker)
-
-
-def test_a_lane_that_does_not_know_the_worker_holds_none_of_its_loads(
-    daemon: FakeDaemon, worker: Worker
-) -> None:
-    """It has let go of the worker's memory, which it does after the last job."""
-    daemon.replies[Wait] = lambda _: Error(code=ErrorCode.BAD_SESSION, text="who?")
-    daemon.hold_jobs = True
-    worker.submit(Load, 1, JOB)
-    assert worker.wait([1], timeout=SECONDS) == frozenset()
-    (result,) = worker.get_finished()
-    assert (result.job_id, result.status) == (1, JobStatus.FAILED)
-
-
 def test_a_lane_that_refuses_the_worker_holds_none_of_its_loads(
     daemon: FakeDaemon, worker: Worker
 ) -> None:
@@ -504,18 +453,6 @@ def test_a_lane_that_refuses_the_worker_holds_none_of_its_loads(
     daemon.cut()
     (result,) = results(worker)
     assert (result.job_id, result.status) == (1, JobStatus.FAILED)
-
-
-def test_answers_come_to_the_latest_connection(daemon: FakeDaemon, worker: Worker) -> None:
-    """Those of jobs that were sent on the one before, too."""
-    daemon.hold_jobs = True
-    worker.submit(Load, 1, JOB)
-    daemon.wait_for(Load)
-    daemon.cut()
-    eventually(lambda: [worker.get_finished(), daemon.joined()][1])
-    daemon.finish()
-    (result,) = results(worker)
-    assert result.success
 
 
 def test_overdue_store_is_given_up(daemon: FakeDaemon, memory: HostMemory) -> None:
