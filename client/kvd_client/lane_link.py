@@ -5,7 +5,6 @@ import itertools
 import os
 import select
 import socket
-import time
 
 from kvd_client.errors import DaemonLost
 from kvd_client.readiness import Readiness
@@ -48,7 +47,6 @@ class LaneLink:
         # Ids do not begin again with a connection: jobs of those before may still end.
         self._ids = itertools.count(1)
         self._join_id = 0
-        self._joined = False
         self._channel: Channel | None = None
         self.reopen()
 
@@ -64,18 +62,6 @@ class LaneLink:
         self._watch_channel()
         return request_id
 
-    def meet(self, stop: int, seconds: float) -> None:
-        """Wait until the lane has answered Join, at most so long, or until `stop` is readable."""
-        end = time.monotonic() + seconds
-        poller = select.poll()
-        poller.register(stop, select.POLLIN)
-        self.watch(poller)
-        while (channel := self._channel) is not None and not self._joined:
-            ready = poller.poll(max(0.0, end - time.monotonic()) * 1000)
-            if [fd for fd, _ in ready] != [channel.fileno()]:
-                return
-            self.receive()  # no other answer comes before this one
-
     @property
     def closed(self) -> bool:
         """Whether the connection is closed. The lane may be alive and take another one."""
@@ -87,7 +73,6 @@ class LaneLink:
         The endpoint is this incarnation's own, for as long as the daemon lives that named it. Where
         nobody listens, the queue is full or no descriptor is free, this stays closed.
         """
-        self._joined = False
         with contextlib.suppress(OSError, EOFError):
             connecting = socket.socket(
                 socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
@@ -119,7 +104,6 @@ class LaneLink:
                     header = WIRE.decode_header(frame)
                 except DecodeError:
                     continue
-                self._joined |= header.request_id == self._join_id
                 try:
                     arrived.append((header, WIRE.decode_body(header, frame)))
                 except DecodeError:

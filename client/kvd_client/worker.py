@@ -43,7 +43,6 @@ from kvd_proto.messages import (
 
 REGISTER_SECONDS = 30.0
 MAX_JOB_SECONDS = 600.0
-MEET_SECONDS = 1.0  # for a lane that answers late: its jobs wait for a later call then
 NOTHING = "nothing is registered yet"
 TRANSIENT = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)
 
@@ -478,7 +477,7 @@ class Worker(Session):
 
     def _on_notice(self, notice: Notice) -> None:
         message = notice.message
-        lane = self._meet(message, notice) if isinstance(message, LaneUp) else None
+        lane = self._lane_link(message, notice) if isinstance(message, LaneUp) else None
         with self._changed:
             if lane is not None:
                 self._jobs.set_lane(lane)
@@ -486,13 +485,12 @@ class Worker(Session):
                 self._attached = isinstance(message, Attached)
             self._changed.notify_all()
 
-    def _meet(self, up: LaneUp, notice: Notice) -> LaneLink | None:
+    def _lane_link(self, up: LaneUp, notice: Notice) -> LaneLink | None:
         """Join a lane; None where it is another device's."""
         if up.device != self.device or len(notice.fds) != 1:
             return None
         lane = LaneLink(up, notice.fds[0], self._jobs.readiness)
         notice.fds.clear()  # owned by the link
-        lane.meet(self._stop, MEET_SECONDS)
         return lane
 
     def _on_lost(self) -> None:

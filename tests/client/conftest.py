@@ -15,7 +15,6 @@ from kvd_client import (
     scheduler_session,
     session,
 )
-from kvd_client import worker as worker_module
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.layouts import flat_layout
 from tests.waiting import DEADLINE
@@ -29,7 +28,6 @@ def patience() -> Iterator[None]:
     """A test that stands still is not taken for a daemon or an engine that does."""
     with pytest.MonkeyPatch.context() as patch:  # a test's own patches are taken back first
         patch.setattr(connection, "HANDSHAKE_SECONDS", SECONDS)
-        patch.setattr(worker_module, "MEET_SECONDS", SECONDS)
         patch.setattr(scheduler_session, "LEFT_BEHIND_SECONDS", 3600.0)
         yield
 

@@ -240,10 +240,6 @@ class FakeDaemon:
                 self._lane.end(client)
                 self._workers[token] = None
 
-    def joined(self) -> bool:
-        """Whether every worker has a connection to the lane."""
-        return self.call(lambda: None not in self._workers.values())
-
     @in_its_thread
     def kill_lane(self) -> None:
         """End the lane process."""

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from kvd_client import HostMemory, JobResult, JobStatus, Worker, lane_link
-from kvd_client import worker as worker_module
 from kvd_proto.messages import LaneUp, Load, Register, Store
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
@@ -24,7 +23,6 @@ JOBS = 20_000  # more than any connection keeps
 def small_queue(monkeypatch: pytest.MonkeyPatch) -> None:
     """Connections keep little that was not sent, so that they are soon full; nothing is slow."""
     monkeypatch.setattr(lane_link, "MAX_UNSENT_BYTES", 2000)
-    monkeypatch.setattr(worker_module, "MEET_SECONDS", 0.01)
 
 
 def returns(action: Callable[[], object]) -> None:
