@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
+from kvd_proto.channel import close_all, duplicated
 from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.messages import HOST, Handle, HostHandle
 
@@ -101,7 +102,7 @@ class Descriptors:
 
     def __init__(self, fds: Sequence[int]) -> None:
         self.fds = tuple(fds)
-        self._closing = weakref.finalize(self, _close_all, self.fds)
+        self._closing = weakref.finalize(self, close_all, self.fds)
 
     @classmethod
     def duplicated(cls, fds: Sequence[int]) -> Self:
@@ -110,13 +111,7 @@ class Descriptors:
         Raises:
             OSError: the limit of open files leaves no room; none is left open.
         """
-        copies: list[int] = []
-        try:
-            copies.extend(os.dup(fd) for fd in fds)
-        except OSError:
-            _close_all(copies)
-            raise
-        return cls(copies)
+        return cls(duplicated(fds))
 
     def close(self) -> None:
         """Close them. May be called again."""
@@ -125,11 +120,6 @@ class Descriptors:
 
     def __repr__(self) -> str:
         return f"<Descriptors {', '.join(map(str, self.fds)) or 'closed'}>"
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        os.close(fd)
 
 
 class Memory:

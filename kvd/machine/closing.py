@@ -18,6 +18,8 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from kvd_proto.channel import close_all
+
 MAX_STUCK = 4
 """Threads that a user's file systems may hold before its connections are refused."""
 STUCK_SECONDS = 1.0
@@ -64,7 +66,7 @@ class Closer:
     def close(self, fds: Sequence[int], uid: int) -> None:
         """Close descriptors that a process of this user has sent. Never waits."""
         if all(map(is_harmless, fds)):
-            _close_all(fds)
+            close_all(fds)
         else:
             self._put(tuple(fds), uid)
 
@@ -107,7 +109,7 @@ class Closer:
                     return
                 fds = waiting.popleft()
                 self._begun[thread] = uid, time.monotonic()
-            _close_all(fds)
+            close_all(fds)
 
     def __repr__(self) -> str:
         return f"<Closer, {len(self._begun)} threads>"
@@ -118,9 +120,3 @@ def _unread_bytes(sock: socket.socket) -> int:
     with contextlib.suppress(OSError):
         fcntl.ioctl(sock, termios.FIONREAD, count)
     return int.from_bytes(count, "little")
-
-
-def _close_all(fds: Sequence[int]) -> None:
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)

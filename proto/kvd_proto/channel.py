@@ -148,7 +148,7 @@ class Channel:
     def _write(self, data: bytes, fds: Sequence[int]) -> None:
         sent = 0 if self._unsent else self._write_now(data, fds)
         if sent < len(data):
-            copies = () if sent else _duplicated(fds)
+            copies = () if sent else duplicated(fds)
             self._unsent.append((memoryview(data)[sent:], copies))
             self._unsent_descriptors += len(copies)
             self.unsent_bytes += len(data) - sent
@@ -324,7 +324,12 @@ def close_all(fds: Sequence[int]) -> None:
             os.close(fd)
 
 
-def _duplicated(fds: Sequence[int]) -> tuple[int, ...]:
+def duplicated(fds: Sequence[int]) -> tuple[int, ...]:
+    """Return descriptors of the same files.
+
+    Raises:
+        OSError: the limit of open files leaves no room; none is left open.
+    """
     copies: list[int] = []
     try:
         copies.extend(os.dup(fd) for fd in fds)

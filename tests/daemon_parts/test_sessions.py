@@ -209,14 +209,14 @@ def test_a_user_whose_closes_are_stuck_gets_no_session(
     rig: Rig, pipe: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Open sessions are served meanwhile; when the file system answers all is as before."""
-    answers, close_now = threading.Event(), closing._close_all
+    answers, close_now = threading.Event(), close_all
 
     def close_late(fds: tuple[int, ...]) -> None:
         if threading.current_thread().daemon:
             answers.wait(PATIENCE)
         close_now(fds)
 
-    monkeypatch.setattr(closing, "_close_all", close_late)
+    monkeypatch.setattr(closing, "close_all", close_late)
     monkeypatch.setattr(closing, "STUCK_SECONDS", 0.0)
     with rig.connect() as open_session:
         assert isinstance(rig.ask(open_session, hello()), Welcome)
