@@ -505,7 +505,12 @@ def test_a_descriptor_that_is_never_closed_holds_up_no_other_client(
             hostile.send_bytes(b"junk")
             hostile.send(b"x", [fd])
         os.close(fd)
+        hostile.close()
+        while not server.ended:
+            assert wait(server)
+            server.look()
+            if (message := server.take()) is not None:
+                server.closer.close(message[2], os.getuid())
         other.send(b"served")
-        while (message := received(server))[1] != b"served":
-            server.closer.close(message[2], os.getuid())
+        assert received(server)[1] == b"served"
         server.close()
