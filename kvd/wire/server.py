@@ -213,13 +213,12 @@ class Server:
         if not fds:
             return True
         if free_descriptors() < RESERVED_DESCRIPTORS:
-            text, limit = f"too few are left of open files; {open_files_remedy()}", "open_files"
+            self._disconnect_for_want_of_files(client)
         elif not self._takes_descriptors:
-            text, limit = "descriptors came with a message that takes none", ""
+            self.disconnect(client, "descriptors came with a message that takes none")
         else:
             return True
         self.closer.close(fds, client.peer.uid)
-        self.disconnect(client, text, limit)
         return False
 
     def adopt(self, client: Client, owner: object) -> None:
@@ -258,6 +257,10 @@ class Server:
         text = "a connection of pid %d (uid %d) is closed: %s"
         log.warning(text, client.peer.pid, client.peer.uid, why)
         self.end(client)
+
+    def _disconnect_for_want_of_files(self, client: Client) -> None:
+        text = f"too few files are left that can be opened; {open_files_remedy()}"
+        self.disconnect(client, text, "open_files")
 
     def refuse(self, client: Client, frame: bytes) -> None:
         """Send a client this message and end its connection, once it has greeted.
@@ -356,9 +359,7 @@ class Server:
             )
             self.disconnect(client, text, "connections")
         elif free_descriptors() < RESERVED_DESCRIPTORS:
-            self.disconnect(
-                client, f"too few are left of open files; {open_files_remedy()}", "open_files"
-            )
+            self._disconnect_for_want_of_files(client)
         else:
             self.accepted.append(client)
 
@@ -399,7 +400,12 @@ class Server:
             self._readable[client.fd] = client
         if channel.undecoded_bytes or channel.unsent_bytes or client.kept_bytes:
             self._note_kept(client)
-        return None if message is None else (client, *message)
+        if message is None:
+            return None
+        if client.closed:
+            self.closer.close(message[1], client.peer.uid)
+            return None
+        return client, *message
 
     def _refuse_now(self, client: Client, message: ReceivedFrame | None) -> None:
         if message is not None:
@@ -409,6 +415,9 @@ class Server:
 
     def _note_kept(self, client: Client) -> None:
         if client.channel.holds_descriptors:
+            if free_descriptors() < RESERVED_DESCRIPTORS:
+                self._disconnect_for_want_of_files(client)
+                return
             self._awaiting.setdefault(client, time.monotonic() + DESCRIPTOR_SECONDS)
         else:
             self._awaiting.pop(client, None)
