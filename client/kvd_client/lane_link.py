@@ -71,7 +71,7 @@ class LaneLink:
         """Connect and join again; the lane stops what was sent before, see `settled`.
 
         The endpoint is this incarnation's own, for as long as the daemon lives that named it. Where
-        nobody listens, the queue is full or no descriptor is free, this stays closed.
+        nothing listens, the queue is full or no descriptor is free, this stays closed.
         """
         with contextlib.suppress(OSError, EOFError):
             connecting = socket.socket(

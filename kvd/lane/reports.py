@@ -54,7 +54,7 @@ class Reports:
         self.server.adopt(client, worker)
 
     def part(self, worker: Worker) -> None:
-        """Make the worker's connection nobody's; requests there get `bad_session`."""
+        """Part the worker from its connection; requests there get `bad_session`."""
         if worker.client is not None:
             self.server.adopt(worker.client, None)
             worker.client = None

@@ -90,14 +90,14 @@ class Server:
         max_bytes: of a message.
         max_kept: bytes of unfinished messages and unread replies, all clients together.
         max_clients: of all; more are closed.
-        max_strangers: clients that nobody has adopted; above, one of them is disconnected.
+        max_strangers: clients that were not adopted; above, one of them is disconnected.
         takes_descriptors: messages may bring descriptors; else that ends the connection.
         epoll: that of a loop which waits for other things too, and gives `look` what is ready;
             without one there is one here.
         closer: of descriptors that clients send.
 
     Attributes:
-        accepted: clients that have connected and were not greeted yet; the owner takes them out.
+        accepted: clients that have connected; the owner takes them out.
         ended: clients whose connection has ended; the owner takes them out.
         limits: clients that were disconnected, by the bound that they were above.
         dropped: clients that were disconnected because they speak no ZMTP.

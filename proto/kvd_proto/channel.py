@@ -185,7 +185,7 @@ class Channel:
                 `take_descriptors`; the channel goes on.
         """
         if self.more and ((received := self._next_message()) is not None or self.more):
-            return received  # else PINGs were answered
+            return received  # else only commands were decoded
         try:
             if self._takes_descriptors:
                 size, ancillary, flags, _ = self._recvmsg_into(
@@ -286,7 +286,7 @@ class Channel:
     def detach(self) -> socket.socket:
         """Return the socket, shut down, for the caller to close; what waits is dropped.
 
-        What the peer has sent and nobody has read goes when the socket is closed.
+        What the peer has sent and was not read goes when the socket is closed.
         """
         self._drop_unsent()
         with contextlib.suppress(OSError):  # the peer was faster
