@@ -272,7 +272,7 @@ class JobTable:
                 link.pending.clear()
                 if link is self._lane:
                     self._lane, self._lane_ended = None, True
-            elif link.closed and link is self._lane:
+            elif link.closed and (link.pending or link is self._lane):
                 link.reopen()
             if not link.pending and link is not self._lane:
                 link.close()

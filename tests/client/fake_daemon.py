@@ -241,6 +241,12 @@ class FakeDaemon:
                 self._workers[token] = None
 
     @in_its_thread
+    def disconnect(self) -> None:
+        """Close the broker's connections; it lives, and takes others."""
+        for session in self.sessions:
+            self._server.end(session.client)
+
+    @in_its_thread
     def kill_lane(self) -> None:
         """End the lane process."""
         self._close_lane()

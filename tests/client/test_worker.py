@@ -442,14 +442,19 @@ def done(worker: Worker, number: int) -> bool:
     return result.success
 
 
+@pytest.mark.parametrize("unregistered", [False, True])
 def test_a_lane_that_refuses_the_worker_holds_none_of_its_loads(
-    daemon: FakeDaemon, worker: Worker
+    daemon: FakeDaemon, worker: Worker, unregistered: bool
 ) -> None:
-    """It has let go of the memory, and says so on a later connection."""
+    """It has let go of the memory, and says so on a later connection, which any link makes."""
     daemon.hold_jobs = True
     worker.submit(Load, 1, JOB)
     daemon.wait_for(Load)
     daemon.replies[Join] = lambda _: Error(code=ErrorCode.BAD_SESSION, text="who?")
+    if unregistered:
+        daemon.replies[Register] = lambda _: Error(code=ErrorCode.NOT_READY, text="later")
+        daemon.disconnect()
+        until_registered(worker, value=False)
     daemon.cut()
     (result,) = results(worker)
     assert (result.job_id, result.status) == (1, JobStatus.FAILED)
