@@ -1,13 +1,15 @@
 """A session's one connection to the broker: requests and replies, notices and their descriptors.
 
-Any thread may make requests, and none waits for another one's: the lock is held to send and to
-receive, never to wait. A thread that receives takes in everything: a reply goes to its request's
-caller, which checks for it every few milliseconds; the reply to a posted request is kept; a
-notice waits for the keeper, which is woken.
+Any thread may make requests. The lock is held to send and to receive, never to wait. The thread
+that receives takes every message that has arrived:
 
-End of file means that the daemon is gone, which the kernel reports at once. What it has sent before
-is received first. A connection never reconnects and ends with the first request that is not
-answered in time; a new one is made.
+- a reply goes to the caller of `exchange`, which checks for it every `LOOK_MS`,
+- a reply to a posted request is queued for `replies`,
+- a notice is queued for `receive`, and `on_notice` is called.
+
+End of file means that the daemon is gone; messages from before are received first. A connection
+ends with the first request that is not answered in time, and never reconnects: the session makes a
+new one.
 """
 
 import contextlib
@@ -116,7 +118,7 @@ class Connection:
         self._ids = itertools.count(1)
         self._posted: dict[int, float] = {}  # those without an answer, and when they were sent
         self._posted_at = 0.0  # the latest
-        self._kept: deque[tuple[Header, bytes]] = deque()  # answers to them, in their order
+        self._posted_replies: deque[tuple[Header, bytes]] = deque()  # in the order of arrival
         self._awaited: dict[int, tuple[Header, bytes] | None] = {}  # by those who wait
         self._lock = threading.Lock()
         self._channel = _connect(socket_path(runtime_dir, "broker.sock"))
@@ -281,7 +283,7 @@ class Connection:
             return
         close_all(fds)  # a reply has none
         if self._posted.pop(number, None) is not None:
-            self._kept.append((header, frame))
+            self._posted_replies.append((header, frame))
         elif number in self._awaited:
             self._awaited[number] = header, frame
         else:
@@ -342,7 +344,7 @@ class Connection:
     @property
     def has_replies(self) -> bool:
         """Whether replies to posted requests have arrived, or may have, that were not taken."""
-        return bool(self._posted or self._kept)
+        return bool(self._posted or self._posted_replies)
 
     def replies(self) -> Iterator[tuple[int, Message]]:
         """Take the replies to posted requests that were taken in: request numbers, replies.
@@ -350,8 +352,8 @@ class Connection:
         Raises:
             DaemonLost: one is unreadable.
         """
-        while self._kept:
-            answer = self._kept.popleft()
+        while self._posted_replies:
+            answer = self._posted_replies.popleft()
             yield answer[0].request_id, self._decode(answer)
 
     @staticmethod

@@ -1,8 +1,9 @@
-"""Descriptors that other processes sent: which of them the kernel alone closes, and how others go.
+"""Close descriptors that other processes sent, without waiting for their file systems.
 
-To close a file asks its file system, whose owner may answer late or never (FUSE is told of every
-close, a TCP connection may linger), and not even SIGKILL ends such a wait. So files of unknown kind
-are closed in threads that nothing waits for. Who can send one can so delay the end of this process.
+close(2) calls the file system: FUSE asks its server, a TCP socket may linger. The server may answer
+late or never, and SIGKILL does not end the wait. Memory files and devices are closed at once, all
+others in threads that nothing waits for. The sender of such a file can delay the exit of this
+process.
 """
 
 import contextlib
@@ -83,8 +84,8 @@ class Closer:
         """Return whether this user's file systems hold as many threads as they may."""
         since = time.monotonic() - STUCK_SECONDS
         with self._lock:
-            held = sum(user == uid and begun < since for user, begun in self._begun.values())
-        return held >= MAX_STUCK
+            stuck = sum(user == uid and begun < since for user, begun in self._begun.values())
+        return stuck >= MAX_STUCK
 
     def _put(self, fds: Sequence[int], uid: int) -> None:
         with self._lock:

@@ -1,11 +1,11 @@
-"""The listening end: clients of one Unix socket, which take turns, each within bounds.
+"""The listening end: the clients of one Unix socket, served in turn and within bounds.
 
-Clients take turns: one message each, round after round. What waits for all of them together,
-unfinished messages and unread replies, is bounded; above that the client with most of it is
-disconnected. A client that does not read its replies is not read.
-
-A client is a stranger until `adopt`. Strangers have a bound of their own: above it the oldest one
-of the process that has most of them is disconnected, and no other client.
+- Turns: one message of each client, round after round.
+- Bytes: unfinished messages and unread replies of all clients have a bound together. Above it the
+  client with the most is disconnected. A client that does not read its replies is not read.
+- Connections: a client is a stranger until `adopt`. Above the bound of strangers the process with
+  the most of them loses its oldest.
+- Descriptors: `RESERVED_DESCRIPTORS` stay free; a client that would take them is disconnected.
 """
 
 import array

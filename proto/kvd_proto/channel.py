@@ -1,13 +1,13 @@
-"""One end of a connection: messages, and the descriptors that ride on them, over a Unix stream.
+"""One end of a connection: messages with descriptors over a Unix stream socket.
 
-The daemon's processes, its lanes and the client use it; the only I/O of this package. A call sends
-and receives in the caller's own thread, and none waits. libzmq hands each message to a thread
-of its own and gets each answer from there, which takes longer than all else that a small job needs.
+The broker, its child processes and the client use it; it is the only I/O of this package. Every
+call sends and receives in the caller's thread and returns at once. libzmq passes each message
+through a thread of its own, which takes longer than the rest of a small job.
 
-The bytes are ZMTP's (`kvd_proto.zmtp`), so a ZeroMQ library can be the other end of messages
-without descriptors. Descriptors (SCM_RIGHTS) are sent with the first byte of their message, in a
-`sendmsg` that has bytes of this message alone. The kernel ends a read behind the bytes that
-descriptors came with: they belong to the message of the read's last byte.
+The bytes are ZMTP (`kvd_proto.zmtp`): a ZeroMQ library can be the peer as long as no message has
+descriptors. Descriptors (SCM_RIGHTS) are sent with the first byte of their message, by a `sendmsg`
+of this message's bytes alone. A read ends behind the bytes that descriptors came with, so they
+belong to the message of the read's last byte.
 """
 
 import array
@@ -276,10 +276,10 @@ class Channel:
         They came with messages that have not arrived in full, which have lost theirs then, or
         are what there was room for of those that a `DescriptorsLost` is about.
         """
-        held = self._orphans + tuple([fd for _, fds, _ in self._with for fd in fds])
+        untaken = self._orphans + tuple([fd for _, fds, _ in self._with for fd in fds])
         self._orphans = ()
         self._with = deque([(end, (), True) for end, _, _ in self._with])
-        return held
+        return untaken
 
     # -------------------------------------------------------------------- end
 
