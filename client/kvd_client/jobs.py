@@ -156,11 +156,7 @@ class JobTable:
             except ProtoError as error:
                 raise UsageError(f"job {job_id} is too large: {error}") from error
             if not request_id:
-                text = (
-                    _LANE_ENDED
-                    if lane.dead
-                    else "the lane takes no message: too many wait, or there is no connection"
-                )
+                text = _LANE_ENDED if lane.dead else f"the lane takes no message: {lane.lack}"
                 self._finished.append(_failed(job_id, text))
                 self._collect()
                 self._tell()
@@ -172,6 +168,7 @@ class JobTable:
                 self._free_progress.pop()
             running = _Running(lane, request_id, word, progress, time.monotonic())
             self._running[job_id] = running
+            self.readiness.remind()
             return True
 
     def layers_loaded(self, job_id: int) -> int:
@@ -187,13 +184,6 @@ class JobTable:
             self._void_overdue()
             finished, self._finished = self._finished, []
         return finished
-
-    def remind(self) -> None:
-        """Send what was kept, and have an event loop call `finished`: jobs may be overdue."""
-        with self._lock:  # `close` closes the descriptor, whose number may be reused
-            self._collect()
-            if self._running or self._finished:
-                self.readiness.set()
 
     def wait(self, job_ids: Iterable[int], timeout: float) -> frozenset[int]:
         """See `Worker.wait`."""
@@ -263,7 +253,7 @@ class JobTable:
                 job_id = link.pending.pop(header.request_id, None)
                 if job_id is not None:
                     self._end(_result(job_id, message))
-                for request_id in link.settled(header.request_id):
+                for request_id in link.settled(header.request_id, message):
                     text = "the connection to the lane was lost"
                     self._end(_failed(link.pending.pop(request_id), text))
             if dead:
@@ -277,6 +267,8 @@ class JobTable:
             if not link.pending and link is not self._lane:
                 link.close()
                 self._links.remove(link)
+        if self._running or any(link.closed for link in self._links):
+            self.readiness.remind()  # stores may be overdue, a connection is to be tried again
 
     def _end(self, result: JobResult) -> None:
         running = self._running.pop(result.job_id, None)

@@ -5,17 +5,23 @@ import itertools
 import os
 import select
 import socket
+import time
 
 from kvd_client.errors import DaemonLost
+from kvd_client.logs import get_logger
 from kvd_client.readiness import Readiness
 from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import BadFrame, ChannelFull, DecodeError
-from kvd_proto.messages import Join, LaneUp, Message
+from kvd_proto.messages import Error, ErrorCode, Join, LaneUp, Message, Ok
 
 _SCHEME = "ipc://"
 MAX_UNSENT_BYTES = 32 * 2**20
 """What waits for a lane that does not read, before it is given no more."""
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
+"""Between two connections, as long as the lane does not answer Join."""
+
+log = get_logger()
 
 
 class LaneLink:
@@ -47,6 +53,8 @@ class LaneLink:
         # Ids do not begin again with a connection: jobs of those before may still end.
         self._ids = itertools.count(1)
         self._join_id = 0
+        self._pause = self._reopen_at = 0.0
+        self._refusal = ""  # why the lane has closed a connection
         self._channel: Channel | None = None
         self.reopen()
 
@@ -71,9 +79,15 @@ class LaneLink:
         """Connect and join again; the lane stops what was sent before, see `settled`.
 
         The endpoint is this incarnation's own, for as long as the daemon lives that named it. Where
-        nothing listens, the queue is full or no descriptor is free, this stays closed.
+        nothing listens, the queue is full or no descriptor is free, this stays closed. So it does
+        in the pause after a connection on which Join was not answered.
         """
-        with contextlib.suppress(OSError, EOFError):
+        now = time.monotonic()
+        if now < self._reopen_at:
+            return
+        self._pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+        self._reopen_at = now + self._pause
+        with contextlib.suppress(OSError):
             connecting = socket.socket(
                 socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
             )
@@ -83,8 +97,9 @@ class LaneLink:
                     connecting, max_unsent_bytes=MAX_UNSENT_BYTES, takes_descriptors=False
                 )
                 self._join_id = next(self._ids)
-                channel.send(WIRE.encode(Join(token=self._token), self._join_id))
-            except (OSError, EOFError):
+                with contextlib.suppress(EOFError):  # the lane's reason is received first
+                    channel.send(WIRE.encode(Join(token=self._token), self._join_id))
+            except OSError:
                 connecting.close()
                 raise
             self._channel = channel
@@ -105,9 +120,13 @@ class LaneLink:
                 except DecodeError:
                     continue
                 try:
-                    arrived.append((header, WIRE.decode_body(header, frame)))
+                    message = WIRE.decode_body(header, frame)
                 except DecodeError:
                     arrived.append((header, None))
+                    continue
+                arrived.append((header, message))
+                if not header.request_id and isinstance(message, Error):
+                    self._note_refusal(message.text)
             self._watch_channel()
         return arrived, dead
 
@@ -125,14 +144,30 @@ class LaneLink:
             self._channel = None
             return []
 
-    def settled(self, number: int) -> frozenset[int]:
+    def _note_refusal(self, text: str) -> None:
+        if text != self._refusal:
+            log.warning("the lane at %s has closed the connection: %s", self.endpoint, text)
+        self._refusal = text
+
+    @property
+    def lack(self) -> str:
+        """Why `send` has returned 0."""
+        return self._refusal or "too many wait, or there is no connection"
+
+    def settled(self, number: int, message: Message | None) -> frozenset[int]:
         """Return pending requests of earlier connections, if this is the answer to Join.
 
-        Their jobs have ended: the lane answers Join when they have, or when it has unmapped the
-        worker's memory.
+        Their jobs have ended: the lane answers Ok when they have, `bad_session` when it has
+        unmapped the worker's memory. Any other answer says nothing of them: join again.
         """
         if number != self._join_id:
             return frozenset()
+        unmapped = isinstance(message, Error) and message.code is ErrorCode.BAD_SESSION
+        if not unmapped and not isinstance(message, Ok):
+            self._close_channel()
+            return frozenset()
+        self._pause = self._reopen_at = 0.0
+        self._refusal = ""
         return frozenset(request for request in self.pending if request < number)
 
     @property
@@ -150,13 +185,16 @@ class LaneLink:
     def close(self) -> None:
         """Close the connection and the lifeline. May be called again."""
         if self._lifeline >= 0:
-            if self._channel is not None:
-                self._channel.close()
-                self._channel = None
-            self._watch_channel()
+            self._close_channel()
             self._readiness.unwatch(self._lifeline)
             os.close(self._lifeline)
             self._lifeline = -1
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        self._watch_channel()
 
     def _watch_channel(self) -> None:
         """Have polls look at the connection that there is, for what it waits for."""

@@ -5,9 +5,16 @@ level-triggered: it stays readable until the object's own call has processed the
 """
 
 import contextlib
+import ctypes
 import os
 import select
 import threading
+import time
+
+REMINDER_SECONDS = 1
+_CLOCK_MONOTONIC = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+_ONE_REMINDER = (ctypes.c_long * 4)(0, 0, REMINDER_SECONDS, 0)  # struct itimerspec
 
 
 class Readiness:
@@ -18,6 +25,8 @@ class Readiness:
         self._flag = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._epoll.register(self._flag, select.EPOLLIN)
         self._is_set = False
+        self._timer = -1  # timerfd_create(2); Python has it from 3.13 on
+        self._reminds_at = 0.0
 
     def fileno(self) -> int:
         """Return the descriptor."""
@@ -42,8 +51,25 @@ class Readiness:
             self._is_set = True
             os.eventfd_write(self._flag, 1)
 
+    def remind(self) -> None:
+        """Be readable once in `REMINDER_SECONDS`, or at once as before. Under the lock of `set`."""
+        if self._reminds_at or self._epoll.closed:
+            return
+        if self._timer < 0:
+            flags = os.O_CLOEXEC | os.O_NONBLOCK
+            self._timer = _libc.timerfd_create(_CLOCK_MONOTONIC, flags)
+            if self._timer < 0:
+                return  # no descriptor is free: the next call tries again
+            self._epoll.register(self._timer, select.EPOLLIN)
+        self._reminds_at = time.monotonic() + REMINDER_SECONDS
+        _libc.timerfd_settime(self._timer, 0, _ONE_REMINDER, None)
+
     def clear(self) -> bool:
-        """Undo `set`; return whether it was called since the last time."""
+        """Undo `set`, and a reminder that has come; return whether `set` was called before."""
+        if self._reminds_at and time.monotonic() >= self._reminds_at and not self._epoll.closed:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._timer, 8)
+                self._reminds_at = 0.0
         if not self._is_set or self._epoll.closed:
             return False
         self._is_set = False
@@ -55,6 +81,8 @@ class Readiness:
         if not self._epoll.closed:
             self._epoll.close()
             os.close(self._flag)
+            if self._timer >= 0:
+                os.close(self._timer)
 
 
 class ReadyNews(Readiness):

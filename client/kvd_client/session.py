@@ -273,6 +273,7 @@ class Session:
             return REFUSED_SECONDS if isinstance(error, Refused) else ABSENT_SECONDS
         self._denied = False
         self._connection = connection
+        connected_at = time.monotonic()
         # Where its loss is in the log, its return is.
         log.log(logging.WARNING if self._warned else logging.INFO, "connected: %r", connection)
         self._warned = False
@@ -293,7 +294,8 @@ class Session:
         with self._changed:
             self._on_lost()  # also what this thread did after a caller had given it up
         connection.close()
-        return 0.0 if served else REFUSED_SECONDS
+        lasted = time.monotonic() - connected_at >= REPORT_SECONDS
+        return 0.0 if served and lasted else REFUSED_SECONDS
 
     def _on_unreachable(self, error: DaemonLost | OSError) -> None:
         """Note why there is no connection. A refusal is a warning, an absent daemon is none."""

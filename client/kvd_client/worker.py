@@ -91,6 +91,7 @@ class Worker(Session):
         self._wanted: Register | None = None  # with every daemon that is there, from now on
         self._memory = Descriptors(())  # of what is wanted
         self._held: Register | None = None  # by the daemon of this session, or about to be
+        self._lost_memory = False  # a session ended that had registered; no later one has let go
         self._refusal_raises = False  # while a caller waits for the first answer
         self._refused_for_good: Error | None = None
         self._registered = False
@@ -195,9 +196,9 @@ class Worker(Session):
             timeout: seconds to wait for the daemon.
 
         Returns:
-            Whether the memory is free: no copy touches it, nobody has it mapped. False where the
-            daemon has not said so in time, or was lost meanwhile: it lets go by itself then, as of
-            a process that has died.
+            Whether the memory is free: no copy touches it, nothing has it mapped. False where the
+            daemon has not said so in time, or was lost since `register`: it lets go by itself
+            then, as of a process that has died.
 
         Raises:
             UsageError: closed.
@@ -210,7 +211,8 @@ class Worker(Session):
             self._registered = False
             self._wake()
             self._changed.wait_for(lambda: self._held is None or self._closed, patience)
-            return self._held is None and self._connection is connection
+            same = self._connection is connection
+            return self._held is None and same and not self._lost_memory
 
     def _want_nothing(self) -> None:
         """Forget what is to be registered; its descriptors go when nobody sends them any more."""
@@ -418,10 +420,6 @@ class Worker(Session):
 
     # ------------------------------------------------------- session's events
 
-    def _news(self) -> None:
-        """Nothing to tell; once a second an event loop looks at overdue jobs."""
-        self._jobs.remind()
-
     def _work(self) -> bool:
         """Have the daemon hold what is wanted and nothing else."""
         while True:
@@ -472,6 +470,7 @@ class Worker(Session):
             self._give_up(connection, "it does not let go of the memory")
         with self._changed:
             self._held = None
+            self._lost_memory &= not done
             self._changed.notify_all()
         return done
 
@@ -496,6 +495,7 @@ class Worker(Session):
     def _on_lost(self) -> None:
         # Jobs go on until their lane is known to be dead.
         self._registered = self._attached = False
+        self._lost_memory |= self._held is not None
         self._held = None
         self._jobs.set_lane(None)
 

@@ -121,9 +121,15 @@ class Reports:
             stage.observe(spent / 1e9)
 
     def reply(self, client: Client | None, request_id: int, message: Message) -> None:
-        """Answer a request; never waits: a worker that is gone or does not read gets no answer."""
+        """Answer a request. Never waits.
+
+        The connection of a worker that does not read ends with the first answer that is dropped:
+        the worker joins anew, and learns so that the jobs from before have ended.
+        """
         if client is None or not self.server.send(client, WIRE.encode(message, request_id)):
             self.counts.dropped_replies += 1
+            if client is not None:
+                self.server.end(client)
 
     # ------------------------------------------------------- to the broker
 

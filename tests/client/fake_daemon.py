@@ -10,6 +10,7 @@ import os
 import queue
 import select
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -245,6 +246,12 @@ class FakeDaemon:
         """Close the broker's connections; it lives, and takes others."""
         for session in self.sessions:
             self._server.end(session.client)
+
+    @property
+    def lane_limits(self) -> Counter[str]:
+        """Connections that the lane has closed, by the bound they were above."""
+        assert self._lane is not None
+        return self._lane.limits
 
     @in_its_thread
     def kill_lane(self) -> None:

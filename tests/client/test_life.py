@@ -101,6 +101,20 @@ def test_a_daemon_that_refuses_is_asked_less_often(
         assert not worker.registered
 
 
+def test_a_daemon_that_ends_each_session_at_once_is_asked_less_often(
+    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A session that was of no use is none to be followed by the next without a pause."""
+    wanted = pauses(monkeypatch)
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE):
+
+        def is_slow() -> bool:
+            daemon.disconnect()
+            return bool(wanted) and max(wanted) > 1.5
+
+        eventually(is_slow)
+
+
 def test_the_loss_of_a_daemon_and_its_return_are_warnings_that_name_kvd(
     runtime_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvd.wire import server
 from kvd_client import (
     AttachState,
     HostMemory,
@@ -24,6 +25,8 @@ from kvd_client import (
     UsageError,
     Worker,
     jobs,
+    lane_link,
+    readiness,
 )
 from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.messages import (
@@ -53,6 +56,7 @@ ARRAYS: dict[str, Any] = {
     "slots": [0, 2],
     "generations": [5, 6],
 }
+NUMBERS = itertools.count(1000)
 JOB = JobBlocks.of(**ARRAYS)
 
 
@@ -382,7 +386,7 @@ def test_an_answer_that_comes_while_the_lane_is_told_something_is_seen(
 ) -> None:
     """The same call reports it, or an event loop hears of it."""
     monkeypatch.setattr(jobs, "POLL_SECONDS", 3600.0)
-    monkeypatch.setattr(jobs.JobTable, "remind", lambda _: None)
+    monkeypatch.setattr(readiness.Readiness, "remind", lambda _: None)
     daemon.hold_jobs = True
     worker.fileno()
     worker.submit(Load, 1, JOB)
@@ -458,6 +462,71 @@ def test_a_lane_that_refuses_the_worker_holds_none_of_its_loads(
     daemon.cut()
     (result,) = results(worker)
     assert (result.job_id, result.status) == (1, JobStatus.FAILED)
+
+
+def test_a_lane_that_takes_no_connection_is_asked_less_often_and_its_reason_is_shown(
+    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event loop has nothing to do meanwhile; jobs fail with what the lane has said."""
+    monkeypatch.setattr(lane_link, "FIRST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(lane_link, "LONGEST_PAUSE_SECONDS", 3600.0)
+    check_jobs(worker)  # so it has joined
+    monkeypatch.setattr(server, "free_descriptors", lambda: 0)
+    daemon.cut()
+    eventually(lambda: "too few files are left" in lack(worker))
+    for _ in range(100):
+        worker.get_finished()
+    assert daemon.call(lambda: daemon.lane_limits["open_files"]) == 1
+
+
+def lack(worker: Worker) -> str:
+    """Why the lane gets no job; empty where it has got one."""
+    worker.submit(Load, next(NUMBERS), JOB)
+    return "".join(result.text for result in worker.get_finished())
+
+
+def test_a_lane_that_answers_join_by_an_error_of_its_own_has_said_nothing_of_its_jobs(
+    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may write yet: they end when a later Join is answered."""
+    monkeypatch.setattr(lane_link, "FIRST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(lane_link, "LONGEST_PAUSE_SECONDS", 3600.0)
+    daemon.hold_jobs = True
+    worker.submit(Load, 1, JOB)
+    daemon.wait_for(Load)
+    daemon.replies[Join] = lambda _: Error(code=ErrorCode.INTERNAL, text="a bug")
+    daemon.cut()
+    eventually(lambda: "there is no connection" in lack(worker))
+    assert len(worker._jobs) >= 1
+
+
+def test_an_event_loop_hears_of_an_overdue_store_while_the_daemon_is_frozen(
+    daemon: FakeDaemon, memory: HostMemory
+) -> None:
+    """The blocks are free, and nothing else would say so."""
+    daemon.hold_jobs = True
+    with Worker(daemon.runtime_dir, "e", 0, 1, deadline=0.1, job_timeout=0.1) as worker:
+        worker.register([memory], LAYOUT, FINGERPRINT)
+        worker.submit(Store, 1, JOB)
+        daemon.wait_for(Store)
+        daemon.freeze()
+        while worker.connected:
+            worker.wait_attached(0)
+        ended: list[JobResult] = []
+        while not ended:
+            assert select.select([worker], [], [], SECONDS)[0]
+            ended = worker.get_finished()
+    assert [(result.job_id, result.status) for result in ended] == [(1, JobStatus.VOID)]
+
+
+def test_memory_of_a_session_that_was_lost_is_not_said_to_be_free(
+    daemon: FakeDaemon, worker: Worker
+) -> None:
+    """A lane may have it yet; a later session that lets go of it says so."""
+    daemon.replies[Register] = lambda _: Error(code=ErrorCode.NOT_READY, text="later")
+    daemon.disconnect()
+    until_registered(worker, value=False)
+    assert not worker.unregister()
 
 
 def test_overdue_store_is_given_up(daemon: FakeDaemon, memory: HostMemory) -> None:

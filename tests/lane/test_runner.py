@@ -575,6 +575,20 @@ def test_a_binding_whose_directory_was_lost_is_counted(bench: Bench) -> None:
     assert orders.bindings == 1
 
 
+def test_a_connection_that_takes_no_answer_is_ended(bench: Bench) -> None:
+    """Its worker would wait for the job for ever; it joins anew instead."""
+    _, reports, _ = orders_on(bench)
+    ended: list[Any] = []
+    server: Any = reports.server
+    server.send, server.end = (lambda *_: False), ended.append
+    worker = bench.worker()
+    client: Any = SimpleNamespace()
+    worker.client = client
+    reports.refuse_job(worker, make_job(Load, 1, [1], [9]), 5, "no")
+    assert ended == [client]
+    assert reports.counts.dropped_replies == 1
+
+
 def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> None:
     """Revoked is sent after the last transfer of every job that writes there has landed.
 
