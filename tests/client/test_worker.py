@@ -470,7 +470,8 @@ def test_a_lane_that_takes_no_connection_is_asked_less_often_and_its_reason_is_s
     """An event loop has nothing to do meanwhile; jobs fail with what the lane has said."""
     monkeypatch.setattr(lane_link, "FIRST_PAUSE_SECONDS", 3600.0)
     monkeypatch.setattr(lane_link, "LONGEST_PAUSE_SECONDS", 3600.0)
-    check_jobs(worker)  # so it has joined
+    worker.submit(Load, 1, JOB)
+    assert results(worker)[0].success  # so it has joined
     monkeypatch.setattr(server, "free_descriptors", lambda: 0)
     daemon.cut()
     eventually(lambda: "too few files are left" in lack(worker))
