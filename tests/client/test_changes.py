@@ -1,16 +1,18 @@
 """What `take_changes` returns, over attachments, resets and daemons."""
 
+import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
 from kvd_client import Scheduler, UsageError
-from kvd_client.change_reader import Differences
+from kvd_client.change_reader import Differences, Place
 from kvd_client.changes import ABSENT_SECONDS, Changes, Source
+from kvd_proto.descriptions import Description, encode, pack_header, pack_record, place
 from kvd_proto.directory import DirectoryView
 from kvd_proto.messages import Message, Reset, ResetDone
-from tests.client.fake_daemon import FakeDaemon
+from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
 from tests.proto.changing import KEYS, Changing
 from tests.waiting import DEADLINE, eventually
 
@@ -109,6 +111,22 @@ def test_all_can_be_said_anew(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     assert all_changes(scheduler) == ({b"ready", b"new"}, set())
     scheduler.repeat_changes()
     assert all_changes(scheduler) == ({b"ready", b"new"}, set())
+
+
+def test_descriptions_are_read_by_place(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """Of a chunk that was found its description is read, of one that is gone none."""
+    found = Description(parent=b"", hashes=(b"h",), tokens=bytes(8), block_size=2)
+    daemon.descriptions = fd = os.memfd_create("descriptions")
+    os.pwrite(fd, pack_header(RECORD_BYTES), 0)
+    os.pwrite(fd, pack_record(0, 1, encode(found)), place(0, RECORD_BYTES))
+    assert scheduler.description(Place(0, 1, 0, 1, 0)) is None
+    daemon.attach(scheduler)
+    where = scheduler.take_changes().stored[b"ready"]
+    assert scheduler.description(where) == found
+    assert scheduler.description(where._replace(generation=2)) is None
+    with pytest.raises(UsageError, match="take_changes"):
+        scheduler.description((0, 1, 0, 1, 0))  # type: ignore[arg-type]
+    os.close(fd)
 
 
 def test_a_closed_scheduler_has_no_changes(scheduler: Scheduler) -> None:

@@ -148,6 +148,17 @@ def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:
         until(scheduler, connected=True)
 
 
+def test_a_session_that_the_daemon_ends_connects_again(
+    daemon: FakeDaemon, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The log has the daemon's reason."""
+    daemon.notify(Error(code=ErrorCode.LIMIT, text="others want its place"))
+    daemon.wait_for(Hello, 2)
+    until(scheduler, connected=True)
+    assert "others want its place" in caplog.text
+    assert scheduler.status()
+
+
 @pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.LIMIT, ErrorCode.INTERNAL])
 def test_refusal_comes_to_nothing(
     daemon: FakeDaemon, scheduler: Scheduler, code: ErrorCode
