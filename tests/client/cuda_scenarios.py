@@ -38,7 +38,6 @@ from kvd_client.timeline import StreamSignals
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
     Fingerprint,
-    IpcHandle,
     Register,
     VmmHandle,
     VmmSegment,
@@ -136,47 +135,6 @@ def stays(timeline: Timeline, number: int) -> None:
 
 
 # ------------------------------------------------------------------ scenarios
-
-
-def ipc_memory_is_its_allocation_and_an_offset() -> None:
-    """Two storages of one allocation have one handle and need no descriptor."""
-    cuda.use_device()
-    base = allocated(3 * SIZE)
-    memory = [DeviceMemory.at(base + 512, SIZE), DeviceMemory.at(base + SIZE + 1024, SIZE)]
-    message, kept = registered(*memory)
-    name = memory[0].ipc
-    assert len(name) == 64
-    assert message.handles == (
-        IpcHandle(handle=name, allocation=3 * SIZE, offset=512),
-        IpcHandle(handle=name, allocation=3 * SIZE, offset=SIZE + 1024),
-    )
-    assert message.device == "cuda:fa4ecda0000040008000000000000000"
-    assert kept.fds == ()
-    assert "IPC handle" in repr(memory[0])
-    memory[0].close()
-    with refused(UsageError, "memory[0]", "open HostMemory or DeviceMemory"):
-        registered(*memory)
-
-
-def virtual_memory_is_a_descriptor_for_each_allocation() -> None:
-    """Storages of one allocation share a descriptor, which outlives what the caller closes."""
-    cuda.use_device()
-    base = cuda.VirtualMemory().address
-    memory = [DeviceMemory.at(base + at, SIZE) for at in (0, SIZE)]
-    message, kept = registered(*memory)
-    segment = VmmSegment(fd_index=1, nbytes=cuda.GRANULARITY)
-    assert message.handles == (
-        VmmHandle(segments=(segment,), offset=0),
-        VmmHandle(segments=(segment,), offset=SIZE),
-    )
-    for part in memory:
-        part.close()
-        part.close()
-    (fd,) = kept.fds
-    assert os.fstat(fd)
-    kept.close()
-    with pytest.raises(OSError, match="Bad file"):
-        os.fstat(fd)
 
 
 def a_storage_of_several_allocations_is_its_segments() -> None:

@@ -186,16 +186,6 @@ def following(*some: Operation) -> tuple[Changing, Listener]:
     return changing, listener
 
 
-def test_what_came_and_went_is_not_told() -> None:
-    """Of a chunk that was stored and dropped between two calls nothing is said."""
-    changing, listener = following(STORE_B)
-    for operation in (STORE_A, DROP_A, STORE_A, CLEAR):
-        changing.apply(operation)
-    differences = listener.take()
-    assert differences == Differences({}, [B])
-    assert not listener.reader.waiting
-
-
 @pytest.mark.parametrize("known", [False, True])
 def test_it_is_said_where_a_chunk_was_that_went_down_and_left(known: bool) -> None:
     """Its description may still be there, whether it was told in memory before or not."""

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import Scheduler, UsageError, session
+from kvd_client import Scheduler, UsageError
 from kvd_client.change_reader import Differences, Place
 from kvd_client.changes import ABSENT_SECONDS, Changes, Source
 from kvd_proto.descriptions import Description, encode, pack_header, pack_record, place
 from kvd_proto.directory import DirectoryView
-from kvd_proto.messages import Detached, Message, Ping, Reset, ResetDone
+from kvd_proto.messages import Message, Reset, ResetDone
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
 from tests.proto.changing import KEYS, Changing
 from tests.waiting import DEADLINE, eventually
@@ -54,19 +54,6 @@ def test_changes_are_what_lookups_find(daemon: FakeDaemon, scheduler: Scheduler)
 def every_absence_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """No absence in this test counts as long."""
     monkeypatch.setattr("kvd_client.changes.ABSENT_SECONDS", 3600.0)
-
-
-@pytest.mark.usefixtures("every_absence_is_short")
-def test_a_short_absence_says_nothing(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """An engine that is detached and attached again is told the differences only."""
-    daemon.attach(scheduler)
-    assert all_changes(scheduler) == ({b"ready"}, set())
-    daemon.notify(Detached(reason="a rank has left"))
-    eventually(lambda: not scheduler.attached)
-    assert all_changes(scheduler) == (set(), set())
-    daemon.attach(scheduler)
-    daemon.make_ready(b"new")
-    assert all_changes(scheduler) == ({b"new"}, set())
 
 
 @pytest.mark.usefixtures("every_absence_is_short")
@@ -124,28 +111,6 @@ def test_all_can_be_said_anew(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     assert all_changes(scheduler) == ({b"ready", b"new"}, set())
     scheduler.repeat_changes()
     assert all_changes(scheduler) == ({b"ready", b"new"}, set())
-
-
-def test_figures_reach_the_daemon(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that publishes reports what it has published; others report nothing of it."""
-    monkeypatch.setattr(session, "REPORT_SECONDS", 0.01)
-    with (
-        Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, events=True) as publishing,
-        Scheduler(daemon.runtime_dir, "other", deadline=DEADLINE) as other,
-    ):
-        daemon.attach(publishing, other)
-        all_changes(other)
-        assert all_changes(publishing) == ({b"ready"}, set())
-        daemon.make_ready(b"new")
-        all_changes(publishing)
-
-        def totals() -> list[tuple[int, int, int]]:
-            pings = [ping.kv_events for ping in daemon.wait_for(Ping)]
-            return [(each.published, each.snapshots, each.overruns) for each in pings if each]
-
-        eventually(lambda: totals()[-1:] == [(2, 1, 0)])
-        lags = [ping.kv_events.lag_us for ping in daemon.wait_for(Ping) if ping.kv_events]
-        assert max(lags) > 0
 
 
 def test_descriptions_are_read_by_place(daemon: FakeDaemon, scheduler: Scheduler) -> None:

@@ -16,12 +16,6 @@ def lent(*slots: int) -> Loans:
     return loans
 
 
-def test_a_loan_is_given_once() -> None:
-    """In the order in which they came, until there is none."""
-    loans = lent(3, 4)
-    assert [loans.take(always) for _ in range(3)] == [(3, 5), (4, 5), None]
-
-
 def test_what_was_taken_back_is_passed_over() -> None:
     """Only the directory says whether a loan holds; what does not is forgotten."""
     loans = lent(1, 2, 3, 4)
@@ -38,13 +32,6 @@ def test_of_two_loans_of_a_slot_the_later_one_counts() -> None:
     loans.add([(3, 6), (4, 7)])
     loans.add([(4, 2)])
     assert [loans.take(always) for _ in range(3)] == [(3, 6), (4, 7), None]
-
-
-def test_the_loan_of_a_chunk_that_is_used_is_taken_last() -> None:
-    """It holds until the daemon ends it; slots without a loan change nothing."""
-    loans = lent(3, 4, 5)
-    loans.defer([3, 9])
-    assert [loans.take(always) for _ in range(4)] == [(4, 5), (5, 5), (3, 5), None]
 
 
 def test_the_loan_of_a_chunk_that_is_pinned_is_not_taken() -> None:
@@ -73,18 +60,6 @@ def test_loans_of_pinned_chunks_are_looked_at_once_an_answer() -> None:
         assert [loans.take(always, pinned) for _ in range(100)] == [None] * 100
         assert pinned.looks == 100
         loans.add([])
-
-
-def test_twice_the_largest_step_is_wanted() -> None:
-    """Also what it did not get; a step that stores nothing changes nothing."""
-    loans = lent(1)
-    assert loans.wanted == LEAST_WANTED
-    for _ in range(100):
-        loans.take(always)
-    assert loans.wanted == LEAST_WANTED
-    loans.end_step()
-    loans.end_step()
-    assert loans.wanted == 200
 
 
 def test_steps_that_wait_for_the_same_answer_count_as_one() -> None:

@@ -60,13 +60,6 @@ def until(scheduler: Scheduler, *, connected: bool) -> None:
     eventually(lambda: scheduler.connected is connected)
 
 
-def test_handshake_says_who_is_there(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """A new scheduler greets with its kind, engine and pid, and is connected at once."""
-    assert scheduler.connected
-    hello = daemon.wait_for(Hello)[0]
-    assert (hello.kind, hello.engine) == ("scheduler", "engine")
-
-
 def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """After ATTACHED, lookups answer from shared memory and send nothing."""
     assert not scheduler.attached
@@ -82,48 +75,12 @@ def test_lookup_reads_the_mapped_directory(daemon: FakeDaemon, scheduler: Schedu
     assert by_caller == [Hello, Step]  # the step asks for loans
 
 
-def test_small_requests(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """Reset and status return what the daemon says."""
-    daemon.attach(scheduler)
-    assert scheduler.reset() == ResetDone(dropped=4, deferred=1)
-    assert scheduler.status() == {"ready": True}
-
-
 def test_absent_daemon_is_a_cache_that_misses(runtime_dir: Path) -> None:
     """Without a daemon every call comes to nothing, without waiting for a deadline."""
     with Scheduler(runtime_dir, "engine", deadline=60.0) as scheduler:
         ask_everything(scheduler)
         assert not scheduler.connected
         assert not scheduler.wait_attached(0.01)
-
-
-def test_restarted_daemon_is_found_again(runtime_dir: Path) -> None:
-    """After the daemon's death there are misses, and hits again with its successor."""
-    with FakeDaemon(runtime_dir) as first:
-        scheduler = Scheduler(runtime_dir, "engine", deadline=60.0)
-        found(first, scheduler)
-    with scheduler:
-        until(scheduler, connected=False)
-        ask_everything(scheduler)
-        with FakeDaemon(runtime_dir) as second:
-            second.wait_for(Hello)
-            found(second, scheduler)  # and it was asked for the reset that no daemon had answered
-            assert len(scheduler.prepare_store([b"x"])) == 1
-
-
-def test_death_ends_a_pending_request(daemon: FakeDaemon) -> None:
-    """A request whose daemon dies ends then, not at its deadline."""
-    daemon.replies[Status] = lambda _: None
-    with Scheduler(daemon.runtime_dir, "engine", deadline=3600.0) as scheduler:
-
-        def die() -> None:
-            daemon.wait_for(Status)
-            daemon.kill()
-
-        dying = threading.Thread(target=die)
-        dying.start()
-        assert scheduler.status() == {}
-        dying.join()
 
 
 def test_frozen_daemon_costs_who_waits_one_deadline(daemon: FakeDaemon, quiet: Scheduler) -> None:

@@ -89,33 +89,23 @@ def until_registered(worker: Worker, value: bool) -> None:
     eventually(lambda: worker.registered is value)
 
 
-def test_registration_carries_the_memory(
-    daemon: FakeDaemon, worker: Worker, memory: HostMemory
-) -> None:
-    """The control page is descriptor 0, the storage descriptor 1, and both are the real memory."""
-    register = daemon.wait_for(Register)[0]
-    assert (register.rank, register.world_size, register.device) == (0, 1, "host")
-    assert register.handles == (HostHandle(fd_index=1),)
-    control, storage = daemon.worker_fds()
-    worker.timeline.signal(worker.timeline.reserve())
-    assert mmap.mmap(control, 4096)[:16] == bytes([1, *[0] * 15])
-    memory.array[5] = 77
-    assert mmap.mmap(storage, memory.nbytes)[5] == 77
-    assert worker.registered
-
-
 @pytest.mark.parametrize("kind", [Store, Load])
+@pytest.mark.parametrize(
+    "status", [JobStatus.OK, JobStatus.STALE, JobStatus.REFUSED, JobStatus.FAILED]
+)
 def test_jobs_go_to_the_lane_and_come_back(
-    daemon: FakeDaemon, worker: Worker, kind: type[Store] | type[Load]
+    daemon: FakeDaemon, worker: Worker, kind: type[Store | Load], status: JobStatus
 ) -> None:
-    """A job reaches the lane as it was given and is reported once."""
+    """A job reaches the lane as it was given, and is reported once with the lane's status."""
+    daemon.hold_jobs = True
     assert worker.submit(kind, 11, JOB)
-    (result,) = results(worker)
-    assert result == JobResult(11, JobStatus.OK, bytes=64, seconds=0.002)
-    assert result.success
-    assert worker.get_finished() == []
     job = daemon.wait_for(kind)[0]
     assert (job.job, job.after, job.blocks) == (11, 0, JOB)
+    daemon.finish(status)
+    (result,) = results(worker)
+    assert result == JobResult(11, status, bytes=64, seconds=0.002)
+    assert result.success is (status is JobStatus.OK)
+    assert worker.get_finished() == []
 
 
 def test_after_names_the_timeline(daemon: FakeDaemon, worker: Worker) -> None:
@@ -131,19 +121,6 @@ def test_after_names_the_timeline(daemon: FakeDaemon, worker: Worker) -> None:
         worker.submit(Store, 3, JOB, after=later + 1)
     with pytest.raises(UsageError, match="reserve"):
         worker.timeline.signal(later + 1)
-
-
-@pytest.mark.parametrize("status", [JobStatus.STALE, JobStatus.REFUSED, JobStatus.FAILED])
-def test_failed_job_is_reported_not_raised(
-    daemon: FakeDaemon, worker: Worker, status: JobStatus
-) -> None:
-    """Whatever the lane says other than OK is a failure with its status."""
-    daemon.hold_jobs = True
-    worker.submit(Load, 1, JOB)
-    daemon.wait_for(Load)
-    daemon.finish(status)
-    (result,) = results(worker)
-    assert (result.success, result.status) == (False, status)
 
 
 def test_without_daemon_jobs_fail_at_once(runtime_dir: Path, memory: HostMemory) -> None:
@@ -194,52 +171,6 @@ def test_refused_registration_raises(daemon: FakeDaemon, memory: HostMemory) -> 
         daemon.replies[Register] = good
         assert worker.register([memory], LAYOUT, FINGERPRINT)
         assert len(daemon.wait_for(Register)) == 2
-
-
-def test_transient_refusal_is_tried_again(daemon: FakeDaemon, memory: HostMemory) -> None:
-    """A lane that is being replaced delays the registration; it does not fail it."""
-    good = daemon.replies[Register]
-    refusals = iter([Error(code=ErrorCode.LANE_LOST, text="wait")])
-    daemon.replies[Register] = lambda message: next(refusals, None) or good(message)
-    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
-        assert worker.register([memory], LAYOUT, FINGERPRINT, required=True)
-
-
-def test_restarted_daemon_gets_the_memory_again(runtime_dir: Path, memory: HostMemory) -> None:
-    """After the daemon's death the worker registers with its successor by itself."""
-    with FakeDaemon(runtime_dir) as first:
-        worker = Worker(runtime_dir, "engine", 0, 1, deadline=DEADLINE)
-        worker.register([memory], LAYOUT, FINGERPRINT)
-        first.hold_jobs = True
-        worker.submit(Load, 1, JOB)
-        first.wait_for(Load)
-    with worker:
-        assert not results(worker)[0].success
-        until_registered(worker, value=False)
-        with FakeDaemon(runtime_dir) as second:
-            register = second.wait_for(Register)[0]
-            assert register.layout == LAYOUT
-            until_registered(worker, value=True)
-            assert worker.submit(Load, 1, JOB)
-            assert results(worker)[0].success
-
-
-def test_lane_death_fails_its_jobs_at_once(daemon: FakeDaemon, worker: Worker) -> None:
-    """When the lifeline ends, every job of that lane has failed, however long its timeout."""
-    daemon.hold_jobs = True
-    worker.submit(Load, 1, JOB)
-    worker.submit(Store, 2, JOB)
-    daemon.wait_for(Store)
-    daemon.kill_lane()
-    assert worker.wait([1, 2], timeout=3600.0) == frozenset()
-    assert [(r.job_id, r.status) for r in worker.get_finished()] == [
-        (1, JobStatus.FAILED),
-        (2, JobStatus.FAILED),
-    ]
-    assert not worker.submit(Store, 3, JOB)
-    (late,) = results(worker)
-    assert not late.success
-    assert "the lane process has ended" in late.text
 
 
 def test_a_job_for_a_lane_that_has_just_died_says_so(daemon: FakeDaemon, worker: Worker) -> None:
