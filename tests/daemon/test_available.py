@@ -98,6 +98,11 @@ def test_the_largest_pool_leaves_room_for_its_pins(
         assert (found.of_machine(pool) is None) is fits
 
 
+def test_pins_are_no_memory_of_the_control_group() -> None:
+    """Kernel memory counts against the machine's: the group's limit leaves as large a pool."""
+    assert limits(group=GROUP, pinning_lanes=8).largest == limits(group=GROUP).largest
+
+
 @pytest.mark.parametrize(
     ("found", "wanted", "text", "remedy"),
     [

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_client.chunk_blocks import ChunkBlocks
-from kvd_tools.demo.content import POISON, chunk_key, page_content
+from kvd_tools.demo.content import POISON, chunk_key, page_content, page_seed
 from kvd_tools.demo.memory import STRIDES, USED_BYTES, KvMemory
 
 PAGE = 256
@@ -33,6 +33,14 @@ def test_other_and_shifted_pages_are_wrong(one: int, other: int, words: int) -> 
     if one != other:
         assert (page.view(np.uint64) != page_content(other, PAGE).view(np.uint64)).all()
     assert (np.roll(page, 8 * words) != page).any()
+
+
+def test_every_coordinate_makes_another_seed() -> None:
+    """Piece, group, rank, tensor and block each change the content."""
+    keys = [chunk_key(1, 0), chunk_key(2, 0), chunk_key(1, 1)]
+    coordinates = [(key, 0, 0, 0) for key in keys]
+    coordinates += [(keys[0], 1, 0, 0), (keys[0], 0, 1, 0), (keys[0], 0, 0, 1)]
+    assert len({page_seed(*place) for place in coordinates}) == len(coordinates)
 
 
 def test_blocks_that_nothing_was_loaded_into_are_wrong() -> None:
