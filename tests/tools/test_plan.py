@@ -3,8 +3,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_tools.demo.plan import BLOCKS_PER_CHUNK, longest_hit, window_blocks
-from kvd_tools.demo.workload import conversations
+from kvd_tools.demo.plan import BLOCKS_PER_CHUNK, longest_hit, step_ends, window_blocks
+from kvd_tools.demo.workload import conversations, distinct_pieces
 
 
 @given(st.integers(0, 1000))
@@ -16,6 +16,23 @@ def test_a_piece_always_has_the_same_prefix(seed: int) -> None:
         for piece in prompt:
             assert before.setdefault(piece, previous) == previous
             previous = piece
+
+
+def test_conversations_share_prefixes_and_follow_the_seed() -> None:
+    """Turns come back with what was said, so pieces repeat; the same seed gives the same."""
+    prompts = list(conversations(200, 0))
+    assert distinct_pieces(prompts) < sum(map(len, prompts)) / 2
+    assert prompts == list(conversations(200, 0))
+    assert prompts != list(conversations(200, 1))
+
+
+@given(st.integers(0, 30), st.integers(0, 30))
+def test_steps_go_from_start_to_end(start: int, end: int) -> None:
+    """Steps ascend, begin behind what is there and end with the prompt."""
+    ends = step_ends(start, end)
+    assert ends == sorted(set(ends))
+    assert all(start < e <= end for e in ends)
+    assert (ends[-1] == end) if start < end else not ends
 
 
 @given(st.integers(0, 20), st.dictionaries(st.integers(0, 20), st.integers(0, 1)))
