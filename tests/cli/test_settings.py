@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -306,13 +305,6 @@ def test_a_tool_needs_only_the_runtime_directory(file: Path) -> None:
     file.write_text("runtime_dir = 5\n")
     with pytest.raises(ConfigError, match="--runtime-dir"):
         Sources(config=file, environment={}).runtime_dir()
-
-
-def test_a_value_that_a_setting_needs_is_shown_as_it_is_written() -> None:
-    """In the sample file only a word becomes the beginning of a sentence."""
-    known = replace(KNOWN["http_listen"], wants="tcp://HOST:PORT, or off")
-    assert generate_configuration._needs(known) == "tcp://HOST:PORT, or off."
-    assert generate_configuration._needs(KNOWN["policy"]) == "One of adaptive, lru."
 
 
 def test_generated_files_are_current() -> None:

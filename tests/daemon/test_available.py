@@ -13,7 +13,6 @@ from kvd.machine.room import (
     MachineMemory,
     MemoryLimit,
     PoolLimits,
-    held_bytes,
     memory_limit,
 )
 from kvd_proto.sizes import format_size
@@ -365,13 +364,3 @@ def test_a_pool_on_a_disk_is_said_at_start(start_daemon: StartDaemon, tmp_path: 
         pytest.skip("temporary files are in memory here")
     daemon = start_daemon("--pool-dir", str(tmp_path), cpu_bytes="8MiB")
     assert f"pool_dir = {tmp_path} is on " in daemon.log.read_text()
-
-
-def test_what_a_pool_file_holds_is_its_pages(tmp_path: Path) -> None:
-    """A file's own pages count, not its length; nothing counts where there is none."""
-    assert held_bytes(tmp_path / "none" / "pool") == 0
-    file = tmp_path / "pool"
-    with file.open("wb") as pool:
-        pool.write(bytes(MIB))
-        pool.truncate(GIB)
-    assert MIB <= held_bytes(file) < 2 * MIB

@@ -2,21 +2,13 @@
 
 import json
 import os
-import sys
-import time
-import zipfile
-from functools import partial
-from operator import not_
 from pathlib import Path
 
 import pytest
 
 from tests.fakecuda.harness import FakeCuda
-from tests.gpu import environment as gpu_environment
-from tests.gpu import run as gpu_run
 from tests.gpu.stand_ins import bare_python
-from tests.processes import ROOT, has_memory, python
-from tests.waiting import eventually
+from tests.processes import python
 
 WHOLE = 280.0  # seconds of all parts, each with daemons of its own
 FRAGMENT, ENDLESS = 65536, 2**40  # no pool has room for fragments of the second length
@@ -89,43 +81,6 @@ def test_make_gpu_writes_every_figure_but_those_of_a_part_that_fails(
     assert "tests: 2 of 2 passed" in lines
     assert "lane cuda:" in (out / "gpu" / f"fragments-{FRAGMENT}.log").read_text()
     assert "lane cuda:" in (out / "gpu-tests" / "daemons.log").read_text()
-
-
-def test_what_make_gpu_starts_ends_with_its_time(tmp_path: Path) -> None:
-    """A program that takes too long is ended, and so is what it has started."""
-    pids = tmp_path / "pids"
-    code = (
-        "import os, subprocess, sys, time\n"
-        "sleeper = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
-        "open(sys.argv[1], 'w').write(f'{os.getpid()} {sleeper.pid}')\n"
-        "time.sleep(600)"
-    )
-    command = [sys.executable, "-c", code, str(pids)]
-    assert gpu_run._run("it", command, dict(os.environ), time.monotonic() + 5.0) == 1
-    for pid in map(int, pids.read_text().split()):
-        eventually(partial(has_memory, pid), not_)
-
-
-def test_make_gpu_installs_wheels_without_a_network(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A missing package is named; its wheel in WHEELS is installed into the temporary folder."""
-    monkeypatch.delenv("WHEELS", raising=False)
-    monkeypatch.setattr(gpu_environment, "needed", lambda: {"kvd_two": "kvd-two>=2"})
-    with pytest.raises(gpu_environment.Refused, match=r"lacks kvd-two>=2; put their wheels"):
-        gpu_environment.environment(tmp_path / "site")
-    with zipfile.ZipFile(tmp_path / "kvd_two-2.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("kvd_two.py", "")
-        info = "kvd_two-2.0.dist-info/"
-        wheel.writestr(info + "METADATA", "Metadata-Version: 2.1\nName: kvd-two\nVersion: 2.0\n")
-        wheel.writestr(info + "WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
-        wheel.writestr(info + "RECORD", "")
-    monkeypatch.setenv("WHEELS", str(tmp_path))
-    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")
-    environment = gpu_environment.environment(tmp_path / "site")
-    code = "import kvd_two, kvd.version; print(kvd.version.__file__)"
-    shown = python("-c", code, environment=environment).stdout
-    assert shown == f"{ROOT / 'kvd' / 'version.py'}\n"
 
 
 def test_make_gpu_refuses_in_a_sentence_without_a_gpu() -> None:

@@ -28,16 +28,6 @@ FIGURES = {
     f"stage_store_driver_call_ms_per_GB_{FRAGMENT}",
 }
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
-UNPACK = """
-import sys
-from pathlib import Path
-sys.path.insert(0, "bench")
-import lane_sides
-try:
-    lane_sides.unpack(Path(sys.argv[1]), "no-such-commit")
-except lane_sides.NoTree as error:
-    print(error)
-"""
 
 
 @pytest.mark.slow
@@ -61,9 +51,3 @@ def test_the_lane_benchmark_measures_both_trees_and_writes_every_figure(tmp_path
         assert {f"before_{name}" for name in numbers if not name.startswith("before")} <= before
     assert "64 KiB load" in done.stdout
     assert "64 KiB store: driver call" in done.stdout
-
-
-def test_a_commit_that_git_does_not_have_is_named(tmp_path: Path) -> None:
-    """The benchmark goes on without it, after this sentence."""
-    done = python("-c", UNPACK, tmp_path, environment=ENVIRONMENT)
-    assert done.stdout.startswith("git "), done.stderr

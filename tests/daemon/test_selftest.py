@@ -11,7 +11,7 @@ import pytest
 
 from kvd_client import LookupResult, Scheduler
 from kvd_tools.selftest import bench as bench_module
-from kvd_tools.selftest.bench import Bench, chunk_bytes_for
+from kvd_tools.selftest.bench import Bench
 from kvd_tools.selftest.steps import STEPS, run
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
@@ -241,15 +241,6 @@ def test_an_absent_daemon_and_an_unknown_device_are_named(
     done = selftest(shared_daemon.runtime_dir, "--device", "cuda:7")
     assert done.returncode == 1
     assert "--device cuda:7: there are host" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("pool", "chunk"),
-    [(1, 4096), (64 * MIB, 64 * 1024), (10**9, 1_000_000_000 // 1024 // 4096 * 4096), (2**40, MIB)],
-)
-def test_chunks_are_a_thousandth_of_the_pool(pool: int, chunk: int) -> None:
-    """Within bounds: of whole pages, and no more than it takes to measure."""
-    assert chunk_bytes_for(pool) == chunk
 
 
 @pytest.mark.slow

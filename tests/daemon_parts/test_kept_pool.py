@@ -250,28 +250,6 @@ def test_a_clock_that_is_wrong_loses_nothing(
     assert generations == sorted(set(generations))
 
 
-def test_the_pool_is_whole_at_once(start: Start, tmp_path: Path) -> None:
-    """A pool that was allocated is not allocated again; one that was not is not touched early."""
-    life = start()
-    assert life.pool.allocated == 0
-    assert life.pool.may_be_written
-    life.pool.start(lambda: None)
-    while life.pool.allocated < SIZE:
-        os.sched_yield()
-    life = start()
-    assert life.pool.allocated == SIZE
-    assert life.pool.ready
-    life.end()
-    file = area(tmp_path) / "pool"
-    file.unlink()
-    with file.open("wb") as sink:
-        sink.truncate(SIZE)
-        os.posix_fallocate(sink.fileno(), 0, SIZE // 2)
-    pool = PoolMemory(file, SIZE)
-    assert not pool.may_be_written
-    pool.close()
-
-
 @pytest.mark.parametrize(
     "change",
     [{"cpu_bytes": SIZE // 2}, {"cpu_bytes": 2 * SIZE}, {"cold": True}, {"keeps": False}],
@@ -805,18 +783,6 @@ def test_a_damaged_entry_of_the_trailer_costs_its_own_ledger_only(
     assert start().held == [{key for key in keys if not key.startswith(b"a ")}]
 
 
-def test_a_start_of_another_format_that_does_not_fit_leaves_the_pool(
-    start: Start, tmp_path: Path
-) -> None:
-    """The release before finds what it left."""
-    kept_chunks(start)
-    edit_manifest(area(tmp_path), f'"version":{VERSION}', '"version":2')
-    before = contents(area(tmp_path))
-    with pytest.raises(PoolError, match="does not fit"):
-        start(2**60)
-    assert contents(area(tmp_path)) == before
-
-
 def test_pages_of_64_kib_are_whole_in_the_pool(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -889,24 +855,6 @@ def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
     assert not list(notes.iterdir())
 
 
-def test_a_pool_of_the_format_before_is_given_up(
-    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The log says so; its memory is used again."""
-    kept_chunks(start)
-    place = area(tmp_path)
-    edit_manifest(place, f'"version":{VERSION}', '"version":2')
-    os.truncate(place / "pool", SIZE)
-    life = start()
-    assert "it has version 2, this daemon reads" in caplog.text
-    assert life.held == []
-    life.allocate()
-    life.keep.settle()
-    assert (place / "pool").stat().st_blocks * 512 < 2 * SIZE
-    store(life.open().table, keys_of("n", 5))
-    assert start().held == [set(keys_of("n", 5))]
-
-
 def test_a_pool_of_another_name_is_not_believed(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -950,15 +898,6 @@ def test_every_namespace_that_may_be_open_has_an_entry_in_the_trailer() -> None:
     """More namespaces than the trailer has entries cannot be asked for."""
     with pytest.raises(ConfigError, match="max_namespaces"):
         Sources(flags={"max_namespaces": str(MOST_LEDGERS + 1)}, environment={}).load()
-
-
-def test_one_damaged_namespace_does_not_take_the_others_along(start: Start, tmp_path: Path) -> None:
-    """Only what cannot be believed is lost."""
-    life = start()
-    store(life.open(0).table, keys_of("a", 9))
-    store(life.open(1).table, keys_of("b", 9))
-    flip(area(tmp_path) / f"{NAMES[0].hex()}.ledger", 0)
-    assert start().held == [set(keys_of("b", 9))]
 
 
 def ledger_in(namespace: Namespace) -> Ledger:
@@ -1058,19 +997,6 @@ def test_a_foreign_area_is_left_alone(
     start()
 
 
-def test_a_pool_dir_that_is_none_is_named(tmp_path: Path) -> None:
-    """The message has the setting and the remedy."""
-    with pytest.raises(ConfigError, match=r"pool_dir = .*nowhere: no such directory"):
-        KeptPool(tmp_path / "nowhere", RUNTIME, keeps=True)
-
-
-def test_a_pool_that_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
-    """The figures are named, and the file is gone."""
-    with pytest.raises(PoolError, match="choose --cpu-bytes"):
-        PoolMemory(tmp_path / "pool", 2**60)
-    assert not (tmp_path / "pool").exists()
-
-
 def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -1128,45 +1054,6 @@ def descriptions_of(place: Path) -> Path:
     return file
 
 
-def test_descriptions_outlive_a_kill_with_their_chunks(start: Start, tmp_path: Path) -> None:
-    """The next daemon and the one after it read the same; what is new then is described too."""
-    life = start()
-    namespace = life.open()
-    keys, more = keys_of("k", 9), keys_of("l", 3)
-    store_described(namespace.table, keys)
-    store(namespace.table, [b"plain"])
-    expected = {key: description(key) for key in keys} | {b"plain": None}
-    assert life.described(namespace) == expected
-    assert stat.S_IMODE(descriptions_of(area(tmp_path)).stat().st_mode) == 0o600
-    for _ in range(2):
-        life.kill()
-        life = start()
-        namespace = life.open()
-        assert life.described(namespace) == expected
-    store_described(namespace.table, more)
-    assert life.described(namespace) == expected | {key: description(key) for key in more}
-
-
-def test_a_slot_that_is_used_again_has_no_older_description(start: Start) -> None:
-    """Neither in this daemon nor in the next one, whether the newer chunk is described or not."""
-    life = start()
-    namespace = life.open()
-    view = DescriptionsView(life.descriptions.read_fds(namespace.id.hex())[0])
-    (slot,) = store_described(namespace.table, [b"old"])
-    old = namespace.table.directory.generation(slot)
-    namespace.table.slots.drop([slot])
-    refs: dict[bytes, int] = {}
-    while slot not in refs.values():
-        key = f"new {len(refs)}".encode()
-        (refs[key],) = store(namespace.table, [key])
-    assert namespace.table.directory.generation(slot) != old
-    assert view.read(slot, namespace.table.directory.generation(slot)) is None
-    assert set(life.described(namespace).values()) == {None}
-    life.kill()
-    life = start()
-    assert set(life.described(life.open()).values()) == {None}
-
-
 @pytest.mark.parametrize(
     ("damage", "left"),
     {
@@ -1197,29 +1084,6 @@ def test_a_damaged_file_costs_descriptions_and_never_chunks(
     assert life.described(namespace) == expected
     store_described(namespace.table, [b"new"])
     assert life.described(namespace)[b"new"] == description(b"new")
-
-
-def test_a_file_that_is_cut_or_deleted_under_a_daemon_ends_nobody(
-    start: Start, tmp_path: Path
-) -> None:
-    """Readers find nothing there, the daemon goes on writing, and the next one begins anew."""
-    life = start()
-    namespace = life.open()
-    store_described(namespace.table, keys_of("k", 3))
-    file = descriptions_of(area(tmp_path))
-    view = DescriptionsView(life.descriptions.read_fds(namespace.id.hex())[0])
-    os.truncate(file, 0)
-    assert set(life.described(namespace).values()) == {None}
-    (slot,) = store_described(namespace.table, [b"later"])
-    generation = namespace.table.directory.generation(slot)
-    assert view.read(slot, generation) == description(b"later")
-    file.unlink()
-    (slot,) = store_described(namespace.table, [b"last"])
-    assert view.read(slot, namespace.table.directory.generation(slot)) == description(b"last")
-    assert namespace.table.counts.descriptions == 5
-    life.kill()
-    life = start()
-    assert set(life.described(life.open()).values()) == {None}
 
 
 @pytest.mark.parametrize("how", ["cold", "another size", "not kept", "no manifest"])
@@ -1279,30 +1143,6 @@ def test_descriptions_without_a_namespace_are_removed(start: Start, tmp_path: Pa
     life.kill()
     assert start().held == []
     assert not list(area(tmp_path).glob("*.descriptions"))
-
-
-def test_on_a_full_filesystem_chunks_are_stored_without_descriptions(
-    start: Start, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
-) -> None:
-    """What cannot be written is counted; with room again new chunks are described."""
-    small_tmpfs(tmp_path, 2 * SIZE)
-    life = start()
-    namespace = life.open()
-    life.allocate()
-    store_described(namespace.table, keys_of("k", 2))
-    hog = fill_up(tmp_path)
-    many = keys_of("l", 60)
-    store_described(namespace.table, many)
-    counts = namespace.table.counts
-    assert counts.stored == 62
-    assert counts.descriptions_no_room > 0
-    assert counts.descriptions + counts.descriptions_no_room == 62
-    found = life.described(namespace)
-    assert list(found.values()).count(None) == counts.descriptions_no_room
-    assert all(each is None or each == description(key) for key, each in found.items())
-    hog.unlink()
-    store_described(namespace.table, [b"new"])
-    assert life.described(namespace)[b"new"] == description(b"new")
 
 
 def test_a_file_that_cannot_be_made_is_tried_again_at_the_next_engine(

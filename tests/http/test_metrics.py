@@ -22,32 +22,12 @@ from tests.waiting import eventually
 DOCS = Path(__file__).parents[2] / "docs" / "http.md"
 ROW = re.compile(r"^\| `(kvd_\w+)` \| \w+ \| (.*?) \| .* \|$", re.MULTILINE)
 LABELS = {
-    "tier",
-    "namespace",
-    "model",
-    "state",
-    "answer",
-    "device",
-    "direction",
-    "stage",
-    "outcome",
+    *("tier", "namespace", "model", "state", "answer", "device", "direction", "stage", "outcome"),
+    *("engine", "by", "limit", "check", "type", "code", "kind", "path", "version", "le", "reason"),
+    "pool",
 }
 LOADS = {"direction": "load", "outcome": "ok"}
 REPORT = loaded_report(60.0)
-LABELS |= {
-    "engine",
-    "by",
-    "limit",
-    "check",
-    "type",
-    "code",
-    "kind",
-    "path",
-    "version",
-    "le",
-    "reason",
-    "pool",
-}
 
 
 def work(engine: Engine, rounds: int) -> None:

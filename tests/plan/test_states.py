@@ -38,32 +38,6 @@ NEMOTRON = {
 }
 
 
-def test_blocks_are_as_large_as_a_state_needs() -> None:
-    """Qwen3-Next: 36 state layers in three groups, blocks of 544 tokens in place of 16."""
-    result = planned(QWEN)
-    state = (32 * 128 * 128 + (32 * 128 + 2 * 16 * 128) * 3) * 2
-    page = 544 * 2 * 256 * 2 * 2
-    assert page - 16 * 2 * 256 * 2 * 2 < state <= page
-    assert (result.layers, result.state_layers) == (12, 36)
-    assert (result.block_size, result.tokens_per_chunk) == (544, 544)
-    assert result.bytes_per_token == 2 * 256 * 2 * 2 * 12
-    assert [(g.layers, g.page_bytes, g.state_bytes) for g in result.groups] == [
-        (12, page, None),
-        *[(12, page, state)] * 3,
-    ]
-    assert result.bytes_per_block == 12 * page
-
-
-def test_padding_of_states() -> None:
-    """Page by page the bytes in use are moved; in a whole block also what lies between them."""
-    group = planned(QWEN).groups[1]
-    assert group.state_bytes is not None
-    padding = group.page_bytes - group.state_bytes
-    assert padding > 0
-    assert group.fragments["LBHNC"].nbytes == group.state_bytes
-    assert group.fragments["BLHNC"].nbytes == group.layers * group.page_bytes - padding
-
-
 def test_states_are_split_over_ranks() -> None:
     """A rank has its share of the heads; keys and values stay whole where they are too few."""
     one, four = planned(QWEN), planned(QWEN, tensor_parallel=4)
