@@ -3,7 +3,6 @@
 from kvd.cache.directory import DirectoryWriter
 from kvd_proto.changes import ChangeKind
 from kvd_proto.directory_header import DirectoryHeader
-from tests.cache.test_changes import become_ready
 
 KEPT, RELEASED, TIERS = ChangeKind.KEPT, ChangeKind.RELEASED, ChangeKind.TIERS
 A, B = b"a", b"b"
@@ -59,12 +58,3 @@ def test_chunks_that_go_together_are_one_change() -> None:
     assert told(writer, 2) == [(0, 4, 0, KEPT, A), (0, 0, 0, TIERS, b""), (0, 0, 0, TIERS, b"")]
     assert not tiers.held(0, tiers.places)
     writer.check_integrity()
-
-
-def test_without_tiers_nothing_is_told_of_them() -> None:
-    """Stores, removals and a reset are the changes that they were."""
-    writer = make(0)
-    become_ready(writer, A, 0)
-    writer.free([0])
-    writer.forget()
-    assert [change[3] for change in told(writer)] == [1, 2, 3]
