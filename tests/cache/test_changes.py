@@ -18,7 +18,7 @@ from kvd_proto.errors import DirectoryError
 from tests.cache.followers import Place, apply, records
 from tests.cache.tables import make_table, names, pin, store
 
-READY, REMOVED, CLEARED, KEPT, RELEASED, TIERS = ChangeKind
+READY, REMOVED = ChangeKind.READY, ChangeKind.REMOVED
 RING = 8
 WRITERS = {"kvd.cache.directory", "kvd.cache.change_log"}
 

@@ -8,11 +8,9 @@ KEPT, RELEASED, TIERS = ChangeKind.KEPT, ChangeKind.RELEASED, ChangeKind.TIERS
 A, B = b"a", b"b"
 
 
-def make(num_tiers: int) -> DirectoryWriter:
-    """A directory with so many tiers."""
-    header = DirectoryHeader.plan(
-        *(4, bytes(16), bytes(16), 4), tier_capacity=16 if num_tiers else 0, num_tiers=num_tiers
-    )
+def make() -> DirectoryWriter:
+    """A directory with two tiers."""
+    header = DirectoryHeader.plan(*(4, bytes(16), bytes(16), 4), tier_capacity=16, num_tiers=2)
     return DirectoryWriter(bytearray(header.total_bytes), header)
 
 
@@ -25,7 +23,7 @@ def told(writer: DirectoryWriter, after: int = 0) -> list[tuple[object, ...]]:
 
 def test_a_chunk_is_kept_from_its_first_tier_to_its_last() -> None:
     """The first tier that holds a chunk is a change, and the last one that does not any more."""
-    writer = make(2)
+    writer = make()
     tiers = writer.tiers
     assert tiers is not None
     tiers.hold(A, 0, 1, 3, 5)
@@ -44,7 +42,7 @@ def test_a_chunk_is_kept_from_its_first_tier_to_its_last() -> None:
 
 def test_chunks_that_go_together_are_one_change() -> None:
     """A reset, and the end of a tier's leaving, say that the table is to be looked through."""
-    writer = make(2)
+    writer = make()
     tiers = writer.tiers
     assert tiers is not None
     tiers.hold(A, 0, 0, 4, 0)
