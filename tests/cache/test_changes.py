@@ -18,7 +18,7 @@ from kvd_proto.errors import DirectoryError
 from tests.cache.followers import Place, apply, records
 from tests.cache.tables import make_table, names, pin, store
 
-READY, REMOVED, CLEARED, KEPT, RELEASED, TIERS = ChangeKind
+READY, REMOVED = ChangeKind.READY, ChangeKind.REMOVED
 RING = 8
 WRITERS = {"kvd.cache.directory", "kvd.cache.change_log"}
 
@@ -52,38 +52,6 @@ def test_a_ring_holds_a_power_of_two(records: int, capacity: int) -> None:
         DirectoryHeader.plan(4, bytes(16), bytes(16), changes=capacity - 1)
 
 
-def test_what_is_a_change() -> None:
-    """READY, gone and cleared are; being lent, written or given up, and forgotten ones, are not."""
-    buffer, writer = make()
-    view = DirectoryView(memoryview(buffer).toreadonly())
-    (lent,) = writer.lend([3])
-    writer.place(b"given up", 3, 1, lent)
-    writer.write_state(3, SlotState.DRAINING)
-    writer.unindex(3)
-    assert view.changes.read(0, 10) == []
-    long = b"k" * 48
-    first, second = become_ready(writer, b"a", 0), become_ready(writer, long, 1)
-    third = become_ready(writer, b"doomed", 2)
-    writer.free([0])
-    writer.unindex(2)
-    writer.forget()
-    writer.free([1])
-    changes = view.changes.read(0, 10)
-    assert changes is not None
-    assert [(change[0], *change[2:]) for change in changes] == [
-        (1, first, 0, 1, 3, 5, READY, b"a"),
-        (2, second, 1, 1, 3, 5, READY, long),
-        (3, third, 2, 1, 3, 5, READY, b"doomed"),
-        (4, first, 0, 1, 3, 5, REMOVED, b"a"),
-        (5, third, 2, 1, 3, 5, REMOVED, b"doomed"),
-        (6, writer.floor, 0, 0, 0, 0, CLEARED, b""),
-    ]
-    times = [change[1] for change in changes]
-    assert times == sorted(times)
-    assert view.changes.read(2, 2) == changes[2:4]
-    writer.check_integrity()
-
-
 def test_a_chunk_that_waits_for_its_readers_has_no_key() -> None:
     """Who looks through the records sees that a pinned chunk that was dropped does not count."""
     table = make_table(4)
@@ -92,25 +60,6 @@ def test_a_chunk_that_waits_for_its_readers_has_no_key() -> None:
     table.reset()
     assert table.directory.state(slot) == SlotState.READY
     assert table.directory.key(slot) == b""
-
-
-def test_an_overrun_reader_is_told() -> None:
-    """One record less than the ring has is valid, as the writer may be at the oldest."""
-    _, writer = make()
-    for slot in range(RING):
-        become_ready(writer, b"%d" % slot, slot)
-    assert writer.changes.read(0, 10) is None
-    for after in range(1, RING + 1):
-        changes = writer.changes.read(after, 10)
-        assert changes is not None
-        assert [change[0] for change in changes] == list(range(after + 1, RING + 1))
-    assert writer.changes.read(RING + 1, 10) is None
-    become_ready(writer, b"next", RING)
-    assert writer.changes.read(1, 10) is None
-    found = writer.changes.read(2, 100)
-    assert found is not None
-    assert found[-1][-1] == b"next"
-    writer.check_integrity()
 
 
 def test_a_record_that_is_not_there_yet_ends_what_is_read() -> None:

@@ -11,7 +11,6 @@ from kvd.cache.slotlists import SlotLists
 from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.pool.filling import FillOrder
-from kvd_proto.changes import ChangeKind
 from kvd_proto.directory import LookupResult, SlotState
 from kvd_proto.labels import LABEL_ONLY, Label
 from tests.cache import tables
@@ -22,9 +21,6 @@ from tests.cache.tables import (
     make_namespaces,
     make_table,
     names,
-    pin,
-    ref_of,
-    removed,
     store,
 )
 
@@ -61,95 +57,11 @@ def share(
     )
 
 
-def chunks_in(table: ChunkTable, refs: Refs) -> list[bytes]:
-    """The keys of the chunks in these slots."""
-    return [table.directory.key(slot) for slot, _ in refs]
-
-
 def full_table(chunks: int, policy: str = "lru") -> ChunkTable:
     """A table of a pool that is full of READY chunks, `names(chunks)`."""
     table = make_table(chunks, policy=policy)
     store(table, names(chunks))
     return table
-
-
-def test_a_loan_becomes_a_chunk() -> None:
-    """A key that gets a free slot on loan is pending, and a hit with the last share."""
-    table = make_table(8, ranks=2)
-    refs = lend(table, 4)
-    assert len(refs) == 4
-    assert all(table.directory.is_lent(*ref) for ref in refs)
-    assert table.slots.stats()["lent"] == 4
-    begin(table, [b"a"], refs[:1])
-    assert not table.directory.is_lent(*refs[0])
-    assert table.directory.lookup(b"a") is LookupResult.HIT_PENDING
-    assert share(table, refs[:1], 0) == ([], [])
-    assert share(table, refs[:1], 1) == (refs[:1], [])
-    assert table.directory.lookup(b"a") is HIT
-    assert table.slots.stats()["lent"] == 3
-    table.check_integrity()
-
-
-@pytest.mark.parametrize("policy", ["lru", "adaptive"])
-def test_loans_are_the_chunks_that_go_next(policy: str) -> None:
-    """In a full pool a prompt's tail is lent first, and no slot is lent to two engines."""
-    table = full_table(8, policy)
-    refs = lend(table, 3) + lend(table, 2, owner=2)
-    assert chunks_in(table, refs) == names(8)[:2:-1]
-    assert all(table.directory.is_lent(*ref) for ref in refs)
-    assert table.directory.lookup_many(names(8)) == [HIT] * 8
-    assert (table.counts.evicted, removed(table, 0)) == (0, [])
-    table.check_integrity()
-    table.lending.end_loans(1)
-    assert chunks_in(table, lend(table, 8, owner=2)) == [*names(3, first=5)[::-1], *names(3)[::-1]]
-    table.check_integrity()
-
-
-def test_a_chunk_is_evicted_when_the_step_is_read_and_not_before() -> None:
-    """KV events say that the slot's chunk goes, then that the new one is READY."""
-    table = full_table(4)
-    before = table.directory.changes.head
-    refs = lend(table, 2, now=7.0)
-    assert table.directory.changes.head == before
-    old_slot, old = ref_of(table, b"key 3")
-    begin(table, [b"new"], refs[:1], now=9.0)
-    assert table.directory.lookup_many([b"key 3", b"key 2", b"new"]) == [
-        MISS,
-        HIT,
-        LookupResult.HIT_PENDING,
-    ]
-    share(table, refs[:1])
-    changes = table.directory.changes.read(before, 9)
-    assert changes is not None
-    assert [(change[2], change[3], change[7], change[8]) for change in changes] == [
-        (old, old_slot, ChangeKind.REMOVED, b"key 3"),
-        (*reversed(refs[0]), ChangeKind.READY, b"new"),
-    ]
-    assert table.counts.evicted == 1
-    ghost = table.ghosts.find(b"key 3")
-    assert ghost is not None
-    assert (ghost.cause, ghost.gone) == (GhostCause.EVICTED, 9.0)
-    table.check_integrity()
-
-
-def test_a_chunk_on_loan_that_is_pinned_stays() -> None:
-    """The pin ends the loan, and the step that gave the slot away meanwhile loses its store."""
-    table = full_table(4)
-    refs = lend(table, 2)
-    pinned, again = pin(table, [b"key 3"] * 2, owner=2)
-    assert pinned == again
-    assert pinned[0] == refs[0][0]
-    assert not table.directory.is_lent(*refs[0])
-    begin(table, [b"a", b"b"], refs)
-    assert table.counts.stores_lost == 1
-    assert table.directory.lookup_many([b"a", b"b", b"key 3"]) == [
-        MISS,
-        LookupResult.HIT_PENDING,
-        HIT,
-    ]
-    assert table.loads.unpin(1, 2)
-    assert chunks_in(table, lend(table, 1)) == [b"key 1"]  # the pin was a use
-    table.check_integrity()
 
 
 @pytest.mark.parametrize("label", [Label.DONE, LABEL_ONLY | Label.DONE])
@@ -162,22 +74,6 @@ def test_a_chunk_on_loan_that_a_request_used_stays(label: int) -> None:
     assert table.counts.stores_lost == 1
     assert table.directory.lookup_many([b"a", b"key 3"]) == [MISS, HIT]
     assert loans_of(table) == refs[1:]
-    table.check_integrity()
-
-
-def test_a_store_that_lost_its_race_leaves_the_slots_chunk() -> None:
-    """Of two engines that store a key the first one wins; the other's slot keeps its chunk."""
-    table = full_table(4)
-    (mine,), (theirs,) = lend(table, 1), lend(table, 1, owner=2)
-    begin(table, [b"a"], [mine])
-    begin(table, [b"a"], [theirs], owner=2)
-    assert table.counts.stores_raced == 1
-    assert table.directory.find(b"a") == mine[0]
-    assert table.directory.lookup_many(names(4)) == [HIT, HIT, HIT, MISS]
-    assert not table.slots.loans
-    assert share(table, [theirs], owner=2) == ([], [])
-    assert share(table, [mine]) == ([mine], [])
-    assert chunks_in(table, lend(table, 1)) == [b"key 2"]  # it is a candidate again
     table.check_integrity()
 
 
@@ -207,63 +103,6 @@ def test_many_keys_of_a_step_search_the_eviction_order_once(
     table.check_integrity()
 
 
-def test_a_slot_that_lost_its_race_is_free_where_its_chunk_is_replaced() -> None:
-    """In the same step a key races for a slot, and the slot's chunk is stored more fully."""
-    table = make_table(4)
-    store(table, [b"a"])
-    (ref,) = lend(table, 1)
-    begin(table, [b"part"], [ref], blocks=[(1, 1)])
-    share(table, [ref], blocks=(1, 1))
-    pin(table, [b"a"])
-    refs = lend(table, 4)
-    refs.sort(key=lambda lent: lent[0] != ref[0])  # the part's slot first
-    begin(table, [b"a", b"part"], refs[:2])
-    assert (table.counts.replaced, table.counts.stores_raced) == (1, 1)
-    assert table.directory.state(ref[0]) == SlotState.FREE
-    table.check_integrity()
-
-
-def test_the_same_key_twice_in_a_step_loses_to_itself() -> None:
-    """One slot gets the key, the other one is free again."""
-    table = make_table(8)
-    refs = lend(table, 2)
-    begin(table, [b"a", b"a"], refs)
-    assert table.directory.find(b"a") == refs[0][0]
-    assert table.directory.state(refs[1][0]) == SlotState.FREE
-    assert share(table, refs) == (refs[:1], [])
-    table.check_integrity()
-
-
-def test_a_fuller_store_takes_the_place_of_a_part() -> None:
-    """And a store of a part, or of as much, loses against what is here."""
-    table = make_table(8)
-    refs = lend(table, 4)
-    for ref, blocks in zip(refs, [(1, 1), (1, 1), (0, 4), (1, 2)], strict=True):
-        begin(table, [b"a"], [ref], blocks=[blocks])
-        share(table, [ref], blocks=blocks)
-    assert table.directory.find(b"a") == refs[2][0]
-    assert (table.counts.replaced, table.counts.stores_raced) == (1, 2)
-    table.check_integrity()
-
-
-@pytest.mark.parametrize("its_own", [True, False])
-def test_a_part_on_loan_gives_way_to_a_fuller_store(its_own: bool) -> None:
-    """Whether the fuller store gets the very slot that holds the part, or another one."""
-    table = make_table(2)
-    for key in (b"other", b"a"):
-        (ref,) = lend(table, 1)
-        begin(table, [key], [ref], blocks=[(1, 1)])
-        share(table, [ref], blocks=(1, 1))
-    refs = lend(table, 2)
-    chosen = next(ref for ref in refs if (table.directory.find(b"a") == ref[0]) == its_own)
-    begin(table, [b"a"], [chosen])
-    share(table, [chosen])
-    assert table.directory.entry(b"a") == (*chosen, SlotState.READY, 0, 4)
-    assert (table.directory.find(b"other") >= 0) == its_own
-    assert table.ghosts.find(b"a") is None
-    table.check_integrity()
-
-
 def test_only_the_owners_loan_of_now_can_be_used() -> None:
     """Another engine, another generation, another slot, and a loan used before: all are lost."""
     table = make_table(8)
@@ -279,20 +118,6 @@ def test_only_the_owners_loan_of_now_can_be_used() -> None:
     assert table.counts.stores_lost == 6
     assert table.directory.find(b"a") == slot
     assert share(table, [ref], owner=2) == ([], [])
-    table.check_integrity()
-
-
-def test_what_is_free_is_lent_before_chunks_that_are_cached() -> None:
-    """Then the chunks that go next, as many as are wanted; none that is pinned or written."""
-    table = make_table(8)
-    store(table, names(4))
-    tables.begin(table, names(2, first=10))
-    pin(table, names(1), owner=2)
-    refs = lend(table, 8)
-    states = [table.directory.state(slot) for slot, _ in refs]
-    assert states == [SlotState.FREE] * 2 + [SlotState.READY] * 3
-    assert chunks_in(table, refs[2:]) == names(3, first=1)[::-1]
-    assert lend(table, 8, owner=2) == []
     table.check_integrity()
 
 
@@ -344,29 +169,6 @@ def test_a_reset_ends_all_loans() -> None:
     begin(table, [b"z"], [ref])
     share(table, [ref])
     assert table.directory.lookup(b"z") is HIT
-    table.check_integrity()
-
-
-def test_an_owners_end_leaves_nothing() -> None:
-    """What it was writing, its loans and its leases all end."""
-    table = make_table(8)
-    store(table, [b"x"])
-    refs = lend(table, 4)
-    begin(table, [b"x", b"y"], refs[:2])
-    pin(table, [b"x"])
-    assert table.drop_owner(1) == refs[1:2]
-    assert table.slots.revoked("", *zip(*refs[1:2], strict=True)) == 1
-    assert table.slots.is_idle
-    table.check_integrity()
-
-
-def test_a_chunk_on_loan_that_an_operator_drops_is_free() -> None:
-    """A sweep of what was not of use ends the loan before the chunk goes."""
-    table = full_table(4)
-    refs = lend(table, 2)
-    assert table.remove(0, 4, 0.0) == 4
-    begin(table, [b"a"], refs[:1])
-    assert table.counts.stores_lost == 1
     table.check_integrity()
 
 

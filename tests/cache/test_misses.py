@@ -65,12 +65,3 @@ def test_another_namespace_is_asked_last() -> None:
     reasons = (MissReason.OTHER_LAYOUT, MissReason.RESET, MissReason.NEVER_SEEN)
     assert counted(table) == dict.fromkeys(reasons, 1)
     assert asked == [b"other", b"new"]
-
-
-def test_a_key_is_counted_as_often_as_it_is_missed() -> None:
-    """Requests that miss the same key, of one step or of several, are each a miss."""
-    table = make_table(4)
-    explained = misses(table)
-    explained.explain([b"new", b"new"], 1.0)
-    explained.explain([b"new"], 2.0)
-    assert counted(table) == {MissReason.NEVER_SEEN: 3}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.cache.eviction import EvictionPolicy
-from kvd.cache.ghosts import GhostCause, Ghosts
+from kvd.cache.ghosts import Ghosts
 from kvd.cache.policies import POLICIES
 from kvd.cache.slotlists import MAX_STEPS, SlotLists
 from kvd.errors import IntegrityError
@@ -58,17 +58,6 @@ def test_wrong_use_raises(make: Make) -> None:
         policy.remove(1)
 
 
-def test_the_coldest_that_may_go_are_reserved(make: Make) -> None:
-    """As many as are asked for, or as there are: what was used last; what is pinned stays."""
-    policy = filled(make, 8, 6)
-    policy.use_all([1], 101.0)
-    assert policy.reserve(2, lambda slot: slot not in {0, 3}, NOW) == [2, 4]
-    assert policy.reserve(9, lambda slot: slot not in {0, 3}, NOW) == [5, 1]
-    assert policy.reserve(0, anything, NOW) == []
-    assert (policy.num_reserved, len(policy), policy.order()) == (4, 6, [0, 2, 3, 4, 5, 1])
-    policy.check_integrity()
-
-
 def test_what_is_used_again_is_reserved_no_more(make: Make) -> None:
     """A reserved chunk that is refreshed or used is a candidate again, and the hottest."""
     policy = filled(make, 8, 4)
@@ -87,34 +76,6 @@ def test_what_is_released_has_its_place_again(make: Make) -> None:
     policy.release([2])
     policy.release([3, 0])
     assert policy.reserve(3, anything, NOW) == [0, 2, 3]
-    policy.check_integrity()
-
-
-def test_what_is_evicted_leaves_a_ghost(make: Make) -> None:
-    """Evicted chunks, reserved or not, are ghosts until their keys return; removed ones are not."""
-    policy = filled(make, 8, 4)
-    policy.use_all([0, 1, 2, 3], 101.0)
-    policy.reserve(1, anything, NOW)
-    policy.evict([0, 1], 105.0)
-    policy.remove(2)
-    assert (policy.order(), policy.num_reserved, len(policy.ghosts)) == ([3], 0, 2)
-    ghost = policy.ghosts.find(key_of(0))
-    assert ghost is not None
-    assert (ghost.cause, ghost.used, ghost.gone) == (GhostCause.EVICTED, 101.0, 105.0)
-    policy.insert_all([0, 2], 106.0)
-    assert [policy.ghosts.find(key_of(slot)) is None for slot in (0, 1, 2)] == [True, False, True]
-    policy.check_integrity()
-
-
-def test_clear_leaves_ghosts(make: Make) -> None:
-    """After `clear` no chunk is there, reserved or not, and the ghosts are."""
-    policy = filled(make, 8, 6)
-    policy.evict(policy.reserve(2, anything, NOW), 101.0)
-    policy.reserve(2, anything, NOW)
-    policy.clear()
-    assert (len(policy), policy.order(), policy.num_reserved) == (0, [], 0)
-    assert len(policy.ghosts) == 2
-    policy.insert_all([0], 102.0)
     policy.check_integrity()
 
 

@@ -6,27 +6,10 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.errors import IntegrityError
-from kvd_proto.directory import READ_HEADS, LookupResult, SlotState
+from kvd_proto.directory import READ_HEADS, SlotState
 from kvd_proto.directory_header import PROBE_LIMIT
 from kvd_proto.labels import LABEL_ONLY, Label
-from tests.cache.tables import begin, finish, make_table, names, pin, ref_of, store
-
-
-def test_slots_come_in_runs() -> None:
-    """Fresh slots are neighbours in the order of the keys, so that copies coalesce."""
-    assert begin(make_table(64), names(40)).slots == list(range(40))
-
-
-def test_what_is_pinned_stays() -> None:
-    """As many slots as may go are lent, a prompt's tail first; the pins stay."""
-    table = make_table(8)
-    assert store(table, names(8)).evicted == []
-    pin(table, names(5))
-    assert begin(table, names(2, first=100)).evicted == [b"key 7", b"key 6"]
-    begun = begin(table, names(4, first=200))
-    assert (begun.keys, begun.evicted) == (names(1, first=200), [b"key 5"])
-    assert table.loads.unpin(1, 1)
-    table.check_integrity()
+from tests.cache.tables import begin, finish, make_table, names, pin, store
 
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
@@ -96,27 +79,6 @@ def test_a_reset_spares_what_is_being_read() -> None:
     assert not is_ready(table, slot, generation)
 
 
-def test_a_part_of_a_chunk_gives_way_to_a_fuller_store() -> None:
-    """Its key means the new slot at once; a load of the part that is under way goes on."""
-    table = make_table(4)
-    finish(table, begin(table, [b"a"], blocks=(1, 1)), (1, 1))
-    assert table.directory.lookup(b"a") is LookupResult.MISS
-    ((slot, generation),) = pin(table, [b"a"])
-    whole = begin(table, [b"a"])
-    assert table.directory.lookup(b"a") is LookupResult.HIT_PENDING
-    assert is_ready(table, slot, generation)
-    table.loads.pin(2, [slot], [generation], 2, 0.0, 9.0)  # by who saw the part before
-    assert table.slots.leases.pins == {slot: 2}
-    finish(table, whole)
-    assert table.directory.lookup(b"a") is LookupResult.HIT
-    assert table.loads.unpin(1, 1)
-    assert table.slots.stats()["doomed"] == 1
-    assert table.loads.unpin(2, 2)
-    assert table.slots.stats()["ready"] == table.counts.replaced == 1
-    assert table.counts.stores_raced == 0
-    table.check_integrity()
-
-
 def test_a_key_without_a_place_in_the_index_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the index has no room near a key's home the store is lost, and its slot is free."""
     monkeypatch.setattr("kvd_proto.directory.crc32", lambda _: 7)
@@ -128,38 +90,6 @@ def test_a_key_without_a_place_in_the_index_is_lost(monkeypatch: pytest.MonkeyPa
     finish(table, begun)
     assert table.counts.index_full == table.counts.stores_raced == 3
     assert table.counts.stored == PROBE_LIMIT
-    table.check_integrity()
-
-
-def test_a_pin_keeps_what_is_still_there() -> None:
-    """What was evicted, replaced, reset or never was comes too late, and is counted."""
-    table = make_table(8)
-    store(table, names(3))
-    refs = [ref_of(table, key) for key in names(3)]
-    table.slots.drop([refs[1][0]])
-    given = [*refs, (refs[0][0], 2), (7, 1), (2**40, 1)]
-    table.loads.pin(5, [s for s, _ in given], [g for _, g in given], 1, 0.0, 9.0)
-    assert set(table.slots.leases.pins) == {refs[0][0], refs[2][0]}
-    assert (table.counts.asked, table.counts.hits, table.counts.pins_late) == (6, 2, 4)
-    table.reset()
-    assert table.slots.stats()["doomed"] == 2
-    table.loads.pin(6, [refs[0][0]], [1], 1, 0.0, 9.0)
-    assert table.counts.pins_late == 5
-    assert not table.loads.unpin(6, 1)
-    assert not table.loads.unpin(5, 2)
-    assert table.loads.unpin(5, 1)
-    assert table.slots.stats()["doomed"] == 0
-    table.check_integrity()
-
-
-def test_a_lease_number_that_comes_again_ends_the_lease_of_before() -> None:
-    """Nothing stays pinned that no lease of now pins."""
-    table = make_table(8)
-    store(table, names(2))
-    a, b = names(2)
-    for owner, keys, pins in ((1, [a], [1]), (1, [a, b], [1, 1]), (1, [b], [1]), (2, [b], [2])):
-        slots = [slot for slot, _ in pin(table, keys, owner=owner)]
-        assert table.slots.leases.pins == dict(zip(slots, pins, strict=True))
     table.check_integrity()
 
 

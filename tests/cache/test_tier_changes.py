@@ -3,17 +3,14 @@
 from kvd.cache.directory import DirectoryWriter
 from kvd_proto.changes import ChangeKind
 from kvd_proto.directory_header import DirectoryHeader
-from tests.cache.test_changes import become_ready
 
 KEPT, RELEASED, TIERS = ChangeKind.KEPT, ChangeKind.RELEASED, ChangeKind.TIERS
 A, B = b"a", b"b"
 
 
-def make(num_tiers: int) -> DirectoryWriter:
-    """A directory with so many tiers."""
-    header = DirectoryHeader.plan(
-        *(4, bytes(16), bytes(16), 4), tier_capacity=16 if num_tiers else 0, num_tiers=num_tiers
-    )
+def make() -> DirectoryWriter:
+    """A directory with two tiers."""
+    header = DirectoryHeader.plan(*(4, bytes(16), bytes(16), 4), tier_capacity=16, num_tiers=2)
     return DirectoryWriter(bytearray(header.total_bytes), header)
 
 
@@ -26,7 +23,7 @@ def told(writer: DirectoryWriter, after: int = 0) -> list[tuple[object, ...]]:
 
 def test_a_chunk_is_kept_from_its_first_tier_to_its_last() -> None:
     """The first tier that holds a chunk is a change, and the last one that does not any more."""
-    writer = make(2)
+    writer = make()
     tiers = writer.tiers
     assert tiers is not None
     tiers.hold(A, 0, 1, 3, 5)
@@ -45,7 +42,7 @@ def test_a_chunk_is_kept_from_its_first_tier_to_its_last() -> None:
 
 def test_chunks_that_go_together_are_one_change() -> None:
     """A reset, and the end of a tier's leaving, say that the table is to be looked through."""
-    writer = make(2)
+    writer = make()
     tiers = writer.tiers
     assert tiers is not None
     tiers.hold(A, 0, 0, 4, 0)
@@ -59,12 +56,3 @@ def test_chunks_that_go_together_are_one_change() -> None:
     assert told(writer, 2) == [(0, 4, 0, KEPT, A), (0, 0, 0, TIERS, b""), (0, 0, 0, TIERS, b"")]
     assert not tiers.held(0, tiers.places)
     writer.check_integrity()
-
-
-def test_without_tiers_nothing_is_told_of_them() -> None:
-    """Stores, removals and a reset are the changes that they were."""
-    writer = make(0)
-    become_ready(writer, A, 0)
-    writer.free([0])
-    writer.forget()
-    assert [change[3] for change in told(writer)] == [1, 2, 3]
