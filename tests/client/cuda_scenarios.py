@@ -38,6 +38,7 @@ from kvd_client.timeline import StreamSignals
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
     Fingerprint,
+    IpcHandle,
     Register,
     VmmHandle,
     VmmSegment,
@@ -83,6 +84,26 @@ def refused(kind: type[Exception], *parts: str) -> Iterator[None]:
         yield
     missing = [part for part in parts if part not in str(refusal.value)]
     assert not missing, f"{missing} not in {refusal.value}"
+
+
+def ipc_memory_is_its_allocation_and_an_offset() -> None:
+    """Two storages of one allocation have one handle and need no descriptor."""
+    cuda.use_device()
+    base = allocated(3 * SIZE)
+    memory = [DeviceMemory.at(base + 512, SIZE), DeviceMemory.at(base + SIZE + 1024, SIZE)]
+    message, kept = registered(*memory)
+    name = memory[0].ipc
+    assert len(name) == 64
+    assert message.handles == (
+        IpcHandle(handle=name, allocation=3 * SIZE, offset=512),
+        IpcHandle(handle=name, allocation=3 * SIZE, offset=SIZE + 1024),
+    )
+    assert message.device == "cuda:fa4ecda0000040008000000000000000"
+    assert kept.fds == ()
+    assert "IPC handle" in repr(memory[0])
+    memory[0].close()
+    with refused(UsageError, "memory[0]", "open HostMemory or DeviceMemory"):
+        registered(*memory)
 
 
 def registered(*memory: HostMemory | DeviceMemory) -> tuple[Register, Descriptors]:

@@ -27,6 +27,7 @@ NEVER_STARTS = scenarios.a_driver_that_does_not_start_says_so
 @pytest.mark.parametrize(
     ("scenario", "switches"),
     [
+        (scenarios.ipc_memory_is_its_allocation_and_an_offset, {}),
         (scenarios.a_storage_of_several_allocations_is_its_segments, {}),
         (scenarios.no_more_segments_than_a_registration_can_carry, {}),
         (scenarios.memory_in_absurdly_many_allocations_is_refused, {}),

@@ -148,6 +148,13 @@ def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:
         until(scheduler, connected=True)
 
 
+def test_small_requests(daemon: FakeDaemon, scheduler: Scheduler) -> None:
+    """Reset and status return what the daemon says."""
+    daemon.attach(scheduler)
+    assert scheduler.reset() == ResetDone(dropped=4, deferred=1)
+    assert scheduler.status() == {"ready": True}
+
+
 def test_a_session_that_the_daemon_ends_connects_again(
     daemon: FakeDaemon, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -349,6 +349,15 @@ def test_an_answer_that_comes_while_the_lane_is_told_something_is_seen(
     assert [(result.job_id, result.success) for result in got] == [(1, True)]
 
 
+def test_transient_refusal_is_tried_again(daemon: FakeDaemon, memory: HostMemory) -> None:
+    """A lane that is being replaced delays the registration; it does not fail it."""
+    good = daemon.replies[Register]
+    refusals = iter([Error(code=ErrorCode.LANE_LOST, text="wait")])
+    daemon.replies[Register] = lambda message: next(refusals, None) or good(message)
+    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
+        assert worker.register([memory], LAYOUT, FINGERPRINT, required=True)
+
+
 @pytest.mark.parametrize("in_a_loop", [False, True])
 def test_a_lane_that_had_to_close_the_connection_is_connected_to_again(
     daemon: FakeDaemon, worker: Worker, in_a_loop: bool
