@@ -21,6 +21,7 @@ from tests.cache.tables import (
     make_namespaces,
     make_table,
     names,
+    pin,
     store,
 )
 
@@ -103,6 +104,33 @@ def test_many_keys_of_a_step_search_the_eviction_order_once(
     table.check_integrity()
 
 
+def test_a_slot_that_lost_its_race_is_free_where_its_chunk_is_replaced() -> None:
+    """In the same step a key races for a slot, and the slot's chunk is stored more fully."""
+    table = make_table(4)
+    store(table, [b"a"])
+    (ref,) = lend(table, 1)
+    begin(table, [b"part"], [ref], blocks=[(1, 1)])
+    share(table, [ref], blocks=(1, 1))
+    pin(table, [b"a"])
+    refs = lend(table, 4)
+    refs.sort(key=lambda lent: lent[0] != ref[0])  # the part's slot first
+    begin(table, [b"a", b"part"], refs[:2])
+    assert (table.counts.replaced, table.counts.stores_raced) == (1, 1)
+    assert table.directory.state(ref[0]) == SlotState.FREE
+    table.check_integrity()
+
+
+def test_the_same_key_twice_in_a_step_loses_to_itself() -> None:
+    """One slot gets the key, the other one is free again."""
+    table = make_table(8)
+    refs = lend(table, 2)
+    begin(table, [b"a", b"a"], refs)
+    assert table.directory.find(b"a") == refs[0][0]
+    assert table.directory.state(refs[1][0]) == SlotState.FREE
+    assert share(table, refs) == (refs[:1], [])
+    table.check_integrity()
+
+
 def test_only_the_owners_loan_of_now_can_be_used() -> None:
     """Another engine, another generation, another slot, and a loan used before: all are lost."""
     table = make_table(8)
@@ -169,6 +197,29 @@ def test_a_reset_ends_all_loans() -> None:
     begin(table, [b"z"], [ref])
     share(table, [ref])
     assert table.directory.lookup(b"z") is HIT
+    table.check_integrity()
+
+
+def test_an_owners_end_leaves_nothing() -> None:
+    """What it was writing, its loans and its leases all end."""
+    table = make_table(8)
+    store(table, [b"x"])
+    refs = lend(table, 4)
+    begin(table, [b"x", b"y"], refs[:2])
+    pin(table, [b"x"])
+    assert table.drop_owner(1) == refs[1:2]
+    assert table.slots.revoked("", *zip(*refs[1:2], strict=True)) == 1
+    assert table.slots.is_idle
+    table.check_integrity()
+
+
+def test_a_chunk_on_loan_that_an_operator_drops_is_free() -> None:
+    """A sweep of what was not of use ends the loan before the chunk goes."""
+    table = full_table(4)
+    refs = lend(table, 2)
+    assert table.remove(0, 4, 0.0) == 4
+    begin(table, [b"a"], refs[:1])
+    assert table.counts.stores_lost == 1
     table.check_integrity()
 
 

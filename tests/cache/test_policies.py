@@ -58,6 +58,17 @@ def test_wrong_use_raises(make: Make) -> None:
         policy.remove(1)
 
 
+def test_the_coldest_that_may_go_are_reserved(make: Make) -> None:
+    """As many as are asked for, or as there are: what was used last; what is pinned stays."""
+    policy = filled(make, 8, 6)
+    policy.use_all([1], 101.0)
+    assert policy.reserve(2, lambda slot: slot not in {0, 3}, NOW) == [2, 4]
+    assert policy.reserve(9, lambda slot: slot not in {0, 3}, NOW) == [5, 1]
+    assert policy.reserve(0, anything, NOW) == []
+    assert (policy.num_reserved, len(policy), policy.order()) == (4, 6, [0, 2, 3, 4, 5, 1])
+    policy.check_integrity()
+
+
 def test_what_is_used_again_is_reserved_no_more(make: Make) -> None:
     """A reserved chunk that is refreshed or used is a candidate again, and the hottest."""
     policy = filled(make, 8, 4)

@@ -9,7 +9,7 @@ from kvd.errors import IntegrityError
 from kvd_proto.directory import READ_HEADS, SlotState
 from kvd_proto.directory_header import PROBE_LIMIT
 from kvd_proto.labels import LABEL_ONLY, Label
-from tests.cache.tables import begin, finish, make_table, names, pin, store
+from tests.cache.tables import begin, finish, make_table, names, pin, ref_of, store
 
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
@@ -90,6 +90,27 @@ def test_a_key_without_a_place_in_the_index_is_lost(monkeypatch: pytest.MonkeyPa
     finish(table, begun)
     assert table.counts.index_full == table.counts.stores_raced == 3
     assert table.counts.stored == PROBE_LIMIT
+    table.check_integrity()
+
+
+def test_a_pin_keeps_what_is_still_there() -> None:
+    """What was evicted, replaced, reset or never was comes too late, and is counted."""
+    table = make_table(8)
+    store(table, names(3))
+    refs = [ref_of(table, key) for key in names(3)]
+    table.slots.drop([refs[1][0]])
+    given = [*refs, (refs[0][0], 2), (7, 1), (2**40, 1)]
+    table.loads.pin(5, [s for s, _ in given], [g for _, g in given], 1, 0.0, 9.0)
+    assert set(table.slots.leases.pins) == {refs[0][0], refs[2][0]}
+    assert (table.counts.asked, table.counts.hits, table.counts.pins_late) == (6, 2, 4)
+    table.reset()
+    assert table.slots.stats()["doomed"] == 2
+    table.loads.pin(6, [refs[0][0]], [1], 1, 0.0, 9.0)
+    assert table.counts.pins_late == 5
+    assert not table.loads.unpin(6, 1)
+    assert not table.loads.unpin(5, 2)
+    assert table.loads.unpin(5, 1)
+    assert table.slots.stats()["doomed"] == 0
     table.check_integrity()
 
 
