@@ -651,7 +651,7 @@ def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize("late", [False, True])
 def test_children_of_what_a_round_could_not_read_are_told_again(late: bool) -> None:
-    """A router that follows parents has them, whether it has heard everything or the round only."""
+    """Once; a router that follows parents has them, with all messages or with the round's only."""
     first, again = Place(0, 1, 0, 1, 0), Place(7, 2, 0, 1, 0)
     child = Place(1, 1, 0, 1, 0)
     found = {first: describe([0], None), child: describe([1], 0)}
@@ -663,6 +663,7 @@ def test_children_of_what_a_round_could_not_read_are_told_again(late: bool) -> N
     while announcer.repeating:
         heard += announcer.repeat(1)
     heard += announcer.announce(Differences({key_of(0): again}))
+    assert announcer.announce(Differences({key_of(0): again})) == []
     for each in heard:
         router.hear(each)
     assert set(router.parents) == {(0, False, block_hash(node)) for node in range(2)}
