@@ -527,62 +527,9 @@ def test_a_chunk_without_description_is_named_by_its_key() -> None:
     assert short == [StoredBlocks((b"key",), b"", b"", 0, 0)]
 
 
-def test_a_description_that_comes_later_is_told() -> None:
-    """A chunk that was told by its key alone is taken back when more is known of it."""
-    found: dict[Place, Description] = {}
-    announcer = Announcer(found.get)
-    child = {key_of(1): Place(1, 1, 0, 1, 0)}
-    found[child[key_of(1)]] = describe([1], 0)
-    announcer.announce(Differences({key_of(0): Place(0, 1, 0, 1, 0)}))
-    announcer.announce(Differences(child))
-    again = Place(0, 2, 0, 1, 0)
-    found[again] = describe([0], None)
-    told = announcer.announce(Differences({key_of(0): again}))
-    zero, one = (block_hash(0),), (block_hash(1),)
-    assert [(type(each), each.hashes) for each in told] == [
-        (RemovedBlocks, zero),
-        (StoredBlocks, zero),
-        (RemovedBlocks, one),
-        (StoredBlocks, one),
-    ]
-
-
 def below(first: int = 0) -> Place:
     """A chunk in tiers, without some of its four blocks."""
     return Place(NO_SLOT, 0, first, 4 - first, 0)
-
-
-def test_a_chunk_is_told_of_each_medium() -> None:
-    """What is in memory and in tiers is told twice, and taken back of one without the other."""
-    announcer, told = tell({0: describe([0], None)})
-    kept = announcer.announce(Differences(kept={key_of(0): below()}))
-    assert kept == [told[0]._replace(in_tiers=True)]
-    gone = announcer.announce(Differences(removed=[key_of(0)]))
-    assert gone == [RemovedBlocks((block_hash(0),), 0)]
-    assert repeat_all(announcer) == kept
-    gone = announcer.announce(Differences(released=[key_of(0)]))
-    assert gone == [RemovedBlocks((block_hash(0),), 0, in_tiers=True)]
-    assert not list(announcer.announced)
-
-
-def test_a_chunk_that_goes_from_memory_to_tiers_is_told_before_it_is_taken_back() -> None:
-    """A router never has less than is there, and the description is what it was."""
-    found = {Place(0, 1, 0, 1, 0): describe([0], None)}
-    announcer = Announcer(found.get)
-    told = announcer.announce(Differences({key_of(0): next(iter(found))}))
-    moved = announcer.announce(Differences(removed=[key_of(0)], kept={key_of(0): below()}))
-    assert moved == [told[0]._replace(in_tiers=True), RemovedBlocks((block_hash(0),), 0)]
-
-
-def test_a_chunk_that_goes_down_and_leaves_memory_at_once_keeps_its_description() -> None:
-    """Where there are tiers it was remembered: the slot may be used again by now."""
-    found = {Place(0, 1, 0, 1, 0): describe([0], None)}
-    announcer = Announcer(found.get)
-    announcer.has_tiers = True
-    told = announcer.announce(Differences({key_of(0): next(iter(found))}))
-    found.clear()
-    moved = announcer.announce(Differences(removed=[key_of(0)], kept={key_of(0): below()}))
-    assert moved == [told[0]._replace(in_tiers=True), RemovedBlocks((block_hash(0),), 0)]
 
 
 def test_a_chunk_that_left_memory_before_a_tier_says_that_it_has_it_keeps_its_description(
@@ -617,15 +564,6 @@ def test_only_descriptions_that_tiers_may_need_are_remembered() -> None:
     assert other == b""
 
 
-def test_a_chunk_that_was_never_told_in_memory_is_described_where_it_has_left() -> None:
-    """It came, went down and left between two calls; its slot is not used again yet."""
-    place = Place(0, 1, 0, 1, 0)
-    announcer = Announcer({place: describe([0], None)}.get)
-    (told,) = announcer.announce(Differences(kept={key_of(0): below()}, left={key_of(0): place}))
-    assert isinstance(told, StoredBlocks)
-    assert (told.in_tiers, told.tokens) == (True, tokens_of([0]))
-
-
 def test_both_media_of_a_chunk_remember_one_description() -> None:
     """The bytes of what is in memory and in tiers are kept once."""
     announcer = Announcer({Place(0, 1, 0, 1, 0): describe([0], None)}.get)
@@ -635,23 +573,6 @@ def test_both_media_of_a_chunk_remember_one_description() -> None:
     memory, tiers = announcer._memory[key_of(0)], announcer._tiers[key_of(0)]
     assert memory.description
     assert memory.description is tiers.description
-
-
-def test_a_chunk_that_comes_up_is_described_again() -> None:
-    """What was told by its key alone is told with tokens when it is in memory again."""
-    found: dict[Place, Description] = {}
-    announcer = Announcer(found.get)
-    told = announcer.announce(Differences(kept={key_of(1): below()}))
-    assert told == [StoredBlocks((block_hash(1),), b"", b"", 0, 0, in_tiers=True)]
-    found[Place(0, 1, 0, 1, 0)] = describe([1], 0)
-    told = announcer.announce(Differences({key_of(1): Place(0, 1, 0, 1, 0)}))
-    assert [(type(each), each.in_tiers) for each in told] == [
-        (StoredBlocks, False),
-        (RemovedBlocks, True),
-        (StoredBlocks, True),
-    ]
-    assert isinstance(told[2], StoredBlocks)
-    assert told[2].tokens == tokens_of([1])
 
 
 def test_blocks_are_told_with_the_tokens_that_follow_them() -> None:
@@ -688,22 +609,6 @@ def test_a_part_of_a_round_is_bounded() -> None:
     assert max(map(len, parts)) == 4
     told = [each.hashes for part in parts for each in part if isinstance(each, StoredBlocks)]
     assert told == [(block_hash(node),) for node in range(100)]
-
-
-def test_a_chunk_that_leaves_memory_in_a_round_is_repeated_in_tiers_first() -> None:
-    """A router that knows its block from this round only never drops what follows it."""
-    announcer, _ = announced_chain(2)
-    announcer.announce(Differences(kept={key_of(0): below()}))
-    late = TreeRouter()
-    announcer.begin_repeat()
-    for each in announcer.repeat(2):
-        late.hear(each)
-    for each in announcer.announce(Differences(removed=[key_of(0)])):
-        late.hear(each)
-    while announcer.repeating:
-        for each in announcer.repeat(2):
-            late.hear(each)
-    assert set(late.parents) == {(0, True, block_hash(0)), (0, False, block_hash(1))}
 
 
 def test_a_block_in_tiers_that_loses_its_tokens_in_a_round_is_repeated_in_memory_first() -> None:
@@ -744,22 +649,9 @@ def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> No
         assert not announcer.repeating
 
 
-def test_what_a_round_could_not_read_is_told_when_it_comes_again() -> None:
-    """A router that has heard nothing but the round lacks it until then."""
-    found = {Place(0, 1, 0, 1, 0): describe([0], None)}
-    announcer = Announcer(found.get)
-    (told,) = announcer.announce(Differences({key_of(0): next(iter(found))}))
-    found.clear()
-    assert repeat_all(announcer) == []
-    again = Place(7, 2, 0, 1, 0)
-    found[again] = describe([0], None)
-    assert announcer.announce(Differences({key_of(0): again}))[1:] == [told]
-    assert announcer.announce(Differences({key_of(0): again})) == []
-
-
 @pytest.mark.parametrize("late", [False, True])
 def test_children_of_what_a_round_could_not_read_are_told_again(late: bool) -> None:
-    """A router that follows parents has them, whether it has heard everything or the round only."""
+    """Once; a router that follows parents has them, with all messages or with the round's only."""
     first, again = Place(0, 1, 0, 1, 0), Place(7, 2, 0, 1, 0)
     child = Place(1, 1, 0, 1, 0)
     found = {first: describe([0], None), child: describe([1], 0)}
@@ -771,45 +663,10 @@ def test_children_of_what_a_round_could_not_read_are_told_again(late: bool) -> N
     while announcer.repeating:
         heard += announcer.repeat(1)
     heard += announcer.announce(Differences({key_of(0): again}))
+    assert announcer.announce(Differences({key_of(0): again})) == []
     for each in heard:
         router.hear(each)
     assert set(router.parents) == {(0, False, block_hash(node)) for node in range(2)}
-
-
-def test_a_round_begins_over_again() -> None:
-    """A round that is under way ends, and the new one repeats everything."""
-    announcer, _ = announced_chain(3)
-    announcer.begin_repeat()
-    announcer.repeat(2)
-    assert len(repeat_all(announcer)) == len(announcer) == 3
-    assert announcer.repeat(2) == []
-
-
-def test_blocks_of_several_chunks_are_told_once() -> None:
-    """Chunks that share a head share its blocks, which go with the last of them."""
-    first, second = describe([0, 1, 2], None), describe([0, 1, 3], None)
-    announcer, told = tell({2: first, 3: second})
-    assert [(each.hashes, each.group) for each in told] == [
-        ((block_hash(0), block_hash(1), block_hash(2)), 0),
-        ((block_hash(3),), 0),
-    ]
-    assert isinstance(told[1], StoredBlocks)
-    assert (told[1].parent, told[1].tokens) == (block_hash(1), tokens_of([3]))
-    gone = announcer.announce(Differences({}, [key_of(2)]))
-    assert gone == [RemovedBlocks((block_hash(2),), 0)]
-    gone = announcer.announce(Differences({}, [key_of(3)]))
-    assert gone == [RemovedBlocks((block_hash(0), block_hash(1), block_hash(3)), 0)]
-
-
-def test_another_place_says_nothing() -> None:
-    """A chunk that lies elsewhere with the same blocks is nothing to tell."""
-    found = {Place(0, n, 0, 1, 0): describe([0], None) for n in (1, 2)}
-    announcer = Announcer(found.get)
-    first, second = found
-    assert announcer.announce(Differences({key_of(0): first}))
-    assert not announcer.announce(Differences({key_of(0): second}))
-    del found[first]
-    assert [each.hashes for each in repeat_all(announcer)] == [(block_hash(0),)]
 
 
 @pytest.mark.parametrize(

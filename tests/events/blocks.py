@@ -1,6 +1,5 @@
 """The plainest index of KV events: the set of what was stored and not removed."""
 
-from collections import Counter
 from typing import Any, NamedTuple
 
 from tests.events.wire import low64
@@ -15,18 +14,9 @@ class Block(NamedTuple):
 
 
 class BlockSet:
-    """What each topic says.
-
-    Attributes:
-        events: by type, how many were taken.
-        repeated: blocks that were stored though they were held.
-        unknown: blocks that were removed though they were not held.
-    """
+    """What each topic says."""
 
     def __init__(self) -> None:
-        self.events: Counter[str] = Counter()
-        self.repeated = 0
-        self.unknown = 0
         self._held: dict[str, set[Block]] = {}
 
     def take(self, topic: str, batch: Any) -> None:
@@ -34,17 +24,14 @@ class BlockSet:
         held = self._held.setdefault(topic, set())
         for event in batch.events:
             kind = type(event).__name__
-            self.events[kind] += 1
             if kind == "AllBlocksCleared":
                 held.clear()
                 continue
             place = event.medium or "GPU", event.group_idx
             named = {Block(*place, low64(each)) for each in event.block_hashes}
             if kind == "BlockStored":
-                self.repeated += len(named & held)
                 held |= named
             else:
-                self.unknown += len(named - held)
                 held -= named
 
     def forget(self, topic: str) -> None:

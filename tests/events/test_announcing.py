@@ -12,7 +12,7 @@ from kvd_client.announcements import RemovedBlocks, StoredBlocks
 from kvd_client.announcer import Announcer
 from kvd_client.change_reader import NO_SLOT, Differences, Place
 from kvd_proto.descriptions import Description, decode
-from tests.events.content import CHUNKS, FACTOR, MAIN_GROUP, Chunk, chunks, conversation
+from tests.events.content import FACTOR, MAIN_GROUP, Chunk, conversation
 from tests.events.expected import Expected, Held, Indexes
 from tests.events.wire import Batch, BlockRemoved, BlockStored, Event
 
@@ -217,12 +217,3 @@ def test_every_index_has_what_is_there_after_every_step(todo: list[Step]) -> Non
         published.repeat(3)
     assert all(listener.exact for listener in published.listeners)
     assert published.differences() == {}
-
-
-def test_conversations_meet_in_all_ways() -> None:
-    """Of the chunks some share their first block, some all of a prefix, some are not described."""
-    few = [conversation(MODEL, number, 0) for number in range(1, CONVERSATIONS + 1)]
-    heads = {chunk.blocks[0].hash for line in few for chunk in line}
-    keys = {chunk.key for line in few for chunk in line}
-    assert len(heads) < len(keys) < CHUNKS * CONVERSATIONS
-    assert any(not chunk.described for chunk in chunks(MODEL).values())

@@ -1,12 +1,9 @@
 """KV events as vLLM publishes them (vLLM 0.32, distributed/kv_events.py), decoded.
 
-Three frames: the topic, a sequence number of 8 bytes, big-endian, and a msgpack array of a
-timestamp, events and the data-parallel rank. Each event is a map that names its type. vLLM's own
-classes have the same names and fields, so that the indexes beside this file take either.
+vLLM's own classes have the same names and fields, so that the indexes beside this file take either.
 """
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 
@@ -43,11 +40,7 @@ class BlockRemoved(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     ownership: str | None = None
 
 
-class AllBlocksCleared(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """No block is held any more."""
-
-
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+Event = BlockStored | BlockRemoved
 
 
 class Batch(msgspec.Struct, array_like=True):
@@ -56,30 +49,6 @@ class Batch(msgspec.Struct, array_like=True):
     ts: float
     events: list[Event]
     data_parallel_rank: int | None = None
-
-
-class Message(NamedTuple):
-    """A message, decoded."""
-
-    topic: str
-    sequence: int
-    batch: Batch
-
-
-_decoder = msgspec.msgpack.Decoder(Batch)
-
-
-def decode(frames: Sequence[bytes]) -> Message:
-    """Decode the frames of one message.
-
-    Raises:
-        ValueError: there are not three frames, or the sequence number has not 8 bytes.
-        msgspec.MsgspecError: the payload is no batch of events.
-    """
-    if len(frames) != 3 or len(frames[1]) != 8:
-        raise ValueError(f"frames of {[len(frame) for frame in frames]} bytes")
-    topic, sequence, payload = frames
-    return Message(topic.decode(), int.from_bytes(sequence, "big"), _decoder.decode(payload))
 
 
 def low64(block_hash: BlockHash) -> int:
