@@ -110,6 +110,8 @@ class Model:
         self.loans_used: dict[int, float] = {}
         self.ended: list[tuple[int, int]] = []  # loans that were taken back
         self.ghosts: dict[bytes, GhostCause] = {}
+        self.ghosts_of_step: set[bytes] = set()  # those before it, and those that it made
+        self.forgets_ghosts = False
         self.was_reset: set[bytes] = set()  # when their chunks leave only a sweep knows
         self.seen: list[tuple[int, int]] = []  # slots and generations that were READY once
         self.room = 0
@@ -142,7 +144,14 @@ class Model:
         for key in keys:
             assert self.may_go(key)
             del self.chunks[key]
-            self.ghosts[key] = GhostCause.EVICTED
+            self.remember(key, GhostCause.EVICTED)
+
+    def remember(self, key: bytes, cause: GhostCause) -> None:
+        """This one is a ghost; where a step may have had too many, the oldest are forgotten."""
+        self.ghosts[key] = cause
+        self.ghosts_of_step.add(key)
+        if len(self.ghosts_of_step) > GHOSTS_PER_SLOT * self.table.directory.num_slots:
+            self.forgets_ghosts = True
 
     def end_loans(self, slots: list[int]) -> None:
         """These are on loan no longer, those of them that were."""
@@ -875,7 +884,7 @@ class TableMachine(RuleBasedStateMachine):
         assert model.table.remove(first, count, unused_for) == len(there)
         for key in there:
             model.end_loans([model.chunks.pop(key).slot])
-            model.ghosts[key] = GhostCause.REMOVED
+            model.remember(key, GhostCause.REMOVED)
 
     @rule(space=st.sampled_from(SPACES), data=st.data())
     def stale_revocation(self, space: int, data: st.DataObject) -> None:
@@ -971,11 +980,12 @@ class TableMachine(RuleBasedStateMachine):
         found = {key: ghost.cause for key in KEYS if (ghost := ghosts.find(key)) is not None}
         for key in model.was_reset & found.keys():
             if found[key] is GhostCause.RESET:
-                model.ghosts[key] = found[key]
-        if len(ghosts) < GHOSTS_PER_SLOT * model.table.directory.num_slots:
-            assert found == model.ghosts
-        else:  # the oldest are forgotten
+                model.remember(key, found[key])
+        if model.forgets_ghosts:
             assert found.items() <= model.ghosts.items()
+        else:
+            assert found == model.ghosts
+        model.ghosts, model.ghosts_of_step, model.forgets_ghosts = found, set(found), False
         if not model.table.slots.forgotten:
             model.was_reset.clear()
 
