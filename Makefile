@@ -87,7 +87,7 @@ test: $(STAMP) ## every test that needs no GPU and no engine
 	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # The packages that decide, and the parts around them: nothing here starts a daemon.
-FAST := tests/proto tests/broker tests/cache tests/pool tests/wire tests/plan tests/replay tests/report tests/events tests/daemon_parts
+FAST := tests/proto tests/broker tests/cache tests/pool tests/wire tests/plan tests/replay tests/report tests/events tests/server
 
 test-fast: $(STAMP) ## the part of it that starts no daemon: under a minute
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(FAST)

@@ -20,7 +20,7 @@ from policies import parse_with_trace
 from rich.console import Console
 from rich.table import Table
 
-from kvd.broker.forecast import SIZES
+from kvd.broker.report.forecast import SIZES
 from kvd.cache.miss_curve import SAMPLE_EVERY, MissCurve
 from kvd.replay.traces import Trace
 

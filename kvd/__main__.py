@@ -19,7 +19,7 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"] and not {"-h", "--help"} & set(sys.argv):
         # First of all: this process and the lane's have about as much to import, side by side.
         # Where no daemon comes of it, that one ends with this one.
-        from kvd.daemon.lane_process import first_lanes  # noqa: PLC0415
+        from kvd.server.lane_process import first_lanes  # noqa: PLC0415
 
         first_lanes()
     try:

@@ -120,7 +120,7 @@ inside systemctl start kvd || fail "the start after the watchdog" # waits for th
 inside kvd status >/dev/null || fail "ready after the watchdog"
 # Python's own words for a stack, and the package: neither file nor function, which may be renamed.
 stack=$(inside journalctl --no-pager --output cat --unit kvd | sed -n '/^Fatal Python error: Aborted/,/^Extension modules/p')
-grep -q 'File ".*/site-packages/kvd/daemon/' <<<"$stack" || fail "the loop's stack in the journal"
+grep -q 'File ".*/site-packages/kvd/server/' <<<"$stack" || fail "the loop's stack in the journal"
 [ "$(ready)" = "$stored" ] || fail "chunks after the watchdog: $(ready) of $stored"
 said "a frozen broker was ended and started again, with its $stored chunks"
 

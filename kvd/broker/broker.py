@@ -8,22 +8,22 @@ with its code), or leaves a note in the state that a later event answers.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvd.broker.admission import check_descriptors, check_names
-from kvd.broker.attachment import attached_notice
 from kvd.broker.background import Background
-from kvd.broker.caching import Caching
 from kvd.broker.effects import DropEngine, Effect, Event
-from kvd.broker.lanes import Lane
-from kvd.broker.measures import new_lookups
-from kvd.broker.operations import Handler, Operations
-from kvd.broker.registration import Registration, freed_text, refused
-from kvd.broker.reloading import Reloading
-from kvd.broker.sessions import Registry, Request, Session
+from kvd.broker.engines.admission import check_descriptors, check_names
+from kvd.broker.engines.attachment import attached_notice
+from kvd.broker.engines.lanes import Lane
+from kvd.broker.engines.registration import Registration, freed_text, refused
+from kvd.broker.engines.sessions import Registry, Request, Session
+from kvd.broker.engines.supervision import Supervision
+from kvd.broker.report.measures import new_lookups
+from kvd.broker.report.status_report import status_report
+from kvd.broker.requests.caching import Caching
+from kvd.broker.requests.operations import Handler, Operations
+from kvd.broker.requests.reloading import Reloading
 from kvd.broker.state import BrokerState
-from kvd.broker.status_report import status_report
-from kvd.broker.supervision import Supervision
-from kvd.broker.tiering import Tiering
-from kvd.broker.tiers import Tiers
+from kvd.broker.tiers.tier import Tiers
+from kvd.broker.tiers.tiering import Tiering
 from kvd.client_names import Peer
 from kvd.config.sources import Loaded
 from kvd.errors import Refused

@@ -1,6 +1,6 @@
 """What the broker's decisions ask the outside to do.
 
-The core returns lists of these; `kvd.daemon.loop` carries them out in order.
+The core returns lists of these; `kvd.server.loop` carries them out in order.
 Descriptors are named, not held: the core has no file descriptors. They are structures of
 msgspec's, which are made in a tenth of a dataclass's time: every reply is one.
 """

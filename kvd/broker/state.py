@@ -5,11 +5,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvd.broker.effects import Effect, Notify, ToLane
-from kvd.broker.fatal_imports import FatalImports
-from kvd.broker.lanes import Lane
-from kvd.broker.measures import Progress, RecentMax
-from kvd.broker.sessions import Engine, Registry, Session
-from kvd.broker.tiers import Tiers
+from kvd.broker.engines.fatal_imports import FatalImports
+from kvd.broker.engines.lanes import Lane
+from kvd.broker.engines.sessions import Engine, Registry, Session
+from kvd.broker.report.measures import Progress, RecentMax
+from kvd.broker.tiers.tier import Tiers
 from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.client_names import Peer

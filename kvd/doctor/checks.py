@@ -10,12 +10,12 @@ from pathlib import Path
 
 import psutil
 
-from kvd.daemon.runtime_dir import MAX_DIRECTORY_BYTES
 from kvd.doctor.facts import Facts
 from kvd.doctor.findings import Finding, Said, fail, ok, warn
 from kvd.doctor.tier_checks import said_of_tier
 from kvd.lane.devices.cuda import driver
 from kvd.machine.trust import danger
+from kvd.server.runtime_dir import MAX_DIRECTORY_BYTES
 from kvd_proto.access import explain_denied
 from kvd_proto.capacity import CONTEXT_GPU_BYTES, pin_gpu_bytes, pin_kernel_bytes
 from kvd_proto.sizes import format_size

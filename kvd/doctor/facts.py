@@ -18,8 +18,6 @@ import psutil
 
 from kvd.config.settings import Settings
 from kvd.config.values import parse_listen
-from kvd.daemon.addresses import bind_tcp
-from kvd.daemon.pool_files import area_name
 from kvd.doctor.gpus import Gpus, ask_gpus, run_python
 from kvd.doctor.tiers import TierFacts, ask
 from kvd.errors import AccessDenied, ConfigError, NotRunning
@@ -32,6 +30,8 @@ from kvd.machine.room import (
     held_bytes,
     memory_limit,
 )
+from kvd.server.addresses import bind_tcp
+from kvd.server.pool_files import area_name
 from kvd.wire.tool import Control
 
 _ANSWER_SECONDS = 3.0

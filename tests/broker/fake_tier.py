@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from kvd.broker.effects import ChunksReady, Effect, Event, KillTier, ToTier
-from kvd.broker.tiers import Tier
+from kvd.broker.tiers.tier import Tier
 from kvd.wire.tiering import (
     Ask,
     CloseSpace,

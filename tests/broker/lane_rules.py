@@ -7,8 +7,8 @@ from hypothesis.stateful import invariant, rule
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import DropLane, Effect, KillLane, StartLane, ToLane
-from kvd.broker.fatal_imports import MOST_ENDS
-from kvd.broker.lanes import EXITED
+from kvd.broker.engines.fatal_imports import MOST_ENDS
+from kvd.broker.engines.lanes import EXITED
 from kvd.wire.link import (
     BindWorker,
     Importing,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.broker.breaker import (
+from kvd.broker.tiers.breaker import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     QUIET_SECONDS,

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvd.broker.breaker import State
-from kvd.broker.tiering import Tiering
+from kvd.broker.tiers.breaker import State
+from kvd.broker.tiers.tiering import Tiering
 from kvd.wire.tiering import Ask, Get, Outcome, Put
 from kvd_proto.directory import LookupResult
 from tests.broker.fake_tier import TierBench, done, held

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.broker.kv_events import Published
+from kvd.broker.report.kv_events import Published
 from kvd.metrics.counts import EventCounts
 from kvd_proto.messages import KvEvents, Ping, Status, StatusReport
 from tests.broker.brokers import join, make_broker, replies

@@ -3,7 +3,6 @@
 import pytest
 from msgspec.structs import replace
 
-from kvd.broker.admission import FAILED_SECONDS, MAX_CUDA_LANES
 from kvd.broker.broker import Broker
 from kvd.broker.effects import (
     DropFds,
@@ -16,9 +15,10 @@ from kvd.broker.effects import (
     StartLane,
     ToLane,
 )
-from kvd.broker.fatal_imports import REMEMBERED_SECONDS
-from kvd.broker.sessions import Session
-from kvd.broker.status_report import status_report
+from kvd.broker.engines.admission import FAILED_SECONDS, MAX_CUDA_LANES
+from kvd.broker.engines.fatal_imports import REMEMBERED_SECONDS
+from kvd.broker.engines.sessions import Session
+from kvd.broker.report.status_report import status_report
 from kvd.client_names import Peer
 from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import (

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.broker.effects import Event
-from kvd.broker.measures import Progress, RecentMax, new_lookups
+from kvd.broker.report.measures import Progress, RecentMax, new_lookups
 from kvd.broker.state import MAX_EVENTS
 from kvd.metrics import schema
 from kvd.metrics.counts import LookupCounts

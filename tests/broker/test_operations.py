@@ -10,8 +10,8 @@ import pytest
 
 from kvd.broker.background import MAX_TASKS
 from kvd.broker.effects import Event, Reply
-from kvd.broker.operations import CHECK_SLOTS, WHOLE_CHUNKS
-from kvd.broker.sessions import Session
+from kvd.broker.engines.sessions import Session
+from kvd.broker.requests.operations import CHECK_SLOTS, WHOLE_CHUNKS
 from kvd.cache.chunks import PIECE_SLOTS
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.client_names import Peer

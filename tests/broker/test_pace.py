@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.broker.tiers import RATE_BYTES, UNKNOWN_RATE, Pace
+from kvd.broker.tiers.tier import RATE_BYTES, UNKNOWN_RATE, Pace
 
 
 def test_bytes_that_come_in_the_same_moment_count_together() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Reply
-from kvd.broker.status_report import checks, status_report
+from kvd.broker.report.status_report import checks, status_report
 from kvd.metrics.schema import Check
 from kvd.wire.link import PoolUsable
 from kvd_proto.messages import Status, StatusReport

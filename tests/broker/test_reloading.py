@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Event, ToLane
-from kvd.broker.reloading import take_up
-from kvd.broker.status_report import status_report
+from kvd.broker.report.status_report import status_report
+from kvd.broker.requests.reloading import take_up
 from kvd.client_names import Peer
 from kvd.config.settings import KNOWN, Settings
 from kvd.config.sources import Loaded

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvd.broker.breaker import State
-from kvd.broker.demotion import GATHER_SECONDS
 from kvd.broker.effects import Notify, Reply
-from kvd.broker.promotion_requests import MAX_REQUESTS, PromotionRequests
-from kvd.broker.tiering import STUCK_SECONDS
-from kvd.broker.tiers import GET_BYTES
+from kvd.broker.tiers.breaker import State
+from kvd.broker.tiers.demotion import GATHER_SECONDS
+from kvd.broker.tiers.promotion_requests import MAX_REQUESTS, PromotionRequests
+from kvd.broker.tiers.tier import GET_BYTES
+from kvd.broker.tiers.tiering import STUCK_SECONDS
 from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, NewEpoch, OpenSpace, Outcome, Put
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
@@ -146,7 +146,7 @@ def test_a_full_batch_waits_for_nothing_and_a_turn_sends_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is left of it waits as ever."""
-    monkeypatch.setattr("kvd.broker.demotion.CHUNKS_A_TURN", 8)
+    monkeypatch.setattr("kvd.broker.tiers.demotion.CHUNKS_A_TURN", 8)
     bench, disk = bench_of(DISK, chunks=400)
     refs = bench.store(*names(200))
     bench.load(refs[:19])

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from kvd.daemon.pool_files import area_name
 from kvd.errors import NotRunning
+from kvd.server.pool_files import area_name
 from kvd.wire.tool import Control
 from tests.waiting import PATIENCE, PAUSE, eventually
 

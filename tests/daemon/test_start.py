@@ -7,7 +7,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvd.daemon.lane_process import FIRST_DEVICES
+from kvd.server.lane_process import FIRST_DEVICES
 from kvd_proto.messages import HOST
 from tests.conftest import StartDaemon
 from tests.daemon.engines import Engine
@@ -27,7 +27,7 @@ def waiting_lane(pid: int) -> psutil.Process:
 def test_nothing_large_is_imported_before_the_lane_is_started() -> None:
     """The broker's own imports run beside the lane's, and the directory is locked before most."""
     for module, later in (
-        ("kvd.daemon.lane_process", "{'numpy', 'msgspec', 'click', 'logging'}"),
+        ("kvd.server.lane_process", "{'numpy', 'msgspec', 'click', 'logging'}"),
         ("kvd.cli.serve", "{'numpy', 'kvd_proto.messages'}"),
     ):
         done = python("-c", f"import sys, {module}; print({later} & set(sys.modules))")

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from kvd.daemon.notify import SLOWEST_BEAT_SECONDS, Notifier
+from kvd.server.notify import SLOWEST_BEAT_SECONDS, Notifier
 
 
 def said(notices: Notifier, seconds: float, *, step: float = 0.25) -> list[tuple[float, str]]:

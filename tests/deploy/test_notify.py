@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.daemon.notify import SHUTDOWN_SECONDS, Notifier
 from kvd.errors import ConfigError
+from kvd.server.notify import SHUTDOWN_SECONDS, Notifier
 from tests.conftest import StartDaemon
 from tests.processes import children_running
 

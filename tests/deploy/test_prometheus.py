@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvd.broker.forecast import SIZES
+from kvd.broker.report.forecast import SIZES
 from kvd.metrics.counts import DIRECTIONS, STAGES
 from kvd.metrics.schema import ROWS
 from kvd.metrics.tier_counts import GET_OUTCOMES, PUT_OUTCOMES

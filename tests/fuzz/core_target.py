@@ -3,8 +3,8 @@
 import contextlib
 
 from kvd.broker.effects import Effect, KillLane, Notify, Reply, StartLane, ToLane
-from kvd.broker.sessions import Session
-from kvd.broker.status_report import status_report
+from kvd.broker.engines.sessions import Session
+from kvd.broker.report.status_report import status_report
 from kvd.wire.link import BindWorker, ImportWorker, LaneFailed, ReleaseWorker
 from kvd_proto.codec import REQUESTS, WIRE, Header
 from kvd_proto.errors import DecodeError, ProtoError
@@ -86,7 +86,7 @@ class CorePlay(DrivenBroker):
         self.settle()
 
     def _request(self, step: Act) -> None:
-        """As `kvd.daemon.sessions` has it."""
+        """As `kvd.server.sessions` has it."""
         session = self.actors.get(step.actor)
         frame = self.marks.resolve(step.frame)
         is_register = TAGS.get(int.from_bytes(frame[6:8], "little")) is Register

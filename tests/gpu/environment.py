@@ -114,7 +114,7 @@ def environment(folder: Path) -> dict[str, str]:
     # Plugins that happen to be there are no part of these tests.
     found["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     code = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
-    command = [sys.executable, "-c", code, *packages, "kvd.daemon.loop", "kvd_client"]
+    command = [sys.executable, "-c", code, *packages, "kvd.server.loop", "kvd_client"]
     done = subprocess.run(command, env=found, capture_output=True, text=True, check=False)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["it died"])[-1]

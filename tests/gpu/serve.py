@@ -8,10 +8,10 @@ Every option is that of a setting, with its value; the daemon is the same.
 import sys
 
 from kvd.config.sources import Sources
-from kvd.daemon.start import serve
 from kvd.errors import KvdError
 from kvd.logs.setup import configure
 from kvd.machine.open_files import raise_descriptor_limit
+from kvd.server.start import serve
 from kvd.version import VERSION
 
 

@@ -1,0 +1,1 @@
+"""Sessions, registrations and lanes: who is connected, and who maps whose memory."""

@@ -1,0 +1,174 @@
+"""Whether a registration can be served at all, or why not; and the size of a pool for it."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from kvd.broker.engines.sessions import Engine, Session
+from kvd.broker.state import BrokerState
+from kvd.config.settings import Settings
+from kvd.errors import Refused
+from kvd_proto.capacity import auto_cpu_bytes, size_pool
+from kvd_proto.errors import LayoutError
+from kvd_proto.layout import RankLayout, compare_ranks, validate_layout
+from kvd_proto.messages import ErrorCode, IpcHandle, Register, fd_index
+from kvd_proto.printable import unprintable
+from kvd_proto.sizes import format_size
+
+CUDA_DEVICE = re.compile(r"cuda:(MIG-)?[0-9a-f]{32}")
+MAX_CUDA_LANES = 64
+KEPT_PART = 10  # a kept pool is used where its size differs by no more than one part in so many
+FAILED_SECONDS = 10.0  # clients ask every 2 s: not each of them is worth a process
+
+
+def check_rank(engine: Engine, message: Register, others: Mapping[int, Session]) -> None:
+    """Refuse a rank that is taken or contradicts the engine's `others`; with both figures."""
+    holder = others.get(message.rank)
+    if holder is not None:
+        raise Refused(
+            ErrorCode.BAD_STATE,
+            f"rank {message.rank} of engine {engine.name!r} is held by pid {holder.peer.pid};"
+            " give each engine instance a name of its own",
+        )
+    if message.rank >= message.world_size:
+        raise Refused(
+            ErrorCode.BAD_LAYOUT,
+            f"rank {message.rank} in a world of {message.world_size}; ranks count from 0",
+        )
+    for session in others.values():
+        other = session.stated
+        if other is None:
+            continue
+        for field in ("world_size", "temporary", "fingerprint"):
+            mine, theirs = getattr(message, field), getattr(other, field)
+            if mine != theirs:
+                raise Refused(
+                    ErrorCode.BAD_LAYOUT,
+                    f"rank {message.rank} has {field} = {mine}, the engine's other ranks have"
+                    f" {theirs}",
+                )
+
+
+def check_device(state: BrokerState, device: str, now: float) -> None:
+    """Refuse a device that no lane serves or could, or whose lane could not start a moment ago."""
+    if device in state.lanes:
+        return
+    failed_at, failure = state.failed_lanes.get(device, (-FAILED_SECONDS, ""))
+    if failure and now < failed_at + FAILED_SECONDS:
+        raise Refused(ErrorCode.BAD_LAYOUT, failure)
+    if not CUDA_DEVICE.fullmatch(device):
+        raise Refused(
+            ErrorCode.BAD_LAYOUT,
+            f"device {device!r} is not served here; served: host, and CUDA devices by their UUID"
+            " without dashes, cuda:<32 hex digits> or cuda:MIG-<32 hex digits>, which"
+            " `nvidia-smi -L` shows",
+        )
+    if sum(lane.on_demand for lane in state.lanes.values()) >= MAX_CUDA_LANES:
+        raise Refused(
+            ErrorCode.LIMIT,
+            f"lanes of {MAX_CUDA_LANES} CUDA devices run already, {device} would be one more;"
+            " those that no engine uses end after lane_idle_seconds",
+            limit="cuda_lanes",
+        )
+
+
+def check_descriptors(message: Register, count: int) -> None:
+    """Refuse a registration without a descriptor: its control page's, or one a handle names.
+
+    A worker whose handles name none may send none, and has no control page then.
+    """
+    if not count and all(isinstance(handle, IpcHandle) for handle in message.handles):
+        return
+    needed = 1 + max((fd_index(handle) for handle in message.handles), default=0)
+    if count < needed:
+        raise Refused(
+            ErrorCode.BAD_LAYOUT,
+            f"{count} descriptors came with the registration, its handles name {needed}; send it"
+            " with all of them",
+        )
+
+
+def check_names(code: ErrorCode, names: Mapping[str, str]) -> None:
+    """Refuse, with `code`, a name that cannot be shown anywhere; `names` are by their field."""
+    for field, name in names.items():
+        if found := unprintable(name):
+            raise Refused(
+                code,
+                f"{field} {name!r} has a character that cannot be shown, {found}; names are"
+                " letters, digits, punctuation, symbols and spaces",
+            )
+
+
+def names_of(message: Register) -> dict[str, str]:
+    """Return every name in a registration, by its field."""
+    names = {"device": message.device}
+    for number, group in enumerate(message.layout.groups):
+        names[f"group {number}, kind"] = group.kind
+        names[f"group {number}, contents"] = group.contents
+    return names | {
+        f"fingerprint.{field}": getattr(message.fingerprint, field)
+        for field in message.fingerprint.__struct_fields__
+    }
+
+
+def check_layout(message: Register, others: Mapping[int, Session], budget: int | None) -> None:
+    """Refuse a layout that is unsound, contradicts `others`, or whose chunk exceeds `budget`.
+
+    A budget of None is not known yet.
+    """
+    if len(message.handles) != len(message.layout.storages):
+        raise Refused(
+            ErrorCode.BAD_LAYOUT,
+            f"{len(message.handles)} handles for {len(message.layout.storages)} storages",
+        )
+    said = {rank: session.stated for rank, session in others.items()} | {message.rank: message}
+    registrations = {rank: each for rank, each in said.items() if each is not None}
+    try:
+        validate_layout(message.layout)
+        compare_ranks(
+            {rank: r.layout for rank, r in registrations.items()},
+            {rank: r.stage for rank, r in registrations.items()},
+        )
+        if budget is not None:  # refused at once, not when the last rank comes
+            size_pool([message.layout] * message.world_size, budget)
+    except LayoutError as error:
+        raise Refused(ErrorCode.BAD_LAYOUT, str(error)) from error
+
+
+def auto_size(
+    settings: Settings,
+    layouts: Sequence[RankLayout],
+    available: int,
+    kept: int | None,
+    lanes: int = 0,
+) -> tuple[int, str]:
+    """Return the size of a pool for an engine of these ranks, in bytes, and how it came about.
+
+    Where ``cpu_bytes`` is ``auto`` the first engine of which every rank asks for registration
+    decides, by what all of its ranks report together, in whatever order they came. Until then
+    their registrations wait; a rank whose engine never completes decides nothing.
+
+    Args:
+        settings: of the daemon.
+        layouts: of the ranks.
+        available: bytes of the largest pool that fits, beside what pinning it takes.
+        kept: size of the pool that the daemon before left, if it can be used.
+        lanes: how many times it is pinned, see `pinning_lanes`.
+
+    Raises:
+        Refused: such a pool would hold no chunk.
+    """
+    cpu_bytes, explanation = auto_cpu_bytes(
+        layouts,
+        ratio=settings.host_ratio,
+        available=available,
+        reserve=settings.reserve_bytes,
+        lanes=lanes,
+    )
+    if kept and kept != cpu_bytes and abs(kept - cpu_bytes) * KEPT_PART <= cpu_bytes:
+        cpu_bytes = kept
+        explanation += f"; the kept pool of {format_size(kept)} is about as large and is used"
+    try:
+        size_pool(layouts, cpu_bytes)
+    except LayoutError as error:
+        raise Refused(ErrorCode.BAD_LAYOUT, f"cpu_bytes auto: {explanation}: {error}") from error
+    return cpu_bytes, explanation

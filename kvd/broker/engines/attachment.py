@@ -1,0 +1,194 @@
+"""An engine whose ranks are all registered gets its namespace.
+
+The namespace's id is a hash over everything that decides what the bytes of a chunk mean:
+the fingerprint as the engine states it, and the layout as its registration shows it. The
+number of GPU blocks, strides and addresses do not matter: an engine with more GPU memory
+reads the same chunks.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from kvd.broker.effects import (
+    DirectoryFd,
+    Effect,
+    Event,
+    LifelineFd,
+    Notify,
+    SessionFds,
+    ToLane,
+)
+from kvd.broker.engines.lanes import Lane
+from kvd.broker.engines.sessions import Engine, Session
+from kvd.broker.state import BrokerState
+from kvd.errors import KvdError
+from kvd.wire.link import BindWorker, ImportWorker
+from kvd_proto.capacity import size_pool, tokens_per_chunk
+from kvd_proto.descriptions import record_bytes
+from kvd_proto.layout import RankLayout
+from kvd_proto.messages import Attached, LaneUp, Register
+from kvd_proto.sizes import format_size
+
+
+def attach(state: BrokerState, engine: Engine) -> list[Effect]:
+    """Open the namespace of a complete engine, bind its workers, tell its sessions.
+
+    Nothing happens while ranks are missing.
+
+    Raises:
+        LayoutError: the ranks' layouts make no pool.
+        Refused: the namespace cannot be opened.
+    """
+    if engine.missing_ranks or state.namespaces is None:
+        return []
+    workers = [engine.workers[rank] for rank in range(engine.world_size)]
+    registrations = [w.registration for w in workers if w.registration is not None]
+    layouts = [r.layout for r in registrations]
+    sizes = size_pool(layouts, state.namespaces.cpu_bytes)
+    shared = state.settings.share_between_users == "yes"
+    ns_id = namespace_id(registrations, None if shared else engine.uid)
+    if state.namespaces.get(ns_id) is None:
+        state.namespaces.make_room()
+    namespace = state.namespaces.open(
+        ns_id,
+        sizes.slot_bytes,
+        world_size=engine.world_size,
+        replicated=layouts[0].replicated,
+        blocks_per_chunk=layouts[0].blocks_per_chunk,
+        label=registrations[0].fingerprint.model,
+        temporary=registrations[0].temporary,
+        record_bytes=record_bytes(layouts[0]),
+    )
+    namespace.tokens_per_chunk = tokens = tokens_per_chunk(layouts[0])
+    if namespace.table.curve is not None:
+        keys = len(layouts[0].groups)  # that each token has
+        namespace.table.curve.tokens_per_key = None if tokens is None else tokens / keys
+    state.namespaces.attach_engine(namespace)
+    engine.namespace, engine.stepped = namespace, False
+    # The others are bound when their lane, which was lost meanwhile, has mapped their memory.
+    return [
+        *(bind(state, worker) for worker in workers if worker.imported),
+        *tell_served(state, engine),
+        Event(
+            f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
+            f" {sizes.num_chunks} chunks of {format_size(sizes.bytes_per_chunk)}",
+            fields={"engine": engine.name, "namespace": namespace.id.hex()},
+        ),
+    ]
+
+
+def tell_served(state: BrokerState, engine: Engine) -> list[Effect]:
+    """Tell an engine's sessions that chunks can be found, if they can be loaded."""
+    if not engine.served:
+        return []
+    return [attached_notice(state, engine, number) for number in engine.sessions]
+
+
+def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
+    """Return the notice that a served engine's sessions get."""
+    namespace = engine.namespace
+    if namespace is None:
+        raise KvdError(f"{engine!r} is not attached")
+    geometry = namespace.geometry
+    schedules = engine.sessions[session].kind == "scheduler"
+    return Notify(
+        session,
+        Attached(
+            namespace=namespace.id,
+            world_size=engine.world_size,
+            bytes_per_chunk=sum(geometry.slot_bytes),
+            num_chunks=geometry.num_slots,
+            reuse_threshold=namespace.reuse_threshold,
+            description_bytes=namespace.table.descriptions.room,
+            tiers=tuple(tier.info for tier in state.tiers)
+            if namespace.directory.tiers is not None
+            else (),
+        ),
+        DirectoryFd(namespace.id, engine.number if schedules else None),
+    )
+
+
+def bind(state: BrokerState, worker: Session) -> ToLane:
+    """Tell the worker's lane where its chunks live, and count that order."""
+    engine, registration = worker.engine, worker.registration
+    if engine is None or registration is None or engine.namespace is None:
+        raise KvdError(f"{worker!r} cannot be bound")
+    geometry = engine.namespace.geometry
+    arena = 0 if registration.layout.replicated else registration.rank
+    state.lanes[registration.device].bindings += 1
+    return ToLane(
+        registration.device,
+        BindWorker(
+            session=worker.number,
+            namespace=engine.namespace.id,
+            owner=engine.number,
+            arena_base=geometry.arena_base(arena),
+            num_slots=geometry.num_slots,
+        ),
+        DirectoryFd(engine.namespace.id),
+    )
+
+
+def import_worker(session: Session, registration: Register) -> ToLane:
+    """Ask the lane to map the worker's memory."""
+    session.imported = False
+    return ToLane(
+        registration.device,
+        ImportWorker(
+            session=session.number,
+            token=session.token,
+            engine=session.engine.name if session.engine is not None else "?",
+            pid=session.peer.pid,
+            uid=session.peer.uid,
+            rank=registration.rank,
+            world_size=registration.world_size,
+            layout=registration.layout,
+            handles=registration.handles,
+            attempt=session.attempt,
+        ),
+        SessionFds(session.number),
+    )
+
+
+def lane_up(session: Session, lane: Lane) -> Notify:
+    """Tell a worker which process has mapped its memory."""
+    message = LaneUp(
+        device=lane.device,
+        incarnation=lane.incarnation,
+        endpoint=lane.endpoint,
+        token=session.token,
+    )
+    return Notify(session.number, message, LifelineFd(lane.device))
+
+
+def _shape(layout: RankLayout) -> list[Any]:
+    return [
+        layout.blocks_per_chunk,
+        layout.hash_block_size,
+        layout.replicated,
+        layout.slot_bytes,
+        layout.kinds,
+        layout.pages,
+        layout.contents,
+    ]
+
+
+def namespace_id(registrations: Sequence[Register], uid: int | None = None) -> bytes:
+    """Return the 16-byte id for one engine's registrations, ordered by rank.
+
+    With `uid`, only engines of that user have it.
+    """
+    first = registrations[0]
+    parts: list[Any] = [
+        first.fingerprint,
+        first.world_size,
+        [[r.stage, _shape(r.layout)] for r in registrations],
+    ]
+    if first.temporary:  # shared with temporary engines only
+        parts.append("temporary")
+    if uid is not None:
+        parts.append({"uid": uid})
+    return hashlib.blake2b(msgspec.msgpack.encode(parts), digest_size=16).digest()

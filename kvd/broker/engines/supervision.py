@@ -1,0 +1,303 @@
+"""What follows when a lane reports, falls silent or ends.
+
+A lane's report moves a registration, a chunk or a slot on. One that is silent for too long is
+killed, and one that has ended writes nowhere: what it alone was writing is given up.
+
+Lanes of CUDA devices start for the first worker of a device. One that no session has used for
+`lane_idle_seconds` is told to end, and starts again for the next worker. One that cannot start
+refuses the registrations that wait for it, and those of the next seconds, with its own reason; it
+is started again by itself only for workers that were served before.
+
+A lane that was told to end finishes its jobs and unpins the pool piece by piece. It answers pings
+meanwhile, and takes no workers.
+"""
+
+from kvd.broker.effects import ChunksReady, DropLane, Effect, KillLane, Notify, ToLane
+from kvd.broker.engines.admission import MAX_CUDA_LANES
+from kvd.broker.engines.lanes import EXITED, Lane
+from kvd.broker.engines.registration import Registration, freed_text
+from kvd.broker.engines.sessions import RegisterStep, Session
+from kvd.broker.state import BrokerState
+from kvd.errors import Refused
+from kvd.wire.link import (
+    Imported,
+    Importing,
+    LaneFailed,
+    LanePing,
+    LanePong,
+    LaneReady,
+    PoolUsable,
+    Released,
+    Revoked,
+    ShareDone,
+    StopLane,
+)
+from kvd_proto.messages import MAX_TEXT, Detached, ErrorCode, Message
+
+PING_SECONDS = 0.5
+UNPIN_SECONDS_PER_GIB = 0.1
+"""Allowed to unpin. An H200 takes 0.016 to 0.019 s; lanes pause as long, and take turns."""
+
+
+class Supervision:
+    """Decisions about lanes; `registration` goes on with what they have done."""
+
+    def __init__(self, state: BrokerState, registration: Registration) -> None:
+        self._state = state
+        self._registration = registration
+        self._watched = 0.0
+
+    def received(self, device: str, message: Message, now: float) -> list[Effect]:
+        """A lane has sent a message."""
+        lane = self._state.lanes[device]
+        lane.last_seen = now
+        match message:
+            case LaneReady():
+                return self._ready(lane, message)
+            case PoolUsable():
+                return self._pool_usable(lane, message)
+            case Importing():
+                lane.importing = message.session
+            case Imported():
+                lane.importing = 0
+                return self._registration.imported(message)
+            case Released():
+                session = self._state.registry.sessions.get(message.session)
+                return self._registration.released(session) if session is not None else []
+            case Revoked():
+                if (namespace := self._state.namespace(message.namespace)) is not None:
+                    slots, generations = message.slots.tolist(), message.generations.tolist()
+                    namespace.table.slots.revoked(device, slots, generations)
+            case ShareDone():
+                return self._share_done(message)
+            case LanePong():
+                lane.pong = message
+            case LaneFailed():
+                return self._failed(lane, message, now)
+            case _:
+                return [lane.event(f"lane {device} sent {type(message).__name__}", "error")]
+        return []
+
+    def _ready(self, lane: Lane, message: LaneReady) -> list[Effect]:
+        lane.up = True
+        lane.pins = message.pins
+        lane.killed = False
+        lane.pid = message.pid
+        lane.endpoint = message.endpoint
+        lane.reported_bytes = message.usable_bytes
+        lane.pool_error = ""
+        lane.last_used = lane.last_seen
+        lane.incarnation = message.incarnation
+        text = f"lane {lane.device} is up (incarnation {lane.incarnation}, pid {lane.pid})"
+        return [lane.event(text), *self._registration.lane_serves(lane)]
+
+    def _pool_usable(self, lane: Lane, message: PoolUsable) -> list[Effect]:
+        """It can copy more of the pool, or less, or knows that it never will copy all.
+
+        With an error, engines of this lane are detached and their memory is released: the next
+        process of the lane gets it again. This one refuses to map any.
+        """
+        lane.reported_bytes, lane.bindings_done = message.usable_bytes, message.bindings
+        if message.error in {"", lane.pool_error}:
+            return []
+        lane.pool_error = message.error
+        text = f"lane {lane.device}: {message.error}"
+        effects, freed = self._give_up_writes(lane, text)
+        released = self._registration.release_all(lane)
+        return [lane.event(f"{text}{freed_text(freed)}", "error"), *effects, *released]
+
+    def _failed(self, lane: Lane, message: LaneFailed, now: float) -> list[Effect]:
+        """It cannot serve, or cannot go on, and tells why; the rest follows with its end."""
+        lane.failure = message.error
+        if lane.up:  # the next process may serve
+            return [KillLane(lane.device, message.error)]
+        failed = self._state.failed_lanes
+        failed.pop(lane.device, None)
+        failed[lane.device] = (now, message.error)
+        if len(failed) > MAX_CUDA_LANES:
+            del failed[next(iter(failed))]  # the oldest
+        return [KillLane(lane.device, message.error)]
+
+    def _share_done(self, message: ShareDone) -> list[Effect]:
+        session = self._state.registry.sessions.get(message.session)
+        engine = session.engine if session is not None else None
+        if engine is None or engine.namespace is None or engine.namespace.id != message.namespace:
+            return []  # its engine is gone, and with it these writes
+        ready, dropped = engine.namespace.table.stores.share_done(
+            engine.number,
+            message.rank,
+            message.slots.tolist(),
+            message.generations.tolist(),
+            message.first.tolist(),
+            message.count.tolist(),
+            message.groups.tolist(),
+            ok=message.ok,
+        )
+        effects = self._state.revoke(engine.namespace, dropped)
+        return [*effects, ChunksReady(engine.number)] if ready else effects
+
+    # ------------------------------------------------------------------ end
+
+    def lost(self, device: str, reason: str) -> list[Effect]:
+        """A lane process has ended: what it was writing is lost, nothing else is."""
+        state = self._state
+        lane = state.lanes[device]
+        served, failure = lane.up, lane.failure
+        as_told = lane.ending and (reason == EXITED or not served)
+        importing = None if as_told else state.registry.sessions.get(lane.importing)
+        lane.process_ended("" if as_told else failure or reason)
+        for namespace in state.open_namespaces:
+            namespace.table.slots.lane_lost(device)
+        if as_told:
+            why = f"lane {device} has ended: the daemon stops"
+        else:
+            why = f"lane {device} is lost ({lane.last_error}), until another one serves"
+        effects, freed = self._give_up_writes(lane, why)
+        waiting = self._waiting_for(device)
+        if as_told:
+            effects += self._idle_end(lane)
+        elif served or not failure or not waiting:
+            during = f" while it mapped the memory of {importing.who}" if importing else ""
+            text = f"lane {device} is lost{during}: {lane.last_error}{freed_text(freed)}"
+            effects.append(lane.event(text, "error"))
+        # Else the registrations that are refused for it give the reason.
+        effects += self._unmapped(device)
+        if importing is not None:
+            effects += self._registration.lane_ended_importing(importing, lane)
+        if lane.on_demand and not served and not as_told:
+            text = f"lane {device} did not start: {lane.last_error}; the daemon's log says more"
+            code = ErrorCode.BAD_LAYOUT if failure else ErrorCode.LANE_LOST
+            for session in waiting:
+                effects += self._registration.give_up(session, Refused(code, failure or text))
+        if lane.on_demand and not state.workers_of(device) and not self._waiting_for(device):
+            effects.append(self._drop(lane))
+        return effects
+
+    def _idle_end(self, lane: Lane) -> list[Effect]:
+        """Return the log's line on a lane that ended because no session could use it."""
+        if self._state.stopping:
+            return []
+        seconds = self._state.settings.lane_idle_seconds
+        text = f"lane {lane.device} has ended: no engine for {seconds:g} s"
+        if lane.pool_error:
+            text += ", for it could not pin the pool; the next one tries again"
+        return [lane.event(text)]
+
+    def _unmapped(self, device: str) -> list[Effect]:
+        """No memory is mapped by this device's lane any more: the next process maps it again."""
+        effects: list[Effect] = []
+        for session in self._waiting_for(device):
+            if session.pending is not None and session.pending.step is RegisterStep.IMPORTING:
+                session.pending.step = RegisterStep.WAITING
+        for session in list(self._state.registry.sessions.values()):
+            if session.registration is not None and session.registration.device == device:
+                session.imported = False
+            if session.releasing is not None and session.releasing.device == device:
+                effects += self._registration.released(session)
+        return effects
+
+    def _give_up_writes(self, lane: Lane, reason: str) -> tuple[list[Effect], int]:
+        """Give up what engines of this lane were writing, and notify them that nothing is found."""
+        effects: list[Effect] = []
+        freed = 0
+        for engine in self._state.registry.engines.values():
+            devices = {w.registration.device for w in engine.workers.values() if w.registration}
+            if engine.namespace is None or lane.device not in devices:
+                continue
+            if engine.served:
+                notice = Detached(reason=reason[:MAX_TEXT])
+                effects += [Notify(number, notice) for number in engine.sessions]
+            more, given_up = self._state.drop_owner(engine, engine.namespace)
+            effects += more
+            freed += given_up
+        return effects, freed
+
+    def _drop(self, lane: Lane) -> Effect:
+        del self._state.lanes[lane.device]
+        self._state.gone_lanes.add(lane.past)
+        return DropLane(lane.device)
+
+    def _waiting_for(self, device: str) -> list[Session]:
+        """Return the sessions whose registration on `device` is under way."""
+        return [
+            session
+            for session in self._state.registry.sessions.values()
+            if session.pending is not None and session.pending.device == device
+        ]
+
+    # ----------------------------------------------------------------- stop
+
+    def stop(self) -> list[Effect]:
+        """Have every lane finish its jobs and exit."""
+        return [effect for lane in self._state.lanes.values() for effect in self._end(lane)]
+
+    @property
+    def unpin_seconds(self) -> float:
+        """How long the lanes may take from their last job to their exit."""
+        pinned = sum(lane.pong.pinned_bytes for lane in self._state.lanes.values())
+        return UNPIN_SECONDS_PER_GIB * pinned / 2**30 + 10.0
+
+    def end_drain(self) -> list[Effect]:
+        """Kill the lanes that still have jobs, so that the others go on to unpin."""
+        effects: list[Effect] = []
+        for lane in self._state.lanes.values():
+            if lane.up and lane.has_jobs and not lane.killed:
+                lane.killed = True
+                why = f"not drained after {self._state.settings.drain_seconds:g} s"
+                text = f"lane {lane.device} is killed: {why}, {lane.pong.queued_jobs} jobs queued"
+                effects += [lane.event(text, "warning"), KillLane(lane.device, why)]
+        return effects
+
+    @staticmethod
+    def _end(lane: Lane) -> list[Effect]:
+        """Tell a lane to finish its jobs and exit, once."""
+        if lane.ending:
+            return []
+        lane.ending = True
+        return [ToLane(lane.device, StopLane())]
+
+    # ---------------------------------------------------------------- watch
+
+    def watch(self, now: float) -> list[Effect]:
+        """Ask lanes whether they are alive; kill those that have not answered for too long.
+
+        Lanes that came on demand and that no session has used for long are told to end. A lane
+        that cannot pin the pool is of no use: the next process tries again.
+        """
+        effects: list[Effect] = []
+        used = self._devices_in_use()
+        timeout = self._state.settings.lane_timeout_seconds
+        away = now - self._watched - timeout / 4  # while this process hung it received nothing
+        if away > 0:
+            for lane in self._state.lanes.values():
+                lane.last_seen = min(now, lane.last_seen + away)
+        self._watched = now
+        for lane in self._state.lanes.values():
+            silent = now - lane.last_seen
+            if not lane.up or lane.killed:
+                continue
+            if silent > timeout:
+                lane.killed = True
+                text = f"lane {lane.device} is killed: silent for {silent:.1f} s"
+                why = f"did not report for {silent:.1f} s"
+                effects += [lane.event(text, "error"), KillLane(lane.device, why)]
+            elif now - lane.last_ping > PING_SECONDS:
+                lane.last_ping = now
+                effects.append(ToLane(lane.device, LanePing()))
+            if lane.device in used and not lane.pool_error:
+                lane.last_used = now
+            elif lane.on_demand and now > lane.last_used + self._state.settings.lane_idle_seconds:
+                effects += self._end(lane)
+        return effects
+
+    def _devices_in_use(self) -> set[str]:
+        """Return the devices of sessions that have memory there, want to, or are leaving."""
+        return {
+            use.device
+            for session in self._state.registry.sessions.values()
+            for use in (session.registration, session.pending, session.releasing)
+            if use is not None
+        }
+
+    def __repr__(self) -> str:
+        return f"<Supervision of {list(self._state.lanes.values())}>"

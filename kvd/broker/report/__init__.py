@@ -1,0 +1,1 @@
+"""The status report, and what is measured for it alone."""

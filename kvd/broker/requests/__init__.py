@@ -1,0 +1,1 @@
+"""What sessions ask: steps of schedulers, and what operators' tools ask for."""

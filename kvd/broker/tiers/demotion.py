@@ -1,0 +1,202 @@
+"""What goes down to tiers: chunks that were asked for, or all, ahead of their eviction.
+
+A put needs no pin: the tier checks before and after the copy that the slot still holds the chunk.
+So nothing here holds memory, and a chunk that is evicted before its turn is not kept, also with
+`keep=all`: an engine never waits, so a store that waited for a tier would be a chunk not stored.
+Such chunks are counted for each tier that was to keep them (`unkept`).
+
+Chunks wait a little for others, since a batch costs broker, tier and all who share their
+processors as much as dozens of chunks do.
+"""
+
+import math
+from collections.abc import Iterator
+
+from kvd.broker.effects import Effect, ToTier
+from kvd.broker.state import BrokerState
+from kvd.broker.tiers.tier import BATCH_BYTES, Batch, Tier
+from kvd.cache.candidates import Candidates
+from kvd.cache.directory import covers
+from kvd.cache.namespaces import Namespace
+from kvd.wire.tiering import Done, Drop, Outcome, Put
+from kvd_proto.arrays import IntArray
+
+CHUNKS_A_TURN = 64  # of all namespaces: 0.2 ms, and 0.4 for the answer
+PUT_SECONDS = 10.0
+GATHER_SECONDS = 0.1
+"""A batch that is not full waits so long for more."""
+HELD_PART = 16
+"""Nor do chunks wait that are such a part of what memory holds: they might be evicted."""
+
+_Chunk = tuple[bytes, int, int, int, int, int]
+"""Key, slot, generation, first block, count, group."""
+
+
+class Demotion:
+    """Decisions about puts."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self._flush_at: float | None = None  # when all that waits goes; None: nothing waits
+        self.blocked = False  # what waits cannot go on before a put has ended
+
+    def watch(self, namespace: Namespace) -> None:
+        """Have a namespace's table note what is to go down."""
+        keeps = {tier.setting.keep for tier in self._state.tiers}
+        namespace.table.watch(ready="all" in keeps, asked="asked" in keeps)
+
+    def due(self, now: float) -> float:
+        """Seconds until `work` has something to do, as far as nothing arrives; may be infinite.
+
+        It notes since when something waits, so it is to be asked after each turn.
+        """
+        soonest, waits = math.inf, False
+        if self.blocked:
+            return soonest
+        for namespace, queue, keep in self._queues():
+            waits = True
+            if self._flush_at is None:
+                self._flush_at = now + GATHER_SECONDS
+            if now < self._flush_at and len(queue) < _full(namespace):
+                soonest = self._flush_at - now
+            elif self._takers(namespace, keep, now):
+                return 0.0
+        if not waits:
+            self._flush_at = None
+        return soonest
+
+    def work(self, now: float) -> list[Effect]:
+        """Send full batches, and what has waited long enough; some of it in a turn."""
+        self.blocked = False
+        flush = self._flush_at is not None and now >= self._flush_at
+        left, rest, effects = CHUNKS_A_TURN, False, list[Effect]()
+        for namespace, queue, keep in self._queues():
+            full = _full(namespace)
+            wanted = len(queue) if flush else len(queue) // full * full
+            takers = self._takers(namespace, keep, now) if wanted else []
+            if not takers:
+                continue
+            # The slowest that is in use sets the pace, so that each gets all chunks.
+            nbytes = namespace.geometry.bytes_per_chunk
+            room = min(tier.put_room(now) // nbytes for tier in takers)
+            if not any(tier.put_bytes for tier in takers):
+                room = max(room, 1)  # a chunk may be larger than the queue
+            self.blocked |= room < 1
+            chunks = _take(queue, max(0, min(wanted, room, left)), takers)
+            left -= len(chunks)
+            for tier in takers:
+                effects += self._put(tier, namespace, chunks, now)
+            rest |= bool(queue)
+        if flush and not rest:
+            self._flush_at = None
+        return effects
+
+    def _queues(self) -> Iterator[tuple[Namespace, Candidates, str]]:
+        """Those in which something waits, with the setting of the tiers that want it."""
+        for namespace in self._state.open_namespaces:
+            table = namespace.table
+            for queue, keep in ((table.on_asked, "asked"), (table.on_ready, "all")):
+                if queue:
+                    yield namespace, queue, keep
+
+    def _takers(self, namespace: Namespace, keep: str, now: float) -> list[Tier]:
+        return [
+            tier
+            for tier in self._state.tiers
+            if tier.setting.keep == keep and tier.serves(namespace) and now >= tier.full_until
+        ]
+
+    def probe(self, tier: Tier, now: float) -> list[Effect]:
+        """Try a tier with one chunk, of those that wait."""
+        for namespace in self._state.open_namespaces:
+            opening = tier.spaces.get(namespace)
+            if opening is None or not opening.used:
+                continue
+            for queue in (namespace.table.on_asked, namespace.table.on_ready):
+                if queue and (chunks := _take(queue, 1, [tier])):
+                    return self._put(tier, namespace, chunks, now)
+        return []
+
+    def _put(
+        self, tier: Tier, namespace: Namespace, chunks: list[_Chunk], now: float
+    ) -> list[Effect]:
+        new = [chunk for chunk in chunks if not _is_held(tier, namespace, chunk)]
+        nbytes = namespace.geometry.bytes_per_chunk
+        piece = _piece(namespace)
+        effects = []
+        for begin in range(0, len(new), piece):
+            part = new[begin : begin + piece]
+            keys, slots, generations, first, count, groups = zip(*part, strict=True)
+            order = Put(
+                number=tier.number(),
+                namespace=namespace.id,
+                keys=keys,
+                slots=IntArray.of(slots, "u4"),
+                generations=IntArray.of(generations, "u8"),
+                first=IntArray.of(first, "u2"),
+                count=IntArray.of(count, "u2"),
+                groups=IntArray.of(groups, "u2"),
+                deadline_ms=int(PUT_SECONDS * 1000),
+            )
+            size = nbytes * len(part)
+            alone = not tier.put_bytes
+            batch = Batch(order, namespace, namespace.epoch, size, now, alone)
+            effects.append(tier.send(batch))
+        return effects
+
+    def done(self, tier: Tier, batch: Batch, order: Put, done: Done, now: float) -> list[Effect]:
+        """A put has ended: what is kept is found from now on, what is not may be put again."""
+        namespace, counts, unknown = batch.namespace, tier.counts.puts, list[bytes]()
+        tiers = namespace.directory.tiers if batch.epoch == namespace.epoch else None
+        nbytes = namespace.geometry.bytes_per_chunk
+        demotable = namespace.table.slots.demotable
+        columns = (order.first.tolist(), order.count.tolist(), order.groups.tolist())
+        rows = zip(order.keys, done.outcomes.tolist(), batch.refs, *columns, strict=True)
+        for key, code, ref, first, count, group in rows:
+            outcome = Outcome(code)
+            counts[outcome.name.lower()] += 1
+            if outcome is Outcome.OK:
+                tier.counts.put_bytes += nbytes
+                tier.has_room()
+                found = tiers is None or tiers.hold(key, tier.index, first, count, group)
+                if not found:
+                    unknown.append(key)
+            elif outcome is Outcome.FULL:
+                tier.full(now)
+            elif outcome in {Outcome.GONE, Outcome.LATE}:
+                tier.counts.unkept += 1
+            if outcome is not Outcome.OK and demotable is not None:
+                demotable.not_kept(*ref)
+        if unknown and not tier.info.shared:  # the table is full: nobody would find them
+            return [ToTier(tier.index, Drop(namespace=namespace.id, keys=tuple(unknown)))]
+        return []
+
+    def __repr__(self) -> str:
+        return f"<Demotion to {len(self._state.tiers)} tiers>"
+
+
+def _take(queue: Candidates, n: int, takers: list[Tier]) -> list[_Chunk]:
+    """The next `n` chunks of a queue; those that left memory first are counted for `takers`."""
+    chunks, unkept = queue.take(n), queue.take_missed()
+    for tier in takers:
+        tier.counts.unkept += unkept
+    return chunks
+
+
+def _piece(namespace: Namespace) -> int:
+    """Chunks of a batch, at most."""
+    return max(1, min(CHUNKS_A_TURN, BATCH_BYTES // namespace.geometry.bytes_per_chunk))
+
+
+def _full(namespace: Namespace) -> int:
+    """Chunks that do not wait for others."""
+    return max(1, min(_piece(namespace), len(namespace.table.slots.policy) // HELD_PART))
+
+
+def _is_held(tier: Tier, namespace: Namespace, chunk: _Chunk) -> bool:
+    """Whether the tier has all blocks of the chunk already."""
+    tiers = namespace.directory.tiers
+    place = tiers.find(chunk[0]) if tiers is not None else None
+    if place is None or not place.tiers >> tier.index & 1:
+        return False
+    return covers((place.first, place.count), (chunk[3], chunk[4])) and place.group == chunk[5]

@@ -1,0 +1,418 @@
+"""What comes up from tiers: chunks that engines seek and that memory does not hold.
+
+A promotion takes a slot first, so its bytes are bounded: by what keeps the tier busy
+(`Tier.get_room`), and by a quarter of what the namespace holds and of what nobody does. What finds
+no room waits for two seconds; engines take turns (`PromotionRequests`), and so do namespaces. Where
+nobody knows whether a shared tier has a chunk, that is asked, and what is there comes up at once.
+
+A slot that a tier was told to fill is not used for anything else before the tier has said that it
+has ended, or is dead: the medium may still write there.
+"""
+
+import os
+from collections import OrderedDict
+from collections.abc import Collection, Sequence
+
+from kvd.broker.effects import ChunksReady, Effect, Event
+from kvd.broker.state import BrokerState
+from kvd.broker.tiers.promotion_requests import PromotionRequest, PromotionRequests
+from kvd.broker.tiers.tier import BATCH_BYTES, BATCH_CHUNKS, Batch, Tier, first_of
+from kvd.cache.namespaces import Namespace
+from kvd.cache.tier_table import TierTable
+from kvd.wire.tiering import Ask, Done, Get, Outcome
+from kvd_proto.arrays import IntArray
+
+KEYS_A_TURN = 512  # that are looked at: one or two milliseconds
+SOUGHT_SECONDS = 2.0  # after so long nobody waits for them any more
+DESCRIBED_BYTES = 128 * 1024
+ASK_KEYS = 1024
+UNUSED_SECONDS = 0.25  # loans that were not used for so long end for promotions
+SLOT_SECONDS = 30.0  # a slot that is not filled by then is given up, whatever the tier does
+REACH_PART = 4  # of the pool: see the module's text
+
+
+class _Waiting:
+    """What one namespace's engines wait for."""
+
+    def __init__(self) -> None:
+        self.keys = PromotionRequests()
+        self.asked: dict[bytes, Batch] = {}
+        self.under_way = 0  # bytes
+
+
+class Promotion:
+    """Decisions about gets and asks."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self._waiting: OrderedDict[Namespace, _Waiting] = OrderedDict()
+        self._filling: dict[tuple[Namespace, int], Batch] = {}  # by slot
+        self.blocked = False  # what waits cannot go on before something has ended
+
+    @property
+    def waiting(self) -> bool:
+        """Whether keys wait."""
+        return any(waiting.keys for waiting in self._waiting.values())
+
+    def waiting_bytes(self, namespace: Namespace) -> int:
+        """Of the keys that wait, at most."""
+        waiting = self._waiting.get(namespace)
+        return len(waiting.keys) * namespace.geometry.bytes_per_chunk if waiting else 0
+
+    def seek(
+        self, namespace: Namespace, engine: int, keys: Sequence[bytes], now: float
+    ) -> list[Effect]:
+        """An engine wants these in memory, a prompt's head first."""
+        if namespace.directory.tiers is None:
+            return []
+        waiting = self._waiting.setdefault(namespace, _Waiting())
+        namespace.table.counts.sought_dropped += waiting.keys.extend(engine, keys, now)
+        return self._work(namespace, waiting, now)
+
+    def prune(self) -> None:
+        """Forget namespaces that are closed."""
+        for namespace in [each for each in self._waiting if not self._state.is_open(each)]:
+            del self._waiting[namespace]
+
+    def work(self, now: float) -> list[Effect]:
+        """Go on with what waits, as far as there is room."""
+        self.blocked = False
+        effects: list[Effect] = []
+        for namespace, waiting in list(self._waiting.items()):
+            if waiting.keys and self._state.is_open(namespace):
+                self._waiting.move_to_end(namespace)  # others come before it in the next turn
+                effects += self._work(namespace, waiting, now)
+        return effects
+
+    # -------------------------------------------------------------------- down
+
+    def _work(self, namespace: Namespace, waiting: _Waiting, now: float) -> list[Effect]:
+        tiers = namespace.directory.tiers
+        if tiers is None or not self._state.pool_ready or self._state.draining:
+            _drop(namespace, waiting)
+            return []
+        shared = self._shared(namespace)
+        wanted, unknown = self._sorted(namespace, waiting, tiers, now, ask=shared is not None)
+        effects: list[Effect] = []
+        for tier, these in wanted.items():
+            effects += self._get_all(tier, namespace, waiting, these, now)
+        if shared is not None and unknown:
+            effects += self._ask(shared, namespace, waiting, unknown, now)
+        return effects
+
+    def _sorted(
+        self,
+        namespace: Namespace,
+        waiting: _Waiting,
+        tiers: TierTable,
+        now: float,
+        *,
+        ask: bool,
+    ) -> tuple[dict[Tier, dict[bytes, PromotionRequest]], dict[bytes, PromotionRequest]]:
+        """Take keys from the front, as far as there is room for what they mean.
+
+        Returns:
+            What is to come up, by tier; and what nobody knows about, where that can be asked.
+        """
+        keys, find = waiting.keys, namespace.directory.find
+        nbytes, coming = namespace.geometry.bytes_per_chunk, waiting.under_way
+        most = max(nbytes, self._reach(namespace) // REACH_PART)
+        wanted: dict[Tier, dict[bytes, PromotionRequest]] = {}
+        unknown: dict[bytes, PromotionRequest] = {}
+        set_aside: list[PromotionRequest] = []  # their tier is busy, others may have room
+        for _ in range(min(KEYS_A_TURN, len(keys))):
+            sought = keys.pop()
+            key = sought.key
+            if now - sought.since > SOUGHT_SECONDS:
+                namespace.table.counts.sought_dropped += 1
+                continue
+            if (slot := find(key)) >= 0:
+                if (batch := self._filling.get((namespace, slot))) is not None:
+                    batch.engines |= sought.engines
+                continue
+            tier, place = sought.tier, None
+            if tier is None or not tier.serves(namespace):
+                place = tiers.find(key)
+                tier = first_of(self._state.tiers, place.tiers, namespace) if place else None
+            if tier is None:
+                if (asked := waiting.asked.get(key)) is not None:
+                    asked.engines |= sought.engines
+                elif place is None and ask:
+                    unknown[key] = sought.joined(unknown.get(key))
+                continue
+            mine = wanted.setdefault(tier, {})
+            if key in mine:
+                mine[key] = sought.joined(mine[key])
+            elif coming + nbytes <= most and tier.get_room(nbytes * len(mine), nbytes):
+                mine[key] = sought
+                coming += nbytes
+            else:
+                set_aside.append(sought)
+                if coming + nbytes > most or len(self._state.tiers) == 1:
+                    break
+        self.blocked |= bool(set_aside)
+        keys.put_back(set_aside)
+        return wanted, unknown
+
+    def _reach(self, namespace: Namespace) -> int:
+        """Bytes of the pool that the namespace holds, or could without anybody's loss."""
+        namespaces = self._state.namespaces
+        free = namespaces.pool.free_bytes if namespaces is not None else 0
+        return namespace.table.held_bytes + free
+
+    def _shared(self, namespace: Namespace, after: int = -1) -> Tier | None:
+        """The first shared tier behind the place `after` that can be asked."""
+        for tier in self._state.tiers:
+            if tier.index > after and tier.info.shared and tier.serves(namespace):
+                return tier
+        return None
+
+    def _get_all(
+        self,
+        tier: Tier,
+        namespace: Namespace,
+        waiting: _Waiting,
+        wanted: dict[bytes, PromotionRequest],
+        now: float,
+    ) -> list[Effect]:
+        piece, table = BATCH_BYTES // namespace.geometry.bytes_per_chunk, namespace.table
+        if room := table.descriptions.room:  # all of them fit the answer
+            piece = min(piece, DESCRIBED_BYTES // (room + 64))
+        piece = max(1, min(BATCH_CHUNKS, piece))
+        keys, effects = list(wanted), list[Effect]()
+        for begin in range(0, len(keys), piece):
+            part = keys[begin : begin + piece]
+            engines = set[int]().union(*(wanted[key].engines for key in part))
+            effects += self.get(tier, namespace, part, engines, now)
+            find = namespace.directory.find
+            if find(part[-1]) < 0:  # no slot is to be had: they wait
+                again = [key for key in keys[begin:] if find(key) < 0]
+                waiting.keys.put_back(wanted[key] for key in again)
+                self.blocked = True
+                if again:
+                    for each in self._state.open_namespaces:
+                        each.table.lending.end_unused_loans(now - UNUSED_SECONDS)
+                break
+        return effects
+
+    def get(
+        self,
+        tier: Tier,
+        namespace: Namespace,
+        keys: Sequence[bytes],
+        engines: Collection[int],
+        now: float,
+    ) -> list[Effect]:
+        """Have a tier fill slots with these chunks, as far as slots are to be had."""
+        usable = None if self._state.pool_usable else self._state.pinned_bytes
+        taken = namespace.table.promotions.begin(
+            keys, tier.process, now, SLOT_SECONDS, len(keys), usable=usable
+        )
+        if not taken:
+            return []
+        found, slots, generations = zip(*taken, strict=True)
+        size = len(taken) * namespace.geometry.bytes_per_chunk
+        order = Get(
+            number=tier.number(),
+            namespace=namespace.id,
+            keys=found,
+            slots=IntArray.of(slots, "u4"),
+            generations=IntArray.of(generations, "u8"),
+            deadline_ms=max(1, int(tier.deadline(size) * 1000)),
+        )
+        alone = not tier.get_bytes
+        batch = Batch(order, namespace, namespace.epoch, size, now, alone, set(engines))
+        self._filling.update(((namespace, slot), batch) for slot in slots)
+        self._waiting.setdefault(namespace, _Waiting()).under_way += size
+        return [tier.send(batch)]
+
+    def _ask(
+        self,
+        tier: Tier,
+        namespace: Namespace,
+        waiting: _Waiting,
+        unknown: dict[bytes, PromotionRequest],
+        now: float,
+    ) -> list[Effect]:
+        effects, keys = list[Effect](), list(unknown)
+        for begin in range(0, len(keys), ASK_KEYS):
+            part = keys[begin : begin + ASK_KEYS]
+            seconds = max(4 * tier.pace.seconds(0), tier.setting.late_seconds)
+            order = Ask(
+                number=tier.number(),
+                namespace=namespace.id,
+                keys=tuple(part),
+                deadline_ms=max(1, int(seconds * 1000)),
+            )
+            engines = set[int]().union(*(unknown[key].engines for key in part))
+            batch = Batch(order, namespace, namespace.epoch, 0, now, True, engines)
+            waiting.asked.update(dict.fromkeys(part, batch))
+            effects.append(tier.send(batch))
+        return effects
+
+    def probe(self, tier: Tier, namespace: Namespace, now: float) -> list[Effect]:
+        """Ask a shared tier for a chunk that nobody has."""
+        order = Ask(
+            number=tier.number(),
+            namespace=namespace.id,
+            keys=(os.urandom(16),),
+            deadline_ms=int(tier.setting.late_seconds * 1000),
+        )
+        return [tier.send(Batch(order, namespace, namespace.epoch, 0, now, alone=True))]
+
+    # ---------------------------------------------------------------------- up
+
+    def done(self, tier: Tier, batch: Batch, order: Get, done: Done, now: float) -> list[Effect]:
+        """A get has ended: what is there is READY, and nobody writes into the other slots."""
+        self._settle(batch)
+        namespace, counts = batch.namespace, tier.counts
+        table, tiers = namespace.table, namespace.directory.tiers
+        nbytes, effects = namespace.geometry.bytes_per_chunk, list[Effect]()
+        outcomes, refs, ready = done.outcomes.tolist(), batch.refs, 0
+        columns = (done.first.tolist(), done.count.tolist(), done.groups.tolist())
+        failed = []
+        for i, (key, ref, code) in enumerate(zip(order.keys, refs, outcomes, strict=True)):
+            outcome = Outcome(code)
+            counts.gets[outcome.name.lower()] += 1
+            current = tiers is not None and batch.epoch == namespace.epoch
+            if outcome is Outcome.OK:
+                blocks = columns[0][i], columns[1][i], columns[2][i]
+                counts.get_bytes += nbytes
+                if table.promotions.done(*ref, *blocks, done.descriptions[i]):
+                    ready += 1
+                    if current and tiers is not None:
+                        tiers.hold(key, tier.index, *blocks)
+                continue
+            failed.append(ref)
+            if outcome in {Outcome.ABSENT, Outcome.CORRUPT} and current and tiers is not None:
+                tiers.release(key, tier.index)
+                if tier.info.shared:
+                    tiers.absent(key, now)
+            if outcome is Outcome.CORRUPT:
+                text = (
+                    f"tier {tier.name}: what came up for slot {ref[0]} of namespace"
+                    f" {namespace.id.hex()[:8]} is not what was put there; it is dropped and"
+                    " computed again"
+                )
+                effects.append(Event(text, "error", {"tier": tier.name}))
+                tier.breaker.corrupt(now)
+        table.promotions.give_up(failed)
+        _free(tier, batch)
+        if ready:
+            tier.pace.observe(ready * nbytes, now, batch.sent if batch.alone else None)
+        else:
+            tier.pace.begin(now)
+        return [*effects, *map(ChunksReady, sorted(batch.engines))]
+
+    def answered(
+        self, tier: Tier, batch: Batch, order: Ask, done: Done, now: float
+    ) -> list[Effect]:
+        """A shared tier has said what it has; that comes up now, in the order of the question."""
+        namespace = batch.namespace
+        waiting = self._waiting.setdefault(namespace, _Waiting())
+        for key in order.keys:
+            waiting.asked.pop(key, None)
+        tiers = namespace.directory.tiers
+        engines, absent = frozenset(batch.engines), list[bytes]()
+        there: list[PromotionRequest] = []
+        for key, code in zip(order.keys, done.outcomes.tolist(), strict=True):
+            outcome = Outcome(code)
+            tier.counts.asks[_ASKED.get(outcome, "failed")] += 1
+            if outcome is Outcome.OK:
+                there.append(PromotionRequest(key, engines, now, tier))
+            elif outcome is Outcome.ABSENT:
+                absent.append(key)
+        if tiers is None or batch.epoch != namespace.epoch:
+            return []
+        waiting.keys.put_back(there)
+        effects = self._work(namespace, waiting, now)
+        following = self._shared(namespace, tier.index)
+        if following is not None and absent:
+            unknown = {key: PromotionRequest(key, engines, now) for key in absent}
+            effects += self._ask(following, namespace, waiting, unknown, now)
+        else:
+            for key in absent:
+                tiers.absent(key, now)
+        return [*effects, *map(ChunksReady, sorted(batch.engines))]
+
+    def give_up(self, tier: Tier) -> list[Effect]:
+        """A tier is set aside: nobody waits for it any more. Its slots stay till it has ended."""
+        engines: set[int] = set()
+        for batch in tier.batches.values():
+            if isinstance(batch.order, Ask):
+                self._drop_asked(batch)
+            elif isinstance(batch.order, Get) and not batch.given_up:
+                batch.given_up = True
+                self._settle(batch)
+                batch.namespace.table.promotions.give_up(batch.refs)
+            engines |= batch.engines
+            batch.engines = set()
+        return [*map(ChunksReady, sorted(engines))]
+
+    def give_up_slots(self, tier: Tier) -> None:
+        """What its process fills, whatever is noted of orders, is nobody's until it has ended."""
+        for namespace in self._state.open_namespaces:
+            life = namespace.table.slots
+            filled = [slot for slot, name in life.filling.items() if name == tier.process]
+            namespace.table.promotions.give_up(life.refs(filled))
+
+    def late(self, tier: Tier, batch: Batch) -> None:
+        """A get that was given up has ended: its slots are free."""
+        _free(tier, batch)
+
+    def lost(self, tier: Tier) -> None:
+        """A tier's process has ended, is forgotten, and moves nothing any more.
+
+        What is noted here is made anew from what other tiers have under way, so nothing is left of
+        it, whatever went wrong before.
+        """
+        self.give_up_slots(tier)
+        for namespace in self._state.open_namespaces:
+            namespace.table.slots.lane_lost(tier.process)
+        live = {each for other in self._state.tiers for each in other.batches.values()}
+        self._filling = {place: each for place, each in self._filling.items() if each in live}
+        for namespace, waiting in self._waiting.items():
+            waiting.asked = {key: each for key, each in waiting.asked.items() if each in live}
+            waiting.under_way = sum(
+                each.nbytes
+                for each in live
+                if each.namespace is namespace and isinstance(each.order, Get) and not each.given_up
+            )
+
+    def drop_waiting(self) -> None:
+        """Nothing waits any more: engines miss it."""
+        for namespace, waiting in self._waiting.items():
+            _drop(namespace, waiting)
+
+    def _settle(self, batch: Batch) -> None:
+        """A get counts no more among those that are under way."""
+        for slot, _ in batch.refs:
+            if self._filling.get((batch.namespace, slot)) is batch:
+                del self._filling[batch.namespace, slot]
+        if (waiting := self._waiting.get(batch.namespace)) is not None:
+            waiting.under_way -= batch.nbytes
+
+    def _drop_asked(self, batch: Batch) -> None:
+        if (waiting := self._waiting.get(batch.namespace)) is not None:
+            for key in batch.order.keys:
+                waiting.asked.pop(key, None)
+
+    def __repr__(self) -> str:
+        return f"<Promotion: {len(self._filling)} slots are being filled>"
+
+
+_ASKED = {
+    Outcome.OK: "ok",
+    Outcome.ABSENT: "absent",
+    Outcome.LATE: "late",
+}
+
+
+def _drop(namespace: Namespace, waiting: _Waiting) -> None:
+    namespace.table.counts.sought_dropped += waiting.keys.clear()
+
+
+def _free(tier: Tier, batch: Batch) -> None:
+    """Nothing of a get moves any more: its slots that drain are free."""
+    slots, generations = zip(*batch.refs, strict=True)
+    batch.namespace.table.slots.revoked(tier.process, slots, generations)

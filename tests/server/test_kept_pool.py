@@ -1,0 +1,1161 @@
+"""What one daemon leaves and the next one takes over, in files but without processes."""
+
+import errno
+import fcntl
+import mmap
+import os
+import re
+import stat
+import struct
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from kvd.cache.chunks import ChunkTable
+from kvd.cache.descriptions import MakeDescriptions
+from kvd.cache.ledger import Ledger
+from kvd.cache.namespaces import Keeping, Namespace, Namespaces
+from kvd.cache.resets import Resets
+from kvd.cache.trailer import MOST_LEDGERS, PoolTrailer
+from kvd.cli.serve import purge
+from kvd.config.settings import Settings
+from kvd.config.sources import Sources
+from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
+from kvd.machine import room
+from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit
+from kvd.pool.filling import FillOrder
+from kvd.server import kept_pool, pool_files
+from kvd.server.descriptions import DescriptionFiles
+from kvd.server.kept_pool import KeptPool, MakeNamespaces
+from kvd.server.memory import PoolMemory
+from kvd.server.pool_dirs import remember_pool_dir
+from kvd.server.pool_files import VERSION, area_name
+from kvd.server.runtime_dir import RuntimeDir
+from kvd.server.shared import DirectoryMemory
+from kvd_proto.descriptions import (
+    HEADER_BYTES,
+    Description,
+    DescriptionsView,
+    encode,
+    pack_header,
+    place,
+)
+from kvd_proto.directory import SlotState
+from tests.cache.tables import begin, finish
+from tests.descriptors import open_on
+from tests.full import fill_up
+
+PAGE = 4096
+SIZE = 256 * PAGE
+RECORD = 128
+RUNTIME = Path("/run/kvd-test")
+NAMES = (bytes([1]) * 16, bytes([2]) * 16)
+SHAPES: tuple[tuple[tuple[int, ...], int, bool], ...] = (
+    ((PAGE, PAGE), 2, False),
+    ((3 * PAGE,), 3, True),
+)
+
+
+@dataclass
+class Life:
+    """One daemon's life with its pool: from its start to a kill."""
+
+    keep: KeptPool
+    pool: PoolMemory
+    namespaces: Namespaces
+    directories: DirectoryMemory
+    descriptions: DescriptionFiles
+    ended: bool = False
+
+    def open(self, which: int = 0) -> Namespace:
+        """A namespace, with an engine."""
+        sizes, world, replicated = SHAPES[which]
+        namespace = self.namespaces.open(
+            NAMES[which],
+            sizes,
+            world_size=world,
+            replicated=replicated,
+            label="model",
+            record_bytes=RECORD,
+        )
+        self.namespaces.attach_engine(namespace)
+        return namespace
+
+    def described(self, namespace: Namespace) -> dict[bytes, Description | None]:
+        """Who may read the descriptions reads these of the READY chunks."""
+        (fd,) = self.descriptions.read_fds(namespace.id.hex())
+        assert fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+        view, directory = DescriptionsView(fd), namespace.table.directory
+        return {
+            directory.key(slot): view.read(slot, directory.generation(slot))
+            for slot in directory.slots_in(SlotState.READY)
+        }
+
+    def table(self, which: int = 0) -> ChunkTable:
+        """The chunks of a namespace that is here already."""
+        namespace = self.namespaces.get(NAMES[which])
+        assert namespace is not None
+        return namespace.table
+
+    @property
+    def held(self) -> list[set[bytes]]:
+        """The keys of the READY chunks, by namespace; none may be anything else."""
+        self.namespaces.check_integrity()
+        return [ready_keys(namespace.table) for namespace in self.namespaces]
+
+    def allocate(self) -> None:
+        """Have all of the pool, or the error."""
+        self.pool.start(lambda: None)
+        while not self.pool.ready and not self.pool.error:
+            os.sched_yield()
+
+    def kill(self) -> None:
+        """The kernel lets go of everything, and nothing is undone."""
+        self.ended = True
+        self.directories.close()
+        self.descriptions.close()
+        for fd in (self.pool.fd, self.keep._files._lock_fd):
+            os.close(fd)
+
+    def end(self) -> None:
+        """Nothing is written any more, and all locks are let go of."""
+        if self.ended:
+            return
+        self.ended = True
+        self.pool.close()
+        self.directories.close()
+        self.descriptions.close()
+        self.keep.close()
+
+
+Start = Callable[..., Life]
+
+
+def maker(
+    directories: DirectoryMemory,
+    cpu_bytes: int = SIZE,
+    make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
+    resets: Resets | None = None,
+) -> MakeNamespaces:
+    """As the daemon makes its namespaces."""
+
+    def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
+        return Namespaces(
+            cpu_bytes,
+            Settings(),
+            boot_id=bytes([9]) * 16,
+            make_buffer=directories.make,
+            make_descriptions=make_descriptions,
+            keeping=keeping,
+            fill=fill,
+            resets=resets,
+        )
+
+    return make
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts lives in one pool_dir, the one before ended; the last one is ended with the test."""
+    lives: list[Life] = []
+
+    def begin(
+        cpu_bytes: int = SIZE,
+        *,
+        keeps: bool = True,
+        cold: bool = False,
+        resets: Resets | None = None,
+    ) -> Life:
+        for life in lives:
+            life.end()
+        lives.clear()
+        directories = DirectoryMemory()
+
+        kept = KeptPool(tmp_path, RUNTIME, keeps=keeps, cold=cold)
+        descriptions = DescriptionFiles(kept.open_descriptions)
+        make = maker(directories, cpu_bytes, descriptions.make, resets)
+        try:
+            pool, namespaces = kept.open(cpu_bytes, make)
+        except (PoolError, Refused):
+            kept.close()
+            raise
+        lives.append(Life(kept, pool, namespaces, directories, descriptions))
+        if pool.may_be_written:  # as the daemon's loop does before lanes start
+            kept.settle()
+        return lives[0]
+
+    yield begin
+    for life in lives:
+        life.end()
+
+
+def description(key: bytes) -> Description:
+    """That of a chunk."""
+    return Description(parent=b"", hashes=(key,), tokens=key[:1] * 8, block_size=2)
+
+
+def store_described(table: ChunkTable, keys: list[bytes]) -> list[int]:
+    """Write the keys' shares, with their descriptions; the slots."""
+    slots, generations = table.lending.lend(1, len(keys), 1, 0.0)
+    slots, generations = list(slots), list(generations)
+    encoded = [encode(description(key)) for key in keys]
+    table.stores.begin(keys, slots, generations, 1, 0.0, descriptions=encoded)
+    n = len(slots)
+    for rank in range(table.space.geometry.world_size):
+        table.stores.share_done(1, rank, slots, generations, [0] * n, [1] * n, [0] * n, ok=True)
+    return slots
+
+
+def keys_of(name: str, count: int) -> list[bytes]:
+    """Names of chunks."""
+    return [f"{name} {number}".encode() for number in range(count)]
+
+
+def store(table: ChunkTable, keys: list[bytes]) -> list[int]:
+    """Write the keys' shares; the slots."""
+    begun = begin(table, keys)
+    finish(table, begun, (1, 3))
+    return begun.slots
+
+
+def ready_keys(table: ChunkTable) -> set[bytes]:
+    """The keys of a table's READY chunks."""
+    directory = table.directory
+    return {directory.key(slot) for slot in directory.slots_in(SlotState.READY)}
+
+
+def area(tmp_path: Path) -> Path:
+    """Where it is kept."""
+    return tmp_path / area_name(RUNTIME)
+
+
+@pytest.mark.parametrize("years", [-100, -57, -1, 79, 81, 100, 10_000])
+def test_a_clock_that_is_wrong_loses_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, years: int
+) -> None:
+    """Before the epoch or past 32 bits of seconds: chunks come back, generations grow."""
+    right = time.time()
+    generations: list[int] = []
+    for offset in (0, years, 0, years):
+        monkeypatch.setattr(time, "time", lambda offset=offset: right + offset * 365 * 86_400)
+        table = start().open(0).table
+        (slot,) = store(table, [str(len(generations)).encode()])
+        assert len(ready_keys(table)) == len(generations) + 1
+        generations.append(int(table.directory.generation(slot)))
+    assert generations == sorted(set(generations))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"cpu_bytes": SIZE // 2}, {"cpu_bytes": 2 * SIZE}, {"cold": True}, {"keeps": False}],
+    ids=str,
+)
+def test_other_settings_start_empty(
+    start: Start, tmp_path: Path, change: dict[str, int | bool]
+) -> None:
+    """Another size, a cold start or keeping nothing: no chunk; the file's memory is used again."""
+    life = start()
+    store(life.open().table, keys_of("k", 9))
+    life.allocate()
+    life = start(**change)
+    assert not len(life.namespaces)
+    life.allocate()
+    life.keep.settle()
+    assert (area(tmp_path) / "pool").stat().st_size == life.pool.file_bytes
+    store(life.open().table, keys_of("n", 5))
+    if life.keep.keeps:
+        assert start(**(change | {"cold": False})).held == [set(keys_of("n", 5))]
+    else:
+        life.end()
+        assert not area(tmp_path).exists()
+        start()
+
+
+def kept_chunks(start: Start) -> set[bytes]:
+    """Leave a pool of which every page is there, with chunks; their keys."""
+    life = start()
+    life.allocate()
+    store(life.open(0).table, keys_of("a", 9))
+    store(life.open(1).table, keys_of("b", 5))
+    left = set().union(*life.held)
+    life.end()
+    return left
+
+
+def contents(place: Path) -> dict[str, bytes]:
+    """Every file of the area."""
+    return {file.name: file.read_bytes() for file in place.iterdir()}
+
+
+LARGER: list[dict[str, int | bool]] = [
+    {"cpu_bytes": 3 * SIZE},
+    {"cpu_bytes": 3 * SIZE, "cold": True},
+    {"cpu_bytes": 3 * SIZE, "keeps": False},
+]
+
+
+@pytest.mark.parametrize("change", LARGER, ids=str)
+def test_a_pool_that_cannot_fit_leaves_what_is_kept(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int | bool]
+) -> None:
+    """Filesystem or control group are too small: every file is as it was, and the error says so."""
+    keys = kept_chunks(start)
+    before = contents(area(tmp_path))
+    with pytest.raises(PoolError, match=r"does not fit .*; the kept pool of 1 MiB stays as it was"):
+        start(**(change | {"cpu_bytes": 2**60}))
+    assert contents(area(tmp_path)) == before
+    limit = MemoryLimit(Path("/sys/fs/cgroup/small"), SIZE, SIZE)
+    monkeypatch.setattr(room, "memory_limit", lambda: limit)
+    monkeypatch.setattr(room, "_mount", lambda directory: ("tmpfs", str(directory)))
+    with pytest.raises(
+        PoolError, match=r"control group /sys/fs/cgroup/small: 0 B of 1 MiB are left"
+    ):
+        start(**change)
+    assert contents(area(tmp_path)) == before
+    life = start()
+    assert set().union(*life.held) == keys
+    assert life.pool.ready
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
+@pytest.mark.parametrize("change", LARGER, ids=str)
+def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, int | bool],
+    *,
+    killed: bool,
+) -> None:
+    """Memory runs out half-way, or the daemon is killed there: the next one has every chunk."""
+    keys = kept_chunks(start)
+    before = contents(area(tmp_path))
+    real = os.posix_fallocate
+
+    def half(fd: int, first: int, length: int) -> None:
+        real(fd, first, length * 2 // 3)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def fails() -> Life:
+        life = start(**change)
+        life.open(0)
+        monkeypatch.setattr(os, "posix_fallocate", half)
+        life.allocate()
+        monkeypatch.undo()
+        assert "No space left" in life.pool.error
+        taken = (area(tmp_path) / "pool").stat().st_blocks * 512
+        assert 2 * SIZE <= taken < 3 * SIZE  # the file system's own notes count
+        return life
+
+    if killed:
+        fails().kill()
+        assert contents(area(tmp_path)) != before
+    else:
+        life = fails()
+        life.keep.failed()
+        assert life.keep.what_stays
+        life.end()
+        assert contents(area(tmp_path)) == before
+    life = start()
+    assert set().union(*life.held) == keys
+    assert life.pool.ready
+    assert (area(tmp_path) / "pool").stat().st_size == SIZE + TRAILER_BYTES
+    assert not list(area(tmp_path).glob("*.new"))
+
+
+def test_what_is_kept_is_given_up_when_the_new_pool_is_there(start: Start, tmp_path: Path) -> None:
+    """Until then every byte lies there as it was, engines register, and no lane may write."""
+    kept_chunks(start)
+    before = contents(area(tmp_path))
+    life = start(3 * SIZE)
+    life.open(0)
+    assert not life.pool.may_be_written
+    assert before.items() - {"pool": before["pool"]}.items() <= contents(area(tmp_path)).items()
+    assert (area(tmp_path) / "pool").read_bytes().startswith(before["pool"])
+    life.allocate()
+    assert life.pool.ready
+    life.keep.settle()
+    store(life.table(0), keys_of("n", 7))
+    own = {f"{NAMES[0].hex()}{kind}" for kind in (".ledger", ".descriptions")}
+    assert set(contents(area(tmp_path))) == {"pool", "manifest.json", *own}
+    life = start(3 * SIZE)
+    assert life.held == [set(keys_of("n", 7))]
+    assert life.pool.ready
+
+
+def failing(number: int, suffix: str = "", real: Callable[..., Any] = os.open) -> Any:
+    """As a system call fails; of those with a path, only for one that ends so."""
+
+    def call(*arguments: Any) -> Any:
+        if str(arguments[0]).endswith(suffix):
+            raise OSError(number, os.strerror(number))
+        return real(*arguments)
+
+    return call
+
+
+SHORTAGES: dict[str, tuple[str, Any, str]] = {
+    "ledger": ("open", failing(errno.EMFILE, ".ledger"), r"raise .* stays as it was"),
+    "directory": ("memfd_create", failing(errno.EMFILE), "no directory .* can be made now"),
+}
+
+
+@pytest.mark.parametrize(("name", "fails", "said"), SHORTAGES.values(), ids=SHORTAGES)
+def test_a_shortage_at_the_start_loses_no_chunk_and_no_descriptor(
+    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, fails: Any, said: str
+) -> None:
+    """The error says what is short; the start after that has every chunk."""
+    held = kept_chunks(start)
+    monkeypatch.setattr(os, name, fails)
+    with pytest.raises((PoolError, Refused), match=said):
+        start()
+    monkeypatch.undo()
+    pool = os.open(area(tmp_path) / "pool", os.O_RDONLY)
+    assert open_on(pool) == {pool}
+    os.close(pool)
+    assert set().union(*start().held) == held
+
+
+def test_the_rest_of_a_kept_pool_that_cannot_be_had_loses_no_chunk(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pool of which a part was allocated is kept where the rest does not fit any more."""
+    life = start()
+    os.posix_fallocate(life.pool.fd, 0, SIZE // 2)
+    store(life.open(0).table, keys_of("a", 9))
+    life = start()
+    assert not life.pool.ready
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+    life.allocate()
+    life.keep.failed()
+    life.end()
+    monkeypatch.undo()
+    assert start().held == [set(keys_of("a", 9))]
+
+
+def test_a_first_pool_that_cannot_be_allocated_gives_its_memory_back(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nothing was kept nothing stays."""
+    life = start()
+    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
+    life.allocate()
+    life.keep.failed()
+    life.end()
+    assert not area(tmp_path).exists()
+
+
+def test_a_full_filesystem_hinders_no_restart(
+    start: Start, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
+) -> None:
+    """The pool is there, so the next daemon starts with it and needs no byte more."""
+    small_tmpfs(tmp_path, 2 * SIZE)
+    keys = kept_chunks(start)
+    fill_up(tmp_path)
+    for _ in range(2):
+        life = start()
+        assert set().union(*life.held) == keys
+        assert life.pool.ready
+    with pytest.raises(PoolError, match=rf"remount,size=3M {re.escape(str(tmp_path))}"):
+        start(3 * SIZE // 2)
+    assert set().union(*start().held) == keys
+    assert life.ended
+
+
+def test_a_pool_without_room_for_its_manifest_is_refused(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The pool fits, the manifest does not: with the remedy; nothing of it is damage later."""
+    kept_chunks(start)
+    for file in [area(tmp_path) / "manifest.json", *area(tmp_path).glob("*.descriptions")]:
+        file.unlink()
+    monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
+    with pytest.raises(PoolError, match="cannot be written: No space left on device; make room"):
+        start()
+    monkeypatch.undo()
+    start()
+    assert not list(area(tmp_path).glob("*.damaged-*"))
+
+
+def ledger_of(place: Path) -> Path:
+    """The one ledger."""
+    (ledger,) = place.glob("*.ledger")
+    return ledger
+
+
+def flip(file: Path, where: int | bytes, beside: int = 0) -> None:
+    """Change one bit, at a number or so far from where some bytes are."""
+    data = bytearray(file.read_bytes())
+    at = where if isinstance(where, int) else data.index(where)
+    data[at + beside] ^= 1
+    file.write_bytes(data)
+
+
+def move_record(place: Path) -> None:
+    """Put the record of one slot in the place of another."""
+    ledger = ledger_of(place)
+    data = bytearray(ledger.read_bytes())
+    at = data.index(b"k 3") - 24
+    data[at + 80 : at + 160] = data[at : at + 80]
+    ledger.write_bytes(data)
+
+
+def link_ledger(place: Path) -> None:
+    """Put a link in its place."""
+    ledger = ledger_of(place).rename(place / "elsewhere")
+    (place / f"{NAMES[0].hex()}.ledger").symlink_to(ledger)
+
+
+def edit_manifest(place: Path, old: str, new: str) -> None:
+    """Replace a part of it."""
+    file = place / "manifest.json"
+    file.write_text(file.read_text().replace(old, new))
+
+
+def replace_by_folder(file: Path) -> None:
+    """Put a folder in its place."""
+    file.unlink()
+    file.mkdir()
+
+
+def exchange_pool(place: Path) -> None:
+    """Put another file of the same size in its place."""
+    (place / "pool").rename(place / "old")
+    with (place / "pool").open("wb") as file:
+        file.truncate(SIZE)
+
+
+def empty(file: Path, size: int = 0) -> None:
+    """Leave only so many zeros."""
+    os.truncate(file, 0)
+    os.truncate(file, size)
+
+
+def damage_numbers(place: Path, begun: int, ended: int, entry: int | None = None) -> None:
+    """Write the numbers of an entry of the trailer: one without a ledger, or that of the ledger."""
+    with (place / "pool").open("r+b") as file:
+        file.seek(SIZE)
+        trailer = file.read(TRAILER_BYTES)
+        at = 64 + 32 * entry if entry is not None else trailer.index(NAMES[0])
+        file.seek(SIZE + at + 16)
+        file.write(struct.pack("<QQ", begun, ended))
+
+
+ODD_NUMBERS = {
+    "all ones": (2**64 - 1, 2**64 - 1),
+    "the last epochs": ((2**32 - 2) << 32, (2**32 - 2) << 32),
+    "ended and not begun": (5, 6),
+}
+
+HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "ledger's magic word": (lambda at: flip(ledger_of(at), 0), "no ledger"),
+    "ledger's description": (lambda at: flip(ledger_of(at), 60), "header is damaged"),
+    "a key": (lambda at: flip(ledger_of(at), b"k 3"), "1 of 9 records are damaged"),
+    "a generation": (lambda at: flip(ledger_of(at), b"k 3", -24), "1 of 9 records are damaged"),
+    "a record elsewhere": (move_record, "records are damaged"),
+    "ledger's end": (lambda at: os.truncate(ledger_of(at), 5000), "cannot hold a ledger"),
+    "ledger of another namespace": (
+        lambda at: ledger_of(at).rename(at / f"{NAMES[1].hex()}.ledger"),
+        "it is that of namespace",
+    ),
+    "a link": (link_ledger, "cannot be opened"),
+    "an empty ledger": (lambda at: empty(ledger_of(at)), "is empty: its namespace starts without"),
+    "a zeroed ledger": (
+        lambda at: empty(ledger_of(at), ledger_of(at).stat().st_size),
+        "is empty: its namespace starts without chunks",
+    ),
+    "manifest": (lambda at: (at / "manifest.json").write_bytes(b"{"), "cannot be read"),
+    "a huge manifest": (
+        lambda at: os.truncate(at / "manifest.json", 2**30),
+        "it has more than 4096 bytes",
+    ),
+    "another version": (
+        lambda at: edit_manifest(at, f'"version":{VERSION}', '"version":99'),
+        "version 99",
+    ),
+    "another boot": (lambda at: edit_manifest(at, '"kernel":"', '"kernel":"x'), "started anew"),
+    "no manifest": (
+        lambda at: (at / "manifest.json").unlink(),
+        "there is no manifest.json; the cache starts empty",
+    ),
+    "another epoch": (lambda at: edit_manifest(at, '"epoch":', '"epoch":99'), "cannot be read"),
+    "another pool": (exchange_pool, "another file"),
+    "no pool": (lambda at: (at / "pool").unlink(), "is gone"),
+    "a folder for the pool": (lambda at: replace_by_folder(at / "pool"), "another file"),
+    "a pool that is cut off": (lambda at: os.truncate(at / "pool", SIZE + PAGE), "is cut off"),
+    "another size": (
+        lambda at: edit_manifest(at, f'"cpu_bytes":{SIZE}', f'"cpu_bytes":{2 * SIZE}'),
+        "does not have 1048576 bytes of chunks",
+    ),
+    "an impossible size": (lambda at: edit_manifest(at, '"bytes":', '"bytes":-'), "cannot be read"),
+} | {
+    f"numbers in the trailer: {name}": (
+        lambda at, odd=odd: damage_numbers(at, *odd),
+        "its entry in the pool's trailer is damaged",
+    )
+    for name, odd in ODD_NUMBERS.items()
+}
+
+
+@pytest.mark.parametrize(("harm", "said"), HARMS.values(), ids=HARMS)
+def test_what_is_damaged_or_foreign_is_not_believed(
+    start: Start,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    harm: Callable[[Path], object],
+    said: str,
+) -> None:
+    """The daemon says so, starts empty and serves; the start after that is a warm one again."""
+    for turn in range(2):
+        life = start()
+        store(life.open().table, keys_of("k", 9))
+        life.end()
+        harm(area(tmp_path))
+        caplog.clear()
+        life = start()
+        assert said in caplog.text
+        assert not len(life.namespaces)
+        life.allocate()
+        life.keep.settle()
+        store(life.open().table, keys_of("n", 5))
+        life = start()
+        assert life.held == [set(keys_of("n", 5))]
+        assert len(list(area(tmp_path).glob("*.damaged-*"))) <= 1, turn
+        life.table().reset()
+
+
+PUT_BACK: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "ledger": ((".ledger",), "the ledger or the pool is an older one", ""),
+    "pool": (("pool",), "the ledger or the pool is an older one", ""),
+    "all but the pool": ((".ledger", ".json", ".descriptions"), "is an older one", ""),
+    "manifest": ((".json",), "of the daemon before are here again", "new"),
+    "descriptions": ((".descriptions",), "of the daemon before are here again", "new"),
+    "all": (("",), "of the daemon before are here again", "old"),
+}
+
+
+@pytest.mark.parametrize("restarted", [False, True], ids=["of the same daemon", "of one before"])
+@pytest.mark.parametrize(("files", "said", "held"), PUT_BACK.values(), ids=PUT_BACK)
+def test_an_older_copy_that_is_put_back_gives_no_wrong_byte(
+    start: Start,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    files: tuple[str, ...],
+    said: str,
+    held: str,
+    *,
+    restarted: bool,
+) -> None:
+    """A ledger or a pool that is older than the other is not believed, whole as it is."""
+    caplog.set_level("INFO")
+    life = start()
+    life.allocate()
+    old = store_described(life.open().table, keys_of("old", 9))
+    older = contents(area(tmp_path))
+    if restarted:
+        life = start()
+    life.table().slots.drop(old)
+    new = store_described(life.table(), keys_of("new", life.table().directory.num_slots))
+    assert set(old) < set(new)
+    life.kill()
+    for name, content in older.items():
+        if name.endswith(files):
+            (area(tmp_path) / name).write_bytes(content)  # the file keeps its inode
+    caplog.clear()
+    life = start()
+    assert said in caplog.text
+    keys = {"": [], "old": keys_of("old", 9), "new": keys_of("new", len(new))}[held]
+    assert life.held == ([set(keys)] if keys else [])
+    if held == "new":
+        found = life.described(life.open())
+        assert all(found[key] in {None, description(key)} for key in keys)
+
+
+def settle_another(start: Start, size: int, name: str, **settings: bool) -> set[bytes]:
+    """Give up what is kept for a pool of this size with chunks; their keys."""
+    life = start(size, **settings)
+    life.allocate()
+    life.keep.settle()
+    table = life.open().table
+    store(table, keys_of(name, table.directory.num_slots // 2))
+    keys = ready_keys(table)
+    life.end()
+    return keys
+
+
+def put_back(place: Path, older: dict[str, bytes]) -> None:
+    """Put back all but the pool; newer ledgers go."""
+    for file in place.iterdir():
+        if file.name != "pool":
+            file.unlink()
+    for name in older.keys() - {"pool"}:
+        (place / name).write_bytes(older[name])
+
+
+SIZES_SINCE: dict[str, tuple[int, ...]] = {
+    "grown": (2 * SIZE,),
+    "shrunk": (SIZE // 2,),
+    "grown and shrunk": (2 * SIZE, SIZE),
+    "shrunk and grown": (SIZE // 2, 2 * SIZE),
+    "grown by less than a trailer": (SIZE + PAGE,),
+    "the same": (SIZE,),
+}
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["known", "without its manifest"])
+@pytest.mark.parametrize("sizes", SIZES_SINCE.values(), ids=SIZES_SINCE)
+def test_a_pool_that_was_given_up_is_not_believed_again(
+    start: Start, tmp_path: Path, sizes: tuple[int, ...], *, lost: bool
+) -> None:
+    """Its trailer is gone, wherever it lay, also where nothing said where that was."""
+    kept_chunks(start)
+    older = contents(area(tmp_path))
+    if lost:
+        (area(tmp_path) / "manifest.json").unlink()
+    for size in sizes:
+        settle_another(start, size, f"n{size}", cold=True)
+    put_back(area(tmp_path), older)
+    assert start().held == []
+    assert set().union(*start().held) == set()
+
+
+class Killed(BaseException):
+    """The daemon is killed here."""
+
+
+@pytest.mark.parametrize("size", [2 * SIZE, SIZE // 2, SIZE], ids=["larger", "smaller", "the same"])
+def test_a_kill_while_a_pool_is_given_up_gives_no_wrong_byte(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Between any two steps: the old chunks or none at once, none once others lie there."""
+    steps = [
+        (PoolMemory, "clear_trailer"),
+        (kept_pool, "remove_tree"),
+        (PoolTrailer, "move"),
+        (pool_files.PoolFiles, "write_manifest"),
+        (PoolMemory, "settle"),
+    ]
+    for owner, name in steps:
+        old = kept_chunks(start)
+        older = contents(area(tmp_path))
+        life = start(size, cold=True) if size > SIZE else None
+        with monkeypatch.context() as patch:
+
+            def killed(*_: object) -> None:
+                raise Killed
+
+            if life is None:
+                patch.setattr(owner, name, killed)
+                with pytest.raises(Killed):
+                    start(size, cold=True)
+            else:
+                life.allocate()
+                patch.setattr(owner, name, killed)
+                with pytest.raises(Killed):
+                    life.keep.settle()
+                life.kill()
+        found = set().union(*start().held)
+        assert found == (old if name == "clear_trailer" else set()), name
+        settle_another(start, 2 * SIZE, name)
+        put_back(area(tmp_path), older)
+        assert start().held == [], name
+
+
+@pytest.mark.parametrize(("begun", "ended"), ODD_NUMBERS.values(), ids=ODD_NUMBERS)
+def test_a_damaged_entry_of_the_trailer_costs_its_own_ledger_only(
+    start: Start, tmp_path: Path, begun: int, ended: int
+) -> None:
+    """One that no ledger has costs nothing, and later daemons start and change ledgers."""
+    keys = kept_chunks(start)
+    damage_numbers(area(tmp_path), begun, ended, entry=5)
+    for turn in range(3):
+        life = start()
+        assert set().union(*life.held) == keys
+        (key,) = keys_of(f"turn {turn}", 1)
+        store(life.open(1).table, [key])
+        keys |= {key}
+    damage_numbers(area(tmp_path), begun, ended)
+    assert start().held == [{key for key in keys if not key.startswith(b"a ")}]
+
+
+def test_pages_of_64_kib_are_whole_in_the_pool(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trailer begins where the kernel can map it."""
+    monkeypatch.setattr(mmap, "ALLOCATIONGRANULARITY", 2**16)
+    pool = PoolMemory(tmp_path / "pool", SIZE + PAGE)
+    assert (pool.nbytes, pool.file_bytes) == (SIZE + 2**16, SIZE + 2**16 + 3 * 2**16)
+    pool.close()
+
+
+@pytest.mark.parametrize(
+    ("number", "said"),
+    [(errno.EMFILE, "raise LimitNOFILE"), (errno.ENOMEM, "free memory"), (errno.EINVAL, "")],
+    ids=["EMFILE", "ENOMEM", "EINVAL"],
+)
+def test_a_trailer_that_cannot_be_mapped_loses_nothing(
+    start: Start, monkeypatch: pytest.MonkeyPatch, number: int, said: str
+) -> None:
+    """The error has the remedy of its cause; the start after that has every chunk."""
+    keys = kept_chunks(start)
+    real = mmap.mmap
+
+    def fails(fd: int, nbytes: int, **options: Any) -> mmap.mmap:
+        if options:
+            raise OSError(number, os.strerror(number))
+        return real(fd, nbytes, **options)
+
+    monkeypatch.setattr(mmap, "mmap", fails)
+    with pytest.raises(PoolError, match="trailer cannot be mapped") as caught:
+        start()
+    monkeypatch.undo()
+    assert said in str(caught.value)
+    assert ("LimitNOFILE" in str(caught.value)) is (number == errno.EMFILE)
+    assert set().union(*start().held) == keys
+
+
+def test_the_end_needs_no_look_at_the_pool(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the pool's file cannot be looked at, the last line of the log says so."""
+    life = start()
+    monkeypatch.setattr(Path, "lstat", failing(errno.ESTALE, "pool", Path.lstat))
+    assert life.keep.left(3).endswith("/pool cannot be looked at: Stale file handle")
+
+
+def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On hugetlbfs, where the lock is on another directory, as elsewhere."""
+    notes, huge, link = tmp_path / "shm", tmp_path / "huge", tmp_path / "link"
+    notes.mkdir()
+    huge.mkdir()
+    link.symlink_to(huge)
+    monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
+    monkeypatch.setattr(Filesystem, "writable", property(lambda _: False))
+    monkeypatch.setattr("kvd.machine.directory_lock.WAIT_SECONDS", 0.0)
+    runtime = RuntimeDir(tmp_path / "run")
+    runtime.lock()
+    remember_pool_dir(runtime.path, huge)
+    kept = KeptPool(huge, runtime.path, keeps=True)
+    pool, _ = kept.open(SIZE, maker(DirectoryMemory()))
+    command = ["--runtime-dir", str(runtime.path), "--pool-dir", str(link)]
+    refused = CliRunner().invoke(purge, command).exception
+    assert isinstance(refused, AlreadyRunning)
+    assert str(runtime.path) in str(refused)  # its daemon is named, before the pool is looked at
+    assert pool.path.exists()
+    pool.close()
+    kept.close()
+    runtime.release()
+    assert CliRunner().invoke(purge, command).exit_code == 0
+    assert not list(huge.iterdir())
+    assert not list(notes.iterdir())
+
+
+def test_a_pool_of_another_name_is_not_believed(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The file is the same one for the file system, and holds another pool."""
+    kept_chunks(start)
+    pool = (area(tmp_path) / "pool").read_bytes()
+    start(cold=True).allocate()
+    store(start().open().table, keys_of("n", 5))
+    start().end()
+    (area(tmp_path) / "pool").write_bytes(pool)
+    assert start().held == []
+    assert "has the chunks of another pool, or none" in caplog.text
+
+
+def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its slots are others' by now; the trailer has no entry for it, or a newer one."""
+    life = start()
+    namespace = life.open()
+    store(namespace.table, keys_of("k", 3))
+    ledger = ledger_of(area(tmp_path))
+    older = ledger.read_bytes()
+    for reopened in (False, True):
+        life.namespaces.detach_engine(namespace)
+        life.namespaces.close(namespace)
+        life.keep.drop(namespace.id.hex())
+        if reopened:
+            store(life.open().table, keys_of("n", 3))
+        ledger.write_bytes(older)
+        caplog.clear()
+        life.kill()
+        life = start()
+        said = "is an older one" if reopened else "the pool has no chunks of it"
+        assert said in caplog.text
+        assert life.held == []
+        namespace = life.open()
+
+
+def test_every_namespace_that_may_be_open_has_an_entry_in_the_trailer() -> None:
+    """More namespaces than the trailer has entries cannot be asked for."""
+    with pytest.raises(ConfigError, match="max_namespaces"):
+        Sources(flags={"max_namespaces": str(MOST_LEDGERS + 1)}, environment={}).load()
+
+
+def ledger_in(namespace: Namespace) -> Ledger:
+    """The ledger that an open namespace writes."""
+    ledger = namespace.directory.ledger
+    assert ledger is not None
+    return ledger
+
+
+def test_two_owners_of_the_same_bytes_lose_both(start: Start, tmp_path: Path) -> None:
+    """Ledgers that contradict each other: nothing says which one is right."""
+    life = start()
+    first = life.open(0)
+    store(first.table, keys_of("a", 1))
+    store(life.open(1).table, keys_of("b", 80))
+    for slot in range(128):
+        ledger_in(first).record(slot, 7 << 32 | slot, 0, 1, 0, f"more {slot}".encode())
+    assert start().held == []
+    assert list(area(tmp_path).glob("*.damaged-*"))
+
+
+def test_two_chunks_under_one_key_are_not_believed(start: Start, tmp_path: Path) -> None:
+    """A ledger with a key twice is damaged."""
+    life = start()
+    namespace = life.open()
+    slots = store(namespace.table, keys_of("k", 2))
+    ledger_in(namespace).record(slots[1], 7, 0, 1, 0, b"k 0")
+    assert start().held == []
+    assert list(area(tmp_path).glob("*.damaged-*"))
+
+
+def test_a_namespace_that_is_closed_leaves_no_ledger(start: Start, tmp_path: Path) -> None:
+    """Nor does one whose chunks are all gone."""
+    life = start()
+    namespace = life.open()
+    life.namespaces.detach_engine(namespace)
+    life.namespaces.close(namespace)
+    life.keep.drop(namespace.id.hex())
+    assert not list(area(tmp_path).glob("*.ledger"))
+    life.open()
+    assert len(list(area(tmp_path).glob("*.ledger"))) == 1
+    assert {stat.S_IMODE(file.stat().st_mode) for file in area(tmp_path).iterdir()} == {0o600}
+    life = start()
+    assert not len(life.namespaces)
+    assert not list(area(tmp_path).glob("*.ledger"))
+
+
+def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
+    start: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A pool that was left while another one was in use, in which the namespace was reset."""
+    resets = Resets()
+    table = start(resets=resets).open(0).table
+    store(table, keys_of("old", 2))
+    resets.note(NAMES[0].hex(), 50)
+    life = start(resets=resets)
+    assert life.held == []
+    assert "was reset while another pool was in use" in caplog.text
+    namespace = life.open(0)
+    assert namespace.epoch == 50
+    store(namespace.table, keys_of("new", 2))
+    again = start(resets=resets)
+    assert again.held == [set(keys_of("new", 2))]
+    _, _, lack = again.namespaces.reset(again.open(0))
+    assert not lack
+    store(again.table(0), keys_of("newer", 2))
+    assert start(resets=resets).held == [set(keys_of("newer", 2))]
+
+
+def test_an_area_in_use_is_refused(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two daemons never share a pool, also where the runtime directory's lock was removed."""
+    monkeypatch.setattr("kvd.machine.directory_lock.WAIT_SECONDS", 0.0)
+    start()
+    with pytest.raises(AlreadyRunning, match="another daemon uses the pool"):
+        KeptPool(tmp_path, RUNTIME, keeps=True)
+
+
+def test_a_foreign_area_is_left_alone(
+    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where another user has taken the name the pool goes elsewhere, and is not kept."""
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    area(tmp_path).symlink_to(other)
+    life = start()
+    assert not life.keep.keeps
+    assert "is no directory" in caplog.text
+    store(life.open().table, keys_of("k", 3))
+    life = start()
+    assert life.held == []
+    life.end()
+    assert not list(other.iterdir())
+    assert len(list(tmp_path.iterdir())) == 2
+    area(tmp_path).unlink()
+    start()
+
+
+def test_on_hugetlbfs_only_the_pool_has_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes are whole pages, room is what is free of them, and notes go where files are written."""
+    huge, notes = tmp_path / "huge", tmp_path / "shm"
+    huge.mkdir()
+    notes.mkdir()
+    real = os.statvfs
+
+    def statvfs(path: Path) -> os.statvfs_result:
+        found = list(real(path))
+        if Path(path).is_relative_to(huge):
+            found[0] = found[1] = 2**21
+            found[2] = found[3] = found[4] = 0  # no size option: the mount knows nothing
+        return os.statvfs_result(found)
+
+    monkeypatch.setattr(os, "statvfs", statvfs)
+    mounts = tmp_path / "mounts"
+    mounts.write_text(f"tmpfs {tmp_path} tmpfs rw 0 0\nnone {huge} hugetlbfs rw 0 0\n")
+    monkeypatch.setattr(room, "_MOUNTS", mounts)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
+    monkeypatch.setattr(room, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
+    monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
+    found = Filesystem.of(huge)
+    assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)
+    assert found.whole_pages(2**21 + 1) == 2**22
+    kept = KeptPool(huge, RUNTIME, keeps=True)
+    pool, _ = kept.open(2**21 + 1, maker(DirectoryMemory(), 2**21 + 1))
+    assert pool.path == huge / area_name(RUNTIME) / "pool"
+    assert pool.nbytes == pool.fill.nbytes == 2**22
+    assert pool.fill.piece_bytes % 2**21 == 0
+    assert (notes / area_name(RUNTIME, huge) / "manifest.json").exists()
+    assert kept.kept_bytes() == 2**21 + 1
+    with pytest.raises(
+        PoolError, match=r"huge pages of 2 MiB aside: echo \d > /sys/.*/nr_hugepages"
+    ):
+        PoolMemory(huge / "large", 7 * 2**20)
+    pool.close()
+    beside = KeptPool(notes, RUNTIME, keeps=True)  # a pool where the notes of the other one lie
+    assert beside.kept_bytes() is None
+    beside.close()
+    assert kept.kept_bytes() == 2**21 + 1
+    assert kept.remove() == 2**21  # the trailer, in a page of its own
+    kept.close()
+    assert not list(huge.iterdir())
+    assert not list(notes.iterdir())
+
+
+# ------------------------------------------------------------------ descriptions
+
+
+def descriptions_of(place: Path) -> Path:
+    """The one file of descriptions."""
+    (file,) = place.glob("*.descriptions")
+    return file
+
+
+@pytest.mark.parametrize(
+    ("damage", "left"),
+    {
+        "deleted": (Path.unlink, set()),
+        "empty": (lambda at: os.truncate(at, 0), set()),
+        "cut off": (lambda at: os.truncate(at, HEADER_BYTES + 5 * RECORD + 20), {0, 1, 2, 3, 4}),
+        "another record size": (lambda at: at.write_bytes(pack_header(2 * RECORD)), set()),
+        "another version": (lambda at: flip(at, 8), set()),
+        "a description": (lambda at: flip(at, place(3, RECORD) + 20), {0, 1, 2, 4, 5, 6, 7, 8}),
+        "a directory": (lambda at: (at.unlink(), at.mkdir()), set()),
+        "a link": (lambda at: at.symlink_to(at.rename(at.with_name("elsewhere"))), set()),
+    }.values(),
+)
+def test_a_damaged_file_costs_descriptions_and_never_chunks(
+    start: Start, tmp_path: Path, damage: Callable[[Path], object], left: set[int]
+) -> None:
+    """The chunks are all there; those whose descriptions are whole have them; new ones get some."""
+    life = start()
+    keys = keys_of("k", 9)
+    slots = store_described(life.open().table, keys)
+    life.kill()
+    damage(descriptions_of(area(tmp_path)))
+    life = start()
+    namespace = life.open()
+    expected = dict.fromkeys(keys) | {
+        key: description(key) for key, slot in zip(keys, slots, strict=True) if slot in left
+    }
+    assert life.described(namespace) == expected
+    store_described(namespace.table, [b"new"])
+    assert life.described(namespace)[b"new"] == description(b"new")
+
+
+@pytest.mark.parametrize("how", ["cold", "another size", "not kept", "no manifest"])
+def test_descriptions_of_a_pool_that_is_given_up_go_with_it(
+    start: Start, tmp_path: Path, how: str
+) -> None:
+    """They stay until the new pool is there, as ledgers do, and then nothing of them is left."""
+    life = start()
+    life.allocate()
+    store_described(life.open().table, keys_of("k", 9))
+    life.kill()
+    before = descriptions_of(area(tmp_path)).read_bytes()
+    if how == "no manifest":
+        (area(tmp_path) / "manifest.json").unlink()
+    size = 3 * SIZE if how == "another size" else SIZE
+    life = start(size, keeps=how != "not kept", cold=how == "cold")
+    namespace = life.open()
+    assert life.pool.may_be_written is (how != "another size")
+    if how == "another size":
+        assert descriptions_of(area(tmp_path)).read_bytes() == before
+    life.allocate()
+    life.keep.settle()
+    store_described(namespace.table, [b"new"])
+    assert life.described(namespace) == {b"new": description(b"new")}
+    assert not list(area(tmp_path).glob("*.new"))
+    assert len(list(area(tmp_path).glob("*.descriptions"))) == (how != "not kept")
+
+
+def test_a_start_that_fails_leaves_the_descriptions(start: Start, tmp_path: Path) -> None:
+    """Its own draft is removed, and the daemon after it reads what was kept."""
+    life = start()
+    life.allocate()
+    store_described(life.open().table, keys_of("k", 9))
+    life.kill()
+    life = start(3 * SIZE)
+    store_described(life.open().table, [b"draft"])
+    assert list(area(tmp_path).glob("*.descriptions.new"))
+    life.kill()
+    life = start()
+    assert not list(area(tmp_path).glob("*.descriptions.new"))
+    assert life.described(life.open()) == {key: description(key) for key in keys_of("k", 9)}
+
+
+def test_descriptions_without_a_namespace_are_removed(start: Start, tmp_path: Path) -> None:
+    """Of a namespace that was closed, or whose ledger is damaged or holds nothing."""
+    life = start()
+    namespace = life.open()
+    store_described(namespace.table, keys_of("k", 3))
+    store_described(life.open(1).table, keys_of("l", 3))
+    assert len(list(area(tmp_path).glob("*.descriptions"))) == 2
+    life.namespaces.detach_engine(namespace)
+    life.namespaces.close(namespace)
+    life.descriptions.drop(namespace.id.hex())
+    life.keep.drop(namespace.id.hex())
+    flip(ledger_of(area(tmp_path)), 0)
+    assert len(list(area(tmp_path).glob("*.descriptions"))) == 1
+    life.kill()
+    assert start().held == []
+    assert not list(area(tmp_path).glob("*.descriptions"))
+
+
+def test_a_file_that_cannot_be_made_is_tried_again_at_the_next_engine(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The namespace is there without descriptions, and the log says what to do."""
+    life = start()
+    monkeypatch.setattr(os, "open", failing(errno.EMFILE, ".descriptions"))
+    namespace = life.open()
+    assert namespace.table.descriptions.writer is None
+    assert "stored without descriptions" in caplog.text
+    assert "raise LimitNOFILE" in caplog.text
+    monkeypatch.undo()
+    assert life.open() is namespace
+    store_described(namespace.table, [b"k"])
+    assert life.described(namespace) == {b"k": description(b"k")}

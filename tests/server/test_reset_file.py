@@ -1,0 +1,163 @@
+"""The file of resets: what the next daemon reads, and what becomes of it in other hands."""
+
+import errno
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvd.cache.resets import PAGE_BYTES
+from kvd.server.reset_file import ResetFile
+from kvd.wire.tiering import new_epoch
+
+ONE, TWO = "01" * 16, "02" * 16
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Where it is."""
+    return tmp_path / "kvd.resets"
+
+
+def test_the_next_daemon_knows_what_was_reset(path: Path) -> None:
+    """Nothing is there before the first reset; each is in the file when its note has returned."""
+    first = ResetFile(path)
+    assert not path.exists()
+    assert first.note(ONE, 5) == ""
+    assert ResetFile(path).oldest(ONE) == 5
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert first.note(TWO, 6) == first.note(ONE, 7) == ""
+    again = ResetFile(path)
+    assert (again.oldest(ONE), again.oldest(TWO), again.floor) == (7, 6, 0)
+    assert [file.name for file in path.parent.iterdir()] == ["kvd.resets"]
+
+
+def foreign(path: Path) -> None:
+    """A file of another user's."""
+    os.chown(path, 65534, 65534)
+
+
+def directory(path: Path) -> None:
+    """A directory that is not empty."""
+    path.unlink()
+    path.mkdir()
+    (path / "a").touch()
+
+
+def pipe(path: Path) -> None:
+    """A pipe that nobody writes to."""
+    path.unlink()
+    os.mkfifo(path)
+
+
+def link(path: Path) -> None:
+    """A link to a file that is sound."""
+    path.rename(path.with_name("b"))
+    path.symlink_to("b")
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "empty": lambda path: os.truncate(path, 0),
+    "cut off": lambda path: os.truncate(path, 100),
+    "longer": lambda path: os.truncate(path, PAGE_BYTES + 1),
+    "zeros": lambda path: path.write_bytes(bytes(PAGE_BYTES)),
+    "other bytes": lambda path: path.write_bytes(b"x" * PAGE_BYTES),
+    "another user's": foreign,
+    "directory": directory,
+    "pipe": pipe,
+    "link": link,
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_what_cannot_be_believed_costs_misses(
+    path: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
+) -> None:
+    """All that tiers keep is of before; that is said once, and holds for the next daemon, too."""
+    if os.geteuid():
+        pytest.skip("only root can make a file another user's")
+    ResetFile(path).note(ONE, 5)
+    damage(path)
+    before = new_epoch()
+    with caplog.at_level(logging.ERROR):
+        found = ResetFile(path)
+    assert found.oldest(ONE) == found.oldest(TWO) > before
+    assert "cannot be believed" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.ERROR):
+        again = ResetFile(path)
+    assert (again.floor, caplog.text) == (found.floor, "")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from([ONE, TWO, "03" * 16]), min_size=1, max_size=8),
+    st.integers(0, PAGE_BYTES),
+)
+def test_no_write_that_is_cut_short_forgets_a_reset(path: Path, names: list[str], cut: int) -> None:
+    """At any byte: the next daemon uses nothing that is older than what was answered."""
+    path.unlink(missing_ok=True)
+    file, answered = ResetFile(path), dict[str, int]()
+    for name in names[:-1]:
+        answered[name] = new_epoch()
+        file.note(name, answered[name])
+    before = path.read_bytes() if answered else b""
+    file.note(names[-1], new_epoch())
+    after = path.read_bytes()
+    for at in {cut, cut // 64} if before else ():
+        path.write_bytes(after[:at] + before[at:])
+        found = ResetFile(path)
+        assert all(found.oldest(name) >= epoch for name, epoch in answered.items())
+
+
+@pytest.mark.parametrize("change", [Path.unlink, *DAMAGE.values()], ids=["gone", *DAMAGE])
+def test_a_file_that_is_spoilt_while_a_daemon_runs_is_made_anew(
+    path: Path, change: Callable[[Path], object]
+) -> None:
+    """The daemon knows what was in it."""
+    if os.geteuid():
+        pytest.skip("only root can make a file another user's")
+    file = ResetFile(path)
+    file.note(ONE, 5)
+    change(path)
+    assert file.note(TWO, 6) == ""
+    again = ResetFile(path)
+    assert (again.oldest(ONE), again.oldest(TWO), again.floor) == (5, 6, 0)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_file_that_cannot_be_written_is_told_to_who_resets(
+    path: Path, made: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each reset is told, the log says it once; what was noted meanwhile is written later."""
+
+    def fails(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    file = ResetFile(path)
+    if made:
+        file.note(ONE, 5)
+    with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
+        patch.setattr(os, "pwrite", fails)
+        lacks = {file.note(ONE, 6), file.note(TWO, 7)}
+    (lack,) = lacks
+    assert lack.startswith(f"{path} cannot be written: Input/output error; ")
+    assert caplog.text.count("cannot be written") == 1
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        assert file.note(TWO, 8) == ""
+    assert "can be written again" in caplog.text
+    again = ResetFile(path)
+    assert (again.oldest(ONE), again.oldest(TWO)) == (6, 8)
+
+
+def test_half_a_write_is_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told as one that failed."""
+    file = ResetFile(path)
+    monkeypatch.setattr(os, "pwrite", lambda *_: 100)
+    assert "it was written in part" in file.note(ONE, 5)
+    assert not path.exists()

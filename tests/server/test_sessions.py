@@ -1,0 +1,241 @@
+"""Sessions: how they begin and end, and what a client can do with descriptors."""
+
+import os
+import select
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kvd.broker.effects import Effect, Notify, Reply
+from kvd.machine import closing
+from kvd.machine.closing import MAX_STUCK
+from kvd.server.allowed import AllowList
+from kvd.server.sessions import SessionServer
+from kvd.wire.server import AT_ONCE
+from kvd_proto.channel import close_all
+from kvd_proto.messages import (
+    MAX_TEXT,
+    Detached,
+    Error,
+    ErrorCode,
+    Message,
+    Ping,
+    Pong,
+    Unregister,
+    Welcome,
+)
+from tests.broker.brokers import hello, make_broker
+from tests.raw_client import RawClient, registration
+from tests.waiting import PATIENCE
+
+
+class Rig:
+    """Sessions of a broker without lanes; effects that concern the sessions are executed."""
+
+    def __init__(self, runtime_dir: Path) -> None:
+        self.runtime_dir = runtime_dir
+        self.core = make_broker(devices=[], max_sessions=100)
+        self.epoll = select.epoll()
+        self.sessions = SessionServer(
+            runtime_dir / "broker.sock",
+            self.core,
+            self.epoll,
+            self._carry_out,
+            allowed=AllowList("", ""),
+            own=lambda _: False,
+        )
+
+    def turn(self) -> None:
+        """Look and serve once, as the loop does."""
+        self.sessions.look(dict(self.epoll.poll(0)))
+        self.sessions.serve(0.0)
+
+    def settle(self) -> None:
+        """Serve until nothing is left to do."""
+        while (ready := dict(self.epoll.poll(0))) or self.sessions.pending:
+            self.sessions.look(ready)
+            self.sessions.serve(0.0)
+
+    def _carry_out(self, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case Reply():
+                    self.sessions.reply(effect)
+                case Notify():
+                    self.sessions.notify(effect.session, effect.message, ())
+
+    def connect(self) -> RawClient:
+        """Return a client; its session has not begun."""
+        return RawClient(self.runtime_dir)
+
+    def ask(self, client: RawClient, message: Message) -> Message:
+        """Return the reply to a request."""
+        client.request(message)
+        self.settle()
+        return client.reply()[1]
+
+    def error_at_the_end(self, client: RawClient) -> Error | None:
+        """Return why a client's connection is closed."""
+        self.settle()
+        return client.error_at_the_end()
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    """Without any session."""
+    made = Rig(tmp_path)
+    yield made
+    made.sessions.close()
+    made.epoll.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[int]:
+    """A descriptor that is no memory."""
+    ends = os.pipe()
+    yield ends[0]
+    close_all(ends)
+
+
+def test_many_new_connections_take_a_bounded_turn(rig: Rig) -> None:
+    """Some are accepted at a time, all in the end."""
+    with ExitStack() as crowd:
+        for _ in range(2 * AT_ONCE):
+            crowd.enter_context(rig.connect())
+        for turn in (1, 2):
+            rig.turn()
+            assert len(rig.sessions) == turn * AT_ONCE
+
+
+def test_what_was_sent_before_the_end_is_served_and_then_the_session_ends(rig: Rig) -> None:
+    """The next session finds nothing of it, however few turns there were."""
+    with rig.connect() as client:
+        rig.turn()
+        client.request(hello("worker", "e"))
+        client.request(Unregister())
+    with rig.connect() as follower:
+        assert isinstance(rig.ask(follower, hello("worker", "e")), Welcome)
+        assert rig.core.state.counts.requests["Unregister"] == 1
+        assert len(rig.sessions) == len(rig.core.state.registry.engines["e"].sessions) == 1
+
+
+def test_a_process_that_has_ended_ends_its_session_though_a_child_has_its_socket(
+    rig: Rig,
+) -> None:
+    """The end of the process is enough; what it sent before is served."""
+    held, holding = os.pipe()
+    if not (process := os.fork()):  # it connects, and leaves the connection to a child
+        client = rig.connect()
+        client.ask(hello())
+        client.request(Unregister())
+        if not os.fork():
+            os.close(holding)
+            os.read(held, 1)
+        os._exit(0)
+    while not os.waitpid(process, os.WNOHANG)[0]:
+        rig.turn()
+    rig.settle()
+    assert rig.core.state.counts.requests["Unregister"] == 1
+    assert len(rig.sessions) == 0
+    close_all((held, holding))
+
+
+def test_a_peer_that_is_gone_with_notices_unread_ends_its_session_alone(rig: Rig) -> None:
+    """Its end between two turns of the loop ends nothing else."""
+    with rig.connect() as other:
+        with rig.connect():
+            rig.turn()
+            last = max(rig.core.state.registry.sessions)
+            for _ in range(1000):
+                rig.sessions.notify(last, Detached(reason="x" * MAX_TEXT), ())
+            rig.turn()
+            assert len(rig.sessions) == 2
+        rig.settle()
+        assert len(rig.sessions) == 1
+        assert isinstance(rig.ask(other, Ping()), Pong)
+
+
+def test_a_peer_that_does_not_take_its_notices_is_disconnected(rig: Rig) -> None:
+    """What waits for it is bounded; its session ends in the next turn, not among the effects."""
+    with rig.connect():
+        rig.turn()
+        (number,) = rig.core.state.registry.sessions
+        while not rig.sessions.pending:
+            rig.sessions.notify(number, Detached(reason="x" * MAX_TEXT), ())
+        assert len(rig.sessions) == 1
+        rig.turn()
+        assert len(rig.sessions) == 0
+        assert not rig.core.state.registry.sessions
+
+
+def test_descriptors_with_another_message_end_the_session(rig: Rig) -> None:
+    """Also with bytes that are no message; the descriptors are closed."""
+    for frame in (b"no message", None):
+        ours, theirs = os.pipe()
+        with rig.connect() as client:
+            if frame is None:
+                client.request(Ping(), [theirs])
+            else:
+                client.send(frame, [theirs])
+            error = rig.error_at_the_end(client)
+            assert error is not None
+            assert error.code is ErrorCode.BAD_MESSAGE
+            assert "no Register" in error.text
+        os.close(theirs)
+        assert select.select([ours], [], [], PATIENCE)[0], "the daemon has kept the descriptor"
+        os.close(ours)
+    assert len(rig.sessions) == 0
+
+
+def test_descriptors_of_a_refused_registration_are_closed(rig: Rig) -> None:
+    """The session goes on."""
+    with rig.connect() as client:
+        assert isinstance(rig.ask(client, hello()), Welcome)
+        before = psutil.Process().num_fds()
+        memory = [os.memfd_create("m") for _ in range(3)]
+        client.request(registration(), memory)
+        close_all(memory)
+        rig.settle()
+        assert isinstance(client.reply()[1], Error)  # no lane is there for its device
+        assert psutil.Process().num_fds() == before
+        assert isinstance(rig.ask(client, Ping()), Pong)
+
+
+def test_a_user_whose_closes_are_stuck_gets_no_session(
+    rig: Rig, pipe: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Open sessions are served meanwhile; when the file system answers all is as before."""
+    answers, close_now = threading.Event(), close_all
+
+    def close_late(fds: tuple[int, ...]) -> None:
+        if threading.current_thread().daemon:
+            answers.wait(PATIENCE)
+        close_now(fds)
+
+    monkeypatch.setattr(closing, "close_all", close_late)
+    monkeypatch.setattr(closing, "STUCK_SECONDS", 0.0)
+    with rig.connect() as open_session:
+        assert isinstance(rig.ask(open_session, hello()), Welcome)
+        for _ in range(MAX_STUCK):
+            with rig.connect() as client:
+                client.request(registration(), [pipe])
+                error = rig.error_at_the_end(client)
+                assert error is not None
+                assert error.code is ErrorCode.BAD_LAYOUT
+                assert "descriptor 0 of those that were sent is neither a memory" in error.text
+        with rig.connect() as client:
+            error = rig.error_at_the_end(client)
+            assert error is not None
+            assert error.code is ErrorCode.LIMIT
+            assert f"threads wait for files of uid {os.getuid()}" in error.text
+        assert isinstance(rig.ask(open_session, Ping()), Pong)
+        stuck = [thread for thread in threading.enumerate() if thread.daemon]
+        answers.set()
+        for thread in stuck:
+            thread.join(PATIENCE)
+        with rig.connect() as client:
+            assert isinstance(rig.ask(client, hello()), Welcome)
