@@ -70,7 +70,7 @@ class Supervision:
             case ShareDone():
                 return self._share_done(message)
             case LanePong():
-                lane.pong = message
+                lane.reported(message)
             case LaneFailed():
                 return self._failed(lane, message, now)
             case _:

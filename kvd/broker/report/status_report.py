@@ -17,10 +17,11 @@ from kvd.broker.requests.operations import by, drain_report
 from kvd.broker.state import BrokerState
 from kvd.broker.tiers.tier import Tier
 from kvd.cache.namespaces import Namespace
+from kvd.machine.process import ProcessUsage
 from kvd.metrics import schema
 from kvd.metrics.advice import advice
 from kvd.metrics.conditions import conditions
-from kvd.metrics.counts import BrokerCounts, ChunkCounts, EventCounts, LaneCounts, ProcessUsage
+from kvd.metrics.counts import BrokerCounts, ChunkCounts, EventCounts, LaneCounts
 from kvd.metrics.history import Report, Span
 from kvd.metrics.schema import Check
 from kvd.metrics.words import duration
