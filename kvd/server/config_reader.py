@@ -7,7 +7,7 @@ from kvd.broker.effects import Effect
 from kvd.broker.requests.reloading import Reloading
 from kvd.config.sources import Loaded, Sources
 from kvd.errors import ConfigError
-from kvd.logs.setup import set_level
+from kvd.logs import set_level
 
 
 class ConfigReader:

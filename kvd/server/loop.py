@@ -46,7 +46,7 @@ from kvd.errors import PoolError, Refused
 from kvd.machine.process import Standstill
 from kvd.machine.process_usage import UsageReader
 from kvd.machine.room import PoolLimits
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from kvd.server.config_reader import ConfigReader
 from kvd.server.descriptions import DescriptionFiles
 from kvd.server.http_process import HttpProcess

@@ -33,7 +33,7 @@ from kvd.machine import numa
 from kvd.machine.numa import GpuNode, Node
 from kvd.machine.open_files import is_out_of_files, open_files_remedy
 from kvd.machine.room import TRAILER_BYTES, Filesystem, PoolLimits, held_bytes
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from kvd.server.pool_files import remove_tree
 from kvd_proto.capacity import pinning_lanes, size_pool
 from kvd_proto.sizes import format_size

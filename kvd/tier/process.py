@@ -10,8 +10,7 @@ import sys
 
 from kvd.config.tiers import parse_tier
 from kvd.errors import KvdError
-from kvd.logs.faults import fault_text
-from kvd.logs.setup import configure
+from kvd.logs import configure, fault_text
 from kvd.machine.open_files import raise_descriptor_limit
 from kvd.machine.pool_lock import hold_pool, move_up
 from kvd.machine.pool_map import map_pool
