@@ -265,9 +265,6 @@ class Limiter:
                 notices.append(_notice(window.first, left_out))
         return notices
 
-    def __repr__(self) -> str:
-        return f"<Limiter of {len(self._windows)} kinds>"
-
 
 def _notice(like: logging.LogRecord, left_out: int) -> logging.LogRecord:
     text, arguments = "left out %d more lines like: %s", (left_out, like.getMessage())

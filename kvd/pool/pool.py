@@ -67,9 +67,6 @@ class Group:
         """Whether it stays at its floor without so many extents, or gives to one of its own."""
         return not extents or self.model == taker.model or self.held - extents >= self.floor
 
-    def __repr__(self) -> str:
-        return f"<Group {self.model!r}: {self.held} extents of {self.floor} to {self.cap}>"
-
 
 class Quotas:
     """The quotas of a pool, by model; `spaces` are its spaces, a list that the pool changes."""
@@ -127,9 +124,6 @@ class Quotas:
             else:
                 low = middle
         return low
-
-    def __repr__(self) -> str:
-        return f"<Quotas {list(self)}>"
 
 
 def _clamped(group: Group, active: int, level: float) -> float:

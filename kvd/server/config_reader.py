@@ -44,6 +44,3 @@ class ConfigReader:
             self._outcome = error
         except Exception as error:  # noqa: BLE001  # whoever waits gets an answer
             self._outcome = ConfigError(f"the configuration cannot be read: {error!r}")
-
-    def __repr__(self) -> str:
-        return f"<ConfigReader of {self._sources.file}>"

@@ -415,6 +415,3 @@ class KeptPool:
                 ledgers[file] = mmap.mmap(fd, status.st_size)
         finally:
             os.close(fd)
-
-    def __repr__(self) -> str:
-        return f"<KeptPool {self._files.place}{'' if self.keeps else ', not kept'}>"

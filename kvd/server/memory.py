@@ -276,6 +276,3 @@ class PoolMemory:
         if self._size_before is not None:
             os.ftruncate(self.fd, self._size_before)
         os.close(self.fd)
-
-    def __repr__(self) -> str:
-        return f"<PoolMemory {format_size(self.allocated)} of {format_size(self.nbytes)}>"

@@ -238,9 +238,6 @@ class PoolFiles:
         self.own = False
         return other
 
-    def __repr__(self) -> str:
-        return f"<PoolFiles {self.place}>"
-
 
 def area_name(*paths: Path) -> str:
     """Return the name of the directory that belongs to a runtime directory, or to several paths."""

@@ -81,6 +81,3 @@ class Listener:
         if self._spare >= 0:
             os.close(self._spare)
             self._spare = -1
-
-    def __repr__(self) -> str:
-        return f"<Listener {self.fileno()}>"
