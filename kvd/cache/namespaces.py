@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.ledger import Kept, Ledger, ledger_bytes
 from kvd.cache.resets import Resets
+from kvd.cache.stores import MakeDescriptions
 from kvd.cache.trailer import PoolTrailer
 from kvd.config.settings import Settings
 from kvd.config.tiers import parse_tiers

@@ -17,10 +17,10 @@ import pytest
 from click.testing import CliRunner
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.cache.resets import Resets
+from kvd.cache.stores import MakeDescriptions
 from kvd.cache.trailer import MOST_LEDGERS, PoolTrailer
 from kvd.cli.serve import purge
 from kvd.config.settings import Settings
