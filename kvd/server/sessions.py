@@ -25,10 +25,10 @@ from kvd.machine.closing import is_harmless
 from kvd.machine.open_files import open_files_remedy
 from kvd.machine.trust import HOW
 from kvd.server.allowed import AllowList
-from kvd.wire.server import Client, Server
+from kvd.wire.server import Client, Server, refusal_of
 from kvd_proto.channel import close_all
 from kvd_proto.codec import MAX_MESSAGE_BYTES, REQUESTS, WIRE, Header
-from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
+from kvd_proto.errors import DecodeError, Oversize
 from kvd_proto.messages import TAGS, Error, ErrorCode, Message, Register
 
 log = logging.getLogger("kvd.daemon")
@@ -231,9 +231,7 @@ class SessionServer:
             message = REQUESTS.decode_body(header, frame)
         except DecodeError as error:
             _log_unreadable(session, error)
-            mismatch = isinstance(error, VersionMismatch)
-            code = ErrorCode.BAD_VERSION if mismatch else ErrorCode.BAD_MESSAGE
-            return [Reply(session.number, header.request_id, Error.of(code, str(error)))]
+            return [Reply(session.number, header.request_id, refusal_of(error))]
         try:
             return self._core.request(session, header.request_id, message, now, descriptors)
         except Exception:
