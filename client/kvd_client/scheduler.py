@@ -31,8 +31,7 @@ from kvd_client.attachment import Attachment
 from kvd_client.errors import UsageError
 from kvd_client.scheduler_tiers import SchedulerTiers
 from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
-from kvd_proto.directory import LookupResult, SlotState
-from kvd_proto.directory_header import MAX_SLOTS
+from kvd_proto.directory import MAX_SLOTS, LookupResult, SlotState
 from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.messages import (
     MAX_KEY_BYTES,

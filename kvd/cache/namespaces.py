@@ -23,7 +23,7 @@ from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import COLUMN_EXTENTS, FillOrder, Geometry
 from kvd.pool.pool import Pool
 from kvd_proto.changes import change_capacity
-from kvd_proto.directory_header import MAX_SLOTS, DirectoryHeader
+from kvd_proto.directory import MAX_SLOTS, DirectoryHeader
 from kvd_proto.messages import ErrorCode, ResetDone
 from kvd_proto.tier_table import entries_for
 
