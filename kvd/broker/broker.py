@@ -27,8 +27,8 @@ from kvd.broker.tiers.tiering import Tiering
 from kvd.client_names import Peer
 from kvd.config.sources import Loaded
 from kvd.errors import Refused
+from kvd.machine.process import ProcessUsage
 from kvd.metrics import schema
-from kvd.metrics.counts import ProcessUsage
 from kvd.metrics.history import History
 from kvd_proto.messages import (
     PROTOCOL_VERSION,

@@ -15,7 +15,8 @@ from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.client_names import Peer
 from kvd.config.settings import Settings
 from kvd.errors import IntegrityError
-from kvd.metrics.counts import BrokerCounts, EventCounts, LaneCounts, LookupCounts, ProcessUsage
+from kvd.machine.process import ProcessUsage
+from kvd.metrics.counts import BrokerCounts, EventCounts, LaneCounts, LookupCounts
 from kvd.metrics.schema import Event
 from kvd.wire.link import Revoke, UnbindWorker
 from kvd_proto.arrays import IntArray
@@ -69,10 +70,10 @@ class BrokerState:
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     progress: Progress = field(default_factory=Progress)
 
-    def reached(self, limit: str, times: int = 1) -> None:
+    def reached(self, limit: str) -> None:
         """Count how often this limit was reached; an empty one is none."""
         if limit:
-            self.counts.limits[limit] += times
+            self.counts.limits[limit] += 1
 
     @property
     def draining(self) -> bool:

@@ -172,9 +172,9 @@ def doctor(*, config: Path | None, as_json: bool, **options: str | None) -> None
       kvd doctor --config /etc/kvd/kvd.toml
       kvd doctor --json | jq '.findings[] | select(.level != "ok")'
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    from kvd.doctor.checks import examine  # noqa: PLC0415  # kvd config must not pay for it
+    from kvd.doctor import Level  # noqa: PLC0415  # kvd config must not pay for it
+    from kvd.doctor.checks import examine  # noqa: PLC0415
     from kvd.doctor.facts import Facts  # noqa: PLC0415
-    from kvd.doctor.findings import Level  # noqa: PLC0415
 
     colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
     findings = examine(Facts(sources(config, options).load().settings))

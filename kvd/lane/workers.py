@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvd.client_names import Who
 from kvd.errors import HandleRefused, ImportFailed, LaneError
 from kvd.lane.devices.device import Device, MemoryId
-from kvd.machine.trust import size_of
+from kvd.machine.files import size_of
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd.wire.server import Client
 from kvd_proto.control import CONTROL_BYTES, ControlWords

@@ -30,8 +30,8 @@ from kvd.broker.effects import Event, OpenPool
 from kvd.cache.trailer import HEAD_BYTES
 from kvd.errors import PoolError
 from kvd.machine import numa
+from kvd.machine.files import is_out_of_files, open_files_remedy
 from kvd.machine.numa import GpuNode, Node
-from kvd.machine.open_files import is_out_of_files, open_files_remedy
 from kvd.machine.room import TRAILER_BYTES, Filesystem, PoolLimits, held_bytes
 from kvd.pool.geometry import FillOrder
 from kvd.server.pool_files import remove_tree

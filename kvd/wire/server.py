@@ -22,8 +22,7 @@ from typing import Any
 
 from kvd.client_names import Peer
 from kvd.machine.closing import MAX_STUCK, Closer
-from kvd.machine.open_files import free_descriptors, open_files_remedy
-from kvd.metrics.counts import CONNECTION_LIMITS
+from kvd.machine.files import free_descriptors, open_files_remedy
 from kvd.wire.listener import Listener, NoDescriptor
 from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.codec import WIRE
@@ -96,7 +95,8 @@ class Server:
     Attributes:
         accepted: clients that have connected; the owner takes them out.
         ended: clients whose connection has ended; the owner takes them out.
-        limits: clients that were disconnected, by the bound that they were above.
+        limits: clients that were disconnected, by the bound that they were above. The owner may
+            have them counted elsewhere.
         dropped: clients that were disconnected because they speak no ZMTP.
 
     Raises:
@@ -139,7 +139,7 @@ class Server:
         self.accepted: deque[Client] = deque()
         self.ended: deque[Client] = deque()
         self.dropped = 0
-        self.limits: Counter[str] = Counter(dict.fromkeys(CONNECTION_LIMITS, 0))
+        self.limits: dict[str, int] = Counter()
 
     def fileno(self) -> int:
         """Return a descriptor for polling: readable where `look` has something to do."""

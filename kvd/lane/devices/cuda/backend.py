@@ -31,10 +31,12 @@ import numpy as np
 from kvd.errors import CudaError, CudaMissing, DeviceLost, HandleRefused, ImportFailed, LaneError
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.copies import CudaMoves, PoolSide, Runs, choose, prepare
-from kvd.lane.devices.cuda.driver import Addresses, Undo
+from kvd.lane.devices.cuda.driver import Addresses
 from kvd.lane.devices.cuda.flow import Flow
 from kvd.lane.devices.cuda.pinning import PinnedPool
 from kvd.lane.devices.device import PIECE_BYTES, Device, Direction, Finished, MemoryId, Transfer
+from kvd.machine import cuda
+from kvd.machine.cuda import Undo
 from kvd.machine.numa import numbers
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
@@ -59,7 +61,7 @@ def find(name: str) -> int:
         CudaError: the driver fails.
     """
     uuid = _uuid(name).bytes
-    seen = driver.devices()
+    seen = cuda.devices()
     for device, other in seen:
         if other == uuid:
             return device
@@ -171,7 +173,7 @@ class ImportedMemory:
         return address, nbytes - (address - start)
 
     def _open_descriptors(self, segments: Sequence[VmmSegment]) -> tuple[int, int]:
-        nbytes, limit = sum(segment.nbytes for segment in segments), driver.memory_of(self._device)
+        nbytes, limit = sum(segment.nbytes for segment in segments), cuda.memory_of(self._device)
         self._mapped += nbytes
         if nbytes > limit or self._mapped > _MAPPED_TIMES * limit:
             raise ImportFailed(
@@ -237,18 +239,18 @@ class CudaDevice(Device):
         self._memories: dict[MemoryId, ImportedMemory] = {}
         self._last_id = 0
         self._pool_failures = 0  # after which the context answered
-        driver.start()
-        if lacking := driver.shortcomings():
+        cuda.start()
+        if lacking := cuda.shortcomings():
             _log.warning("%s", lacking)
         self._device = find(name)
-        if refusal := driver.refusal(self._device):
+        if refusal := cuda.refusal(self._device):
             raise CudaMissing(refusal)
-        stay_near(driver.pci_bus_id(self._device))
+        stay_near(cuda.pci_bus_id(self._device))
         self._undo = Undo()
         with Undo() as failed:
             failed.push(self._undo)
             self._set_up(pool_fd, pool_bytes, pin_lock)
-            _log.info("%s: %r", driver.device_name(self._device), self.copier)
+            _log.info("%s: %r", cuda.device_name(self._device), self.copier)
             failed.pop_all()
 
     def _set_up(self, pool_fd: int, pool_bytes: int, pin_lock: int | None) -> None:

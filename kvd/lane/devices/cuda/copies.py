@@ -28,17 +28,9 @@ import numpy.typing as npt
 
 from kvd.errors import CudaError
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.driver import (
-    Addresses,
-    Stream,
-    Undo,
-    bindings,
-    call,
-    check,
-    shown,
-    version,
-)
+from kvd.lane.devices.cuda.driver import Addresses, Stream
 from kvd.lane.devices.device import Direction, Ends, Moves
+from kvd.machine.cuda import Undo, bindings, call, check, shown, version
 from kvd_proto.copies import Copies, Grid, Run
 
 Ints = npt.NDArray[np.int64]

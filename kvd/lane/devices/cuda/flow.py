@@ -22,8 +22,9 @@ from typing import Generic, TypeVar
 from kvd.errors import CudaError, DeviceLost
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.copies import Copier, Runs
-from kvd.lane.devices.cuda.driver import Context, Event, Stream, Undo
+from kvd.lane.devices.cuda.driver import Context, Event, Stream
 from kvd.lane.devices.device import Direction, Finished, Transfer
+from kvd.machine.cuda import Undo
 
 Item = TypeVar("Item")
 

@@ -36,7 +36,8 @@ from kvd.errors import LaneError
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.driver import Addresses, Context
 from kvd.lane.devices.pretouch import touch
-from kvd.machine.pool_map import map_pool
+from kvd.machine import cuda
+from kvd.machine.files import map_pool
 from kvd.pool.geometry import FillOrder, piece_bytes_for
 
 _log = logging.getLogger(__name__)
@@ -300,7 +301,7 @@ class PinnedPool:
         _log.error("%s", text)  # no bug: no traceback
 
     def _unregister_all(self) -> None:
-        with driver.Undo() as undo:
+        with cuda.Undo() as undo:
             for piece in np.flatnonzero(self._is_pinned).tolist():
                 undo.add(driver.unregister_host, self._address + self._fill.span(piece)[0])
         self._is_pinned[:] = False
