@@ -23,7 +23,7 @@ from kvd.client_names import Peer
 from kvd.errors import Refused
 from kvd.machine.closing import is_harmless
 from kvd.machine.files import HOW, open_files_remedy
-from kvd.server.allowed import AllowList
+from kvd.server.runtime_dir import AllowList
 from kvd.wire.server import Client, Server, refusal_of
 from kvd_proto.channel import close_all
 from kvd_proto.codec import MAX_MESSAGE_BYTES, REQUESTS, WIRE, Header
