@@ -16,8 +16,8 @@ from zlib import crc32
 import msgspec
 
 from kvd.cache.directory import DirectoryWriter
-from kvd_proto import codec
 from kvd_proto import messages as m
+from kvd_proto import zmtp
 from kvd_proto.arrays import IntArray, JobBlocks
 from kvd_proto.changes import CHANGE_BYTES
 from kvd_proto.codec import WIRE
@@ -560,20 +560,20 @@ def _vectors() -> list[str]:
 def _session_bytes() -> list[tuple[str, str, bytes]]:
     """What each end sends on a worker's connection to the daemon, in that order."""
     register = msgspec.structs.replace(_example(m.Register), world_size=1)
-    client, daemon = codec.opening(b"DEALER"), codec.opening(b"ROUTER")
+    client, daemon = zmtp.opening(b"DEALER"), zmtp.opening(b"ROUTER")
     return [
-        ("client", "greeting", client[: codec.GREETING_BYTES]),
-        ("client", "READY, a command", client[codec.GREETING_BYTES :]),
+        ("client", "greeting", client[: zmtp.GREETING_BYTES]),
+        ("client", "READY, a command", client[zmtp.GREETING_BYTES :]),
         ("client", "Hello", _framed(_example(m.Hello), 1)),
-        ("daemon", "greeting", daemon[: codec.GREETING_BYTES]),
-        ("daemon", "READY", daemon[codec.GREETING_BYTES :]),
+        ("daemon", "greeting", daemon[: zmtp.GREETING_BYTES]),
+        ("daemon", "READY", daemon[zmtp.GREETING_BYTES :]),
         ("daemon", "Welcome", _framed(_example(m.Welcome), 1)),
         ("client", "Register; two descriptors: control page, memory", _framed(register, 2)),
         ("daemon", "LaneUp, a notice; a descriptor: lifeline", _framed(_example(m.LaneUp), 0)),
         ("daemon", "Registered", _framed(m.Registered(missing_ranks=()), 2)),
         ("daemon", "Attached, a notice; a descriptor: directory", _framed(_example(m.Attached), 0)),
-        ("client", "PING, a command", codec.command(b"PING", bytes(2) + b"kvd")),
-        ("daemon", "PONG", codec.command(b"PONG", b"kvd")),
+        ("client", "PING, a command", zmtp.command(b"PING", bytes(2) + b"kvd")),
+        ("daemon", "PONG", zmtp.command(b"PONG", b"kvd")),
     ]
 
 
@@ -594,7 +594,7 @@ def _example(kind: type[M]) -> M:
 def _framed(message: m.Message, request_id: int) -> bytes:
     """A message as it travels: one ZMTP frame."""
     frame = vector(message, request_id)
-    return codec.frame_header(len(frame)) + frame
+    return zmtp.frame_header(len(frame)) + frame
 
 
 def _connection() -> list[str]:

@@ -4,7 +4,7 @@ The broker, its child processes and the client use it; it is the only I/O of thi
 call sends and receives in the caller's thread and returns at once. libzmq passes each message
 through a thread of its own, which takes longer than the rest of a small job.
 
-The bytes are ZMTP (`kvd_proto.codec`): a ZeroMQ library can be the peer as long as no message has
+The bytes are ZMTP (`kvd_proto.zmtp`): a ZeroMQ library can be the peer as long as no message has
 descriptors. Descriptors (SCM_RIGHTS) are sent with the first byte of their message, by a `sendmsg`
 of this message's bytes alone. A read ends behind the bytes that descriptors came with, so they
 belong to the message of the read's last byte.
@@ -18,8 +18,8 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 
-from kvd_proto.codec import MAX_MESSAGE_BYTES, Decoder, DecoderState, frame_header, opening
 from kvd_proto.errors import BadFrame, ChannelFull, DescriptorsLost
+from kvd_proto.zmtp import MAX_MESSAGE_BYTES, Decoder, DecoderState, frame_header, opening
 
 READ_BYTES = 64 * 1024
 MAX_UNSENT_BYTES = 32 * 2**20

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvd_proto.codec import LONG, MORE
+from kvd_proto.zmtp import LONG, MORE
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.raw_client import RawConnection, text_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvd_client.memory import sealed_file
-from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, WIRE, frame_header
+from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.messages import (
     Attached,
@@ -28,6 +28,7 @@ from kvd_proto.messages import (
     Unregister,
     Welcome,
 )
+from kvd_proto.zmtp import frame_header
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, keys_of, make_layout, wait_hit
 from tests.daemon.serving import wait_state

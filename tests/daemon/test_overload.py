@@ -4,7 +4,7 @@ from msgspec.structs import replace
 
 from kvd_client.memory import sealed_file
 from kvd_proto.arrays import JobBlocks
-from kvd_proto.codec import WIRE, frame_header
+from kvd_proto.codec import WIRE
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.messages import (
     Done,
@@ -17,6 +17,7 @@ from kvd_proto.messages import (
     Registered,
     Store,
 )
+from kvd_proto.zmtp import frame_header
 from tests.conftest import StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
 from tests.processes import frozen

@@ -11,8 +11,9 @@ from typing import Any
 
 import msgspec
 
-from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, MORE, command, frame_header
+from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES
 from kvd_proto.messages import TAGS
+from kvd_proto.zmtp import MORE, command, frame_header
 from tests.fuzz.script import Act, Script, Where, request
 from tests.fuzz.sessions import session
 from tests.fuzz.steps import hostile_step

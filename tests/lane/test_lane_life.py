@@ -20,7 +20,7 @@ from kvd.wire.link import (
     ReleaseWorker,
     StopLane,
 )
-from kvd_proto.codec import HEADER_BYTES, MORE, WIRE
+from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.control import EPOCH_WORDS
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import (
@@ -38,6 +38,7 @@ from kvd_proto.messages import (
     Store,
     Wait,
 )
+from kvd_proto.zmtp import MORE
 from tests.lane.support import (
     LAYOUT,
     TIMELINE,

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from kvd.wire.server import Received, Server
 from kvd_proto.channel import READ_BYTES, Channel, ReceivedFrame, close_all
-from kvd_proto.codec import command, frame_header, opening
 from kvd_proto.errors import BadFrame, ChannelFull, DescriptorsLost
 from kvd_proto.messages import MAX_DESCRIPTORS
+from kvd_proto.zmtp import command, frame_header, opening
 from tests.descriptors import open_on
 from tests.waiting import PATIENCE
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_proto.codec import MAX_COMMANDS, Decoder, command, frame_header, opening
 from kvd_proto.errors import BadFrame
+from kvd_proto.zmtp import MAX_COMMANDS, Decoder, command, frame_header, opening
 
 LIMIT = 4096
 HELLO = opening(b"DEALER")

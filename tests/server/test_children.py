@@ -18,7 +18,7 @@ from kvd.server.http_process import HttpProcess
 from kvd.server.lane_process import LaneProcess
 from kvd.server.lane_processes import Lanes
 from kvd.wire.link import LINK, LanePing
-from kvd_proto.codec import frame_header, opening
+from kvd_proto.zmtp import frame_header, opening
 from tests.waiting import DEADLINE
 
 SECONDS = 100

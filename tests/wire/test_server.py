@@ -22,8 +22,8 @@ import zmq
 
 from kvd.wire import server as server_module
 from kvd.wire.server import AT_ONCE, UNREAD_BYTES, Client, Received, Server
-from kvd_proto.codec import command, frame_header
 from kvd_proto.messages import ErrorCode
+from kvd_proto.zmtp import command, frame_header
 from tests.descriptors import open_on
 from tests.raw_client import RawConnection, code_of
 from tests.waiting import PATIENCE, eventually
