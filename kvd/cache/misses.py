@@ -15,8 +15,7 @@ import numpy as np
 
 from kvd.cache.directory import DirectoryWriter
 from kvd.cache.ghosts import Ghost, GhostCause, Ghosts
-from kvd.metrics.counts import ChunkCounts
-from kvd.metrics.misses import MissReason
+from kvd.metrics.counts import ChunkCounts, MissReason
 from kvd_proto.directory import SlotState
 
 _OF_CAUSE = tuple(MissReason[cause.name] for cause in GhostCause)

@@ -9,7 +9,7 @@ import click
 
 from kvd.cli.options import duration, runtime_dir_option
 from kvd.metrics import words
-from kvd.metrics.misses import MissReason
+from kvd.metrics.counts import MissReason
 from kvd.wire.tool import Control
 from kvd_proto.messages import (
     MAX_KEY_BYTES,

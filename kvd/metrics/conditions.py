@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvd.metrics import schema
+from kvd.metrics.counts import BREAKER_REASONS
 from kvd.metrics.history import Span
-from kvd.metrics.tier_counts import BREAKER_REASONS
 from kvd.metrics.words import duration, latency, percent, several, size
 
 Level = Literal["error", "warning", "hint"]

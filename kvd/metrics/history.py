@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from kvd.metrics.histogram import Histogram
+from kvd.metrics.declare import Histogram
 
 Report = Mapping[str, Any]
 _NAMES = {"lanes": "device", "engines": "name", "namespaces": "id", "tiers": "name"}

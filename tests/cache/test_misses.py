@@ -7,7 +7,7 @@ import pytest
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ghosts import GhostCause
 from kvd.cache.misses import Misses
-from kvd.metrics.misses import MissReason
+from kvd.metrics.counts import MissReason
 from tests.cache.tables import begin, make_table, names, store
 
 

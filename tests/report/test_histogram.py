@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.errors import IntegrityError
-from kvd.metrics.histogram import Histogram
+from kvd.metrics.declare import Histogram
 
 BOUNDS = (0.001, 0.5, 1.0, 60.0)
 VALUES = st.lists(st.one_of(st.floats(0, 1e6), st.sampled_from([0.0, *BOUNDS])), max_size=50)

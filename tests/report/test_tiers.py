@@ -1,6 +1,6 @@
 """What is told of tiers is what their processes tell the broker."""
 
-from kvd.metrics.tier_counts import ASK_OUTCOMES, GET_OUTCOMES, PUT_OUTCOMES
+from kvd.metrics.counts import ASK_OUTCOMES, GET_OUTCOMES, PUT_OUTCOMES
 from kvd.wire.tiering import Outcome
 
 

@@ -18,7 +18,7 @@ from kvd.cache.namespaces import Namespace
 from kvd.client_names import Peer
 from kvd.errors import IntegrityError, Refused
 from kvd.metrics import schema
-from kvd.metrics.misses import MissReason
+from kvd.metrics.counts import MissReason
 from kvd_proto.messages import (
     Check,
     Checked,
