@@ -112,9 +112,6 @@ class Closer:
                 self._begun[thread] = uid, time.monotonic()
             close_all(fds)
 
-    def __repr__(self) -> str:
-        return f"<Closer, {len(self._begun)} threads>"
-
 
 def _unread_bytes(sock: socket.socket) -> int:
     count = bytearray(4)

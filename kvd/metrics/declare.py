@@ -79,9 +79,6 @@ class Histogram:
         below = np.cumsum([0, *self.counts[:-1]])
         return float(np.interp(q * self.count, below, [0.0, *self.bounds]))
 
-    def __repr__(self) -> str:
-        return f"<Histogram of {self.count} values, sum {self.sum:.6g}: {self.counts}>"
-
 
 Kind = Literal["info", "gauge", "counter", "histogram"]
 Labels = tuple[str, ...]

@@ -248,9 +248,6 @@ class App:
         text = f"There is nothing here; there is {', '.join(paths)}.\n"
         await PlainTextResponse(text, 404)(scope, receive, send)
 
-    def __repr__(self) -> str:
-        return f"<App {' '.join(self._paths)}>"
-
 
 def _deadline(request: Request) -> float | None:
     """Seconds that the client gives the broker; None where they make no sense."""

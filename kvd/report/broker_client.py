@@ -119,10 +119,6 @@ class BrokerClient:
                 raise NotRunning(f"the daemon refused ({error.code}): {error}") from error
             raise
 
-    def __repr__(self) -> str:
-        state = "connected" if self._control is not None else "not connected"
-        return f"<BrokerClient {self._runtime_dir}, {state}, {len(self._under_way)} under way>"
-
 
 class Samples:
     """Counters of the last ten minutes, and whole reports of the last one.
@@ -157,6 +153,3 @@ class Samples:
         """
         report = self._reports[0] if self._reports else None
         return {"fields": FIELDS, "samples": list(self._samples), "report": report}
-
-    def __repr__(self) -> str:
-        return f"<Samples {len(self._samples)}, {len(self._reports)} reports>"

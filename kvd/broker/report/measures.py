@@ -35,9 +35,6 @@ class RecentMax:
             self._greatest.popleft()
         return self._greatest[0][1] if self._greatest else 0.0
 
-    def __repr__(self) -> str:
-        return f"<RecentMax of {len(self._greatest)} values>"
-
 
 class Progress:
     """Amounts done over time; the rate is that of the last ten seconds."""
@@ -66,9 +63,6 @@ class Progress:
         if end <= begin or last <= first:
             return None
         return (total - last) * (end - begin) / (last - first)
-
-    def __repr__(self) -> str:
-        return f"<Progress {list(self._samples)[-1:]}>"
 
 
 def gained(known: Counted, totals: Counted) -> Counted:
