@@ -209,7 +209,7 @@ def test_workers_that_were_served_wait_for_a_lane_that_fails(broker: Broker) -> 
     effects = broker.supervision.lost(CUDA, "exit status 1")
     assert refusal(effects).text == "the device is lost"
     assert CUDA in broker.state.lanes
-    assert broker.state.lanes[CUDA].last_error == "the device is lost"
+    assert broker.state.lanes[CUDA].child.last_error == "the device is lost"
 
 
 def test_the_number_of_lanes_is_bounded(broker: Broker) -> None:

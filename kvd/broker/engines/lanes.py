@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from kvd.broker.child import ChildState
 from kvd.broker.effects import Event
 from kvd.client_names import Fields
 from kvd.metrics.counts import LaneCounts
@@ -44,24 +45,24 @@ class Lane:
     last_used: float = 0.0
     ending: bool = False
     incarnation: int = 0
-    up: bool = False
     pins: bool = False
-    pid: int = 0
     endpoint: str = ""
-    last_seen: float = 0.0
-    last_error: str = ""
-    last_ping: float = 0.0
-    killed: bool = False
+    child: ChildState = field(default_factory=ChildState)
     pong: LanePong = NO_REPORT
     done: LaneCounts = field(default_factory=LaneCounts)
     past: LaneCounts = field(default_factory=LaneCounts)
+
+    @property
+    def up(self) -> bool:
+        """Its process serves."""
+        return self.child.up
 
     @property
     def state(self) -> str:
         """One of "up", "ending", "starting" (it never was up), "down" (lost, or cannot start)."""
         if self.up:
             return "ending" if self.ending else "up"
-        return "down" if self.last_error else "starting"
+        return "down" if self.child.last_error else "starting"
 
     @property
     def serves(self) -> bool:
@@ -85,7 +86,7 @@ class Lane:
     @property
     def fields(self) -> Fields:
         """Identifiers of its present or last process, for events."""
-        return {"lane": self.device, "incarnation": self.incarnation, "pid": self.pid}
+        return {"lane": self.device, "incarnation": self.incarnation, "pid": self.child.pid}
 
     @property
     def counters(self) -> LaneCounts:
@@ -107,9 +108,10 @@ class Lane:
         """
         self.past.add(self.done)
         self.past.restarts += bool(error)
-        self.last_error = error
+        self.child.ended()
+        self.child.last_error = error
         self.pong, self.done = NO_REPORT, LaneCounts()
-        self.up = self.ending = False
+        self.ending = False
         self.importing = self.bindings = self.bindings_done = 0
         self.failure = ""
 

@@ -136,8 +136,8 @@ def _engine(engine: Engine, now: float) -> dict[str, Any]:
 def _lane(state: BrokerState, lane: Lane, now: float) -> dict[str, Any]:
     return report_of(
         schema.Lane,
-        *(lane, lane.pong),
-        seconds_since_heard=round(now - lane.last_seen, 3) if lane.up else None,
+        *(lane, lane.child, lane.pong),
+        seconds_since_heard=round(now - lane.child.heard_at, 3) if lane.up else None,
         oldest_job_seconds=lane.pong.oldest_job_ns / 1e9,
         pool_bytes=state.pool_bytes or 0,
         usable_bytes=min(lane.usable_bytes, state.allocated) if lane.up else 0,
@@ -151,14 +151,15 @@ def _tier(tier: Tier, now: float) -> dict[str, Any]:
         schema.Tier,
         *(tier, tier.setting, tier.info),
         setting=tier.setting.text,
-        state="up" if tier.up else "down" if tier.was_up else "starting",
+        state="up" if tier.up else "down" if tier.child.pid else "starting",
+        pid=tier.child.pid if tier.child.up else 0,
         breaker=breaker.state.value,
         state_seconds=round(now - breaker.changed_at, 3),
         usable=tier.in_use,
         unopened_seconds=round(tier.unopened_seconds(now), 3),
         set_aside_seconds=0.0 if breaker.closed else round(now - breaker.opened_at, 3),
         full=now < tier.full_until,
-        last_error=tier.last_error or breaker.why,
+        last_error=tier.child.last_error or breaker.why,
         queued_put_bytes=tier.put_bytes,
         queued_get_bytes=tier.get_bytes,
         latency_seconds=tier.pace.latency_us / 1e6,
@@ -239,12 +240,12 @@ def _lane_text(state: BrokerState, lane: Lane, now: float) -> str:
         return "ending"
     if lane.up:
         jobs = lane.pong.queued_jobs
-        text = f"up, last heard {max(0.0, now - lane.last_seen):.1f} s ago, {jobs} jobs queued"
+        text = f"up, last heard {max(0.0, now - lane.child.heard_at):.1f} s ago, {jobs} jobs queued"
         if jobs:
             text += f", the oldest for {lane.pong.oldest_job_ns / 1e9:.1f} s"
         return text
     if state.pool_bytes is None:
         return "starts when the pool's size is known"
-    if lane.last_error:
-        return f"lost ({lane.last_error}); it is started again"
+    if lane.child.last_error:
+        return f"lost ({lane.child.last_error}); it is started again"
     return "starting"
