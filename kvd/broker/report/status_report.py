@@ -12,8 +12,8 @@ import msgspec
 from kvd.broker.engines.lanes import Lane
 from kvd.broker.engines.sessions import Engine
 from kvd.broker.report.forecast import advice, forecast
-from kvd.broker.requests.operations import by, drain_report
-from kvd.broker.state import BrokerState
+from kvd.broker.requests.operations import by, in_flight
+from kvd.broker.state import BrokerState, OperatorDrain
 from kvd.broker.tiers.tier import Tier
 from kvd.cache.namespaces import Namespace
 from kvd.metrics import schema
@@ -42,7 +42,7 @@ def status_report(
         version=version,
         boot_id=state.boot_id.hex(),
         pid=pid,
-        drain=drain_report(state, now),
+        drain=None if state.drain is None else _drain(state, state.drain, now),
         checks=checks(state, now),
         conditions=[],
         pool=_pool(state),
@@ -62,6 +62,17 @@ def status_report(
     )
     report["conditions"] = msgspec.to_builtins(conditions(Span(report, before)))
     return report
+
+
+def _drain(state: BrokerState, drain: OperatorDrain, now: float) -> dict[str, Any]:
+    stores, leases = in_flight(state, drain.since)
+    return report_of(
+        schema.Drain,
+        drain.by,
+        seconds=round(now - drain.since, 3),
+        stores_in_flight=stores,
+        leases_in_flight=leases,
+    )
 
 
 def _pool(state: BrokerState) -> dict[str, Any]:
