@@ -110,7 +110,7 @@ class Broker:
     # ----------------------------------------------------------- the daemon
 
     def pool_allocated(self, nbytes: int) -> list[Effect]:
-        """Note how much of the pool is allocated, in the order of `kvd.pool.filling`."""
+        """Note how much of the pool is allocated, in the order of `kvd.pool.geometry`."""
         state = self.state
         before, state.allocated = state.pool_ready, nbytes
         if before or not state.pool_ready:

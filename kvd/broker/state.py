@@ -38,7 +38,7 @@ class OperatorDrain:
 class BrokerState:
     """Sessions, engines, lanes and namespaces.
 
-    `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.filling`.
+    `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.geometry`.
     `failed_lanes` holds when a device's lane could last not start, and why; `fatal_imports` whose
     memory lanes were mapping when they ended.
     `gone_lanes` are the counts of lanes that were let go, `lookups` and `kv_events` those of all
@@ -110,7 +110,7 @@ class BrokerState:
     def usable_bytes(self, engine: Engine) -> int | None:
         """Return how many bytes of the pool are allocated and in reach of the engine's lanes.
 
-        In the order of `kvd.pool.filling`; None where that is all of it.
+        In the order of `kvd.pool.geometry`; None where that is all of it.
         """
         if self.namespaces is None:
             return 0

@@ -9,7 +9,7 @@ import click
 
 from kvd.cli.options import settings_options, sources
 from kvd.errors import AddressUnavailable, AlreadyRunning, ConfigError, KvdError
-from kvd.logs.setup import configure
+from kvd.logs import configure
 from kvd.machine.files import raise_descriptor_limit
 from kvd.server.runtime_dir import RuntimeDir
 from kvd.server.start import serve as run_daemon

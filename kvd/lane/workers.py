@@ -106,10 +106,6 @@ class Worker:
         """Of its memory."""
         return self.order.layout
 
-    def __repr__(self) -> str:
-        bound = "bound" if self.binding is not None else "not bound"
-        return f"<Worker {self.who}, {bound}>"
-
 
 def who_is(message: ImportWorker) -> Who:
     """The worker that a message names."""

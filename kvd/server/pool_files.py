@@ -236,9 +236,6 @@ class PoolFiles:
         self.own = False
         return other
 
-    def __repr__(self) -> str:
-        return f"<PoolFiles {self.place}>"
-
 
 def kernel_boot() -> str:
     """Return the id of the machine's boot."""

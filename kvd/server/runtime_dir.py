@@ -116,6 +116,3 @@ class RuntimeDir:
             with contextlib.suppress(FileNotFoundError):  # a lane of a dead daemon removes its own
                 found.append((path, stat.S_ISSOCK(path.lstat().st_mode)))
         return found
-
-    def __repr__(self) -> str:
-        return f"<RuntimeDir {self.path} {'locked' if self._lock_fd >= 0 else 'free'}>"

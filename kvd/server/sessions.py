@@ -55,9 +55,6 @@ class SessionConnection:
         close_all(self.fds)
         self.fds.clear()
 
-    def __repr__(self) -> str:
-        return f"<SessionConnection of {self.session!r}, {len(self.fds)} descriptors>"
-
 
 class SessionServer:
     """All connections to the broker's socket.
@@ -289,9 +286,6 @@ class SessionServer:
             self._close_pidfd(connection)
             connection.drop_fds()
         self._open.clear()
-
-    def __repr__(self) -> str:
-        return f"<SessionServer {len(self)} open>"
 
 
 def _notice_of(refusal: Refused) -> bytes:

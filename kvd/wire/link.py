@@ -61,7 +61,7 @@ class LaneReady(Message, frozen=True):
 class PoolUsable(Message, frozen=True):
     """Lane → broker: how much of the pool it can copy now; sent whenever one of these has changed.
 
-    usable_bytes: the longest prefix of the pool, in the order of `kvd.pool.filling`, in which every
+    usable_bytes: the longest prefix of the pool, in the order of `FillOrder`, in which every
         byte of the bound workers' arenas is pinned. The whole pool where no worker is bound.
         BindWorker may reduce it.
     bindings: BindWorker orders that this lane had received when it measured `usable_bytes`.

@@ -84,9 +84,6 @@ class Listener:
             os.close(self._spare)
             self._spare = -1
 
-    def __repr__(self) -> str:
-        return f"<Listener {self.fileno()}>"
-
 
 def bind_tcp(listen: Listen) -> socket.socket:
     """Return a non-blocking listening socket for the setting `http_listen`.

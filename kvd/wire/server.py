@@ -72,9 +72,6 @@ class Client:
         self.kept_bytes = 0  # as counted in the server's sum
         self.events = select.EPOLLIN  # that epoll reports of it
 
-    def __repr__(self) -> str:
-        return f"<Client pid {self.peer.pid}, {self.kept_bytes} bytes kept>"
-
 
 Received = tuple[Client, bytes, tuple[int, ...]]
 """A message's sender, the message, and its descriptors, which are the taker's."""
@@ -465,9 +462,6 @@ class Server:
             most = max(self._by_fd.values(), key=attrgetter("kept_bytes"))
             text = f"it has {most.kept_bytes} bytes of {self._kept} that are kept of all"
             self.disconnect(most, text, "kept_bytes")
-
-    def __repr__(self) -> str:
-        return f"<Server {self._path}, {len(self)} clients, {self._kept} bytes kept>"
 
 
 def peer_of(sock: socket.socket) -> Peer:

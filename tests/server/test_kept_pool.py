@@ -28,7 +28,7 @@ from kvd.config.sources import Sources
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
 from kvd.machine import room
 from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit, area_name
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from kvd.server import kept_pool, pool_files
 from kvd.server.descriptions import DescriptionFiles
 from kvd.server.kept_pool import KeptPool, MakeNamespaces

@@ -71,7 +71,7 @@ class Lane:
 
     @property
     def usable_bytes(self) -> int:
-        """How much of the pool it can copy, in the order of `kvd.pool.filling`.
+        """How much of the pool it can copy, in the order of `kvd.pool.geometry`.
 
         A worker that was just bound may need memory that is not pinned: until the lane has answered
         that order, none is known to be usable.

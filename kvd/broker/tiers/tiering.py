@@ -20,7 +20,7 @@ from kvd.broker.tiers.promotion import Promotion
 from kvd.broker.tiers.spaces import TierSpaces
 from kvd.broker.tiers.tier import Batch, Tier, Tiers
 from kvd.cache.namespaces import Namespace
-from kvd.logs.faults import fault_text, fault_trace
+from kvd.logs import fault_text, fault_trace
 from kvd.wire.tiering import (
     Ask,
     Done,

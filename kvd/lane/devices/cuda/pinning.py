@@ -7,7 +7,7 @@ Slots have another size in every namespace: a boundary may cut a slot, and copie
 they cross one (`moves.py`).
 
 One thread makes the set of pinned pieces equal to the wanted one. It pins in the order of
-`kvd.pool.filling`, in which the broker allocates: a piece's pages are touched once they are there,
+`kvd.pool.geometry`, in which the broker allocates: a piece's pages are touched once they are there,
 then registered. Then it unpins pieces that are not wanted. Pieces of a rank that has left stay
 pinned until an arena is wanted anew, so an engine that restarts finds its arena pinned.
 
@@ -38,7 +38,7 @@ from kvd.lane.devices.cuda.driver import Addresses, Context
 from kvd.lane.devices.pretouch import touch
 from kvd.machine import cuda
 from kvd.machine.files import map_pool
-from kvd.pool.filling import FillOrder, piece_bytes_for
+from kvd.pool.geometry import FillOrder, piece_bytes_for
 
 _log = logging.getLogger(__name__)
 
