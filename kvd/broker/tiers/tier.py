@@ -14,7 +14,7 @@ from kvd.broker.effects import Effect, Event, ToTier
 from kvd.broker.tiers.breaker import Breaker
 from kvd.cache.namespaces import Namespace
 from kvd.config.tiers import TierSetting
-from kvd.metrics.tier_counts import TierCounts
+from kvd.metrics.counts import TierCounts
 from kvd.wire.tiering import Ask, Get, Put
 from kvd_proto.messages import TierInfo
 from kvd_proto.tier_table import TierStatus
