@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from kvd.broker.effects import ChunksReady, Effect, Event, KillTier, ToTier
 from kvd.broker.tiers.tier import Tier
+from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
     Ask,
     CloseSpace,
@@ -12,9 +13,8 @@ from kvd.wire.tiering import (
     Drop,
     Get,
     Held,
-    NewEpoch,
+    NewSalt,
     OpenSpace,
-    Outcome,
     Put,
     SpaceOpened,
     TierPing,

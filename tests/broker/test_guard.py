@@ -8,7 +8,8 @@ from msgspec.structs import replace
 
 from kvd.broker.tiers.breaker import State
 from kvd.broker.tiers.tiering import Tiering
-from kvd.wire.tiering import Ask, Get, Outcome, Put
+from kvd.outcomes import Outcome
+from kvd.wire.tiering import Ask, Get, Put
 from kvd_proto.directory import LookupResult
 from tests.broker.fake_tier import TierBench, done, held
 from tests.daemon.hidden import assert_hidden

@@ -11,7 +11,8 @@ from kvd.broker.tiers.demotion import GATHER_SECONDS
 from kvd.broker.tiers.promotion_requests import MAX_REQUESTS, PromotionRequests
 from kvd.broker.tiers.tier import GET_BYTES
 from kvd.broker.tiers.tiering import STUCK_SECONDS
-from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, NewEpoch, OpenSpace, Outcome, Put
+from kvd.outcomes import Outcome
+from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, NewSalt, OpenSpace, Put
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
 from tests.broker.brokers import join, mapped, register

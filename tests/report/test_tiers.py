@@ -1,7 +1,7 @@
 """What is told of tiers is what their processes tell the broker."""
 
 from kvd.metrics.tier_counts import ASK_OUTCOMES, GET_OUTCOMES, PUT_OUTCOMES
-from kvd.wire.tiering import Outcome
+from kvd.outcomes import Outcome
 
 
 def test_every_outcome_is_counted() -> None:

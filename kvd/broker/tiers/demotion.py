@@ -18,7 +18,8 @@ from kvd.broker.tiers.tier import BATCH_BYTES, Batch, Tier
 from kvd.cache.candidates import Candidates
 from kvd.cache.directory import covers
 from kvd.cache.namespaces import Namespace
-from kvd.wire.tiering import Done, Drop, Outcome, Put
+from kvd.outcomes import Outcome
+from kvd.wire.tiering import Done, Drop, Put
 from kvd_proto.arrays import IntArray
 
 CHUNKS_A_TURN = 64  # of all namespaces: 0.2 ms, and 0.4 for the answer

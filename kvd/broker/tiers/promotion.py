@@ -19,7 +19,8 @@ from kvd.broker.tiers.promotion_requests import PromotionRequest, PromotionReque
 from kvd.broker.tiers.tier import BATCH_BYTES, BATCH_CHUNKS, Batch, Tier, first_of
 from kvd.cache.namespaces import Namespace
 from kvd.cache.tier_table import TierTable
-from kvd.wire.tiering import Ask, Done, Get, Outcome
+from kvd.outcomes import Outcome
+from kvd.wire.tiering import Ask, Done, Get
 from kvd_proto.arrays import IntArray
 
 KEYS_A_TURN = 512  # that are looked at: one or two milliseconds

@@ -21,13 +21,13 @@ from kvd.broker.tiers.spaces import TierSpaces
 from kvd.broker.tiers.tier import Batch, Tier, Tiers
 from kvd.cache.namespaces import Namespace
 from kvd.logs.faults import fault_text, fault_trace
+from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
     Ask,
     Done,
     Get,
     Gone,
     Held,
-    Outcome,
     Put,
     SpaceOpened,
     StopTier,
