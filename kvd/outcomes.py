@@ -1,4 +1,4 @@
-"""How a tier's put or get of one chunk ends."""
+"""How a tier's put or get of one chunk ended: for the broker, the link, and third parties' tiers."""
 
 from enum import IntEnum
 
