@@ -20,8 +20,7 @@ from kvd.config.settings import Settings
 from kvd.config.tiers import parse_tiers
 from kvd.errors import KvdError, LedgerDamaged, Refused
 from kvd.metrics.counts import ChunkCounts
-from kvd.pool.filling import FillOrder
-from kvd.pool.geometry import COLUMN_EXTENTS, Geometry
+from kvd.pool.geometry import COLUMN_EXTENTS, FillOrder, Geometry
 from kvd.pool.pool import Pool
 from kvd_proto.changes import change_capacity
 from kvd_proto.directory_header import MAX_SLOTS, DirectoryHeader

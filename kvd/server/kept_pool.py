@@ -28,7 +28,7 @@ from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.cache.trailer import EPOCH_SHIFT, NAME_BYTES, PoolTrailer
 from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refused
 from kvd.machine.room import held_bytes
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from kvd.server.descriptions import DescriptionFile
 from kvd.server.memory import PoolMemory, shortage_remedy
 from kvd.server.pool_dirs import purge_command
@@ -413,6 +413,3 @@ class KeptPool:
                 ledgers[file] = mmap.mmap(fd, status.st_size)
         finally:
             os.close(fd)
-
-    def __repr__(self) -> str:
-        return f"<KeptPool {self._files.place}{'' if self.keeps else ', not kept'}>"

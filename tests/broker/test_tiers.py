@@ -616,12 +616,12 @@ def test_a_namespace_that_a_tier_does_not_begin_is_reported() -> None:
     bench.turn(1.0)
     assert 0.5 < disk.tier.unopened_seconds(bench.now) <= 1.0
     disk.say(replace(pong(0), error="no room for its salt"))
-    assert disk.tier.last_error == "no room for its salt"
+    assert disk.tier.child.last_error == "no room for its salt"
     disk.hangs = False
     disk.opened(namespace.id)
     assert disk.tier.unopened_seconds(bench.now) == 0
     disk.pong()
-    assert disk.tier.last_error == "no room for its salt"
+    assert disk.tier.child.last_error == "no room for its salt"
 
 
 def test_what_a_lost_process_was_told_is_given_up() -> None:
@@ -702,7 +702,7 @@ def test_a_scan_of_before_a_reset_is_nothing() -> None:
     disk.end()
     disk.start()
     bench.turn(0.5)
-    assert isinstance(disk.told[-2], OpenSpace)
+    assert disk.tier.spaces[bench.namespace].salt is None
     bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
     disk.say(SpaceOpened(namespace=identity, salt=before))
     disk.say(held(identity, before, {b"a": (0, 1, 0, b"")}))

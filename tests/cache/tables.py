@@ -11,7 +11,7 @@ from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.cache.resets import Resets
 from kvd.config.settings import Settings
 from kvd.config.values import Quota
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from kvd_proto.changes import MIN_CHANGES, ChangeKind
 from kvd_proto.directory import SlotState
 

@@ -27,14 +27,14 @@ from kvd.config.settings import Settings
 from kvd.config.sources import Sources
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
 from kvd.machine import room
-from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit
-from kvd.pool.filling import FillOrder
+from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit, area_name
+from kvd.pool.geometry import FillOrder
 from kvd.server import kept_pool, pool_files
 from kvd.server.descriptions import DescriptionFiles
 from kvd.server.kept_pool import KeptPool, MakeNamespaces
 from kvd.server.memory import PoolMemory
 from kvd.server.pool_dirs import remember_pool_dir
-from kvd.server.pool_files import VERSION, area_name
+from kvd.server.pool_files import VERSION
 from kvd.server.runtime_dir import RuntimeDir
 from kvd.server.shared import DirectoryMemory
 from kvd_proto.descriptions import (
@@ -836,7 +836,7 @@ def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
     link.symlink_to(huge)
     monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
     monkeypatch.setattr(Filesystem, "writable", property(lambda _: False))
-    monkeypatch.setattr("kvd.machine.directory_lock.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.machine.files.LOCK_SECONDS", 0.0)
     runtime = RuntimeDir(tmp_path / "run")
     runtime.lock()
     remember_pool_dir(runtime.path, huge)
@@ -975,7 +975,7 @@ def test_an_area_in_use_is_refused(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two daemons never share a pool, also where the runtime directory's lock was removed."""
-    monkeypatch.setattr("kvd.machine.directory_lock.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.machine.files.LOCK_SECONDS", 0.0)
     start()
     with pytest.raises(AlreadyRunning, match="another daemon uses the pool"):
         KeptPool(tmp_path, RUNTIME, keeps=True)

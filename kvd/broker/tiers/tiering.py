@@ -19,7 +19,7 @@ from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
 from kvd.broker.tiers.tier import Batch, Opening, Tier
 from kvd.cache.namespaces import Namespace
-from kvd.logs.faults import fault_text, fault_trace
+from kvd.logs import fault_text, fault_trace
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
     Ask,
@@ -75,31 +75,32 @@ class Tiering:
     def begun(self, index: int, pid: int, now: float) -> None:
         """A process was started, and knows of nothing."""
         tier = self._state.tiers[index]
-        tier.started = now
+        tier.child.started(now)
         tier.breaker.process_changed(now)
         tier.process = f"tier {index} pid {pid}"
 
     def received(self, index: int, message: Message, now: float) -> list[Effect]:
         """A tier's process has sent a message."""
         tier = self._state.tiers[index]
-        if tier.killed:
+        tier.child.heard(now)
+        if tier.child.killed:
             return []
         return self._guard(now, lambda: self._on_message(tier, message, now))
 
     def lost(self, index: int, reason: str, now: float) -> list[Effect]:
         """A process has ended: nothing of it moves, and what it held is not known any more."""
         tier = self._state.tiers[index]
-        served = tier.pid > 0
+        served = tier.child.up
         effects = self._guard(now, lambda: self._on_end(tier, reason, now))
         for namespace in self._state.open_namespaces:
             namespace.table.slots.lane_lost(tier.process)
         tier.process_ended()
         if served:
-            tier.last_error = reason
+            tier.child.last_error = reason
             tier.counts.restarts += 1
             effects.append(tier.event(f"is lost: {reason}; it is started again", "error"))
-        elif not tier.last_error:
-            tier.last_error = reason
+        elif not tier.child.last_error:
+            tier.child.last_error = reason
         return effects
 
     def request_promotion(
@@ -156,9 +157,9 @@ class Tiering:
         effects: list[Effect] = [Event(text, "error", trace=fault_trace(error))]
         for tier in self._state.tiers:
             tier.breaker.trip("wrong", now, why)
-            tier.seen, tier.last_error = tier.breaker.state, why
-            if tier.started is not None and not tier.killed:
-                tier.killed = True
+            tier.seen, tier.child.last_error = tier.breaker.state, why
+            if not tier.child.killed:
+                tier.child.killed = True
                 effects.append(KillTier(tier.index, why, wrong=True))
             tier.drop_batches()
             for namespace in self._state.open_namespaces:
@@ -192,8 +193,8 @@ class Tiering:
             case TierReady():
                 effects = self._on_ready(tier, message, now)
             case TierFailed():
-                if tier.last_error != message.error:
-                    tier.last_error = message.error
+                if tier.child.last_error != message.error:
+                    tier.child.last_error = message.error
                     effects.append(tier.event(f"cannot be used: {message.error}", "error"))
                 effects.append(KillTier(tier.index, message.error))
             case _:
@@ -201,22 +202,22 @@ class Tiering:
         return effects + self._on_breaker_change(tier, now)
 
     def _on_ready(self, tier: Tier, message: TierReady, now: float) -> list[Effect]:
-        tier.pid, tier.described, tier.was_up = message.pid, message.described, True
+        tier.child.serves(message.pid)
+        tier.described = message.described
         tier.breaker.process_changed(now)
         tier.total_bytes, tier.used_bytes = message.total_bytes, message.used_bytes
         tier.chunks = message.chunks
         tier.counts.damaged_records += message.damaged_records
-        tier.next_ping = now + IDLE_PING_SECONDS
         text = f"is up (pid {message.pid}): {message.described or tier.setting.text}"
         return [tier.event(text), *self._update_spaces(tier, now)]
 
     def _on_pong(self, tier: Tier, message: TierPong, now: float) -> None:
         if message.progress > tier.progress:
             tier.breaker.moved_at = now
-        tier.progress, tier.pinged = message.progress, None
+        tier.progress = message.progress
         tier.total_bytes, tier.used_bytes = message.total_bytes, message.used_bytes
         tier.chunks = message.chunks
-        tier.last_error = message.error or tier.last_error
+        tier.child.last_error = message.error or tier.child.last_error
 
     def _on_end(self, tier: Tier, reason: str, now: float) -> list[Effect]:
         tier.breaker.trip("lost", now, f"its process ended: {reason}")
@@ -311,7 +312,7 @@ class Tiering:
         tier.ended(batch, now)
         tier.breaker.moved_at = now
         if done.error:
-            tier.last_error = done.error
+            tier.child.last_error = done.error
         bad = sum(code in _BAD for code in outcomes)
         effects = self._take(tier, batch, done, now)
         tier.breaker.ended(now, failed=2 * bad >= len(outcomes))
@@ -378,21 +379,18 @@ class Tiering:
 
     def _check_liveness(self, tier: Tier, now: float) -> list[Effect]:
         """See whether a tier is late, stuck, or to be tried again."""
-        breaker = tier.breaker
+        breaker, child = tier.breaker, tier.child
+        if why := child.check(now, STUCK_SECONDS if child.up else START_SECONDS):
+            return self._kill(tier, why)
         if not tier.up:
-            if tier.started is None or now - tier.started < START_SECONDS or tier.killed:
-                return []
-            return self._kill(tier, f"it has not begun to serve in {START_SECONDS:.0f} s")
+            return []
         outstanding = bool(tier.batches)
-        silent = now - tier.pinged if tier.pinged is not None else 0.0
         breaker.look(now, outstanding=outstanding)
-        if silent > max(IDLE_PING_SECONDS, breaker.late_seconds):
+        if (silent := child.silent(now)) > max(IDLE_PING_SECONDS, breaker.late_seconds):
             breaker.trip("late", now, f"its process has not answered for {silent:.1f} s")
-        stuck = max(silent, now - breaker.moved_at if outstanding else 0.0)
-        if stuck > STUCK_SECONDS:
+        if outstanding and (stuck := now - breaker.moved_at) > STUCK_SECONDS:
             return self._kill(tier, f"nothing has moved for {stuck:.1f} s")
-        if tier.pinged is None and (outstanding or now >= tier.next_ping):
-            tier.pinged, tier.next_ping = now, now + IDLE_PING_SECONDS
+        if child.ping_due(now, LOOK_SECONDS if outstanding else IDLE_PING_SECONDS):
             return [ToTier(tier.index, TierPing())]
         return []
 
@@ -436,7 +434,7 @@ class Tiering:
 
     def _kill(self, tier: Tier, why: str) -> list[Effect]:
         """Have a process end; nobody waits for that, and its slots stay till then."""
-        tier.killed = True
+        tier.child.killed = True
         return [tier.event(f"is killed: {why}", "error"), KillTier(tier.index, why)]
 
     def _publish(self) -> None:
