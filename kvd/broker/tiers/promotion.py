@@ -355,7 +355,8 @@ class Promotion:
         """A get has ended: what is there is READY, and nobody writes into the other slots."""
         self._settle(batch)
         namespace, counts = batch.namespace, tier.counts
-        table, tiers = namespace.table, namespace.directory.tiers
+        table = namespace.table
+        tiers = namespace.directory.tiers if batch.salt == namespace.salt else None
         nbytes, effects = namespace.geometry.bytes_per_chunk, list[Effect]()
         outcomes, refs, ready = done.outcomes.tolist(), batch.refs, 0
         columns = (done.first.tolist(), done.count.tolist(), done.groups.tolist())
@@ -363,17 +364,16 @@ class Promotion:
         for i, (key, ref, code) in enumerate(zip(order.keys, refs, outcomes, strict=True)):
             outcome = Outcome(code)
             counts.gets[outcome.name.lower()] += 1
-            current = tiers is not None and batch.salt == namespace.salt
             if outcome is Outcome.OK:
                 blocks = columns[0][i], columns[1][i], columns[2][i]
                 counts.get_bytes += nbytes
                 if table.promotions.done(*ref, *blocks, done.descriptions[i]):
                     ready += 1
-                    if current and tiers is not None:
+                    if tiers is not None:
                         tiers.hold(key, tier.index, *blocks)
                 continue
             failed.append(ref)
-            if outcome in {Outcome.ABSENT, Outcome.CORRUPT} and current and tiers is not None:
+            if outcome in {Outcome.ABSENT, Outcome.CORRUPT} and tiers is not None:
                 tiers.release(key, tier.index)
                 if tier.info.shared:
                     tiers.absent(key, now)
