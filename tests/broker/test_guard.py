@@ -128,9 +128,11 @@ def test_slots_that_a_tier_may_still_write_wait_for_its_end(
     first, second = [order for order in disk.waiting if isinstance(order, Get)]
     free = bench.table().space.free_slots
     Fault(monkeypatch, Promotion, "_settle")
-    disk.hangs, disk.waiting = False, [first]
+    bench.woken.clear()
+    disk.hangs, disk.waiting = False, [first, second]
     disk.answer()
     assert bench.killed == [0]
+    assert bench.woken == [bench.engine(bench.scheduler).number]
     assert bench.table().space.free_slots == free
     assert not disk.tier.up
     bench.turn(40.0)  # longer than anybody waits for a slot that a tier fills

@@ -708,9 +708,14 @@ def test_a_scan_of_before_a_reset_is_nothing() -> None:
     disk.say(held(identity, before, {b"a": (0, 1, 0, b"")}))
     bench.turn(STEP)
     assert bench.below(b"a") is None
-    disk.say(held(identity, disk.salts[identity], {b"b": (0, 1, 0, b"")}))
+    before = disk.salts[identity]
+    disk.say(held(identity, before, {b"b": (0, 1, 0, b"")}))
     bench.turn(STEP)
     assert bench.below(b"b") == 1
+    bench.carry_out(bench.broker.request(bench.scheduler, 10, Reset(), bench.now))
+    disk.say(held(identity, before, {b"c": (0, 1, 0, b"")}))
+    bench.turn(STEP)
+    assert bench.below(b"c") is None
 
 
 def test_what_a_tier_has_dropped_is_not_found() -> None:

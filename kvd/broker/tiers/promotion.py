@@ -355,8 +355,7 @@ class Promotion:
         """A get has ended: what is there is READY, and nobody writes into the other slots."""
         self._settle(batch)
         namespace, counts = batch.namespace, tier.counts
-        table = namespace.table
-        tiers = namespace.directory.tiers if batch.salt == namespace.salt else None
+        table, tiers = namespace.table, namespace.directory.tiers
         nbytes, effects = namespace.geometry.bytes_per_chunk, list[Effect]()
         outcomes, refs, ready = done.outcomes.tolist(), batch.refs, 0
         columns = (done.first.tolist(), done.count.tolist(), done.groups.tolist())
@@ -411,7 +410,7 @@ class Promotion:
                 there.append(PromotionRequest(key, engines, now, tier))
             elif outcome is Outcome.ABSENT:
                 absent.append(key)
-        if tiers is None or batch.salt != namespace.salt:
+        if tiers is None:
             return []
         waiting.keys.put_back(there)
         effects = self._work(namespace, waiting, now)

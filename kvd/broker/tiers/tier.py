@@ -265,15 +265,11 @@ class Tier:
             self.counts.get_seconds += spent
             self.counts.get_latency.observe(seconds)
 
-    def drop_batches(self) -> None:
-        """Its process has ended, or will: no answer to what was sent counts."""
+    def process_ended(self) -> None:
+        """Its process has ended: what was under way never ends."""
         self.batches.clear()
         self.put_bytes = self.get_bytes = 0
         self._under_way = dict.fromkeys(self._under_way, 0)
-
-    def process_ended(self) -> None:
-        """Its process has ended."""
-        self.drop_batches()
         self.spaces.clear()
         self.child.ended()
         self.progress = 0

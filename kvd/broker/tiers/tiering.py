@@ -161,7 +161,6 @@ class Tiering:
             if not tier.child.killed:
                 tier.child.killed = True
                 effects.append(KillTier(tier.index, why, wrong=True))
-            tier.drop_batches()
             for namespace in self._state.open_namespaces:
                 slots = namespace.table.slots
                 filled = [slot for slot, name in slots.filling.items() if name == tier.process]
