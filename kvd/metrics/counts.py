@@ -46,7 +46,7 @@ LIMITS = (
 PUT_OUTCOMES = ("ok", "full", "failed", "late", "gone")
 GET_OUTCOMES = ("ok", "absent", "corrupt", "failed", "late", "gone")
 ASK_OUTCOMES = ("ok", "absent", "failed", "late")
-"""How chunks of a tier's batches end: `kvd.wire.tiering.Outcome` in small letters."""
+"""How chunks of a tier's batches end: `kvd.outcomes.Outcome` in small letters."""
 BREAKER_REASONS = ("late", "failed", "corrupt", "lost", "wrong")
 """Why a tier is set aside."""
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from kvd.wire.tiering import Outcome
+from kvd.outcomes import Outcome
 
 
 @dataclass(frozen=True, slots=True)
