@@ -1,20 +1,92 @@
-"""A batch of the broker's: divided into parts for threads, put together again in one answer."""
+"""A namespace's slots as a tier's process sees them, and the broker's batches of their chunks.
 
+A batch is divided into parts for threads, and put together again in one answer.
+"""
+
+import hashlib
+import mmap
+import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from kvd.errors import TierError
-from kvd.tier.contract import Space
-from kvd.tier.place import Place
-from kvd.wire.tiering import MAX_BATCH, Ask, Done, Get, Outcome, Put
+from kvd.tier.contract import Outcome, Space
+from kvd.tier.seal import HEAD_BYTES
+from kvd.wire.tiering import Ask, Done, Get, OpenSpace, Put
 from kvd_proto.arrays import IntArray
+from kvd_proto.descriptions import DescriptionsView
+from kvd_proto.directory import DirectoryView, SlotState
 
 MAX_DESCRIPTIONS_BYTES = 2**20
 """Of an answer: a tier fills no message that the broker takes long to read."""
 TEXT_LIMIT = 1000
+
+
+def space_id(namespace: bytes, salt: bytes) -> bytes:
+    """The name under which a tier keeps a namespace's chunks from one reset to the next."""
+    return hashlib.blake2b(namespace + salt, digest_size=16).digest()
+
+
+class Place:
+    """A namespace in the pool: which bytes a slot has, and what the directory says of it.
+
+    What is mapped goes with the last reference: threads may still look while it is closed.
+
+    Args:
+        order: the broker's.
+        fds: its directory and, where they are, its descriptions; taken over.
+        pool: all of it.
+
+    Attributes:
+        order: the broker's.
+        asked: the salt that the broker named last; empty: it knows of none.
+        salt: the one that holds since the backend has begun `space`.
+        space: None while the backend has not begun it, and once it is closed.
+        answered: the broker was told that it has begun.
+    """
+
+    def __init__(self, order: OpenSpace, fds: Sequence[int], pool: memoryview) -> None:
+        for fd in fds:
+            weakref.finalize(self, os.close, fd)
+        directory = mmap.mmap(fds[0], os.fstat(fds[0]).st_size, prot=mmap.PROT_READ)
+        self._directory = DirectoryView(directory)
+        self._descriptions = DescriptionsView(fds[1]) if len(fds) > 1 else None
+        self._pool = pool
+        self.order = order
+        self.chunk_bytes = sum(order.slot_bytes)
+        self.asked = order.salt
+        self.salt = b""
+        self.space: Space | None = None
+        self.answered = False
+
+    def space_of(self, salt: bytes) -> Space:
+        """The namespace under a salt, as backends know it."""
+        name = space_id(self.order.namespace, salt)
+        return Space(name, self.order.slot_bytes, HEAD_BYTES + self.order.description_bytes)
+
+    def shares(self, slot: int) -> tuple[memoryview, ...]:
+        """The memory of a slot, one share for each arena."""
+        return tuple(
+            self._pool[base + slot * size : base + (slot + 1) * size]
+            for base, size in zip(self.order.arena_bases, self.order.slot_bytes, strict=True)
+        )
+
+    def holds(self, slot: int, generation: int, state: SlotState, key: bytes) -> bool:
+        """Whether a slot holds this chunk in this state."""
+        return self._directory.holds(slot, generation, state, key)
+
+    def description(self, slot: int, generation: int) -> bytes:
+        """The description of the chunk in a slot; empty where it has none that fits."""
+        if self._descriptions is None:
+            return b""
+        encoded = self._descriptions.read_encoded(slot, generation)
+        return encoded if len(encoded) <= self.order.description_bytes else b""
+
+    def __repr__(self) -> str:
+        return f"<Place of {self.order.namespace.hex()[:8]}, {self.order.num_slots} slots>"
 
 
 class Kind(Enum):
@@ -39,7 +111,7 @@ class Part:
         batch = self.batch
         if batch.kind is Kind.ASK:
             return 0
-        return (self.end - self.begin) * batch.place.asked.chunk_bytes
+        return (self.end - self.begin) * batch.place.chunk_bytes
 
 
 @dataclass(eq=False, slots=True)
@@ -50,7 +122,7 @@ class Batch:
 
     Attributes:
         place: of its namespace.
-        space: the epoch with which it runs; None before the namespace has begun.
+        space: with which it runs; None before the namespace has begun.
         deadline: monotonic seconds.
         outcomes: of each chunk; FAILED before it is done.
         coverages, descriptions: of a Get they are found.
@@ -83,30 +155,22 @@ class Batch:
 
     @classmethod
     def of(cls, order: Put | Get | Ask, place: Place) -> "Batch":
-        """The batch that an order asks for.
-
-        Raises:
-            TierError: its columns are not equally long, or it has too many chunks: a bug in kvd.
-        """
-        count = len(order.keys)
-        columns: list[list[int]] = []
+        """The batch that an order asks for."""
+        slots: list[int] = []
+        generations: list[int] = []
         if isinstance(order, Put | Get):
-            columns = [order.slots.tolist(), order.generations.tolist()]
+            slots, generations = order.slots.tolist(), order.generations.tolist()
+        coverages = [(0, 0, 0)] * len(order.keys)
         if isinstance(order, Put):
-            columns += [order.first.tolist(), order.count.tolist(), order.groups.tolist()]
-        if count > MAX_BATCH or any(len(column) != count for column in columns):
-            sizes = [count, *map(len, columns)]
-            raise TierError(f"{type(order).__name__} has columns of {sizes}; a bug in kvd")
-        if any(max(column, default=0) > 0xFFFF for column in columns[2:]):
-            raise TierError("blocks or groups above 16 bits; a bug in kvd")
-        coverages = list(zip(*columns[2:], strict=True)) if columns[2:] else [(0, 0, 0)] * count
+            columns = order.first.tolist(), order.count.tolist(), order.groups.tolist()
+            coverages = list(zip(*columns, strict=True))
         return cls(
             kind={Put: Kind.PUT, Get: Kind.GET, Ask: Kind.ASK}[type(order)],
             number=order.number,
             place=place,
             keys=order.keys,
-            slots=columns[0] if columns else [],
-            generations=columns[1] if columns else [],
+            slots=slots,
+            generations=generations,
             coverages=coverages,
             deadline=time.monotonic() + order.deadline_ms / 1000,
         )
@@ -116,7 +180,7 @@ class Batch:
         count = len(self.keys)
         step = max(1, count)
         if self.kind is not Kind.ASK:
-            step = max(1, batch_bytes // self.place.asked.chunk_bytes)
+            step = max(1, batch_bytes // self.place.chunk_bytes)
         parts = [Part(self, at, min(count, at + step)) for at in range(0, max(1, count), step)]
         self.left = len(parts)
         return parts
@@ -184,7 +248,7 @@ def refused(order: Put | Get | Ask, outcome: Outcome, error: str) -> Done:
         first=zeros,
         count=zeros,
         groups=zeros,
-        descriptions=(b"",) * min(len(order.keys), MAX_BATCH) if isinstance(order, Get) else (),
+        descriptions=(b"",) * len(order.keys) if isinstance(order, Get) else (),
         nanoseconds=0,
         waited=0,
         error=error[:TEXT_LIMIT],

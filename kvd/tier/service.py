@@ -3,23 +3,18 @@
 It calls nothing of the backend: a medium that hangs keeps threads, and pings are answered.
 """
 
-import dataclasses
 import logging
 import os
 import select
 import time
 import weakref
 from collections import Counter, deque
-from typing import TypeAlias
+from collections.abc import Sequence
 
-from kvd.errors import TierError
 from kvd.machine.open_files import open_files_remedy
-from kvd.tier.batches import Batch, Kind, Part, refused
-from kvd.tier.clerk import Begun, Clerk, Dropped, Event, Tidied
-from kvd.tier.contract import Space, Tier
-from kvd.tier.place import Place
-from kvd.tier.transfers import Transfers
-from kvd.tier.workers import Workers
+from kvd.tier.batches import Batch, Kind, Part, Place, refused
+from kvd.tier.contract import Outcome, Space, Tier
+from kvd.tier.workers import Begun, Clerk, Dropped, Event, Listed, Tidied, Workers
 from kvd.wire.tiering import (
     TIERING,
     Ask,
@@ -28,9 +23,8 @@ from kvd.wire.tiering import (
     Get,
     Gone,
     Held,
-    NewEpoch,
+    NewSalt,
     OpenSpace,
-    Outcome,
     Put,
     SpaceOpened,
     StopTier,
@@ -38,16 +32,16 @@ from kvd.wire.tiering import (
     TierPong,
     TierReady,
 )
+from kvd_proto.arrays import IntArray
 from kvd_proto.channel import Channel, close_all
-from kvd_proto.errors import DecodeError, DescriptorsLost
+from kvd_proto.errors import DescriptorsLost
 from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.tier")
 _ORDERS_A_TURN = 64
 _LOOK_MS = 50  # between looks at what waits for threads
 _AGAIN_SECONDS = 1.0  # between tries to begin a namespace
-_Key: TypeAlias = tuple[bytes, bytes]
-"""A namespace's id and a chunk's key."""
+PER_MESSAGE = 2048  # keys: the broker serves others between two messages
 
 
 class TierService:
@@ -72,14 +66,14 @@ class TierService:
         self._early: dict[bytes, list[Batch]] = {}  # of namespaces that have not begun
         self._failed: dict[bytes, str] = {}  # namespaces that cannot begin, and why
         self._scans: deque[Space] = deque()  # whose next piece is to be asked for
-        self._dropping: Counter[_Key] = Counter()
+        self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # ids of spaces, keys
         self._retries: dict[bytes, float] = {}  # of those, when they are tried again
         self._batches: set[Batch] = set()  # that threads have, or will have
         self._gone_later: dict[Batch, list[Gone]] = {}
         self._capacity = tier.capacity()
         self._progress = 0
         self._tidying = self._tidy_again = self._stopping = False
-        self._workers = Workers(Transfers(tier, name), tier.threads, self._tell)
+        self._workers = Workers(tier, name, self._tell)
         self._clerk = Clerk(tier, self._tell)
 
     def run(self) -> None:
@@ -151,24 +145,12 @@ class TierService:
                 log.error(text, self._name, error, open_files_remedy())  # noqa: TRY400  # the text has the reason
                 continue
             if received is not None:
-                self._receive(*received)
+                frame, fds = received
+                self._obey(TIERING.decode(frame)[1], fds)
             if not self._link.more:
                 return
 
-    def _receive(self, frame: bytes, fds: tuple[int, ...]) -> None:
-        try:
-            _, order = TIERING.decode(frame)
-            if isinstance(order, OpenSpace):
-                taken, fds = fds, ()
-                self._open(order, taken)
-            else:
-                self._obey(order)
-        except (DecodeError, TierError) as error:
-            log.error("%s: an order cannot be carried out: %s", self._name, error)  # noqa: TRY400  # the text has the reason
-        finally:
-            close_all(fds)
-
-    def _obey(self, order: Message) -> None:
+    def _obey(self, order: Message, fds: tuple[int, ...]) -> None:
         match order:
             case Put() | Get() | Ask():
                 self._carry_out(order)
@@ -176,15 +158,18 @@ class TierService:
                 self._drop(order)
             case TierPing():
                 self._answer_ping()
-            case NewEpoch() if place := self._places.get(order.namespace):
-                self._refuse_early(order.namespace, Outcome.GONE)
-                self._begin(place, order.epoch)
-            case CloseSpace() if order.namespace in self._places:
+            case OpenSpace():
+                self._close(order.namespace)
+                place = self._places[order.namespace] = Place(order, fds, self._pool)
+                self._begin(place, order.salt)
+            case NewSalt():
+                if known := self._places.get(order.namespace):
+                    self._refuse_early(order.namespace, Outcome.GONE)
+                    self._begin(known, order.salt)
+            case CloseSpace():
                 self._close(order.namespace)
             case StopTier():
                 self._stop()
-            case _:
-                raise TierError(f"{type(order).__name__} is not for now; a bug in kvd")
 
     def _stop(self) -> None:
         self._stopping = True
@@ -193,39 +178,30 @@ class TierService:
         for namespace in list(self._early):
             self._refuse_early(namespace, Outcome.LATE)
 
-    def _open(self, order: OpenSpace, fds: tuple[int, ...]) -> None:
-        if order.namespace in self._places:
-            self._close(order.namespace)
-        place = Place(order, fds, self._pool)
-        self._places[order.namespace] = place
-        self._begin(place, order.epoch)
-
-    def _begin(self, place: Place, epoch: int) -> None:
-        if place.space is not None:
-            self._clerk.forget(place.space)
-        place.space = None
-        place.asked = dataclasses.replace(place.asked, epoch=epoch)
+    def _begin(self, place: Place, salt: bytes) -> None:
+        self._leave(place)
+        place.asked = salt
         self._clerk.begin(place)
 
-    def _close(self, namespace: bytes) -> None:
-        place = self._places.pop(namespace)
+    def _leave(self, place: Place) -> None:
+        """Batches of its space are stale from now on."""
         if place.space is not None:
             self._clerk.forget(place.space)
         place.space = None
+
+    def _close(self, namespace: bytes) -> None:
+        if (place := self._places.pop(namespace, None)) is not None:
+            self._leave(place)
         self._failed.pop(namespace, None)
         self._retries.pop(namespace, None)
         self._refuse_early(namespace, Outcome.GONE)
 
     def _carry_out(self, order: Put | Get | Ask) -> None:
         place = self._places.get(order.namespace)
-        if place is None:
+        if place is None:  # its order was left out
             self._send(refused(order, Outcome.GONE, "the namespace is not open"))
             return
-        try:
-            batch = Batch.of(order, place)
-        except TierError as error:
-            self._send(refused(order, Outcome.FAILED, str(error)))
-            raise
+        batch = Batch.of(order, place)
         if self._stopping:
             self._refuse(batch, Outcome.LATE, "")
         elif order.namespace in self._failed:
@@ -247,9 +223,9 @@ class TierService:
 
     def _drop(self, order: Drop) -> None:
         place = self._places.get(order.namespace)
-        if place is None or place.space is None:  # a new epoch drops all
+        if place is None or place.space is None:  # a new salt drops all
             return
-        self._dropping.update((order.namespace, key) for key in order.keys)
+        self._dropping.update((place.space.id, key) for key in order.keys)
         self._clerk.drop(place.space, order.keys)
 
     def _answer_ping(self) -> None:
@@ -293,16 +269,22 @@ class TierService:
                 case Begun():
                     self._begun(event)
                 case Dropped():
-                    self._dropping -= Counter((event.namespace, key) for key in event.keys)
+                    self._dropping -= Counter((event.space.id, key) for key in event.keys)
                 case Tidied():
-                    self._capacity = event.capacity or self._capacity
-                    self._tidying = False
-                    if self._tidy_again:
-                        self._tidy()
-                case Held():
-                    self._held(event)
-                case Gone():
-                    self._gone(event)
+                    self._tidied(event)
+                case Listed():
+                    self._listed(event)
+
+    def _tidied(self, event: Tidied) -> None:
+        names = {place.space.id: name for name, place in self._places.items() if place.space}
+        for space, keys in event.gone:
+            if (namespace := names.get(space)) is not None:
+                for at in range(0, len(keys), PER_MESSAGE):
+                    self._gone(namespace, keys[at : at + PER_MESSAGE])
+        self._capacity = event.capacity or self._capacity
+        self._tidying = False
+        if self._tidy_again:
+            self._tidy()
 
     def _ended(self, part: Part) -> None:
         batch = part.batch
@@ -326,27 +308,28 @@ class TierService:
         self._send(batch.done())
 
     def _begun(self, event: Begun) -> None:
-        place, asked = event.place, event.asked
-        if place.asked is not asked or self._places.get(asked.id) is not place:
+        place = event.place
+        namespace = place.order.namespace
+        if place.asked != event.asked or self._places.get(namespace) is not place:
             return  # reset again, or closed
         if event.space is None:
-            if asked.id not in self._failed:
+            if namespace not in self._failed:
                 log.error(
                     "%s: namespace %s cannot begin: %s; it is tried again each second",
-                    *(self._name, asked.id.hex()[:8], event.error),
+                    *(self._name, namespace.hex()[:8], event.error),
                 )
-            self._failed[asked.id] = event.error
-            self._retries[asked.id] = time.monotonic() + _AGAIN_SECONDS
-            self._refuse_early(asked.id, Outcome.FAILED, event.error)
+            self._failed[namespace] = event.error
+            self._retries[namespace] = time.monotonic() + _AGAIN_SECONDS
+            self._refuse_early(namespace, Outcome.FAILED, event.error)
             return
-        self._failed.pop(asked.id, None)
-        place.space = event.space
-        self._tidy()  # another epoch has made room
-        if not place.answered:  # a new epoch needs no answer
+        self._failed.pop(namespace, None)
+        place.space, place.salt = event.space, event.salt
+        self._tidy()  # what was dropped has made room
+        if not place.answered:  # a new salt needs no answer
             place.answered = True
-            self._send(SpaceOpened(namespace=asked.id, epoch=event.space.epoch))
+            self._send(SpaceOpened(namespace=namespace, salt=event.salt))
             self._scans.append(event.space)
-        for batch in self._early.pop(asked.id, ()):
+        for batch in self._early.pop(namespace, ()):
             self._submit(batch, event.space)
 
     def _begin_again(self) -> None:
@@ -356,33 +339,50 @@ class TierService:
             del self._retries[namespace]
             self._clerk.begin(self._places[namespace])
 
-    def _held(self, held: Held) -> None:
-        place = self._places.get(held.namespace)
-        space = place.space if place is not None else None
-        if space is None or space.epoch != held.epoch:
+    def _listed(self, event: Listed) -> None:
+        place = self._place_of(event.space)
+        if place is None:
             return
-        self._send(held)
-        if not held.last:
-            self._scans.append(space)
+        for at in range(0, max(1, len(event.rows)), PER_MESSAGE):
+            rows = event.rows[at : at + PER_MESSAGE]
+            first, count, groups = (
+                IntArray.of([coverage[i] for _, coverage in rows], "u2") for i in range(3)
+            )
+            self._send(
+                Held(
+                    namespace=place.order.namespace,
+                    salt=place.salt,
+                    keys=tuple(key for key, _ in rows),
+                    first=first,
+                    count=count,
+                    groups=groups,
+                    last=event.last,
+                )
+            )
+        if not event.last:
+            self._scans.append(event.space)
 
     def _go_on_scanning(self) -> None:
         """Ask for the next pieces of scans; while the broker does not read, for none."""
         while self._scans and not self._link.wants_write:
             space = self._scans.popleft()
-            place = self._places.get(space.id)
-            if place is not None and place.space is space:
+            if self._place_of(space) is not None:
                 self._clerk.scan(space)
 
-    def _gone(self, gone: Gone) -> None:
+    def _place_of(self, space: Space) -> Place | None:
+        """The namespace that has begun with this space, and is open."""
+        return next((place for place in self._places.values() if place.space is space), None)
+
+    def _gone(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         """Report what the backend dropped; of a chunk that is being put, after that."""
         for batch in self._batches:
             if batch.kind is not Kind.PUT or not batch.began:
                 continue
-            both = tuple(set(gone.keys).intersection(batch.keys))
-            if both and batch.place.order.namespace == gone.namespace:
-                later = Gone(namespace=gone.namespace, keys=both)
+            both = tuple(set(keys).intersection(batch.keys))
+            if both and batch.place.order.namespace == namespace:
+                later = Gone(namespace=namespace, keys=both)
                 self._gone_later.setdefault(batch, []).append(later)
-        self._send(gone)
+        self._send(Gone(namespace=namespace, keys=tuple(keys)))
 
     def _send(self, message: Message) -> None:
         self._link.send(TIERING.encode(message))

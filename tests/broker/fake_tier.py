@@ -13,7 +13,6 @@ from kvd.wire.tiering import (
     Drop,
     Get,
     Held,
-    NewSalt,
     OpenSpace,
     Put,
     SpaceOpened,
