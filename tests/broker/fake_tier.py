@@ -13,6 +13,7 @@ from kvd.wire.tiering import (
     Drop,
     Get,
     Held,
+    NewSalt,
     OpenSpace,
     Put,
     SpaceOpened,

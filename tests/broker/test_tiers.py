@@ -12,7 +12,7 @@ from kvd.broker.tiers.promotion_requests import MAX_REQUESTS, PromotionRequests
 from kvd.broker.tiers.tier import GET_BYTES
 from kvd.broker.tiers.tiering import STUCK_SECONDS
 from kvd.outcomes import Outcome
-from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, OpenSpace, Put
+from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, NewSalt, OpenSpace, Put
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
 from tests.broker.brokers import join, mapped, register
