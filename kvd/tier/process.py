@@ -12,7 +12,7 @@ from kvd.config.tiers import parse_tier
 from kvd.errors import KvdError
 from kvd.logs.faults import fault_text
 from kvd.logs.setup import configure
-from kvd.machine.open_files import raise_descriptor_limit
+from kvd.machine.open_files import open_files_remedy, raise_descriptor_limit
 from kvd.machine.pool_lock import hold_pool, move_up
 from kvd.machine.pool_map import map_pool
 from kvd.tier.backends import backend, options_of
@@ -21,7 +21,7 @@ from kvd.tier.service import TierService
 from kvd.wire.first_order import first_order
 from kvd.wire.tiering import TIERING, BeginTier, TierFailed
 from kvd_proto.channel import Channel
-from kvd_proto.errors import ChannelFull, ProtoError
+from kvd_proto.errors import ChannelFull, DescriptorsLost, ProtoError
 
 log = logging.getLogger("kvd.tier")
 _SWITCH_SECONDS = 0.0005  # a thread that computes holds up the loop for as long
@@ -53,6 +53,9 @@ def run(link_fd: int) -> int:
         return 1
     try:
         service.run()
+    except DescriptorsLost as error:
+        log.error("%s ends: %s; %s", name, error, open_files_remedy())  # noqa: TRY400  # no bug
+        return 1
     except (KvdError, ProtoError):
         log.exception("%s ends", name)
         return 1

@@ -14,29 +14,26 @@ chunk that a scan has found is reported before it is reported as gone.
 """
 
 import logging
-import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import TypeVar
 
 from kvd.errors import TierError
 from kvd.logs.faults import fault_text
 from kvd.machine.process import give_way
-from kvd.tier.batches import Batch, Kind, Part, Place
-from kvd.tier.contract import Capacity, Chunk, Outcome, Space, Tier
+from kvd.tier.batches import Batch, Part
+from kvd.tier.contract import Chunk, Outcome, Space, Tier
 from kvd.tier.seal import Damaged, OtherChunk, check_of, seal, unseal
+from kvd.wire.tiering import Ask, Get, Put
 from kvd_proto.directory import SlotState
 
 log = logging.getLogger("kvd.tier")
-SALT_BYTES = 8
 _SAY_AGAIN = 10.0  # seconds after which the same error is logged again
-Rows: TypeAlias = list[tuple[bytes, tuple[int, int, int]]]
-"""Keys and coverages of chunks."""
+T = TypeVar("T")
 
 
 class Workers:
@@ -84,7 +81,7 @@ class Workers:
         """Have these carried out, in their order."""
         with self._lock:
             for part in parts:
-                if part.batch.kind is Kind.PUT:
+                if isinstance(part.batch.order, Put):
                     self._puts.append(part)
                     self._put_ready.notify()
                 else:
@@ -150,17 +147,12 @@ class Workers:
                 (self._get_ready if self._gets else self._put_ready).notify()
             self._ended(part)
 
-    def __repr__(self) -> str:
-        return (
-            f"<Workers, {self.busy} busy, {len(self._gets)} gets and {len(self._puts)} puts wait>"
-        )
-
 
 def _useless(part: Part, now: float) -> bool:
     batch = part.batch
     if now > batch.deadline:
         outcome = Outcome.LATE
-    elif batch.stale or (batch.kind is not Kind.ASK and not _holds_any(part)):
+    elif batch.stale or (not isinstance(batch.order, Ask) and not _holds_any(part)):
         outcome = Outcome.GONE
     else:
         return False
@@ -170,9 +162,9 @@ def _useless(part: Part, now: float) -> bool:
 
 def _holds_any(part: Part) -> bool:
     batch = part.batch
-    state = SlotState.READY if batch.kind is Kind.PUT else SlotState.WRITING
+    state = SlotState.READY if isinstance(batch.order, Put) else SlotState.WRITING
     return any(
-        batch.place.holds(batch.slots[i], batch.generations[i], state, batch.keys[i])
+        batch.place.holds(batch.slots[i], batch.generations[i], state, batch.order.keys[i])
         for i in range(part.begin, part.end)
     )
 
@@ -199,24 +191,24 @@ class Transfers:
                 batch.fail(Outcome.LATE, "", part.begin, part.end)
             elif batch.space is None or batch.stale:
                 batch.fail(Outcome.GONE, "", part.begin, part.end)
-            elif batch.kind is Kind.PUT:
+            elif isinstance(batch.order, Put):
                 self._put(part, batch.space)
-            elif batch.kind is Kind.GET:
+            elif isinstance(batch.order, Get):
                 self._get(part, batch.space)
             else:
                 self._ask(part, batch.space)
         except TierError as error:
             batch.fail(Outcome.FAILED, str(error), part.begin, part.end)
-            self._say(f"{self._name}: a {batch.kind.name} of {len(batch.keys)} failed: {error}")
+            self._say(f"{self._name}: a {batch.kind} of {len(batch.order.keys)} failed: {error}")
         except Exception as error:
             batch.fail(Outcome.FAILED, fault_text(error), part.begin, part.end)
-            log.exception("%s: a bug in the tier failed a %s", self._name, batch.kind.name)
+            log.exception("%s: a bug in the tier failed a %s", self._name, batch.kind)
 
     def _put(self, part: Part, space: Space) -> None:
         batch, place = part.batch, part.batch.place
         chunks, numbers = [], []
         for i in range(part.begin, part.end):
-            slot, generation, key = batch.slots[i], batch.generations[i], batch.keys[i]
+            slot, generation, key = batch.slots[i], batch.generations[i], batch.order.keys[i]
             batch.outcomes[i] = Outcome.GONE
             if not place.holds(slot, generation, SlotState.READY, key):
                 continue
@@ -235,7 +227,7 @@ class Transfers:
             batch.outcomes[i] = outcome
             if outcome is Outcome.OK and not self._is_still(batch, i, SlotState.READY):
                 batch.outcomes[i] = Outcome.GONE
-                moved_on.append(batch.keys[i])
+                moved_on.append(batch.order.keys[i])
         if moved_on:  # what was written may be of the slot's next chunk
             self._remove(space, moved_on)
 
@@ -243,7 +235,7 @@ class Transfers:
         batch, place = part.batch, part.batch.place
         chunks, numbers = [], []
         for i in range(part.begin, part.end):
-            slot, generation, key = batch.slots[i], batch.generations[i], batch.keys[i]
+            slot, generation, key = batch.slots[i], batch.generations[i], batch.order.keys[i]
             batch.outcomes[i] = Outcome.GONE
             if place.holds(slot, generation, SlotState.WRITING, key):
                 chunks.append(Chunk(space, key, place.shares(slot)))
@@ -277,7 +269,7 @@ class Transfers:
 
     def _ask(self, part: Part, space: Space) -> None:
         batch = part.batch
-        keys = batch.keys[part.begin : part.end]
+        keys = batch.order.keys[part.begin : part.end]
         found = self._tier.contains(space, keys, batch.deadline) if keys else []
         for i, there in zip(range(part.begin, part.end), found, strict=True):
             batch.outcomes[i] = Outcome.OK if there else Outcome.ABSENT
@@ -290,7 +282,7 @@ class Transfers:
 
     @staticmethod
     def _is_still(batch: Batch, i: int, state: SlotState) -> bool:
-        holds = batch.place.holds(batch.slots[i], batch.generations[i], state, batch.keys[i])
+        holds = batch.place.holds(batch.slots[i], batch.generations[i], state, batch.order.keys[i])
         return holds and not batch.stale
 
     def _say(self, text: str) -> None:
@@ -303,80 +295,31 @@ class Transfers:
         log.warning("%s", text)
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
-    """A namespace has begun with a salt, or, where `space` is None, has not: why."""
-
-    place: Place
-    asked: bytes
-    salt: bytes = b""
-    space: Space | None = None
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Listed:
-    """The next chunks that a scan has found; `last`: there are no more."""
-
-    space: Space
-    rows: Rows
-    last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Dropped:
-    """Keys were removed, as the broker has ordered."""
-
-    space: Space
-    keys: Sequence[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class Tidied:
-    """What the backend has dropped by itself: ids of spaces, and keys; and how full it is now."""
-
-    gone: list[tuple[bytes, list[bytes]]]
-    capacity: Capacity | None
-
-
-Event: TypeAlias = Begun | Listed | Dropped | Tidied
-
-
 class Clerk:
-    """One thread; what it finds it tells in the order in which it was found.
+    """One thread for calls of the backend that must not overtake each other.
 
     Args:
-        tier: the backend.
-        tell: called by the thread for each event.
+        tell: called by the thread with what the loop is to do.
     """
 
-    def __init__(self, tier: Tier, tell: Callable[[Event], None]) -> None:
-        self._tier = tier
+    def __init__(self, tell: Callable[[Callable[[], None]], None]) -> None:
         self._tell = tell
-        self._tasks: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._scans: dict[Space, Iterator[Rows]] = {}
-        self._salts: dict[bytes, bytes] = {}  # of backends that note none
+        self._tasks: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
         threading.Thread(target=self._work, name="tier-clerk", daemon=True).start()
 
-    def begin(self, place: Place) -> None:
-        """Use a namespace from now on, with the salt that the broker named last."""
-        self._tasks.put(partial(self._begin, place, place.asked))
+    def ask(self, call: Callable[[], T], then: Callable[[T | TierError], None]) -> None:
+        """Have the thread call the backend, and then the loop take the result, or what failed."""
 
-    def scan(self, space: Space) -> None:
-        """Report the next piece of what is kept of a space; from the start at first."""
-        self._tasks.put(partial(self._scan, space))
+        def task() -> Callable[[], None]:
+            try:
+                return partial(then, call())
+            except TierError as error:
+                return partial(then, error)
+            except Exception as error:
+                log.exception("a bug in the tier's backend")
+                return partial(then, TierError(fault_text(error)))
 
-    def forget(self, space: Space) -> None:
-        """Report nothing more of a space."""
-        self._tasks.put(partial(self._forget, space))
-
-    def drop(self, space: Space, keys: Sequence[bytes]) -> None:
-        """Remove these."""
-        self._tasks.put(partial(self._drop, space, keys))
-
-    def tidy(self) -> None:
-        """Report what the backend has dropped by itself, and how full it is."""
-        self._tasks.put(self._tidy)
+        self._tasks.put(task)
 
     def close(self) -> None:
         """Have the thread end when its tasks are done."""
@@ -384,73 +327,4 @@ class Clerk:
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
-            try:
-                task()
-            except Exception:
-                log.exception("a bug in the tier's backend")
-
-    def _begin(self, place: Place, asked: bytes) -> None:
-        try:
-            salt = self._salted(place, asked)
-            space = place.space_of(salt)
-            self._tier.begin(space)
-        except Exception as error:
-            text = str(error)
-            if not isinstance(error, TierError):
-                text = fault_text(error)
-                log.exception("a bug in the tier's backend: a namespace does not begin")
-            self._tell(Begun(place, asked, error=text))
-        else:
-            self._tell(Begun(place, asked, salt, space))
-
-    def _salted(self, place: Place, asked: bytes) -> bytes:
-        """The salt with which a namespace begins, once it is noted and what was before is dropped.
-
-        1. The one that the broker named.
-        2. The one that the backend has noted, or that this process began with before.
-        3. One that is drawn now: no chunk is ever kept under a name without a salt.
-        """
-        namespace = place.order.namespace
-        known = self._salts.get(namespace, b"")
-        salt = asked or self._tier.salt(namespace) or known or secrets.token_bytes(SALT_BYTES)
-        before = self._tier.note_salt(namespace, salt) or known
-        self._salts[namespace] = salt
-        if before not in {b"", salt}:
-            self._tier.drop_space(place.space_of(before))
-        return salt
-
-    def _scan(self, space: Space) -> None:
-        rows: Rows | None = None
-        try:
-            if space not in self._scans:
-                self._scans[space] = self._tier.scan(space)
-            rows = next(self._scans[space], None)
-        except TierError as error:
-            log.warning("a scan of %s ends early: %s", space.id.hex()[:8], error)
-        finally:
-            if rows is None:
-                self._forget(space)
-            self._tell(Listed(space, rows or [], last=rows is None))
-
-    def _forget(self, space: Space) -> None:
-        self._scans.pop(space, None)
-
-    def _drop(self, space: Space, keys: Sequence[bytes]) -> None:
-        try:
-            self._tier.remove(space, keys)
-        except TierError as error:
-            log.warning("%d chunks that should go stay: %s", len(keys), error)
-        finally:
-            self._tell(Dropped(space, keys))
-
-    def _tidy(self) -> None:
-        gone: list[tuple[bytes, list[bytes]]] = []
-        capacity = None
-        try:
-            gone = self._tier.take_gone()
-            capacity = self._tier.capacity()
-        finally:
-            self._tell(Tidied(gone, capacity))
-
-    def __repr__(self) -> str:
-        return f"<Clerk, {self._tasks.qsize()} tasks wait>"
+            self._tell(task())

@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvd.errors import TierError
@@ -575,10 +574,8 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_orders_for_what_is_not_open(broker: FakeBroker) -> None:
-    """An order for a namespace whose own order was left out is GONE, and others work."""
+    """They are no error: a namespace may have been closed meanwhile."""
     space = broker.spaces[0]
-    unknown = msgspec.structs.replace(space.put(1, [(b"k", 0, 1)]), namespace=b"?" * 16)
-    assert broker.outcomes(unknown) == [GONE]
     broker.send(CloseSpace(namespace=b"?" * 16))
     broker.send(NewSalt(namespace=b"?" * 16, salt=b"4"))
     broker.send(Drop(namespace=b"?" * 16, keys=(b"k",)))
