@@ -1,9 +1,8 @@
 """Bytes between memory and slots that follow each other in a slab's file, and what became of them.
 
 A slot holds the shares one after another, then, from a multiple of 512 bytes on, the length of the
-head and the head. Where
-addresses and lengths allow O_DIRECT, shares go straight from and to the pool, and only heads
-through memory of this thread; else all does. One call moves a run of slots.
+head and the head. Where addresses and lengths allow O_DIRECT, shares go straight from and to the
+pool, and only heads through memory of this thread; else all does. One call moves a run of slots.
 
 A run that fails as a whole is tried chunk by chunk: it may be one slot's fault. A slab whose files
 somebody has removed or shortened is dropped with all that is in it.

@@ -6,7 +6,7 @@ The chunks in them are found from their records, vectorised.
 import errno
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -91,58 +91,36 @@ def rebuild(found: Sequence[Slab]) -> tuple[dict[bytes, Places], list[int], int]
     held: dict[bytes, Places] = {}
     by_number = {slab.number: slab for slab in found}
     wrong: list[int] = []
-    damaged = 0
     for slab in found:
         records = slab.records
         counts = slabs.possible(records)
         lost = np.flatnonzero((records["sequence"] > 0) & ~counts)
-        damaged += len(lost)
         wrong += (place_of(slab.number, 0) + lost).tolist()
         slab.used = int(records["sequence"][counts].max(initial=0))
         np.frombuffer(slab.states, "u1")[counts] = HELD
-        for owner, slots in _by_owner(records["owner"], np.flatnonzero(counts)):
-            places = held.setdefault(owner[:-1], {})
-            wrong += _enter(places, slab, slots, owner[-1], by_number)
+    damaged = len(wrong)
+    for slab in found:
+        slots = np.flatnonzero(np.frombuffer(slab.states, "u1") == HELD)
+        names, which = np.unique(slab.records["space"][slots], return_inverse=True)
+        for i, name in enumerate(names):
+            mine = slots[which == i]
+            wrong += _enter(held.setdefault(name.tobytes(), {}), slab, mine, by_number)
     for place in wrong:
         at, slot = split(place)
         by_number[at].states[slot] = FREE
     return held, wrong, damaged
 
 
-def _by_owner(
-    owners: npt.NDArray[np.void], slots: npt.NDArray[np.int64]
-) -> Iterator[tuple[bytes, npt.NDArray[np.int64]]]:
-    """Slots by the owner of their records."""
-    kinds, which = np.unique(owners[slots], return_inverse=True)
-    if len(kinds) == 1:
-        yield kinds[0].tobytes(), slots
-        return
-    order = np.argsort(which, kind="stable")
-    ends = np.cumsum(np.bincount(which))
-    for owner, some in zip(kinds, np.split(slots[order], ends[:-1]), strict=False):
-        yield owner.tobytes(), some
-
-
 def _enter(
     places: Places,
     slab: Slab,
     slots: npt.NDArray[np.int64],
-    length: int,
     by_number: Mapping[int, Slab],
 ) -> list[int]:
-    """Enter chunks of one space with keys of one length; return places of older ones."""
-    padded = slab.records["key"][slots].view("u1").reshape(len(slots), -1)
-    keys = np.ascontiguousarray(padded[:, :length]).view(f"V{length}")[:, 0].tolist()
+    """Enter chunks of one space; return the places of older ones of the same keys."""
     found = (place_of(slab.number, 0) + slots).tolist()
-    if places.keys().isdisjoint(keys):
-        before = len(places)
-        places.update(zip(keys, found, strict=True))
-        if len(places) == before + len(keys):
-            return []
-        for key in keys:
-            places.pop(key, None)
     older: list[int] = []  # a process has ended between writing one and erasing the other
-    for key, place in zip(keys, found, strict=True):
+    for key, place in zip(_keys(slab.records[slots]), found, strict=True):
         other = places.setdefault(key, place)
         if other != place:
             latest = max(place, other, key=lambda at: _sequence(by_number, at))
@@ -163,11 +141,11 @@ def chunks_of(
     records = np.frombuffer(bytes(slab.mirror), slabs.RECORD)
     slots = np.flatnonzero((records["sequence"] > 0) & (records["space"] == np.void(space)))
     some = records[slots]
-    coverages = zip(
-        some["first"].tolist(), some["count"].tolist(), some["group"].tolist(), strict=True
-    )
-    keys = [
-        key[:length]
-        for key, length in zip(some["key"].tolist(), some["key_len"].tolist(), strict=True)
-    ]
-    return keys, list(coverages), (place_of(slab.number, 0) + slots).tolist()
+    columns = [some[name].tolist() for name in ("first", "count", "group")]
+    places = (place_of(slab.number, 0) + slots).tolist()
+    return _keys(some), list(zip(*columns, strict=True)), places
+
+
+def _keys(records: slabs.Records) -> list[bytes]:
+    pairs = zip(records["key"].tolist(), records["key_len"].tolist(), strict=True)
+    return [key[:length] for key, length in pairs]

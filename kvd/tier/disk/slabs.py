@@ -44,24 +44,18 @@ VERSION = 2
 HEADER_BYTES = 4096
 RECORD_BYTES = 88
 KEY_BYTES = 48
-_FIELDS = {
-    "sequence": ("<u8", 0),
-    "check": ("<u8", 8),
-    "space": ("V16", 16),
-    "owner": ("V17", 16),  # the space, and the length of the key
-    "key_len": ("u1", 32),
-    "first": ("<u2", 34),
-    "count": ("<u2", 36),
-    "group": ("<u2", 38),
-    "key": (f"V{KEY_BYTES}", 40),
-}
 RECORD = np.dtype(
-    {
-        "names": list(_FIELDS),
-        "formats": [kind for kind, _ in _FIELDS.values()],
-        "offsets": [at for _, at in _FIELDS.values()],
-        "itemsize": RECORD_BYTES,
-    }
+    [
+        ("sequence", "<u8"),
+        ("check", "<u8"),
+        ("space", "V16"),
+        ("key_len", "u1"),
+        ("zero", "u1"),
+        ("first", "<u2"),
+        ("count", "<u2"),
+        ("group", "<u2"),
+        ("key", f"V{KEY_BYTES}"),
+    ]
 )
 Records = npt.NDArray[np.void]
 Flags = npt.NDArray[np.bool_]
