@@ -1,4 +1,4 @@
-"""How a tier's put or get of one chunk ended: for the broker, the link, and third parties' tiers."""
+"""What becomes of a chunk in a tier: for the broker, the link, and backends of other packages."""
 
 from enum import IntEnum
 

@@ -90,6 +90,3 @@ class Leases:
             raise IntegrityError(f"pins {self.pins}, by the leases {dict(pins)}")
         if not all(self._leases.values()):
             raise IntegrityError("an owner without leases is kept")
-
-    def __repr__(self) -> str:
-        return f"<Leases {len(self)}, {len(self.pins)} slots pinned>"

@@ -80,6 +80,3 @@ class Loans:
             raise IntegrityError(f"loans {self._of}, by slot {self._owners}")
         if self._of.keys() != self._used.keys() or not all(self._of.values()):
             raise IntegrityError(f"owners of loans: {self._of}, with times: {self._used}")
-
-    def __repr__(self) -> str:
-        return f"<Loans {len(self)} to {len(self._of)} owners>"

@@ -71,7 +71,3 @@ class Misses:
             ready = self._directory.state(slot) == SlotState.READY
             return MissReason.READY if ready else MissReason.BEING_STORED, None
         return MissReason.OTHER_LAYOUT if self._elsewhere(key) else MissReason.NEVER_SEEN, None
-
-    def __repr__(self) -> str:
-        counted = {reason: count for reason, count in self._counts.missed.items() if count}
-        return f"<Misses {counted}>"

@@ -223,6 +223,3 @@ class SlotLists:
                 if self._where[slot] != which or self._prev[slot + self._lists] != before:
                     raise IntegrityError(f"slot {slot} is linked wrongly in list {which}")
                 before = slot + self._lists
-
-    def __repr__(self) -> str:
-        return f"<SlotLists {self._sizes[1:]} of {len(self._where)} slots>"

@@ -27,7 +27,7 @@ from kvd.cache.leases import Leases
 from kvd.cache.loans import Loans
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import ChunkCounts
-from kvd.pool.space import Space
+from kvd.pool.geometry import Space
 from kvd_proto.directory import TIER_OWNER, SlotState, loan_number
 
 _READY = int(SlotState.READY)

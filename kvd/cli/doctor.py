@@ -8,9 +8,9 @@ from pathlib import Path
 import click
 
 from kvd.cli.options import json_option, settings_options, sources
+from kvd.doctor import Level
 from kvd.doctor.checks import examine
 from kvd.doctor.facts import Facts
-from kvd.doctor.findings import Level
 
 _COLOURS = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
 

@@ -13,8 +13,7 @@ from kvd.errors import TraceError
 from kvd.metrics.words import duration, number, percent
 from kvd.plan.figures import PlanInputs, make_plan
 from kvd.plan.model import read_model
-from kvd.replay.hints import labels_for, return_gaps
-from kvd.replay.simulate import Hits, replay_belady, replay_policy
+from kvd.replay.simulate import Hits, labels_for, replay_belady, replay_policy, return_gaps
 from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
 from kvd_proto.sizes import format_size, parse_size
 

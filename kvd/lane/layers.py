@@ -30,6 +30,3 @@ class Layers:
     def arrived(self, nbytes: int) -> int:
         """How many layers are within the first `nbytes`."""
         return bisect_right(self._ends, nbytes)
-
-    def __repr__(self) -> str:
-        return f"<Layers {self.told} of {len(self._ends)} told>"

@@ -11,8 +11,8 @@ from kvd.lane.devices.device import Device, Direction
 from kvd.lane.jobs import JobState, LaneJob
 from kvd.lane.reports import TEXT_LIMIT, Reports
 from kvd.lane.workers import Binding, Worker, Workers, who_is
-from kvd.logs.setup import set_level
-from kvd.machine.open_files import is_out_of_files, open_files_remedy
+from kvd.logs import set_level
+from kvd.machine.files import is_out_of_files, open_files_remedy
 from kvd.wire.link import (
     LINK,
     BindWorker,

@@ -14,9 +14,8 @@ from kvd.lane.devices.host import HostDevice
 from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT
-from kvd.logs.setup import configure
-from kvd.machine.open_files import raise_descriptor_limit
-from kvd.machine.pool_lock import hold_pool, move_up
+from kvd.logs import configure
+from kvd.machine.files import hold_pool, move_up, raise_descriptor_limit
 from kvd.wire.first_order import first_order
 from kvd.wire.link import LINK, BeginLane, LaneFailed
 from kvd_proto.channel import Channel

@@ -6,6 +6,9 @@ still waits: what was written is reported before anything that depends on it.
 """
 
 from dataclasses import replace
+from typing import Any
+
+import msgspec
 
 from kvd.lane.devices.device import Direction
 from kvd.lane.jobs import LaneJob
@@ -38,7 +41,8 @@ class Reports:
         self.server = server
         self.link = link
         self.runner = runner
-        self.counts = LaneCounts(limits=server.limits)
+        self.counts = LaneCounts()
+        server.limits = self.counts.limits
         self._stages = {
             way: [self.counts.stages[f"{way}_{stage}"] for stage in STAGES] for way in Direction
         }
@@ -134,10 +138,11 @@ class Reports:
     # ------------------------------------------------------- to the broker
 
     @property
-    def counted(self) -> LaneCounts:
-        """The counts, with the connections that were closed because they speak no ZMTP."""
+    def counted(self) -> dict[str, Any]:
+        """The counts by name, with connections that were closed because they speak no ZMTP."""
         dropped = self.counts.dropped_frames + self.server.dropped
-        return replace(self.counts, dropped_frames=dropped)
+        counted: dict[str, Any] = msgspec.to_builtins(replace(self.counts, dropped_frames=dropped))
+        return counted
 
     def tell_broker(self, message: Message) -> None:
         """Send a message, after the shares that wait.

@@ -55,9 +55,6 @@ class Shares:
     def __bool__(self) -> bool:
         return bool(self._kept)
 
-    def __repr__(self) -> str:
-        return f"<Shares of {sum(len(one) for kept in self._kept.values() for one in kept)} chunks>"
-
 
 def _messages(whose: _Whose, kept: Sequence[Chunks]) -> Iterator[ShareDone]:
     session, rank, namespace, ok = whose

@@ -1,14 +1,36 @@
 """The plan: what a model, a parallelism and a budget come to.
 
-Sizes go through the functions that the daemon uses for a registration, so a
-plan and a running daemon agree.
+Sizes go through the functions that the daemon uses for a registration, so a plan and a running
+daemon agree. Layers are put in groups with pages of one size by the rules of
+``_get_kv_cache_groups_uniform_page_size`` in ``vllm/v1/core/kv_cache_utils.py``.
+
+In how many runs of bytes a block lies in an engine's memory depends on its KV cache's layout.
+vLLM 0.32 names six by the order of five dimensions, the outermost first (``KVCacheLayout`` in
+``vllm/v1/kv_cache_layout.py``)::
+
+    L  layers of a group            B  blocks
+    H  KV heads of the rank         N  tokens of a block
+    C  what a head keeps of one token: key and value side by side, or the latent
+
+C is innermost in all of them, so keys and values share a page (one block of one layer). Some
+backends have two H, all keys and all values; they too are in one page. Whether H or N comes first
+changes the order of the bytes in a page and not where pages lie. What counts is B:
+
+- after L: a page is one run, a block as many runs as its group has layers;
+- first of all: a block is one run. With groups of different sizes blocks are as far apart as the
+  largest group needs (``get_kv_cache_config_from_groups`` in ``vllm/v1/core/kv_cache_utils.py``),
+  and the others use the beginning;
+- after H: each head's part of a page is a run.
+
+Pages of one block that are padded are one run if the padding is small (`_merged` in
+`kvd_client/vllm/fragments.py`).
 """
 
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvd.errors import PlanError
-from kvd.plan.fragments import Fragments, fragments
-from kvd.plan.groups import make_groups, rank_layout
 from kvd.plan.model import Model
 from kvd_proto.capacity import (
     DEFAULT_BATCHED_TOKENS,
@@ -18,8 +40,136 @@ from kvd_proto.capacity import (
     per_block_pool_bytes,
     size_pool,
 )
-from kvd_proto.layout import validate_layout
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, validate_layout
+from kvd_proto.sizes import format_size
 from kvd_proto.tier_table import ENTRY_BYTES, entries_for
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One group of layers; state_bytes: in use of each page, None where attention fills it."""
+
+    layers: LayerGroup
+    state_bytes: int | None
+
+
+def make_groups(
+    model: Model, block_size: int, token_bytes: int, state_bytes: int | None
+) -> list[Group]:
+    """Spread layers of one kind over as many groups as it takes.
+
+    No group is larger than the kind with the fewest layers (10 full and 52
+    sliding make 1 + 6 groups of at most 10); kinds of about the same size stay
+    whole. Where a state has more bytes than a page of attention, blocks get
+    more tokens: a multiple of `block_size`.
+
+    Args:
+        model: whose layers.
+        block_size: of the engine, in tokens.
+        token_bytes: of one attention layer on one rank.
+        state_bytes: of one state layer on one rank; None without any.
+    """
+    if state_bytes is not None:
+        block_size *= -(-state_bytes // (block_size * token_bytes))
+    kinds = Counter((window, False) for window in model.windows)
+    if model.states is not None:
+        kinds[None, True] = model.states.layers
+    fewest, most = min(kinds.values()), max(kinds.values())
+    group_size = most if 2 * most < 3 * fewest else fewest
+    groups = []
+    for (window, is_state), layers in kinds.items():
+        number = -(-layers // group_size)
+        for index in range(number):
+            pages = (block_size * token_bytes,) * len(range(index, layers, number))
+            groups.append(
+                Group(LayerGroup(pages, block_size, window), state_bytes if is_state else None)
+            )
+    return groups
+
+
+def rank_layout(
+    groups: list[Group], hash_block_size: int, blocks_per_chunk: int, *, replicated: bool
+) -> RankLayout:
+    """What a worker of this engine registers, but for the blocks; a chunk's size is the same."""
+    page = groups[0].layers.page_bytes[0]
+    tensors = max(len(group.layers.page_bytes) for group in groups)
+    return RankLayout(
+        num_blocks=1,
+        blocks_per_chunk=blocks_per_chunk,
+        hash_block_size=hash_block_size,
+        storages=(page,) * tensors,
+        tensors=tuple(TensorSpec(index, 0, page, page) for index in range(tensors)),
+        groups=tuple(
+            GroupSpec(
+                tuple(
+                    TensorRef(index, group.state_bytes or page)
+                    for index in range(len(group.layers.page_bytes))
+                ),
+                group.layers.block_size,
+                "full" if group.layers.sliding_window is None else "sliding",
+                group.layers.sliding_window,
+            )
+            for group in groups
+        ),
+        replicated=replicated,
+    )
+
+
+PAGES = ("LBHNC", "LBNHC")
+BLOCKS = ("BLHNC", "BLNHC")
+HEADS_OUTSIDE = ("LHBNC", "BHLNC")
+
+MOVED_PADDING = 32
+"""Padding of at most this part of the bytes before it is moved along."""
+
+SMALL_BYTES = 28 * 1024
+"""Below this vLLM 0.32 loads with a kernel, for copy engines are slower: ``THRESHOLD_BYTES`` in
+``vllm/v1/kv_offload/cpu/swap_blocks_triton.py``, by its authors' measurements on an H100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """The runs of one block of one rank.
+
+    nbytes: of each; per_block: their number, less where blocks of one chunk lie side by side.
+    """
+
+    nbytes: int
+    per_block: int
+
+
+def fragments(group: LayerGroup, used: int, heads: int | None) -> dict[str, Fragments]:
+    """The fragments of a block, by the names of the layouts that vLLM can take for the model.
+
+    Args:
+        group: all pages have the same size.
+        used: bytes of each page that are in use.
+        heads: of the rank; None where the model's layers differ in their number, which vLLM takes
+            no layout for in which a page's heads lie apart.
+    """
+    layers, page = len(group.page_bytes), group.page_bytes[0]
+    paged = Fragments(used, layers)
+    joined = (page - used) * MOVED_PADDING <= used
+    packed = Fragments((layers - 1) * page + used, 1) if joined else paged
+    found = dict.fromkeys(PAGES, paged) | dict.fromkeys(BLOCKS, packed)
+    if heads is not None:
+        parts = Fragments(used // heads, layers * heads)
+        found |= dict(zip(HEADS_OUTSIDE, (parts, packed), strict=True))
+    return found
+
+
+def describe(found: Collection[Fragments]) -> tuple[str, str]:
+    """Return the number of fragments of a block and their size, from the least to the most."""
+    return (
+        _span([item.per_block for item in found], str),
+        _span([item.nbytes for item in found], format_size),
+    )
+
+
+def _span(values: list[int], shown: Callable[[int], str]) -> str:
+    least, most = shown(min(values)), shown(max(values))
+    return least if least == most else f"{least} to {most}"
+
 
 DTYPE_BYTES = {
     "float32": 4,

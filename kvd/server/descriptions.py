@@ -68,9 +68,6 @@ class DescriptionFile:
             if fd >= 0:
                 os.close(fd)
 
-    def __repr__(self) -> str:
-        return f"<DescriptionFile of records of {self._record_bytes} bytes>"
-
 
 class DescriptionFiles:
     """Those of all namespaces, by the namespace's id in hex.
@@ -114,6 +111,3 @@ class DescriptionFiles:
         """Close them all."""
         for name in list(self._files):
             self.drop(name)
-
-    def __repr__(self) -> str:
-        return f"<DescriptionFiles of {len(self._files)} namespaces>"

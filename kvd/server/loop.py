@@ -43,10 +43,9 @@ from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources
 from kvd.errors import PoolError, Refused
-from kvd.machine.process import Standstill
-from kvd.machine.process_usage import UsageReader
+from kvd.machine.process import Standstill, UsageReader
 from kvd.machine.room import PoolLimits
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from kvd.server.config_reader import ConfigReader
 from kvd.server.descriptions import DescriptionFiles
 from kvd.server.http_process import HttpProcess

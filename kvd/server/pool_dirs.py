@@ -15,8 +15,8 @@ import shlex
 import stat
 from pathlib import Path
 
-from kvd.machine.room import held_bytes
-from kvd.server.pool_files import area_name, is_own_file
+from kvd.machine.room import area_name, held_bytes
+from kvd.server.pool_files import is_own_file
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.daemon")

@@ -13,7 +13,6 @@ directory of /dev/shm.
 """
 
 import contextlib
-import hashlib
 import logging
 import os
 import stat
@@ -25,9 +24,8 @@ import msgspec
 
 from kvd.cache.trailer import HEAD_BYTES, NAME_BYTES, pack_head
 from kvd.errors import AlreadyRunning, ConfigError, PoolError
-from kvd.machine.directory_lock import lock_directory
-from kvd.machine.room import TRAILER_BYTES, Filesystem
-from kvd.machine.trust import check_place
+from kvd.machine.files import check_place, lock_directory
+from kvd.machine.room import TRAILER_BYTES, Filesystem, area_name
 
 log = logging.getLogger("kvd.daemon")
 
@@ -237,15 +235,6 @@ class PoolFiles:
         )
         self.own = False
         return other
-
-    def __repr__(self) -> str:
-        return f"<PoolFiles {self.place}>"
-
-
-def area_name(*paths: Path) -> str:
-    """Return the name of the directory that belongs to a runtime directory, or to several paths."""
-    digest = hashlib.blake2b(b"\0".join(map(os.fsencode, paths)), digest_size=6).hexdigest()
-    return f"kvd-{digest}"
 
 
 def kernel_boot() -> str:

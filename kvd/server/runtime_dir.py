@@ -12,12 +12,8 @@ import stat
 from pathlib import Path
 
 from kvd.errors import AlreadyRunning, ConfigError
-from kvd.machine.directory_lock import lock_directory
-from kvd.machine.trust import check_place
+from kvd.machine.files import MAX_DIRECTORY_BYTES, check_place, lock_directory
 from kvd_proto.access import explain_denied
-
-# sockaddr_un holds 108 bytes with its final zero; the longest name is a lane's socket.
-MAX_DIRECTORY_BYTES = 107 - len("/lane-host-99999-ffff.sock")
 
 
 class RuntimeDir:
@@ -120,6 +116,3 @@ class RuntimeDir:
             with contextlib.suppress(FileNotFoundError):  # a lane of a dead daemon removes its own
                 found.append((path, stat.S_ISSOCK(path.lstat().st_mode)))
         return found
-
-    def __repr__(self) -> str:
-        return f"<RuntimeDir {self.path} {'locked' if self._lock_fd >= 0 else 'free'}>"

@@ -61,9 +61,6 @@ class DirectoryMemory:
         for name in list(self._fds):
             self.drop(name)
 
-    def __repr__(self) -> str:
-        return f"<DirectoryMemory of {len(self._fds)} namespaces>"
-
 
 class ReadyPipes:
     """Pipes that tell schedulers of their READY chunks, by the engine's number.
@@ -96,6 +93,3 @@ class ReadyPipes:
         """Close the pipe of an engine that is gone."""
         for fd in self._pipes.pop(engine, ()):
             os.close(fd)
-
-    def __repr__(self) -> str:
-        return f"<ReadyPipes of {len(self._pipes)} engines>"

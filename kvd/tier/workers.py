@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from kvd.errors import TierError
-from kvd.logs.faults import fault_text
+from kvd.logs import fault_text
 from kvd.machine.process import give_way
 from kvd.tier.batches import Batch, Part
 from kvd.tier.contract import Chunk, Outcome, Space, Tier

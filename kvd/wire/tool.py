@@ -210,9 +210,6 @@ class Control:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        return f"<Control {self._runtime_dir}>"
-
 
 def _showable(message: Message) -> Message:
     """Return the message with printable text only: it is shown on terminals and in monitors."""

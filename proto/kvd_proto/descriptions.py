@@ -252,6 +252,3 @@ class DescriptionsView:
         if check != crc32(encoded, crc32(_COVERED.pack(slot, generation, length))):
             return b""
         return encoded
-
-    def __repr__(self) -> str:
-        return f"<DescriptionsView of records of {self.record_bytes} bytes>"

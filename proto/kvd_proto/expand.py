@@ -194,9 +194,6 @@ class Expander:
         ordinal, inside = self._places
         return ordinal[skip : skip + size], inside[skip : skip + size]
 
-    def __repr__(self) -> str:
-        return f"<Expander {len(self._groups)} groups, slots of {self.slot_bytes} bytes>"
-
 
 def _alike(regions: Sequence[_Region], layout: RankLayout) -> list[_Alike]:
     """The same by stride and page; those that are equal in both are next to each other."""

@@ -10,7 +10,6 @@ import os
 import queue
 import select
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,7 +247,7 @@ class FakeDaemon:
             self._server.end(session.client)
 
     @property
-    def lane_limits(self) -> Counter[str]:
+    def lane_limits(self) -> dict[str, int]:
         """Connections that the lane has closed, by the bound they were above."""
         assert self._lane is not None
         return self._lane.limits

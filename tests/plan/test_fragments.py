@@ -10,8 +10,7 @@ from click.testing import CliRunner
 
 from docs import generate_models
 from kvd.cli import cli
-from kvd.plan.figures import Plan, PlannedGroup
-from kvd.plan.fragments import BLOCKS, HEADS_OUTSIDE, PAGES, Fragments, fragments
+from kvd.plan.figures import BLOCKS, HEADS_OUTSIDE, PAGES, Fragments, Plan, PlannedGroup, fragments
 from kvd.plan.model import read_model
 from kvd_proto.capacity import LayerGroup
 

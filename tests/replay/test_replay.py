@@ -17,8 +17,7 @@ from kvd.cache.adaptive import AdaptivePolicy
 from kvd.cache.policies import POLICIES, LruPolicy
 from kvd.cli import cli
 from kvd.metrics.words import NOTHING
-from kvd.replay.hints import NEVER, labels_for, return_gaps
-from kvd.replay.simulate import replay_belady, replay_policy
+from kvd.replay.simulate import NEVER, labels_for, replay_belady, replay_policy, return_gaps
 from kvd.replay.traces import Trace, TracedRequest
 from kvd_proto.labels import Label
 

@@ -27,14 +27,14 @@ from kvd.config.settings import Settings
 from kvd.config.sources import Sources
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
 from kvd.machine import room
-from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit
-from kvd.pool.filling import FillOrder
+from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit, area_name
+from kvd.pool.geometry import FillOrder
 from kvd.server import kept_pool, pool_files
 from kvd.server.descriptions import DescriptionFiles
 from kvd.server.kept_pool import KeptPool, MakeNamespaces
 from kvd.server.memory import PoolMemory
 from kvd.server.pool_dirs import remember_pool_dir
-from kvd.server.pool_files import VERSION, area_name
+from kvd.server.pool_files import VERSION
 from kvd.server.runtime_dir import RuntimeDir
 from kvd.server.shared import DirectoryMemory
 from kvd_proto.descriptions import (
@@ -836,7 +836,7 @@ def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
     link.symlink_to(huge)
     monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
     monkeypatch.setattr(Filesystem, "writable", property(lambda _: False))
-    monkeypatch.setattr("kvd.machine.directory_lock.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.machine.files.LOCK_SECONDS", 0.0)
     runtime = RuntimeDir(tmp_path / "run")
     runtime.lock()
     remember_pool_dir(runtime.path, huge)
@@ -948,16 +948,19 @@ def test_a_namespace_that_is_closed_leaves_no_ledger(start: Start, tmp_path: Pat
 def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pool that was left while another one was in use, in which the namespace was reset."""
+    """A pool that was left while another one was in use, in which the namespace was reset.
+
+    Nor where the record of resets is lost.
+    """
     resets = Resets()
     table = start(resets=resets).open(0).table
     store(table, keys_of("old", 2))
-    resets.note(NAMES[0].hex(), 50)
+    resets.draw(NAMES[0].hex())
     life = start(resets=resets)
     assert life.held == []
     assert "was reset while another pool was in use" in caplog.text
     namespace = life.open(0)
-    assert namespace.epoch == 50
+    assert namespace.salt == resets.salt_of(NAMES[0].hex())
     store(namespace.table, keys_of("new", 2))
     again = start(resets=resets)
     assert again.held == [set(keys_of("new", 2))]
@@ -965,13 +968,14 @@ def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     assert not lack
     store(again.table(0), keys_of("newer", 2))
     assert start(resets=resets).held == [set(keys_of("newer", 2))]
+    assert start(resets=Resets()).held == []
 
 
 def test_an_area_in_use_is_refused(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two daemons never share a pool, also where the runtime directory's lock was removed."""
-    monkeypatch.setattr("kvd.machine.directory_lock.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.machine.files.LOCK_SECONDS", 0.0)
     start()
     with pytest.raises(AlreadyRunning, match="another daemon uses the pool"):
         KeptPool(tmp_path, RUNTIME, keeps=True)

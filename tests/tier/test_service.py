@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import TierError
-from kvd.logs.lines import LineFormatter
+from kvd.logs import LineFormatter
 from kvd.outcomes import Outcome
 from kvd.tier.batches import space_id
 from kvd.tier.contract import Capacity, Chunk, Options, Space

@@ -111,7 +111,7 @@ class Demotion:
         """Try a tier with one chunk, of those that wait."""
         for namespace in self._state.open_namespaces:
             opening = tier.spaces.get(namespace)
-            if opening is None or not opening.used:
+            if opening is None or opening.salt is None:
                 continue
             for queue in (namespace.table.on_asked, namespace.table.on_ready):
                 if queue and (chunks := _take(queue, 1, [tier])):
@@ -141,14 +141,14 @@ class Demotion:
             )
             size = nbytes * len(part)
             alone = not tier.put_bytes
-            batch = Batch(order, namespace, namespace.epoch, size, now, alone)
+            batch = Batch(order, namespace, namespace.salt, size, now, alone)
             effects.append(tier.send(batch))
         return effects
 
     def done(self, tier: Tier, batch: Batch, order: Put, done: Done, now: float) -> list[Effect]:
         """A put has ended: what is kept is found from now on, what is not may be put again."""
         namespace, counts, unknown = batch.namespace, tier.counts.puts, list[bytes]()
-        tiers = namespace.directory.tiers if batch.epoch == namespace.epoch else None
+        tiers = namespace.directory.tiers if batch.salt == namespace.salt else None
         nbytes = namespace.geometry.bytes_per_chunk
         demotable = namespace.table.slots.demotable
         columns = (order.first.tolist(), order.count.tolist(), order.groups.tolist())

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeAlias
 
+from kvd.broker.child import ChildState
 from kvd.broker.effects import Effect, Event, ToTier
 from kvd.broker.tiers.breaker import Breaker
 from kvd.cache.namespaces import Namespace
@@ -38,7 +39,7 @@ class Batch:
     """An order that has no answer yet.
 
     Attributes:
-        epoch: of the namespace, when it was sent.
+        salt: of the namespace, when it was sent.
         nbytes: of its chunks; 0 of an Ask.
         sent: monotonic seconds.
         alone: nothing else was on its way in this direction.
@@ -48,7 +49,7 @@ class Batch:
 
     order: Order
     namespace: Namespace
-    epoch: int
+    salt: bytes
     nbytes: int
     sent: float
     alone: bool
@@ -68,16 +69,12 @@ class Opening:
     """A namespace that a tier's process was told of.
 
     Attributes:
-        epoch: that it was told; 0: the tier's own goes on.
         since: when it was told, in monotonic seconds.
-        answered: it has said which epoch holds.
-        used: orders may go out.
+        salt: that holds there; None while it has not answered.
     """
 
-    epoch: int
     since: float
-    answered: bool = False
-    used: bool = False
+    salt: bytes | None = None
 
 
 class Pace:
@@ -136,9 +133,7 @@ class Tier:
         spaces: namespaces that its process was told of.
         batches: that are under way, by number.
         put_bytes, get_bytes: of these.
-        killed: its process was told to end, and has not.
-        wrong: it was, because the broker could not go on with it.
-        rests_until: nothing is done for it before.
+        child: its process; nothing counts that one says which was told to end.
     """
 
     def __init__(
@@ -155,18 +150,11 @@ class Tier:
         self.spaces: dict[Namespace, Opening] = {}
         self.seen = self.breaker.state  # what was acted upon
         self.trial: tuple[Namespace, bytes] | None = None  # a chunk to probe it with
-        self.last_error = ""
         self.described = ""
-        self.was_up = False
-        self.killed = self.wrong = False
-        self.rests_until = 0.0
-        self.started: float | None = None  # when its process was; None: there is none
-        self.pid = 0  # 0: no process serves
+        self.child = ChildState()
         self.process = ""  # what its slots wait for, see `Promotions.begin`
         self.total_bytes = self.used_bytes = self.chunks = 0
         self.progress = 0
-        self.pinged: float | None = None  # when it was last asked, and has not answered
-        self.next_ping = 0.0
         self.full_until = 0.0
         self._full_pause = FULL_PAUSES[0]
         self._busy_from = {Put: 0.0, Get: 0.0, Ask: 0.0}
@@ -181,7 +169,7 @@ class Tier:
     @property
     def up(self) -> bool:
         """Its process serves."""
-        return self.pid > 0 and not self.killed
+        return self.child.up and not self.child.killed
 
     @property
     def in_use(self) -> bool:
@@ -191,11 +179,11 @@ class Tier:
     def serves(self, namespace: Namespace) -> bool:
         """Whether orders for this namespace may go to it."""
         opening = self.spaces.get(namespace)
-        return opening is not None and opening.used and self.in_use
+        return opening is not None and opening.salt is not None and self.in_use
 
     def unopened_seconds(self, now: float) -> float:
         """How long it has not begun a namespace that it was told of, the oldest one; else 0."""
-        waiting = (now - each.since for each in self.spaces.values() if not each.answered)
+        waiting = (now - each.since for each in self.spaces.values() if each.salt is None)
         return max(waiting, default=0.0)
 
     def event(self, text: str, level: str = "info") -> Event:
@@ -252,7 +240,8 @@ class Tier:
     def send(self, batch: Batch) -> Effect:
         """Note an order that goes out."""
         kind, now = type(batch.order), batch.sent
-        self.breaker.sent(now, idle=not self.batches)
+        if not self.batches:
+            self.breaker.moved_at = now
         if not self._under_way[kind]:
             self._busy_from[kind] = now
             if kind is Get:
@@ -262,11 +251,9 @@ class Tier:
         self._count(batch, 1)
         return ToTier(self.index, batch.order)
 
-    def ended(self, number: int, now: float) -> Batch | None:
-        """An order's answer has come; None where there is no such order."""
-        batch = self.batches.pop(number, None)
-        if batch is None:
-            return None
+    def ended(self, batch: Batch, now: float) -> None:
+        """An order's answer has come."""
+        del self.batches[batch.order.number]
         kind, seconds = type(batch.order), now - batch.sent
         self._count(batch, -1)
         self._under_way[kind] -= 1
@@ -277,16 +264,14 @@ class Tier:
         elif kind is Get:
             self.counts.get_seconds += spent
             self.counts.get_latency.observe(seconds)
-        return batch
 
-    def forget(self) -> None:
+    def process_ended(self) -> None:
         """Its process has ended: what was under way never ends."""
         self.batches.clear()
         self.put_bytes = self.get_bytes = 0
         self._under_way = dict.fromkeys(self._under_way, 0)
         self.spaces.clear()
-        self.pid, self.killed, self.started, self.pinged = 0, False, None, None
-        self.wrong = False
+        self.child.ended()
         self.progress = 0
 
     def _count(self, batch: Batch, sign: int) -> None:

@@ -237,9 +237,6 @@ class Engine:
             job.request.loaded = job.ok
         self._leave(job.request)
 
-    def __repr__(self) -> str:
-        return f"<Engine {self.counts['requests']} requests, {len(self._jobs)} jobs in flight>"
-
 
 def _offer(groups: Sequence[ChunkBlocks]) -> tuple[list[bytes], list[Blocks]]:
     """Return the groups' keys, and the blocks that are named of each chunk."""

@@ -108,6 +108,3 @@ class KvMemory:
                 for tensor in tensors:
                     page = self.pages[tensor][block, : USED_BYTES[tensor]]
                     yield page, page_seed(key, self.rank, tensor, at % BLOCKS_PER_CHUNK)
-
-    def __repr__(self) -> str:
-        return f"<KvMemory of rank {self.rank}>"

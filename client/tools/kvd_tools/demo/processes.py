@@ -102,9 +102,6 @@ class Daemon:
             self._process.wait()
         self._folder.cleanup()
 
-    def __repr__(self) -> str:
-        return f"<Daemon in {self.place}>"
-
 
 class Ranks:
     """The rank processes and the pipes to them; all are ready when the context is entered.
@@ -175,9 +172,6 @@ class Ranks:
             process.join(max(0.0, end - time.monotonic()))
             process.kill()
             process.join()
-
-    def __repr__(self) -> str:
-        return f"<Ranks {len(self._processes)} of {len(self._setups)} started>"
 
 
 def _lost(process: BaseProcess) -> DemoError:

@@ -227,6 +227,3 @@ class Bench:
         if not result.success:
             raise StepFailed(f"the job ended as {result.status}: {result.text}")
         self.samples[kind].append((result, latency))
-
-    def __repr__(self) -> str:
-        return f"<Bench {self.device}: {len(self.stored)} of {len(self.keys)} chunks stored>"

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from kvd.errors import CudaError, CudaMissing, DeviceLost, ImportFailed, LaneError
 from kvd.lane.devices.cuda import copies, driver, moves, uuids
-from kvd.lane.devices.cuda.driver import Undo
 from kvd.lane.devices.cuda.flow import Flow
 from kvd.lane.devices.cuda.importing import ImportedMemory
 from kvd.lane.devices.cuda.moves import CudaMoves, PoolSide, Runs
@@ -30,6 +29,8 @@ from kvd.lane.devices.device import (
     MemoryId,
     Transfer,
 )
+from kvd.machine import cuda
+from kvd.machine.cuda import Undo
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 
@@ -90,18 +91,18 @@ class CudaDevice(Device):
         self._memories: dict[MemoryId, ImportedMemory] = {}
         self._last_id = 0
         self._pool_failures = 0  # after which the context answered
-        driver.start()
-        if lacking := driver.shortcomings():
+        cuda.start()
+        if lacking := cuda.shortcomings():
             _log.warning("%s", lacking)
         self._device = uuids.find(name)
-        if refusal := driver.refusal(self._device):
+        if refusal := cuda.refusal(self._device):
             raise CudaMissing(refusal)
-        uuids.stay_near(driver.pci_bus_id(self._device))
+        uuids.stay_near(cuda.pci_bus_id(self._device))
         self._undo = Undo()
         with Undo() as failed:
             failed.push(self._undo)
             self._set_up(pool_fd, pool_bytes, pin_lock)
-            _log.info("%s: %r", driver.device_name(self._device), self.copier)
+            _log.info("%s: %r", cuda.device_name(self._device), self.copier)
             failed.pop_all()
 
     def _set_up(self, pool_fd: int, pool_bytes: int, pin_lock: int | None) -> None:

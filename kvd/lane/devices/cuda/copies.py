@@ -19,9 +19,10 @@ import numpy as np
 
 from kvd.errors import CudaError
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.driver import Stream, Undo, bindings, call, check, shown, version
+from kvd.lane.devices.cuda.driver import Stream
 from kvd.lane.devices.cuda.moves import DEVICE, HOST, NBYTES, Columns, Runs
 from kvd.lane.devices.device import Direction
+from kvd.machine.cuda import Undo, bindings, call, check, shown, version
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from kvd.errors import CudaError, DeviceLost
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.copies import Copier
-from kvd.lane.devices.cuda.driver import Context, Event, Stream, Undo
+from kvd.lane.devices.cuda.driver import Context, Event, Stream
 from kvd.lane.devices.cuda.feeder import Feeder
 from kvd.lane.devices.cuda.moves import Runs
 from kvd.lane.devices.device import Direction, Finished, Transfer
+from kvd.machine.cuda import Undo
 
 RUN_NS = 550.0  # what the driver takes for a run of a batch, until it was timed
 INLINE_NS = 50_000  # about what it costs to hand a transfer over to another thread

@@ -12,7 +12,9 @@ import numpy as np
 
 from kvd.errors import CudaError, HandleRefused, ImportFailed
 from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.driver import Addresses, Undo
+from kvd.lane.devices.cuda.driver import Addresses
+from kvd.machine import cuda
+from kvd.machine.cuda import Undo
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 
 _Key = bytes | tuple[VmmSegment, ...]
@@ -97,7 +99,7 @@ class ImportedMemory:
         return address, nbytes - (address - start)
 
     def _open_descriptors(self, segments: Sequence[VmmSegment]) -> tuple[int, int]:
-        nbytes, limit = sum(segment.nbytes for segment in segments), driver.memory_of(self._device)
+        nbytes, limit = sum(segment.nbytes for segment in segments), cuda.memory_of(self._device)
         self._mapped += nbytes
         if nbytes > limit or self._mapped > _MAPPED_TIMES * limit:
             raise ImportFailed(

@@ -10,7 +10,7 @@ from pathlib import Path
 from uuid import UUID
 
 from kvd.errors import CudaMissing
-from kvd.lane.devices.cuda import driver
+from kvd.machine import cuda
 from kvd.machine.numa import numbers
 
 _log = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ def find(name: str) -> int:
         CudaError: the driver fails.
     """
     uuid = _uuid(name).bytes
-    seen = driver.devices()
+    seen = cuda.devices()
     for device, other in seen:
         if other == uuid:
             return device
