@@ -128,7 +128,7 @@ def ask(text: str) -> TierFacts:
 
 def size_shortage(setting: TierSetting, disk: DiskFacts) -> Shortage | None:
     """Return why a disk tier's size cannot be reached, as its own process says at its start."""
-    from kvd.tier.disk.options import DiskOptions  # noqa: PLC0415  # few have one
+    from kvd.tier.disk.directory import DiskOptions  # noqa: PLC0415  # few have one
 
     return DiskOptions.parse(options_of(setting)).shortage(disk.size, disk.free, disk.held)
 

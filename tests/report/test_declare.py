@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import ASK_OUTCOMES, GET_OUTCOMES, PUT_OUTCOMES
 from kvd.metrics.declare import Histogram, report_of, shown
-from kvd.wire.tiering import Outcome
+from kvd.outcomes import Outcome
 
 BOUNDS = (0.001, 0.5, 1.0, 60.0)
 VALUES = st.lists(st.one_of(st.floats(0, 1e6), st.sampled_from([0.0, *BOUNDS])), max_size=50)
