@@ -25,27 +25,25 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import compress, islice
 from typing import TypeAlias
 
-from kvd_client.announcements import (
-    Announcement,
-    ChunkContents,
-    MediumBlocks,
-    RemovedBlocks,
-    StoredBlocks,
-    chunk_contents,
-    reannounced,
-    removed_blocks,
-    stored_blocks,
-)
 from kvd_client.block_chains import (
     MAX_HOLDERS_READ,
+    Announcement,
     Block,
     BlockChains,
     BlockId,
     Chunk,
+    ChunkContents,
     GroupBlocks,
+    MediumBlocks,
+    RemovedBlocks,
     RepeatRound,
+    StoredBlocks,
+    chunk_contents,
     each,
+    reannounced,
+    removed_blocks,
     runs,
+    stored_blocks,
 )
 from kvd_client.change_reader import Differences, Place
 from kvd_client.errors import ReaderFault

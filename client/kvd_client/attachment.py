@@ -12,12 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from kvd_client.connection import Connection, Notice
-from kvd_client.decisions import Decisions
-from kvd_client.errors import DaemonLost
-from kvd_client.loans import Loan, Loans
-from kvd_client.logs import get_logger
-from kvd_client.reuse import ReuseFilter
-from kvd_client.seeking import Seeking
+from kvd_client.decisions import Decisions, Loan, Loans, ReuseFilter, Seeking
+from kvd_client.errors import DaemonLost, get_logger
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError

@@ -14,9 +14,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvd_client.errors import UsageError
+from kvd_client.errors import UsageError, get_logger
 from kvd_client.lane_link import LaneLink
-from kvd_client.logs import get_logger
 from kvd_client.memory import ControlPage
 from kvd_client.readiness import Readiness
 from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS, TIMELINE_WORD

@@ -11,10 +11,10 @@ from kvd_client.arguments import flag, seconds
 from kvd_client.attachment import Attachment, Kept, receive
 from kvd_client.changes import Changes, Source
 from kvd_client.connection import Connection, Notice
-from kvd_client.logs import get_logger
+from kvd_client.decisions import Seeking
+from kvd_client.errors import get_logger
 from kvd_client.lookups import LookupCounts
 from kvd_client.readiness import ReadyNews
-from kvd_client.seeking import Seeking
 from kvd_client.session import Session
 from kvd_proto.directory import Entry, LookupResult
 from kvd_proto.messages import (

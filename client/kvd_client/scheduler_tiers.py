@@ -1,8 +1,8 @@
 """What a scheduler reads of the tiers below the daemon's memory, without a message."""
 
 from kvd_client.arguments import check_blocks, check_key, whole
+from kvd_client.decisions import NOT_BELOW
 from kvd_client.scheduler_changes import SchedulerChanges
-from kvd_client.seeking import NOT_BELOW
 from kvd_proto.messages import MAX_KEY_BYTES, MAX_TIERS, TierInfo
 from kvd_proto.tier_table import TierStatus
 

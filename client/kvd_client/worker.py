@@ -9,17 +9,14 @@ import os
 from collections.abc import Iterable, Sequence
 
 from kvd_client.arguments import collection, flag, seconds, shown, whole
-from kvd_client.chunk_blocks import ChunkBlocks, pack_chunks
 from kvd_client.connection import Notice
-from kvd_client.cuda_memory import DeviceMemory
-from kvd_client.errors import RegistrationError, Unavailable, UsageError
+from kvd_client.errors import RegistrationError, Unavailable, UsageError, get_logger
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
-from kvd_client.logs import get_logger
-from kvd_client.memory import ControlPage, Descriptors, Memory
+from kvd_client.memory import ControlPage, Descriptors, DeviceMemory, Memory
 from kvd_client.registration import registration
 from kvd_client.session import Session
-from kvd_client.tickets import LoadTicket, StoreTicket
+from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreTicket, pack_chunks
 from kvd_client.timeline import StreamSignals, Timeline
 from kvd_proto.blocks import JobBlocks
 from kvd_proto.errors import JobShapeError

@@ -29,8 +29,8 @@ from kvd_client import (
     UsageError,
     Worker,
     cuda_driver,
-    cuda_memory,
 )
+from kvd_client import memory as memory_module
 from kvd_client import timeline as timelines
 from kvd_client.memory import ControlPage, Descriptors
 from kvd_client.registration import registration
@@ -196,7 +196,7 @@ def memory_in_absurdly_many_allocations_is_refused() -> None:
     """Before any of them is exported."""
     cuda.use_device()
     made = cuda.VirtualMemory(segments=3)
-    cuda_memory.MAX_SEGMENTS = 2  # type: ignore[attr-defined]  # as imported there
+    memory_module.MAX_SEGMENTS = 2  # type: ignore[attr-defined]  # as imported there
     opened = open_files()
     with refused(UnsupportedMemory, "more than 2 CUDA allocations", REMOVE):
         DeviceMemory.at(made.address, made.nbytes)
@@ -626,8 +626,8 @@ def an_address_is_asked_about_with_a_context_current() -> None:
 
 def segments_keep_their_order() -> None:
     """Else a block is taken for another."""
-    exported = cuda_memory._exported
-    cuda_memory._exported = lambda allocations: exported(allocations[::-1])
+    exported = memory_module._exported
+    memory_module._exported = lambda allocations: exported(allocations[::-1])
 
 
 def memory_that_is_not_wanted_is_let_go() -> None:

@@ -22,9 +22,8 @@ from hypothesis.stateful import (
 from msgspec import structs
 
 from kvd_client import announcer as announcer_module
-from kvd_client.announcements import Announcement, RemovedBlocks, StoredBlocks
 from kvd_client.announcer import Announcer
-from kvd_client.block_chains import BlockId
+from kvd_client.block_chains import Announcement, BlockId, RemovedBlocks, StoredBlocks
 from kvd_client.change_reader import NO_SLOT, Differences, Place
 from kvd_proto.descriptions import Description
 

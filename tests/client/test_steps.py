@@ -13,7 +13,7 @@ from kvd_client import (
     UsageError,
     scheduler_session,
 )
-from kvd_client.loans import LEAST_WANTED
+from kvd_client.decisions import LEAST_WANTED
 from kvd_proto.messages import MAX_FINISHED, Detached, Error, ErrorCode, Hello, Message, Step
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, NUM_SLOTS, FakeDaemon, stepped
 from tests.waiting import DEADLINE, eventually

@@ -12,9 +12,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from kvd_client.arguments import Blocks
-from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_client.scheduler import Scheduler
-from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
+from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
 from kvd_proto.directory import LookupResult
 from kvd_tools.demo.content import chunk_key
 from kvd_tools.demo.plan import (

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.chunk_blocks import ChunkBlocks
+from kvd_client.tickets import ChunkBlocks
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_tools.demo.content import POISON, Page, page_content, page_seed
 from kvd_tools.demo.plan import BLOCK_TOKENS, BLOCKS_PER_CHUNK, NULL_BLOCK, WINDOW_BLOCKS

@@ -4,8 +4,8 @@ import select
 import time
 from typing import Any
 
+from kvd_client.decisions import NOT_BELOW
 from kvd_client.scheduler import Scheduler
-from kvd_client.seeking import NOT_BELOW
 from kvd_proto.directory import LookupResult
 from kvd_tools.demo.content import chunk_key
 from kvd_tools.demo.plan import FULL, WINDOW

@@ -10,12 +10,10 @@ from typing import Any, Self
 
 import numpy as np
 
-from kvd_client.chunk_blocks import ChunkBlocks
-from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.jobs import JobResult
-from kvd_client.memory import HostMemory
+from kvd_client.memory import DeviceMemory, HostMemory
 from kvd_client.scheduler import Scheduler
-from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
+from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
 from kvd_client.worker import Worker
 from kvd_proto.directory import LookupResult
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec

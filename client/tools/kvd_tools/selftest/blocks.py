@@ -7,9 +7,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client import cuda_driver
-from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import CudaError, UnsupportedMemory
-from kvd_client.memory import HostMemory
+from kvd_client.memory import DeviceMemory, HostMemory
 from kvd_proto.messages import HOST
 from kvd_tools.errors import StepFailed
 
