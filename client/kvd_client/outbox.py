@@ -1,4 +1,4 @@
-"""What a scheduler has decided and not told the daemon yet; it leaves as one `Step`.
+"""What a scheduler tells the daemon: its decisions with a `Step`, its totals once a second.
 
 Also the keys that have begun and of which the daemon has not said anything yet: from its answer
 to the step that named them on, the directory says how they stand.
@@ -6,12 +6,23 @@ to the step that named them on, the directory says how they stand.
 
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from kvd_client.arguments import Blocks
 from kvd_client.tickets import StoreAnswer
 from kvd_proto.arrays import IntArray
-from kvd_proto.messages import MAX_FINISHED, MAX_KEYS, NO_ITEMS, NO_SLOTS, Pin, Step
+from kvd_proto.messages import (
+    MAX_FINISHED,
+    MAX_KEYS,
+    NO_ITEMS,
+    NO_SLOTS,
+    KvEvents,
+    Lookups,
+    Pin,
+    Ping,
+    Step,
+)
 
 MAX_DESCRIBED_BYTES = 4 * 2**20
 """Of a step's descriptions: with them the largest step is below the limit of a message."""
@@ -269,5 +280,65 @@ class Outbox:
             if self.pinned.get(slot) is step.pinned:
                 del self.pinned[slot]
 
-    def __repr__(self) -> str:
-        return f"<Outbox {self._items} to tell, {len(self.begun)} keys begun>"
+
+@dataclass(slots=True)
+class LookupCounts:
+    """Totals of one session. Adding takes no lock: with several threads a few may be lost."""
+
+    chunks: int = 0
+    hit_chunks: int = 0
+    tokens: int = 0
+    hit_tokens: int = 0
+    aborted_requests: int = 0
+    detached_tokens: int = 0
+    hints: int = 0
+    hints_ignored: int = 0
+    hints_cut: int = 0
+
+
+class Totals:
+    """What one scheduler reports once a second.
+
+    Args:
+        with_tokens: the engine counts tokens.
+
+    Attributes:
+        counts: of the session.
+        prefill_ns: how long the engine computes one token; None: not measured.
+    """
+
+    def __init__(self, *, with_tokens: bool) -> None:
+        self.counts = LookupCounts()
+        self.prefill_ns: int | None = None
+        self._with_tokens = with_tokens
+        self._reported: Lookups | None = None
+        self._reported_prefill_ns: int | None = None
+
+    def begin_session(self) -> None:
+        """Count anew. Of what was not reported only that stays which tells of failures.
+
+        These often happen while there is no daemon.
+        """
+        before, told = self.counts, self._reported
+        detached = before.detached_tokens - (told.detached_tokens if told else 0)
+        aborted = before.aborted_requests - (told.aborted_requests if told else 0)
+        self.counts = LookupCounts(
+            tokens=detached, aborted_requests=aborted, detached_tokens=detached
+        )
+        self._reported = self._reported_prefill_ns = None
+
+    def report(self, kv_events: KvEvents | None) -> Ping | None:
+        """Return what has changed since the last report; None: nothing."""
+        totals = asdict(self.counts)
+        if not self._with_tokens:
+            totals["tokens"] = totals["hit_tokens"] = None
+        lookups: Lookups | None = Lookups(**totals)
+        if lookups == self._reported or not any(totals.values()):
+            lookups = None
+        else:
+            self._reported = lookups
+        prefill_ns = self.prefill_ns if self.prefill_ns != self._reported_prefill_ns else None
+        if lookups is None and kv_events is None and prefill_ns is None:
+            return None
+        self._reported_prefill_ns = self.prefill_ns
+        return Ping(lookups=lookups, kv_events=kv_events, prefill_ns=prefill_ns)
