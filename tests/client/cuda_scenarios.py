@@ -33,7 +33,7 @@ from kvd_client import (
 from kvd_client import memory as memory_module
 from kvd_client import timeline as timelines
 from kvd_client.memory import ControlPage, Descriptors
-from kvd_client.registration import registration
+from kvd_client.registration import Registration, registration
 from kvd_client.timeline import StreamSignals
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
@@ -259,7 +259,7 @@ def memory_that_was_taken_back_is_freed() -> None:
         Worker(path, "engine", 0, 1, deadline=DEADLINE) as worker,
     ):
         register(worker, made.address)
-        (number,) = (os.fstat(fd).st_ino for fd in worker._memory.fds)
+        (number,) = (os.fstat(fd).st_ino for fd in worker._registration.memory.fds)
         assert worker.unregister()
         made.unmap()
         assert not [file for file in Path("/proc/self/fd").iterdir() if is_file(file, number)]
@@ -632,11 +632,14 @@ def segments_keep_their_order() -> None:
 
 def memory_that_is_not_wanted_is_let_go() -> None:
     """Else its descriptors keep it, and the engine that sleeps has given nothing back."""
+    drop = Registration.drop
 
-    def keep(worker: Worker) -> None:
-        worker._wanted = None
+    def keep(registration: Registration) -> None:
+        memory = registration.memory
+        drop(registration)
+        registration.memory = memory
 
-    Worker._want_nothing = keep  # type: ignore[assignment,method-assign]  # as its stand-in
+    Registration.drop = keep  # type: ignore[assignment,method-assign]  # as its stand-in
 
 
 def without(rule: str, scenario: str) -> None:
