@@ -12,7 +12,6 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from kvd_client.change_reader import Place
-from kvd_client.errors import ReaderFault
 from kvd_proto.descriptions import TOKEN_BYTES, Description
 
 _GROUP_BYTES = 4  # of a key, its last ones, where it has more: the index of the group
@@ -218,27 +217,6 @@ class BlockChains:
                 if child.chained and not child.has_chain:
                     child.chained = False
                     unchained.append(child)
-
-    def check_integrity(self) -> None:
-        """Raise ReaderFault where blocks contradict each other."""
-        if not all(any(group.media) for group in self._groups.values()):
-            raise ReaderFault(f"a group is empty: {self!r}")
-        linked = {
-            (group.number, parent, block)
-            for group in self._groups.values()
-            for parent, some in group.children.items()
-            for block in each(some)
-        }
-        if linked != {(block.group.number, block.parent, block) for block in self if block.parent}:
-            raise ReaderFault(f"blocks and their parents do not agree: {self!r}")
-        for block in self:
-            if block.holders is None or block.is_described != (block.parent is not None):
-                raise ReaderFault(f"a block has no holder, or a wrong parent: {self!r}")
-            if block.chained and not block.has_chain:
-                raise ReaderFault(f"a block is chained without its parent: {self!r}")
-
-    def __repr__(self) -> str:
-        return f"<BlockChains of {sum(1 for _ in self)} blocks, {len(self.rechecks)} rechecks>"
 
 
 class RepeatRound:

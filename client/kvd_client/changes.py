@@ -139,6 +139,3 @@ class Changes:
     def _is_given_up(self) -> bool:
         since = self._absent_since
         return since is not None and self._clock() >= since + ABSENT_SECONDS
-
-    def __repr__(self) -> str:
-        return f"<Changes: {self._published} published, {self._reader!r}>"

@@ -12,7 +12,6 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
     ├── UnsupportedMemory
     ├── UnsupportedVllm
     ├── CudaError
-    ├── ReaderFault
     └── DaemonLost              becomes a miss, never leaves the package
         ├── Refused
         └── AccessDenied
@@ -73,10 +72,6 @@ class CudaError(KvdClientError):
         self.code = code
         self.name = name
         self.attempted = attempted
-
-
-class ReaderFault(KvdClientError):
-    """A defect: the reader of a directory's changes, or the announcer, contradicts itself."""
 
 
 class DaemonLost(KvdClientError):

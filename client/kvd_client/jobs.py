@@ -239,9 +239,6 @@ class JobTable:
     def __len__(self) -> int:
         return len(self._running)
 
-    def __repr__(self) -> str:
-        return f"<JobTable {len(self._running)} running, lane {self._lane!r}>"
-
     # ------------------------------------------------- under the lock, below
 
     def _collect(self) -> None:

@@ -211,6 +211,3 @@ class LaneLink:
                 self._poll.register(*watched)
                 self._readiness.watch(*watched)
             self._watched = watched
-
-    def __repr__(self) -> str:
-        return f"<LaneLink {self.endpoint}>"

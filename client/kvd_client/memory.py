@@ -148,9 +148,6 @@ class Descriptors:
         self._closing()
         self.fds = ()
 
-    def __repr__(self) -> str:
-        return f"<Descriptors {', '.join(map(str, self.fds)) or 'closed'}>"
-
 
 class Memory:
     """One storage that another process can map. It owns its descriptors, not the memory.
