@@ -134,16 +134,12 @@ class JobTable:
             lane = self._lane if usable else None
             if lane is None:
                 text = _LANE_ENDED if self._lane_ended else "no lane serves this worker now"
-                self._finished.append(_failed(job_id, text))
-                self._tell()
-                return False
+                return self._reject(_failed(job_id, text))
             word = progress = 0
             if kind is Store:
                 if not self._free_words:
                     text = f"{EPOCH_WORDS - 1} stores are under way already; wait for some"
-                    self._finished.append(JobResult(job_id, JobStatus.SHED, text=text))
-                    self._tell()
-                    return False
+                    return self._reject(JobResult(job_id, JobStatus.SHED, text=text))
                 word = self._free_words[-1]
                 fields |= {"word": word, "epoch": self._control.epoch(word)}
             elif layerwise and self._free_progress:
@@ -156,10 +152,8 @@ class JobTable:
                 raise UsageError(f"job {job_id} is too large: {error}") from error
             if not request_id:
                 text = _LANE_ENDED if lane.dead else f"the lane takes no message: {lane.lack}"
-                self._finished.append(_failed(job_id, text))
                 self._collect()
-                self._tell()
-                return False
+                return self._reject(_failed(job_id, text))
             lane.pending[request_id] = job_id
             if word:
                 self._free_words.pop()
@@ -169,6 +163,12 @@ class JobTable:
             self._running[job_id] = running
             self.readiness.remind()
             return True
+
+    def _reject(self, result: JobResult) -> bool:
+        """Return false, as `submit` does for a job that no lane has."""
+        self._finished.append(result)
+        self._tell()
+        return False
 
     def layers_loaded(self, job_id: int) -> int:
         """See `Worker.layers_loaded`."""

@@ -6,7 +6,6 @@ to the step that named them on, the directory says how they stand.
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
 from typing import NamedTuple
 
 from kvd_client.arguments import Blocks
@@ -281,21 +280,6 @@ class Outbox:
                 del self.pinned[slot]
 
 
-@dataclass(slots=True)
-class LookupCounts:
-    """Totals of one session. Adding takes no lock: with several threads a few may be lost."""
-
-    chunks: int = 0
-    hit_chunks: int = 0
-    tokens: int = 0
-    hit_tokens: int = 0
-    aborted_requests: int = 0
-    detached_tokens: int = 0
-    hints: int = 0
-    hints_ignored: int = 0
-    hints_cut: int = 0
-
-
 class Totals:
     """What one scheduler reports once a second.
 
@@ -303,12 +287,13 @@ class Totals:
         with_tokens: the engine counts tokens.
 
     Attributes:
-        counts: of the session.
+        counts: of the session, by the fields of `Lookups`. Adding takes no lock: with several
+            threads a few may be lost.
         prefill_ns: how long the engine computes one token; None: not measured.
     """
 
     def __init__(self, *, with_tokens: bool) -> None:
-        self.counts = LookupCounts()
+        self.counts = dict.fromkeys(Lookups.__struct_fields__, 0)
         self.prefill_ns: int | None = None
         self._with_tokens = with_tokens
         self._reported: Lookups | None = None
@@ -320,19 +305,19 @@ class Totals:
         These often happen while there is no daemon.
         """
         before, told = self.counts, self._reported
-        detached = before.detached_tokens - (told.detached_tokens if told else 0)
-        aborted = before.aborted_requests - (told.aborted_requests if told else 0)
-        self.counts = LookupCounts(
-            tokens=detached, aborted_requests=aborted, detached_tokens=detached
-        )
+        counts = dict.fromkeys(before, 0)
+        for name in ("aborted_requests", "detached_tokens"):
+            counts[name] = before[name] - (getattr(told, name) if told else 0)
+        counts["tokens"] = counts["detached_tokens"]
+        self.counts = counts
         self._reported = self._reported_prefill_ns = None
 
     def report(self, kv_events: KvEvents | None) -> Ping | None:
         """Return what has changed since the last report; None: nothing."""
-        totals = asdict(self.counts)
+        totals: dict[str, int | None] = {**self.counts}
         if not self._with_tokens:
             totals["tokens"] = totals["hit_tokens"] = None
-        lookups: Lookups | None = Lookups(**totals)
+        lookups: Lookups | None = Lookups(**totals)  # type: ignore[arg-type]
         if lookups == self._reported or not any(totals.values()):
             lookups = None
         else:

@@ -173,11 +173,11 @@ class Scheduler(Session):
             check_blocks(first, count)
         found = self._find(key, first, count)
         counts = self._totals.counts
-        counts.chunks += 1
+        counts["chunks"] += 1
         if found is _HIT and self._given and self._is_given(key):
             found = _MISS
         if found is _HIT:
-            counts.hit_chunks += 1
+            counts["hit_chunks"] += 1
         elif found is _MISS and key in self._begun:
             return _HIT_PENDING
         return found
@@ -193,8 +193,8 @@ class Scheduler(Session):
             for i, key in enumerate(keys):
                 if found[i] is _HIT and self._is_given(key):
                     found[i] = _MISS
-        self._totals.counts.chunks += len(found)
-        self._totals.counts.hit_chunks += found.count(_HIT)
+        self._totals.counts["chunks"] += len(found)
+        self._totals.counts["hit_chunks"] += found.count(_HIT)
         if begun := self._begun:
             for i, key in enumerate(keys):
                 if found[i] is _MISS and key in begun:
@@ -209,10 +209,10 @@ class Scheduler(Session):
         if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
             check_key(key)
         found = self._entry(key)
-        self._totals.counts.chunks += 1
+        self._totals.counts["chunks"] += 1
         if found is None or found[2] != SlotState.READY or self._is_given(key):
             return None
-        self._totals.counts.hit_chunks += 1
+        self._totals.counts["hit_chunks"] += 1
         return found[3], found[4]
 
     def _is_given(self, key: bytes) -> bool:
@@ -225,30 +225,23 @@ class Scheduler(Session):
 
         No request is made: they are part of the next report, once a second at most.
         """
-        numbers = isinstance(asked, int) and isinstance(found, int)
-        if not numbers or not 0 <= found <= asked <= MAX_TOKENS:
-            raise UsageError(
-                f"asked={shown(asked)}, found={shown(found)}: whole numbers are needed,"
-                f" 0 <= found <= asked <= {MAX_TOKENS}"
-            )
-        self._totals.counts.tokens += asked
-        self._totals.counts.hit_tokens += found
+        whole("asked", asked, 0, MAX_TOKENS)
+        if found.__class__ is not int or not 0 <= found <= asked:
+            raise UsageError(f"asked={asked}, found={shown(found)}: 0 to `asked` can be found")
+        self._totals.counts["tokens"] += asked
+        self._totals.counts["hit_tokens"] += found
         if not self.attached:
-            self._totals.counts.detached_tokens += asked
+            self._totals.counts["detached_tokens"] += asked
 
     def count_aborted(self, requests: int) -> None:
         """Count requests that the engine gives up because a load has failed; as `count_tokens`."""
-        if not isinstance(requests, int) or not 0 <= requests <= MAX_TOKENS:
-            raise UsageError(
-                f"requests={shown(requests)}: a whole number is needed, 0 to {MAX_TOKENS}"
-            )
-        self._totals.counts.aborted_requests += requests
+        self._totals.counts["aborted_requests"] += whole("requests", requests, 0, MAX_TOKENS)
 
     def count_hints(self, hints: int = 0, ignored: int = 0, cut: int = 0) -> None:
         """Count requests with a hint, fields that were ignored, and numbers that were cut."""
-        self._totals.counts.hints += whole("hints", hints, 0)
-        self._totals.counts.hints_ignored += whole("ignored", ignored, 0)
-        self._totals.counts.hints_cut += whole("cut", cut, 0)
+        self._totals.counts["hints"] += whole("hints", hints, 0)
+        self._totals.counts["hints_ignored"] += whole("ignored", ignored, 0)
+        self._totals.counts["hints_cut"] += whole("cut", cut, 0)
 
     def set_prefill_seconds(self, seconds_per_token: float) -> None:
         """Report how long the engine takes to compute one token of a prompt, as measured."""

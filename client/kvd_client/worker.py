@@ -441,27 +441,23 @@ class Worker(Session):
             if again and reply.text != known:  # once for each reason: it is tried for ever
                 log.warning("registration refused, tried again later: %s", reply.text)
             return not again
-        log.info("rank %d of %d is registered", self.rank, self.world_size)
+        if current.holds:
+            log.info("rank %d of %d is registered", self.rank, self.world_size)
         self._handle_notices(connection)  # LaneUp came before
         return True
 
     def _on_notice(self, notice: Notice) -> None:
         message = notice.message
-        lane = self._lane_link(message, notice) if isinstance(message, LaneUp) else None
-        with self._changed:
-            if lane is not None:
+        if isinstance(message, LaneUp):
+            if message.device == self.device and len(notice.fds) == 1:
+                lane = LaneLink(message, notice.fds[0], self._jobs.readiness)
+                notice.fds.clear()  # owned by the link
                 self._jobs.set_lane(lane)
-            elif isinstance(message, (Attached, Detached)):
+        elif isinstance(message, (Attached, Detached)):
+            with self._changed:
                 self._registration.set_attached(attached=isinstance(message, Attached))
+        with self._changed:
             self._changed.notify_all()
-
-    def _lane_link(self, up: LaneUp, notice: Notice) -> LaneLink | None:
-        """Join a lane; None where it is another device's."""
-        if up.device != self.device or len(notice.fds) != 1:
-            return None
-        lane = LaneLink(up, notice.fds[0], self._jobs.readiness)
-        notice.fds.clear()  # owned by the link
-        return lane
 
     def _on_lost(self) -> None:
         # Jobs go on until their lane is known to be dead.
