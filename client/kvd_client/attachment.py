@@ -30,20 +30,10 @@ log = get_logger()
 
 
 class Attachment:
-    """One attachment of a scheduler. For one thread at a time.
+    """One attachment of a scheduler, announced by `attached` over `line`. For one thread at a time.
 
-    Args:
-        attached: the daemon's notice.
-        directory: of the namespace.
-        descriptions: of its chunks; None where there are none.
-        line: the connection over which the notice came.
-        loans: of the scheduler, which keep how many it needs.
-        reuse: the scheduler's filter.
-        answer: the daemon's to the attachment's first step.
-        wake: has the keeper look at the line.
-
-    Attributes:
-        seeking: of the tiers; None where there are none.
+    `loans` and `reuse` are the scheduler's, for all its attachments; `answer` is the daemon's to
+    the first step; `wake` has the keeper look at the line. Without tiers `seeking` is None.
 
     Raises:
         DaemonLost: the first step was refused.
@@ -189,9 +179,7 @@ class Attachment:
 class Attachments:
     """The attachments of one scheduler, one after another. For any thread.
 
-    Args:
-        look_in: has lookups read an attachment's directory, or find nothing.
-        wake: has the keeper look at the line.
+    `look_in` has lookups read an attachment's directory, or find nothing.
 
     Attributes:
         lock: held to decide and to send, never to wait. `current` and all below is used under it.
@@ -226,16 +214,9 @@ class Attachments:
         return self.current if self.owed is None else None
 
     def attach(self, notice: Notice, attached: Attached, line: Connection, answer: Message) -> bool:
-        """Attach; return whether there is a directory to read.
+        """Attach, as a notice says; return whether there is a directory to read.
 
-        Args:
-            notice: whose message `attached` is; a pipe's descriptor is left in it.
-            attached: the message.
-            line: the connection over which it came.
-            answer: the daemon's to the attachment's first step.
-
-        Raises:
-            DaemonLost: as `Attachment.lend`.
+        A pipe's descriptor is left in the notice. Arguments and errors as of `Attachment`.
         """
         received = receive(notice, attached)
         if received is None:

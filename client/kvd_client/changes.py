@@ -26,14 +26,7 @@ class Source(NamedTuple):
 
 
 class Changes:
-    """One scheduler's changes.
-
-    Args:
-        clock: in seconds.
-
-    Attributes:
-        behind: the last `take` has left something that was there when it began.
-    """
+    """One scheduler's changes. `behind`: the last `take` has left something that was there."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -118,13 +118,9 @@ class Loans:
 
 
 class ReuseFilter:
-    """Lets a key pass at its n-th offer.
+    """Lets a key pass at its offer number `threshold`; 1: every key passes.
 
     Remembers the latest `capacity` keys that have not been stored yet.
-
-    Args:
-        threshold: offers that a key needs; 1: every key passes.
-        capacity: how many keys are remembered, 1 or more.
     """
 
     def __init__(self, threshold: int, capacity: int) -> None:
@@ -166,13 +162,7 @@ class Chosen(NamedTuple):
 
 
 class Decisions:
-    """Those of one attachment, and what the daemon is to be told of them. For one thread at a time.
-
-    Args:
-        directory: of the namespace.
-        loans: what is lent.
-        reuse: says which keys may be stored.
-    """
+    """Those of one attachment. `outbox` has what the daemon is to be told. For one thread."""
 
     def __init__(self, directory: DirectoryView, loans: Loans, reuse: ReuseFilter) -> None:
         self.outbox = Outbox(directory.blocks_per_chunk)
@@ -296,13 +286,7 @@ class Decisions:
 
 
 class Seeking:
-    """The tiers of one attachment. `below` takes no lock; the rest is for one thread at a time.
-
-    Args:
-        directory: of the namespace.
-        table: that of the tiers, in the directory.
-        tiers: as the daemon has them.
-    """
+    """The tiers of one attachment. `below` takes no lock; the rest is for one thread at a time."""
 
     def __init__(
         self, directory: DirectoryView, table: TierTableView, tiers: Sequence[TierInfo]

@@ -69,9 +69,7 @@ class _Running:
 class JobTable:
     """Every unfinished job of one worker. May be used by any thread.
 
-    Args:
-        control: the worker's control page, whose words void stores.
-        store_seconds: after which a store that has not ended is given up.
+    Words of the control page void stores; those that take `store_seconds` are given up.
     """
 
     def __init__(self, control: ControlPage, store_seconds: float) -> None:

@@ -105,15 +105,7 @@ class Outbox:
     def begin(
         self, key: bytes, slot: int, generation: int, blocks: Blocks, description: bytes = b""
     ) -> None:
-        """A store has begun. Those of one prompt come with its head first.
-
-        Args:
-            key: of the chunk.
-            slot: its loan.
-            generation: of the slot.
-            blocks: which ones of the chunk will be written.
-            description: of the chunk; empty: none.
-        """
+        """A store of these blocks of a chunk has begun. Those of a prompt come head first."""
         self._add(1)
         self.begun[key] = self.keys
         self.given[slot] = generation
@@ -166,13 +158,7 @@ class Outbox:
         self._unpinned.append(lease)
 
     def use(self, keys: Collection[bytes], prompt: int, label: int) -> None:
-        """A request has finished.
-
-        Args:
-            keys: its chunks', a prompt's head first.
-            prompt: how many of them, from the first on, are its prompt's.
-            label: the byte of `Step.labels`.
-        """
+        """A request with these chunks has finished, the first `prompt` of them its prompt's."""
         self._add(len(keys))
         self._used.extend(keys)
         self._used_counts.append(len(keys))
@@ -209,11 +195,7 @@ class Outbox:
         return self.urgent or bool(self._present or self._pending or self._not_yet)
 
     def take(self, wanted: int) -> tuple[Step, Given]:
-        """Return all of it as a step, with what it gives to keys, and begin the next one.
-
-        Args:
-            wanted: how many loans the scheduler would like to have.
-        """
+        """Return all of it as a step, with what it gives to keys, and begin the next one."""
         first = count = NO_ITEMS
         if self._blocks.count(self._whole) < len(self._blocks):
             first = IntArray.of([first for first, _ in self._blocks], "u2")
@@ -281,10 +263,7 @@ class Outbox:
 
 
 class Totals:
-    """What one scheduler reports once a second.
-
-    Args:
-        with_tokens: the engine counts tokens.
+    """What one scheduler reports once a second; tokens only where the engine counts them.
 
     Attributes:
         counts: of the session, by the fields of `Lookups`. Adding takes no lock: with several

@@ -226,8 +226,7 @@ class Scheduler(Session):
         No request is made: they are part of the next report, once a second at most.
         """
         whole("asked", asked, 0, MAX_TOKENS)
-        if found.__class__ is not int or not 0 <= found <= asked:
-            raise UsageError(f"asked={asked}, found={shown(found)}: 0 to `asked` can be found")
+        whole("found", found, 0, asked)
         self._totals.counts["tokens"] += asked
         self._totals.counts["hit_tokens"] += found
         if not self.attached:
