@@ -15,6 +15,7 @@ from cuda.bindings import driver as bindings
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.copies import BatchCopy
 from kvd.lane.devices.device import Direction
+from kvd.machine import cuda
 
 Bytes = npt.NDArray[np.uint8]
 Addresses = npt.NDArray[np.uint64]
@@ -36,8 +37,8 @@ class Gpu:
     """
 
     def __init__(self) -> None:
-        driver.start()
-        (self.device, _), *_ = driver.devices()
+        cuda.start()
+        (self.device, _), *_ = cuda.devices()
         self.context = driver.retain_context(self.device)
         self.use()
         self.streams = {direction: driver.create_stream(0) for direction in Direction}
@@ -54,8 +55,8 @@ class Gpu:
         """
         self.warm()
         return {
-            "device": driver.device_name(self.device),
-            "cuda": driver.version(),
+            "device": cuda.device_name(self.device),
+            "cuda": cuda.version(),
             "machine": {
                 "linux": platform.release(),
                 "python": platform.python_version(),
@@ -175,7 +176,7 @@ def call(name: str, *arguments: object) -> tuple[Any, ...]:
         CudaError: it fails.
     """
     code, *results = getattr(bindings, name)(*arguments)
-    driver.check(code, f"calling {name}")
+    cuda.check(code, f"calling {name}")
     return tuple(results)
 
 

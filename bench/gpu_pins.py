@@ -21,6 +21,7 @@ from harness import MIB
 
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.pinning import PinnedPool
+from kvd.machine import cuda
 from kvd_client.memory import DeviceMemory
 
 SECONDS = 120.0  # to pin a pool
@@ -195,7 +196,7 @@ def _become(uid: int) -> None:
     """Change to a user; the driver's library is loaded before, its start comes after."""
     if uid == os.getuid():
         return
-    driver.bindings()
+    cuda.bindings()
     libc = ctypes.CDLL(None)
     ctypes.CDLL("libcuda.so.1")
     os.setgroups([])

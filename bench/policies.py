@@ -19,9 +19,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvd.cache.policies import POLICIES
-from kvd.replay.hints import NEVER, continuations, labels_for, return_gaps
-from kvd.replay.simulate import GHOSTS_PER_SLOT, Hits, replay_belady, replay_policy
+from kvd.cache.adaptive import POLICIES
+from kvd.replay.simulate import (
+    GHOSTS_PER_SLOT,
+    NEVER,
+    Hits,
+    continuations,
+    labels_for,
+    replay_belady,
+    replay_policy,
+    return_gaps,
+)
 from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
 from kvd_proto.labels import Label
 

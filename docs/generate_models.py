@@ -7,8 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from kvd.plan.figures import Plan, PlanInputs, make_plan
-from kvd.plan.fragments import SMALL_BYTES, describe
+from kvd.plan.figures import SMALL_BYTES, Plan, PlanInputs, describe, make_plan
 from kvd.plan.model import read_model
 from kvd_proto.sizes import format_size
 

@@ -37,7 +37,7 @@ from kvd_client.session import AttachState
 from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
 from kvd_client.timeline import Timeline
 from kvd_client.worker import Worker
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import JobBlocks
 from kvd_proto.directory import LookupResult
 from kvd_proto.labels import Label
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec

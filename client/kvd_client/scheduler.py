@@ -43,8 +43,7 @@ from kvd_client.session import Session
 from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
 from kvd_proto.changes import MAX_CHANGES
 from kvd_proto.descriptions import Description
-from kvd_proto.directory import Entry, LookupResult, SlotState
-from kvd_proto.directory_header import MAX_SLOTS
+from kvd_proto.directory import MAX_SLOTS, Entry, LookupResult, SlotState
 from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.messages import (
     MAX_KEY_BYTES,

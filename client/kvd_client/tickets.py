@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from kvd_client.arguments import collection, shown, whole
 from kvd_client.errors import UsageError
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import JobBlocks
 from kvd_proto.errors import Oversize, ProtoError
 from kvd_proto.layout import RankLayout
 

@@ -27,8 +27,8 @@ from kvd.broker.tiers.tiering import Tiering
 from kvd.client_names import Peer
 from kvd.config.sources import Loaded
 from kvd.errors import Refused
+from kvd.machine.process import ProcessUsage
 from kvd.metrics import schema
-from kvd.metrics.counts import ProcessUsage
 from kvd.metrics.history import History
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
@@ -110,7 +110,7 @@ class Broker:
     # ----------------------------------------------------------- the daemon
 
     def pool_allocated(self, nbytes: int) -> list[Effect]:
-        """Note how much of the pool is allocated, in the order of `kvd.pool.filling`."""
+        """Note how much of the pool is allocated, in the order of `kvd.pool.geometry`."""
         state = self.state
         before, state.allocated = state.pool_ready, nbytes
         if before or not state.pool_ready:

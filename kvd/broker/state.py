@@ -15,7 +15,8 @@ from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.client_names import Peer
 from kvd.config.settings import Settings
 from kvd.errors import IntegrityError
-from kvd.metrics.counts import BrokerCounts, EventCounts, LaneCounts, LookupCounts, ProcessUsage
+from kvd.machine.process import ProcessUsage
+from kvd.metrics.counts import BrokerCounts, EventCounts, LaneCounts, LookupCounts
 from kvd.metrics.schema import Event
 from kvd.wire.link import Revoke, UnbindWorker
 from kvd_proto.arrays import IntArray
@@ -37,7 +38,7 @@ class OperatorDrain:
 class BrokerState:
     """Sessions, engines, lanes and namespaces.
 
-    `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.filling`.
+    `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.geometry`.
     `failed_lanes` holds when a device's lane could last not start, and why; `fatal_imports` whose
     memory lanes were mapping when they ended.
     `gone_lanes` are the counts of lanes that were let go, `lookups` and `kv_events` those of all
@@ -69,10 +70,10 @@ class BrokerState:
     events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     progress: Progress = field(default_factory=Progress)
 
-    def reached(self, limit: str, times: int = 1) -> None:
+    def reached(self, limit: str) -> None:
         """Count how often this limit was reached; an empty one is none."""
         if limit:
-            self.counts.limits[limit] += times
+            self.counts.limits[limit] += 1
 
     @property
     def draining(self) -> bool:
@@ -109,7 +110,7 @@ class BrokerState:
     def usable_bytes(self, engine: Engine) -> int | None:
         """Return how many bytes of the pool are allocated and in reach of the engine's lanes.
 
-        In the order of `kvd.pool.filling`; None where that is all of it.
+        In the order of `kvd.pool.geometry`; None where that is all of it.
         """
         if self.namespaces is None:
             return 0

@@ -64,9 +64,6 @@ class Candidates:
         """How many wait, with those that have gone."""
         return len(self._refs)
 
-    def __repr__(self) -> str:
-        return f"<Candidates {len(self)}>"
-
 
 class Demotable:
     """The queues of one namespace, and what each of its chunks has been used for.
@@ -141,6 +138,3 @@ class Demotable:
                     new.append(slot)
         if new and self.on_asked is not None:
             self.on_asked.add(new)
-
-    def __repr__(self) -> str:
-        return f"<Demotable ready {self.on_ready!r}, asked {self.on_asked!r}>"

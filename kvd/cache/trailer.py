@@ -161,6 +161,3 @@ class PoolTrailer:
     def _map(self, buffer: "WriteableBuffer") -> None:
         self._bytes = memoryview(buffer).cast("B")[:TRAILER_BYTES]
         self._words = self._bytes.cast("Q")
-
-    def __repr__(self) -> str:
-        return f"<PoolTrailer of {len(self._entries)} ledgers, {self.number}>"

@@ -6,15 +6,14 @@ from typing import Any
 
 import click
 
-from kvd.cache.policies import POLICIES
+from kvd.cache.adaptive import POLICIES
 from kvd.cli.options import json_option
 from kvd.cli.plan import load_config
 from kvd.errors import TraceError
 from kvd.metrics.words import duration, number, percent
 from kvd.plan.figures import PlanInputs, make_plan
 from kvd.plan.model import read_model
-from kvd.replay.hints import labels_for, return_gaps
-from kvd.replay.simulate import Hits, replay_belady, replay_policy
+from kvd.replay.simulate import Hits, labels_for, replay_belady, replay_policy, return_gaps
 from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
 from kvd_proto.sizes import format_size, parse_size
 

@@ -9,8 +9,8 @@ import click
 
 from kvd.cli.options import settings_options, sources
 from kvd.errors import AddressUnavailable, AlreadyRunning, ConfigError, KvdError
-from kvd.logs.setup import configure
-from kvd.machine.open_files import raise_descriptor_limit
+from kvd.logs import configure
+from kvd.machine.files import raise_descriptor_limit
 from kvd.server.runtime_dir import RuntimeDir
 from kvd.server.start import serve as run_daemon
 from kvd.version import VERSION
@@ -73,9 +73,9 @@ def purge(*, config: Path | None, **options: str | None) -> None:
       kvd purge
       kvd purge --runtime-dir /run/kvd --pool-dir /dev/shm
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    from kvd.machine.room import area_name  # noqa: PLC0415
     from kvd.server.kept_pool import KeptPool  # noqa: PLC0415  # serve imports it later
-    from kvd.server.pool_dirs import last_pool_dir, purge_command  # noqa: PLC0415
-    from kvd.server.pool_files import area_name  # noqa: PLC0415
+    from kvd.server.pool_files import last_pool_dir, purge_command  # noqa: PLC0415
 
     settings = sources(config, options).load().settings
     runtime = RuntimeDir(Path(settings.runtime_dir))

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import psutil
 
+from kvd.doctor import Finding, Said, fail, ok, warn
 from kvd.doctor.facts import Facts
-from kvd.doctor.findings import Finding, Said, fail, ok, warn
-from kvd.doctor.tier_checks import said_of_tier
-from kvd.lane.devices.cuda import driver
-from kvd.machine.trust import danger
-from kvd.server.runtime_dir import MAX_DIRECTORY_BYTES
+from kvd.doctor.tiers import said_of_tier
+from kvd.machine import cuda
+from kvd.machine.files import MAX_DIRECTORY_BYTES, danger
 from kvd_proto.access import explain_denied
 from kvd_proto.capacity import CONTEXT_GPU_BYTES, pin_gpu_bytes, pin_kernel_bytes
 from kvd_proto.sizes import format_size
@@ -221,10 +220,10 @@ def numa(facts: Facts) -> Iterator[Said]:
 def gpus(facts: Facts) -> Iterator[Said]:
     """GPUs, their driver, and how memory can be shared with kvd."""
     found = facts.gpus
-    if 0 < found.cuda < driver.OLDEST:
+    if 0 < found.cuda < cuda.OLDEST:
         yield fail(
-            f"the driver is for CUDA {driver.shown(found.cuda)}, kernel module"
-            f" {found.kernel or 'unknown'}; kvd needs {driver.shown(driver.OLDEST)}",
+            f"the driver is for CUDA {cuda.shown(found.cuda)}, kernel module"
+            f" {found.kernel or 'unknown'}; kvd needs {cuda.shown(cuda.OLDEST)}",
             "update the NVIDIA driver to 525 or newer; 570 and newer are fast",
         )
     elif not found.devices:
@@ -269,11 +268,11 @@ def gpus(facts: Facts) -> Iterator[Said]:
 def gpu_driver(facts: Facts) -> Iterator[Said]:
     """Whether the driver copies many fragments in one call."""
     found = facts.gpus
-    version = f"CUDA {driver.shown(found.cuda)}"
-    if found.devices and found.cuda < driver.WHOLE:
+    version = f"CUDA {cuda.shown(found.cuda)}"
+    if found.devices and found.cuda < cuda.WHOLE:
         yield warn(
             f"{version}, kernel module {found.kernel or 'unknown'}",
-            f"drivers from CUDA {driver.shown(driver.WHOLE)} on copy many fragments in one call;"
+            f"drivers from CUDA {cuda.shown(cuda.WHOLE)} on copy many fragments in one call;"
             " this one works, slower",
         )
     elif found.devices:

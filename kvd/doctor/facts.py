@@ -27,11 +27,11 @@ from kvd.machine.room import (
     MachineMemory,
     MemoryLimit,
     PoolLimits,
+    area_name,
     held_bytes,
     memory_limit,
 )
-from kvd.server.addresses import bind_tcp
-from kvd.server.pool_files import area_name
+from kvd.wire.listener import bind_tcp
 from kvd.wire.tool import Control
 
 _ANSWER_SECONDS = 3.0

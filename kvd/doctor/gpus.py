@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 from kvd.errors import CudaMissing, LaneError
-from kvd.lane.devices.cuda import driver
+from kvd.machine import cuda
 
 _PATIENCE_SECONDS = 20.0
 
@@ -84,21 +84,21 @@ def ask_gpus() -> Gpus:
 
 def main() -> None:
     """Print what the driver says as JSON."""
-    cuda, found, missing, problem = 0, [], "", ""
+    version, found, missing, problem = 0, [], "", ""
     try:
-        driver.start()
-        cuda = driver.version()
-        for device, uuid in driver.devices():
-            name, bus = driver.device_name(device), driver.pci_bus_id(device)
-            shared = driver.can_share(device)
-            found.append(Gpu(uuid.hex(), name, bus, *shared, driver.refusal(device)))
+        cuda.start()
+        version = cuda.version()
+        for device, uuid in cuda.devices():
+            name, bus = cuda.device_name(device), cuda.pci_bus_id(device)
+            shared = cuda.can_share(device)
+            found.append(Gpu(uuid.hex(), name, bus, *shared, cuda.refusal(device)))
     except CudaMissing as error:
         missing = str(error)
         with contextlib.suppress(LaneError):
-            cuda = driver.version()  # of one that is too old
+            version = cuda.version()  # of one that is too old
     except LaneError as error:
         problem = str(error)
-    said = Gpus(cuda=cuda, devices=tuple(found), missing=missing, problem=problem)
+    said = Gpus(cuda=version, devices=tuple(found), missing=missing, problem=problem)
     sys.stdout.buffer.write(msgspec.json.encode(said))
 
 

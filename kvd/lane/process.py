@@ -14,9 +14,8 @@ from kvd.lane.devices.host import HostDevice
 from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
 from kvd.lane.reports import TEXT_LIMIT
-from kvd.logs.setup import configure
-from kvd.machine.open_files import raise_descriptor_limit
-from kvd.machine.pool_lock import hold_pool, move_up
+from kvd.logs import configure
+from kvd.machine.files import hold_pool, move_up, raise_descriptor_limit
 from kvd.wire.first_order import first_order
 from kvd.wire.link import LINK, BeginLane, LaneFailed
 from kvd_proto.channel import Channel
@@ -87,8 +86,7 @@ def _device(begin: BeginLane, pool_fd: int, pin_lock: int) -> Device:
     if begin.device == HOST:
         return HostDevice(pool_fd, begin.pool_bytes)
     # The host's lane needs no CUDA; a daemon without cuda-bindings has only that one.
-    from kvd.lane.devices.cuda.backend import CudaDevice  # noqa: PLC0415
-    from kvd.lane.devices.cuda.uuids import show_slice  # noqa: PLC0415
+    from kvd.lane.devices.cuda.backend import CudaDevice, show_slice  # noqa: PLC0415
 
     show_slice(begin.device)
     return CudaDevice(begin.device, pool_fd, begin.pool_bytes, pin_lock=pin_lock)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvd.client_names import Who
 from kvd.errors import HandleRefused, ImportFailed, LaneError
 from kvd.lane.devices.device import Device, MemoryId
-from kvd.machine.trust import size_of
+from kvd.machine.files import size_of
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd.wire.server import Client
 from kvd_proto.control import CONTROL_BYTES, ControlWords
@@ -105,10 +105,6 @@ class Worker:
     def layout(self) -> RankLayout:
         """Of its memory."""
         return self.order.layout
-
-    def __repr__(self) -> str:
-        bound = "bound" if self.binding is not None else "not bound"
-        return f"<Worker {self.who}, {bound}>"
 
 
 def who_is(message: ImportWorker) -> Who:

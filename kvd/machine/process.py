@@ -1,13 +1,15 @@
-"""A process of the daemon: it ends with its broker, and notices when it stood still."""
+"""A process of the daemon: its end with its broker, its standstills, its usage."""
 
 import contextlib
 import ctypes
 import gc
 import os
+import resource
 import signal
 import struct
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -130,3 +132,50 @@ class Standstill:
 
     def __repr__(self) -> str:
         return f"<Standstill of the {self._whose}, last turn at {self._woke}>"
+
+
+_KEPT_SECONDS = 1.0
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessUsage:
+    """What the operating system says of this process.
+
+    time: unix seconds. host: the machine's name. max_fds: the limit of open descriptors, 0 where
+    there is none.
+    """
+
+    time: float = 0.0
+    host: str = ""
+    cpu_seconds: float = 0.0
+    rss_bytes: int = 0
+    open_fds: int = 0
+    max_fds: int = 0
+
+
+class UsageReader:
+    """Asks the system at most once a second: to count descriptors takes a while where many are."""
+
+    def __init__(self) -> None:
+        self._until = 0.0
+        self._known = ProcessUsage(host=os.uname().nodename)
+
+    def read(self) -> ProcessUsage:
+        """Return the time of now, and figures of now or of a second ago."""
+        now = time.monotonic()
+        if now >= self._until:
+            self._until = now + _KEPT_SECONDS
+            most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+            with contextlib.suppress(OSError):
+                # Where no descriptor is left to ask with, the figures stay.
+                _, resident, *_ = Path("/proc/self/statm").read_bytes().split()
+                self._known = replace(
+                    self._known,
+                    cpu_seconds=time.process_time(),
+                    rss_bytes=int(resident) * _PAGE_BYTES,
+                    open_fds=sum(1 for _ in Path("/proc/self/fd").iterdir())
+                    - 1,  # less the asking one
+                    max_fds=0 if most == resource.RLIM_INFINITY else most,
+                )
+        return replace(self._known, time=time.time())

@@ -8,6 +8,7 @@ can be mapped but not written with write(), and their pages were taken from the 
 before; without a size option of the mount statvfs knows nothing of the room.
 """
 
+import hashlib
 import mmap
 import os
 import sys
@@ -196,6 +197,12 @@ def _without_headroom(nbytes: int) -> int:
 def written_size(nbytes: int) -> str:
     """Return a size as a setting is written, not above `nbytes`: whole GiB, or MiB below 4 GiB."""
     return f"{nbytes // 2**30}GiB" if nbytes >= 2**32 else f"{nbytes // 2**20}MiB"
+
+
+def area_name(*paths: Path) -> str:
+    """Return the name of the directory that belongs to a runtime directory, or to several paths."""
+    digest = hashlib.blake2b(b"\0".join(map(os.fsencode, paths)), digest_size=6).hexdigest()
+    return f"kvd-{digest}"
 
 
 def held_bytes(pool_file: Path) -> int:

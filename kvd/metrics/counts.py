@@ -391,19 +391,3 @@ class BrokerCounts(Counts):
         "Replies to clients that do not read, or that were gone before they were sent",
         "kvd_broker_dropped_replies_total",
     )
-
-
-@dataclass(frozen=True, slots=True)
-class ProcessUsage:
-    """What the operating system says of this process.
-
-    time: unix seconds. host: the machine's name. max_fds: the limit of open descriptors, 0 where
-    there is none.
-    """
-
-    time: float = 0.0
-    host: str = ""
-    cpu_seconds: float = 0.0
-    rss_bytes: int = 0
-    open_fds: int = 0
-    max_fds: int = 0

@@ -1,25 +1,260 @@
 """The plan: what a model, a parallelism and a budget come to.
 
-Sizes go through the functions that the daemon uses for a registration, so a
-plan and a running daemon agree.
+Sizes go through the functions that the daemon uses for a registration, so a plan and a running
+daemon agree. Layers are put in groups with pages of one size by the rules of
+``_get_kv_cache_groups_uniform_page_size`` in ``vllm/v1/core/kv_cache_utils.py``.
+
+In how many runs of bytes a block lies in an engine's memory depends on its KV cache's layout.
+vLLM 0.32 names six by the order of five dimensions, the outermost first (``KVCacheLayout`` in
+``vllm/v1/kv_cache_layout.py``)::
+
+    L  layers of a group            B  blocks
+    H  KV heads of the rank         N  tokens of a block
+    C  what a head keeps of one token: key and value side by side, or the latent
+
+C is innermost in all of them, so keys and values share a page (one block of one layer). Some
+backends have two H, all keys and all values; they too are in one page. Whether H or N comes first
+changes the order of the bytes in a page and not where pages lie. What counts is B:
+
+- after L: a page is one run, a block as many runs as its group has layers;
+- first of all: a block is one run. With groups of different sizes blocks are as far apart as the
+  largest group needs (``get_kv_cache_config_from_groups`` in ``vllm/v1/core/kv_cache_utils.py``),
+  and the others use the beginning;
+- after H: each head's part of a page is a run.
+
+Pages of one block that are padded are one run if the padding is small (`_merged` in
+`kvd_client/vllm/fragments.py`).
 """
 
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvd.errors import PlanError
-from kvd.plan.fragments import Fragments, fragments
-from kvd.plan.groups import make_groups, rank_layout
 from kvd.plan.model import Model
-from kvd_proto.capacity import (
-    DEFAULT_BATCHED_TOKENS,
-    LayerGroup,
-    admit,
-    longest_request,
-    per_block_pool_bytes,
-    size_pool,
-)
-from kvd_proto.layout import validate_layout
+from kvd_proto.capacity import size_pool
+from kvd_proto.errors import SizeError
+from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, validate_layout
+from kvd_proto.sizes import format_size
 from kvd_proto.tier_table import ENTRY_BYTES, entries_for
+
+NULL_BLOCKS = 1  # block 0 is never handed out
+DEFAULT_BATCHED_TOKENS = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers of one rank that share one block table; all groups have pages of one size.
+
+    layers: their number. page_bytes: of a block in one layer, padded. block_size, sliding_window:
+    in tokens. state_bytes: in use of each page; None where attention fills it.
+    """
+
+    layers: int
+    page_bytes: int
+    block_size: int
+    sliding_window: int | None = None
+    state_bytes: int | None = None
+
+    def blocks_for(self, tokens: int, batched_tokens: int) -> int:
+        """Blocks that a request of `tokens` holds in this group at its worst moment.
+
+        Behind a window blocks are given back: the window and one batch are alive, and one block
+        more where they do not start at a block's edge.
+        """
+        blocks = -(-tokens // self.block_size)
+        if self.sliding_window is None:
+            return blocks
+        alive = min(tokens, self.sliding_window - 1 + batched_tokens)
+        return min(blocks, -(-alive // self.block_size) + 1)
+
+
+def block_bytes(groups: Sequence[LayerGroup]) -> int:
+    """Bytes of one rank that a block takes: a page for each layer of the largest group."""
+    return groups[0].page_bytes * max(group.layers for group in groups)
+
+
+def blocks_needed(groups: Sequence[LayerGroup], tokens: int, batched_tokens: int) -> int:
+    """Blocks that a request of `tokens` holds over all groups at its worst moment."""
+    return sum(group.blocks_for(tokens, batched_tokens) for group in groups)
+
+
+def longest_request(
+    groups: Sequence[LayerGroup],
+    num_blocks: int,
+    limit: int,
+    batched_tokens: int = DEFAULT_BATCHED_TOKENS,
+) -> int:
+    """Tokens of the longest request that fits (vLLM's auto-fit), 0 if none does.
+
+    Args:
+        groups: all groups of the model.
+        num_blocks: effective blocks, the null block included.
+        limit: the model's own limit in tokens; with sliding windows alone
+            nothing else may bound a request.
+        batched_tokens: most tokens of one engine step.
+    """
+    low, high = 0, limit
+    while low < high:  # needs grow with tokens, so bisect
+        middle = (low + high + 1) // 2
+        if blocks_needed(groups, middle, batched_tokens) <= num_blocks - NULL_BLOCKS:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def admit(
+    max_seq_len: int,
+    groups: Sequence[LayerGroup],
+    measured: int,
+    override: int | None = None,
+    batched_tokens: int = DEFAULT_BATCHED_TOKENS,
+) -> None:
+    """Check that a request of `max_seq_len` tokens can ever be served.
+
+    An operator's override beats the measured count, so that nobody admits by a capacity that the
+    engine does not have (``v1/core/kv_cache_utils.py``).
+
+    Raises:
+        SizeError: it cannot; with both figures, in blocks and bytes of one rank, and what to
+            change.
+    """
+    blocks = measured if override is None else override
+    origin = "measured" if override is None else "by the override"
+    available = blocks - NULL_BLOCKS
+    needed = blocks_needed(groups, max_seq_len, batched_tokens)
+    if needed <= available:
+        return
+    each = block_bytes(groups)
+    fits = longest_request(groups, blocks, max_seq_len, batched_tokens)
+    more = "give the KV cache more memory" if override is None else "raise the block override"
+    raise SizeError(
+        f"max seq len {max_seq_len} needs {needed} blocks ({format_size(needed * each)} a rank),"
+        f" available are {available} ({format_size(available * each)}; {blocks} blocks"
+        f" {origin}, less the null block); {more}, or lower max seq len to {fits} or less"
+    )
+
+
+def make_groups(
+    model: Model, block_size: int, token_bytes: int, state_bytes: int | None
+) -> list[LayerGroup]:
+    """Spread layers of one kind over as many groups as it takes.
+
+    No group is larger than the kind with the fewest layers (10 full and 52
+    sliding make 1 + 6 groups of at most 10); kinds of about the same size stay
+    whole. Where a state has more bytes than a page of attention, blocks get
+    more tokens: a multiple of `block_size`.
+
+    Args:
+        model: whose layers.
+        block_size: of the engine, in tokens.
+        token_bytes: of one attention layer on one rank.
+        state_bytes: of one state layer on one rank; None without any.
+    """
+    if state_bytes is not None:
+        block_size *= -(-state_bytes // (block_size * token_bytes))
+    kinds = Counter((window, False) for window in model.windows)
+    if model.states is not None:
+        kinds[None, True] = model.states.layers
+    fewest, most = min(kinds.values()), max(kinds.values())
+    group_size = most if 2 * most < 3 * fewest else fewest
+    groups: list[LayerGroup] = []
+    for (window, is_state), layers in kinds.items():
+        number = -(-layers // group_size)
+        groups += [
+            LayerGroup(
+                len(range(index, layers, number)),
+                block_size * token_bytes,
+                block_size,
+                window,
+                state_bytes if is_state else None,
+            )
+            for index in range(number)
+        ]
+    return groups
+
+
+def rank_layout(
+    groups: list[LayerGroup], hash_block_size: int, blocks_per_chunk: int, *, replicated: bool
+) -> RankLayout:
+    """What a worker of this engine registers, but for the blocks; a chunk's size is the same."""
+    page = groups[0].page_bytes
+    tensors = max(group.layers for group in groups)
+    return RankLayout(
+        num_blocks=1,
+        blocks_per_chunk=blocks_per_chunk,
+        hash_block_size=hash_block_size,
+        storages=(page,) * tensors,
+        tensors=tuple(TensorSpec(index, 0, page, page) for index in range(tensors)),
+        groups=tuple(
+            GroupSpec(
+                tuple(TensorRef(index, group.state_bytes or page) for index in range(group.layers)),
+                group.block_size,
+                "full" if group.sliding_window is None else "sliding",
+                group.sliding_window,
+            )
+            for group in groups
+        ),
+        replicated=replicated,
+    )
+
+
+PAGES = ("LBHNC", "LBNHC")
+BLOCKS = ("BLHNC", "BLNHC")
+HEADS_OUTSIDE = ("LHBNC", "BHLNC")
+
+MOVED_PADDING = 32
+"""Padding of at most this part of the bytes before it is moved along."""
+
+SMALL_BYTES = 28 * 1024
+"""Below this vLLM 0.32 loads with a kernel, for copy engines are slower: ``THRESHOLD_BYTES`` in
+``vllm/v1/kv_offload/cpu/swap_blocks_triton.py``, by its authors' measurements on an H100."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fragments:
+    """The runs of one block of one rank.
+
+    nbytes: of each; per_block: their number, less where blocks of one chunk lie side by side.
+    """
+
+    nbytes: int
+    per_block: int
+
+
+def fragments(group: LayerGroup, heads: int | None) -> dict[str, Fragments]:
+    """The fragments of a block, by the names of the layouts that vLLM can take for the model.
+
+    Args:
+        group: whose blocks.
+        heads: of the rank; None where the model's layers differ in their number, which vLLM takes
+            no layout for in which a page's heads lie apart.
+    """
+    layers, page = group.layers, group.page_bytes
+    used = group.state_bytes or page
+    paged = Fragments(used, layers)
+    joined = (page - used) * MOVED_PADDING <= used
+    packed = Fragments((layers - 1) * page + used, 1) if joined else paged
+    found = dict.fromkeys(PAGES, paged) | dict.fromkeys(BLOCKS, packed)
+    if heads is not None:
+        parts = Fragments(used // heads, layers * heads)
+        found |= dict(zip(HEADS_OUTSIDE, (parts, packed), strict=True))
+    return found
+
+
+def describe(found: Collection[Fragments]) -> tuple[str, str]:
+    """Return the number of fragments of a block and their size, from the least to the most."""
+    return (
+        _span([item.per_block for item in found], str),
+        _span([item.nbytes for item in found], format_size),
+    )
+
+
+def _span(values: list[int], shown: Callable[[int], str]) -> str:
+    least, most = shown(min(values)), shown(max(values))
+    return least if least == most else f"{least} to {most}"
+
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -121,13 +356,12 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
     elements = model.rank_elements(inputs.tensor_parallel)
     token_bytes = elements * DTYPE_BYTES[dtype]
     heads = None if model.states else elements // model.head_elements
-    placed = make_groups(
+    groups = make_groups(
         model, inputs.block_size, token_bytes, _state_bytes(model, inputs.tensor_parallel)
     )
-    groups = [group.layers for group in placed]
     block_size = groups[0].block_size
-    block_rank = per_block_pool_bytes(groups)
-    layout = rank_layout(placed, block_size, inputs.blocks_per_chunk, replicated=model.replicated)
+    block_rank = block_bytes(groups)
+    layout = rank_layout(groups, block_size, inputs.blocks_per_chunk, replicated=model.replicated)
     validate_layout(layout)
     sizes = size_pool([layout] * inputs.tensor_parallel, inputs.cpu_bytes)
     copies = 1 if model.replicated else inputs.tensor_parallel
@@ -145,15 +379,13 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
         replicated=model.replicated,
         groups=tuple(
             PlannedGroup(
-                layers=len(group.layers.page_bytes),
-                sliding_window=group.layers.sliding_window,
-                page_bytes=group.layers.page_bytes[0],
+                layers=group.layers,
+                sliding_window=group.sliding_window,
+                page_bytes=group.page_bytes,
                 state_bytes=group.state_bytes,
-                fragments=fragments(
-                    group.layers, group.state_bytes or group.layers.page_bytes[0], heads
-                ),
+                fragments=fragments(group, heads),
             )
-            for group in placed
+            for group in groups
         ),
         tokens_per_chunk=tokens_per_chunk,
         bytes_per_token_rank=token_bytes * len(model.windows),

@@ -1,10 +1,11 @@
-"""What requests of a trace find in a pool, by eviction policy.
+"""What requests of a trace find in a pool, by eviction policy, and hints from its own future.
 
 A request finds the chunks of its prompt up to the first that is missing. Then all its chunks are
 in the pool, as far as they fit, and used once, the head last, so that it stays longest.
 """
 
 import heapq
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 from kvd.cache.eviction import EvictionPolicy
 from kvd.cache.ghosts import Ghosts
 from kvd.replay.traces import Trace
-from kvd_proto.labels import Label
+from kvd_proto.labels import Label, label_for
 
 Hits = npt.NDArray[np.int64]
 """Chunks found, by request."""
@@ -33,7 +34,7 @@ def replay_policy(
 
     Args:
         trace: what to play.
-        policy_type: one of `kvd.cache.policies.POLICIES`.
+        policy_type: one of `kvd.cache.eviction.POLICIES`.
         num_slots: chunks that the pool holds, at least 1.
         labels: one for each request; none without.
         ghosts_per_slot: evicted keys that the policy remembers, by slot of the pool.
@@ -118,3 +119,26 @@ def replay_belady(trace: Trace, num_slots: int) -> Hits:
             if begin < cut:
                 heapq.heappush(runs, (use, -cut, begin, owner))
     return hits
+
+
+NEVER = math.inf
+
+
+def continuations(trace: Trace) -> list[int]:
+    """For each request the index of the next one with its last whole chunk, or their number."""
+    following = []
+    for request, uses in zip(trace.requests, next_uses(trace), strict=True):
+        whole = min(len(uses), request.tokens // trace.tokens_per_chunk)
+        following.append(int(uses[whole - 1]) if whole else len(trace.requests))
+    return following
+
+
+def return_gaps(trace: Trace) -> list[float]:
+    """Seconds until each request is continued, or NEVER."""
+    times = [*(request.time for request in trace.requests), NEVER]
+    return [times[after] - times[i] for i, after in enumerate(continuations(trace))]
+
+
+def labels_for(gaps: Sequence[float]) -> list[Label]:
+    """The labels of requests that are continued after so many seconds."""
+    return [Label.DONE if gap == NEVER else label_for(gap) for gap in gaps]

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvd.logs.setup import configure_child
+from kvd.logs import configure_child
 from kvd.machine.process import be_spared_last, tie_to_parent
 from kvd_proto.channel import Channel
 

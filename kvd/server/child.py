@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from kvd.machine.open_files import is_out_of_files, open_files_remedy
+from kvd.machine.files import is_out_of_files, open_files_remedy
 from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.errors import ChannelFull
 

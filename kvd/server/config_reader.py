@@ -7,7 +7,7 @@ from kvd.broker.effects import Effect
 from kvd.broker.requests.reloading import Reloading
 from kvd.config.sources import Loaded, Sources
 from kvd.errors import ConfigError
-from kvd.logs.setup import set_level
+from kvd.logs import set_level
 
 
 class ConfigReader:
@@ -44,6 +44,3 @@ class ConfigReader:
             self._outcome = error
         except Exception as error:  # noqa: BLE001  # whoever waits gets an answer
             self._outcome = ConfigError(f"the configuration cannot be read: {error!r}")
-
-    def __repr__(self) -> str:
-        return f"<ConfigReader of {self._sources.file}>"

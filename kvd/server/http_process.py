@@ -14,9 +14,8 @@ import select
 from pathlib import Path
 
 from kvd.config.values import Listen, parse_listen
-from kvd.server.addresses import bind_tcp
 from kvd.server.child import ChildProcess
-from kvd.wire.listener import Listener
+from kvd.wire.listener import Listener, bind_tcp
 from kvd_proto.errors import BadFrame, DescriptorsLost
 
 log = logging.getLogger("kvd.daemon")

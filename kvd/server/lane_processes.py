@@ -9,7 +9,7 @@ from pathlib import Path
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect
-from kvd.machine.open_files import open_files_remedy
+from kvd.machine.files import open_files_remedy
 from kvd.server.lane_process import LaneProcess
 from kvd.server.memory import PoolMemory
 from kvd.wire.link import LINK, BeginLane, LaneReady, StopLane, lane_socket

@@ -43,20 +43,18 @@ from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources
 from kvd.errors import PoolError, Refused
-from kvd.machine.process import Standstill
-from kvd.machine.process_usage import UsageReader
+from kvd.machine.process import Standstill, UsageReader
 from kvd.machine.room import PoolLimits
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from kvd.server.config_reader import ConfigReader
-from kvd.server.descriptions import DescriptionFiles
 from kvd.server.http_process import HttpProcess
 from kvd.server.kept_pool import KeptPool
 from kvd.server.lane_processes import Lanes
 from kvd.server.memory import PoolMemory
-from kvd.server.pool_dirs import forget_pool_dir
+from kvd.server.pool_files import forget_pool_dir
 from kvd.server.reset_file import ResetFile
 from kvd.server.sessions import SessionServer
-from kvd.server.shared import DirectoryMemory, ReadyPipes
+from kvd.server.shared import DescriptionFiles, DirectoryMemory, ReadyPipes
 from kvd.server.start import Begun
 from kvd.server.tier_processes import TierProcesses
 from kvd_proto.capacity import pinning_lanes

@@ -30,10 +30,10 @@ from kvd.broker.effects import Event, OpenPool
 from kvd.cache.trailer import HEAD_BYTES
 from kvd.errors import PoolError
 from kvd.machine import numa
+from kvd.machine.files import is_out_of_files, open_files_remedy
 from kvd.machine.numa import GpuNode, Node
-from kvd.machine.open_files import is_out_of_files, open_files_remedy
 from kvd.machine.room import TRAILER_BYTES, Filesystem, PoolLimits, held_bytes
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from kvd.server.pool_files import remove_tree
 from kvd_proto.capacity import pinning_lanes, size_pool
 from kvd_proto.sizes import format_size
@@ -276,6 +276,3 @@ class PoolMemory:
         if self._size_before is not None:
             os.ftruncate(self.fd, self._size_before)
         os.close(self.fd)
-
-    def __repr__(self) -> str:
-        return f"<PoolMemory {format_size(self.allocated)} of {format_size(self.nbytes)}>"

@@ -22,13 +22,12 @@ from kvd.broker.engines.sessions import Session
 from kvd.client_names import Peer
 from kvd.errors import Refused
 from kvd.machine.closing import is_harmless
-from kvd.machine.open_files import open_files_remedy
-from kvd.machine.trust import HOW
-from kvd.server.allowed import AllowList
-from kvd.wire.server import Client, Server
+from kvd.machine.files import HOW, open_files_remedy
+from kvd.server.runtime_dir import AllowList
+from kvd.wire.server import Client, Server, refusal_of
 from kvd_proto.channel import close_all
 from kvd_proto.codec import MAX_MESSAGE_BYTES, REQUESTS, WIRE, Header
-from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
+from kvd_proto.errors import DecodeError, Oversize
 from kvd_proto.messages import TAGS, Error, ErrorCode, Message, Register
 
 log = logging.getLogger("kvd.daemon")
@@ -56,9 +55,6 @@ class SessionConnection:
         """Close the descriptors of its registration."""
         close_all(self.fds)
         self.fds.clear()
-
-    def __repr__(self) -> str:
-        return f"<SessionConnection of {self.session!r}, {len(self.fds)} descriptors>"
 
 
 class SessionServer:
@@ -90,6 +86,7 @@ class SessionServer:
             takes_descriptors=True,
             epoll=epoll,
         )
+        self._server.limits = core.state.counts.limits
         self._core = core
         self._epoll = epoll
         self._carry_out = carry_out
@@ -131,11 +128,7 @@ class SessionServer:
         self.count()
 
     def count(self) -> None:
-        """Report what was dropped, and which limits were reached."""
-        if limits := self._server.limits:
-            for limit, times in limits.items():
-                self._core.state.reached(limit, times)
-            limits.clear()
+        """Report what was dropped."""
         dropped_frames = self._dropped_frames + self._server.dropped
         self._core.messages_dropped(dropped_frames, self._dropped_replies)
 
@@ -234,9 +227,7 @@ class SessionServer:
             message = REQUESTS.decode_body(header, frame)
         except DecodeError as error:
             _log_unreadable(session, error)
-            mismatch = isinstance(error, VersionMismatch)
-            code = ErrorCode.BAD_VERSION if mismatch else ErrorCode.BAD_MESSAGE
-            return [Reply(session.number, header.request_id, Error.of(code, str(error)))]
+            return [Reply(session.number, header.request_id, refusal_of(error))]
         try:
             return self._core.request(session, header.request_id, message, now, descriptors)
         except Exception:
@@ -294,9 +285,6 @@ class SessionServer:
             self._close_pidfd(connection)
             connection.drop_fds()
         self._open.clear()
-
-    def __repr__(self) -> str:
-        return f"<SessionServer {len(self)} open>"
 
 
 def _notice_of(refusal: Refused) -> bytes:

@@ -14,10 +14,9 @@ from kvd.config.sources import Loaded, Sources
 from kvd.config.tiers import parse_tiers
 from kvd.errors import KvdError
 from kvd.machine.process import starting
-from kvd.server.allowed import AllowList
 from kvd.server.lane_process import FirstLanes, first_lanes
 from kvd.server.notify import Notifier
-from kvd.server.runtime_dir import RuntimeDir
+from kvd.server.runtime_dir import AllowList, RuntimeDir
 
 if TYPE_CHECKING:
     from kvd.broker.tiers.tier import Tier
@@ -68,7 +67,7 @@ def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
         begun = Begun(allowed, notifier, runtime, first)
         with starting():
             from kvd.server.loop import Service  # noqa: PLC0415
-            from kvd.server.pool_dirs import remember_pool_dir  # noqa: PLC0415
+            from kvd.server.pool_files import remember_pool_dir  # noqa: PLC0415
 
             remember_pool_dir(runtime.path, Path(settings.pool_dir))
             service = Service(

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import TypeAlias
 
 from kvd.errors import TierError
-from kvd.logs.faults import fault_text
+from kvd.logs import fault_text
 from kvd.tier.contract import Capacity, Space, Tier
 from kvd.tier.place import Place
 from kvd.wire.tiering import Gone, Held

@@ -10,11 +10,8 @@ import sys
 
 from kvd.config.tiers import parse_tier
 from kvd.errors import KvdError
-from kvd.logs.faults import fault_text
-from kvd.logs.setup import configure
-from kvd.machine.open_files import raise_descriptor_limit
-from kvd.machine.pool_lock import hold_pool, move_up
-from kvd.machine.pool_map import map_pool
+from kvd.logs import configure, fault_text
+from kvd.machine.files import hold_pool, map_pool, move_up, raise_descriptor_limit
 from kvd.tier.backends import backend, options_of
 from kvd.tier.batches import TEXT_LIMIT
 from kvd.tier.service import TierService

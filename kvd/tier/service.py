@@ -13,7 +13,7 @@ from collections import Counter, deque
 from typing import TypeAlias
 
 from kvd.errors import TierError
-from kvd.machine.open_files import open_files_remedy
+from kvd.machine.files import open_files_remedy
 from kvd.tier.batches import Batch, Kind, Part, refused
 from kvd.tier.clerk import Begun, Clerk, Dropped, Event, Tidied
 from kvd.tier.contract import Space, Tier

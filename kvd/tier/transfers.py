@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvd.errors import TierError
-from kvd.logs.faults import fault_text
+from kvd.logs import fault_text
 from kvd.tier.batches import Batch, Kind, Part
 from kvd.tier.contract import Chunk, Space, Tier
 from kvd.tier.seal import Damaged, check_of, seal, unseal

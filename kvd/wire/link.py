@@ -5,9 +5,10 @@ the wire's own frame format with tags of their own, descriptors attached where a
 them. The link's end of file tells each side that the other process is gone.
 """
 
+from typing import Any
+
 import msgspec
 
-from kvd.metrics.counts import LaneCounts
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import Codec
 from kvd_proto.layout import RankLayout
@@ -60,7 +61,7 @@ class LaneReady(Message, frozen=True):
 class PoolUsable(Message, frozen=True):
     """Lane → broker: how much of the pool it can copy now; sent whenever one of these has changed.
 
-    usable_bytes: the longest prefix of the pool, in the order of `kvd.pool.filling`, in which every
+    usable_bytes: the longest prefix of the pool, in the order of `FillOrder`, in which every
         byte of the bound workers' arenas is pinned. The whole pool where no worker is bound.
         BindWorker may reduce it.
     bindings: BindWorker orders that this lane had received when it measured `usable_bytes`.
@@ -199,6 +200,7 @@ class LanePing(Message, frozen=True):
 class LanePong(Message, frozen=True):
     """Lane → broker: alive, with what it holds and has done.
 
+    counters: what it has done since its start, by name.
     oldest_job_ns: how long ago the oldest job that has not started was accepted.
     pinned_bytes: of the pool, pinned by this lane now.
     """
@@ -206,7 +208,7 @@ class LanePong(Message, frozen=True):
     queued_jobs: Count = 0
     bytes_in_flight: Count = 0
     workers: Count = 0
-    counters: LaneCounts = msgspec.field(default_factory=LaneCounts)
+    counters: dict[str, Any] = msgspec.field(default_factory=dict)
     oldest_job_ns: Count = 0
     pinned_bytes: Count = 0
 

@@ -1,16 +1,18 @@
-"""A listening Unix socket that can refuse a connection when no descriptor is left for it."""
+"""Listening sockets: a Unix one, which can refuse where no descriptor is left, and TCP."""
 
 import contextlib
+import errno
 import logging
 import os
 import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from kvd.errors import ConfigError
-from kvd.machine.open_files import is_out_of_files, open_files_remedy
+from kvd.config.values import Listen
+from kvd.errors import AddressUnavailable, ConfigError
+from kvd.machine.files import is_out_of_files, open_files_remedy
 
-BACKLOG = 1024
+BACKLOG, TCP_BACKLOG = 1024, 128
 
 log = logging.getLogger("kvd.wire")
 
@@ -82,5 +84,37 @@ class Listener:
             os.close(self._spare)
             self._spare = -1
 
-    def __repr__(self) -> str:
-        return f"<Listener {self.fileno()}>"
+
+def bind_tcp(listen: Listen) -> socket.socket:
+    """Return a non-blocking listening socket for the setting `http_listen`.
+
+    Raises:
+        ConfigError: the address cannot be bound; the text has the remedy.
+        AddressUnavailable: likewise, and it may be free or there later.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError) as error:
+        raise ConfigError(
+            f"http_listen = {listen}: no such host ({error}); use an address of this machine,"
+            " such as 127.0.0.1:9330, or off"
+        ) from error
+    listener = socket.socket(family, kind | socket.SOCK_CLOEXEC, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(TCP_BACKLOG)
+    except OSError as error:
+        listener.close()
+        reason = error.strerror
+        if error.errno == errno.EADDRINUSE:
+            reason = f"the port is in use (ss -ltnp 'sport = :{listen.port}' shows by whom)"
+        passes = error.errno in {errno.EADDRINUSE, errno.EADDRNOTAVAIL}
+        raise (AddressUnavailable if passes else ConfigError)(
+            f"http_listen = {listen}: {reason}; choose another with --http-listen HOST:PORT, or"
+            " --http-listen off"
+        ) from error
+    listener.setblocking(False)  # the socket API's own form
+    return listener

@@ -22,12 +22,11 @@ from typing import Any
 
 from kvd.client_names import Peer
 from kvd.machine.closing import MAX_STUCK, Closer
-from kvd.machine.open_files import free_descriptors, open_files_remedy
-from kvd.metrics.counts import CONNECTION_LIMITS
+from kvd.machine.files import free_descriptors, open_files_remedy
 from kvd.wire.listener import Listener, NoDescriptor
 from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.codec import WIRE
-from kvd_proto.errors import BadFrame, ChannelFull, DescriptorsLost
+from kvd_proto.errors import BadFrame, ChannelFull, DecodeError, DescriptorsLost, VersionMismatch
 from kvd_proto.messages import Error, ErrorCode
 
 READ_BYTES = 256 * 1024
@@ -74,9 +73,6 @@ class Client:
         self.kept_bytes = 0  # as counted in the server's sum
         self.events = select.EPOLLIN  # that epoll reports of it
 
-    def __repr__(self) -> str:
-        return f"<Client pid {self.peer.pid}, {self.kept_bytes} bytes kept>"
-
 
 Received = tuple[Client, bytes, tuple[int, ...]]
 """A message's sender, the message, and its descriptors, which are the taker's."""
@@ -99,7 +95,8 @@ class Server:
     Attributes:
         accepted: clients that have connected; the owner takes them out.
         ended: clients whose connection has ended; the owner takes them out.
-        limits: clients that were disconnected, by the bound that they were above.
+        limits: clients that were disconnected, by the bound that they were above. The owner may
+            have them counted elsewhere.
         dropped: clients that were disconnected because they speak no ZMTP.
 
     Raises:
@@ -142,7 +139,7 @@ class Server:
         self.accepted: deque[Client] = deque()
         self.ended: deque[Client] = deque()
         self.dropped = 0
-        self.limits: Counter[str] = Counter(dict.fromkeys(CONNECTION_LIMITS, 0))
+        self.limits: dict[str, int] = Counter()
 
     def fileno(self) -> int:
         """Return a descriptor for polling: readable where `look` has something to do."""
@@ -467,8 +464,11 @@ class Server:
             text = f"it has {most.kept_bytes} bytes of {self._kept} that are kept of all"
             self.disconnect(most, text, "kept_bytes")
 
-    def __repr__(self) -> str:
-        return f"<Server {self._path}, {len(self)} clients, {self._kept} bytes kept>"
+
+def refusal_of(error: DecodeError) -> Error:
+    """Return the reply to a request whose body cannot be decoded."""
+    mismatch = isinstance(error, VersionMismatch)
+    return Error.of(ErrorCode.BAD_VERSION if mismatch else ErrorCode.BAD_MESSAGE, str(error))
 
 
 def peer_of(sock: socket.socket) -> Peer:

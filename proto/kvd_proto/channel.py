@@ -305,9 +305,6 @@ class Channel:
         self._unsent.clear()
         self.unsent_bytes = self._unsent_descriptors = 0
 
-    def __repr__(self) -> str:
-        return f"<Channel {self.fileno()} {self._decoder.state.value}, {self.unsent_bytes} unsent>"
-
 
 def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, ...]:
     fds = array.array("i")

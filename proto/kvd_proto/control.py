@@ -65,6 +65,3 @@ class ControlWords:
         """Unmap the page; its words cannot be used afterwards."""
         self._words.release()
         self.memory.close()
-
-    def __repr__(self) -> str:
-        return f"<ControlWords timeline={self.timeline}>"

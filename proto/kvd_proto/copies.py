@@ -246,9 +246,6 @@ class Copies:
             return len(self._runs)
         return sum([grid.size for grid in self.grids]) if self.grids else len(self.nbytes)
 
-    def __repr__(self) -> str:
-        return f"<Copies {len(self)} runs, {self.total_bytes} bytes>"
-
 
 def _numbered(
     parts: npt.NDArray[np.int64],

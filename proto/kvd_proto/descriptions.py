@@ -17,7 +17,7 @@ from zlib import crc32
 import msgspec
 from msgspec import Meta
 
-from kvd_proto.directory_header import MAX_SLOTS
+from kvd_proto.directory import MAX_SLOTS
 from kvd_proto.errors import DescriptionError
 from kvd_proto.layout import RankLayout
 
@@ -252,6 +252,3 @@ class DescriptionsView:
         if check != crc32(encoded, crc32(_COVERED.pack(slot, generation, length))):
             return b""
         return encoded
-
-    def __repr__(self) -> str:
-        return f"<DescriptionsView of records of {self.record_bytes} bytes>"

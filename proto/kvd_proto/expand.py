@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import JobBlocks
 from kvd_proto.copies import Copies, Grid, Regions, Run
 from kvd_proto.layout import RankLayout
 
@@ -193,9 +193,6 @@ class Expander:
             return np.divmod(np.arange(skip, skip + size), self.layout.blocks_per_chunk)
         ordinal, inside = self._places
         return ordinal[skip : skip + size], inside[skip : skip + size]
-
-    def __repr__(self) -> str:
-        return f"<Expander {len(self._groups)} groups, slots of {self.slot_bytes} bytes>"
 
 
 def _alike(regions: Sequence[_Region], layout: RankLayout) -> list[_Alike]:

@@ -181,9 +181,6 @@ class TierTableView:
         self._epoch.release()
         self._status.release()
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.capacity} homes for {self.num_tiers} tiers>"
-
 
 def table_places(capacity: int, limit: int) -> int:
     """Entries that a table has room for: behind the last home a run may go on."""

@@ -205,6 +205,3 @@ class Decoder:
             if not _TTL_BYTES <= len(content) <= _TTL_BYTES + _MAX_CONTEXT_BYTES:
                 raise BadFrame(f"a PING with {len(content)} bytes, it has 2 to 18")
             self._pongs.append(command(b"PONG", content[_TTL_BYTES:]))
-
-    def __repr__(self) -> str:
-        return f"<Decoder {self.state.value}, {len(self)} bytes wait>"

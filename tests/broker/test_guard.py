@@ -175,7 +175,7 @@ def test_what_is_told_of_a_fault_shows_no_key(monkeypatch: pytest.MonkeyPatch) -
         patch.setattr(bench.broker.tiering.promotion, "done", fault)
         bench.seek(b"a")
         bench.run(0.2)
-    disk_told = [disk.tier.last_error, disk.tier.breaker.why]
+    disk_told = [disk.tier.child.last_error, disk.tier.breaker.why]
     live(bench, 8.0)
     unknown = Ask(number=99, namespace=bench.namespace.id, keys=(b"SECRET",), deadline_ms=1)
     disk.say(replace(done(unknown, [Outcome.OK]), descriptions=(b"SECRET",)))

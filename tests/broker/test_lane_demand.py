@@ -20,7 +20,6 @@ from kvd.broker.engines.fatal_imports import REMEMBERED_SECONDS
 from kvd.broker.engines.sessions import Session
 from kvd.broker.report.status_report import status_report
 from kvd.client_names import Peer
-from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import (
     Importing,
     ImportWorker,
@@ -149,8 +148,7 @@ def test_a_lane_that_ends_without_workers_is_let_go(broker: Broker) -> None:
     serve(broker, session)
     broker.lost(session)
     assert CUDA in broker.state.lanes
-    counters = LaneCounts(store_bytes=4096)
-    pong = LanePong(counters=counters)
+    pong = LanePong(counters={"store_bytes": 4096})
     broker.supervision.received(CUDA, pong, 0.0)
     assert DropLane(CUDA) in broker.supervision.lost(CUDA, "exit status 0")
     totals = status_report(broker.state, 1, "test", 0.0)["counters"]
@@ -211,7 +209,7 @@ def test_workers_that_were_served_wait_for_a_lane_that_fails(broker: Broker) -> 
     effects = broker.supervision.lost(CUDA, "exit status 1")
     assert refusal(effects).text == "the device is lost"
     assert CUDA in broker.state.lanes
-    assert broker.state.lanes[CUDA].last_error == "the device is lost"
+    assert broker.state.lanes[CUDA].child.last_error == "the device is lost"
 
 
 def test_the_number_of_lanes_is_bounded(broker: Broker) -> None:
@@ -353,7 +351,7 @@ def test_a_lane_without_engines_ends_after_a_while(idle: Broker) -> None:
     assert (at, order, more) == (131, ToLane(CUDA, StopLane()), [])
     assert status_report(idle.state, 1, "test", 200.0)["lanes"][1]["state"] == "ending"
     assert idle.state.ready
-    idle.supervision.received(CUDA, LanePong(counters=LaneCounts(store_bytes=4096)), 200.0)
+    idle.supervision.received(CUDA, LanePong(counters={"store_bytes": 4096}), 200.0)
     effects = idle.supervision.lost(CUDA, "exit status 0")
     (line,) = events(effects)
     assert (line.text, line.level) == (f"lane {CUDA} has ended: no engine for 30 s", "info")

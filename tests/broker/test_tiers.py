@@ -589,12 +589,12 @@ def test_a_namespace_that_a_tier_does_not_begin_is_reported() -> None:
     bench.turn(1.0)
     assert 0.5 < disk.tier.unopened_seconds(bench.now) <= 1.0
     disk.say(replace(pong(0), error="no room for an epoch"))
-    assert disk.tier.last_error == "no room for an epoch"
+    assert disk.tier.child.last_error == "no room for an epoch"
     disk.hangs = False
     disk.opened(namespace.id)
     assert disk.tier.unopened_seconds(bench.now) == 0
     disk.pong()
-    assert disk.tier.last_error == "no room for an epoch"
+    assert disk.tier.child.last_error == "no room for an epoch"
 
 
 def test_what_a_lost_process_was_told_is_given_up() -> None:

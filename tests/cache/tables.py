@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.directory import Blocks, Refs, covers
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
+from kvd.cache.stores import MakeDescriptions
 from kvd.config.settings import Settings
 from kvd.config.values import Quota
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from kvd_proto.changes import MIN_CHANGES, ChangeKind
 from kvd_proto.directory import SlotState
 

@@ -6,11 +6,11 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.directory import Refs
+from kvd.cache.eviction import SlotLists
 from kvd.cache.ghosts import GhostCause
-from kvd.cache.slotlists import SlotLists
 from kvd.config.values import Quota
 from kvd.errors import IntegrityError
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from kvd_proto.directory import LookupResult, SlotState
 from kvd_proto.labels import LABEL_ONLY, Label
 from tests.cache import tables

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.ghosts import GhostCause
-from kvd.cache.misses import Misses
+from kvd.cache.ghosts import GhostCause, Misses
 from kvd.metrics.misses import MissReason
 from tests.cache.tables import begin, make_table, names, store
 

@@ -14,9 +14,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.logs.faults import fault_text, fault_trace
-from kvd.logs.lines import LineFormatter
-from kvd.logs.queued import MOST_A_MINUTE, MOST_LINES, WINDOW_SECONDS, Limiter, QueuedHandler
+from kvd.logs import (
+    MOST_A_MINUTE,
+    MOST_LINES,
+    WINDOW_SECONDS,
+    Limiter,
+    LineFormatter,
+    QueuedHandler,
+    fault_text,
+    fault_trace,
+)
 from tests.waiting import PATIENCE, eventually
 
 
@@ -42,7 +49,7 @@ def traced() -> logging.LogRecord:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that is closed waits for its thread however long that takes."""
-    monkeypatch.setattr("kvd.logs.queued._LAST_SECONDS", PATIENCE)
+    monkeypatch.setattr("kvd.logs._LAST_SECONDS", PATIENCE)
 
 
 @pytest.fixture
@@ -178,7 +185,7 @@ def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(
     pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nobody reading, lines are dropped; the next reader learns how many."""
-    monkeypatch.setattr("kvd.logs.queued.MOST_A_MINUTE", 10 * MOST_LINES)
+    monkeypatch.setattr("kvd.logs.MOST_A_MINUTE", 10 * MOST_LINES)
     read, write = pipe
     handler = handler_to(write.fileno())
     total = 3 * MOST_LINES

@@ -10,7 +10,6 @@ import os
 import queue
 import select
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +21,7 @@ from kvd_client.session import Session
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.descriptions import room
-from kvd_proto.directory import SlotState
-from kvd_proto.directory_header import DirectoryHeader
+from kvd_proto.directory import DirectoryHeader, SlotState
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     Attached,
@@ -248,7 +246,7 @@ class FakeDaemon:
             self._server.end(session.client)
 
     @property
-    def lane_limits(self) -> Counter[str]:
+    def lane_limits(self) -> dict[str, int]:
         """Connections that the lane has closed, by the bound they were above."""
         assert self._lane is not None
         return self._lane.limits

@@ -193,7 +193,7 @@ def test_wrong_arguments_raise(scheduler: Scheduler, runtime_dir: Path) -> None:
     """The error says what is possible."""
     with pytest.raises(UsageError, match="49 bytes"):
         scheduler.lookup(b"x" * 49)
-    with pytest.raises(UsageError, match="found=2: .* 0 to 1"):
+    with pytest.raises(UsageError, match=r"found=2: .* 0 to 1"):
         scheduler.count_tokens(1, 2)
     with pytest.raises(UsageError, match="shorter"):
         Scheduler(runtime_dir / ("x" * 100), "e")

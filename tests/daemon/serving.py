@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvd.errors import NotRunning
-from kvd.server.pool_files import area_name
+from kvd.machine.room import area_name
 from kvd.wire.tool import Control
 from tests.waiting import PATIENCE, PAUSE, eventually
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.logs.queued import MOST_A_MINUTE, WINDOW_SECONDS
+from kvd.logs import MOST_A_MINUTE, WINDOW_SECONDS
 from kvd.machine.process import LONGEST_SECONDS
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine

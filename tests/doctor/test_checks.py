@@ -10,9 +10,9 @@ import pytest
 
 from kvd.config.settings import Settings
 from kvd.config.tiers import parse_tier
+from kvd.doctor import Finding, Level
 from kvd.doctor.checks import CHECKS, examine
 from kvd.doctor.facts import Facts, PoolDirectory, RuntimeFacts
-from kvd.doctor.findings import Finding, Level
 from kvd.doctor.gpus import Gpu, Gpus
 from kvd.doctor.tiers import DiskFacts, StoreFacts, TierFacts
 from kvd.machine.room import Filesystem, MachineMemory, MemoryLimit

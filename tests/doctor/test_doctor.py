@@ -17,9 +17,9 @@ from click.testing import CliRunner
 
 from kvd.cli import cli
 from kvd.config.settings import Settings
+from kvd.doctor import Level
 from kvd.doctor.checks import examine
 from kvd.doctor.facts import Facts
-from kvd.doctor.findings import Level
 from tests.daemon.serving import StartDaemon
 from tests.daemon.users import OTHER_UID, as_user, needs_root
 from tests.fakecuda.harness import FakeCuda

@@ -17,7 +17,7 @@ import pytest
 from kvd.config.values import Listen, parse_listen
 from kvd.errors import ConfigError
 from kvd.report.app import App
-from kvd.server.addresses import bind_tcp
+from kvd.wire.listener import bind_tcp
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.http.serving import PATIENT, SECONDS, Asked, over_tcp, over_unix, port_of, report_of
 from tests.processes import children_running

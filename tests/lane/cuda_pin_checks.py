@@ -13,7 +13,7 @@ from kvd.errors import ImportFailed
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.pinning import LONGEST_PAUSE, PinnedPool
 from kvd.lane.devices.device import Direction
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from tests.asked import Asked
 from tests.lane.cuda_checks import SIZES
 from tests.lane.cuda_rig import POOL_BYTES, CudaRig

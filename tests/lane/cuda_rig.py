@@ -1,4 +1,4 @@
-"""The CUDA backend on the test driver, with everything that tests look at behind its back."""
+"""The CUDA backend on the test with everything that tests look at behind its back."""
 
 import contextlib
 import os
@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.device import Direction, MemoryId
+from kvd.machine import cuda
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 from tests.fakecuda.harness import FakeCuda, calls, mark, switch
 from tests.lane.cuda_memory import CudaWorkers
@@ -63,8 +63,8 @@ def load(fakecuda: FakeCuda, log: Path) -> TestDriver:
     environment = fakecuda.environment(LOG=log)
     with switched(environment):
         fakecuda.load()
-    driver.start()
-    (_, uuid), *_ = driver.devices()
+    cuda.start()
+    (_, uuid), *_ = cuda.devices()
     return TestDriver(environment, log, f"cuda:{uuid.hex()}")
 
 

@@ -14,7 +14,7 @@ from kvd.lane.devices.cuda.backend import MOST_IN_FLIGHT, Options
 from kvd.lane.devices.cuda.copies import BatchCopy
 from kvd.lane.devices.device import Direction
 from kvd.lane.workers import Workers
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.messages import HostHandle, VmmHandle, VmmSegment
 from tests.fakecuda.cudatensor import GRANULARITY

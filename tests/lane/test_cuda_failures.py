@@ -20,6 +20,7 @@ from kvd.errors import CudaError, DeviceLost, ImportFailed, LaneError
 from kvd.lane.devices.cuda import copies, driver
 from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.device import Direction
+from kvd.machine import cuda
 from tests.fakecuda.harness import FakeCuda, functions_named
 from tests.lane.cuda_checks import SIZES, options
 from tests.lane.cuda_memory import CudaWorkers
@@ -127,7 +128,7 @@ def lives(
 
 def test_every_function_that_is_named_is_made_to_fail(lives: dict[str, Counter[str]]) -> None:
     """A call that is new in the driver's module is in a life, as below, or is explained."""
-    functions = functions_named(driver) | functions_named(copies)
+    functions = set().union(*map(functions_named, (cuda, driver, copies)))
     assert {"cuInit", "cuMemAlloc"} <= functions  # they are found at all
     # Called by address and not by name.
     assert ["cuMemcpyBatchAsync" in lives[setting] for setting in DRIVERS] == [True, False]
@@ -206,9 +207,9 @@ def test_what_the_bindings_raise_is_an_error_of_the_driver(
     def new_function() -> None:
         raise raised("as the bindings say it")
 
-    monkeypatch.setattr(driver, "bindings", lambda: SimpleNamespace(cuNew=new_function))
+    monkeypatch.setattr(cuda, "bindings", lambda: SimpleNamespace(cuNew=new_function))
     with pytest.raises(CudaError, match=r"^trying: cuNew .*as the bindings say it"):
-        driver.call("trying", "cuNew")
+        cuda.call("trying", "cuNew")
 
 
 def test_a_pool_that_cannot_be_pinned_names_what_pinning_needs(
@@ -226,11 +227,11 @@ def test_a_pool_that_cannot_be_pinned_names_what_pinning_needs(
 
 def test_what_only_the_doctor_asks_may_fail_too(fake_driver: TestDriver) -> None:
     """A driver that does not say how memory can be shared: the error names the question."""
-    ((device, _),) = driver.devices()
-    assert driver.can_share(device) == (True, True)
+    ((device, _),) = cuda.devices()
+    assert cuda.can_share(device) == (True, True)
     fake_driver.set(f"fail=cuDeviceGetAttribute:1:{CODE}")
     with pytest.raises(CudaError, match=f"IPC_EVENT_SUPPORTED: {INJECTED}"):
-        driver.can_share(device)
+        cuda.can_share(device)
 
 
 def test_a_lost_device_ends_the_lane(fakecuda: FakeCuda, tmp_path: Path) -> None:
@@ -265,7 +266,7 @@ def test_a_driver_that_is_older_than_the_bindings_serves_and_is_named(
     said = fakecuda.check(
         live_on_an_old_driver, str(fakecuda.library), str(tmp_path / "log"), DRIVER_VERSION=version
     )
-    shown = driver.shown(version)
+    shown = cuda.shown(version)
     assert f"it is for CUDA {shown}, and only from 12.8 on" in said
     assert "(driver 570) are many fragments copied in one call" in said
 
@@ -278,8 +279,8 @@ def test_a_driver_from_12_8_on_lacks_nothing(fakecuda: FakeCuda, version: int) -
 
 def start_and_tell() -> None:
     """A process of its own: the version, and what is missing."""
-    driver.start()
-    print(driver.version(), repr(driver.shortcomings()))
+    cuda.start()
+    print(cuda.version(), repr(cuda.shortcomings()))
 
 
 def live_on_an_old_driver(library: str, log: str) -> None:
@@ -314,7 +315,7 @@ def test_a_machine_without_a_driver_is_told_what_to_do(fakecuda: FakeCuda) -> No
     """Without libcuda.so.1 the error names it and the remedy."""
     environment = fakecuda.environment()
     del environment["LD_LIBRARY_PATH"]
-    code = "from kvd.lane.devices.cuda import driver; driver.start()"
+    code = "from kvd.machine import cuda; cuda.start()"
     done = python("-c", code, environment=environment)
     if done.returncode == 0:
         pytest.skip("this machine has a driver")
@@ -324,7 +325,7 @@ def test_a_machine_without_a_driver_is_told_what_to_do(fakecuda: FakeCuda) -> No
 
 def start() -> None:
     """Start the driver."""
-    driver.start()
+    cuda.start()
 
 
 def test_a_daemon_without_the_bindings_names_the_package() -> None:
@@ -332,8 +333,8 @@ def test_a_daemon_without_the_bindings_names_the_package() -> None:
     code = (
         "import sys; sys.modules['cuda'] = None\n"
         "import kvd.lane.process, kvd.lane.devices.cuda.backend\n"
-        "from kvd.lane.devices.cuda import driver\n"
-        "driver.start()"
+        "from kvd.machine import cuda\n"
+        "cuda.start()"
     )
     done = python("-c", code)
     assert "CudaMissing: a CUDA device needs the package cuda-bindings" in done.stderr

@@ -17,12 +17,13 @@ import pytest
 
 from kvd.errors import LaneError
 from kvd.lane import runner
-from kvd.lane.devices.cuda import driver, feeder, flow, pinning
+from kvd.lane.devices.cuda import driver, flow, pinning
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.cuda.copies import BatchCopy
 from kvd.lane.devices.cuda.driver import Event, Stream
 from kvd.lane.devices.cuda.pinning import PinnedPool
 from kvd.lane.jobs import JobState, LaneJob, Refusal
+from kvd.machine import cuda
 from kvd_proto.copies import Copies
 from tests.fakecuda.harness import FakeCuda
 from tests.lane import cuda_checks as checks
@@ -80,7 +81,7 @@ def look_only_before_the_copy() -> Callable[[LaneJob], Refusal | None]:
 
 def raise_as_the_bindings_do(_attempted: str, name: str, *arguments: object) -> Any:
     """What the bindings raise is not made an error of the lane."""
-    return getattr(driver.bindings(), name)(*arguments)
+    return getattr(cuda.bindings(), name)(*arguments)
 
 
 def unpin_or_raise(pool: PinnedPool, piece: int) -> None:
@@ -162,7 +163,7 @@ RULES = [
     ),
     Rule(
         checks.pieces_of_a_direction_keep_their_order,
-        ((feeder.Feeder, "idle", True),),
+        ((flow.Feeder, "idle", True),),
         checks.options(inline_runs=1),
     ),
     Rule(
@@ -206,7 +207,10 @@ RULES = [
     ),
     Rule(
         checks.a_code_that_the_bindings_do_not_know_fails_one_transfer,
-        ((driver, "_called", raise_as_the_bindings_do),),
+        (
+            (cuda, "returned_by", raise_as_the_bindings_do),
+            (driver, "returned_by", raise_as_the_bindings_do),
+        ),
     ),
     Rule(
         pins.only_arenas_in_use_are_pinned,

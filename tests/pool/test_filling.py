@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.errors import PoolError
-from kvd.pool.filling import MAX_PIECE_BYTES, UNIT_BYTES, FillOrder
+from kvd.pool.geometry import MAX_PIECE_BYTES, UNIT_BYTES, FillOrder
 from tests.cache.tables import PAGE, add, begin, finish, make_namespaces, names
 
 

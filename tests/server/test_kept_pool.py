@@ -17,26 +17,24 @@ import pytest
 from click.testing import CliRunner
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.cache.resets import Resets
+from kvd.cache.stores import MakeDescriptions
 from kvd.cache.trailer import MOST_LEDGERS, PoolTrailer
 from kvd.cli.serve import purge
 from kvd.config.settings import Settings
 from kvd.config.sources import Sources
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
 from kvd.machine import room
-from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit
-from kvd.pool.filling import FillOrder
+from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit, area_name
+from kvd.pool.geometry import FillOrder
 from kvd.server import kept_pool, pool_files
-from kvd.server.descriptions import DescriptionFiles
 from kvd.server.kept_pool import KeptPool, MakeNamespaces
 from kvd.server.memory import PoolMemory
-from kvd.server.pool_dirs import remember_pool_dir
-from kvd.server.pool_files import VERSION, area_name
+from kvd.server.pool_files import VERSION, remember_pool_dir
 from kvd.server.runtime_dir import RuntimeDir
-from kvd.server.shared import DirectoryMemory
+from kvd.server.shared import DescriptionFiles, DirectoryMemory
 from kvd_proto.descriptions import (
     HEADER_BYTES,
     Description,
@@ -836,7 +834,7 @@ def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
     link.symlink_to(huge)
     monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
     monkeypatch.setattr(Filesystem, "writable", property(lambda _: False))
-    monkeypatch.setattr("kvd.machine.directory_lock.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.machine.files.LOCK_SECONDS", 0.0)
     runtime = RuntimeDir(tmp_path / "run")
     runtime.lock()
     remember_pool_dir(runtime.path, huge)
@@ -971,7 +969,7 @@ def test_an_area_in_use_is_refused(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two daemons never share a pool, also where the runtime directory's lock was removed."""
-    monkeypatch.setattr("kvd.machine.directory_lock.WAIT_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.machine.files.LOCK_SECONDS", 0.0)
     start()
     with pytest.raises(AlreadyRunning, match="another daemon uses the pool"):
         KeptPool(tmp_path, RUNTIME, keeps=True)

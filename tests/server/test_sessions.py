@@ -13,7 +13,7 @@ import pytest
 from kvd.broker.effects import Effect, Notify, Reply
 from kvd.machine import closing
 from kvd.machine.closing import MAX_STUCK
-from kvd.server.allowed import AllowList
+from kvd.server.runtime_dir import AllowList
 from kvd.server.sessions import SessionServer
 from kvd.wire.server import AT_ONCE
 from kvd_proto.channel import close_all

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from kvd.errors import TierError
-from kvd.logs.lines import LineFormatter
+from kvd.logs import LineFormatter
 from kvd.tier.contract import Capacity, Chunk, Options, Space
 from kvd.tier.memory import MemoryTier
 from kvd.tier.seal import seal, unseal

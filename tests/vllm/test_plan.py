@@ -29,7 +29,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.kv_offload.cpu.swap_blocks_triton import THRESHOLD_BYTES
 
 from docs import generate_models
-from kvd.plan.fragments import BLOCKS, HEADS_OUTSIDE, PAGES, SMALL_BYTES
+from kvd.plan.figures import BLOCKS, HEADS_OUTSIDE, PAGES, SMALL_BYTES
 from kvd.plan.model import Model, read_model
 from kvd_client.vllm.layout import share_caches
 from kvd_client.vllm.wish import SMALL

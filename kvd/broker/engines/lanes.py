@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+import msgspec
+
+from kvd.broker.child import ChildState
 from kvd.broker.effects import Event
 from kvd.client_names import Fields
 from kvd.metrics.counts import LaneCounts
@@ -21,6 +24,7 @@ class Lane:
         no worker is left.
     pins: it can use the pool only where it has pinned it.
     failure: why the present process cannot serve, as it reports.
+    done: what the present process has done, as `pong` has it.
     past: what the processes before the present one have done.
     reported_bytes: of the pool, which it could copy when it had executed `bindings_done` of the
         `bindings` orders that bind a worker.
@@ -41,23 +45,24 @@ class Lane:
     last_used: float = 0.0
     ending: bool = False
     incarnation: int = 0
-    up: bool = False
     pins: bool = False
-    pid: int = 0
     endpoint: str = ""
-    last_seen: float = 0.0
-    last_error: str = ""
-    last_ping: float = 0.0
-    killed: bool = False
+    child: ChildState = field(default_factory=ChildState)
     pong: LanePong = NO_REPORT
+    done: LaneCounts = field(default_factory=LaneCounts)
     past: LaneCounts = field(default_factory=LaneCounts)
+
+    @property
+    def up(self) -> bool:
+        """Its process serves."""
+        return self.child.up
 
     @property
     def state(self) -> str:
         """One of "up", "ending", "starting" (it never was up), "down" (lost, or cannot start)."""
         if self.up:
             return "ending" if self.ending else "up"
-        return "down" if self.last_error else "starting"
+        return "down" if self.child.last_error else "starting"
 
     @property
     def serves(self) -> bool:
@@ -66,7 +71,7 @@ class Lane:
 
     @property
     def usable_bytes(self) -> int:
-        """How much of the pool it can copy, in the order of `kvd.pool.filling`.
+        """How much of the pool it can copy, in the order of `kvd.pool.geometry`.
 
         A worker that was just bound may need memory that is not pinned: until the lane has answered
         that order, none is known to be usable.
@@ -81,27 +86,32 @@ class Lane:
     @property
     def fields(self) -> Fields:
         """Identifiers of its present or last process, for events."""
-        return {"lane": self.device, "incarnation": self.incarnation, "pid": self.pid}
+        return {"lane": self.device, "incarnation": self.incarnation, "pid": self.child.pid}
 
     @property
     def counters(self) -> LaneCounts:
         """Totals over all incarnations."""
-        return self.past + self.pong.counters
+        return self.past + self.done
 
     def event(self, text: str, level: str = "info") -> Event:
         """Return an event that carries this lane's identifiers."""
         return Event(text, level, self.fields)
+
+    def reported(self, pong: LanePong) -> None:
+        """Take in what it holds and has done."""
+        self.pong, self.done = pong, msgspec.convert(pong.counters, LaneCounts)
 
     def process_ended(self, error: str) -> None:
         """Forget what held for its process alone; what that has done stays counted.
 
         error: how it ended; empty where it ended because it was told to.
         """
-        self.past.add(self.pong.counters)
+        self.past.add(self.done)
         self.past.restarts += bool(error)
-        self.last_error = error
-        self.pong = NO_REPORT
-        self.up = self.ending = False
+        self.child.ended()
+        self.child.last_error = error
+        self.pong, self.done = NO_REPORT, LaneCounts()
+        self.ending = False
         self.importing = self.bindings = self.bindings_done = 0
         self.failure = ""
 

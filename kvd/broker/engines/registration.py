@@ -184,7 +184,7 @@ class Registration:
             registration = session.registration
             if registration is None or registration.device != lane.device:
                 effects += self.advance(session)
-            elif not self._state.fatal_imports.refusal(session, registration, lane.last_seen):
+            elif not self._state.fatal_imports.refusal(session, registration, lane.child.heard_at):
                 effects.append(import_worker(session, registration))
         return effects
 
@@ -197,8 +197,8 @@ class Registration:
         fatal, message, engine = self._state.fatal_imports, session.stated, session.engine
         if message is None or engine is None:
             return []
-        fatal.lane_ended(session, lane.last_error, lane.last_seen)
-        text = fatal.refusal(session, message, lane.last_seen)
+        fatal.lane_ended(session, lane.child.last_error, lane.child.heard_at)
+        text = fatal.refusal(session, message, lane.child.heard_at)
         if not text:
             return []
         if session.pending is not None:

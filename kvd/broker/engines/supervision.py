@@ -45,12 +45,11 @@ class Supervision:
     def __init__(self, state: BrokerState, registration: Registration) -> None:
         self._state = state
         self._registration = registration
-        self._watched = 0.0
 
     def received(self, device: str, message: Message, now: float) -> list[Effect]:
         """A lane has sent a message."""
         lane = self._state.lanes[device]
-        lane.last_seen = now
+        lane.child.heard(now)
         match message:
             case LaneReady():
                 return self._ready(lane, message)
@@ -71,7 +70,7 @@ class Supervision:
             case ShareDone():
                 return self._share_done(message)
             case LanePong():
-                lane.pong = message
+                lane.reported(message)
             case LaneFailed():
                 return self._failed(lane, message, now)
             case _:
@@ -79,16 +78,14 @@ class Supervision:
         return []
 
     def _ready(self, lane: Lane, message: LaneReady) -> list[Effect]:
-        lane.up = True
+        lane.child.serves(message.pid)
         lane.pins = message.pins
-        lane.killed = False
-        lane.pid = message.pid
         lane.endpoint = message.endpoint
         lane.reported_bytes = message.usable_bytes
         lane.pool_error = ""
-        lane.last_used = lane.last_seen
+        lane.last_used = lane.child.heard_at
         lane.incarnation = message.incarnation
-        text = f"lane {lane.device} is up (incarnation {lane.incarnation}, pid {lane.pid})"
+        text = f"lane {lane.device} is up (incarnation {lane.incarnation}, pid {message.pid})"
         return [lane.event(text), *self._registration.lane_serves(lane)]
 
     def _pool_usable(self, lane: Lane, message: PoolUsable) -> list[Effect]:
@@ -145,27 +142,28 @@ class Supervision:
         served, failure = lane.up, lane.failure
         as_told = lane.ending and (reason == EXITED or not served)
         importing = None if as_told else state.registry.sessions.get(lane.importing)
-        lane.process_ended("" if as_told else failure or reason)
+        error = "" if as_told else failure or reason
+        lane.process_ended(error)
         for namespace in state.open_namespaces:
             namespace.table.slots.lane_lost(device)
         if as_told:
             why = f"lane {device} has ended: the daemon stops"
         else:
-            why = f"lane {device} is lost ({lane.last_error}), until another one serves"
+            why = f"lane {device} is lost ({error}), until another one serves"
         effects, freed = self._give_up_writes(lane, why)
         waiting = self._waiting_for(device)
         if as_told:
             effects += self._idle_end(lane)
         elif served or not failure or not waiting:
             during = f" while it mapped the memory of {importing.who}" if importing else ""
-            text = f"lane {device} is lost{during}: {lane.last_error}{freed_text(freed)}"
+            text = f"lane {device} is lost{during}: {error}{freed_text(freed)}"
             effects.append(lane.event(text, "error"))
         # Else the registrations that are refused for it give the reason.
         effects += self._unmapped(device)
         if importing is not None:
             effects += self._registration.lane_ended_importing(importing, lane)
         if lane.on_demand and not served and not as_told:
-            text = f"lane {device} did not start: {lane.last_error}; the daemon's log says more"
+            text = f"lane {device} did not start: {error}; the daemon's log says more"
             code = ErrorCode.BAD_LAYOUT if failure else ErrorCode.LANE_LOST
             for session in waiting:
                 effects += self._registration.give_up(session, Refused(code, failure or text))
@@ -241,8 +239,8 @@ class Supervision:
         """Kill the lanes that still have jobs, so that the others go on to unpin."""
         effects: list[Effect] = []
         for lane in self._state.lanes.values():
-            if lane.up and lane.has_jobs and not lane.killed:
-                lane.killed = True
+            if lane.up and lane.has_jobs and not lane.child.killed:
+                lane.child.killed = True
                 why = f"not drained after {self._state.settings.drain_seconds:g} s"
                 text = f"lane {lane.device} is killed: {why}, {lane.pong.queued_jobs} jobs queued"
                 effects += [lane.event(text, "warning"), KillLane(lane.device, why)]
@@ -267,22 +265,13 @@ class Supervision:
         effects: list[Effect] = []
         used = self._devices_in_use()
         timeout = self._state.settings.lane_timeout_seconds
-        away = now - self._watched - timeout / 4  # while this process hung it received nothing
-        if away > 0:
-            for lane in self._state.lanes.values():
-                lane.last_seen = min(now, lane.last_seen + away)
-        self._watched = now
         for lane in self._state.lanes.values():
-            silent = now - lane.last_seen
-            if not lane.up or lane.killed:
+            if not lane.up or lane.child.killed:
                 continue
-            if silent > timeout:
-                lane.killed = True
-                text = f"lane {lane.device} is killed: silent for {silent:.1f} s"
-                why = f"did not report for {silent:.1f} s"
+            if why := lane.child.check(now, timeout):
+                text = f"lane {lane.device} is killed: {why}"
                 effects += [lane.event(text, "error"), KillLane(lane.device, why)]
-            elif now - lane.last_ping > PING_SECONDS:
-                lane.last_ping = now
+            elif lane.child.ping_due(now, PING_SECONDS):
                 effects.append(ToLane(lane.device, LanePing()))
             if lane.device in used and not lane.pool_error:
                 lane.last_used = now

@@ -17,10 +17,11 @@ from kvd.broker.requests.operations import by, drain_report
 from kvd.broker.state import BrokerState
 from kvd.broker.tiers.tier import Tier
 from kvd.cache.namespaces import Namespace
+from kvd.machine.process import ProcessUsage
 from kvd.metrics import schema
 from kvd.metrics.advice import advice
 from kvd.metrics.conditions import conditions
-from kvd.metrics.counts import BrokerCounts, ChunkCounts, EventCounts, LaneCounts, ProcessUsage
+from kvd.metrics.counts import BrokerCounts, ChunkCounts, EventCounts, LaneCounts
 from kvd.metrics.history import Report, Span
 from kvd.metrics.schema import Check
 from kvd.metrics.words import duration
@@ -165,10 +166,10 @@ def _lane(state: BrokerState, lane: Lane, now: float) -> schema.Lane:
         device=lane.device,
         up=lane.up,
         state=lane.state,
-        pid=lane.pid,
+        pid=lane.child.pid,
         incarnation=lane.incarnation,
-        last_error=lane.last_error,
-        seconds_since_heard=round(now - lane.last_seen, 3) if lane.up else None,
+        last_error=lane.child.last_error,
+        seconds_since_heard=round(now - lane.child.heard_at, 3) if lane.up else None,
         queued_jobs=pong.queued_jobs,
         oldest_job_seconds=pong.oldest_job_ns / 1e9,
         bytes_in_flight=pong.bytes_in_flight,
@@ -190,16 +191,16 @@ def _tier(tier: Tier, now: float) -> schema.Tier:
         medium=tier.info.medium,
         shared=tier.info.shared,
         described=tier.described,
-        state="up" if tier.up else "down" if tier.was_up else "starting",
+        state="up" if tier.up else "down" if tier.child.pid else "starting",
         up=tier.up,
-        pid=tier.pid,
+        pid=tier.child.pid if tier.child.up else 0,
         breaker=tier.breaker.state.value,
         state_seconds=round(now - tier.breaker.changed_at, 3),
         usable=tier.in_use,
         unopened_seconds=round(tier.unopened_seconds(now), 3),
         set_aside_seconds=0.0 if tier.breaker.closed else round(now - tier.breaker.opened_at, 3),
         full=now < tier.full_until,
-        last_error=tier.last_error or tier.breaker.why,
+        last_error=tier.child.last_error or tier.breaker.why,
         total_bytes=tier.total_bytes,
         used_bytes=tier.used_bytes,
         chunks=tier.chunks,
@@ -299,12 +300,12 @@ def _lane_text(state: BrokerState, lane: Lane, now: float) -> str:
         return "ending"
     if lane.up:
         jobs = lane.pong.queued_jobs
-        text = f"up, last heard {max(0.0, now - lane.last_seen):.1f} s ago, {jobs} jobs queued"
+        text = f"up, last heard {max(0.0, now - lane.child.heard_at):.1f} s ago, {jobs} jobs queued"
         if jobs:
             text += f", the oldest for {lane.pong.oldest_job_ns / 1e9:.1f} s"
         return text
     if state.pool_bytes is None:
         return "starts when the pool's size is known"
-    if lane.last_error:
-        return f"lost ({lane.last_error}); it is started again"
+    if lane.child.last_error:
+        return f"lost ({lane.child.last_error}); it is started again"
     return "starting"

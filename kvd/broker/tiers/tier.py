@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeAlias
 
+from kvd.broker.child import ChildState
 from kvd.broker.effects import Effect, Event, ToTier
 from kvd.broker.tiers.breaker import Breaker
 from kvd.cache.namespaces import Namespace
@@ -136,8 +137,8 @@ class Tier:
         spaces: namespaces that its process was told of.
         batches: that are under way, by number.
         put_bytes, get_bytes: of these.
-        killed: its process was told to end, and has not.
-        wrong: it was, because the broker could not go on with it.
+        child: its process.
+        wrong: that was told to end, because the broker could not go on with it.
         rests_until: nothing is done for it before.
     """
 
@@ -155,18 +156,13 @@ class Tier:
         self.spaces: dict[Namespace, Opening] = {}
         self.seen = self.breaker.state  # what was acted upon
         self.trial: tuple[Namespace, bytes] | None = None  # a chunk to probe it with
-        self.last_error = ""
         self.described = ""
-        self.was_up = False
-        self.killed = self.wrong = False
+        self.child = ChildState()
+        self.wrong = False
         self.rests_until = 0.0
-        self.started: float | None = None  # when its process was; None: there is none
-        self.pid = 0  # 0: no process serves
         self.process = ""  # what its slots wait for, see `Promotions.begin`
         self.total_bytes = self.used_bytes = self.chunks = 0
         self.progress = 0
-        self.pinged: float | None = None  # when it was last asked, and has not answered
-        self.next_ping = 0.0
         self.full_until = 0.0
         self._full_pause = FULL_PAUSES[0]
         self._busy_from = {Put: 0.0, Get: 0.0, Ask: 0.0}
@@ -181,7 +177,7 @@ class Tier:
     @property
     def up(self) -> bool:
         """Its process serves."""
-        return self.pid > 0 and not self.killed
+        return self.child.up and not self.child.killed
 
     @property
     def in_use(self) -> bool:
@@ -285,7 +281,7 @@ class Tier:
         self.put_bytes = self.get_bytes = 0
         self._under_way = dict.fromkeys(self._under_way, 0)
         self.spaces.clear()
-        self.pid, self.killed, self.started, self.pinged = 0, False, None, None
+        self.child.ended()
         self.wrong = False
         self.progress = 0
 

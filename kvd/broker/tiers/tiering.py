@@ -20,7 +20,7 @@ from kvd.broker.tiers.promotion import Promotion
 from kvd.broker.tiers.spaces import TierSpaces
 from kvd.broker.tiers.tier import Batch, Tier, Tiers
 from kvd.cache.namespaces import Namespace
-from kvd.logs.faults import fault_text, fault_trace
+from kvd.logs import fault_text, fault_trace
 from kvd.wire.tiering import (
     Ask,
     Done,
@@ -77,13 +77,15 @@ class Tiering:
     def begun(self, index: int, pid: int, now: float) -> None:
         """A process was started, and knows of nothing."""
         tier = self._state.tiers[index]
-        tier.started = now
+        tier.child.started(now)
+        tier.wrong = False
         tier.breaker.process_changed(now)
         tier.process = f"tier {index} pid {pid}"
 
     def received(self, index: int, message: Message, now: float) -> list[Effect]:
         """A tier's process has sent a message."""
         tier = self._state.tiers[index]
+        tier.child.heard(now)
         handler, name = self._handlers.get(type(message)), type(message).__name__
         if handler is None:
             return [tier.event(f"sent {name}", "error")]
@@ -100,16 +102,16 @@ class Tiering:
     def lost(self, index: int, reason: str, now: float) -> list[Effect]:
         """A process has ended: nothing of it moves, and what it held is not known any more."""
         tier = self._state.tiers[index]
-        served = tier.pid > 0
+        served = tier.child.up
         effects = self._guarded([tier], "its end", now, lambda: self._end(tier, reason, now))
         tier.forget()
         effects += self._guarded([tier], "its end", now, lambda: self._clean_up(tier))
         if served:
-            tier.last_error = reason
+            tier.child.last_error = reason
             tier.counts.restarts += 1
             effects.append(tier.event(f"is lost: {reason}; it is started again", "error"))
-        elif not tier.last_error:
-            tier.last_error = reason
+        elif not tier.child.last_error:
+            tier.child.last_error = reason
         return effects
 
     def _clean_up(self, tier: Tier) -> list[Effect]:
@@ -153,28 +155,28 @@ class Tiering:
         return [ToTier(tier.index, StopTier()) for tier in self._state.tiers if tier.up]
 
     def _ready(self, tier: Tier, message: TierReady, now: float) -> list[Effect]:
-        tier.pid, tier.described, tier.was_up = message.pid, message.described, True
+        tier.child.serves(message.pid)
+        tier.described = message.described
         tier.breaker.process_changed(now)
         tier.total_bytes, tier.used_bytes = message.total_bytes, message.used_bytes
         tier.chunks = message.chunks
         tier.counts.damaged_records += message.damaged_records
-        tier.next_ping = now + IDLE_PING_SECONDS
         text = f"is up (pid {message.pid}): {message.described or tier.setting.text}"
         return [tier.event(text), *self.spaces.tell(tier, now)]
 
     def _failed(self, tier: Tier, message: TierFailed, now: float) -> list[Effect]:
         del now
-        new, tier.last_error = tier.last_error != message.error, message.error
+        new, tier.child.last_error = tier.child.last_error != message.error, message.error
         told = [tier.event(f"cannot be used: {message.error}", "error")] if new else []
         return [*told, KillTier(tier.index, message.error)]
 
     def _pong(self, tier: Tier, message: TierPong, now: float) -> list[Effect]:
         if message.progress > tier.progress:
             tier.breaker.moved(now)
-        tier.progress, tier.pinged = message.progress, None
+        tier.progress = message.progress
         tier.total_bytes, tier.used_bytes = message.total_bytes, message.used_bytes
         tier.chunks = message.chunks
-        tier.last_error = message.error or tier.last_error
+        tier.child.last_error = message.error or tier.child.last_error
         return []
 
     def _opened(self, tier: Tier, message: SpaceOpened, now: float) -> list[Effect]:
@@ -227,13 +229,13 @@ class Tiering:
 
     def _done(self, tier: Tier, done: Done, now: float) -> list[Effect]:
         outcomes, order = done.outcomes.tolist(), tier.batches.get(done.number)
-        if order is None or len(outcomes) != len(order.order.keys) or tier.killed:
+        if order is None or len(outcomes) != len(order.order.keys) or tier.child.killed:
             why = f"its answer {done.number}, of {len(outcomes)} chunks, fits no order"
-            return [] if tier.killed else self._kill(tier, why)
+            return [] if tier.child.killed else self._kill(tier, why)
         batch = tier.ended(done.number, now)
         tier.breaker.moved(now)
         if done.error:
-            tier.last_error = done.error
+            tier.child.last_error = done.error
         bad = sum(code in _BAD for code in outcomes)
         effects = self._take(tier, batch, done, now) if batch is not None else []
         tier.breaker.ended(now, failed=2 * bad >= len(outcomes))
@@ -342,9 +344,9 @@ class Tiering:
         for tier in tiers:
             tier.breaker.wrong(now, f"{what} could not be handled: {fault}")
             tier.seen, tier.rests_until = tier.breaker.state, tier.breaker.retry_at
-            tier.last_error = f"{what}: {fault}"
-            if tier.started is not None and not tier.wrong:
-                tier.killed = tier.wrong = True
+            tier.child.last_error = f"{what}: {fault}"
+            if not tier.wrong:
+                tier.child.killed = tier.wrong = True
                 effects.append(KillTier(tier.index, f"{what}: {fault}", wrong=True))
             # What it leaves behind `lost` takes up, whatever this comes to.
             with contextlib.suppress(Exception):
@@ -378,22 +380,17 @@ class Tiering:
 
     def _look(self, tier: Tier, now: float) -> list[Effect]:
         """See whether a tier is late, stuck, or to be tried again."""
-        breaker, effects = tier.breaker, list[Effect]()
+        breaker, child, effects = tier.breaker, tier.child, list[Effect]()
+        why = child.check(now, STUCK_SECONDS if child.up else START_SECONDS)
         if not tier.up:
-            if tier.started is None or now - tier.started < START_SECONDS or tier.killed:
-                return []
-            return self._kill(tier, f"it has not begun to serve in {START_SECONDS:.0f} s")
+            return self._kill(tier, why) if why else []
         outstanding = bool(tier.batches)
-        silent = now - tier.pinged if tier.pinged is not None else 0.0
         breaker.look(now, outstanding=outstanding)
-        if silent > max(IDLE_PING_SECONDS, breaker.late_seconds):
+        if (silent := child.silent(now)) > max(IDLE_PING_SECONDS, breaker.late_seconds):
             breaker.signal(Signal.LATE, now, f"its process has not answered for {silent:.1f} s")
-        stuck = max(silent, now - breaker.moved_at if outstanding else 0.0)
-        if stuck > STUCK_SECONDS:
+        if outstanding and (stuck := now - breaker.moved_at) > STUCK_SECONDS:
             effects += self._kill(tier, f"nothing has moved for {stuck:.1f} s")
-            return effects + self._follow(tier, now)
-        if tier.pinged is None and (outstanding or now >= tier.next_ping):
-            tier.pinged, tier.next_ping = now, now + IDLE_PING_SECONDS
+        elif child.ping_due(now, LOOK_SECONDS if outstanding else IDLE_PING_SECONDS):
             effects.append(ToTier(tier.index, TierPing()))
         return effects + self._follow(tier, now)
 
@@ -437,7 +434,7 @@ class Tiering:
 
     def _kill(self, tier: Tier, why: str) -> list[Effect]:
         """Have a process end; nobody waits for that, and its slots stay till then."""
-        tier.killed = True
+        tier.child.killed = True
         return [tier.event(f"is killed: {why}", "error"), KillTier(tier.index, why)]
 
     def _tell(self) -> None:

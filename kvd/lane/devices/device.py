@@ -135,7 +135,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def usable_bytes(self) -> int:
-        """The longest prefix of the pool, in the order of `kvd.pool.filling`, that can be used.
+        """The longest prefix of the pool, in the order of `kvd.pool.geometry`, that can be used.
 
         Of a device that pins: in which everything is pinned that `use_arena` asked for. It grows
         with what is pinned, and `use_arena` may reduce it.

@@ -26,9 +26,8 @@ from kvd.lane.devices.device import (
     Transfer,
 )
 from kvd.lane.devices.pretouch import Pretouch, PretouchPresent
-from kvd.machine.pool_map import map_pool
-from kvd.machine.trust import size_of
-from kvd.pool.filling import FillOrder
+from kvd.machine.files import map_pool, size_of
+from kvd.pool.geometry import FillOrder
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle, HostHandle
 

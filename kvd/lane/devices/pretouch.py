@@ -4,7 +4,7 @@ A page that is first touched by a copy costs several microseconds, which made
 the first pass over a new pool ten times slower than the second, and the first load
 into a worker's block four times slower than the next (measured on a virtual machine;
 reading is a cheaper first touch than writing, for it maps the neighbours too). The
-broker allocates the pool's file piece by piece in the order of `kvd.pool.filling`; only
+broker allocates the pool's file piece by piece in the order of `kvd.pool.geometry`; only
 what is allocated is touched, so a full filesystem is the broker's error and never a
 SIGBUS here. Of a worker's memory only pages that are there are touched: one that is
 not would be allocated, and charged to this process instead of the worker's.
@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvd.pool.filling import FillOrder
+from kvd.pool.geometry import FillOrder
 
 _PAGE = 4096
 _STEP = 16 * 2**20

@@ -17,7 +17,7 @@ import stat
 from pathlib import Path
 
 from kvd.errors import TierError
-from kvd.machine.trust import danger
+from kvd.machine.files import danger
 from kvd.tier.disk import namespaces
 
 MARK = "kvd-disk"

@@ -7,7 +7,7 @@ Slots have another size in every namespace: a boundary may cut a slot, and copie
 they cross one (`moves.py`).
 
 One thread makes the set of pinned pieces equal to the wanted one. It pins in the order of
-`kvd.pool.filling`, in which the broker allocates: a piece's pages are touched once they are there,
+`kvd.pool.geometry`, in which the broker allocates: a piece's pages are touched once they are there,
 then registered. Then it unpins pieces that are not wanted. Pieces of a rank that has left stay
 pinned until an arena is wanted anew, so an engine that restarts finds its arena pinned.
 
@@ -36,8 +36,9 @@ from kvd.errors import LaneError
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.driver import Addresses, Context
 from kvd.lane.devices.pretouch import touch
-from kvd.machine.pool_map import map_pool
-from kvd.pool.filling import FillOrder, piece_bytes_for
+from kvd.machine import cuda
+from kvd.machine.files import map_pool
+from kvd.pool.geometry import FillOrder, piece_bytes_for
 
 _log = logging.getLogger(__name__)
 
@@ -300,7 +301,7 @@ class PinnedPool:
         _log.error("%s", text)  # no bug: no traceback
 
     def _unregister_all(self) -> None:
-        with driver.Undo() as undo:
+        with cuda.Undo() as undo:
             for piece in np.flatnonzero(self._is_pinned).tolist():
                 undo.add(driver.unregister_host, self._address + self._fill.span(piece)[0])
         self._is_pinned[:] = False
