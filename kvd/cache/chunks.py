@@ -21,24 +21,18 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from kvd.cache.adaptive import POLICIES
 from kvd.cache.candidates import Candidates, Demotable
-from kvd.cache.descriptions import Descriptions
 from kvd.cache.directory import DirectoryWriter, Refs
-from kvd.cache.ghosts import GhostCause, Ghosts
+from kvd.cache.ghosts import GhostCause, Ghosts, Misses
 from kvd.cache.ledger import KeptChunks
-from kvd.cache.lending import Lending
-from kvd.cache.loads import Loads
+from kvd.cache.lending import Lending, Loads, Uses
 from kvd.cache.miss_curve import MissCurve
-from kvd.cache.misses import Misses
-from kvd.cache.policies import POLICIES
-from kvd.cache.promotions import Promotions
 from kvd.cache.slots import Slots
-from kvd.cache.stores import Stores
-from kvd.cache.uses import Uses
+from kvd.cache.stores import Descriptions, Promotions, Stores
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
-from kvd.wire.tiering import new_epoch
 from kvd_proto.directory import SlotState
 from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.messages import ResetDone
@@ -88,16 +82,16 @@ class ChunkTable:
         self.counts = ChunkCounts()
         self.descriptions = Descriptions(self.counts)
         self.stamps = np.zeros(geometry.num_slots, np.uint64) if ledger is None else ledger.stamps
-        self.uses = Uses(self.stamps, pool)
+        self.uses = Uses(self.stamps, pool, self.counts)
         self._pool = pool
         self.space = pool.join(geometry, self, model)
         self.ghosts = Ghosts(GHOSTS_PER_SLOT * geometry.num_slots)
         order = POLICIES[policy](geometry.num_slots, directory.key, self.ghosts)
         self.slots = slots = Slots(directory, order, self.space, self.counts)
-        self.lending = Lending(slots, pool, self.uses, self.counts, self.sweep)
-        self.stores = Stores(slots, pool, self.uses, self.counts, self.descriptions, self.ghosts)
-        self.promotions = Promotions(slots, self.lending, self.uses, self.counts, self.descriptions)
-        self.loads = Loads(slots, self.uses, self.counts)
+        self.lending = Lending(slots, pool, self.uses, self.sweep)
+        self.stores = Stores(slots, pool, self.uses, self.descriptions, self.ghosts)
+        self.promotions = Promotions(slots, self.lending, self.uses, self.descriptions)
+        self.loads = Loads(slots, self.uses)
         self.misses = Misses(directory, self.ghosts, self.counts, elsewhere)
         self.curve = MissCurve(geometry.num_slots) if forecasts else None
 
@@ -108,8 +102,6 @@ class ChunkTable:
             LedgerDamaged: they contradict each other.
             IntegrityError: they lie where another namespace's do.
         """
-        if not len(chunks):  # after a reset its epoch is all that a ledger has to say
-            return
         geometry = self.space.geometry
         masks = (
             np.uint64(1) << (chunks.slots % geometry.world_size).astype(np.uint64)
@@ -187,20 +179,15 @@ class ChunkTable:
         self.lending.end_loans(owner)
         return self.slots.give_up([slot for slot in self.slots.tickets if owned_by(slot) == owner])
 
-    def reset(self, *, by_operator: bool = False, above: int = 0) -> tuple[ResetDone, Refs]:
+    def reset(self, *, by_operator: bool = False) -> tuple[ResetDone, Refs]:
         """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
 
-        What tiers keep does not count any more either: the namespace has another epoch, greater
-        than its last one and than `above`, which they are to be told. Slots are freed by `sweep`;
-        those that are pinned go when their leases end. What was offered and not stored yet keeps
-        its count.
+        What tiers keep is not known any more either. Slots are freed by `sweep`; those that are
+        pinned go when their leases end. What was offered and not stored yet keeps its count.
 
         Returns:
             How many go now and how many when their leases end, and the slots to be revoked.
         """
-        # First of all: what is not here any more must not come up again, whenever a kill comes.
-        # Greater also where the clock was set back.
-        self.directory.take_epoch(max(new_epoch(), self.directory.epoch + 1, above + 1))
         if self.directory.tiers is not None:
             self.directory.tiers.forget()
         writing = self.slots.give_up(list(self.slots.tickets))

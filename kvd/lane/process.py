@@ -67,8 +67,7 @@ def _device(begin: BeginLane, pool_fd: int, pin_lock: int) -> Device:
     if begin.device == HOST:
         return HostDevice(pool_fd, begin.pool_bytes)
     # The host's lane needs no CUDA; a daemon without cuda-bindings has only that one.
-    from kvd.lane.devices.cuda.backend import CudaDevice  # noqa: PLC0415
-    from kvd.lane.devices.cuda.uuids import show_slice  # noqa: PLC0415
+    from kvd.lane.devices.cuda.backend import CudaDevice, show_slice  # noqa: PLC0415
 
     show_slice(begin.device)
     return CudaDevice(begin.device, pool_fd, begin.pool_bytes, pin_lock=pin_lock)

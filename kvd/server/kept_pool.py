@@ -29,9 +29,7 @@ from kvd.cache.trailer import EPOCH_SHIFT, NAME_BYTES, PoolTrailer
 from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refused
 from kvd.machine.room import held_bytes
 from kvd.pool.geometry import FillOrder
-from kvd.server.descriptions import DescriptionFile
 from kvd.server.memory import PoolMemory, shortage_remedy
-from kvd.server.pool_dirs import purge_command
 from kvd.server.pool_files import (
     DESCRIPTIONS,
     LEDGER,
@@ -40,8 +38,10 @@ from kvd.server.pool_files import (
     PoolFiles,
     is_own_file,
     kernel_boot,
+    purge_command,
     remove_tree,
 )
+from kvd.server.shared import DescriptionFile
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
@@ -209,16 +209,14 @@ class KeptPool:
                 ledger = Ledger(buffer, trailer)
                 if ledger.kept.namespace != file.name.removesuffix(LEDGER):
                     raise LedgerDamaged(f"it is that of namespace {ledger.kept.namespace}")
-                if not len(ledger) and not ledger.epoch:  # tiers may keep more of it
-                    file.unlink()
-                    del ledgers[file]
-                    continue
-                if namespaces.is_outdated(ledger):
+                outdated = namespaces.is_outdated(ledger)
+                if outdated and len(ledger):
                     log.warning(
-                        "%s: its namespace was reset while another pool was in use: its chunks are"
-                        " not used",
+                        "%s: its namespace was reset while another pool was in use, or the record"
+                        " of resets is lost: its chunks are not used",
                         file,
                     )
+                if outdated or not len(ledger):
                     file.unlink()
                     del ledgers[file]
                     continue

@@ -46,19 +46,17 @@ from kvd.errors import PoolError, Refused
 from kvd.machine.process import Standstill, UsageReader
 from kvd.machine.room import PoolLimits
 from kvd.pool.geometry import FillOrder
-from kvd.server.allowed import AllowList
 from kvd.server.child import StartedProcess
 from kvd.server.children import Children, HttpProcess
 from kvd.server.config_reader import ConfigReader
-from kvd.server.descriptions import DescriptionFiles
 from kvd.server.kept_pool import KeptPool
 from kvd.server.memory import PoolMemory
 from kvd.server.notify import Notifier
-from kvd.server.pool_dirs import forget_pool_dir, remember_pool_dir
+from kvd.server.pool_files import forget_pool_dir, remember_pool_dir
 from kvd.server.reset_file import ResetFile
-from kvd.server.runtime_dir import RuntimeDir
+from kvd.server.runtime_dir import AllowList, RuntimeDir
 from kvd.server.sessions import SessionServer
-from kvd.server.shared import DirectoryMemory, ReadyPipes
+from kvd.server.shared import DescriptionFiles, DirectoryMemory, ReadyPipes
 from kvd_proto.capacity import pinning_lanes
 from kvd_proto.messages import HOST, ErrorCode
 from kvd_proto.sizes import format_size

@@ -21,12 +21,11 @@ def _tiers(texts: list[str]) -> "list[Tier]":
     if not texts:
         return []
     from kvd.broker.tiers.tier import tiers_of  # noqa: PLC0415
-    from kvd.tier.backends import backend, check_tiers  # noqa: PLC0415
+    from kvd.tier.backends import check_tiers  # noqa: PLC0415
 
     settings = parse_tiers(texts)
-    check_tiers(settings)
-    found = [(setting, backend(setting)) for setting in settings]
-    return tiers_of((setting, kind.medium, kind.shared) for setting, kind in found)
+    kinds = zip(settings, check_tiers(settings), strict=True)
+    return tiers_of((setting, kind.medium, kind.shared) for setting, kind in kinds)
 
 
 def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:

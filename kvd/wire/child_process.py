@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 from kvd.errors import KvdError
 from kvd.logs import fault_text
-from kvd.machine.files import raise_descriptor_limit
+from kvd.machine.files import open_files_remedy, raise_descriptor_limit
 from kvd_proto.channel import Channel
 from kvd_proto.codec import Codec
-from kvd_proto.errors import ChannelFull, ProtoError
+from kvd_proto.errors import ChannelFull, DescriptorsLost, ProtoError
 from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.wire")
@@ -63,6 +63,9 @@ def serve_broker(
         return 1
     try:
         service.run()
+    except DescriptorsLost as error:
+        log.error("it ends: %s; %s", error, open_files_remedy())  # noqa: TRY400  # no bug
+        return 1
     except (KvdError, ProtoError):
         log.exception("it ends")
         return 1

@@ -17,10 +17,10 @@ import pytest
 from click.testing import CliRunner
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.cache.resets import Resets
+from kvd.cache.stores import MakeDescriptions
 from kvd.cache.trailer import MOST_LEDGERS, PoolTrailer
 from kvd.cli.serve import purge
 from kvd.config.settings import Settings
@@ -30,13 +30,11 @@ from kvd.machine import room
 from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit, area_name
 from kvd.pool.geometry import FillOrder
 from kvd.server import kept_pool, pool_files
-from kvd.server.descriptions import DescriptionFiles
 from kvd.server.kept_pool import KeptPool, MakeNamespaces
 from kvd.server.memory import PoolMemory
-from kvd.server.pool_dirs import remember_pool_dir
-from kvd.server.pool_files import VERSION
+from kvd.server.pool_files import VERSION, remember_pool_dir
 from kvd.server.runtime_dir import RuntimeDir
-from kvd.server.shared import DirectoryMemory
+from kvd.server.shared import DescriptionFiles, DirectoryMemory
 from kvd_proto.descriptions import (
     HEADER_BYTES,
     Description,
@@ -948,16 +946,19 @@ def test_a_namespace_that_is_closed_leaves_no_ledger(start: Start, tmp_path: Pat
 def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pool that was left while another one was in use, in which the namespace was reset."""
+    """A pool that was left while another one was in use, in which the namespace was reset.
+
+    Nor where the record of resets is lost.
+    """
     resets = Resets()
     table = start(resets=resets).open(0).table
     store(table, keys_of("old", 2))
-    resets.note(NAMES[0].hex(), 50)
+    resets.draw(NAMES[0].hex())
     life = start(resets=resets)
     assert life.held == []
     assert "was reset while another pool was in use" in caplog.text
     namespace = life.open(0)
-    assert namespace.epoch == 50
+    assert namespace.salt == resets.salt_of(NAMES[0].hex())
     store(namespace.table, keys_of("new", 2))
     again = start(resets=resets)
     assert again.held == [set(keys_of("new", 2))]
@@ -965,6 +966,7 @@ def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     assert not lack
     store(again.table(0), keys_of("newer", 2))
     assert start(resets=resets).held == [set(keys_of("newer", 2))]
+    assert start(resets=Resets()).held == []
 
 
 def test_an_area_in_use_is_refused(
