@@ -41,9 +41,9 @@ def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
         KvdError: it cannot start, with the remedy.
     """
     settings = loaded.settings
-    runtime = RuntimeDir(Path(settings.runtime_dir))
     first_lane = None
     try:
+        runtime = RuntimeDir(Path(settings.runtime_dir))
         runtime.lock()
         # It and the loop have about as much to import: side by side that takes half the time.
         # Where no daemon comes of it, it ends with this process.
