@@ -15,6 +15,8 @@ from pathlib import Path
 from kvd.broker.broker import Broker
 from kvd.broker.child import ChildState
 from kvd.broker.effects import Effect, KillTier
+from kvd.broker.tiers.tier import Tier, tiers_of
+from kvd.config.tiers import parse_tiers
 from kvd.config.values import Listen, parse_listen
 from kvd.server.child import Child, end_all
 from kvd.server.memory import PoolMemory
@@ -30,6 +32,21 @@ _TIER_END_SECONDS = 2.0
 _TIER_TURN_SECONDS = 0.002  # of a tier's messages: those of a scan have a thousand keys each
 _HTTP_AFTER_SECONDS = 2.0
 _HTTP_SILENT_SECONDS = 30.0
+
+
+def configured_tiers(texts: list[str]) -> list[Tier]:
+    """Return the tiers of the setting, whose options their backends have checked.
+
+    Raises:
+        ConfigError: one cannot work.
+    """
+    if not texts:
+        return []
+    from kvd.tier.backends import check_tiers  # noqa: PLC0415  # most daemons have no tier
+
+    settings = parse_tiers(texts)
+    kinds = zip(settings, check_tiers(settings), strict=True)
+    return tiers_of((setting, kind.medium, kind.shared) for setting, kind in kinds)
 
 
 class LaneProcess(Child):

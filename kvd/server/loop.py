@@ -11,7 +11,6 @@ import os
 import select
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -38,7 +37,6 @@ from kvd.broker.effects import (
     ToTier,
 )
 from kvd.broker.engines.admission import auto_size
-from kvd.broker.tiers.tier import Tier
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources
@@ -47,7 +45,7 @@ from kvd.machine.process import Standstill, UsageReader
 from kvd.machine.room import PoolLimits
 from kvd.pool.geometry import FillOrder
 from kvd.server.child import StartedProcess
-from kvd.server.children import Children, HttpProcess
+from kvd.server.children import Children, HttpProcess, configured_tiers
 from kvd.server.config_reader import ConfigReader
 from kvd.server.kept_pool import KeptPool
 from kvd.server.memory import PoolMemory
@@ -75,7 +73,6 @@ class Service:
         version: name and version of the daemon.
         runtime: its directory, locked.
         first_lane: the host's lane, where it was started already.
-        tiers: below the pool, in order.
         cold: begin without the kept pool.
 
     Raises:
@@ -90,7 +87,6 @@ class Service:
         runtime: RuntimeDir,
         first_lane: StartedProcess | None,
         *,
-        tiers: Sequence[Tier] = (),
         cold: bool = False,
     ) -> None:
         settings = loaded.settings
@@ -132,7 +128,7 @@ class Service:
             devices=[HOST],
             started=time.time(),
             usage=self._usage.read,
-            tiers=tiers,
+            tiers=configured_tiers(settings.tier),
         )
         reserve = settings.reserve_bytes if settings.pool_bytes is None else None
         for warning in self._pool_limits().warnings(reserve):
