@@ -35,7 +35,7 @@ class ChildState:
 
     def serves(self, pid: int) -> None:
         """The process says that it serves."""
-        self.up, self.killed, self.pid = True, False, pid
+        self.up, self.pid = True, pid
 
     def heard(self, now: float) -> None:
         """A message of its has come."""
