@@ -11,7 +11,6 @@ direction in the order in which it was given them; so the bytes that have arrive
 """
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -134,30 +133,6 @@ def _numbers(bad: npt.NDArray[np.bool_]) -> list[int]:
     return np.flatnonzero(bad).tolist() if 1 in bad.tobytes() else []
 
 
-class Layers:
-    """The layers of one load.
-
-    Args:
-        word: number of the progress word.
-        ends: bytes of all layers up to and with each.
-
-    Attributes:
-        word: as given.
-        told: how many the worker has been told of.
-    """
-
-    __slots__ = ("_ends", "told", "word")
-
-    def __init__(self, word: int, ends: Sequence[int]) -> None:
-        self.word = word
-        self.told = 0
-        self._ends = ends
-
-    def arrived(self, nbytes: int) -> int:
-        """How many layers are within the first `nbytes`."""
-        return bisect_right(self._ends, nbytes)
-
-
 VOID_TEXT = "the worker has taken the store's blocks back"
 NO_WORD = 0
 """The `word` of a store that has none."""
@@ -185,7 +160,9 @@ class LaneJob(Queued):
         request_id: of the request, for its Done.
         moves: its runs as the device has prepared them, once it has started.
         given: how many of them the device was given.
-        layers: of a load that reports them, once it has started; else None.
+        progress_word, layer_ends: of a load that reports its layers, once it has started: the
+            word's number, and the bytes of all layers up to and with each.
+        layers_told: how many the worker has been told of.
         late_ns: when its turn came and the worker's timeline had not reached its number; else 0.
         stream_wait_ns: from then until the number was reached.
     """
@@ -198,7 +175,9 @@ class LaneJob(Queued):
     state: JobState = JobState.QUEUED
     moves: Moves = NO_MOVES
     given: int = 0
-    layers: Layers | None = None
+    progress_word: int = 0
+    layer_ends: Sequence[int] = ()
+    layers_told: int = 0
     in_flight: int = 0
     in_flight_bytes: int = 0
     moved_bytes: int = 0
@@ -328,8 +307,8 @@ class LaneJob(Queued):
         worker, binding = self.worker, self.binding
         request, expander = self.request, worker.expander
         if isinstance(request, Load) and request.progress:
-            copies, ends = expander.expand_layers(request.blocks)
-            self.layers = Layers(request.progress, ends)
+            copies, self.layer_ends = expander.expand_layers(request.blocks)
+            self.progress_word = request.progress
         else:
             everything = len(self.own) == len(self.chunks)
             only = None if everything else frozenset(self._slots)
