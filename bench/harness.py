@@ -19,8 +19,7 @@ import numpy.typing as npt
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
 from kvd_client import JobBlocks, Load, Store
-from kvd_client.cuda_memory import DeviceMemory
-from kvd_client.memory import HostMemory
+from kvd_client.memory import DeviceMemory, HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.worker import Worker
@@ -47,6 +46,13 @@ Figures = dict[str, float]
 Ints = npt.NDArray[np.int64]
 Ticket = TypeVar("Ticket", StoreTicket, LoadTicket)
 _numbers = itertools.count()
+
+
+def find_doubles() -> None:
+    """Have processes that are started from here find the tests' tiers: `--tier memory:…`."""
+    folder = str(Path(__file__).parents[1] / "tests/tier/doubles")
+    paths = [os.environ.get("PYTHONPATH", ""), folder]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
 
 
 def median(values: Iterable[float]) -> float:

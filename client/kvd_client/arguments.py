@@ -24,9 +24,7 @@ Blocks: TypeAlias = tuple[int, int]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def shown(value: object) -> str:
-    """Return `repr`, short enough for a message."""
-    return reprlib.repr(value)
+shown = reprlib.repr  # short enough for a message
 
 
 def seconds(

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_client.chunk_blocks import ChunkBlocks
+from kvd_client.tickets import ChunkBlocks
 from kvd_tools.demo.memory import (
     POISON,
     STRIDES,

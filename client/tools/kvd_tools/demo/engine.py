@@ -15,10 +15,9 @@ from itertools import takewhile
 from typing import Any
 
 from kvd_client.arguments import Blocks
-from kvd_client.chunk_blocks import ChunkBlocks
+from kvd_client.decisions import NOT_BELOW
 from kvd_client.scheduler import Scheduler
-from kvd_client.seeking import NOT_BELOW
-from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
+from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
 from kvd_proto.directory import LookupResult
 from kvd_tools.demo.memory import chunk_key
 from kvd_tools.demo.processes import Finished, Ranks, Step

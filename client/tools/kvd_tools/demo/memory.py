@@ -24,7 +24,7 @@ from hashlib import blake2b
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.chunk_blocks import ChunkBlocks
+from kvd_client.tickets import ChunkBlocks
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_tools.demo.workload import BLOCK_TOKENS, BLOCKS_PER_CHUNK, NULL_BLOCK, WINDOW_BLOCKS
 

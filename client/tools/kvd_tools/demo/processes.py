@@ -22,12 +22,11 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Self
 
-from kvd_client.chunk_blocks import ChunkBlocks
 from kvd_client.errors import KvdClientError
 from kvd_client.jobs import JobResult
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
-from kvd_client.tickets import LoadTicket, StoreTicket
+from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreTicket
 from kvd_client.worker import Worker
 from kvd_proto.messages import Fingerprint
 from kvd_tools.demo.memory import STRIDES, KvMemory, rank_layout

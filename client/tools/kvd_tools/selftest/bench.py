@@ -12,13 +12,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client import cuda_driver
-from kvd_client.chunk_blocks import ChunkBlocks
-from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import CudaError, UnsupportedMemory
 from kvd_client.jobs import JobResult
-from kvd_client.memory import HostMemory
+from kvd_client.memory import DeviceMemory, HostMemory
 from kvd_client.scheduler import Scheduler
-from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
+from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
 from kvd_client.worker import Worker
 from kvd_proto.directory import LookupResult
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
