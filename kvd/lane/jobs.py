@@ -29,7 +29,7 @@ FEW = 8
 _READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
 
 
-def await_broker(heads: bytes, generations: "array[int]", few: int = FEW) -> bool:
+def await_broker(heads: bytes, generations: "array[int]") -> bool:
     """Return whether a store's step may still be unread: a slot is on loan for its generation.
 
     The broker ends the loan last. A slot whose loan has ended is WRITING with the generation, or
@@ -38,9 +38,8 @@ def await_broker(heads: bytes, generations: "array[int]", few: int = FEW) -> boo
     Args:
         heads: of the slots; see DirectoryView.heads.
         generations: u8, of these slots.
-        few: as many are looked at one by one.
     """
-    if len(generations) > few:
+    if len(generations) > FEW:
         loans = np.frombuffer(generations, np.uint64).astype(np.uint32)
         return 1 in (np.frombuffer(heads, HEAD_DTYPE)["loan"] == loans).tobytes()
     return any(
@@ -49,9 +48,7 @@ def await_broker(heads: bytes, generations: "array[int]", few: int = FEW) -> boo
     )
 
 
-def not_to_write(
-    heads: bytes, owner: int, chunks: Chunks, which: Sequence[int], few: int = FEW
-) -> list[int]:
+def not_to_write(heads: bytes, owner: int, chunks: Chunks, which: Sequence[int]) -> list[int]:
     """Return those of `which`, numbers of chunks, that are not this engine's to write.
 
     Args:
@@ -59,9 +56,8 @@ def not_to_write(
         owner: the engine, as the directory names it.
         chunks: the job's.
         which: numbers of chunks.
-        few: as many are looked at one by one.
     """
-    if len(which) > few:
+    if len(which) > FEW:
         table = np.frombuffer(heads, HEAD_DTYPE)
         generations = np.frombuffer(chunks.generations, np.uint64)
         if len(which) < len(generations):
@@ -77,16 +73,15 @@ def not_to_write(
     return lost
 
 
-def not_ready(heads: bytes, chunks: Chunks, few: int = FEW) -> list[int]:
+def not_ready(heads: bytes, chunks: Chunks) -> list[int]:
     """Return the numbers of those that are not READY, or hold something else by now.
 
     Args:
         heads: of the slots of all chunks.
         chunks: the job's.
-        few: as many are looked at one by one.
     """
     generations = chunks.generations
-    if len(generations) > few:
+    if len(generations) > FEW:
         table = np.frombuffer(heads, HEAD_DTYPE)
         gone = table["generation"] != np.frombuffer(generations, np.uint64)
         gone |= table["state"] != _READY
@@ -98,13 +93,13 @@ def not_ready(heads: bytes, chunks: Chunks, few: int = FEW) -> list[int]:
     ]
 
 
-def not_covered(heads: bytes, chunks: Chunks, few: int = FEW) -> list[int]:
+def not_covered(heads: bytes, chunks: Chunks) -> list[int]:
     """Return the numbers of those that lack blocks that are asked for, or are of another group.
 
     Another group's pages lie elsewhere in the slot, where old bytes may be. Arguments as
     `not_ready` has them.
     """
-    if len(chunks) > few:
+    if len(chunks) > FEW:
         table = np.frombuffer(heads, HEAD_DTYPE)
         if (
             table["first"].tobytes() == chunks.first.tobytes()

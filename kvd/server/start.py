@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvd.config.sources import Loaded, Sources
-from kvd.config.tiers import parse_tiers
+from kvd.config.values import parse_tiers
 from kvd.errors import KvdError
 from kvd.machine.process import starting
 from kvd.server.child import start_process
