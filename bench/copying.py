@@ -16,7 +16,7 @@ import numpy.typing as npt
 from harness import Daemon, Engine, Figures, Ints, fresh_keys, layout, median
 
 from kvd_client.memory import HostMemory
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import JobBlocks
 from kvd_proto.copies import Copies
 from kvd_proto.expand import Expander
 

@@ -11,7 +11,7 @@ from harness import SECONDS, Engine, Ints, Served, fresh_keys, layout
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.device import Direction
 from kvd_client import JobBlocks
-from kvd_client.cuda_memory import DeviceMemory
+from kvd_client.memory import DeviceMemory
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_proto.expand import Expander
 

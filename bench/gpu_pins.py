@@ -22,7 +22,7 @@ from harness import MIB
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.pinning import PinnedPool
 from kvd.machine import cuda
-from kvd_client.cuda_memory import DeviceMemory
+from kvd_client.memory import DeviceMemory
 
 SECONDS = 120.0  # to pin a pool
 EXPORTED_BYTES = 256 * MIB

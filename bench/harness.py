@@ -19,8 +19,7 @@ import numpy.typing as npt
 from kvd.errors import NotRunning
 from kvd.wire.tool import Control
 from kvd_client import JobBlocks, Load, Store
-from kvd_client.cuda_memory import DeviceMemory
-from kvd_client.memory import HostMemory
+from kvd_client.memory import DeviceMemory, HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.tickets import LoadTicket, StoreTicket
 from kvd_client.worker import Worker

@@ -23,8 +23,7 @@ from harness import Daemon, median
 from rich.console import Console
 from rich.table import Table
 
-from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
+from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess, kvd_transfer
 from kvd_tools.models import COMMON, LLAMA, write_model
 
 OUT = Path(__file__).parent / "out" / "idle_engine.json"

@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import JobBlocks
 from kvd_proto.expand import Expander
 from kvd_proto.layout import (
     SLOT_ALIGNMENT,

@@ -32,7 +32,7 @@ STAGES = (
 PIECES = "pieces"  # are counted: calls of _PIECE
 _PIECE = "CudaDevice.submit"
 _TIMED = (
-    ("kvd.lane.worker_requests", "Requests.serve", "request"),
+    ("kvd.lane.orders", "Requests.serve", "request"),
     ("kvd.lane.jobs", "LaneJob.plan", "plan"),
     ("kvd.lane.jobs", "LaneJob.objection", "check"),
     ("kvd.lane.runner", "outside", "check"),

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from kvd.cache.policies import POLICIES
+from kvd.cache.adaptive import POLICIES
 from kvd.replay.simulate import (
     GHOSTS_PER_SLOT,
     NEVER,

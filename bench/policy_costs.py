@@ -10,10 +10,9 @@ import time
 import numpy as np
 from harness import Figures, fresh_keys, median
 
-from kvd.cache.adaptive import AdaptivePolicy
+from kvd.cache.adaptive import POLICIES, AdaptivePolicy
 from kvd.cache.eviction import EvictionPolicy
 from kvd.cache.ghosts import Ghosts
-from kvd.cache.policies import POLICIES
 from kvd_proto.labels import Label
 
 SLOTS, REQUEST = 100_000, 64

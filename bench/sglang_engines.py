@@ -19,11 +19,9 @@ import psutil
 from harness import Daemon, median
 from sglang_hicache import ARGUMENTS
 
-from kvd_tools.demo_sglang.engine import EngineProcess
-from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
 from kvd_tools.engine_server import Answer
-from kvd_tools.models import write_model
-from kvd_tools.workload import HEAD_DIM, KV_HEADS, MODEL, VOCAB
+from kvd_tools.models import HEAD_DIM, KV_HEADS, MODEL, VOCAB, write_model
 
 PAGE_TOKENS = 16
 LAYERS, NUMBER_BYTES = 18, 4

@@ -18,7 +18,7 @@ from pathlib import Path
 from harness import MIB, Daemon, Engine, Figures, find_doubles, layout
 
 from kvd.wire.tool import Control
-from kvd_client.seeking import NOT_BELOW
+from kvd_client.decisions import NOT_BELOW
 from kvd_proto.messages import Ping, Pong
 
 CHUNKS = 10**6

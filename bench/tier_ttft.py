@@ -25,8 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from variants import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, MODEL, engine_options
 
-from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.options import kvd_transfer
+from kvd_tools.demo_vllm.engine import EngineProcess, kvd_transfer
 from kvd_tools.engine_server import Answer
 from kvd_tools.models import write_model
 

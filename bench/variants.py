@@ -24,8 +24,7 @@ from moments import MOMENTS_FILE, Moments
 import kvd_client
 import kvd_proto
 import kvd_tools
-from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
+from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess, kvd_transfer
 from kvd_tools.models import LLAMA
 
 MODEL = LLAMA | {

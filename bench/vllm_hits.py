@@ -40,8 +40,7 @@ from rich.table import Table
 from variants import engine_options
 
 from kvd_client.vllm.metrics import ATTACHED, CHUNKS_REFUSED, LOAD_FAILURES
-from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.options import kvd_transfer
+from kvd_tools.demo_vllm.engine import EngineProcess, kvd_transfer
 from kvd_tools.models import LLAMA, write_model
 
 OUT = Path(__file__).parent / "out" / "vllm_hits.json"

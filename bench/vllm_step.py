@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 from step_engine import BLOCKS_PER_CHUNK, END, MIDDLE, REQUESTS, Measured, Settings, Step
 
-from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
+from kvd_tools.demo_vllm.engine import EngineOptions, kvd_transfer
 from kvd_tools.models import LLAMA, write_model
 
 OUT = Path(__file__).parent / "out" / "vllm_step.json"

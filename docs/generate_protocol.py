@@ -18,13 +18,11 @@ import msgspec
 from kvd.cache.directory import DirectoryWriter
 from kvd_proto import messages as m
 from kvd_proto import zmtp
-from kvd_proto.arrays import IntArray
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import IntArray, JobBlocks
 from kvd_proto.changes import CHANGE_BYTES
 from kvd_proto.codec import WIRE
 from kvd_proto.descriptions import Description, encode, pack_header, pack_record
-from kvd_proto.directory import SlotState
-from kvd_proto.directory_header import DirectoryHeader
+from kvd_proto.directory import DirectoryHeader, SlotState
 from kvd_proto.labels import Label
 from kvd_proto.layout import GroupSpec, Range, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (

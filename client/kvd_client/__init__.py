@@ -20,8 +20,7 @@ torch tensors by `kvd_client.torch_memory.share_torch`, the only module that
 imports torch. CUDA memory orders its jobs by ``after=worker.timeline.signal_on(stream)``.
 """
 
-from kvd_client.chunk_blocks import ChunkBlocks
-from kvd_client.cuda_memory import DeviceMemory
+from kvd_client.decisions import NOT_BELOW, UNKNOWN
 from kvd_client.errors import (
     CudaError,
     KvdClientError,
@@ -32,14 +31,13 @@ from kvd_client.errors import (
     UsageError,
 )
 from kvd_client.jobs import JobResult
-from kvd_client.memory import HostMemory
+from kvd_client.memory import DeviceMemory, HostMemory
 from kvd_client.scheduler import Scheduler
-from kvd_client.seeking import NOT_BELOW, UNKNOWN
 from kvd_client.session import AttachState
-from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
+from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
 from kvd_client.timeline import Timeline
 from kvd_client.worker import Worker
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import JobBlocks
 from kvd_proto.directory import LookupResult
 from kvd_proto.labels import Label
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec

@@ -25,30 +25,27 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import compress, islice
 from typing import TypeAlias
 
-from kvd_client.announcements import (
-    Announcement,
-    ChunkContents,
-    MediumBlocks,
-    RemovedBlocks,
-    StoredBlocks,
-    chunk_contents,
-    reannounced,
-    removed_blocks,
-    stored_blocks,
-)
 from kvd_client.block_chains import (
     MAX_HOLDERS_READ,
+    Announcement,
     Block,
     BlockChains,
     BlockId,
     Chunk,
+    ChunkContents,
     GroupBlocks,
+    MediumBlocks,
+    RemovedBlocks,
     RepeatRound,
+    StoredBlocks,
+    chunk_contents,
     each,
+    reannounced,
+    removed_blocks,
     runs,
+    stored_blocks,
 )
 from kvd_client.change_reader import Differences, Place
-from kvd_client.errors import ReaderFault
 from kvd_proto.descriptions import Description, decode, encode
 from kvd_proto.errors import DescriptionError
 
@@ -448,25 +445,6 @@ class Announcer:
                 return None
         group, parent = first.group.number, first.parent
         return ChunkContents(b"", first.in_tiers, place, description, group, hashes, parent)
-
-    # --------------------------------------------------------------- integrity
-
-    def check_integrity(self) -> None:
-        """Raise ReaderFault where chunks and blocks contradict each other."""
-        self._chains.check_integrity()
-        chunks = {*self._memory.values(), *self._tiers.values()}
-        if len(chunks) != len(self):
-            raise ReaderFault(f"a chunk has two keys: {self!r}")
-        holders = {(block, chunk) for block in self._chains for chunk in each(block.holders)}
-        if holders != {(block, chunk) for chunk in chunks for block in chunk.blocks}:
-            raise ReaderFault(f"chunks and blocks do not agree: {self!r}")
-        removals = self._removals.keys()
-        announced = {(group, in_tiers, each) for group, each, in_tiers in self.announced}
-        if len(removals) > MAX_REMEMBERED_REMOVALS or removals & announced:
-            raise ReaderFault(f"removals that are too many, or announced: {self!r}")
-
-    def __repr__(self) -> str:
-        return f"<Announcer of {len(self)} chunks: {self._chains!r}>"
 
 
 def _owners(chunks: list[ChunkContents]) -> dict[bytes, list[int]]:

@@ -13,7 +13,7 @@ import numpy as np
 
 from kvd_client.errors import UsageError
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
-from kvd_proto.directory_header import MAX_BLOCKS
+from kvd_proto.directory import MAX_BLOCKS
 from kvd_proto.labels import Label
 from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS
 
@@ -24,9 +24,7 @@ Blocks: TypeAlias = tuple[int, int]
 T = TypeVar("T", bound=msgspec.Struct)
 
 
-def shown(value: object) -> str:
-    """Return `repr`, short enough for a message."""
-    return reprlib.repr(value)
+shown = reprlib.repr  # short enough for a message
 
 
 def seconds(

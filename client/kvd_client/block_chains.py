@@ -1,4 +1,4 @@
-"""The announced blocks, which of them are chained, and in which order a round repeats them.
+"""The announced blocks: announcements, which blocks are chained, and the order of a repeat round.
 
 A block is chained when it and all blocks before it, up to a prompt's first block, are announced in
 its KV-cache group, each in memory or in tiers. A router that requires the parent accepts a block
@@ -9,11 +9,12 @@ it was not chained, and has its chain now, is in `BlockChains.rechecks` and is a
 from collections import deque
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from kvd_client.change_reader import Place
-from kvd_client.errors import ReaderFault
+from kvd_proto.descriptions import TOKEN_BYTES, Description
 
+_GROUP_BYTES = 4  # of a key, its last ones, where it has more: the index of the group
 MAX_HOLDERS_READ = 8
 """Chunks of a block that are tried until a description can be read."""
 
@@ -217,27 +218,6 @@ class BlockChains:
                     child.chained = False
                     unchained.append(child)
 
-    def check_integrity(self) -> None:
-        """Raise ReaderFault where blocks contradict each other."""
-        if not all(any(group.media) for group in self._groups.values()):
-            raise ReaderFault(f"a group is empty: {self!r}")
-        linked = {
-            (group.number, parent, block)
-            for group in self._groups.values()
-            for parent, some in group.children.items()
-            for block in each(some)
-        }
-        if linked != {(block.group.number, block.parent, block) for block in self if block.parent}:
-            raise ReaderFault(f"blocks and their parents do not agree: {self!r}")
-        for block in self:
-            if block.holders is None or block.is_described != (block.parent is not None):
-                raise ReaderFault(f"a block has no holder, or a wrong parent: {self!r}")
-            if block.chained and not block.has_chain:
-                raise ReaderFault(f"a block is chained without its parent: {self!r}")
-
-    def __repr__(self) -> str:
-        return f"<BlockChains of {sum(1 for _ in self)} blocks, {len(self.rechecks)} rechecks>"
-
 
 class RepeatRound:
     """The order of a repeat round: each chunk comes after the chunks with its parent.
@@ -357,3 +337,115 @@ def _without(some: OneOrMore[T], one: T) -> OneOrMore[T]:
         some.pop(one, None)
         return some if len(some) > 1 else next(iter(some))
     return None if some is one else some
+
+
+# --------------------------------------------------------------- announcements
+
+
+class StoredBlocks(NamedTuple):
+    """Blocks that can be loaded now, each the parent of the next.
+
+    A chunk that is known by its key alone has one hash, no parent, no tokens and `block_size` 0.
+    The other fields are those of `Description`.
+
+    in_tiers: the blocks lie in tiers; else in memory.
+    lookahead: for each block the u4 tokens after it that its hash covers; None: it covers none.
+    """
+
+    hashes: tuple[bytes, ...]
+    parent: bytes
+    tokens: bytes
+    block_size: int
+    group: int
+    kind: str = ""
+    window: int | None = None
+    lora: str | None = None
+    extra: tuple[tuple[Any, ...] | None, ...] | None = None
+    in_tiers: bool = False
+    lookahead: tuple[bytes, ...] | None = None
+
+
+class RemovedBlocks(NamedTuple):
+    """Blocks of one group that cannot be loaded from tiers (`in_tiers`) or memory any more."""
+
+    hashes: tuple[bytes, ...]
+    group: int
+    in_tiers: bool = False
+
+
+Announcement: TypeAlias = StoredBlocks | RemovedBlocks
+MediumBlocks: TypeAlias = dict[tuple[int, bool], list[bytes]]
+"""Hashes of blocks by their group and whether they are in tiers."""
+
+
+class ChunkContents(NamedTuple):
+    """A chunk that is announced: where it lies, and its blocks.
+
+    description: None, and `parent` too: the chunk is known by its key alone.
+    """
+
+    key: bytes
+    in_tiers: bool
+    place: Place
+    description: Description | None
+    group: int
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+
+
+def chunk_contents(
+    key: bytes, place: Place, description: Description | None, *, in_tiers: bool
+) -> ChunkContents:
+    """Return the blocks that the chunk has at its place; without description the key's block."""
+    if description is not None:
+        first, end = place.first, place.first + place.count
+        hashes = description.hashes[first:end]
+        if len(hashes) == 1 or (hashes and len(set(hashes)) == len(hashes)):
+            parent = description.hashes[first - 1] if first else description.parent
+            group = description.group
+            return ChunkContents(key, in_tiers, place, description, group, hashes, parent)
+    block_hash, group = key, 0
+    if len(key) > _GROUP_BYTES:
+        block_hash, group = key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
+    return ChunkContents(key, in_tiers, place, None, group, (block_hash,), None)
+
+
+def stored_blocks(contents: ChunkContents, begin: int, end: int) -> StoredBlocks:
+    """Return the announcement of some of a chunk's blocks."""
+    hashes, description = contents.hashes[begin:end], contents.description
+    if description is None:
+        return StoredBlocks(hashes, b"", b"", 0, contents.group, in_tiers=contents.in_tiers)
+    parent = contents.hashes[begin - 1] if begin else contents.parent or b""
+    begin, end = contents.place.first + begin, contents.place.first + end
+    block_bytes = description.block_size * TOKEN_BYTES
+    lookahead = None
+    if covered := len(description.lookahead):
+        tokens = description.tokens + description.lookahead
+        ends = range((begin + 1) * block_bytes, (end + 1) * block_bytes, block_bytes)
+        lookahead = tuple(tokens[at : at + covered] for at in ends)
+    return StoredBlocks(
+        hashes,
+        parent,
+        description.tokens[begin * block_bytes : end * block_bytes],
+        description.block_size,
+        contents.group,
+        description.kind,
+        description.window,
+        description.lora,
+        None if description.extra is None else description.extra[begin:end],
+        contents.in_tiers,
+        lookahead,
+    )
+
+
+def reannounced(stored: StoredBlocks) -> tuple[RemovedBlocks, StoredBlocks]:
+    """Return the announcements that announce announced blocks again."""
+    return RemovedBlocks(stored.hashes, stored.group, stored.in_tiers), stored
+
+
+def removed_blocks(removed: MediumBlocks) -> list[RemovedBlocks]:
+    """Return the announcements that remove these blocks."""
+    return [
+        RemovedBlocks(tuple(hashes), group, in_tiers)
+        for (group, in_tiers), hashes in removed.items()
+    ]

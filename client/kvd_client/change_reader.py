@@ -17,12 +17,10 @@ Sans-I/O, as the directory's view is. Nothing here waits, and each call does a b
 """
 
 import time
-from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
-from kvd_client.errors import ReaderFault
 from kvd_proto.changes import Change, ChangeKind
 from kvd_proto.directory import DirectoryView
 
@@ -107,11 +105,6 @@ class PublishedState:
         self.snapshot_end = 0
 
     @property
-    def all(self) -> Mapping[bytes, Place]:
-        """All that is published."""
-        return ChainMap(self.confirmed, self.unconfirmed, self.gone)
-
-    @property
     def unfinished(self) -> bool:
         """Whether `ChangeReader.take` would go on here, though nothing changes."""
         return self.snapshot_at is not None or bool(self.gone)
@@ -173,18 +166,6 @@ class PublishedState:
     def __len__(self) -> int:
         return len(self.confirmed) + len(self.unconfirmed) + len(self.gone)
 
-    def check_integrity(self) -> None:
-        """Raise ReaderFault where the three contradict each other."""
-        if len(self.all) != len(self) or self.before:
-            raise ReaderFault(f"a chunk is published twice, or half: {self!r}")
-        if b"" in self.all:
-            raise ReaderFault(f"a chunk has no key: {self!r}")
-
-    def __repr__(self) -> str:
-        snapshot = "" if self.snapshot_at is None else f", snapshot at {self.snapshot_at}"
-        counts = f"{len(self.confirmed)} confirmed, {len(self.unconfirmed)} unconfirmed"
-        return f"<{counts}, {len(self.gone)} gone{snapshot}>"
-
 
 def _joined(some: dict[bytes, Place], others: dict[bytes, Place]) -> dict[bytes, Place]:
     """Return both in one; in constant time where one is empty, as it nearly always is."""
@@ -216,16 +197,6 @@ class ChangeReader:
         self.changes = 0
         self.snapshots = 0
         self.overruns = 0
-
-    @property
-    def said(self) -> Mapping[bytes, Place]:
-        """All that is published as READY."""
-        return self._memory.all
-
-    @property
-    def kept(self) -> Mapping[bytes, Place]:
-        """All that is published as lying in tiers."""
-        return self._tiers.all
 
     @property
     def waiting(self) -> bool:
@@ -413,21 +384,3 @@ class ChangeReader:
             if num_chunks >= limit:
                 break
         tiers.snapshot_at = end
-
-    # --------------------------------------------------------------- integrity
-
-    def check_integrity(self) -> None:
-        """Raise ReaderFault where the reader contradicts itself, or its directory."""
-        for published in (self._memory, self._tiers):
-            published.check_integrity()
-            if self._directory is None and published.snapshot_at is not None:
-                raise ReaderFault(f"a snapshot of nothing: {self!r}")
-        if self._directory is not None and self._position > self._directory.changes.head:
-            raise ReaderFault(f"ahead of the ring: {self!r}")
-
-    def __repr__(self) -> str:
-        where = "nothing" if self._directory is None else repr(self._directory.changes)
-        return (
-            f"<ChangeReader at change {self._position} of {where}:"
-            f" in memory {self._memory!r}, in tiers {self._tiers!r}>"
-        )

@@ -26,14 +26,7 @@ class Source(NamedTuple):
 
 
 class Changes:
-    """One scheduler's changes.
-
-    Args:
-        clock: in seconds.
-
-    Attributes:
-        behind: the last `take` has left something that was there when it began.
-    """
+    """One scheduler's changes. `behind`: the last `take` has left something that was there."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -139,6 +132,3 @@ class Changes:
     def _is_given_up(self) -> bool:
         since = self._absent_since
         return since is not None and self._clock() >= since + ABSENT_SECONDS
-
-    def __repr__(self) -> str:
-        return f"<Changes: {self._published} published, {self._reader!r}>"

@@ -86,14 +86,8 @@ def socket_path(runtime_dir: Path, name: str) -> Path:
 class Connection:
     """The connection of one session, welcomed by the daemon.
 
-    Args:
-        runtime_dir: the daemon's.
-        kind, engine: who we are.
-        stop: descriptor that becomes readable when the session is being closed.
-        on_notice: called when `receive` has something to return, by the thread that received it.
-
-    Attributes:
-        failed: why the connection cannot be used any more; empty while it can.
+    `stop` is readable when the session is being closed. `on_notice` is called by the thread that
+    has received what `receive` returns. `failed` says why the connection cannot be used any more.
 
     Raises:
         OSError: no daemon.

@@ -179,9 +179,6 @@ class PrimaryContext:
         with suppress(CudaError):
             _call(f"stop to {self._attempted}", "cuDevicePrimaryCtxRelease", self._device)
 
-    def __repr__(self) -> str:
-        return f"<PrimaryContext of device {int(self._device)}>"
-
 
 @contextmanager
 def any_context() -> Iterator[None]:

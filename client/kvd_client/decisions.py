@@ -1,19 +1,153 @@
-"""What a scheduler decides by itself about stores and loads, from the directory and its loans."""
+"""What a scheduler decides by itself: which slots new chunks get, which chunks are loaded, sought.
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+All of it is read in the directory, in shared memory. The daemon is told afterwards, by the step.
+
+- A slot on loan holds nothing, or a chunk that would be evicted next and is found until the slot is
+  given to another key. Whether a loan still holds only the directory says: the daemon takes loans
+  back without a message.
+- A reuse filter keeps out prompts that are seen once: a key is stored at its n-th offer.
+- A chunk that a tier has is sought with the step. Nothing is answered: the directory shows what
+  comes of it.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import NamedTuple, TypeAlias
 
 from kvd_client.arguments import Blocks, shown
 from kvd_client.errors import UsageError
-from kvd_client.loans import Loans
 from kvd_client.outbox import Outbox
-from kvd_client.reuse import ReuseFilter
 from kvd_client.tickets import StoreAnswer
 from kvd_proto.directory import DirectoryView, Entry, SlotState
+from kvd_proto.messages import TierInfo
+from kvd_proto.tier_table import TierStatus, TierTableView
 
 _READY = int(SlotState.READY)
 _ACCEPTED, _PRESENT = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT
 _PENDING, _FULL, _NOT_YET = StoreAnswer.PENDING, StoreAnswer.FULL, StoreAnswer.NOT_YET
+
+LEAST_WANTED = 64
+DECAY = 1 / 32  # of the peak, with each step that stores
+Loan: TypeAlias = tuple[int, int]
+"""A slot and its generation."""
+IsLent: TypeAlias = Callable[[int, int], bool]
+"""Whether a slot is on loan with this generation."""
+
+NOT_BELOW = -1
+"""No tier has the blocks, or none that has them is usable."""
+UNKNOWN = -2
+"""A usable shared tier may have the chunk: nobody has asked it of late."""
+
+SEEK_AGAIN_SECONDS = 2.0  # until the daemon is told of a key once more
+MAX_SOUGHT_KEYS = 65_536  # that are remembered
+
+
+class Loans:
+    """The loans of one scheduler. Not for several threads at a time."""
+
+    def __init__(self) -> None:
+        self._at_hand: OrderedDict[int, int] = OrderedDict()  # slot -> generation, lent first first
+        self._pinned: dict[int, int] = {}  # passed over by `take` since the latest answer
+        self._asked = 0  # since the latest answer
+        self._peak = 0.0
+
+    @property
+    def wanted(self) -> int:
+        """How many loans to have at hand: twice what was asked for of late between two answers."""
+        return max(LEAST_WANTED, 2 * round(self._peak))
+
+    def add(self, loans: Iterable[Loan]) -> None:
+        """The daemon has answered: slots and generations that are lent now, maybe none.
+
+        What was asked for before counts together: it had to do with the same loans.
+        """
+        self.end_step()
+        self._asked = 0
+        at_hand = self._at_hand
+        at_hand.update(self._pinned)
+        self._pinned.clear()
+        for slot, generation in loans:
+            if at_hand.get(slot, -1) < generation:  # answers may be taken in out of order
+                at_hand.pop(slot, None)
+                at_hand[slot] = generation
+
+    def take(self, is_lent: IsLent, pinned: Container[int] = ()) -> Loan | None:
+        """Return a loan that holds, which is used up now; None where there is none.
+
+        A slot whose chunk is `pinned` is passed over until the daemon's next answer: the daemon
+        ends its loan when it reads the pin, or refuses the pin.
+        """
+        self._asked += 1
+        at_hand = self._at_hand
+        while at_hand:
+            loan = at_hand.popitem(last=False)
+            if loan[0] in pinned:
+                self._pinned[loan[0]] = loan[1]
+            elif is_lent(*loan):
+                return loan
+        return None
+
+    def defer(self, slots: Iterable[int]) -> None:
+        """Take the loans of these slots last: their chunks are used now."""
+        if at_hand := self._at_hand:
+            for slot in slots:
+                if slot in at_hand:
+                    at_hand.move_to_end(slot)
+
+    def count(self, is_lent: IsLent) -> int:
+        """How many hold, with those of pinned chunks; the others are forgotten."""
+        for loans in (self._at_hand, self._pinned):
+            for slot, generation in list(loans.items()):
+                if not is_lent(slot, generation):
+                    del loans[slot]
+        return len(self._at_hand) + len(self._pinned)
+
+    def end_step(self) -> None:
+        """Learn how many are needed; steps that have asked for none say nothing."""
+        if self._asked:
+            self._peak = max(float(self._asked), self._peak * (1 - DECAY))
+
+    def clear(self) -> None:
+        """Forget all loans: they were those of another session."""
+        self._at_hand.clear()
+        self._pinned.clear()
+
+    def __len__(self) -> int:
+        """How many `take` may still return, with those that do not hold any more."""
+        return len(self._at_hand)
+
+
+class ReuseFilter:
+    """Lets a key pass at its offer number `threshold`; 1: every key passes.
+
+    Remembers the latest `capacity` keys that have not been stored yet.
+    """
+
+    def __init__(self, threshold: int, capacity: int) -> None:
+        self.threshold = threshold
+        self.capacity = capacity
+        self._offers: OrderedDict[bytes, int] = OrderedDict()
+
+    def offer(self, key: bytes) -> bool:
+        """Count an offer; True where the key has now been offered often enough."""
+        count = self._offers.pop(key, 0) + 1
+        if count >= self.threshold:
+            return True
+        self._remember(key, count)
+        return False
+
+    def give_back(self, key: bytes) -> None:
+        """A key has passed and was not stored, for want of room: it passes at its next offer."""
+        if self.threshold > 1:
+            self._remember(key, self.threshold - 1)
+
+    def _remember(self, key: bytes, count: int) -> None:
+        if len(self._offers) >= self.capacity:
+            self._offers.popitem(last=False)
+        self._offers[key] = count
+
+    def __len__(self) -> int:
+        return len(self._offers)
 
 
 class Chosen(NamedTuple):
@@ -28,13 +162,7 @@ class Chosen(NamedTuple):
 
 
 class Decisions:
-    """Those of one attachment, and what the daemon is to be told of them. For one thread at a time.
-
-    Args:
-        directory: of the namespace.
-        loans: what is lent.
-        reuse: says which keys may be stored.
-    """
+    """Those of one attachment. `outbox` has what the daemon is to be told. For one thread."""
 
     def __init__(self, directory: DirectoryView, loans: Loans, reuse: ReuseFilter) -> None:
         self.outbox = Outbox(directory.blocks_per_chunk)
@@ -130,17 +258,18 @@ class Decisions:
             if ranges is not None:
                 first, count = ranges[i]
             there = entry(key)
-            is_there = (
-                there is not None
-                and there[2] == _READY
-                and there[3] <= first
-                and first + count <= there[3] + there[4]
-            )
-            found.append(is_there)
-            if there is not None and is_there:
-                chosen.keys.append(key)
-                chosen.slots.append(there[0])
-                chosen.generations.append(there[1])
+            if (
+                there is None
+                or there[2] != _READY
+                or first < there[3]
+                or there[3] + there[4] < first + count
+            ):
+                found.append(False)
+                continue
+            found.append(True)
+            chosen.keys.append(key)
+            chosen.slots.append(there[0])
+            chosen.generations.append(there[1])
         self._loans.defer(chosen.slots)
         return found, chosen
 
@@ -155,8 +284,63 @@ class Decisions:
             if sum(blocks) > whole:
                 raise UsageError(f"blocks={shown(blocks)}: a chunk has {whole} blocks")
 
-    def __repr__(self) -> str:
-        return f"<Decisions {self._loans!r}, {self.outbox!r}, {self._reuse!r}>"
+
+class Seeking:
+    """The tiers of one attachment. `below` takes no lock; the rest is for one thread at a time."""
+
+    def __init__(
+        self, directory: DirectoryView, table: TierTableView, tiers: Sequence[TierInfo]
+    ) -> None:
+        self._directory = directory
+        self._table = table
+        self._shared = [number for number, tier in enumerate(tiers) if tier.shared]
+        self._told: dict[bytes, float] = {}  # when, the longest ago first
+
+    def below(self, key: bytes, first: int, count: int | None) -> int:
+        """Return which tier is the first usable one that holds these blocks of the chunk.
+
+        Also while it is on its way up. A chunk that is READY with other blocks is not brought up.
+
+        Returns:
+            The tier's number, `NOT_BELOW` or `UNKNOWN`.
+        """
+        directory, table = self._directory, self._table
+        if count is None:
+            count = directory.blocks_per_chunk - first
+        place = table.find(key)
+        if place is None:
+            return UNKNOWN if any(table.status(i).usable for i in self._shared) else NOT_BELOW
+        tiers = place.tiers
+        if not tiers or not _covers((place.first, place.count), first, count):
+            return NOT_BELOW
+        there = directory.entry(key)
+        if there is not None and there[2] == _READY and not _covers(there[3:], first, count):
+            return NOT_BELOW
+        for number in range(table.num_tiers):
+            if tiers >> number & 1 and table.status(number).usable:
+                return number
+        return NOT_BELOW
+
+    def status(self, number: int) -> TierStatus | None:
+        """Return what the daemon says about a tier; None where there is none of this number."""
+        return self._table.status(number) if 0 <= number < self._table.num_tiers else None
+
+    def due(self, keys: Iterable[bytes], now: float) -> list[bytes]:
+        """Return those keys that the daemon was not told of lately; they count as told now."""
+        told, before = self._told, now - SEEK_AGAIN_SECONDS
+        while told and told[oldest := next(iter(told))] <= before:
+            del told[oldest]
+        due = [key for key in dict.fromkeys(keys) if key not in told]
+        told.update(dict.fromkeys(due, now))
+        while len(told) > MAX_SOUGHT_KEYS:
+            del told[next(iter(told))]
+        return due
+
+    def loaded(self, keys: Iterable[bytes]) -> None:
+        """These are in memory: when they have gone again they may be sought at once."""
+        if self._told:
+            for key in keys:
+                self._told.pop(key, None)
 
 
 def _covers(held: Sequence[int], first: int, count: int) -> bool:

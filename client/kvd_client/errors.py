@@ -1,4 +1,4 @@
-"""Errors of the client.
+"""Errors of the client, and its loggers: an engine prints their lines among its own.
 
 Only a caller's own mistakes and registration raise; on the serving path a
 daemon that is absent, slow or broken shows as a miss, never as an exception.
@@ -12,11 +12,14 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
     ├── UnsupportedMemory
     ├── UnsupportedVllm
     ├── CudaError
-    ├── ReaderFault
     └── DaemonLost              becomes a miss, never leaves the package
         ├── Refused
         └── AccessDenied
 """
+
+import logging
+from collections.abc import MutableMapping
+from typing import Any
 
 from kvd_proto.messages import ErrorCode
 
@@ -71,10 +74,6 @@ class CudaError(KvdClientError):
         self.attempted = attempted
 
 
-class ReaderFault(KvdClientError):
-    """A defect: the reader of a directory's changes, or the announcer, contradicts itself."""
-
-
 class DaemonLost(KvdClientError):
     """The daemon's end is closed, or it sent something invalid, or nothing in time."""
 
@@ -91,3 +90,30 @@ def cause(error: BaseException) -> str:
     """What a log line says of an error: the first line of its text, after its type if not ours."""
     text = str(error).partition("\n")[0]
     return text if isinstance(error, KvdClientError) else f"{type(error).__name__}: {text}"
+
+
+# ------------------------------------------------------------------------ logs
+
+
+class ClientLogger(logging.LoggerAdapter[logging.Logger]):
+    """A logger whose lines begin with "kvd: "."""
+
+    def process(
+        self, msg: object, kwargs: MutableMapping[str, Any]
+    ) -> tuple[object, MutableMapping[str, Any]]:
+        """See `logging.LoggerAdapter`."""
+        return f"kvd: {msg}", kwargs
+
+
+def get_logger(name: str = "kvd_client") -> ClientLogger:
+    """Return the logger of this name, `kvd_client` or one below it."""
+    return ClientLogger(logging.getLogger(name))
+
+
+def log_no_offload(log: ClientLogger, error: Exception) -> None:
+    """Log why an engine runs without offload, with the stack of an error that is not kvd's."""
+    if isinstance(error, KvdClientError):
+        log.error("%s; the engine runs without offload", cause(error))
+    else:
+        text = "the KV cache cannot be registered: %s; the engine runs without offload"
+        log.error(text, cause(error), exc_info=error)

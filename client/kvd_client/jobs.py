@@ -14,9 +14,8 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from kvd_client.errors import UsageError
+from kvd_client.errors import UsageError, get_logger
 from kvd_client.lane_link import LaneLink
-from kvd_client.logs import get_logger
 from kvd_client.memory import ControlPage
 from kvd_client.readiness import Readiness
 from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS, TIMELINE_WORD
@@ -70,9 +69,7 @@ class _Running:
 class JobTable:
     """Every unfinished job of one worker. May be used by any thread.
 
-    Args:
-        control: the worker's control page, whose words void stores.
-        store_seconds: after which a store that has not ended is given up.
+    Words of the control page void stores; those that take `store_seconds` are given up.
     """
 
     def __init__(self, control: ControlPage, store_seconds: float) -> None:
@@ -135,16 +132,12 @@ class JobTable:
             lane = self._lane if usable else None
             if lane is None:
                 text = _LANE_ENDED if self._lane_ended else "no lane serves this worker now"
-                self._finished.append(_failed(job_id, text))
-                self._tell()
-                return False
+                return self._reject(_failed(job_id, text))
             word = progress = 0
             if kind is Store:
                 if not self._free_words:
                     text = f"{EPOCH_WORDS - 1} stores are under way already; wait for some"
-                    self._finished.append(JobResult(job_id, JobStatus.SHED, text=text))
-                    self._tell()
-                    return False
+                    return self._reject(JobResult(job_id, JobStatus.SHED, text=text))
                 word = self._free_words[-1]
                 fields |= {"word": word, "epoch": self._control.epoch(word)}
             elif layerwise and self._free_progress:
@@ -157,10 +150,8 @@ class JobTable:
                 raise UsageError(f"job {job_id} is too large: {error}") from error
             if not request_id:
                 text = _LANE_ENDED if lane.dead else f"the lane takes no message: {lane.lack}"
-                self._finished.append(_failed(job_id, text))
                 self._collect()
-                self._tell()
-                return False
+                return self._reject(_failed(job_id, text))
             lane.pending[request_id] = job_id
             if word:
                 self._free_words.pop()
@@ -170,6 +161,12 @@ class JobTable:
             self._running[job_id] = running
             self.readiness.remind()
             return True
+
+    def _reject(self, result: JobResult) -> bool:
+        """Return false, as `submit` does for a job that no lane has."""
+        self._finished.append(result)
+        self._tell()
+        return False
 
     def layers_loaded(self, job_id: int) -> int:
         """See `Worker.layers_loaded`."""
@@ -239,9 +236,6 @@ class JobTable:
 
     def __len__(self) -> int:
         return len(self._running)
-
-    def __repr__(self) -> str:
-        return f"<JobTable {len(self._running)} running, lane {self._lane!r}>"
 
     # ------------------------------------------------- under the lock, below
 

@@ -7,8 +7,7 @@ import select
 import socket
 import time
 
-from kvd_client.errors import DaemonLost
-from kvd_client.logs import get_logger
+from kvd_client.errors import DaemonLost, get_logger
 from kvd_client.readiness import Readiness
 from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.codec import WIRE, Header
@@ -212,6 +211,3 @@ class LaneLink:
                 self._poll.register(*watched)
                 self._readiness.watch(*watched)
             self._watched = watched
-
-    def __repr__(self) -> str:
-        return f"<LaneLink {self.endpoint}>"

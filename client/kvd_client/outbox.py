@@ -1,4 +1,4 @@
-"""What a scheduler has decided and not told the daemon yet; it leaves as one `Step`.
+"""What a scheduler tells the daemon: its decisions with a `Step`, its totals once a second.
 
 Also the keys that have begun and of which the daemon has not said anything yet: from its answer
 to the step that named them on, the directory says how they stand.
@@ -11,7 +11,17 @@ from typing import NamedTuple
 from kvd_client.arguments import Blocks
 from kvd_client.tickets import StoreAnswer
 from kvd_proto.arrays import IntArray
-from kvd_proto.messages import MAX_FINISHED, MAX_KEYS, NO_ITEMS, NO_SLOTS, Pin, Step
+from kvd_proto.messages import (
+    MAX_FINISHED,
+    MAX_KEYS,
+    NO_ITEMS,
+    NO_SLOTS,
+    KvEvents,
+    Lookups,
+    Pin,
+    Ping,
+    Step,
+)
 
 MAX_DESCRIBED_BYTES = 4 * 2**20
 """Of a step's descriptions: with them the largest step is below the limit of a message."""
@@ -95,15 +105,7 @@ class Outbox:
     def begin(
         self, key: bytes, slot: int, generation: int, blocks: Blocks, description: bytes = b""
     ) -> None:
-        """A store has begun. Those of one prompt come with its head first.
-
-        Args:
-            key: of the chunk.
-            slot: its loan.
-            generation: of the slot.
-            blocks: which ones of the chunk will be written.
-            description: of the chunk; empty: none.
-        """
+        """A store of these blocks of a chunk has begun. Those of a prompt come head first."""
         self._add(1)
         self.begun[key] = self.keys
         self.given[slot] = generation
@@ -156,13 +158,7 @@ class Outbox:
         self._unpinned.append(lease)
 
     def use(self, keys: Collection[bytes], prompt: int, label: int) -> None:
-        """A request has finished.
-
-        Args:
-            keys: its chunks', a prompt's head first.
-            prompt: how many of them, from the first on, are its prompt's.
-            label: the byte of `Step.labels`.
-        """
+        """A request with these chunks has finished, the first `prompt` of them its prompt's."""
         self._add(len(keys))
         self._used.extend(keys)
         self._used_counts.append(len(keys))
@@ -199,11 +195,7 @@ class Outbox:
         return self.urgent or bool(self._present or self._pending or self._not_yet)
 
     def take(self, wanted: int) -> tuple[Step, Given]:
-        """Return all of it as a step, with what it gives to keys, and begin the next one.
-
-        Args:
-            wanted: how many loans the scheduler would like to have.
-        """
+        """Return all of it as a step, with what it gives to keys, and begin the next one."""
         first = count = NO_ITEMS
         if self._blocks.count(self._whole) < len(self._blocks):
             first = IntArray.of([first for first, _ in self._blocks], "u2")
@@ -269,5 +261,48 @@ class Outbox:
             if self.pinned.get(slot) is step.pinned:
                 del self.pinned[slot]
 
-    def __repr__(self) -> str:
-        return f"<Outbox {self._items} to tell, {len(self.begun)} keys begun>"
+
+class Totals:
+    """What one scheduler reports once a second; tokens only where the engine counts them.
+
+    Attributes:
+        counts: of the session, by the fields of `Lookups`. Adding takes no lock: with several
+            threads a few may be lost.
+        prefill_ns: how long the engine computes one token; None: not measured.
+    """
+
+    def __init__(self, *, with_tokens: bool) -> None:
+        self.counts = dict.fromkeys(Lookups.__struct_fields__, 0)
+        self.prefill_ns: int | None = None
+        self._with_tokens = with_tokens
+        self._reported: Lookups | None = None
+        self._reported_prefill_ns: int | None = None
+
+    def begin_session(self) -> None:
+        """Count anew. Of what was not reported only that stays which tells of failures.
+
+        These often happen while there is no daemon.
+        """
+        before, told = self.counts, self._reported
+        counts = dict.fromkeys(before, 0)
+        for name in ("aborted_requests", "detached_tokens"):
+            counts[name] = before[name] - (getattr(told, name) if told else 0)
+        counts["tokens"] = counts["detached_tokens"]
+        self.counts = counts
+        self._reported = self._reported_prefill_ns = None
+
+    def report(self, kv_events: KvEvents | None) -> Ping | None:
+        """Return what has changed since the last report; None: nothing."""
+        totals: dict[str, int | None] = {**self.counts}
+        if not self._with_tokens:
+            totals["tokens"] = totals["hit_tokens"] = None
+        lookups: Lookups | None = Lookups(**totals)  # type: ignore[arg-type]
+        if lookups == self._reported or not any(totals.values()):
+            lookups = None
+        else:
+            self._reported = lookups
+        prefill_ns = self.prefill_ns if self.prefill_ns != self._reported_prefill_ns else None
+        if lookups is None and kv_events is None and prefill_ns is None:
+            return None
+        self._reported_prefill_ns = self.prefill_ns
+        return Ping(lookups=lookups, kv_events=kv_events, prefill_ns=prefill_ns)

@@ -3,12 +3,16 @@
 Calls of an engine's step decide by themselves, from shared memory: what is READY, and which slots
 the daemon has lent, it says there. They tell the daemon what they have decided, and wait neither
 for it nor for a lock that anybody holds while waiting.
+
+A `Scheduler` is a session. Its parts: `Attachments` (what it decides with, and tells), `Changes`
+(what it publishes as KV events), `Totals` (what it reports), `ReadyNews` (for event loops).
 """
 
 import contextlib
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -27,17 +31,37 @@ from kvd_client.arguments import (
     shown,
     whole,
 )
-from kvd_client.attachment import Attachment
-from kvd_client.errors import UsageError
-from kvd_client.scheduler_tiers import SchedulerTiers
+from kvd_client.attachment import Attachment, Attachments
+from kvd_client.change_reader import DEFAULT_LIMIT, Differences, Place
+from kvd_client.changes import Changes, Source
+from kvd_client.connection import Connection, Notice
+from kvd_client.decisions import NOT_BELOW, Seeking
+from kvd_client.errors import UsageError, get_logger
+from kvd_client.outbox import Outbox, Totals
+from kvd_client.readiness import ReadyNews
+from kvd_client.session import Session
 from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
-from kvd_proto.directory import LookupResult, SlotState
-from kvd_proto.directory_header import MAX_SLOTS
+from kvd_proto.changes import MAX_CHANGES
+from kvd_proto.descriptions import Description
+from kvd_proto.directory import MAX_SLOTS, Entry, LookupResult, SlotState
 from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.messages import (
     MAX_KEY_BYTES,
+    MAX_TIERS,
+    Attached,
+    Detached,
+    Message,
+    Ping,
+    Reset,
+    ResetDone,
+    Status,
+    StatusReport,
+    Step,
+    TierInfo,
 )
+from kvd_proto.tier_table import TierStatus
 
+RESET_SECONDS = 30.0  # it takes a daemon milliseconds for ten thousands of chunks
 MAX_LEASE_SECONDS = 600.0
 MAX_TOKENS = 2**48  # of one request; totals have room for tens of thousands of such
 AGAIN_SECONDS = 0.01  # until the daemon is asked again for loans that somebody waits for
@@ -45,8 +69,10 @@ AGAIN_SECONDS = 0.01  # until the daemon is asked again for loans that somebody 
 _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 _U4, _U8, _BOOL = np.dtype("<u4"), np.dtype("<u8"), np.dtype(np.bool_)
 
+log = get_logger()
 
-class Scheduler(SchedulerTiers):
+
+class Scheduler(Session):
     """An engine's scheduler.
 
     Whatever happens to the daemon, no call of a step waits for it: neither lookups nor
@@ -70,6 +96,8 @@ class Scheduler(SchedulerTiers):
         UsageError: an invalid argument. An absent daemon is no error.
     """
 
+    _kind = "scheduler"
+
     def __init__(
         self,
         runtime_dir: str | os.PathLike[str],
@@ -81,9 +109,54 @@ class Scheduler(SchedulerTiers):
         events: bool = False,
     ) -> None:
         self._steps = flag("steps", steps)
-        super().__init__(
-            runtime_dir, engine, deadline=deadline, counts_tokens=counts_tokens, events=events
-        )
+        self._events = flag("events", events)
+        self._totals = Totals(with_tokens=flag("counts_tokens", counts_tokens))
+        super().__init__(runtime_dir, engine, deadline)
+        self._ready_news = ReadyNews()
+        self._changes = Changes()
+        self._attachments = Attachments(self._look_in, self._wake)
+        # Replaced whenever that changes, so that a lookup tests nothing.
+        self._find: Callable[..., LookupResult]
+        self._entry: Callable[[bytes], Entry | None]
+        self._begun: Container[bytes]
+        self._given: Mapping[int, int]
+        self._seeking: Seeking | None
+        self._look_in(None)
+        self._start()
+
+    @property
+    def attached(self) -> bool:
+        """Whether every rank is registered and has a lane, so that chunks can be found."""
+        return self._attachments.current is not None
+
+    @property
+    def namespace(self) -> bytes:
+        """The id of the namespace, 16 bytes; empty while not attached."""
+        there = self._attachments.current
+        return there.attached.namespace if there else b""
+
+    @property
+    def num_chunks(self) -> int:
+        """The largest number of chunks of the namespace; 0 while not attached."""
+        there = self._attachments.current
+        return there.attached.num_chunks if there else 0
+
+    @property
+    def bytes_per_chunk(self) -> int:
+        """Bytes of a chunk, all ranks together; 0 while not attached."""
+        there = self._attachments.current
+        return there.attached.bytes_per_chunk if there else 0
+
+    def status(self) -> dict[str, Any]:
+        """Return the daemon's state as `kvd status --json` prints it; empty without a daemon."""
+        reply = self._request(Status(), StatusReport)
+        return {} if reply is None else reply.status
+
+    def close(self) -> None:
+        """End the session: leases are dropped, unfinished stores given up. May be called again."""
+        super().close()
+        self._on_lost()
+        self._ready_news.close()
 
     # ---------------------------------------------------------------- lookups
 
@@ -98,12 +171,12 @@ class Scheduler(SchedulerTiers):
         if first.__class__ is not int or first or count is not None:
             check_blocks(first, count)
         found = self._find(key, first, count)
-        counts = self._counts
-        counts.chunks += 1
+        counts = self._totals.counts
+        counts["chunks"] += 1
         if found is _HIT and self._given and self._is_given(key):
             found = _MISS
         if found is _HIT:
-            counts.hit_chunks += 1
+            counts["hit_chunks"] += 1
         elif found is _MISS and key in self._begun:
             return _HIT_PENDING
         return found
@@ -119,8 +192,8 @@ class Scheduler(SchedulerTiers):
             for i, key in enumerate(keys):
                 if found[i] is _HIT and self._is_given(key):
                     found[i] = _MISS
-        self._counts.chunks += len(found)
-        self._counts.hit_chunks += found.count(_HIT)
+        self._totals.counts["chunks"] += len(found)
+        self._totals.counts["hit_chunks"] += found.count(_HIT)
         if begun := self._begun:
             for i, key in enumerate(keys):
                 if found[i] is _MISS and key in begun:
@@ -135,10 +208,10 @@ class Scheduler(SchedulerTiers):
         if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
             check_key(key)
         found = self._entry(key)
-        self._counts.chunks += 1
+        self._totals.counts["chunks"] += 1
         if found is None or found[2] != SlotState.READY or self._is_given(key):
             return None
-        self._counts.hit_chunks += 1
+        self._totals.counts["hit_chunks"] += 1
         return found[3], found[4]
 
     def _is_given(self, key: bytes) -> bool:
@@ -151,35 +224,27 @@ class Scheduler(SchedulerTiers):
 
         No request is made: they are part of the next report, once a second at most.
         """
-        numbers = isinstance(asked, int) and isinstance(found, int)
-        if not numbers or not 0 <= found <= asked <= MAX_TOKENS:
-            raise UsageError(
-                f"asked={shown(asked)}, found={shown(found)}: whole numbers are needed,"
-                f" 0 <= found <= asked <= {MAX_TOKENS}"
-            )
-        self._counts.tokens += asked
-        self._counts.hit_tokens += found
+        whole("asked", asked, 0, MAX_TOKENS)
+        whole("found", found, 0, asked)
+        self._totals.counts["tokens"] += asked
+        self._totals.counts["hit_tokens"] += found
         if not self.attached:
-            self._counts.detached_tokens += asked
+            self._totals.counts["detached_tokens"] += asked
 
     def count_aborted(self, requests: int) -> None:
         """Count requests that the engine gives up because a load has failed; as `count_tokens`."""
-        if not isinstance(requests, int) or not 0 <= requests <= MAX_TOKENS:
-            raise UsageError(
-                f"requests={shown(requests)}: a whole number is needed, 0 to {MAX_TOKENS}"
-            )
-        self._counts.aborted_requests += requests
+        self._totals.counts["aborted_requests"] += whole("requests", requests, 0, MAX_TOKENS)
 
     def count_hints(self, hints: int = 0, ignored: int = 0, cut: int = 0) -> None:
         """Count requests with a hint, fields that were ignored, and numbers that were cut."""
-        self._counts.hints += whole("hints", hints, 0)
-        self._counts.hints_ignored += whole("ignored", ignored, 0)
-        self._counts.hints_cut += whole("cut", cut, 0)
+        self._totals.counts["hints"] += whole("hints", hints, 0)
+        self._totals.counts["hints_ignored"] += whole("ignored", ignored, 0)
+        self._totals.counts["hints_cut"] += whole("cut", cut, 0)
 
     def set_prefill_seconds(self, seconds_per_token: float) -> None:
         """Report how long the engine takes to compute one token of a prompt, as measured."""
         value = seconds("seconds_per_token", seconds_per_token)
-        self._prefill_ns = round(value * 1e9)
+        self._totals.prefill_ns = round(value * 1e9)
 
     # ----------------------------------------------------------------- stores
 
@@ -207,9 +272,9 @@ class Scheduler(SchedulerTiers):
         ranges = block_ranges(blocks, len(wanted))
         describe, described_bytes = chunk_descriptions(descriptions, len(wanted))
         self._check_open()
-        with self._state:
-            there = self._attachment
-            if there is None or self._owed is not None:
+        with self._attachments.lock:
+            there = self._attachments.serving
+            if there is None:
                 return StoreTicket()
             if ranges is not None:
                 there.decisions.check(ranges)
@@ -221,7 +286,7 @@ class Scheduler(SchedulerTiers):
             if not there.has_room(len(wanted), described_bytes):
                 return StoreTicket(answers=(StoreAnswer.FULL,) * len(wanted))
             answers, chosen = there.decisions.offer(wanted, ranges, describe)
-            serial = next(self._serials)
+            serial = next(self._attachments.serials)
             self._end_call(there)
         ticket = StoreTicket(
             keys=tuple(chosen.keys),
@@ -250,8 +315,8 @@ class Scheduler(SchedulerTiers):
         self._check_open()
         if succeeded or not keys:
             return
-        with self._state:
-            there, over = self._attachment, 0 < serial < self._first_store
+        with self._attachments.lock:
+            there, over = self._attachments.current, 0 < serial < self._attachments.first_store
             if there is not None and not over and there.has_room(len(keys)):
                 there.decisions.outbox.drop(keys)
                 self._end_call(there)
@@ -278,14 +343,14 @@ class Scheduler(SchedulerTiers):
         lease_s = seconds("lease_seconds", lease_seconds, MAX_LEASE_SECONDS, positive=True)
         ranges = block_ranges(blocks, len(wanted))
         self._check_open()
-        with self._state:
-            there = self._attachment
-            if there is None or self._owed is not None or not there.has_room(len(wanted)):
+        with self._attachments.lock:
+            there = self._attachments.serving
+            if there is None or not there.has_room(len(wanted)):
                 return LoadTicket(found=np.zeros(len(wanted), _BOOL))
             found, chosen = there.decisions.find(wanted, ranges)
             lease = 0
             if chosen.keys:
-                lease = next(self._serials)
+                lease = next(self._attachments.serials)
                 lease_ms = max(1, round(lease_s * 1000))
                 there.decisions.outbox.pin(lease, lease_ms, chosen.slots, chosen.generations)
                 if there.seeking is not None:
@@ -310,8 +375,8 @@ class Scheduler(SchedulerTiers):
         self._check_open()
         if not lease:
             return
-        with self._state:
-            there, over = self._attachment, lease < self._first_lease
+        with self._attachments.lock:
+            there, over = self._attachments.current, lease < self._attachments.first_lease
             if there is not None and not over and there.has_room(1):
                 there.decisions.outbox.unpin(lease)
                 self._end_call(there)
@@ -323,6 +388,50 @@ class Scheduler(SchedulerTiers):
             complete()
 
     # ------------------------------------------------------------------ tiers
+
+    @property
+    def tiers(self) -> tuple[TierInfo, ...]:
+        """The tiers, in the order in which they are asked; empty where there are none.
+
+        Also while the engine is not attached, and while a reset has no answer.
+        """
+        there = self._attachments.current
+        return there.attached.tiers if there is not None and self._seeking is not None else ()
+
+    def below(self, key: bytes, first: int = 0, count: int | None = None) -> int:
+        """Return which tier has a chunk that `lookup` does not find; `seek` brings it up.
+
+        From shared memory, and a hint as `lookup` is. The tier must have the blocks
+        `first`..`first + count - 1` of the chunk; without a count, all from `first` on.
+
+        Returns:
+            The number of the first usable tier that has them, in `tiers`, also while they are on
+            their way. `NOT_BELOW` (-1): none has. `UNKNOWN` (-2): a usable shared tier may have
+            them, and `seek` asks it; when it has answered this is `NOT_BELOW`, or `lookup` says
+            HIT_PENDING.
+        """
+        if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
+            check_key(key)
+        if first.__class__ is not int or first or count is not None:
+            check_blocks(first, count)
+        seeking = self._seeking
+        if seeking is None:
+            self._check_open()
+            return NOT_BELOW
+        return seeking.below(key, first, count)
+
+    def tier_status(self, number: int) -> TierStatus | None:
+        """Return whether a tier is usable, how fast promotions are, and how much of them waits.
+
+        Args:
+            number: of the tier, in `tiers`.
+
+        Returns:
+            None where there is none of this number now.
+        """
+        wanted = whole("number", number, 0, MAX_TIERS - 1)
+        seeking = self._seeking
+        return None if seeking is None else seeking.status(wanted)
 
     def seek(self, keys: Collection[bytes]) -> int:
         """Ask for chunks that are `below`, or may be, to be brought into memory.
@@ -340,9 +449,9 @@ class Scheduler(SchedulerTiers):
         """
         wanted = request_keys(keys)
         self._check_open()
-        with self._state:
-            there = self._attachment
-            if there is None or (seeking := self._seeking) is None:
+        with self._attachments.lock:
+            there = self._attachments.serving
+            if there is None or (seeking := there.seeking) is None:
                 return 0
             if not there.has_room(len(wanted)):
                 return 0
@@ -370,7 +479,7 @@ class Scheduler(SchedulerTiers):
         """
         used = request_keys(keys)
         asked = len(used) if prompt is None else whole("prompt", prompt, 0, len(used))
-        self._report_use(used, asked, request_label(label))
+        self._put(Outbox.use, used, asked, request_label(label))
 
     def label(self, keys: Collection[bytes], label: Label) -> None:
         """Replace the label of a request that was reported before.
@@ -380,15 +489,7 @@ class Scheduler(SchedulerTiers):
             label: when the next request with these chunks is expected. A hint: the daemon learns
                 what it is worth.
         """
-        self._report_use(request_keys(keys), 0, LABEL_ONLY | request_label(label))
-
-    def _report_use(self, keys: Collection[bytes], prompt: int, label: int) -> None:
-        self._check_open()
-        with self._state:
-            there = self._attachment
-            if there is not None and keys and there.has_room(len(keys)):
-                there.decisions.outbox.use(keys, prompt, label)
-                self._end_call(there)
+        self._put(Outbox.use, request_keys(keys), 0, LABEL_ONLY | request_label(label))
 
     def report_missed(self, keys: Collection[bytes]) -> None:
         """Report what a prompt's lookup has not found, once it has ended, for the daemon's figures.
@@ -397,22 +498,19 @@ class Scheduler(SchedulerTiers):
             keys: of the prompt's chunks that must be computed; of one group where each token has
                 a key in several.
         """
-        missed = request_keys(keys)
-        self._check_open()
-        with self._state:
-            there = self._attachment
-            if there is not None and missed and there.has_room(len(missed)):
-                there.decisions.outbox.miss(missed)
-                self._end_call(there)
+        self._put(Outbox.miss, request_keys(keys))
 
     def give_up(self, keys: Collection[bytes]) -> None:
         """Report keys that were answered FULL and are not offered again."""
-        unstored = request_keys(keys)
+        self._put(Outbox.leave_out, request_keys(keys))
+
+    def _put(self, put: Callable[..., None], keys: Collection[bytes], *more: int) -> None:
+        """Have the step name these keys; not where the engine is detached, or has no room left."""
         self._check_open()
-        with self._state:
-            there = self._attachment
-            if there is not None and unstored and there.has_room(len(unstored)):
-                there.decisions.outbox.leave_out(unstored)
+        with self._attachments.lock:
+            there = self._attachments.current
+            if there is not None and keys and there.has_room(len(keys)):
+                put(there.decisions.outbox, keys, *more)
                 self._end_call(there)
 
     def end_step(self) -> None:
@@ -421,8 +519,8 @@ class Scheduler(SchedulerTiers):
         Where there is nothing to tell nothing is sent. Never waits.
         """
         self._check_open()
-        with self._state:
-            there = self._attachment
+        with self._attachments.lock:
+            there = self._attachments.current
             if there is not None:
                 there.end_step(self.deadline, all_of_it=not self._steps)
 
@@ -448,14 +546,14 @@ class Scheduler(SchedulerTiers):
         self._check_open()
         end, asked = time.monotonic() + patience, 0.0
         while True:
-            with self._state:
-                there = self._attachment
+            with self._attachments.lock:
+                there = self._attachments.current
                 if there is None:
                     return 0
                 loans, now = there.count_loans(), time.monotonic()
                 if loans >= wanted:
                     return loans
-                idle = self._owed is None and not there.line.unanswered
+                idle = self._attachments.owed is None and not there.line.unanswered
                 if idle and now >= asked + AGAIN_SECONDS:  # what others give up is free soon after
                     there.ask_for(wanted, loans)
                     asked = now
@@ -470,8 +568,197 @@ class Scheduler(SchedulerTiers):
 
         0 where the daemon has answered all and lent nothing, and where nothing can be stored.
         """
-        with self._state:
-            there = self._attachment
-            if there is None or self._owed is not None:
+        with self._attachments.lock:
+            there = self._attachments.serving
+            if there is None:
                 return 0
             return there.count_loans() or (None if there.line.unanswered else 0)
+
+    def reset(self, timeout: float | None = None) -> ResetDone | None:
+        """Drop every chunk of this engine's namespace, for all engines that share it.
+
+        A daemon that cannot be asked now or does not answer in time is asked again as soon as
+        possible. Until it has answered this engine finds and stores nothing.
+
+        Args:
+            timeout: seconds to wait for the answer; None: the deadline.
+
+        Returns:
+            How many chunks are dropped now, and deferred to the end of their leases; None where the
+            daemon has not answered.
+        """
+        patience = self.deadline if timeout is None else seconds("timeout", timeout)
+        self._check_open()
+        with self._changed:
+            owed = self._attachments.begin_reset()
+            self._changes.reset()
+            self._ready_news.set()
+            self._wake()
+            self._changed.wait_for(lambda: owed or not self.attached, patience)
+        return owed[0] if owed else None
+
+    # ------------------------------------------------------------ event loops
+
+    def fileno(self) -> int:
+        """Return a descriptor that is readable when `take_ready` has news.
+
+        The descriptor is the same until `close`, before which the loop must forget it.
+        """
+        self._check_open()
+        return self._ready_news.fileno()
+
+    def take_ready(self) -> bool:
+        """Return whether stored chunks became READY, or all chunks became found or missed.
+
+        The latter happens when the engine is attached or detached, and when the daemon has answered
+        a reset. Since the last call; never waits. Look at what is of interest with `lookup`.
+        """
+        self._check_open()
+        return self._ready_news.take()
+
+    # -------------------------------------------------------------- KV events
+
+    @property
+    def describes(self) -> bool:
+        """Whether `prepare_store` is to be given descriptions.
+
+        True where the scheduler was made with `events=True` and the namespace it is attached to
+        keeps descriptions; otherwise `prepare_store` leaves them out. It may change whenever the
+        engine is attached.
+        """
+        there = self._attachments.current
+        return self._events and there is not None and there.descriptions is not None
+
+    def take_changes(self, limit: int = DEFAULT_LIMIT) -> Differences:
+        """Return which chunks have become READY since the last call, and which are not any more.
+
+        And which ones lie in tiers now, and which in none any more.
+
+        All differences returned so far add up to what a lookup finds, whichever engine stored or
+        dropped the chunks. A reset takes all of it back. While the engine is not attached nothing
+        changes, for `ABSENT_SECONDS`; then all is taken back. Read in this thread, from shared
+        memory: it never waits. Each change is returned once.
+
+        Args:
+            limit: changes that are read at most: there may be more of them, see `changes_waiting`.
+        """
+        most = whole("limit", limit, 1, MAX_CHANGES)
+        self._check_open()
+        return self._changes.take(most)
+
+    @property
+    def changes_waiting(self) -> bool:
+        """Whether `take_changes` would find something to do."""
+        return self._changes.waiting
+
+    @property
+    def changes_behind(self) -> bool:
+        """Whether the last `take_changes` has left something that was there when it began."""
+        return self._changes.behind
+
+    def repeat_changes(self) -> None:
+        """Let `take_changes` return all that is READY anew, as if it had returned nothing yet.
+
+        Call it after routers were told that nothing is cached.
+        """
+        self._check_open()
+        self._changes.repeat()
+
+    def description(self, place: Place) -> Description | None:
+        """Return how the chunk was described that `take_changes` has found at this place.
+
+        None: not at all, or the chunk is not there any more.
+        """
+        if not isinstance(place, Place):
+            raise UsageError(f"place={shown(place)}: pass one that take_changes returned")
+        return self._changes.description(place)
+
+    # -------------------------------------------------------- session's events
+
+    def _on_open(self) -> None:
+        self._totals.begin_session()
+        self._changes.begin_session()
+
+    def _news(self) -> Ping | None:
+        return self._totals.report(self._changes.report() if self._events else None)
+
+    def _tell_rest(self, patience: float) -> None:
+        self._attachments.send_rest(patience)
+
+    def _on_notice(self, notice: Notice) -> None:
+        message, line = notice.message, self._connection
+        if isinstance(message, Attached):
+            answer = self._borrow()
+            if (
+                answer is not None
+                and line is not None
+                and self._attachments.attach(notice, message, line, answer)
+            ):
+                self._has_switched(notice.fds.pop() if len(notice.fds) > 1 else -1)
+            else:
+                self._on_lost()
+        elif isinstance(message, Detached):
+            log.info("engine %s is detached: %s", self.engine, message.reason)
+            self._on_lost()
+
+    def _on_lost(self) -> None:
+        self._attachments.detach()
+        self._has_switched()
+
+    def _has_switched(self, ready_pipe: int = -1) -> None:
+        """Have event loops and waiters look again, after `attached` may have changed."""
+        self._ready_news.replace(ready_pipe)
+        self._ready_news.set()
+        with self._changed:
+            self._changed.notify_all()
+
+    def _work(self) -> bool:
+        """Ask for the reset that is owed, if one is."""
+        owed = self._attachments.owed
+        if owed is not None and self.attached:
+            reply = self._ask(Reset(), RESET_SECONDS)
+            lent = self._borrow() if isinstance(reply, ResetDone) else None
+            if isinstance(reply, ResetDone) and lent is not None:
+                with self._changed:
+                    self._attachments.end_reset(owed, lent)
+                    self._ready_news.set()
+                    owed.append(reply)
+                    self._changed.notify_all()
+        return True
+
+    def _borrow(self) -> Message | None:
+        """Ask for loans and wait for the answer, in the keeper; None where there is none."""
+        return self._ask(Step(wanted=self._attachments.loans_wanted), self.deadline)
+
+    def _tend(self, connection: Connection) -> None:
+        if not self._attachments.tend(connection):
+            connection.take_in()
+
+    def _on_fork(self) -> None:
+        # The child reads no directory that it cannot load from.
+        self._attachments.abandon()
+        self._ready_news.abandon()
+        self._look_in(None)
+        self._changes = Changes()
+
+    def _look_in(self, there: Attachment | None) -> None:
+        """Have lookups and KV events read an attachment's directory; None: they find nothing."""
+        if there is None:
+            self._find, self._entry = self._find_nothing, self._no_entry
+            self._begun, self._given, self._seeking = (), {}, None
+            self._changes.switch(None)
+        else:
+            outbox = there.decisions.outbox
+            self._find, self._entry = there.directory.lookup, there.directory.entry
+            self._begun, self._given, self._seeking = outbox.begun, outbox.given, there.seeking
+            self._changes.switch(Source(there.directory, there.descriptions))
+
+    def _find_nothing(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
+        del key, first, count
+        self._check_open()
+        return LookupResult.MISS
+
+    def _no_entry(self, key: bytes) -> Entry | None:
+        del key
+        self._check_open()
+        return None

@@ -25,8 +25,7 @@ from typing import ClassVar, Self, TypeVar
 
 from kvd_client.arguments import seconds, shown
 from kvd_client.connection import BUSY_SECONDS, Connection, Notice, socket_path
-from kvd_client.errors import AccessDenied, DaemonLost, Refused, UsageError
-from kvd_client.logs import get_logger
+from kvd_client.errors import AccessDenied, DaemonLost, Refused, UsageError, get_logger
 from kvd_proto.messages import Error, ErrorCode, Kind, Message, Status, StatusReport
 from kvd_proto.printable import unprintable
 

@@ -1,4 +1,4 @@
-"""torch tensors as memory that the daemon can map.
+"""torch tensors as memory that the daemon can map, and torch streams as a worker's timeline.
 
 A CPU tensor's storage is moved in place into anonymous shared memory: every view
 of it follows, its address changes, its contents do not. A CUDA tensor's storage
@@ -17,10 +17,11 @@ from typing import Any
 import torch
 
 from kvd_client.arguments import collection, shown, whole
-from kvd_client.cuda_memory import DeviceMemory
 from kvd_client.errors import UnsupportedMemory, UsageError
-from kvd_client.memory import HostMemory, Memory, is_sealed, sealed_file
+from kvd_client.memory import DeviceMemory, HostMemory, Memory, is_sealed, sealed_file
+from kvd_client.worker import Worker
 from kvd_proto.layout import TensorSpec
+from kvd_proto.messages import HOST
 
 _MAP_FIXED = 0x10  # linux/mman.h; not in Python's mmap
 _mmap = ctypes.CDLL(None, use_errno=True).mmap
@@ -254,3 +255,22 @@ def _into_sealed_file(address: int, nbytes: int, fd: int) -> None:
         os.dup2(file, fd, inheritable=False)
     finally:
         os.close(file)
+
+
+# -------------------------------------------------------------------- timeline
+
+
+def work_so_far(worker: Worker, stream: Any = None) -> int | None:
+    """Return the timeline's number for all work that the engine has put on a stream until now.
+
+    None for host memory, where it has finished. On CUDA a store must read after the kernels that
+    write its blocks, a load write after those that read them.
+
+    Args:
+        worker: whose memory it is.
+        stream: a torch stream; None: the current one.
+    """
+    if worker.device in {None, HOST}:
+        return None
+    used = torch.cuda.current_stream() if stream is None else stream
+    return worker.timeline.signal_on(used.cuda_stream)

@@ -9,19 +9,16 @@ import os
 from collections.abc import Iterable, Sequence
 
 from kvd_client.arguments import collection, flag, seconds, shown, whole
-from kvd_client.chunk_blocks import ChunkBlocks, pack_chunks
 from kvd_client.connection import Notice
-from kvd_client.cuda_memory import DeviceMemory
-from kvd_client.errors import RegistrationError, Unavailable, UsageError
+from kvd_client.errors import RegistrationError, Unavailable, UsageError, get_logger
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
-from kvd_client.logs import get_logger
-from kvd_client.memory import ControlPage, Descriptors, Memory
-from kvd_client.registration import registration
+from kvd_client.memory import ControlPage, Descriptors, DeviceMemory, Memory
+from kvd_client.registration import Registration, RegistrationState, registration
 from kvd_client.session import Session
-from kvd_client.tickets import LoadTicket, StoreTicket
+from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreTicket, pack_chunks
 from kvd_client.timeline import StreamSignals, Timeline
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import JobBlocks
 from kvd_proto.errors import JobShapeError
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import (
@@ -29,22 +26,17 @@ from kvd_proto.messages import (
     Attached,
     Detached,
     Error,
-    ErrorCode,
     Fingerprint,
     LaneUp,
     Load,
-    Message,
     Ok,
     Register,
-    Registered,
     Store,
     Unregister,
 )
 
 REGISTER_SECONDS = 30.0
 MAX_JOB_SECONDS = 600.0
-NOTHING = "nothing is registered yet"
-TRANSIENT = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)
 
 log = get_logger()
 
@@ -88,15 +80,7 @@ class Worker(Session):
         self._control = ControlPage()
         self.timeline = Timeline(self._control)
         self._jobs = JobTable(self._control, self.job_timeout + deadline)
-        self._wanted: Register | None = None  # with every daemon that is there, from now on
-        self._memory = Descriptors(())  # of what is wanted
-        self._held: Register | None = None  # by the daemon of this session, or about to be
-        self._lost_memory = False  # a session ended that had registered; no later one has let go
-        self._refusal_raises = False  # while a caller waits for the first answer
-        self._refused_for_good: Error | None = None
-        self._registered = False
-        self._attached = False
-        self._refused = NOTHING
+        self._registration = Registration()
         self._start()
 
     # ----------------------------------------------------------- registration
@@ -151,35 +135,34 @@ class Worker(Session):
         required = flag("required", required)
         patience = seconds("timeout", timeout)
         with self._changed:
-            if self._wanted is not None:
+            current = self._registration
+            if current.message is not None or current.refused:
                 raise UsageError("this worker is registered already; call unregister() first")
             device = memory[0].ordinal if isinstance(memory[0], DeviceMemory) else None
             if device != self.timeline.device:
                 self.timeline.follow(None)
                 if device is not None:
                     self.timeline.follow(StreamSignals(device, self._control))
-            self._wanted, self._memory = wanted, kept
-            self._refused, self._refused_for_good = "", None
-            self._refusal_raises = True
+            current.want(wanted, kept)
             self._wake()
             self._changed.wait_for(
                 lambda: (
                     self.registered
-                    or self._refused_for_good is not None
+                    or current.refused
                     or self._closed
                     or not (self.connected or (required and not self._denied))
                 ),
                 patience,
             )
-            self._refusal_raises = False
-            if (refusal := self._refused_for_good) is not None:
+            current.raises = False
+            if (refusal := current.take_refusal()) is not None:
                 raise RegistrationError(refusal.code, refusal.text)
             if required and not self.registered:
                 if self.connected:
-                    why = self._refused or f"the daemon in {self.runtime_dir} has not answered"
+                    why = current.lack or f"the daemon in {self.runtime_dir} has not answered"
                 else:
                     why = self._unreachable
-                self._want_nothing()
+                current.drop()
                 self._give_up(self._connection, "the registration was given up")
                 if not self._denied:
                     why = f"no registration within {timeout:g} s; {why}"
@@ -206,38 +189,33 @@ class Worker(Session):
         self._check_open()
         patience = seconds("timeout", timeout)
         with self._changed:
-            connection = self._connection
-            self._want_nothing()
-            self._registered = False
+            connection, current = self._connection, self._registration
+            current.drop()
             self._wake()
-            self._changed.wait_for(lambda: self._held is None or self._closed, patience)
+            leaving = RegistrationState.LEAVING
+            self._changed.wait_for(lambda: current.state is not leaving or self._closed, patience)
             same = self._connection is connection
-            return self._held is None and same and not self._lost_memory
-
-    def _want_nothing(self) -> None:
-        """Forget what is to be registered; its descriptors go when nobody sends them any more."""
-        self._wanted, self._memory = None, Descriptors(())
-        self._refused = NOTHING
+            return current.state is not leaving and same and not current.lost
 
     @property
     def registered(self) -> bool:
         """Whether the daemon holds this rank's memory and a lane serves it."""
-        return self._registered and self._jobs.has_lane
+        return self._registration.holds and self._jobs.has_lane
 
     @property
     def device(self) -> str | None:
         """The device of the memory that was given to `register`; None before."""
-        wanted = self._wanted
+        wanted = self._registration.message
         return None if wanted is None else wanted.device
 
     @property
     def attached(self) -> bool:
         """Whether all ranks of the engine are registered, and lanes serve them."""
-        return self._attached and self.registered
+        return self._registration.state is RegistrationState.ATTACHED and self.registered
 
     def _why_not_attached(self) -> str:
-        if self._refused and self.connected and not self._closed:
-            return f"this rank is not registered: {self._refused}"
+        if (lack := self._registration.lack) and self.connected and not self._closed:
+            return f"this rank is not registered: {lack}"
         return super()._why_not_attached()
 
     # ------------------------------------------------------------------- jobs
@@ -328,7 +306,7 @@ class Worker(Session):
                 f"after={after}: numbers up to {self.timeline.reserved} are reserved; take one from"
                 " timeline.reserve(), or None"
             )
-        wanted = self._wanted
+        wanted = self._registration.message
         if wanted is not None:
             try:
                 blocks.check(wanted.layout)
@@ -336,7 +314,7 @@ class Worker(Session):
                 raise UsageError(str(error)) from error
         return self._jobs.submit(
             kind,
-            usable=self._registered,
+            usable=self._registration.holds,
             layerwise=flag("layerwise", layerwise) and kind is Load,
             job=job_id,
             blocks=blocks,
@@ -346,7 +324,7 @@ class Worker(Session):
 
     def _blocks(self, ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks]) -> JobBlocks:
         self._check_open()
-        wanted = self._wanted
+        wanted = self._registration.message
         if wanted is None:
             raise UsageError("nothing is registered yet; call register first")
         return pack_chunks(ticket, groups, wanted.layout)
@@ -403,11 +381,11 @@ class Worker(Session):
         """
         if self._closed:
             return
-        if self._registered:
+        if self._registration.holds:
             self._ask(Unregister(), self.deadline)
         self._jobs.close()
         super().close()
-        self._memory = Descriptors(())
+        self._registration = Registration()
         self.timeline.follow(None)
         self._control.close()
 
@@ -421,87 +399,74 @@ class Worker(Session):
     # ------------------------------------------------------- session's events
 
     def _work(self) -> bool:
-        """Have the daemon hold what is wanted and nothing else."""
+        """Have the daemon hold what is wanted and nothing else; false where it does not."""
         while True:
             with self._changed:
-                wanted, memory, held = self._wanted, self._memory, self._held
-                if held is wanted:
-                    return True
-                if held is None:
-                    self._held = wanted
-                    break
-            if not self._let_go():
+                request = self._registration.next_request()
+            if request is None:
+                return True
+            message, memory = request
+            if isinstance(message, Unregister):
+                done = self._release()
+            else:
+                done = self._offer(message, memory)
+            if not done:
                 return False
-        assert wanted is not None  # noqa: S101  # else it would be what is held
-        connection = self._connection
-        reply = self._ask(wanted, REGISTER_SECONDS, [self._control.fd, *memory.fds])
-        if connection is not None and isinstance(reply, Registered):
-            self._handle_notices(connection)  # LaneUp came before
-        with self._changed:
-            if isinstance(reply, Error):
-                self._held = None
-            if self._wanted is wanted:
-                self._take(reply)
-            self._changed.notify_all()
-            return self._wanted is not wanted or self._registered
 
-    def _take(self, reply: Message | None) -> None:
-        """Process the answer to the wanted registration."""
-        if isinstance(reply, Registered):
-            self._registered = True
-            self._refused = ""
-            log.info("rank %d of %d is registered", self.rank, self.world_size)
-        elif isinstance(reply, Error):
+    def _release(self) -> bool:
+        """Have the daemon hold nothing; false where it does not, and the session ends for that."""
+        connection = self._connection
+        if not isinstance(self._ask(Unregister(), REGISTER_SECONDS), Ok):
+            self._give_up(connection, "it does not let go of the memory")
+            return False
+        with self._changed:
+            self._registration.released()
+            self._changed.notify_all()
+        return True
+
+    def _offer(self, message: Register, memory: Descriptors) -> bool:
+        """Ask the daemon to register this; false where it is to be asked again, later."""
+        connection, current = self._connection, self._registration
+        reply = self._ask(message, REGISTER_SECONDS, [self._control.fd, *memory.fds])
+        if connection is None or reply is None:
+            return False
+        with self._changed:
+            known = current.lack
+            again = current.answered(reply)
+            self._changed.notify_all()
+        if isinstance(reply, Error):
             self._unreachable = (
                 f"the daemon in {self.runtime_dir} refuses the registration: {reply.text}"
             )
-            if self._refusal_raises and reply.code not in TRANSIENT:
-                self._refused_for_good = reply
-                self._want_nothing()
-            elif reply.text != self._refused:  # once for each reason: it is tried for ever
-                self._refused = reply.text
+            if again and reply.text != known:  # once for each reason: it is tried for ever
                 log.warning("registration refused, tried again later: %s", reply.text)
-
-    def _let_go(self) -> bool:
-        """Have the daemon hold nothing; false where it does not, and the session ends for that."""
-        connection = self._connection
-        done = isinstance(self._ask(Unregister(), REGISTER_SECONDS), Ok)
-        if not done:
-            self._give_up(connection, "it does not let go of the memory")
-        with self._changed:
-            self._held = None
-            self._lost_memory &= not done
-            self._changed.notify_all()
-        return done
+            return not again
+        if current.holds:
+            log.info("rank %d of %d is registered", self.rank, self.world_size)
+        self._handle_notices(connection)  # LaneUp came before
+        return True
 
     def _on_notice(self, notice: Notice) -> None:
         message = notice.message
-        lane = self._lane_link(message, notice) if isinstance(message, LaneUp) else None
-        with self._changed:
-            if lane is not None:
+        if isinstance(message, LaneUp):
+            if message.device == self.device and len(notice.fds) == 1:
+                lane = LaneLink(message, notice.fds[0], self._jobs.readiness)
+                notice.fds.clear()  # owned by the link
                 self._jobs.set_lane(lane)
-            elif isinstance(message, (Attached, Detached)):
-                self._attached = isinstance(message, Attached)
+        elif isinstance(message, (Attached, Detached)):
+            with self._changed:
+                self._registration.set_attached(attached=isinstance(message, Attached))
+        with self._changed:
             self._changed.notify_all()
-
-    def _lane_link(self, up: LaneUp, notice: Notice) -> LaneLink | None:
-        """Join a lane; None where it is another device's."""
-        if up.device != self.device or len(notice.fds) != 1:
-            return None
-        lane = LaneLink(up, notice.fds[0], self._jobs.readiness)
-        notice.fds.clear()  # owned by the link
-        return lane
 
     def _on_lost(self) -> None:
         # Jobs go on until their lane is known to be dead.
-        self._registered = self._attached = False
-        self._lost_memory |= self._held is not None
-        self._held = None
+        self._registration.session_lost()
         self._jobs.set_lane(None)
 
     def _on_fork(self) -> None:
-        self._registered = self._attached = False
-        self._memory.close()
+        self._registration.memory.close()
+        self._registration = Registration()
         self._jobs.abandon()
         self.timeline.abandon()
         self._control.close()

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kvd.errors import IntegrityError
 from kvd_proto.changes import CHANGE, CHANGE_BYTES, ChangeKind, ChangesView
-from kvd_proto.directory_header import DirectoryHeader
+from kvd_proto.directory import DirectoryHeader
 
 _PACK = CHANGE.pack_into
 _WITHOUT_KEY = (ChangeKind.CLEARED, ChangeKind.TIERS)

@@ -21,20 +21,15 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
+from kvd.cache.adaptive import POLICIES
 from kvd.cache.candidates import Candidates, Demotable
-from kvd.cache.descriptions import Descriptions
 from kvd.cache.directory import DirectoryWriter, Refs
-from kvd.cache.ghosts import GhostCause, Ghosts
+from kvd.cache.ghosts import GhostCause, Ghosts, Misses
 from kvd.cache.ledger import KeptChunks
-from kvd.cache.lending import Lending
-from kvd.cache.loads import Loads
+from kvd.cache.lending import Lending, Loads, Uses
 from kvd.cache.miss_curve import MissCurve
-from kvd.cache.misses import Misses
-from kvd.cache.policies import POLICIES
-from kvd.cache.promotions import Promotions
 from kvd.cache.slots import Slots
-from kvd.cache.stores import Stores
-from kvd.cache.uses import Uses
+from kvd.cache.stores import Descriptions, Promotions, Stores
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
@@ -87,16 +82,16 @@ class ChunkTable:
         self.counts = ChunkCounts()
         self.descriptions = Descriptions(self.counts)
         self.stamps = np.zeros(geometry.num_slots, np.uint64) if ledger is None else ledger.stamps
-        self.uses = Uses(self.stamps, pool)
+        self.uses = Uses(self.stamps, pool, self.counts)
         self._pool = pool
         self.space = pool.join(geometry, self, model)
         self.ghosts = Ghosts(GHOSTS_PER_SLOT * geometry.num_slots)
         order = POLICIES[policy](geometry.num_slots, directory.key, self.ghosts)
         self.slots = slots = Slots(directory, order, self.space, self.counts)
-        self.lending = Lending(slots, pool, self.uses, self.counts, self.sweep)
-        self.stores = Stores(slots, pool, self.uses, self.counts, self.descriptions, self.ghosts)
-        self.promotions = Promotions(slots, self.lending, self.uses, self.counts, self.descriptions)
-        self.loads = Loads(slots, self.uses, self.counts)
+        self.lending = Lending(slots, pool, self.uses, self.sweep)
+        self.stores = Stores(slots, pool, self.uses, self.descriptions, self.ghosts)
+        self.promotions = Promotions(slots, self.lending, self.uses, self.descriptions)
+        self.loads = Loads(slots, self.uses)
         self.misses = Misses(directory, self.ghosts, self.counts, elsewhere)
         self.curve = MissCurve(geometry.num_slots) if forecasts else None
 

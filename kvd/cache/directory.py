@@ -27,13 +27,14 @@ from kvd_proto.directory import (
     NO_SHARE_YET,
     READ_STATE,
     RECORD,
+    RECORD_BYTES,
     RECORD_DTYPE,
     SLOT_MASK,
+    DirectoryHeader,
     DirectoryView,
     SlotState,
     loan_number,
 )
-from kvd_proto.directory_header import RECORD_BYTES, DirectoryHeader
 from kvd_proto.errors import DirectoryError
 
 if TYPE_CHECKING:

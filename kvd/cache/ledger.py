@@ -58,8 +58,7 @@ import numpy.typing as npt
 from kvd.cache.resets import SALT_BYTES
 from kvd.cache.trailer import PoolTrailer
 from kvd.errors import LedgerDamaged
-from kvd_proto.directory import KEY_BYTES
-from kvd_proto.directory_header import MAX_BLOCKS, MAX_SLOTS
+from kvd_proto.directory import KEY_BYTES, MAX_BLOCKS, MAX_SLOTS
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

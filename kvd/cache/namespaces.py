@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.ledger import Kept, Ledger, ledger_bytes
 from kvd.cache.resets import Resets
+from kvd.cache.stores import MakeDescriptions
 from kvd.cache.trailer import PoolTrailer
 from kvd.config.settings import Settings
 from kvd.config.tiers import parse_tiers
@@ -23,7 +23,7 @@ from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import COLUMN_EXTENTS, FillOrder, Geometry
 from kvd.pool.pool import Pool
 from kvd_proto.changes import change_capacity
-from kvd_proto.directory_header import MAX_SLOTS, DirectoryHeader
+from kvd_proto.directory import MAX_SLOTS, DirectoryHeader
 from kvd_proto.messages import ErrorCode, ResetDone
 from kvd_proto.tier_table import entries_for
 

@@ -23,8 +23,7 @@ import numpy.typing as npt
 from kvd.cache.candidates import Demotable
 from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.eviction import EvictionPolicy
-from kvd.cache.leases import Leases
-from kvd.cache.loans import Loans
+from kvd.cache.leases import Leases, Loans
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Space
@@ -49,7 +48,7 @@ class Slots:
         self.policy = policy
         self.space = space
         self.demotable: Demotable | None = None
-        self._counts = counts
+        self.counts = counts
         self.leases = Leases()
         self.loans = Loans()
         self.tickets: dict[int, float] = {}  # WRITING slot -> deadline
@@ -132,8 +131,8 @@ class Slots:
         filled = [slot for slot in slots if slot in self.filling]
         for slot in filled:
             self._draining[slot].add(self.filling.pop(slot))
-        self._counts.not_promoted += len(filled)
-        self._counts.dropped += len(slots) - len(filled)
+        self.counts.not_promoted += len(filled)
+        self.counts.dropped += len(slots) - len(filled)
         return self.refs([slot for slot in slots if not self._draining[slot]])
 
     def wait_for(self, lanes: Collection[str], slots: Refs) -> None:

@@ -1,19 +1,64 @@
-"""Stores: how chunks come into slots that a scheduler has on loan.
+"""How chunks come into slots: stores, from engines; promotions, from tiers.
 
-The scheduler's step says which key has which of its slots (`begin`). Lanes write from then on, and
-report whose shares are there (`share_done`).
+A store's slot is one that a scheduler has on loan. Its step says which key has which of its slots
+(`Stores.begin`). Lanes write from then on, and report whose shares are there
+(`Stores.share_done`). A tier fills slots with chunks that it keeps.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeAlias
 
-from kvd.cache.descriptions import Descriptions
 from kvd.cache.directory import Blocks, Refs, covers
 from kvd.cache.ghosts import GhostCause, Ghosts
+from kvd.cache.lending import Lending, Uses
 from kvd.cache.slots import Ints, Slots
-from kvd.cache.uses import Uses
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.pool import Pool
-from kvd_proto.directory import Entry, SlotState
+from kvd_proto.directory import TIER_OWNER, Entry, SlotState
+
+
+class DescriptionWriter(Protocol):
+    """Keeps a description for each slot of a namespace."""
+
+    @property
+    def room(self) -> int:
+        """How many bytes a description may have."""
+
+    def write(self, slot: int, generation: int, description: bytes) -> bool:
+        """Keep the description of the slot's chunk; False where there is no room."""
+
+
+MakeDescriptions: TypeAlias = Callable[[str, int], DescriptionWriter | None]
+"""Makes the writer for a namespace, by its id in hex, with records of so many bytes; None where
+that cannot be now."""
+
+
+class Descriptions:
+    """Keeps descriptions, and counts those that are not kept.
+
+    Attributes:
+        writer: None where none are kept.
+    """
+
+    def __init__(self, counts: ChunkCounts) -> None:
+        self._counts = counts
+        self.writer: DescriptionWriter | None = None
+
+    @property
+    def room(self) -> int:
+        """How many bytes a description may have; 0 where none are kept."""
+        return 0 if self.writer is None else self.writer.room
+
+    def keep(self, slot: int, generation: int, description: bytes) -> None:
+        """Keep a description, or count why it is not kept: the store goes on without it."""
+        writer, counts = self.writer, self._counts
+        if writer is not None and len(description) > writer.room:
+            counts.descriptions_too_long += 1
+        elif writer is None or not writer.write(slot, generation, description):
+            counts.descriptions_no_room += 1
+        else:
+            counts.descriptions += 1
+
 
 _READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
 
@@ -21,20 +66,14 @@ _READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
 class Stores:
     """Begins and ends the stores of one namespace."""
 
-    def __init__(  # noqa: PLR0917 stores have these parts
-        self,
-        slots: Slots,
-        pool: Pool,
-        uses: Uses,
-        counts: ChunkCounts,
-        descriptions: Descriptions,
-        ghosts: Ghosts,
+    def __init__(
+        self, slots: Slots, pool: Pool, uses: Uses, descriptions: Descriptions, ghosts: Ghosts
     ) -> None:
         self._slots = slots
         self._directory = slots.directory
         self._pool = pool
         self._uses = uses
-        self._counts = counts
+        self._counts = slots.counts
         self._descriptions = descriptions
         self._ghosts = ghosts
 
@@ -91,7 +130,7 @@ class Stores:
             if descriptions and descriptions[i]:
                 self._descriptions.keep(slot, generation, descriptions[i])
         self._slots.return_slots(list(unused))
-        self._uses.count_evicted(evicted, counts)
+        self._uses.count_evicted(evicted)
         self._slots.started(begun, now + seconds, now)
         self._uses.mark(begun)
         if self._slots.demotable is not None:
@@ -199,3 +238,94 @@ class Stores:
             if slot >= 0 and directory.state(slot) == _WRITING and directory.owner(slot) == owner:
                 gone[slot] = None
         return self._slots.give_up(list(gone))
+
+
+class Promotions:
+    """Begins and ends the promotions of one namespace."""
+
+    def __init__(
+        self, slots: Slots, lending: Lending, uses: Uses, descriptions: Descriptions
+    ) -> None:
+        self._slots = slots
+        self._directory = slots.directory
+        self._lending = lending
+        self._uses = uses
+        self._counts = slots.counts
+        self._descriptions = descriptions
+
+    def begin(  # noqa: PLR0917 a promotion has these parts
+        self,
+        keys: Sequence[bytes],
+        tier: str,
+        now: float,
+        seconds: float,
+        most: int,
+        usable: int | None = None,
+    ) -> list[tuple[bytes, int, int]]:
+        """Give up to `most` of these keys slots that a tier is to fill, a prompt's head first.
+
+        Left out are keys that are here, or are being written, and those for which there is no
+        room. What is not `done` within `seconds` is given up, by `expire`; `reset` gives all
+        of them up. Such slots wait until `slots.revoked` or `slots.lane_lost` is called with the
+        name of the tier's process, `tier`, which no lane has; nobody else is asked. While the pool
+        is filled `usable` bytes of it can be used, and nothing is evicted.
+
+        Returns:
+            Key, slot and generation of each.
+        """
+        directory = self._directory
+        missing = [key for key in dict.fromkeys(keys) if directory.find(key) < 0][:most]
+        if not missing:
+            return []
+        slots = self._lending.room(len(missing), now, usable)
+        found: list[tuple[bytes, int, int]] = []
+        unused: list[int] = []
+        for key, slot in zip(missing, slots, strict=False):
+            if directory.place(key, slot, TIER_OWNER):
+                found.append((key, slot, directory.generation(slot)))
+            else:
+                self._counts.index_full += 1
+                unused.append(slot)
+        self._slots.space.give(unused)
+        begun = [slot for _, slot, _ in found]
+        self._slots.fill(begun, tier, now + seconds, now)
+        self._uses.mark(begun)
+        return found
+
+    def done(  # noqa: PLR0917 a chunk has these parts
+        self,
+        slot: int,
+        generation: int,
+        first: int,
+        count: int,
+        group: int,
+        description: bytes = b"",
+    ) -> bool:
+        """A tier has filled a slot with these blocks, in the shares of all ranks: it is READY.
+
+        False where it was given up meanwhile, or is now, because no chunk has such blocks.
+        """
+        directory = self._directory
+        if slot not in self._slots.filling or directory.generation(slot) != generation:
+            return False
+        if not (first >= 0 and count > 0 and first + count <= directory.blocks_per_chunk):
+            self._slots.give_up([slot])
+            return False
+        directory.fill(slot, self._slots.space.geometry.writers(slot), first, count, group)
+        if description:
+            self._descriptions.keep(slot, generation, description)
+        self._slots.finish(slot)
+        self._counts.promoted += 1
+        if self._slots.demotable is not None:
+            self._slots.demotable.promoted(slot)
+        return True
+
+    def give_up(self, refs: Refs) -> Refs:
+        """Give up what a tier was to fill: those of these slots that it fills still.
+
+        They are DRAINING until the tier has answered or is gone, see `begin`.
+        """
+        filling, generation = self._slots.filling, self._directory.generation
+        there = [ref for ref in refs if ref[0] in filling and generation(ref[0]) == ref[1]]
+        self._slots.give_up([slot for slot, _ in there])
+        return there

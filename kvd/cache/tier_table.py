@@ -17,7 +17,7 @@ import numpy.typing as npt
 from kvd.cache.change_log import ChangeLog
 from kvd.errors import IntegrityError
 from kvd_proto.changes import ChangeKind
-from kvd_proto.directory_header import DirectoryHeader
+from kvd_proto.directory import DirectoryHeader
 from kvd_proto.tier_table import (
     ABSENT,
     BODY,

@@ -16,24 +16,25 @@ from kvd.version import VERSION
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
+
 _OWN = {
     "clear": "kvd.cli.operate:clear",
     "drain": "kvd.cli.operate:drain",
-    "engines": "kvd.cli.status:engines",
+    "engines": "kvd.cli.operate:engines",
     "evict": "kvd.cli.operate:evict",
     "explain": "kvd.cli.operate:explain",
-    "namespaces": "kvd.cli.status:namespaces",
+    "namespaces": "kvd.cli.operate:namespaces",
     "resume": "kvd.cli.operate:resume",
     "serve": "kvd.cli.serve:serve",
-    "status": "kvd.cli.status:status",
+    "status": "kvd.cli.operate:status",
     "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
     "purge": "kvd.cli.serve:purge",
     "replay": "kvd.cli.replay:replay",
-    "doctor": "kvd.cli.doctor:doctor",
+    "doctor": "kvd.cli.config:doctor",
     "config": "kvd.cli.config:config",
-    "help": "kvd.cli.help:help_command",
-    "completion": "kvd.cli.help:completion",
+    "help": "kvd.cli:help_command",
+    "completion": "kvd.cli:completion",
 }
 
 AS_JSON = "kvd.cli.json"
@@ -150,3 +151,45 @@ def cli() -> None:
       kvd help drain
       kvd plan Meta-Llama-3-70B/ --tp 8 --cpu-bytes 512GiB
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+
+
+_PLACES = {
+    "bash": "/etc/bash_completion.d/kvd",
+    "zsh": "/usr/share/zsh/site-functions/_kvd",
+    "fish": "/usr/share/fish/vendor_completions.d/kvd.fish",
+}
+
+
+@click.command("help")
+@click.argument("names", metavar="[COMMAND]...", nargs=-1)
+@click.pass_context
+def help_command(context: click.Context, *, names: tuple[str, ...]) -> None:
+    """Explain a command, or list them all.
+
+    \b
+    Examples:
+      kvd help
+      kvd help status
+      kvd help config show
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    context.find_root().command.main([*names, "--help"], prog_name="kvd")
+
+
+@click.command()
+@click.argument("shell", type=click.Choice(list(_PLACES)))
+@click.pass_context
+def completion(context: click.Context, *, shell: str) -> None:
+    """Print the script that completes kvd's commands and options in SHELL.
+
+    \b
+    Examples:
+      kvd completion bash > /etc/bash_completion.d/kvd
+      kvd completion zsh > /usr/share/zsh/site-functions/_kvd
+      kvd completion fish > /usr/share/fish/vendor_completions.d/kvd.fish
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    from click.shell_completion import get_completion_class  # noqa: PLC0415
+
+    kind = get_completion_class(shell)
+    if kind is None:
+        raise click.ClickException(f"this version of click knows no completion for {shell}")
+    print(kind(context.find_root().command, {}, "kvd", "_KVD_COMPLETE").source())

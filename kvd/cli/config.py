@@ -1,6 +1,8 @@
-"""`kvd config`: what the daemon is told, where from, and whether a file is right."""
+"""`kvd config`, what the daemon is told, and `kvd doctor`, whether this machine suits it."""
 
 import json
+import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +14,7 @@ from kvd.config.sources import DEFAULT, Sources
 from kvd.config.tiers import parse_tiers
 from kvd.errors import ConfigError
 from kvd.wire.tool import Control
-from kvd_proto.messages import (
-    ConfigChange,
-    ConfigReloaded,
-    ConfigShown,
-    ReloadConfig,
-    ShowConfig,
-)
+from kvd_proto.messages import ConfigChange, ConfigReloaded, ConfigShown, ReloadConfig, ShowConfig
 
 
 @click.group()
@@ -160,3 +156,36 @@ def as_toml(settings: dict[str, dict[str, Any]]) -> str:
         origin = entry["from"].encode("unicode_escape").decode()  # a comment is one line
         lines.append(f"{key} = {toml_value(entry['value'])}  # {origin}")
     return "\n".join(lines) + "\n"
+
+
+@click.command()
+@settings_options
+@json_option("Print the findings as JSON.")
+def doctor(*, config: Path | None, as_json: bool, **options: str | None) -> None:
+    """Check a machine for kvd: limits, memory, GPUs, directories, a running daemon.
+
+    Changes nothing. The exit status is 1 if any line says fail.
+
+    \b
+    Examples:
+      kvd doctor --cpu-bytes 64GiB
+      kvd doctor --config /etc/kvd/kvd.toml
+      kvd doctor --json | jq '.findings[] | select(.level != "ok")'
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    from kvd.doctor import Level  # noqa: PLC0415  # kvd config must not pay for it
+    from kvd.doctor.checks import examine  # noqa: PLC0415
+    from kvd.doctor.facts import Facts  # noqa: PLC0415
+
+    colours = {Level.OK: "green", Level.WARN: "yellow", Level.FAIL: "red"}
+    findings = examine(Facts(sources(config, options).load().settings))
+    worst = max((finding.level for finding in findings), key=list(Level).index)
+    if as_json:
+        told = {"level": worst, "findings": [asdict(finding) for finding in findings]}
+        click.echo(json.dumps(told, indent=2))
+    else:
+        for finding in findings:
+            click.secho(f"{finding.level:4}  ", fg=colours[finding.level], bold=True, nl=False)
+            click.echo(f"{finding.name}: {finding.text}")
+            if finding.remedy:
+                click.echo(f"      → {finding.remedy}")
+    sys.exit(1 if worst == Level.FAIL else 0)

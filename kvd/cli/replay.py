@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from kvd.cache.policies import POLICIES
+from kvd.cache.adaptive import POLICIES
 from kvd.cli.options import json_option
 from kvd.cli.plan import load_config
 from kvd.errors import TraceError

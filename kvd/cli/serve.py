@@ -75,7 +75,7 @@ def purge(*, config: Path | None, **options: str | None) -> None:
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     from kvd.machine.room import area_name  # noqa: PLC0415
     from kvd.server.kept_pool import KeptPool  # noqa: PLC0415  # serve imports it later
-    from kvd.server.pool_dirs import last_pool_dir, purge_command  # noqa: PLC0415
+    from kvd.server.pool_files import last_pool_dir, purge_command  # noqa: PLC0415
 
     settings = sources(config, options).load().settings
     runtime = RuntimeDir(Path(settings.runtime_dir))

@@ -16,11 +16,10 @@ from pathlib import Path
 
 from kvd.errors import LaneError
 from kvd.lane.devices.device import Device, Direction
-from kvd.lane.orders import Orders
+from kvd.lane.orders import Orders, Requests
 from kvd.lane.queue import Limits
 from kvd.lane.reports import SHARES_WAIT_MS, TEXT_LIMIT, Reports
 from kvd.lane.runner import Runner
-from kvd.lane.worker_requests import Requests
 from kvd.lane.workers import Workers
 from kvd.machine.process import Standstill
 from kvd.wire.link import LINK, LaneFailed, LaneReady, PoolUsable

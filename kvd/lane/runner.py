@@ -10,8 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 
 from kvd.errors import IntegrityError, LaneError
 from kvd.lane.devices.device import NO_MOVES, Device, Direction, Finished, Transfer
-from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, needs_control_page, outside
-from kvd.lane.layers import Layers
+from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, Layers, needs_control_page, outside
 from kvd.lane.queue import JobQueue, Limits
 from kvd.lane.workers import Worker
 from kvd_proto.errors import JobShapeError

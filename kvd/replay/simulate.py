@@ -34,7 +34,7 @@ def replay_policy(
 
     Args:
         trace: what to play.
-        policy_type: one of `kvd.cache.policies.POLICIES`.
+        policy_type: one of `kvd.cache.eviction.POLICIES`.
         num_slots: chunks that the pool holds, at least 1.
         labels: one for each request; none without.
         ghosts_per_slot: evicted keys that the policy remembers, by slot of the pool.

@@ -29,9 +29,7 @@ from kvd.cache.trailer import EPOCH_SHIFT, NAME_BYTES, PoolTrailer
 from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refused
 from kvd.machine.room import held_bytes
 from kvd.pool.geometry import FillOrder
-from kvd.server.descriptions import DescriptionFile
 from kvd.server.memory import PoolMemory, shortage_remedy
-from kvd.server.pool_dirs import purge_command
 from kvd.server.pool_files import (
     DESCRIPTIONS,
     LEDGER,
@@ -40,8 +38,10 @@ from kvd.server.pool_files import (
     PoolFiles,
     is_own_file,
     kernel_boot,
+    purge_command,
     remove_tree,
 )
+from kvd.server.shared import DescriptionFile
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 

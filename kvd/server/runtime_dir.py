@@ -4,13 +4,21 @@ The lock is an flock on the directory: the kernel drops it when the process, and
 was still starting, have ended or closed it. So a SIGKILLed daemon keeps its successor out for a
 moment at most. ``kvd.lock`` tells people the pid; it is made anew, so no link that lies there is
 followed.
+
+The file rights of the directory come first for who may connect: a process that cannot open the
+socket never gets to the settings `allow_users` and `allow_groups`. A list restricts them further.
 """
 
 import contextlib
+import grp
 import os
+import pwd
 import stat
+from collections.abc import Callable
 from pathlib import Path
 
+from kvd.client_names import Peer
+from kvd.config.values import names_in
 from kvd.errors import AlreadyRunning, ConfigError
 from kvd.machine.files import MAX_DIRECTORY_BYTES, check_place, lock_directory
 from kvd_proto.access import explain_denied
@@ -116,3 +124,46 @@ class RuntimeDir:
             with contextlib.suppress(FileNotFoundError):  # a lane of a dead daemon removes its own
                 found.append((path, stat.S_ISSOCK(path.lstat().st_mode)))
         return found
+
+
+class AllowList:
+    """The users and groups that may connect; everybody where both settings are empty.
+
+    The daemon's own user always may, and so may root, who can do anything.
+
+    Args:
+        users, groups: the settings; names are this machine's.
+
+    Raises:
+        ConfigError: a name that this machine does not know.
+    """
+
+    def __init__(self, users: str, groups: str) -> None:
+        self.users = _ids("allow_users", users, lambda name: pwd.getpwnam(name).pw_uid)
+        self.groups = _ids("allow_groups", groups, lambda name: grp.getgrnam(name).gr_gid)
+
+    def objection(self, peer: Peer) -> str:
+        """Return why the peer may not connect, for its operator; empty where it may."""
+        if not self.users and not self.groups:
+            return ""
+        if peer.uid in {0, os.geteuid(), *self.users}:
+            return ""
+        if not self.groups.isdisjoint((peer.gid, *peer.groups)):
+            return ""
+        return (
+            f"uid {peer.uid}, gid {peer.gid} may not use this daemon: its settings allow_users and"
+            " allow_groups name others"
+        )
+
+
+def _ids(key: str, text: str, find: Callable[[str], int]) -> frozenset[int]:
+    ids = set()
+    for item in names_in(text):
+        try:
+            ids.add(int(item) if item.isdecimal() else find(item))
+        except KeyError:
+            raise ConfigError(
+                f"{key} = {text!r}: {item!r} is not known on this machine; create it, or give its"
+                " number"
+            ) from None
+    return frozenset(ids)

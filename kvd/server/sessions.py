@@ -21,13 +21,12 @@ from kvd.broker.effects import Effect, Event, Reply
 from kvd.broker.engines.sessions import Session
 from kvd.client_names import Peer
 from kvd.errors import Refused
-from kvd.machine.closing import is_harmless
-from kvd.machine.files import HOW, open_files_remedy
-from kvd.server.allowed import AllowList
-from kvd.wire.server import Client, Server
+from kvd.machine.files import HOW, is_harmless, open_files_remedy
+from kvd.server.runtime_dir import AllowList
+from kvd.wire.server import Client, Server, refusal_of
 from kvd_proto.channel import close_all
 from kvd_proto.codec import MAX_MESSAGE_BYTES, REQUESTS, WIRE, Header
-from kvd_proto.errors import DecodeError, Oversize, VersionMismatch
+from kvd_proto.errors import DecodeError, Oversize
 from kvd_proto.messages import TAGS, Error, ErrorCode, Message, Register
 
 log = logging.getLogger("kvd.daemon")
@@ -227,9 +226,7 @@ class SessionServer:
             message = REQUESTS.decode_body(header, frame)
         except DecodeError as error:
             _log_unreadable(session, error)
-            mismatch = isinstance(error, VersionMismatch)
-            code = ErrorCode.BAD_VERSION if mismatch else ErrorCode.BAD_MESSAGE
-            return [Reply(session.number, header.request_id, Error.of(code, str(error)))]
+            return [Reply(session.number, header.request_id, refusal_of(error))]
         try:
             return self._core.request(session, header.request_id, message, now, descriptors)
         except Exception:

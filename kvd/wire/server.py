@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from kvd.client_names import Peer
-from kvd.machine.closing import MAX_STUCK, Closer
-from kvd.machine.files import free_descriptors, open_files_remedy
+from kvd.machine.files import MAX_STUCK, Closer, free_descriptors, open_files_remedy
 from kvd.wire.listener import Listener, NoDescriptor
 from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.codec import WIRE
-from kvd_proto.errors import BadFrame, ChannelFull, DescriptorsLost
+from kvd_proto.errors import BadFrame, ChannelFull, DecodeError, DescriptorsLost, VersionMismatch
 from kvd_proto.messages import Error, ErrorCode
 
 READ_BYTES = 256 * 1024
@@ -463,6 +462,12 @@ class Server:
             most = max(self._by_fd.values(), key=attrgetter("kept_bytes"))
             text = f"it has {most.kept_bytes} bytes of {self._kept} that are kept of all"
             self.disconnect(most, text, "kept_bytes")
+
+
+def refusal_of(error: DecodeError) -> Error:
+    """Return the reply to a request whose body cannot be decoded."""
+    mismatch = isinstance(error, VersionMismatch)
+    return Error.of(ErrorCode.BAD_VERSION if mismatch else ErrorCode.BAD_MESSAGE, str(error))
 
 
 def peer_of(sock: socket.socket) -> Peer:

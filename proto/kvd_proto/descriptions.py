@@ -17,7 +17,7 @@ from zlib import crc32
 import msgspec
 from msgspec import Meta
 
-from kvd_proto.directory_header import MAX_SLOTS
+from kvd_proto.directory import MAX_SLOTS
 from kvd_proto.errors import DescriptionError
 from kvd_proto.layout import RankLayout
 

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import JobBlocks
 from kvd_proto.copies import Copies, Grid, Regions, Run
 from kvd_proto.layout import RankLayout
 

@@ -15,8 +15,7 @@ from typing import Annotated, Any, Literal, TypeAlias
 import msgspec
 from msgspec import Meta
 
-from kvd_proto.arrays import MAX_ARRAY_ITEMS, IntArray
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import MAX_ARRAY_ITEMS, IntArray, JobBlocks
 from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
 from kvd_proto.layout import MAX_STORAGES, RankLayout

@@ -5,8 +5,7 @@ from typing import TypeAlias
 import numpy as np
 
 from kvd_proto.changes import Change, ChangeKind
-from kvd_proto.directory import RECORD_DTYPE, DirectoryView, SlotState
-from kvd_proto.directory_header import FLOOR_AT
+from kvd_proto.directory import FLOOR_AT, RECORD_DTYPE, DirectoryView, SlotState
 
 Place: TypeAlias = tuple[int, int, int, int, int]
 """Slot, generation, first block, count of blocks and group of a chunk."""

@@ -5,10 +5,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.directory import Blocks, Refs, covers
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.cache.resets import Resets
+from kvd.cache.stores import MakeDescriptions
 from kvd.config.settings import Settings
 from kvd.config.values import Quota
 from kvd.pool.geometry import FillOrder

@@ -17,9 +17,8 @@ from hypothesis.stateful import (
 )
 
 from kvd.cache.adaptive import BINS, AdaptivePolicy, gains
-from kvd.cache.eviction import TICKS_PER_SECOND, EvictionPolicy
+from kvd.cache.eviction import TICKS_PER_SECOND, EvictionPolicy, LruPolicy
 from kvd.cache.ghosts import Ghosts
-from kvd.cache.policies import LruPolicy
 from kvd.errors import IntegrityError
 from kvd_proto.labels import Label
 
@@ -508,7 +507,7 @@ def test_chunks_that_are_put_back_out_of_place_are_reserved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What may go is found also where the rest of its run has come to stand behind it."""
-    monkeypatch.setattr("kvd.cache.slotlists.MAX_STEPS", 4)
+    monkeypatch.setattr("kvd.cache.eviction.MAX_STEPS", 4)
     policy = returning_after_100_seconds(16)
     older, (released, written), later = range(5), (5, 6), 7
     calls = 0

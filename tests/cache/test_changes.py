@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from kvd.cache.directory import DirectoryWriter
 from kvd.errors import IntegrityError
 from kvd_proto.changes import CHANGE_BYTES, Change, ChangeKind, change_capacity
-from kvd_proto.directory import DirectoryView, SlotState
-from kvd_proto.directory_header import DirectoryHeader
+from kvd_proto.directory import DirectoryHeader, DirectoryView, SlotState
 from kvd_proto.errors import DirectoryError
 from tests.cache.followers import Place, apply, records
 from tests.cache.tables import make_table, names, pin, store

@@ -13,20 +13,18 @@ from hypothesis import strategies as st
 from kvd.cache.directory import DirectoryWriter
 from kvd.errors import IntegrityError
 from kvd_proto.directory import (
+    CHECK_WORD,
     FEW,
     HEAD_DTYPE,
+    HEADER,
+    HEADER_BYTES,
     NO_SHARE_YET,
+    PROBE_LIMIT,
     READ_HEADS,
+    DirectoryHeader,
     DirectoryView,
     LookupResult,
     SlotState,
-)
-from kvd_proto.directory_header import (
-    CHECK_WORD,
-    HEADER,
-    HEADER_BYTES,
-    PROBE_LIMIT,
-    DirectoryHeader,
 )
 from kvd_proto.errors import DirectoryError
 

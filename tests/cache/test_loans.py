@@ -6,8 +6,8 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.directory import Refs
+from kvd.cache.eviction import SlotLists
 from kvd.cache.ghosts import GhostCause
-from kvd.cache.slotlists import SlotLists
 from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.pool.geometry import FillOrder

@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cache.adaptive import AdaptivePolicy
+from kvd.cache.adaptive import PARTS, AdaptivePolicy, LruContents, LruFloor
 from kvd.cache.ghosts import Ghosts
-from kvd.cache.lru_floor import PARTS, LruContents, LruFloor
 from kvd.errors import IntegrityError
 
 

@@ -5,9 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.ghosts import GhostCause
-from kvd.cache.misses import Misses
-from kvd.metrics.misses import MissReason
+from kvd.cache.ghosts import GhostCause, Misses
+from kvd.metrics.counts import MissReason
 from tests.cache.tables import begin, make_table, names, store
 
 

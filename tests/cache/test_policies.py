@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cache.eviction import EvictionPolicy
+from kvd.cache.adaptive import POLICIES
+from kvd.cache.eviction import MAX_STEPS, EvictionPolicy, SlotLists
 from kvd.cache.ghosts import Ghosts
-from kvd.cache.policies import POLICIES
-from kvd.cache.slotlists import MAX_STEPS, SlotLists
 from kvd.errors import IntegrityError
 
 Make = Callable[[int], EvictionPolicy]

@@ -6,8 +6,7 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.errors import IntegrityError
-from kvd_proto.directory import READ_HEADS, SlotState
-from kvd_proto.directory_header import PROBE_LIMIT
+from kvd_proto.directory import PROBE_LIMIT, READ_HEADS, SlotState
 from kvd_proto.labels import LABEL_ONLY, Label
 from tests.cache.tables import begin, finish, make_table, names, pin, ref_of, store
 

@@ -2,7 +2,7 @@
 
 from kvd.cache.directory import DirectoryWriter
 from kvd_proto.changes import ChangeKind
-from kvd_proto.directory_header import DirectoryHeader
+from kvd_proto.directory import DirectoryHeader
 
 KEPT, RELEASED, TIERS = ChangeKind.KEPT, ChangeKind.RELEASED, ChangeKind.TIERS
 A, B = b"a", b"b"

@@ -27,8 +27,7 @@ from kvd.cache import tier_table
 from kvd.cache.directory import DirectoryWriter
 from kvd.cache.tier_table import MOST_ABSENT, TierTable
 from kvd.errors import IntegrityError
-from kvd_proto.directory import DirectoryView
-from kvd_proto.directory_header import DirectoryHeader
+from kvd_proto.directory import DirectoryHeader, DirectoryView
 from kvd_proto.errors import DirectoryError
 from kvd_proto.tier_table import (
     ABSENT_MS,

@@ -143,7 +143,7 @@ class Conductor(Member):
     # ------------------------------------------------------------- transfers
 
     def _store(self, group: int, keys: list[bytes]) -> None:
-        attachment = self._scheduler._attachment
+        attachment = self._scheduler._attachments.current
         with self._calls.step("prepare_store"):
             ticket = self._scheduler.prepare_store(keys)
         self._calls.add(Count.FULL, ticket.answers.count(StoreAnswer.FULL))
@@ -160,7 +160,11 @@ class Conductor(Member):
     def _note(self, attachment: Attachment | None, ticket: StoreTicket) -> None:
         """Write down which slots were given, if it is certain whose they are."""
         namespace = self._scheduler.namespace
-        if ticket.keys and attachment is not None and attachment is self._scheduler._attachment:
+        if (
+            ticket.keys
+            and attachment is not None
+            and attachment is self._scheduler._attachments.current
+        ):
             given = zip(ticket.slots.tolist(), ticket.generations.tolist(), strict=True)
             boot_id = attachment.directory.boot_id
             note(self._folder, [(boot_id, namespace, *each) for each in given])

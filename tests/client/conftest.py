@@ -11,8 +11,8 @@ from kvd_client import (
     HostMemory,
     Scheduler,
     Worker,
+    attachment,
     connection,
-    scheduler_session,
     session,
 )
 from tests.client.fake_daemon import SECONDS, FakeDaemon
@@ -28,7 +28,7 @@ def patience() -> Iterator[None]:
     """A test that stands still is not taken for a daemon or an engine that does."""
     with pytest.MonkeyPatch.context() as patch:  # a test's own patches are taken back first
         patch.setattr(connection, "HANDSHAKE_SECONDS", SECONDS)
-        patch.setattr(scheduler_session, "LEFT_BEHIND_SECONDS", 3600.0)
+        patch.setattr(attachment, "LEFT_BEHIND_SECONDS", 3600.0)
         yield
 
 

@@ -29,11 +29,11 @@ from kvd_client import (
     UsageError,
     Worker,
     cuda_driver,
-    cuda_memory,
 )
+from kvd_client import memory as memory_module
 from kvd_client import timeline as timelines
 from kvd_client.memory import ControlPage, Descriptors
-from kvd_client.registration import registration
+from kvd_client.registration import Registration, registration
 from kvd_client.timeline import StreamSignals
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
@@ -196,7 +196,7 @@ def memory_in_absurdly_many_allocations_is_refused() -> None:
     """Before any of them is exported."""
     cuda.use_device()
     made = cuda.VirtualMemory(segments=3)
-    cuda_memory.MAX_SEGMENTS = 2  # type: ignore[attr-defined]  # as imported there
+    memory_module.MAX_SEGMENTS = 2  # type: ignore[attr-defined]  # as imported there
     opened = open_files()
     with refused(UnsupportedMemory, "more than 2 CUDA allocations", REMOVE):
         DeviceMemory.at(made.address, made.nbytes)
@@ -259,7 +259,7 @@ def memory_that_was_taken_back_is_freed() -> None:
         Worker(path, "engine", 0, 1, deadline=DEADLINE) as worker,
     ):
         register(worker, made.address)
-        (number,) = (os.fstat(fd).st_ino for fd in worker._memory.fds)
+        (number,) = (os.fstat(fd).st_ino for fd in worker._registration.memory.fds)
         assert worker.unregister()
         made.unmap()
         assert not [file for file in Path("/proc/self/fd").iterdir() if is_file(file, number)]
@@ -626,17 +626,20 @@ def an_address_is_asked_about_with_a_context_current() -> None:
 
 def segments_keep_their_order() -> None:
     """Else a block is taken for another."""
-    exported = cuda_memory._exported
-    cuda_memory._exported = lambda allocations: exported(allocations[::-1])
+    exported = memory_module._exported
+    memory_module._exported = lambda allocations: exported(allocations[::-1])
 
 
 def memory_that_is_not_wanted_is_let_go() -> None:
     """Else its descriptors keep it, and the engine that sleeps has given nothing back."""
+    drop = Registration.drop
 
-    def keep(worker: Worker) -> None:
-        worker._wanted = None
+    def keep(registration: Registration) -> None:
+        memory = registration.memory
+        drop(registration)
+        registration.memory = memory
 
-    Worker._want_nothing = keep  # type: ignore[assignment,method-assign]  # as its stand-in
+    Registration.drop = keep  # type: ignore[assignment,method-assign]  # as its stand-in
 
 
 def without(rule: str, scenario: str) -> None:

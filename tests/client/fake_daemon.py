@@ -21,8 +21,7 @@ from kvd_client.session import Session
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.descriptions import room
-from kvd_proto.directory import SlotState
-from kvd_proto.directory_header import DirectoryHeader
+from kvd_proto.directory import DirectoryHeader, SlotState
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     Attached,

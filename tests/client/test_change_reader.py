@@ -12,6 +12,7 @@ from hypothesis.stateful import (
 
 from kvd_client import change_reader
 from kvd_client.change_reader import ChangeReader, Differences, Place
+from tests.client.integrity import check_reader, published_in
 from tests.proto.changing import KEYS, RING, Changing, InterruptedView, Operation, operations
 
 READERS = 3
@@ -109,7 +110,7 @@ class ReadersMachine(RuleBasedStateMachine):
         listener = self.listeners[reader]
         listener.reader.leave()
         listener.view = None
-        assert listener.reader.said.keys() == listener.told.keys()
+        assert published_in(listener.reader._memory).keys() == listener.told.keys()
 
     @rule(reader=readers)
     def forget(self, reader: int) -> None:
@@ -152,7 +153,9 @@ class ReadersMachine(RuleBasedStateMachine):
         found, below = self.changing.found(), self.changing.below()
         listener.settle()
         assert {key: place[:4] for key, place in listener.told.items()} == found
-        assert {key: place[:4] for key, place in listener.reader.said.items()} == found
+        assert {
+            key: place[:4] for key, place in published_in(listener.reader._memory).items()
+        } == found
         assert {key: place[2:4] for key, place in listener.below.items()} == below
         assert not listener.reader.take()
 
@@ -161,9 +164,9 @@ class ReadersMachine(RuleBasedStateMachine):
         """Nothing contradicts itself, and a reader holds no more than what is said."""
         self.changing.writer.check_integrity()
         for listener in self.listeners:
-            listener.reader.check_integrity()
-            assert listener.reader.said.keys() == listener.told.keys()
-            assert listener.reader.kept.keys() == listener.below.keys()
+            check_reader(listener.reader)
+            assert published_in(listener.reader._memory).keys() == listener.told.keys()
+            assert published_in(listener.reader._tiers).keys() == listener.below.keys()
 
     def teardown(self) -> None:
         """At last all are right."""

@@ -81,8 +81,9 @@ def test_keys_before_one_whose_description_raises_are_told_all_the_same(
     (step,) = wait_steps(daemon, 1)
     assert (step.keys, step.descriptions) == ((b"a", b"b"), (b"of 0", b"of 1"))
     answered(describing)
-    outbox = describing._attachment.decisions.outbox if describing._attachment else None
-    assert outbox is not None
+    there = describing._attachments.current
+    assert there is not None
+    outbox = there.decisions.outbox
     assert (outbox.begun, outbox.given) == ({}, {})
 
 
@@ -164,7 +165,7 @@ def test_the_file_is_read_while_attached_and_closed_afterwards(
 ) -> None:
     """Its descriptor is the attachment's own, and goes with it."""
     daemon.attach(stepping)
-    there = stepping._attachment
+    there = stepping._attachments.current
     assert there is not None
     assert there.descriptions is not None
     fd = there.descriptions._fd

@@ -1,6 +1,6 @@
 """The loans at hand, and how many a scheduler asks for."""
 
-from kvd_client.loans import LEAST_WANTED, Loans
+from kvd_client.decisions import LEAST_WANTED, Loans
 
 
 def always(slot: int, generation: int) -> bool:

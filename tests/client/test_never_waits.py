@@ -73,7 +73,7 @@ def test_what_is_owed_to_a_daemon_that_stands_still_is_bounded(
     for i in range(200):
         patient.request_finished([b"k%d" % i])
         patient.end_step()
-    there = patient._attachment
+    there = patient._attachments.current
     assert there is not None
     assert there.line.unanswered < 100
     daemon.thaw()

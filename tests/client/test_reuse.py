@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd_client.reuse import ReuseFilter
+from kvd_client.decisions import ReuseFilter
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])

@@ -7,8 +7,8 @@ import pytest
 
 from kvd.cache.tier_table import TierTable
 from kvd_client import NOT_BELOW, UNKNOWN, LookupResult, Scheduler, TierInfo, TierStatus, UsageError
-from kvd_client import seeking as module
-from kvd_client.seeking import AGAIN_SECONDS, Seeking
+from kvd_client import decisions as module
+from kvd_client.decisions import SEEK_AGAIN_SECONDS, Seeking
 from kvd_proto.messages import MAX_KEYS, Detached, Step
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, USABLE, FakeDaemon
 from tests.client.test_steps import steps, wait_steps
@@ -162,7 +162,7 @@ def test_what_is_sought_is_told_with_the_step(
 ) -> None:
     """All of it in one message, in order, beside what else was decided; nothing waits for it."""
     del table
-    monkeypatch.setattr(module, "AGAIN_SECONDS", 3600.0)
+    monkeypatch.setattr(module, "SEEK_AGAIN_SECONDS", 3600.0)
     assert stepping.seek([b"a", b"b"]) == 2
     ticket = stepping.prepare_store([b"new"])
     assert stepping.seek([b"c", b"a", b"c"]) == 1
@@ -190,7 +190,7 @@ def test_a_key_is_told_again_after_a_while_or_when_it_was_loaded(
     fake_time = SimpleNamespace(monotonic=lambda: clock.now)
     monkeypatch.setattr("kvd_client.scheduler.time", fake_time)
     assert stepping.seek([b"a", b"ready"]) == 2
-    clock.now += AGAIN_SECONDS - 0.1
+    clock.now += SEEK_AGAIN_SECONDS - 0.1
     assert stepping.seek([b"a", b"ready"]) == 0
     stepping.complete_load(stepping.prepare_load([b"ready"]))
     assert stepping.seek([b"a", b"ready"]) == 1
@@ -215,12 +215,12 @@ def test_only_so_many_keys_are_remembered(
     table: TierTable, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest are forgotten first; those of one call are told of all the same."""
-    monkeypatch.setattr(module, "MOST_KEYS", 3)
+    monkeypatch.setattr(module, "MAX_SOUGHT_KEYS", 3)
     assert daemon.directory is not None
     seeking = Seeking(daemon.directory, table, (DISK,))
     assert seeking.due([b"a", b"b", b"c", b"d"], 0.0) == [b"a", b"b", b"c", b"d"]
     assert seeking.due([b"a", b"d"], 1.0) == [b"a"]
-    assert repr(seeking).startswith("<Seeking 3 keys")
+    assert seeking.due([b"b"], 1.0) == [b"b"]
 
 
 def test_more_than_a_message_holds_is_left_for_the_next_step(

@@ -11,9 +11,9 @@ from kvd_client import (
     StoreAnswer,
     StoreTicket,
     UsageError,
-    scheduler_session,
+    attachment,
 )
-from kvd_client.loans import LEAST_WANTED
+from kvd_client.decisions import LEAST_WANTED
 from kvd_proto.messages import MAX_FINISHED, Detached, Error, ErrorCode, Hello, Message, Step
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, NUM_SLOTS, FakeDaemon, stepped
 from tests.waiting import DEADLINE, eventually
@@ -42,7 +42,7 @@ def answered(scheduler: Scheduler) -> None:
 
     def quiet() -> bool:
         scheduler.end_step()
-        there = scheduler._attachment
+        there = scheduler._attachments.current
         return there is not None and not there.line.has_replies
 
     eventually(quiet)
@@ -157,7 +157,7 @@ def test_answers_are_read_where_loans_run_short(daemon: FakeDaemon, stepping: Sc
     daemon.attach(stepping)
     stepping.prepare_store(keys_of(LEAST_WANTED))
     stepping.end_step()
-    there = stepping._attachment
+    there = stepping._attachments.current
     assert there is not None
 
     def arrived() -> bool:
@@ -383,7 +383,7 @@ def test_the_keeper_sends_what_was_left_behind(
     daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that has stopped making steps still gives its leases back."""
-    monkeypatch.setattr(scheduler_session, "LEFT_BEHIND_SECONDS", 0.1)
+    monkeypatch.setattr(attachment, "LEFT_BEHIND_SECONDS", 0.1)
     daemon.attach(stepping)
     ticket = stepping.prepare_load([b"ready"])
     stepping.end_step()

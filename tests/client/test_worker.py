@@ -526,7 +526,7 @@ def test_other_memory_is_registered_after_the_first_was_taken_back(
     """Nobody holds the first any more, jobs fail meanwhile, and the session is the same."""
     before = worker.timeline.reserve()
     worker.timeline.signal(before)
-    held, given = open_on(memory.fd), {*worker._memory.fds, daemon.worker_fds()[1]}
+    held, given = open_on(memory.fd), {*worker._registration.memory.fds, daemon.worker_fds()[1]}
     assert worker.unregister()
     assert open_on(memory.fd) == held - given
     assert (worker.registered, worker.device) == (False, None)

@@ -96,7 +96,7 @@ class Rank:
 
     def memory_files(self) -> set[int]:
         """What the memory is to the test driver: files, by their numbers."""
-        return {os.fstat(fd).st_ino for fd in self.worker._memory.fds}
+        return {os.fstat(fd).st_ino for fd in self.worker._registration.memory.fds}
 
     def sleep(self) -> None:
         """Take the memory back and free it, as an engine does that sleeps."""

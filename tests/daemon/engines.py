@@ -292,7 +292,7 @@ def described(key: bytes) -> Description:
 
 def read_descriptions(scheduler: Scheduler, keys: Sequence[bytes]) -> list[Description | None]:
     """What a scheduler reads of chunks; None of those that are not there."""
-    there = scheduler._attachment
+    there = scheduler._attachments.current
     assert there is not None
     assert there.descriptions is not None
     entries = [there.directory.entry(key) for key in keys]

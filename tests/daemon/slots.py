@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.directory import RECORD_DTYPE, SlotState
-from kvd_proto.directory_header import FLOOR_AT, DirectoryHeader
+from kvd_proto.directory import FLOOR_AT, RECORD_DTYPE, DirectoryHeader, SlotState
 from kvd_proto.errors import DirectoryError
 from kvd_proto.messages import Attached
 from tests.raw_client import RawClient

@@ -77,7 +77,7 @@ def places(engine: Engine, keys: Sequence[bytes], *, describe: bool = True) -> d
     For the next slots on loan the daemon may evict some of them.
     """
     engine.store(keys, describe=(lambda key: encode(described(key))) if describe else None)
-    scheduler, there = engine.scheduler, engine.scheduler._attachment
+    scheduler, there = engine.scheduler, engine.scheduler._attachments.current
     assert there is not None
     assert scheduler.status()  # answered after the last step
     eventually(lambda: LookupResult.HIT_PENDING not in scheduler.lookup_many(keys))
@@ -89,7 +89,7 @@ def test_a_slot_that_is_used_again_has_no_older_description(start_daemon: StartD
     """What was said of a chunk is not its slot's next one's, which overwrites it."""
     daemon = start_daemon(cpu_bytes="64KiB")
     with Engine(daemon.runtime_dir, world_size=1, events=True).wait_attached() as engine:
-        there = engine.scheduler._attachment
+        there = engine.scheduler._attachments.current
         assert there is not None
         assert there.descriptions is not None
         read, slots = there.descriptions.read, there.directory.num_slots

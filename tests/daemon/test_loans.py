@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from kvd.wire.tool import Control
-from kvd_client import LookupResult, StoreAnswer, scheduler_session
+from kvd_client import LookupResult, StoreAnswer, attachment
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import Drain, Resume
 from tests.asked import Asked
@@ -40,7 +40,7 @@ def wait_slots(
 @pytest.fixture
 def engine(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """One with a rank, that says at a step's end what it has to say, and not before."""
-    monkeypatch.setattr(scheduler_session, "LEFT_BEHIND_SECONDS", LONG)
+    monkeypatch.setattr(attachment, "LEFT_BEHIND_SECONDS", LONG)
     with Engine(daemon.runtime_dir, world_size=1, steps=True).wait_attached() as engine:
         yield engine
 

@@ -3,7 +3,7 @@
 from msgspec.structs import replace
 
 from kvd_client.memory import sealed_file
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import JobBlocks
 from kvd_proto.codec import WIRE
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.messages import (

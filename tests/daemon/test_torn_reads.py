@@ -8,7 +8,7 @@ from typing import TypeAlias
 import numpy as np
 import pytest
 
-from kvd_client import LookupResult, StoreTicket, scheduler_session
+from kvd_client import LookupResult, StoreTicket, attachment
 from kvd_proto.directory import HEAD_DTYPE
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, lend, wait_hit
@@ -31,7 +31,7 @@ def daemon(start_daemon: StartDaemon) -> Daemon:
 @pytest.fixture
 def loading(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine that sends a step at its end; its chunks fill the pool."""
-    monkeypatch.setattr(scheduler_session, "LEFT_BEHIND_SECONDS", LONG)
+    monkeypatch.setattr(attachment, "LEFT_BEHIND_SECONDS", LONG)
     with Engine(daemon.runtime_dir, "loading", 1, deadline=LONG, steps=True) as engine:
         engine.wait_attached()
         assert engine.scheduler.num_chunks == CHUNKS
@@ -53,7 +53,7 @@ def storing(daemon: Daemon, loading: Engine) -> Iterator[Engine]:
 def begin(storing: Engine, loading: Engine) -> tuple[StoreTicket, dict[int, int], Refs]:
     """Give the slots of chunks to new keys, and submit the job before the step is sent."""
     lend(storing.scheduler, len(NEW))
-    attachment = loading.scheduler._attachment
+    attachment = loading.scheduler._attachments.current
     assert attachment is not None
     entries = {key: attachment.directory.entry(key) for key in OLD}
     ticket = storing.scheduler.prepare_store(NEW)
@@ -142,7 +142,7 @@ def test_a_chunk_is_a_miss_for_the_scheduler_that_gave_its_slot_away_and_for_no_
 def test_a_step_gives_away_no_slot_of_a_chunk_that_it_pins(daemon: Daemon, loading: Engine) -> None:
     """Also where the slot's loan comes with an answer that is taken in after the pin."""
     scheduler = loading.scheduler
-    attachment = scheduler._attachment
+    attachment = scheduler._attachments.current
     assert attachment is not None
     directory = attachment.directory
     lend(scheduler, 1)

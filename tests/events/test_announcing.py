@@ -8,8 +8,8 @@ from typing import NamedTuple
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_client.announcements import RemovedBlocks, StoredBlocks
 from kvd_client.announcer import Announcer
+from kvd_client.block_chains import RemovedBlocks, StoredBlocks
 from kvd_client.change_reader import NO_SLOT, Differences, Place
 from kvd_proto.descriptions import Description, decode
 from tests.events.content import FACTOR, MAIN_GROUP, Chunk, conversation

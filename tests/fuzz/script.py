@@ -13,8 +13,7 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from kvd_proto.arrays import IntArray
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import IntArray, JobBlocks
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import (

@@ -8,8 +8,7 @@ from typing import Any
 
 from msgspec.structs import fields
 
-from kvd_proto.arrays import IntArray
-from kvd_proto.blocks import JobBlocks
+from kvd_proto.arrays import IntArray, JobBlocks
 from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from kvd.broker.engines.sessions import Registry
 from kvd.broker.report.status_report import status_report
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.loads import Loads
+from kvd.cache.lending import Loads
 from kvd_proto.messages import REPLY_OF, TAGS
 from tests.fuzz.core_target import CorePlay, play_core
 from tests.fuzz.live_target import live_target

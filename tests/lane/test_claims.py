@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.lane import claims
+from kvd.lane import jobs
 from kvd.lane.workers import Binding
-from kvd_proto.blocks import Chunks
+from kvd_proto.arrays import Chunks
 from kvd_proto.directory import SlotState
 from tests.lane.support import SLOTS, Directory, bind_message
 from tests.layouts import flat_layout
@@ -83,10 +83,10 @@ def test_few_and_many_are_looked_at_with_the_same_result(
     heads = binding.directory.heads(job.slots)
     theirs = binding.directory.heads(array("I", [job.slots[i] for i in which]))
     for few in (0, 100):
-        found = claims.not_to_write(theirs, 7, job, which, few)
+        found = jobs.not_to_write(theirs, 7, job, which, few)
         assert found == [number for number in which if number in lost]
-        assert claims.not_ready(heads, job, few) == gone
-        assert claims.not_covered(heads, job, few) == short
+        assert jobs.not_ready(heads, job, few) == gone
+        assert jobs.not_covered(heads, job, few) == short
 
 
 @given(
@@ -103,4 +103,4 @@ def test_a_store_awaits_the_broker_while_a_slot_is_on_loan_for_it(
     generations = array("Q", [generation for _, generation in stored])
     unread = any(numbers[slot] == generation % 2**32 for slot, generation in stored)
     for few in (0, 100):
-        assert claims.await_broker(heads, generations, few) is unread
+        assert jobs.await_broker(heads, generations, few) is unread

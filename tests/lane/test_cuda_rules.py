@@ -17,7 +17,7 @@ import pytest
 
 from kvd.errors import LaneError
 from kvd.lane import runner
-from kvd.lane.devices.cuda import driver, feeder, flow, pinning
+from kvd.lane.devices.cuda import driver, flow, pinning
 from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.cuda.copies import BatchCopy
 from kvd.lane.devices.cuda.driver import Event, Stream
@@ -163,7 +163,7 @@ RULES = [
     ),
     Rule(
         checks.pieces_of_a_direction_keep_their_order,
-        ((feeder.Feeder, "idle", True),),
+        ((flow.Feeder, "idle", True),),
         checks.options(inline_runs=1),
     ),
     Rule(

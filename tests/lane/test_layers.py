@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.lane.layers import Layers
+from kvd.lane.jobs import Layers
 from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from kvd.cache.directory import DirectoryWriter
 from kvd.cache.ledger import KeptChunks
-from kvd_proto.directory import DirectoryView, SlotState
-from kvd_proto.directory_header import DirectoryHeader
+from kvd_proto.directory import DirectoryHeader, DirectoryView, SlotState
 from kvd_proto.tier_table import TierPlace, TierTableView
 
 KEYS = [bytes([97 + i]) * (1 + 3 * i) for i in range(12)]

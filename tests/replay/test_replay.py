@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cache.adaptive import AdaptivePolicy
-from kvd.cache.policies import POLICIES, LruPolicy
+from kvd.cache.adaptive import POLICIES, AdaptivePolicy
+from kvd.cache.eviction import LruPolicy
 from kvd.cli import cli
 from kvd.metrics.words import NOTHING
 from kvd.replay.simulate import NEVER, labels_for, replay_belady, replay_policy, return_gaps

@@ -21,7 +21,7 @@ from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 
 from kvd_client import ChunkBlocks, Store, StoreAnswer, StoreTicket
 from kvd_client.change_reader import Differences
-from kvd_client.chunk_blocks import pack_chunks
+from kvd_client.tickets import pack_chunks
 from kvd_client.vllm.events import PoolEvents
 from tests.daemon.engines import Engine, make_layout
 from tests.events.content import (

@@ -7,7 +7,7 @@ import pytest
 
 from kvd.client_names import Peer
 from kvd.errors import ConfigError
-from kvd.server.allowed import AllowList
+from kvd.server.runtime_dir import AllowList
 from kvd.wire.server import peer_of
 from tests.daemon.users import needs_root
 

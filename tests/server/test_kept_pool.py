@@ -17,10 +17,10 @@ import pytest
 from click.testing import CliRunner
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.descriptions import MakeDescriptions
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.cache.resets import Resets
+from kvd.cache.stores import MakeDescriptions
 from kvd.cache.trailer import MOST_LEDGERS, PoolTrailer
 from kvd.cli.serve import purge
 from kvd.config.settings import Settings
@@ -30,13 +30,11 @@ from kvd.machine import room
 from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit, area_name
 from kvd.pool.geometry import FillOrder
 from kvd.server import kept_pool, pool_files
-from kvd.server.descriptions import DescriptionFiles
 from kvd.server.kept_pool import KeptPool, MakeNamespaces
 from kvd.server.memory import PoolMemory
-from kvd.server.pool_dirs import remember_pool_dir
-from kvd.server.pool_files import VERSION
+from kvd.server.pool_files import VERSION, remember_pool_dir
 from kvd.server.runtime_dir import RuntimeDir
-from kvd.server.shared import DirectoryMemory
+from kvd.server.shared import DescriptionFiles, DirectoryMemory
 from kvd_proto.descriptions import (
     HEADER_BYTES,
     Description,

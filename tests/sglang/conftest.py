@@ -9,8 +9,7 @@ import pytest
 from sglang.srt.mem_cache.hybrid_cache import linker_pool_assembler
 
 from kvd_client.sglang.linker import KvdLinker
-from kvd_tools.demo_sglang.engine import EngineProcess
-from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
 from kvd_tools.engine_server import Answer
 from kvd_tools.models import write_model
 from tests.conftest import Daemon

@@ -24,8 +24,7 @@ from typing import Self
 
 import psutil
 
-from kvd_tools.demo_sglang.engine import EngineProcess
-from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
 from kvd_tools.engine_server import Answer
 from kvd_tools.errors import DemoError, RequestAborted
 from kvd_tools.models import LLAMA, write_model

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvd_tools.demo_sglang.engine import EngineProcess
-from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
 from kvd_tools.engine_server import Answer, EngineServer
 from kvd_tools.models import COMMON
 from tests.daemon.serving import Daemon

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.demo_sglang.engine import EngineOptions
 from kvd_tools.engine_server import Answer
 from kvd_tools.errors import DemoError
 from tests.conftest import StartDaemon

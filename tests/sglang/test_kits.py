@@ -11,8 +11,7 @@ from unittest import TestCase
 import pytest
 from sglang.test.kits.unified_radix_cache_kit import AccuracyTwoPassMixin, UnifiedRadixTreeTestMixin
 
-from kvd_tools.demo_sglang.engine import EngineProcess
-from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
 from kvd_tools.models import LLAMA, write_model
 from tests.daemon.serving import daemon_left_clean
 from tests.sglang.support import TEST_SECONDS, prompts, wait_served, with_kvd

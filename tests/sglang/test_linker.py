@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.demo_sglang.engine import EngineOptions
 from kvd_tools.engine_server import Answer
 from tests.conftest import Daemon
 from tests.sglang.conftest import StartEngine

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvd_tools.demo_sglang.engine import EngineProcess
-from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
 from kvd_tools.engine_server import Answer
 from kvd_tools.models import write_model
 from tests.conftest import Daemon

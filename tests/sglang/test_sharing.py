@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_sglang.options import EngineOptions
+from kvd_tools.demo_sglang.engine import EngineOptions
 from kvd_tools.demo_vllm import engine as vllm
-from kvd_tools.demo_vllm.options import EngineOptions as VllmOptions
-from kvd_tools.demo_vllm.options import kvd_transfer
+from kvd_tools.demo_vllm.engine import EngineOptions as VllmOptions
+from kvd_tools.demo_vllm.engine import kvd_transfer
 from kvd_tools.engine_server import Answer
 from tests.conftest import Daemon
 from tests.processes import ROOT

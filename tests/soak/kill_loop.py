@@ -61,7 +61,7 @@ class Client:
 
     def attach(self, daemon: Daemon) -> Attachment:
         """Until the directory of this daemon is here."""
-        attached = self.engine.wait_attached(daemon).scheduler._attachment
+        attached = self.engine.wait_attached(daemon).scheduler._attachments.current
         assert attached is not None
         self.directory = attached.directory
         return attached

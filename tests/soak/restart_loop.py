@@ -28,8 +28,7 @@ import numpy as np
 from kvd_client import LookupResult
 from kvd_client.attachment import Attachment
 from kvd_client.connection import Connection
-from kvd_proto.directory import RECORD_DTYPE, SlotState
-from kvd_proto.directory_header import HEADER_BYTES
+from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, SlotState
 from tests.daemon.engines import described, read_descriptions
 from tests.daemon.serving import Daemon
 from tests.soak import kill_loop

@@ -33,8 +33,7 @@ from kvd.wire.tiering import (
 from kvd_proto import descriptions
 from kvd_proto.arrays import IntArray
 from kvd_proto.channel import Channel
-from kvd_proto.directory import RECORD_DTYPE, SlotState
-from kvd_proto.directory_header import DirectoryHeader
+from kvd_proto.directory import RECORD_DTYPE, DirectoryHeader, SlotState
 from kvd_proto.messages import Message
 from tests.tier.areas import POISON
 from tests.waiting import PATIENCE

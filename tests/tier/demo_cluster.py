@@ -20,11 +20,10 @@ from statistics import median
 from typing import ClassVar
 
 from kvd_proto.sizes import format_size
-from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.options import EngineOptions
-from kvd_tools.demo_vllm.scenario import Scenario
+from kvd_tools.demo_vllm.command import Scenario
+from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess
 from kvd_tools.engine_server import Answer
-from kvd_tools.workload import ANSWER_TOKENS
+from kvd_tools.models import ANSWER_TOKENS
 from tests.daemon.serving import Daemon, started_daemons
 from tests.tier.mooncake_cluster import Cluster, why_not
 from tests.waiting import eventually

@@ -26,7 +26,7 @@ import psutil
 
 from kvd.wire.tool import Control
 from kvd_client import LookupResult
-from kvd_client.seeking import NOT_BELOW
+from kvd_client.decisions import NOT_BELOW
 from kvd_proto.messages import Clear, Cleared
 from tests.daemon.engines import described, keys_of, read_descriptions
 from tests.daemon.serving import Daemon, StartDaemon

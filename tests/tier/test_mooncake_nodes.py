@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvd_client import LookupResult
-from kvd_client.seeking import NOT_BELOW
+from kvd_client.decisions import NOT_BELOW
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.hidden import assert_hidden, texts_of
 from tests.daemon.serving import Daemon, StartDaemon, started_daemons

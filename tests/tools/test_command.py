@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvd_tools.demo.report import MEANING
+from kvd_tools.demo.command import MEANING
 from tests.processes import python
 from tests.tools.places import nothing_is_left
 from tests.waiting import PATIENCE

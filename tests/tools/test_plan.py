@@ -3,8 +3,14 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_tools.demo.plan import BLOCKS_PER_CHUNK, longest_hit, step_ends, window_blocks
-from kvd_tools.demo.workload import conversations, distinct_pieces
+from kvd_tools.demo.workload import (
+    BLOCKS_PER_CHUNK,
+    conversations,
+    distinct_pieces,
+    longest_hit,
+    step_ends,
+    window_blocks,
+)
 
 
 @given(st.integers(0, 1000))

@@ -5,9 +5,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_client.chunk_blocks import ChunkBlocks
-from kvd_tools.demo.content import POISON, chunk_key, page_content, page_seed
-from kvd_tools.demo.memory import STRIDES, USED_BYTES, KvMemory
+from kvd_client.tickets import ChunkBlocks
+from kvd_tools.demo.memory import (
+    POISON,
+    STRIDES,
+    USED_BYTES,
+    KvMemory,
+    chunk_key,
+    page_content,
+    page_seed,
+)
 
 PAGE = 256
 NUM_BLOCKS = 8

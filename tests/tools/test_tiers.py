@@ -4,9 +4,9 @@ from typing import Any
 from unittest.mock import Mock
 
 from kvd_client.scheduler import Scheduler
-from kvd_tools.demo.report import MEANING
-from kvd_tools.demo.tiers import NO_FIGURES, figures, settled_figures
-from kvd_tools.selftest.tiers import line, told
+from kvd_tools.demo.command import MEANING
+from kvd_tools.demo.engine import NO_FIGURES, figures, settled_figures
+from kvd_tools.selftest.steps import line, told
 from tests.report.reports import changed, loaded_report
 
 TIERS: list[dict[str, Any]] = loaded_report(60.0)["tiers"]

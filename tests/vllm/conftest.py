@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.options import EngineOptions
+from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess
 from tests.waiting import PATIENCE
 
 

@@ -8,7 +8,7 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvd_client import RankLayout
-from kvd_proto.blocks import JobBlocks, chunks_per_group
+from kvd_proto.arrays import JobBlocks, chunks_per_group
 from kvd_proto.expand import Expander
 from tests.vllm.configs import whole
 

@@ -14,8 +14,7 @@ from typing import Any, Literal, Self
 import psutil
 
 from kvd_client.vllm.metrics import ATTACHED
-from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.options import EngineOptions, kvd_transfer
+from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess, kvd_transfer
 from kvd_tools.engine_server import Answer
 from kvd_tools.models import COMMON, LLAMA, write_model
 from tests.conftest import Daemon

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.demo_vllm.options import EngineOptions
+from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess
 from kvd_tools.engine_server import Answer
 from tests.conftest import Daemon, started_daemons
 from tests.vllm.conftest import StartEngine

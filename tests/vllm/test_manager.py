@@ -18,7 +18,7 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client import Scheduler, scheduler_session
+from kvd_client import Scheduler, attachment
 from kvd_client.vllm import KvdOffloadingManager, metrics
 from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.manager import ChunkSlots
@@ -351,7 +351,7 @@ def test_a_step_is_at_most_one_message(engine: Engine, monkeypatch: pytest.Monke
     A load of no chunks pins nothing, nor one of more than a message holds.
     """
     # No call of a step comes so late that the session sends by itself.
-    monkeypatch.setattr(scheduler_session, "LEFT_BEHIND_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr(attachment, "LEFT_BEHIND_SECONDS", 2 * PATIENCE)
     manager = manager_of(engine)
     keys = keys_of("counted", 20)
     store(manager, engine, keys)

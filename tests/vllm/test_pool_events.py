@@ -11,7 +11,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent, 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
-from kvd_client.announcements import RemovedBlocks, StoredBlocks
+from kvd_client.block_chains import RemovedBlocks, StoredBlocks
 from kvd_client.change_reader import NO_SLOT, Differences, Place
 from kvd_client.vllm.events import PART_CHUNKS, PoolEvents, event_hash_function, to_event
 from kvd_client.vllm.idle import IDLE_SECONDS

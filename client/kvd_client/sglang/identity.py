@@ -11,8 +11,8 @@ from typing import Any
 import sglang
 
 from kvd_client import Fingerprint
+from kvd_client.engine_options import digest, hub_commits, weight_files
 from kvd_client.sglang.pages import PagePool
-from kvd_client.weights import digest, hub_commits, weight_files
 
 
 def fingerprint(

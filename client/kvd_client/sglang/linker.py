@@ -15,8 +15,7 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvd_client import LoadTicket
-from kvd_client.errors import cause
-from kvd_client.logs import get_logger, log_no_offload
+from kvd_client.errors import cause, get_logger, log_no_offload
 from kvd_client.sglang.coverage import Piece, chunk_keys, covered, cut, prefix, windows
 from kvd_client.sglang.identity import fingerprint
 from kvd_client.sglang.loads import Batch, LayerCounter, Wanted

@@ -15,7 +15,7 @@ import numpy as np
 
 from kvd_client import LoadTicket
 from kvd_client.arguments import Blocks
-from kvd_client.logs import get_logger
+from kvd_client.errors import get_logger
 from kvd_client.sglang.coverage import Piece
 from kvd_client.sglang.pool_cache import PoolCache, Rows, failed
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd_client import StoreAnswer, StoreTicket
-from kvd_client.logs import get_logger
+from kvd_client.errors import get_logger
 from kvd_client.sglang.coverage import Piece, cut
 from kvd_client.sglang.pool_cache import PoolCache, Rows, failed
 

@@ -23,12 +23,11 @@ from kvd_client import (
     Worker,
 )
 from kvd_client.arguments import Blocks
-from kvd_client.errors import cause
-from kvd_client.logs import get_logger
+from kvd_client.errors import cause, get_logger
 from kvd_client.sglang.coverage import Piece
 from kvd_client.sglang.options import Options
 from kvd_client.sglang.pages import NO_PAGE, PagePool
-from kvd_client.torch_timeline import work_so_far
+from kvd_client.torch_memory import work_so_far
 from kvd_proto.arrays import MAX_ARRAY_ITEMS
 
 Rows = npt.NDArray[np.uint32]

@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import KVCacheSpecKind
 from vllm.v1.kv_offload.base import Locality
 
 from kvd_client import Scheduler
-from kvd_client.announcements import Announcement, RemovedBlocks
 from kvd_client.announcer import Announcer
+from kvd_client.block_chains import Announcement, RemovedBlocks
 from kvd_client.vllm.idle import IDLE_SECONDS
 from kvd_client.vllm.upstream import require
 

@@ -15,7 +15,7 @@ from vllm.distributed.kv_events import KVCacheEvent, KVEventBatch
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
-from kvd_client.logs import get_logger
+from kvd_client.errors import get_logger
 from kvd_client.vllm.upstream import require
 
 log = get_logger("kvd_client.vllm")

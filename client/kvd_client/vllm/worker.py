@@ -16,9 +16,8 @@ from vllm.v1.kv_offload.base import (
 )
 
 from kvd_client import JobBlocks, JobResult, JobStatus, KvdClientError, Load, Store, Worker
-from kvd_client.errors import cause
-from kvd_client.logs import get_logger, log_no_offload
-from kvd_client.torch_timeline import work_so_far
+from kvd_client.errors import cause, get_logger, log_no_offload
+from kvd_client.torch_memory import work_so_far
 from kvd_client.vllm.manager import ChunkSlots
 from kvd_client.vllm.options import Options
 

@@ -19,7 +19,7 @@ from kvd_proto.sizes import format_size
 from kvd_tools.demo.processes import Daemon
 from kvd_tools.engine_server import Answer, EngineServer
 from kvd_tools.errors import check_installed
-from kvd_tools.workload import ANSWER_TOKENS, Workload
+from kvd_tools.models import ANSWER_TOKENS, Workload
 
 ROOM_BYTES = 2**29  # for the model and the logs, beside the pool
 # Fewer prompts might still be in the engine's own cache when they come back.

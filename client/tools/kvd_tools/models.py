@@ -1,18 +1,21 @@
-"""Random models for engines, small enough to run on CPU: a folder of `config.json` and weights.
+"""Random models for engines, small enough to run on CPU, and what the demos with a real engine ask.
 
-The weights are large enough that an answer depends on every key and value
-before it. With the engines' own dummy weights it hardly does, and a damaged cache
-would go unseen.
+A model is a folder of `config.json` and weights. The weights are large enough that an answer
+depends on every key and value before it. With the engines' own dummy weights it hardly does, and a
+damaged cache would go unseen.
 """
 
 import json
 import math
+import random
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
+
 
 WEIGHT_SCALE = 1.6  # a weight's standard deviation, times the root of its fan-in
 # Of a model that computes fast. The names are those of `config.json`.
@@ -83,3 +86,56 @@ def _write_weights(
             weight = torch.empty(parameter.shape).normal_(0.0, scale, generator=generator)
         weights[name] = weight.to(torch.bfloat16)
     save_file(weights, file, {"format": "pt"})
+
+
+ANSWER_TOKENS = 8
+POOL_MARGIN = 1.5  # of a full pool up to a quarter is on loan to engines
+# Little to compute with, much to remember: loading is cheap, computing is not, on two cores.
+KV_HEADS, HEAD_DIM, VOCAB = 8, 128, 2048
+MODEL = LLAMA | {
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_key_value_heads": KV_HEADS,
+    "head_dim": HEAD_DIM,
+    "vocab_size": VOCAB,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A model and its prompts; the other figures follow from them.
+
+    prompts: that are measured; one more comes before, so that no first time is measured.
+    prompt_tokens: of each.
+    """
+
+    NUMBER_BYTES: ClassVar[int]
+    """Of the engine's numbers."""
+
+    layers: int
+    prompts: int
+    prompt_tokens: int
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token in all layers."""
+        return self.layers * 2 * KV_HEADS * HEAD_DIM * self.NUMBER_BYTES
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a prompt with its answer."""
+        return self.prompt_tokens + ANSWER_TOKENS
+
+    @property
+    def pool_bytes(self) -> int:
+        """A pool that keeps every prompt."""
+        return int(POOL_MARGIN * (self.prompts + 1) * self.longest * self.token_bytes)
+
+    def make_prompts(self) -> list[list[int]]:
+        """Random prompts that share nothing, the first one to warm up with."""
+        source = random.Random(0)
+        return [source.choices(range(VOCAB), k=self.prompt_tokens) for _ in range(self.prompts + 1)]
+
+    def write_model(self, place: Path) -> Path:
+        """The model's folder, below `place`."""
+        return write_model(place / "model", MODEL | {"num_hidden_layers": self.layers})

@@ -139,9 +139,7 @@ class Demotion:
                 groups=IntArray.of(groups, "u2"),
                 deadline_ms=int(PUT_SECONDS * 1000),
             )
-            size = nbytes * len(part)
-            alone = not tier.put_bytes
-            batch = Batch(order, namespace, namespace.salt, size, now, alone)
+            batch = Batch(order, namespace, now, nbytes * len(part), namespace.salt)
             effects.append(tier.send(batch))
         return effects
 

@@ -310,7 +310,7 @@ class Promotion:
             deadline_ms=max(1, int(tier.deadline(size) * 1000)),
         )
         alone = not tier.get_bytes
-        batch = Batch(order, namespace, namespace.salt, size, now, alone, set(engines))
+        batch = Batch(order, namespace, now, size, alone=alone, engines=set(engines))
         self._filling.update(((namespace, slot), batch) for slot in slots)
         self._waiting.setdefault(namespace, _Waiting()).under_way += size
         return [tier.send(batch)]
@@ -334,7 +334,7 @@ class Promotion:
                 deadline_ms=max(1, int(seconds * 1000)),
             )
             engines = set[int]().union(*(unknown[key].engines for key in part))
-            batch = Batch(order, namespace, namespace.salt, 0, now, True, engines)
+            batch = Batch(order, namespace, now, engines=engines)
             waiting.asked.update(dict.fromkeys(part, batch))
             effects.append(tier.send(batch))
         return effects
@@ -347,7 +347,7 @@ class Promotion:
             keys=(os.urandom(16),),
             deadline_ms=int(tier.setting.late_seconds * 1000),
         )
-        return [tier.send(Batch(order, namespace, namespace.salt, 0, now, alone=True))]
+        return [tier.send(Batch(order, namespace, now))]
 
     # ---------------------------------------------------------------------- up
 
@@ -400,7 +400,6 @@ class Promotion:
         waiting = self._waiting.setdefault(namespace, _Waiting())
         for key in order.keys:
             waiting.asked.pop(key, None)
-        tiers = namespace.directory.tiers
         engines, absent = frozenset(batch.engines), list[bytes]()
         there: list[PromotionRequest] = []
         for key, code in zip(order.keys, done.outcomes.tolist(), strict=True):
@@ -410,15 +409,13 @@ class Promotion:
                 there.append(PromotionRequest(key, engines, now, tier))
             elif outcome is Outcome.ABSENT:
                 absent.append(key)
-        if tiers is None:
-            return []
         waiting.keys.put_back(there)
         effects = self._work(namespace, waiting, now)
         following = self._shared(namespace, tier.index)
         if following is not None and absent:
             unknown = {key: PromotionRequest(key, engines, now) for key in absent}
             effects += self._ask(following, namespace, waiting, unknown, now)
-        else:
+        elif (tiers := namespace.directory.tiers) is not None:
             for key in absent:
                 tiers.absent(key, now)
         return [*effects, *map(ChunksReady, sorted(batch.engines))]

@@ -14,7 +14,7 @@ from kvd.broker.effects import Effect, Event, ToTier
 from kvd.broker.tiers.breaker import Breaker
 from kvd.cache.namespaces import Namespace
 from kvd.config.tiers import TierSetting
-from kvd.metrics.tier_counts import TierCounts
+from kvd.metrics.counts import TierCounts
 from kvd.wire.tiering import Ask, Get, Put
 from kvd_proto.messages import TierInfo
 from kvd_proto.tier_table import TierStatus
@@ -39,20 +39,20 @@ class Batch:
     """An order that has no answer yet.
 
     Attributes:
-        salt: of the namespace, when it was sent.
-        nbytes: of its chunks; 0 of an Ask.
         sent: monotonic seconds.
-        alone: nothing else was on its way in this direction.
+        nbytes: of its chunks; 0 of an Ask.
+        salt: of the namespace of a Put, when it was sent.
+        alone: a Get, and no other was on its way.
         engines: that wait for it.
         given_up: a Get whose slots have gone: they are free when it has ended.
     """
 
     order: Order
     namespace: Namespace
-    salt: bytes
-    nbytes: int
     sent: float
-    alone: bool
+    nbytes: int = 0
+    salt: bytes = b""
+    alone: bool = False
     engines: set[int] = field(default_factory=set)
     given_up: bool = False
 

@@ -18,10 +18,8 @@ from kvd_client.scheduler import Scheduler
 from kvd_proto.errors import SizeError
 from kvd_proto.messages import HOST
 from kvd_proto.sizes import parse_duration
-from kvd_tools.selftest.bench import ANSWER_SECONDS, Bench
-from kvd_tools.selftest.blocks import visible_devices
-from kvd_tools.selftest.steps import run
-from kvd_tools.selftest.tiers import line, look_at_tiers
+from kvd_tools.selftest.bench import ANSWER_SECONDS, Bench, visible_devices
+from kvd_tools.selftest.steps import line, look_at_tiers, run
 
 Told = Sequence[dict[str, Any]]
 

@@ -1,5 +1,13 @@
 """The CUDA backend: the device's copy engines move the bytes, threads only enqueue and look.
 
+The device is found by UUID, since indices differ from process to process. The lane's threads and
+its own memory stay near it; the pool's memory is placed by who allocates it.
+
+A worker's memory is opened by handle. Allocations are opened once, however many storages lie in
+them. How large they are is the driver's word, not the worker's: of an IPC handle it tells the size,
+and of a descriptor it maps no more than there is. (Virtual memory's size is not asked for:
+`cuMemGetAddressRange` tells it in some drivers, and only once it may be reached.)
+
 Each piece is enqueued on the stream of its direction, with an event after it: one of few runs by
 the lane's thread, one of many by the direction's own (flow.py). `progress` asks the events. No
 stream ever waits for something that another process must do; the worker's timeline is the
@@ -12,29 +20,169 @@ the broker starts another, and the pool and its directory are as they were.
 """
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from uuid import UUID
 
-from kvd.errors import CudaError, CudaMissing, DeviceLost, ImportFailed, LaneError
-from kvd.lane.devices.cuda import copies, driver, moves, uuids
+import numpy as np
+
+from kvd.errors import CudaError, CudaMissing, DeviceLost, HandleRefused, ImportFailed, LaneError
+from kvd.lane.devices.cuda import driver
+from kvd.lane.devices.cuda.copies import CudaMoves, PoolSide, Runs, choose, prepare
+from kvd.lane.devices.cuda.driver import Addresses
 from kvd.lane.devices.cuda.flow import Flow
-from kvd.lane.devices.cuda.importing import ImportedMemory
-from kvd.lane.devices.cuda.moves import CudaMoves, PoolSide, Runs
 from kvd.lane.devices.cuda.pinning import PinnedPool
-from kvd.lane.devices.device import (
-    PIECE_BYTES,
-    Device,
-    Direction,
-    Finished,
-    MemoryId,
-    Transfer,
-)
+from kvd.lane.devices.device import PIECE_BYTES, Device, Direction, Finished, MemoryId, Transfer
 from kvd.machine import cuda
 from kvd.machine.cuda import Undo
+from kvd.machine.numa import numbers
 from kvd_proto.copies import Copies
-from kvd_proto.messages import Handle
+from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 
 _log = logging.getLogger(__name__)
+
+
+def show_slice(name: str) -> None:
+    """Let this process see the MIG slice that is named, if one is.
+
+    A process sees no more than one slice, and which one is settled before the driver starts.
+    """
+    if name.startswith("cuda:MIG-"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = f"MIG-{_uuid(name)}"
+
+
+def find(name: str) -> int:
+    """Return the driver's handle of the device with this name, as a registration has it.
+
+    Raises:
+        CudaMissing: no device that this process sees has this UUID.
+        CudaError: the driver fails.
+    """
+    uuid = _uuid(name).bytes
+    seen = cuda.devices()
+    for device, other in seen:
+        if other == uuid:
+            return device
+    listed = ", ".join(other.hex() for _, other in seen) or "none"
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hint = "" if visible is None else f"; CUDA_VISIBLE_DEVICES is {visible!r}"
+    raise CudaMissing(
+        f"no CUDA device has the UUID {uuid.hex()}; the lane sees {listed}{hint}. Let kvd see all"
+        " devices (NVIDIA_VISIBLE_DEVICES=all), and name a MIG slice as cuda:MIG-<uuid>"
+    )
+
+
+def _uuid(name: str) -> UUID:
+    return UUID(name.removeprefix("cuda:").removeprefix("MIG-"))
+
+
+def stay_near(pci_bus_id: str, sysfs: Path = Path("/sys")) -> None:
+    """Bind this process to the processors near a device; threads that are started later follow."""
+    try:
+        folder = sysfs / "bus/pci/devices" / pci_bus_id.lower()
+        near = numbers((folder / "local_cpulist").read_text("ascii"))
+        allowed = os.sched_getaffinity(0)
+        if near & allowed and not near >= allowed:
+            os.sched_setaffinity(0, near & allowed)
+            _log.info("on the %d processors near the device", len(near & allowed))
+    except (OSError, ValueError) as error:
+        _log.info("the processors near device %s are not known: %s", pci_bus_id, error)
+
+
+_Key = bytes | tuple[VmmSegment, ...]
+# Storages that begin and end in the midst of segments map some of them up to three times.
+_MAPPED_TIMES = 4
+
+
+class ImportedMemory:
+    """The storages of one worker.
+
+    addresses: uint64[storages].
+    close: unmaps everything; nothing may be in flight. Where the driver refuses, the memory stays
+        the worker's and this process's until this process ends.
+
+    Args:
+        handles: one per storage.
+        sizes: bytes of each storage.
+        descriptors: what `fd_index` counts in; they stay the caller's.
+        device: the device's handle.
+
+    Raises:
+        HandleRefused: the driver does not open a handle.
+        ImportFailed: the driver fails, or memory is not as described. Nothing stays open.
+    """
+
+    def __init__(
+        self,
+        handles: Sequence[Handle],
+        sizes: Sequence[int],
+        descriptors: Sequence[int],
+        device: int,
+    ) -> None:
+        self._descriptors = descriptors
+        self._device = device
+        self._opened: dict[_Key, tuple[int, int]] = {}
+        self._mapped = 0  # bytes that descriptors name, as claimed
+        try:
+            with Undo() as self._undo:
+                starts = [
+                    self._storage(handle, size) for handle, size in zip(handles, sizes, strict=True)
+                ]
+                self.close = self._undo.pop_all().close
+        except CudaError as error:
+            raise ImportFailed(str(error)) from error
+        self.addresses: Addresses = np.array(starts, np.uint64)
+
+    def _storage(self, handle: Handle, size: int) -> int:
+        if isinstance(handle, IpcHandle):
+            key: _Key = handle.handle
+        elif isinstance(handle, VmmHandle):
+            key = handle.segments
+        else:
+            raise ImportFailed(
+                f"{type(handle).__name__} is host memory; this is the lane of a CUDA device"
+            )
+        if key not in self._opened:
+            self._opened[key] = (
+                self._open_ipc(handle)
+                if isinstance(handle, IpcHandle)
+                else self._open_descriptors(handle.segments)
+            )
+        start, nbytes = self._opened[key]
+        claimed = handle.allocation if isinstance(handle, IpcHandle) else nbytes
+        if claimed > nbytes or handle.offset + size > nbytes:
+            raise ImportFailed(
+                f"{size} bytes from offset {handle.offset} of an allocation of"
+                f" {claimed} bytes do not lie inside the {nbytes} bytes that it has"
+            )
+        return start + handle.offset
+
+    def _open_ipc(self, handle: IpcHandle) -> tuple[int, int]:
+        try:
+            address = driver.open_ipc(handle.handle)
+        except CudaError as error:
+            raise HandleRefused(
+                f"{error}; the worker must run on this machine and use this device, and its pid"
+                " must differ from the lane's as a number: share the host's pids with containers"
+            ) from error
+        self._undo.add(driver.close_ipc, address)
+        start, nbytes = driver.address_range(address)
+        # Offsets count from the allocation's start, which is what opening it returns.
+        return address, nbytes - (address - start)
+
+    def _open_descriptors(self, segments: Sequence[VmmSegment]) -> tuple[int, int]:
+        nbytes, limit = sum(segment.nbytes for segment in segments), cuda.memory_of(self._device)
+        self._mapped += nbytes
+        if nbytes > limit or self._mapped > _MAPPED_TIMES * limit:
+            raise ImportFailed(
+                f"an allocation of {nbytes} bytes is claimed, {self._mapped} bytes in all; the"
+                f" device has {limit}"
+            )
+        named = [(self._descriptors[segment.fd_index], segment.nbytes) for segment in segments]
+        return driver.map_descriptors(named, self._device, self._undo), nbytes
+
 
 MOST_IN_FLIGHT = 256  # transfers of each direction
 
@@ -63,7 +211,7 @@ class CudaDevice(Device):
     """Moves bytes between workers' memory on one CUDA device and the pool.
 
     Args:
-        name: the device's, with its UUID; see uuids.py.
+        name: the device's, with its UUID.
         pool_fd: the pool's file; stays the caller's.
         pool_bytes: its size.
         options: see Options.
@@ -94,10 +242,10 @@ class CudaDevice(Device):
         cuda.start()
         if lacking := cuda.shortcomings():
             _log.warning("%s", lacking)
-        self._device = uuids.find(name)
+        self._device = find(name)
         if refusal := cuda.refusal(self._device):
             raise CudaMissing(refusal)
-        uuids.stay_near(cuda.pci_bus_id(self._device))
+        stay_near(cuda.pci_bus_id(self._device))
         self._undo = Undo()
         with Undo() as failed:
             failed.push(self._undo)
@@ -114,7 +262,7 @@ class CudaDevice(Device):
         with Undo() as trial:
             stream = driver.create_stream(least)
             trial.add(driver.destroy_stream, stream)
-            self.copier = copies.choose(stream)
+            self.copier = choose(stream)
         self._flows = {
             way: Flow(way, priority, self.copier, context, undo, inline_runs=options.inline_runs)
             for way, priority in ((Direction.LOAD, greatest), (Direction.STORE, least))
@@ -208,7 +356,7 @@ class CudaDevice(Device):
             raise LaneError(f"memory {memory} is not mapped")
         pool = PoolSide(pool_base, self._pool.piece_bytes, self._pool.where)
         longest = self.piece_bytes[direction]
-        return moves.prepare(copies, pool, self._memories[memory].addresses, longest)
+        return prepare(copies, pool, self._memories[memory].addresses, longest)
 
     def submit(self, transfer: Transfer) -> None:
         """See Device."""
