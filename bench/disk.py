@@ -31,10 +31,11 @@ from typing import Any
 import numpy as np
 from harness import MIB, Figures, median
 
+from kvd.outcomes import Outcome
 from kvd.tier.contract import Chunk, Options, Space
-from kvd.tier.disk import DiskTier, records
+from kvd.tier.disk import DiskTier
+from kvd.tier.disk.slabs import Record, pack_header
 from kvd.tier.seal import check_of
-from kvd.wire.tiering import Outcome
 from kvd_proto.sizes import parse_size
 
 THREADS = 4
@@ -134,7 +135,8 @@ class _Side:
             str(folder / "tier"), {"size": str(nbytes), "floor": "1GiB", "threads": "4"}
         )
         self.tier = DiskTier.open(options, self.memory)
-        self.space = self.tier.begin(Space(b"n" * 16, 1, (block,), 256))
+        self.space = Space(b"n" * 16, (block,), 256)
+        self.tier.begin(self.space)
         count = nbytes * 7 // 8 // block // batch * batch  # slabs have tails, too
         self.nbytes = count * block
         self.sets = [
@@ -244,18 +246,14 @@ def measure_rebuild(folder: Path, count: int) -> Figures:
     place = folder / "rebuild"
     options = Options(str(place), {"size": str(count * SLOT_BYTES * 2), "floor": "0"})
     tier = DiskTier.open(options, memoryview(b""))
-    space = tier.begin(Space(b"n" * 16, 5, (3000,), 256))
     tier.close()
+    space = Space(b"n" * 16, (3000,), 256)
     for number, at in enumerate(range(0, count, SLOTS), 1):
         slots = min(SLOTS, count - at)
-        written = [
-            records.Record(
-                i + 1, 5, 0, 3000, 100, (0, 1, 0), 1, i.to_bytes(8, "big").rjust(KEY, b".")
-            )
-            for i in range(at, at + slots)
-        ]
-        raw = records.header(slots, SLOT_BYTES, number) + records.packed(written, number, 0)
-        (place / f"{number:06}.index").write_bytes(raw)
+        keys = (i.to_bytes(8, "big").rjust(KEY, b".") for i in range(at, at + slots))
+        written = [Record(at + i, 0, space.id, (0, 1, 0), key) for i, key in enumerate(keys, 1)]
+        raw = b"".join(record.pack() for record in written)
+        (place / f"{number:06}.index").write_bytes(pack_header(slots, SLOT_BYTES) + raw)
         with (place / f"{number:06}.slab").open("wb") as file:
             file.truncate(slots * SLOT_BYTES)
     took, cpus, scans = [], [], []

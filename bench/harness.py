@@ -48,6 +48,13 @@ Ticket = TypeVar("Ticket", StoreTicket, LoadTicket)
 _numbers = itertools.count()
 
 
+def find_doubles() -> None:
+    """Have processes that are started from here find the tests' tiers: `--tier memory:…`."""
+    folder = str(Path(__file__).parents[1] / "tests/tier/doubles")
+    paths = [os.environ.get("PYTHONPATH", ""), folder]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+
+
 def median(values: Iterable[float]) -> float:
     """The median of some measurements."""
     return float(np.median(list(values)))

@@ -19,11 +19,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from kvd.outcomes import Outcome
 from kvd.tier.contract import Chunk, Options
 from kvd.tier.mooncake import MooncakeTier
 from kvd.tier.mooncake.client import address_of
 from kvd.tier.seal import check_of, seal, unseal
-from kvd.wire.tiering import Outcome
 from tests.tier.areas import Area, keys_of, space_of
 from tests.tier.mooncake_cluster import Cluster, why_not
 
@@ -39,7 +39,7 @@ class Sides:
 
     def __init__(self, tier: MooncakeTier, area: Area, chunk_bytes: int) -> None:
         self._tier = tier
-        self._space = tier.begin(space_of(*(chunk_bytes // SHARES,) * SHARES, description=256))
+        self._space = space_of(*(chunk_bytes // SHARES,) * SHARES, description=256)
         count = AREA_BYTES // 4 // chunk_bytes
         keys = keys_of(f"bench-{chunk_bytes}", count)
         self._chunks = area.chunks(self._space, keys)

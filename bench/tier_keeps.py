@@ -14,7 +14,7 @@ import sys
 import time
 
 import numpy as np
-from harness import Daemon, Engine, Figures, fresh_keys, layout
+from harness import Daemon, Engine, Figures, find_doubles, fresh_keys, layout
 from tiers import wait_up
 
 TENSORS, CHUNK_BYTES, NUM_BLOCKS = 4, 256 * 1024, 128
@@ -61,6 +61,7 @@ def measure(tier: str, rate: float) -> Figures:
 
 def main() -> None:
     """Measure each rate."""
+    find_doubles()
     rates = [float(rate) for rate in sys.argv[2:]] or RATES
     figures = {}
     for rate in rates:

@@ -15,7 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from harness import MIB, Daemon, Engine, Figures, layout
+from harness import MIB, Daemon, Engine, Figures, find_doubles, layout
 
 from kvd.wire.tool import Control
 from kvd_client.decisions import NOT_BELOW
@@ -25,7 +25,7 @@ CHUNKS = 10**6
 SIZE = "64GiB"
 PAUSE_SECONDS = 0.001  # between pings
 BACKEND = '''
-from kvd.tier.memory import MemoryTier
+from memory_tier import MemoryTier
 
 class ScanTier(MemoryTier):
     """Says that it keeps chunks that it does not."""
@@ -86,6 +86,7 @@ if __name__ == "__main__":
     count = int(sys.argv[1]) if len(sys.argv) > 1 else CHUNKS
     with tempfile.TemporaryDirectory(prefix="kvd-bench-") as folder:
         make_backend(Path(folder))
-        os.environ["PYTHONPATH"] = folder
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
+        find_doubles()
         figures = measure(0) | measure(count)
     print(json.dumps({key: round(value, 2) for key, value in figures.items()}, indent=2))

@@ -22,7 +22,16 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from harness import POLL_SECONDS, SECONDS, Daemon, Engine, Figures, fresh_keys, layout
+from harness import (
+    POLL_SECONDS,
+    SECONDS,
+    Daemon,
+    Engine,
+    Figures,
+    find_doubles,
+    fresh_keys,
+    layout,
+)
 
 TENSORS, CHUNK_KIB, NUM_BLOCKS = 4, 64, 64
 POOL_CHUNKS, TIER_CHUNKS = 512, 2048
@@ -127,5 +136,6 @@ class Load:
 
 
 if __name__ == "__main__":
+    find_doubles()
     found = measure(*map(int, sys.argv[1:2]))
     print(json.dumps({name: round(value, 3) for name, value in found.items()}, indent=2))

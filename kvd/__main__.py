@@ -16,12 +16,6 @@ def _hold_standard_descriptors() -> None:
 def main() -> None:
     """Entry point of the `kvd` program."""
     _hold_standard_descriptors()
-    if sys.argv[1:2] == ["serve"] and not {"-h", "--help"} & set(sys.argv):
-        # First of all: this process and the lane's have about as much to import, side by side.
-        # Where no daemon comes of it, that one ends with this one.
-        from kvd.server.lane_process import first_lanes  # noqa: PLC0415
-
-        first_lanes()
     try:
         from kvd.cli import cli  # noqa: PLC0415  # an engine's environment may lack the extra
     except ModuleNotFoundError as error:

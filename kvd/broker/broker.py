@@ -16,7 +16,7 @@ from kvd.broker.engines.lanes import Lane
 from kvd.broker.engines.registration import Registration, freed_text, refused
 from kvd.broker.engines.sessions import Registry, Request, Session
 from kvd.broker.engines.supervision import Supervision
-from kvd.broker.report.measures import new_lookups
+from kvd.broker.report.measures import event_counts, gained, lookup_counts
 from kvd.broker.report.status_report import status_report
 from kvd.broker.requests.caching import Caching
 from kvd.broker.requests.operations import Handler, Operations
@@ -234,14 +234,16 @@ class Broker:
         session, told = request.session, request.message
         engine = session.engine if session.kind == "scheduler" else None
         if told.lookups is not None and engine is not None:
-            new = new_lookups(session.lookups, told.lookups)
+            new = gained(session.lookups, lookup_counts(told.lookups))
             engine.lookups.add(new)
             self.state.lookups.add(new)
             if engine.namespace is not None and engine.namespace.table.curve is not None:
                 tokens = max(0, new.lookup_tokens - new.detached_tokens)
                 engine.namespace.table.curve.note_lookups(tokens, new.hit_tokens, request.now)
         if told.kv_events is not None and engine is not None:
-            published = engine.published.report(session.kv_events, told.kv_events, request.now)
+            published = gained(session.kv_events, event_counts(told.kv_events))
+            engine.published.add(published)
+            engine.publish_lag.observe(told.kv_events.lag_us / 1e6, request.now)
             self.state.kv_events.add(published)
         if told.prefill_ns is not None and engine is not None:
             engine.prefill_seconds = told.prefill_ns / 1e9

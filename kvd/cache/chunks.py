@@ -33,7 +33,6 @@ from kvd.cache.stores import Descriptions, Promotions, Stores
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
-from kvd.wire.tiering import new_epoch
 from kvd_proto.directory import SlotState
 from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.messages import ResetDone
@@ -103,8 +102,6 @@ class ChunkTable:
             LedgerDamaged: they contradict each other.
             IntegrityError: they lie where another namespace's do.
         """
-        if not len(chunks):  # after a reset its epoch is all that a ledger has to say
-            return
         geometry = self.space.geometry
         masks = (
             np.uint64(1) << (chunks.slots % geometry.world_size).astype(np.uint64)
@@ -182,20 +179,15 @@ class ChunkTable:
         self.lending.end_loans(owner)
         return self.slots.give_up([slot for slot in self.slots.tickets if owned_by(slot) == owner])
 
-    def reset(self, *, by_operator: bool = False, above: int = 0) -> tuple[ResetDone, Refs]:
+    def reset(self, *, by_operator: bool = False) -> tuple[ResetDone, Refs]:
         """Drop every chunk: from now on no lookup finds it, nor does the next daemon.
 
-        What tiers keep does not count any more either: the namespace has another epoch, greater
-        than its last one and than `above`, which they are to be told. Slots are freed by `sweep`;
-        those that are pinned go when their leases end. What was offered and not stored yet keeps
-        its count.
+        What tiers keep is not known any more either. Slots are freed by `sweep`; those that are
+        pinned go when their leases end. What was offered and not stored yet keeps its count.
 
         Returns:
             How many go now and how many when their leases end, and the slots to be revoked.
         """
-        # First of all: what is not here any more must not come up again, whenever a kill comes.
-        # Greater also where the clock was set back.
-        self.directory.take_epoch(max(new_epoch(), self.directory.epoch + 1, above + 1))
         if self.directory.tiers is not None:
             self.directory.tiers.forget()
         writing = self.slots.give_up(list(self.slots.tickets))

@@ -107,7 +107,6 @@ class DirectoryWriter(DirectoryView):
             self.tiers = TierTable(self._whole, header, self.changes)
         self.ledger = ledger
         self._highest = generation_base
-        self._epoch = 0 if ledger is None else ledger.epoch
         self._words = self._records.cast("Q")
         self._halves = self._records.cast("H")
         self._quarters = self._records.cast("I")
@@ -153,17 +152,6 @@ class DirectoryWriter(DirectoryView):
             self.ledger.forget(self._highest)
         self._floor[0] = self._highest
         self.changes.write(ChangeKind.CLEARED, self._highest)
-
-    @property
-    def epoch(self) -> int:
-        """What tiers keep of the namespace counts under this epoch; 0 while none is known."""
-        return self._epoch
-
-    def take_epoch(self, epoch: int) -> None:
-        """Another epoch holds from now on, and for the next daemon."""
-        if self.ledger is not None:
-            self.ledger.take_epoch(epoch)
-        self._epoch = epoch
 
     def forgotten_slots(self, first: int, count: int) -> list[int]:
         """The READY slots among `count` from `first` on whose chunks do not count, ascending."""

@@ -22,8 +22,7 @@ import numpy as np
 
 from kvd.cache.directory import DirectoryWriter
 from kvd.errors import IntegrityError
-from kvd.metrics.counts import ChunkCounts
-from kvd.metrics.misses import MissReason
+from kvd.metrics.counts import ChunkCounts, MissReason
 from kvd_proto.directory import SlotState
 from kvd_proto.labels import Label
 

@@ -15,8 +15,8 @@ Little-endian. A header page, then the stamps, then the records::
         28  u32     zlib.crc32 of bytes 8..28 and the description
         32          description: `Kept` as JSON
      65512  u64     number of the last change, see kvd.cache.trailer
-     65520  u64     epoch of the namespace in tiers: what they keep of another one is nothing;
-                    0 while none is known
+     65520  8 bytes the namespace's salt (`kvd.cache.resets`) when its chunks were stored; zeros:
+                    it was never reset
      65528  u64     floor: a record counts only where its generation is above it
 
     u64 for every slot: when its chunk was last of use, in microseconds; 0 for never
@@ -55,6 +55,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvd.cache.resets import SALT_BYTES
 from kvd.cache.trailer import PoolTrailer
 from kvd.errors import LedgerDamaged
 from kvd_proto.directory import KEY_BYTES, MAX_BLOCKS, MAX_SLOTS
@@ -72,7 +73,7 @@ _HEAD = struct.Struct("<IIQI")
 _CHECK = struct.Struct("<I")
 _DESCRIPTION_AT = 32
 _FLOOR_AT = HEADER_BYTES - 8
-_EPOCH_AT = HEADER_BYTES - 16
+_SALT_AT = HEADER_BYTES - 16
 _NUMBER_AT = HEADER_BYTES - 24
 _RECORD = struct.Struct(f"<QIHHBxH4x{KEY_BYTES}s")
 _TAIL = struct.Struct("<I4x")
@@ -141,8 +142,8 @@ class Ledger:
         self._whole = whole
         stamps_end = HEADER_BYTES + self.num_slots * 8
         self._floor = whole[_FLOOR_AT:HEADER_BYTES].cast("Q")
-        self._epoch = whole[_EPOCH_AT:_FLOOR_AT].cast("Q")
-        self._number = whole[_NUMBER_AT:_EPOCH_AT].cast("Q")
+        self._salt = whole[_SALT_AT:_FLOOR_AT]
+        self._number = whole[_NUMBER_AT:_SALT_AT].cast("Q")
         numbers = trailer.numbers(self._entry)
         if self._number[0] not in numbers:
             raise LedgerDamaged(
@@ -157,7 +158,12 @@ class Ledger:
 
     @classmethod
     def create(
-        cls, buffer: "WriteableBuffer", num_slots: int, kept: Kept, trailer: PoolTrailer
+        cls,
+        buffer: "WriteableBuffer",
+        num_slots: int,
+        kept: Kept,
+        trailer: PoolTrailer,
+        salt: bytes = b"",
     ) -> Self:
         """Make a ledger in memory that is all zero; touches its header only.
 
@@ -179,7 +185,7 @@ class Ledger:
         whole[:8] = MAGIC
         trailer.add(kept.namespace)
         ledger = cls(buffer, trailer)
-        ledger.renumber()
+        ledger.write_salt(salt)
         return ledger
 
     def renumber(self) -> None:
@@ -219,14 +225,15 @@ class Ledger:
         self._end(number)
 
     @property
-    def epoch(self) -> int:
-        """The namespace's epoch in tiers; 0 while none is known."""
-        return self._epoch[0]
+    def salt(self) -> bytes:
+        """The namespace's salt when its chunks were stored; empty where it was never reset."""
+        salt = bytes(self._salt)
+        return salt if any(salt) else b""
 
-    def take_epoch(self, epoch: int) -> None:
-        """Keep an epoch, by one store."""
+    def write_salt(self, salt: bytes) -> None:
+        """The chunks are those of this salt from here on."""
         number = self._begin()
-        self._epoch[0] = epoch
+        self._salt[:] = salt or bytes(SALT_BYTES)
         self._end(number)
 
     def __len__(self) -> int:
@@ -263,7 +270,7 @@ class Ledger:
         """Let go of the buffer. Nothing works afterwards."""
         self.stamps = np.zeros(0, np.uint64)
         self._floor.release()
-        self._epoch.release()
+        self._salt.release()
         self._number.release()
         self._words.release()
         self._records.release()

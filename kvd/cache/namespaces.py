@@ -78,7 +78,8 @@ class Namespace:
     engines: how many are attached.
     tokens_per_chunk: None where it is not known or the groups differ.
     reuse_threshold: a key gets a slot at its n-th offer.
-    inherited: its epoch is of a reset before it was opened; a tier may know of a later one.
+    salt: of its last reset, as the reset file has it; empty where none is known. What tiers keep
+        of another one is not used. It stays empty where the namespace is temporary.
     """
 
     id: bytes
@@ -88,7 +89,7 @@ class Namespace:
     engines: int = 0
     tokens_per_chunk: int | None = None
     reuse_threshold: int = 1
-    inherited: bool = False
+    salt: bytes = b""
 
     @property
     def geometry(self) -> Geometry:
@@ -99,15 +100,6 @@ class Namespace:
     def directory(self) -> DirectoryWriter:
         """The directory that clients and lanes read."""
         return self.table.directory
-
-    @property
-    def epoch(self) -> int:
-        """What tiers keep of it counts under this epoch; 0 while none is known."""
-        return self.directory.epoch
-
-    def take_epoch(self, epoch: int) -> None:
-        """Somebody remembers an epoch: it holds from now on, and for the next daemon."""
-        self.directory.take_epoch(epoch)
 
     def __repr__(self) -> str:
         return (
@@ -219,9 +211,6 @@ class Namespaces:
             except KvdError:
                 self._drop_buffers(ns_id.hex())
                 raise
-            if not temporary and (epoch := self.resets.oldest(ns_id.hex())):
-                known.take_epoch(epoch)
-                known.inherited = True
         descriptions = known.table.descriptions
         if descriptions.writer is None and record_bytes and not temporary:
             descriptions.writer = self._make_descriptions(ns_id.hex(), record_bytes)
@@ -241,11 +230,12 @@ class Namespaces:
             blocks_per_chunk=geometry.blocks_per_chunk,
         )
         buffer = self._keeping.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
-        return Ledger.create(buffer, geometry.num_slots, kept, self._keeping.trailer)
+        salt = self.resets.salt_of(ns_id.hex())
+        return Ledger.create(buffer, geometry.num_slots, kept, self._keeping.trailer, salt)
 
     def is_outdated(self, ledger: Ledger) -> bool:
-        """Whether its namespace was reset while another pool was in use."""
-        return ledger.epoch < self.resets.epoch(ledger.kept.namespace)
+        """Whether its namespace may have been reset while another pool was in use."""
+        return ledger.salt != self.resets.salt_of(ledger.kept.namespace)
 
     def reopen(self, ledger: Ledger) -> Namespace:
         """Open a namespace of the previous daemon with all chunks of its ledger.
@@ -312,7 +302,12 @@ class Namespaces:
             forecasts=not temporary,
         )
         namespace = self._open[ns_id] = Namespace(
-            ns_id, label, table, temporary, reuse_threshold=self.settings.reuse_threshold
+            ns_id,
+            label,
+            table,
+            temporary,
+            reuse_threshold=self.settings.reuse_threshold,
+            salt=b"" if temporary else self.resets.salt_of(ns_id.hex()),
         )
         return namespace
 
@@ -376,15 +371,21 @@ class Namespaces:
     ) -> tuple[ResetDone, Refs, str]:
         """Drop every chunk of a namespace, also as far as the next daemon is concerned.
 
+        The order holds whenever a kill comes: the file has the new salt first, and the ledger has
+        it when no chunk of before counts there. Until then the ledger is not taken over.
+
         Returns:
             As `ChunkTable.reset`, and why the next daemon may find again what tiers keep; empty
             where it will not.
         """
-        above = self.resets.oldest(namespace.id.hex())
-        done, slots = namespace.table.reset(by_operator=by_operator, above=above)
-        if namespace.temporary:  # no tier has any of it
-            return done, slots, ""
-        return done, slots, self.resets.note(namespace.id.hex(), namespace.epoch)
+        lack = ""
+        if not namespace.temporary:  # no tier has any of a temporary one
+            lack = self.resets.draw(namespace.id.hex())
+            namespace.salt = self.resets.salt_of(namespace.id.hex())
+        done, slots = namespace.table.reset(by_operator=by_operator)
+        if (ledger := namespace.directory.ledger) is not None:
+            ledger.write_salt(namespace.salt)
+        return done, slots, lack
 
     def make_room(self) -> None:
         """Where no more may be open, close the oldest that may go.

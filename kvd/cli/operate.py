@@ -11,7 +11,7 @@ import click
 from kvd.cli.options import duration, json_option, runtime_dir_option, wide_option
 from kvd.errors import AccessDenied, NotRunning
 from kvd.metrics import words
-from kvd.metrics.misses import MissReason
+from kvd.metrics.counts import MissReason
 from kvd.wire.tool import Control
 from kvd_proto.messages import (
     MAX_KEY_BYTES,

@@ -5,13 +5,13 @@ the finding.
 """
 
 import contextlib
-import subprocess
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
 
+from kvd.doctor.tiers import run_python
 from kvd.errors import CudaMissing, LaneError
 from kvd.machine import cuda
 
@@ -52,23 +52,6 @@ class Gpus:
     problem: str = ""
 
 
-def run_python(*arguments: str) -> tuple[str, str]:
-    """What another process of this Python prints, and why it failed; empty where it did not.
-
-    Raises:
-        OSError: none can be started.
-    """
-    command = [sys.executable, *arguments]
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=_PATIENCE_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return "", f"no answer within {_PATIENCE_SECONDS:.0f} s"
-    last = done.stderr.strip().rpartition("\n")[2] or f"exit status {done.returncode}"
-    return done.stdout, last if done.returncode else ""
-
-
 def ask_gpus() -> Gpus:
     """What is here; it never hangs."""
     nodes = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia*")))
@@ -76,7 +59,9 @@ def ask_gpus() -> Gpus:
         kernel = Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except OSError:
         kernel = ""
-    said, problem = run_python("-m", "kvd.doctor.gpus")
+    said, problem, hung = run_python("-m", "kvd.doctor.gpus", seconds=_PATIENCE_SECONDS)
+    if hung:
+        problem = f"no answer within {_PATIENCE_SECONDS:.0f} s"
     if problem:
         return Gpus(nodes, kernel, problem=f"asking the CUDA driver failed: {problem}")
     return replace(msgspec.json.decode(said, type=Gpus), nodes=nodes, kernel=kernel)

@@ -113,7 +113,7 @@ def ask(text: str) -> TierFacts:
         check_tiers([setting])
     except ConfigError as error:
         return TierFacts(setting=setting, problem=str(error))
-    said, problem, hung = _run([sys.executable, "-m", "kvd.doctor.tiers", text])
+    said, problem, hung = run_python("-m", "kvd.doctor.tiers", text, seconds=PATIENCE_SECONDS)
     found: Facts = {}
     for line in said.decode(errors="replace").splitlines():
         if line.startswith("{"):  # what a library prints is not ours
@@ -128,17 +128,27 @@ def ask(text: str) -> TierFacts:
 
 def size_shortage(setting: TierSetting, disk: DiskFacts) -> Shortage | None:
     """Return why a disk tier's size cannot be reached, as its own process says at its start."""
-    from kvd.tier.disk.options import DiskOptions  # noqa: PLC0415  # few have one
+    from kvd.tier.disk.directory import DiskOptions  # noqa: PLC0415  # few have one
 
     return DiskOptions.parse(options_of(setting)).shortage(disk.size, disk.free, disk.held)
 
 
-def _run(command: list[str]) -> tuple[bytes, str, bool]:
-    """What a process has printed, how it failed, and whether its time was up first."""
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe)
+def run_python(*arguments: str, seconds: float) -> tuple[bytes, str, bool]:
+    """What another process of this Python has printed, why it failed, and whether it hung.
+
+    It is killed when its time is up, and not waited for.
+
+    Raises:
+        OSError: none can be started.
+    """
+    process = subprocess.Popen(
+        [sys.executable, *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     try:
-        said, complained = process.communicate(timeout=PATIENCE_SECONDS)
+        said, complained = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired as late:
         process.kill()
         left_behind.append(process)

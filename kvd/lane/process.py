@@ -1,28 +1,18 @@
-"""A lane's process: it waits for its orders, opens device and socket, and serves.
-
-The broker starts it before there is a pool, so that the imports are done when there is one.
-"""
+"""A lane's process: it opens device and socket, and serves."""
 
 import ctypes
-import logging
 import os
-import socket
 
-from kvd.errors import KvdError
 from kvd.lane.devices.device import Device
 from kvd.lane.devices.host import HostDevice
 from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
-from kvd.lane.reports import TEXT_LIMIT
 from kvd.logs import configure
-from kvd.machine.files import hold_pool, move_up, raise_descriptor_limit
-from kvd.wire.first_order import first_order
+from kvd.machine.files import hold_pool, move_up
+from kvd.wire.child_process import serve_broker
 from kvd.wire.link import LINK, BeginLane, LaneFailed
 from kvd_proto.channel import Channel
-from kvd_proto.errors import ChannelFull
 from kvd_proto.messages import HOST
-
-log = logging.getLogger("kvd.lane")
 
 # Of glibc's mallopt(3): from how many freed bytes on memory is given back to the kernel, and from
 # which size on an allocation has a mapping of its own.
@@ -32,42 +22,33 @@ _KEPT_BYTES = 32 * 2**20
 
 def run(link_fd: int) -> int:
     """Serve until the broker is done; the exit status."""
-    try:
-        link = Channel(socket.socket(fileno=link_fd))
-        begin, (pool_fd, pin_lock) = first_order(link, LINK, BeginLane)
-    except EOFError:  # the broker had no use for it
-        return 0
+    return serve_broker(link_fd, LINK, _open, lambda error: LaneFailed(error=error))
+
+
+def _open(link: Channel, begin: BeginLane, fds: tuple[int, ...]) -> LaneService:
+    """Open device and socket.
+
+    Raises:
+        KvdError, OSError: that cannot be done now.
+    """
     name = f"lane {begin.device}#{begin.incarnation}"
     context = {"lane": begin.device, "incarnation": begin.incarnation}
     configure(begin.log_level, begin.log_style, name, **context)
-    raise_descriptor_limit()
     _keep_freed_memory()
-    try:
-        pool_fd, pin_lock = move_up(pool_fd), move_up(pin_lock)
-        lifeline = open_lifeline()
-        hold_pool(pool_fd)
-        service = LaneService(
-            incarnation=begin.incarnation,
-            endpoint=begin.endpoint,
-            link=link,
-            device=_device(begin, pool_fd, pin_lock),
-            pool_bytes=begin.pool_bytes,
-            lifeline=lifeline,
-            limits=Limits(begin.max_queued_jobs, begin.max_queued_bytes),
-        )
-    except (KvdError, OSError) as error:
-        try:  # for the broker's log and the workers that wait
-            link.send(LINK.encode(LaneFailed(error=str(error)[:TEXT_LIMIT])))
-        except (EOFError, ChannelFull):
-            log.error("the lane does not start: %s", error)  # noqa: TRY400  # no bug: no traceback
-        return 1
+    pool_fd, pin_lock = map(move_up, fds)
+    lifeline = open_lifeline()
+    hold_pool(pool_fd)
+    service = LaneService(
+        incarnation=begin.incarnation,
+        endpoint=begin.endpoint,
+        link=link,
+        device=_device(begin, pool_fd, pin_lock),
+        pool_bytes=begin.pool_bytes,
+        lifeline=lifeline,
+        limits=Limits(begin.max_queued_jobs, begin.max_queued_bytes),
+    )
     os.close(pool_fd)
-    try:
-        service.run()
-    except (KvdError, ChannelFull):
-        log.exception("the lane ends")
-        return 1
-    return 0
+    return service
 
 
 def _keep_freed_memory() -> None:

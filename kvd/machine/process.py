@@ -130,9 +130,6 @@ class Standstill:
             " swaps or is overloaded, or whether the process was stopped"
         )
 
-    def __repr__(self) -> str:
-        return f"<Standstill of the {self._whose}, last turn at {self._woke}>"
-
 
 _KEPT_SECONDS = 1.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from kvd.metrics import schema
+from kvd.metrics.counts import BREAKER_REASONS
 from kvd.metrics.history import Span
-from kvd.metrics.tier_counts import BREAKER_REASONS
 from kvd.metrics.words import duration, latency, percent, several, size
 
 Level = Literal["error", "warning", "hint"]
@@ -76,12 +76,13 @@ def _pool(span: Span) -> Case:
     return bool(failed) and {"why": failed[0]["text"].rstrip(".")}
 
 
-def _in_state(state: str) -> Find:
-    def find(lane: Span) -> Case:
-        error = lane.now["last_error"].rstrip(".")
-        return lane.now["state"] == state and {"error": f": {error}" if error else ""}
+def _error(part: Span) -> str:
+    error = part.now["last_error"].rstrip(".")
+    return f": {error}" if error else ""
 
-    return find
+
+def _in_state(state: str) -> Find:
+    return lambda part: part.now["state"] == state and {"error": _error(part)}
 
 
 def _restarted(lane: Span) -> Case:
@@ -152,27 +153,25 @@ def _late(engine: Span) -> Case:
 
 
 def _set_aside(tier: Span) -> Case:
-    seconds, error = tier.now["set_aside_seconds"], tier.now["last_error"].rstrip(".")
+    seconds = tier.now["set_aside_seconds"]
     times = sum(tier.rise("counters", "opened", reason) for reason in BREAKER_REASONS)
     if tier.now["state"] != "up" or (seconds <= ASIDE_SECONDS and times < OFTEN):
         return False
     since = f"has been set aside for {duration(seconds)}"
     often = f"was set aside {several(times, 'time')} in the last minute"
     how = since if seconds > ASIDE_SECONDS else often
-    return {"how": how, "error": f": {error}" if error else ""}
+    return {"how": how, "error": _error(tier)}
 
 
 def _unopened(tier: Span) -> Case:
-    seconds, error = tier.now["unopened_seconds"], tier.now["last_error"].rstrip(".")
-    if tier.now["state"] != "up" or seconds <= ASIDE_SECONDS:
-        return False
-    return {"time": duration(seconds), "error": f": {error}" if error else ""}
+    seconds = tier.now["unopened_seconds"]
+    late = tier.now["state"] == "up" and seconds > ASIDE_SECONDS
+    return late and {"time": duration(seconds), "error": _error(tier)}
 
 
 def _tier_failed(tier: Span) -> Case:
     times = tier.rise("counters", "puts", "failed") + tier.rise("counters", "gets", "failed")
-    error = tier.now["last_error"].rstrip(".")
-    return times > 0 and {"times": several(times, "chunk"), "error": f": {error}" if error else ""}
+    return times > 0 and {"times": several(times, "chunk"), "error": _error(tier)}
 
 
 def _tier_full(tier: Span) -> Case:

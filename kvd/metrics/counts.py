@@ -6,17 +6,13 @@ counts twice. The counts of lanes, namespaces and engines are added up in the re
 those of parts that are gone included.
 """
 
-from dataclasses import dataclass, fields
-from typing import Any, Self
+from dataclasses import dataclass
+from enum import StrEnum
 
 from kvd.errors import IntegrityError
-from kvd.metrics.declare import counter, counters, histogram, histograms
-from kvd.metrics.histogram import Histogram
-from kvd.metrics.misses import MissReason
+from kvd.metrics.declare import Counts, Histogram, counter, counters, histogram, histograms
 from kvd_proto.messages import JobStatus
 
-MOST = 2**63 - 1
-"""The largest number that a message carries; sums stop there."""
 DIRECTIONS = ("store", "load")
 STAGES = ("queued", "stream_wait", "copied", "reported")
 # Upper bounds in seconds.
@@ -47,50 +43,26 @@ LIMITS = (
     *CONNECTION_LIMITS,
 )
 """Settings and bounds at which the broker refuses."""
-
-SHARED_METRICS = {
-    "store_answered_chunks_total": "Chunks that engines asked to store, by answer: accepted, there"
-    " already (present), being written (pending), or refused.",
-    "load_answered_chunks_total": "Chunks that engines asked to load, by whether they were found.",
-    "descriptions_dropped_total": "Descriptions of stored chunks that are not kept, so that routers"
-    " learn neither token ids nor parent of these chunks.",
-    "bytes_total": "Bytes of chunks that a tier kept (put) and gave back (get).",
-    "kvd_tier_queued_bytes": "Bytes of chunks on their way down to a tier (put) and up (get).",
-    "busy_seconds_total": "Time in which puts or gets of a tier were under way, one or several.",
-    "evicted_chunks_total": "Chunks evicted to make room for others.",
-    "removed_chunks_total": "Stored chunks dropped because an engine reset them or an operator"
-    " cleared them.",
-    "copied_bytes_total": "Bytes copied between engines and pool.",
-    "copy_seconds_total": "Time in which bytes were being copied.",
-    "lane_dropped_messages_total": "Messages that the lane could not read, and replies that nobody"
-    " took.",
-}
-"""What metrics mean that several counters make."""
+PUT_OUTCOMES = ("ok", "full", "failed", "late", "gone")
+GET_OUTCOMES = ("ok", "absent", "corrupt", "failed", "late", "gone")
+ASK_OUTCOMES = ("ok", "absent", "failed", "late")
+"""How chunks of a tier's batches end: `kvd.outcomes.Outcome` in small letters."""
+BREAKER_REASONS = ("late", "failed", "corrupt", "lost", "wrong")
+"""Why a tier is set aside."""
 
 
-@dataclass(slots=True)
-class Counts:
-    """Counts that can be added."""
+class MissReason(StrEnum):
+    """Why a key was missed when a request asked for it."""
 
-    def add(self, more: Self) -> None:
-        """Add every count of `more` to this one's."""
-        for each in fields(self):
-            setattr(self, each.name, _sum(getattr(self, each.name), getattr(more, each.name)))
-
-    def __add__(self, other: Self) -> Self:
-        both = type(self)()
-        both.add(self)
-        both.add(other)
-        return both
-
-
-def _sum(left: Any, right: Any) -> Any:
-    if isinstance(left, dict):
-        both = dict(left)
-        for key, value in right.items():
-            both[key] = _sum(both[key], value) if key in both else value
-        return type(left)(both)
-    return left + right if isinstance(left, Histogram) else min(left + right, MOST)
+    NEVER_SEEN = "never_seen"
+    EVICTED = "evicted"
+    BEING_STORED = "being_stored"
+    READY = "ready"
+    REFUSED = "refused"
+    QUOTA = "quota"
+    RESET = "reset"
+    REMOVED = "removed"
+    OTHER_LAYOUT = "other_layout"
 
 
 @dataclass(slots=True)
@@ -391,3 +363,76 @@ class BrokerCounts(Counts):
         "Replies to clients that do not read, or that were gone before they were sent",
         "kvd_broker_dropped_replies_total",
     )
+
+
+@dataclass(slots=True)
+class TierCounts(Counts):
+    """What a tier has done, all its processes together."""
+
+    puts: dict[str, int] = counters(
+        "Chunks that were given to the tier to keep, by outcome: `ok` (kept), `full`, `failed` (an"
+        " error of the medium), `late` (the deadline passed), `gone` (the chunk had left the pool)",
+        "put_chunks_total",
+        "outcome",
+        keys=PUT_OUTCOMES,
+    )
+    gets: dict[str, int] = counters(
+        "Chunks that were asked of the tier, by outcome: `ok` (its hits: they became READY in the"
+        " pool), `absent`, `corrupt` (not what was kept, and dropped), `failed`, `late`, `gone`"
+        " (not wanted any more)",
+        "get_chunks_total",
+        "outcome",
+        keys=GET_OUTCOMES,
+    )
+    asks: dict[str, int] = counters(
+        "Chunks of which a shared tier was asked whether it has them, by answer",
+        "asked_chunks_total",
+        "outcome",
+        keys=ASK_OUTCOMES,
+    )
+    put_bytes: int = counter("Bytes of chunks that it kept", "bytes_total", direction="put")
+    get_bytes: int = counter("Bytes of chunks that it gave back", "bytes_total", direction="get")
+    put_seconds: float = counter(
+        "Time in which puts were under way, one or several: `put_bytes` by this is its rate",
+        "busy_seconds_total",
+        start=0.0,
+        direction="put",
+    )
+    get_seconds: float = counter(
+        "Time in which gets were under way, one or several: `get_bytes` by this is its rate",
+        "busy_seconds_total",
+        start=0.0,
+        direction="get",
+    )
+    put_latency: Histogram = histogram(
+        "Seconds from the broker's order to the tier's answer, for each batch of puts",
+        "put_seconds",
+        STAGE_BOUNDS,
+    )
+    get_latency: Histogram = histogram(
+        "Seconds from the broker's order to the tier's answer, for each batch of gets",
+        "get_seconds",
+        STAGE_BOUNDS,
+    )
+    opened: dict[str, int] = counters(
+        "How often the breaker has set the tier aside, by reason: `late` (no progress), `failed`"
+        " (half of the last batches), `corrupt`, `lost` (its process ended), `wrong` (the broker"
+        " could not handle it: a bug in kvd, the log has it)",
+        "breaker_opened_total",
+        "reason",
+        keys=BREAKER_REASONS,
+    )
+    unkept: int = counter(
+        "Chunks that `keep` names and that left memory before the tier had taken them, or came"
+        " late: stores are faster than the tier",
+        "unkept_chunks_total",
+    )
+    dropped: int = counter(
+        "Chunks that the tier dropped by itself to make room for others", "dropped_chunks_total"
+    )
+    damaged_records: int = counter(
+        "Records of its index that were damaged when one of its processes began, and were dropped"
+        " with their chunks",
+        "damaged_records_total",
+    )
+    restarts: int = counter("Processes that were lost and replaced", "restarts_total")

@@ -4,16 +4,87 @@ The functions below give dataclass fields their default and their `Shown`; `rows
 fields of a class and of the classes inside it, with their paths.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Self, get_args
 
-from kvd.metrics.histogram import Histogram
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvd.errors import IntegrityError
+
+
+@dataclass(slots=True)
+class Histogram:
+    """Counts of values of 0 and more.
+
+    Attributes:
+        bounds: ascending upper bounds; a value equal to one belongs to its range.
+        counts: by range, one more than bounds: the last is of values above all; default zeros.
+        sum: of the values counted.
+    """
+
+    bounds: tuple[float, ...]
+    counts: list[int] = field(default_factory=list)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(self.bounds) + 1)
+
+    @property
+    def count(self) -> int:
+        """Return how many values there were."""
+        return sum(self.counts)
+
+    def observe(self, value: float) -> None:
+        """Count one value."""
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def observe_all(self, values: npt.NDArray[np.floating]) -> None:
+        """Count many values at once."""
+        places = np.searchsorted(self.bounds, values)
+        found = np.bincount(places, minlength=len(self.counts)).tolist()
+        self.counts = [have + more for have, more in zip(self.counts, found, strict=True)]
+        self.sum += float(values.sum())
+
+    def __add__(self, other: "Histogram") -> "Histogram":
+        """The values of both.
+
+        Raises:
+            IntegrityError: the bounds differ.
+        """
+        if self.bounds != other.bounds:
+            raise IntegrityError(f"bounds {self.bounds} and {other.bounds} cannot be added up")
+        counts = [mine + theirs for mine, theirs in zip(self.counts, other.counts, strict=True)]
+        return Histogram(self.bounds, counts, self.sum + other.sum)
+
+    def since(self, before: "Histogram") -> "Histogram":
+        """What has been counted since `before`, an earlier state of it."""
+        gained = zip(self.counts, before.counts, strict=True)
+        counts = [max(0, now - then) for now, then in gained]
+        return Histogram(self.bounds, counts, self.sum - before.sum)
+
+    def quantile(self, q: float) -> float | None:
+        """The value below which a share `q` lies, by straight lines within ranges.
+
+        None if it is empty. What lies above the last bound counts as the last bound.
+        """
+        if not self.count:
+            return None
+        below = np.cumsum([0, *self.counts[:-1]])
+        return float(np.interp(q * self.count, below, [0.0, *self.bounds]))
+
 
 Kind = Literal["info", "gauge", "counter", "histogram"]
 Labels = tuple[str, ...]
 _SHOWN = "shown"
+MOST = 2**63 - 1
+"""The largest number that a message carries; sums stop there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +177,21 @@ def sums(*parts: tuple[str | None, type]) -> Any:
     return field(metadata={_SHOWN: Shown("", parts=parts)})
 
 
+def report_of(declared: type, *owners: object, **derived: Any) -> dict[str, Any]:
+    """Return a part of the report as plain values: every field of the class that declares it.
+
+    A field is in `derived`, or is an attribute of the first owner that has one of its name; else
+    its default holds.
+    """
+    part: dict[str, Any] = {}
+    for each in fields(declared):
+        values = (getattr(owner, each.name, MISSING) for owner in owners)
+        value = next((value for value in values if value is not MISSING), each.default)
+        part[each.name] = derived.get(each.name, value)
+    plain: dict[str, Any] = msgspec.to_builtins(part)
+    return plain
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """One field: where it is in the report, and its metric with the names of its labels.
@@ -175,3 +261,28 @@ def rows(
             yield from rows(inner, (*here, told.items), told.prefix, (*names, *told.items.names))
         elif inner is not None:
             yield from rows(inner, here, told.prefix, names)
+
+
+@dataclass(slots=True)
+class Counts:
+    """Counts that can be added."""
+
+    def add(self, more: Self) -> None:
+        """Add every count of `more` to this one's."""
+        for each in fields(self):
+            setattr(self, each.name, _sum(getattr(self, each.name), getattr(more, each.name)))
+
+    def __add__(self, other: Self) -> Self:
+        both = type(self)()
+        both.add(self)
+        both.add(other)
+        return both
+
+
+def _sum(left: Any, right: Any) -> Any:
+    if isinstance(left, dict):
+        both = dict(left)
+        for key, value in right.items():
+            both[key] = _sum(both[key], value) if key in both else value
+        return type(left)(both)
+    return left + right if isinstance(left, Histogram) else min(left + right, MOST)

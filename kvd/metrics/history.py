@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
-from kvd.metrics.histogram import Histogram
+from kvd.metrics.declare import Histogram
 
 Report = Mapping[str, Any]
 _NAMES = {"lanes": "device", "engines": "name", "namespaces": "id", "tiers": "name"}
@@ -60,9 +60,6 @@ class Span:
             return Histogram(())
         return Histogram(**now) if before is None else Histogram(**now).since(Histogram(**before))
 
-    def __repr__(self) -> str:
-        return f"<Span of {self.seconds:.1f} s>"
-
 
 class History:
     """The reports of the last `keep` seconds, all of one boot."""
@@ -99,9 +96,6 @@ class History:
         """Growth per second between each two reports in a row, oldest first."""
         spans = (Span(now, before) for before, now in pairwise(self._reports))
         return [rate for span in spans if (rate := span.rate(*path)) is not None]
-
-    def __repr__(self) -> str:
-        return f"<History {len(self._reports)} reports>"
 
 
 def _at(report: Report, path: tuple[str, ...]) -> Any:

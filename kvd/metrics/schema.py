@@ -14,6 +14,7 @@ from kvd.metrics.counts import (
     EventCounts,
     LaneCounts,
     LookupCounts,
+    TierCounts,
 )
 from kvd.metrics.declare import (
     Items,
@@ -27,7 +28,6 @@ from kvd.metrics.declare import (
     shown,
     sums,
 )
-from kvd.metrics.tier_counts import TierCounts
 
 MAX_ENGINES = 64
 """Engines that have metrics of their own."""
@@ -217,13 +217,13 @@ class Namespace:
     )
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class SessionOfEngine:
     """A connection of an engine's process."""
 
     kind: str = shown("`scheduler` or `worker`")
-    rank: int | None = shown("Of a registered worker, else null")
-    device: str | None = shown("Of a registered worker, else null")
+    rank: int | None = shown("Of a registered worker, else null", default=None)
+    device: str | None = shown("Of a registered worker, else null", default=None)
     state: str = shown("See the life cycles in `docs/protocol.md`")
     pid: int = shown("As the kernel has it")
     uid: int = shown("As the kernel has it")

@@ -43,9 +43,8 @@ def main() -> int:
 async def _serve(options: argparse.Namespace) -> None:
     from uvicorn import Config, Server  # noqa: PLC0415  # all that is large comes after os.nice
 
-    from kvd.report.app import App  # noqa: PLC0415
+    from kvd.report.app import App, Listener  # noqa: PLC0415
     from kvd.report.broker_client import BrokerClient  # noqa: PLC0415
-    from kvd.report.guard import Listener  # noqa: PLC0415
 
     class Quiet(Server):
         """uvicorn without its signal handlers: only the broker ends this process.

@@ -21,7 +21,6 @@ from prometheus_client.core import (
 )
 from prometheus_client.exposition import choose_encoder
 
-from kvd.metrics.counts import SHARED_METRICS
 from kvd.metrics.declare import Row
 from kvd.metrics.schema import ROWS
 
@@ -37,6 +36,24 @@ WATCHERS = Gauge(
 )
 
 
+SHARED_METRICS = {
+    "store_answered_chunks_total": "Chunks that engines asked to store, by answer: accepted, there"
+    " already (present), being written (pending), or refused.",
+    "load_answered_chunks_total": "Chunks that engines asked to load, by whether they were found.",
+    "descriptions_dropped_total": "Descriptions of stored chunks that are not kept, so that routers"
+    " learn neither token ids nor parent of these chunks.",
+    "bytes_total": "Bytes of chunks that a tier kept (put) and gave back (get).",
+    "kvd_tier_queued_bytes": "Bytes of chunks on their way down to a tier (put) and up (get).",
+    "busy_seconds_total": "Time in which puts or gets of a tier were under way, one or several.",
+    "evicted_chunks_total": "Chunks evicted to make room for others.",
+    "removed_chunks_total": "Stored chunks dropped because an engine reset them or an operator"
+    " cleared them.",
+    "copied_bytes_total": "Bytes copied between engines and pool.",
+    "copy_seconds_total": "Time in which bytes were being copied.",
+    "lane_dropped_messages_total": "Messages that the lane could not read, and replies that nobody"
+    " took.",
+}
+"""What metrics mean that several counters make."""
 METRICS: dict[str, list[Row]] = defaultdict(list)
 """Rows of the report by the metric that they make."""
 for _row in ROWS:

@@ -209,16 +209,14 @@ class KeptPool:
                 ledger = Ledger(buffer, trailer)
                 if ledger.kept.namespace != file.name.removesuffix(LEDGER):
                     raise LedgerDamaged(f"it is that of namespace {ledger.kept.namespace}")
-                if not len(ledger) and not ledger.epoch:  # tiers may keep more of it
-                    file.unlink()
-                    del ledgers[file]
-                    continue
-                if namespaces.is_outdated(ledger):
+                outdated = namespaces.is_outdated(ledger)
+                if outdated and len(ledger):
                     log.warning(
-                        "%s: its namespace was reset while another pool was in use: its chunks are"
-                        " not used",
+                        "%s: its namespace was reset while another pool was in use, or the record"
+                        " of resets is lost: its chunks are not used",
                         file,
                     )
+                if outdated or not len(ledger):
                     file.unlink()
                     del ledgers[file]
                     continue

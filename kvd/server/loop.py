@@ -46,19 +46,19 @@ from kvd.errors import PoolError, Refused
 from kvd.machine.process import Standstill, UsageReader
 from kvd.machine.room import PoolLimits
 from kvd.pool.geometry import FillOrder
+from kvd.server.child import StartedProcess
+from kvd.server.children import HttpProcess, Lanes, TierProcesses
 from kvd.server.config_reader import ConfigReader
-from kvd.server.http_process import HttpProcess
 from kvd.server.kept_pool import KeptPool
-from kvd.server.lane_processes import Lanes
 from kvd.server.memory import PoolMemory
-from kvd.server.pool_files import forget_pool_dir
+from kvd.server.notify import Notifier
+from kvd.server.pool_files import forget_pool_dir, remember_pool_dir
 from kvd.server.reset_file import ResetFile
+from kvd.server.runtime_dir import AllowList, RuntimeDir
 from kvd.server.sessions import SessionServer
 from kvd.server.shared import DescriptionFiles, DirectoryMemory, ReadyPipes
-from kvd.server.start import Begun
-from kvd.server.tier_processes import TierProcesses
 from kvd_proto.capacity import pinning_lanes
-from kvd_proto.messages import ErrorCode
+from kvd_proto.messages import HOST, ErrorCode
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.daemon")
@@ -73,7 +73,8 @@ class Service:
         loaded: the settings.
         sources: where they came from, to read them again.
         version: name and version of the daemon.
-        begun: what there is already.
+        runtime: its directory, locked.
+        first_lane: the host's lane, where it was started already.
         tiers: below the pool, in order.
         cold: begin without the kept pool.
 
@@ -86,15 +87,18 @@ class Service:
         loaded: Loaded,
         sources: Sources,
         version: str,
-        begun: Begun,
+        runtime: RuntimeDir,
+        first_lane: StartedProcess | None,
         *,
         tiers: Sequence[Tier] = (),
         cold: bool = False,
     ) -> None:
         settings = loaded.settings
+        allowed = AllowList(settings.allow_users, settings.allow_groups)
+        self._notifier = Notifier.from_environment(os.environ)
         self._config = ConfigReader(sources)
-        self._notifier = begun.notifier
-        self._runtime = begun.runtime
+        self._runtime = runtime
+        remember_pool_dir(runtime.path, Path(settings.pool_dir))
         self._kept_pool = KeptPool(
             Path(settings.pool_dir),
             self._runtime.path,
@@ -102,7 +106,7 @@ class Service:
             cold=cold,
         )
         self._resets = ResetFile(self._runtime.resets)
-        self._poller = begun.first.poller
+        self._poller = select.epoll()
         self._http = HttpProcess(
             self._runtime.path, self._runtime.http_socket, settings.http_listen, self._poller
         )
@@ -125,7 +129,7 @@ class Service:
             boot_id=self._boot_id,
             version=version,
             pid=os.getpid(),
-            devices=[lane.device for lane in begun.first.processes],
+            devices=[HOST],
             started=time.time(),
             usage=self._usage.read,
             tiers=tiers,
@@ -136,15 +140,16 @@ class Service:
             self._note(Event(warning, "warning"))
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
-        self._lanes = Lanes(
-            self._runtime.path, self.core, self._poller, self._carry_out, begun.first.processes
-        )
+        self._lanes = Lanes(self._runtime.path, self.core, self._poller, self._carry_out)
+        host = self._lanes.add(HOST)
+        if first_lane is not None:
+            host.adopt(first_lane)
         self._sessions = SessionServer(
             self._runtime.broker_socket,
             self.core,
             self._poller,
             self._carry_out,
-            allowed=begun.allowed,
+            allowed=allowed,
             own=lambda peer: peer.pid == self._http.pid,
         )
         self._poller.register(self._wake_read, select.EPOLLIN)

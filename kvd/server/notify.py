@@ -15,12 +15,10 @@ import os
 import socket
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
+from kvd.broker.report.status_report import checks
+from kvd.broker.state import BrokerState
 from kvd.errors import ConfigError
-
-if TYPE_CHECKING:  # it comes with what is imported last, see kvd.server.start
-    from kvd.broker.state import BrokerState
 
 log = logging.getLogger("kvd.daemon")
 _MAX_WAITING = 16
@@ -80,7 +78,7 @@ class Notifier:
             watchdog = int(usec) / 1_000_000
         return cls(address, watchdog)
 
-    def turn(self, now: float, state: "BrokerState", *, reloading: bool) -> None:
+    def turn(self, now: float, state: BrokerState, *, reloading: bool) -> None:
         """A turn of the loop has ended; `reloading` while the settings are being read again."""
         if self._socket is None:
             return
@@ -162,9 +160,7 @@ class Notifier:
         return f"<Notifier to {where}, {watchdog}, {len(self._waiting)} waiting>"
 
 
-def _standing(state: "BrokerState", now: float) -> str:
-    from kvd.broker.report.status_report import checks  # noqa: PLC0415
-
+def _standing(state: BrokerState, now: float) -> str:
     missing = [str(check) for check in checks(state, now) if not check.ok]
     return "serving, not ready: " + "; ".join(missing) if missing else "ready"
 

@@ -7,8 +7,8 @@ after `kvd purge`. It lies in memory where runtime directories do, so writing ne
 disk, and what a process has written before it is killed stays.
 
 It is written over, by one write within a page, which is done or not done. What is damaged or is not
-this user's is replaced by a table whose floor is a new epoch: whatever tiers keep is of before.
-Where it cannot be written the reset is answered as failed, and the one who asked for it asks again.
+this user's is replaced by a table with a new base: nothing of before is used. Where it cannot be
+written the reset is answered as failed, and the one who asked for it asks again.
 """
 
 import logging
@@ -18,7 +18,6 @@ from pathlib import Path
 from kvd.cache.resets import PAGE_BYTES, Resets
 from kvd.errors import LedgerDamaged
 from kvd.server.pool_files import is_own_file, remove_tree
-from kvd.wire.tiering import new_epoch
 
 log = logging.getLogger("kvd.daemon")
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -40,19 +39,19 @@ class ResetFile(Resets):
         except FileNotFoundError:
             return
         except (OSError, LedgerDamaged) as error:
-            self.floor = new_epoch() + 2**21  # later than any of this millisecond
+            self.draw_base()
             log.error(  # noqa: TRY400  # the text has the reason
-                "%s cannot be believed (%s): chunks that tiers keep of before are not used, since"
-                " some of them may have been dropped by a reset",
+                "%s cannot be believed (%s): chunks of before, in memory and in tiers, are not"
+                " used, since some of them may have been dropped by a reset",
                 path,
                 error,
             )
-            self._replace()
+            self._save()
 
-    def note(self, namespace: str, epoch: int) -> str:
+    def draw(self, namespace: str) -> str:
         """See Resets. The file has it when this returns."""
-        super().note(namespace, epoch)
-        return self._replace() if self._lost() else self._write()
+        super().draw(namespace)
+        return self._save()
 
     def _read(self) -> bytes:
         fd = os.open(self._path, os.O_RDONLY | _FLAGS)
@@ -63,51 +62,47 @@ class ResetFile(Resets):
         finally:
             os.close(fd)
 
-    def _lost(self) -> bool:
-        """Whether there is no whole file of this user's to write over."""
+    def _save(self) -> str:
+        """Write the page; return why it cannot be written, and the remedy."""
         try:
-            status = self._path.lstat()
-        except OSError:
-            return True
-        return not is_own_file(status) or status.st_size != PAGE_BYTES
-
-    def _write(self) -> str:
-        """Write over what is there: that takes no room, of which none may be."""
-        return self._written(self._path)
-
-    def _replace(self) -> str:
-        """Make the file anew: its name never stands for half of it."""
-        draft = self._path.with_name(f"{self._path.name}.new")
-        remove_tree(draft)
-        lack = self._written(draft, os.O_CREAT | os.O_EXCL)
-        if lack:
-            return lack
-        try:
-            if self._path.is_dir() and not self._path.is_symlink():
-                remove_tree(self._path)
-            draft.rename(self._path)
+            if self._is_whole():  # writing over it takes no room, of which none may be
+                self._write(self._path)
+            else:
+                self._replace()
         except OSError as error:
-            return self._told(error)
-        return ""
-
-    def _written(self, path: Path, flags: int = 0) -> str:
-        try:
-            fd = os.open(path, os.O_WRONLY | _FLAGS | flags, 0o600)
-            try:
-                if os.pwrite(fd, self.pack(), 0) != PAGE_BYTES:
-                    raise OSError(0, "it was written in part")
-            finally:
-                os.close(fd)
-        except OSError as error:
-            return self._told(error)
+            return self._lack(f"{self._path} cannot be written: {error.strerror}")
         if self._failed:
             self._failed = ""
             log.info("%s can be written again", self._path)
         return ""
 
-    def _told(self, error: OSError) -> str:
-        """Say it once, and to whoever waits for the reset."""
-        why = f"{self._path} cannot be written: {error.strerror}"
+    def _is_whole(self) -> bool:
+        """Whether a whole file of this user's is there."""
+        try:
+            status = self._path.lstat()
+        except FileNotFoundError:
+            return False
+        return is_own_file(status) and status.st_size == PAGE_BYTES
+
+    def _replace(self) -> None:
+        """Make the file anew: its name never stands for half of it."""
+        draft = self._path.with_name(f"{self._path.name}.new")
+        remove_tree(draft)
+        self._write(draft, os.O_CREAT | os.O_EXCL)
+        if self._path.is_dir() and not self._path.is_symlink():
+            remove_tree(self._path)
+        draft.rename(self._path)
+
+    def _write(self, path: Path, flags: int = 0) -> None:
+        fd = os.open(path, os.O_WRONLY | _FLAGS | flags, 0o600)
+        try:
+            if os.pwrite(fd, self.pack(), 0) != PAGE_BYTES:
+                raise OSError(0, "it was written in part")
+        finally:
+            os.close(fd)
+
+    def _lack(self, why: str) -> str:
+        """Log it once, and return it for the reply."""
         if why != self._failed:
             self._failed = why
             log.error(

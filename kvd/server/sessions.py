@@ -21,8 +21,7 @@ from kvd.broker.effects import Effect, Event, Reply
 from kvd.broker.engines.sessions import Session
 from kvd.client_names import Peer
 from kvd.errors import Refused
-from kvd.machine.closing import is_harmless
-from kvd.machine.files import HOW, open_files_remedy
+from kvd.machine.files import HOW, is_harmless, open_files_remedy
 from kvd.server.runtime_dir import AllowList
 from kvd.wire.server import Client, Server, refusal_of
 from kvd_proto.channel import close_all

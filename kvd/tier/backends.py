@@ -39,18 +39,20 @@ def options_of(setting: TierSetting) -> Options:
     return Options(setting.target, setting.options)
 
 
-def check_tiers(settings: Sequence[TierSetting]) -> None:
-    """Look at what is written for the backends, without any I/O.
+def check_tiers(settings: Sequence[TierSetting]) -> list[type[Tier]]:
+    """Return the tiers' classes, which have looked at what is written for them, without any I/O.
 
     Raises:
         ConfigError: all that is wrong, a line each.
     """
-    problems = []
+    kinds, problems = [], []
     for setting in settings:
         try:
-            backend(setting).check(options_of(setting))
+            kinds.append(backend(setting))
+            kinds[-1].check(options_of(setting))
         except ConfigError as error:
             text = str(error)
             problems.append(text if setting.text in text else f"{setting.text!r}: {text}")
     if problems:
         raise ConfigError("\n".join(problems))
+    return kinds

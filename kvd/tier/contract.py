@@ -12,23 +12,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Self
 
-from kvd.wire.tiering import Outcome
+from kvd.outcomes import Outcome
+
+__all__ = ["Capacity", "Chunk", "Options", "Outcome", "Space", "Tier"]
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A namespace, as far as its bytes are concerned.
+    """A namespace from one reset to the next, as far as its bytes are concerned.
 
     Attributes:
-        id: 16 bytes, a hash over all that decides what the bytes mean; equal on two nodes only
-            where chunks may be shared.
-        epoch: chunks of another one are none: a reset gives the namespace a new one.
+        id: 16 bytes, a hash over all that decides what the bytes mean, and over the salt that each
+            reset draws anew; equal on two nodes only where chunks may be shared.
         share_bytes: bytes of each share of a chunk, one for each arena.
         head_bytes: room for what is kept beside the shares, see `Chunk.head`.
     """
 
     id: bytes
-    epoch: int
     share_bytes: tuple[int, ...]
     head_bytes: int
 
@@ -136,21 +136,40 @@ class Tier(ABC):
     def remove(self, space: Space, keys: Sequence[bytes]) -> None:
         """Drop these; those that are not there are no error."""
 
-    @abstractmethod
-    def begin(self, space: Space) -> Space:
-        """A namespace is used from now on: what it keeps of other epochs is dropped.
+    def salt(self, namespace: bytes) -> bytes:
+        """The salt that `note_salt` has noted for a namespace (16 bytes); empty where none is.
 
-        Where `epoch` is 0, nobody remembers: the backend's own last epoch of the namespace goes
-        on, if it keeps one. Returns the space with the epoch that holds.
+        A shared backend answers what all that share it have agreed on.
         """
+        del namespace
+        return b""
+
+    def note_salt(self, namespace: bytes, salt: bytes) -> bytes:
+        """Keep the salt (8 bytes) of a namespace's last reset, durably before it returns.
+
+        A backend whose chunks outlive its process notes it, or they are not found again.
+
+        Returns:
+            The salt noted before, whose chunks are to be dropped; empty where none was.
+        """
+        del namespace, salt
+        return b""
+
+    def drop_space(self, space: Space) -> None:
+        """Drop all chunks of a space, which was reset; without it they go as others do."""
+        del space
+
+    @abstractmethod
+    def begin(self, space: Space) -> None:
+        """A space is used from now on, with the chunks that are kept of it."""
 
     @abstractmethod
     def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
-        """Every chunk of a namespace, piece by piece: keys and coverages. Nothing where shared."""
+        """Every chunk of a space, piece by piece: keys and coverages. Nothing where shared."""
 
     @abstractmethod
     def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
-        """Namespace ids and keys of what the backend dropped by itself since the last call."""
+        """Ids of spaces and keys of what the backend dropped by itself since the last call."""
 
     @abstractmethod
     def capacity(self) -> Capacity:

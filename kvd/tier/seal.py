@@ -1,7 +1,7 @@
 """What is kept beside a chunk's bytes, by which a get knows that it got what a put was given.
 
-The head of a record, little-endian: magic and version, the namespace's id and epoch, key, first
-block, count of blocks and group, bytes of all shares and their xxh3-64; then the chunk's
+The head of a record, little-endian: magic and version, the space's id, key, first block,
+count of blocks and group, bytes of all shares and their xxh3-64; then the chunk's
 description, if it has one; then the xxh3-64 of all of that.
 """
 
@@ -17,8 +17,8 @@ from kvd.tier.contract import Space
 from kvd_proto.directory import KEY_BYTES
 
 MAGIC = b"kvdC"
-VERSION = 1
-_HEAD = struct.Struct(f"<4sHBx16sQQQHHH2xI4x{KEY_BYTES}s")
+VERSION = 2
+_HEAD = struct.Struct(f"<4sHBx16sQQHHH2xI4x{KEY_BYTES}s")
 _CHECK = struct.Struct("<Q")
 HEAD_BYTES: Final = _HEAD.size + _CHECK.size
 """Of a head without a description."""
@@ -26,6 +26,10 @@ HEAD_BYTES: Final = _HEAD.size + _CHECK.size
 
 class Damaged(TierError):
     """What was read is not what was put; the text says which part of it."""
+
+
+class OtherChunk(Damaged):
+    """A whole head, of another chunk: as where a power loss brings an old index back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +66,7 @@ def seal(
     """The head of a chunk.
 
     Args:
-        space: its namespace.
+        space: its own.
         key: 1 to 48 bytes.
         coverage: first block, count of blocks, group; 16 bits each.
         check: `check_of` its shares.
@@ -73,7 +77,6 @@ def seal(
         VERSION,
         len(key),
         space.id,
-        space.epoch,
         space.chunk_bytes,
         check,
         *coverage,
@@ -96,13 +99,13 @@ def unseal(head: bytes, space: Space, key: bytes) -> Sealed:
     body = memoryview(head)[:size]
     if _CHECK.unpack_from(head, size)[0] != xxh3_64_intdigest(body):
         raise Damaged("the head's check word does not fit it")
-    magic, version, key_len, name, epoch, nbytes, check, *coverage, length, padded = (
-        _HEAD.unpack_from(head)
+    magic, version, key_len, space_id, nbytes, check, *coverage, length, padded = _HEAD.unpack_from(
+        head
     )
     if (magic, version) != (MAGIC, VERSION):
         raise Damaged(f"a head of version {magic!r} {version}, this is {VERSION}")
-    if (padded[:key_len], name, epoch) != (key, space.id, space.epoch):
-        raise Damaged("the record of another chunk, namespace or epoch")
+    if (padded[:key_len], space_id) != (key, space.id):
+        raise OtherChunk("the record of another chunk")
     if nbytes != space.chunk_bytes or size - _HEAD.size != length:
         raise Damaged(f"a record of {nbytes} bytes, a chunk has {space.chunk_bytes}")
     first, count, group = coverage

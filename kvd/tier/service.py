@@ -3,23 +3,22 @@
 It calls nothing of the backend: a medium that hangs keeps threads, and pings are answered.
 """
 
-import dataclasses
 import logging
+import math
 import os
+import secrets
 import select
 import time
 import weakref
 from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeAlias
 
 from kvd.errors import TierError
-from kvd.machine.files import open_files_remedy
-from kvd.tier.batches import Batch, Kind, Part, refused
-from kvd.tier.clerk import Begun, Clerk, Dropped, Event, Tidied
-from kvd.tier.contract import Space, Tier
-from kvd.tier.place import Place
-from kvd.tier.transfers import Transfers
-from kvd.tier.workers import Workers
+from kvd.tier.batches import Batch, Part, Place
+from kvd.tier.contract import Capacity, Outcome, Space, Tier
+from kvd.tier.workers import Clerk, Workers
 from kvd.wire.tiering import (
     TIERING,
     Ask,
@@ -28,9 +27,8 @@ from kvd.wire.tiering import (
     Get,
     Gone,
     Held,
-    NewEpoch,
+    NewSalt,
     OpenSpace,
-    Outcome,
     Put,
     SpaceOpened,
     StopTier,
@@ -38,16 +36,19 @@ from kvd.wire.tiering import (
     TierPong,
     TierReady,
 )
-from kvd_proto.channel import Channel, close_all
-from kvd_proto.errors import DecodeError, DescriptorsLost
+from kvd_proto.arrays import IntArray
+from kvd_proto.channel import Channel
 from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.tier")
+PER_MESSAGE = 2048  # keys: the broker serves others between two messages
+SALT_BYTES = 8
 _ORDERS_A_TURN = 64
 _LOOK_MS = 50  # between looks at what waits for threads
 _AGAIN_SECONDS = 1.0  # between tries to begin a namespace
-_Key: TypeAlias = tuple[bytes, bytes]
-"""A namespace's id and a chunk's key."""
+_Rows: TypeAlias = list[tuple[bytes, tuple[int, int, int]]]
+"""Keys and coverages of chunks."""
+_Scan: TypeAlias = tuple[Place, Space, Iterator[_Rows]]
 
 
 class TierService:
@@ -61,26 +62,21 @@ class TierService:
     """
 
     def __init__(self, link: Channel, tier: Tier, pool: memoryview, name: str) -> None:
-        self._link = link
-        self._tier = tier
-        self._pool = pool
-        self._name = name
+        self._link, self._tier, self._pool, self._name = link, tier, pool, name
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)  # a thread that hung may still use it
-        self._told: deque[Part | Event] = deque()  # by the threads
+        self._told: deque[Callable[[], None]] = deque()  # by the threads
         self._places: dict[bytes, Place] = {}
-        self._early: dict[bytes, list[Batch]] = {}  # of namespaces that have not begun
-        self._failed: dict[bytes, str] = {}  # namespaces that cannot begin, and why
-        self._scans: deque[Space] = deque()  # whose next piece is to be asked for
-        self._dropping: Counter[_Key] = Counter()
-        self._retries: dict[bytes, float] = {}  # of those, when they are tried again
+        self._salts: dict[bytes, bytes] = {}  # the clerk's: of backends that note none
+        self._scans: deque[_Scan] = deque()  # whose next piece is due
+        self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # ids of spaces, keys
         self._batches: set[Batch] = set()  # that threads have, or will have
         self._gone_later: dict[Batch, list[Gone]] = {}
         self._capacity = tier.capacity()
         self._progress = 0
         self._tidying = self._tidy_again = self._stopping = False
-        self._workers = Workers(Transfers(tier, name), tier.threads, self._tell)
-        self._clerk = Clerk(tier, self._tell)
+        self._workers = Workers(tier, name, lambda part: self._tell(partial(self._ended, part)))
+        self._clerk = Clerk(self._tell)
 
     def run(self) -> None:
         """Serve until StopTier (what a thread is in is finished first) or the broker's end."""
@@ -98,7 +94,8 @@ class TierService:
                     self._link.flush()
                 if self._link.fileno() in ready or self._link.more:
                     self._read_orders()
-                self._hear()
+                while self._told:
+                    self._told.popleft()()
                 for part in self._workers.take_useless():
                     self._ended(part)
                 self._begin_again()
@@ -112,6 +109,11 @@ class TierService:
             self._clerk.close()
             self._link.close()
 
+    def _tell(self, event: Callable[[], None]) -> None:
+        """Called by threads: the loop is to do this."""
+        self._told.append(event)
+        os.eventfd_write(self._wake, 1)
+
     def _flush(self) -> None:
         """Send the rest; the broker reads until its end of the link."""
         poll = select.poll()
@@ -122,7 +124,8 @@ class TierService:
     def _patience(self) -> int | None:
         if self._link.more:
             return 0
-        return _LOOK_MS if self._workers.waiting or self._retries else None
+        retries = any(place.error for place in self._places.values())
+        return _LOOK_MS if self._workers.waiting or retries else None
 
     def _announce(self) -> None:
         tier, capacity = self._tier, self._capacity
@@ -139,118 +142,83 @@ class TierService:
             )
         )
 
+    def _send(self, message: Message) -> None:
+        self._link.send(TIERING.encode(message))
+
     # ---------------------------------------------------------------- orders
 
     def _read_orders(self) -> None:
         for _ in range(_ORDERS_A_TURN):
-            try:
-                received = self._link.receive()
-            except DescriptorsLost as error:
-                close_all(self._link.take_descriptors())
-                text = "%s: an order is left out: %s; %s"
-                log.error(text, self._name, error, open_files_remedy())  # noqa: TRY400  # the text has the reason
-                continue
-            if received is not None:
-                self._receive(*received)
+            if (received := self._link.receive()) is not None:
+                frame, fds = received
+                self._obey(TIERING.decode(frame)[1], fds)
             if not self._link.more:
                 return
 
-    def _receive(self, frame: bytes, fds: tuple[int, ...]) -> None:
-        try:
-            _, order = TIERING.decode(frame)
-            if isinstance(order, OpenSpace):
-                taken, fds = fds, ()
-                self._open(order, taken)
-            else:
-                self._obey(order)
-        except (DecodeError, TierError) as error:
-            log.error("%s: an order cannot be carried out: %s", self._name, error)  # noqa: TRY400  # the text has the reason
-        finally:
-            close_all(fds)
-
-    def _obey(self, order: Message) -> None:
+    def _obey(self, order: Message, fds: tuple[int, ...]) -> None:
         match order:
             case Put() | Get() | Ask():
-                self._carry_out(order)
+                self._carry_out(Batch(order, self._places[order.namespace]))
             case Drop():
                 self._drop(order)
             case TierPing():
                 self._answer_ping()
-            case NewEpoch() if place := self._places.get(order.namespace):
-                self._refuse_early(order.namespace, Outcome.GONE)
-                self._begin(place, order.epoch)
-            case CloseSpace() if order.namespace in self._places:
+            case OpenSpace():
+                self._close(order.namespace)
+                place = self._places[order.namespace] = Place(order, fds, self._pool)
+                self._begin(place)
+            case NewSalt():
+                if known := self._places.get(order.namespace):
+                    known.space, known.asked = None, order.salt
+                    self._refuse_early(known, Outcome.GONE)
+                    self._begin(known)
+            case CloseSpace():
                 self._close(order.namespace)
             case StopTier():
                 self._stop()
-            case _:
-                raise TierError(f"{type(order).__name__} is not for now; a bug in kvd")
 
     def _stop(self) -> None:
         self._stopping = True
         for part in self._workers.take_all():
             self._ended(part)
-        for namespace in list(self._early):
-            self._refuse_early(namespace, Outcome.LATE)
-
-    def _open(self, order: OpenSpace, fds: tuple[int, ...]) -> None:
-        if order.namespace in self._places:
-            self._close(order.namespace)
-        place = Place(order, fds, self._pool)
-        self._places[order.namespace] = place
-        self._begin(place, order.epoch)
-
-    def _begin(self, place: Place, epoch: int) -> None:
-        if place.space is not None:
-            self._clerk.forget(place.space)
-        place.space = None
-        place.asked = dataclasses.replace(place.asked, epoch=epoch)
-        self._clerk.begin(place)
+        for place in self._places.values():
+            self._refuse_early(place, Outcome.LATE)
 
     def _close(self, namespace: bytes) -> None:
-        place = self._places.pop(namespace)
-        if place.space is not None:
-            self._clerk.forget(place.space)
-        place.space = None
-        self._failed.pop(namespace, None)
-        self._retries.pop(namespace, None)
-        self._refuse_early(namespace, Outcome.GONE)
+        if (place := self._places.pop(namespace, None)) is not None:
+            place.space = None
+            self._refuse_early(place, Outcome.GONE)
 
-    def _carry_out(self, order: Put | Get | Ask) -> None:
-        place = self._places.get(order.namespace)
-        if place is None:
-            self._send(refused(order, Outcome.GONE, "the namespace is not open"))
-            return
-        try:
-            batch = Batch.of(order, place)
-        except TierError as error:
-            self._send(refused(order, Outcome.FAILED, str(error)))
-            raise
+    def _carry_out(self, batch: Batch) -> None:
+        place = batch.place
         if self._stopping:
-            self._refuse(batch, Outcome.LATE, "")
-        elif order.namespace in self._failed:
-            self._refuse(batch, Outcome.FAILED, self._failed[order.namespace])
+            self._refuse(batch, Outcome.LATE)
+        elif place.error:
+            self._refuse(batch, Outcome.FAILED, place.error)
         elif place.space is None:
-            self._early.setdefault(order.namespace, []).append(batch)
+            place.early.append(batch)
         else:
             self._submit(batch, place.space)
 
     def _submit(self, batch: Batch, space: Space) -> None:
-        if batch.kind is Kind.PUT and any(
-            (space.id, key) in self._dropping for key in batch.keys
-        ):  # its removal has not come to pass, and would take the new chunk
-            self._refuse(batch, Outcome.GONE, "")
+        order = batch.order
+        if isinstance(order, Put) and any((space.id, key) in self._dropping for key in order.keys):
+            # Its removal has not come to pass, and would take the new chunk.
+            self._refuse(batch, Outcome.GONE)
             return
         batch.space = space
         self._batches.add(batch)
         self._workers.submit(batch.parts(self._tier.batch_bytes))
 
-    def _drop(self, order: Drop) -> None:
-        place = self._places.get(order.namespace)
-        if place is None or place.space is None:  # a new epoch drops all
-            return
-        self._dropping.update((order.namespace, key) for key in order.keys)
-        self._clerk.drop(place.space, order.keys)
+    def _refuse_early(self, place: Place, outcome: Outcome, error: str = "") -> None:
+        early, place.early = place.early, []
+        for batch in early:
+            self._refuse(batch, outcome, error)
+
+    def _refuse(self, batch: Batch, outcome: Outcome, error: str = "") -> None:
+        batch.fail(outcome, error)
+        self._progress += len(batch.order.keys)
+        self._send(batch.done())
 
     def _answer_ping(self) -> None:
         capacity = self._capacity
@@ -262,47 +230,12 @@ class TierService:
                 total_bytes=capacity.total,
                 used_bytes=capacity.used,
                 chunks=capacity.chunks,
-                error=next(iter(self._failed.values()), ""),
+                error=next((place.error for place in self._places.values() if place.error), ""),
             )
         )
         self._tidy()
 
-    def _tidy(self) -> None:
-        """Ask what the backend has dropped; again, if it is being asked: it may have dropped more.
-
-        Without that, what the last put of several dropped would be told at the next ping only.
-        """
-        self._tidy_again = self._tidying
-        if not self._tidying:
-            self._tidying = True
-            self._clerk.tidy()
-
-    # ---------------------------------------------------------------- answers
-
-    def _tell(self, event: Part | Event) -> None:
-        """Called by threads: the loop hears of it."""
-        self._told.append(event)
-        os.eventfd_write(self._wake, 1)
-
-    def _hear(self) -> None:
-        """Take what threads have told, in its order."""
-        while self._told:
-            match event := self._told.popleft():
-                case Part():
-                    self._ended(event)
-                case Begun():
-                    self._begun(event)
-                case Dropped():
-                    self._dropping -= Counter((event.namespace, key) for key in event.keys)
-                case Tidied():
-                    self._capacity = event.capacity or self._capacity
-                    self._tidying = False
-                    if self._tidy_again:
-                        self._tidy()
-                case Held():
-                    self._held(event)
-                case Gone():
-                    self._gone(event)
+    # ---------------------------------------------------------------- batches end
 
     def _ended(self, part: Part) -> None:
         batch = part.batch
@@ -313,79 +246,152 @@ class TierService:
         self._send(batch.done())
         for gone in self._gone_later.pop(batch, ()):
             self._send(gone)
-        if batch.kind is Kind.PUT:
+        if isinstance(batch.order, Put):
             self._tidy()
 
-    def _refuse_early(self, namespace: bytes, outcome: Outcome, error: str = "") -> None:
-        for batch in self._early.pop(namespace, ()):
-            self._refuse(batch, outcome, error)
+    # ---------------------------------------------------------------- namespaces begin
 
-    def _refuse(self, batch: Batch, outcome: Outcome, error: str) -> None:
-        batch.fail(outcome, error)
-        self._progress += len(batch.keys)
-        self._send(batch.done())
+    def _begin(self, place: Place) -> None:
+        place.retry_at = math.inf
+        asked = place.asked
+        self._clerk.ask(partial(self._start, place, asked), partial(self._begun, place, asked))
 
-    def _begun(self, event: Begun) -> None:
-        place, asked = event.place, event.asked
-        if place.asked is not asked or self._places.get(asked.id) is not place:
+    def _start(self, place: Place, asked: bytes) -> bytes:
+        """In the clerk's thread: begin a namespace; the salt that holds.
+
+        1. The salt is the one that the broker named, else the one that the backend has noted, or
+           that this process began with before, else one that is drawn now: no chunk is ever kept
+           under a name without a salt.
+        2. It is noted, and what was kept under the one before is dropped.
+        3. The backend begins.
+        """
+        tier, namespace = self._tier, place.order.namespace
+        known = self._salts.get(namespace, b"")
+        salt = asked or tier.salt(namespace) or known or secrets.token_bytes(SALT_BYTES)
+        before = tier.note_salt(namespace, salt) or known
+        self._salts[namespace] = salt
+        if before not in {b"", salt}:
+            tier.drop_space(place.space_of(before))
+        tier.begin(place.space_of(salt))
+        return salt
+
+    def _begun(self, place: Place, asked: bytes, salt: bytes | TierError) -> None:
+        namespace = place.order.namespace
+        if place.asked != asked or self._places.get(namespace) is not place:
             return  # reset again, or closed
-        if event.space is None:
-            if asked.id not in self._failed:
+        if isinstance(salt, TierError):
+            if not place.error:
                 log.error(
                     "%s: namespace %s cannot begin: %s; it is tried again each second",
-                    *(self._name, asked.id.hex()[:8], event.error),
+                    *(self._name, namespace.hex()[:8], salt),
                 )
-            self._failed[asked.id] = event.error
-            self._retries[asked.id] = time.monotonic() + _AGAIN_SECONDS
-            self._refuse_early(asked.id, Outcome.FAILED, event.error)
+            place.error = str(salt)
+            place.retry_at = time.monotonic() + _AGAIN_SECONDS
+            self._refuse_early(place, Outcome.FAILED, place.error)
             return
-        self._failed.pop(asked.id, None)
-        place.space = event.space
-        self._tidy()  # another epoch has made room
-        if not place.answered:  # a new epoch needs no answer
+        place.error = ""
+        place.salt, place.space = salt, place.space_of(salt)
+        self._tidy()  # what was dropped has made room
+        if not place.answered:  # a new salt needs no answer
             place.answered = True
-            self._send(SpaceOpened(namespace=asked.id, epoch=event.space.epoch))
-            self._scans.append(event.space)
-        for batch in self._early.pop(asked.id, ()):
-            self._submit(batch, event.space)
+            self._send(SpaceOpened(namespace=namespace, salt=salt))
+            self._scans.append((place, place.space, self._pieces(place.space)))
+        early, place.early = place.early, []
+        for batch in early:
+            self._submit(batch, place.space)
 
     def _begin_again(self) -> None:
         """Try namespaces again that could not begin."""
         now = time.monotonic()
-        for namespace in [name for name, due in self._retries.items() if due <= now]:
-            del self._retries[namespace]
-            self._clerk.begin(self._places[namespace])
+        for place in self._places.values():
+            if place.retry_at <= now:
+                self._begin(place)
 
-    def _held(self, held: Held) -> None:
-        place = self._places.get(held.namespace)
-        space = place.space if place is not None else None
-        if space is None or space.epoch != held.epoch:
-            return
-        self._send(held)
-        if not held.last:
-            self._scans.append(space)
+    # ---------------------------------------------------------------- scans
+
+    def _pieces(self, space: Space) -> Iterator[_Rows]:
+        yield from self._tier.scan(space)  # in the clerk's thread
 
     def _go_on_scanning(self) -> None:
         """Ask for the next pieces of scans; while the broker does not read, for none."""
         while self._scans and not self._link.wants_write:
-            space = self._scans.popleft()
-            place = self._places.get(space.id)
-            if place is not None and place.space is space:
-                self._clerk.scan(space)
+            scan = self._scans.popleft()
+            self._clerk.ask(partial(next, scan[2], None), partial(self._found, scan))
 
-    def _gone(self, gone: Gone) -> None:
-        """Report what the backend dropped; of a chunk that is being put, after that."""
+    def _found(self, scan: _Scan, found: _Rows | TierError | None) -> None:
+        place, space, _ = scan
+        if place.space is not space:  # reset or closed
+            return
+        if isinstance(found, TierError):
+            log.warning("a scan of %s ends early: %s", space.id.hex()[:8], found)
+        rows = found if isinstance(found, list) else []
+        for at in range(0, max(1, len(rows)), PER_MESSAGE):
+            some = rows[at : at + PER_MESSAGE]
+            first, count, groups = (
+                IntArray.of([coverage[i] for _, coverage in some], "u2") for i in range(3)
+            )
+            self._send(
+                Held(
+                    namespace=place.order.namespace,
+                    salt=place.salt,
+                    keys=tuple(key for key, _ in some),
+                    first=first,
+                    count=count,
+                    groups=groups,
+                    last=found is not rows,
+                )
+            )
+        if found is rows:
+            self._scans.append(scan)
+
+    # ---------------------------------------------------------------- chunks go
+
+    def _drop(self, order: Drop) -> None:
+        place = self._places.get(order.namespace)
+        if place is None or place.space is None:  # a new salt drops all
+            return
+        keys = Counter((place.space.id, key) for key in order.keys)
+        self._dropping += keys
+        self._clerk.ask(
+            partial(self._tier.remove, place.space, order.keys), partial(self._dropped, keys)
+        )
+
+    def _dropped(self, keys: Counter[tuple[bytes, bytes]], result: TierError | None) -> None:
+        self._dropping -= keys
+        if result is not None:
+            log.warning("%d chunks that should go stay: %s", len(keys), result)
+
+    def _tidy(self) -> None:
+        """Ask what the backend has dropped; again, if it is being asked: it may have dropped more.
+
+        Without that, what the last put of several dropped would be told at the next ping only.
+        """
+        self._tidy_again = self._tidying
+        if not self._tidying:
+            self._tidying = True
+            self._clerk.ask(self._tier.take_gone, self._gone)
+            self._clerk.ask(self._tier.capacity, self._tidied)
+
+    def _tidied(self, capacity: Capacity | TierError) -> None:
+        if isinstance(capacity, Capacity):
+            self._capacity = capacity
+        self._tidying = False
+        if self._tidy_again:
+            self._tidy()
+
+    def _gone(self, gone: list[tuple[bytes, list[bytes]]] | TierError) -> None:
+        """Report what the backend dropped; of a chunk that is being put, after that again."""
+        names = {place.space.id: name for name, place in self._places.items() if place.space}
+        for space, keys in gone if isinstance(gone, list) else ():
+            for at in range(0, len(keys) if space in names else 0, PER_MESSAGE):
+                self._report_gone(names[space], keys[at : at + PER_MESSAGE])
+
+    def _report_gone(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         for batch in self._batches:
-            if batch.kind is not Kind.PUT or not batch.began:
-                continue
-            both = tuple(set(gone.keys).intersection(batch.keys))
-            if both and batch.place.order.namespace == gone.namespace:
-                later = Gone(namespace=gone.namespace, keys=both)
-                self._gone_later.setdefault(batch, []).append(later)
-        self._send(gone)
-
-    def _send(self, message: Message) -> None:
-        self._link.send(TIERING.encode(message))
-
-    def __repr__(self) -> str:
-        return f"<TierService {self._name}, {self._workers!r}>"
+            order = batch.order
+            if isinstance(order, Put) and batch.began and order.namespace == namespace:
+                both = tuple(set(keys).intersection(order.keys))
+                if both:
+                    later = Gone(namespace=namespace, keys=both)
+                    self._gone_later.setdefault(batch, []).append(later)
+        self._send(Gone(namespace=namespace, keys=tuple(keys)))

@@ -1,33 +1,52 @@
-"""The threads that carry parts of batches out, and what waits for them.
+"""The threads that call the backend, which may block.
+
+Workers carry parts of batches out: they look at the slot, seal or verify, call the backend, and
+look again. A put needs no pin. A slot is looked at before its bytes are read and again when their
+check word is known: if it holds the chunk both times, the word is the chunk's. Bytes that change
+later no longer fit it, so that a get finds a miss and no wrong bytes.
 
 Gets and asks go before puts, and one thread less than may run carries puts: an engine waits for
 what comes up, nobody for what goes down. Threads for puts give way to whoever else wants their
 processor: a lane that copies a load, the broker, an engine.
+
+The clerk is one more thread, for all other calls. Some of these must not overtake each other: a
+chunk that a scan has found is reported before it is reported as gone.
 """
 
+import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from queue import SimpleQueue
+from typing import TypeVar
 
+from kvd.errors import TierError
+from kvd.logs import fault_text
 from kvd.machine.process import give_way
-from kvd.tier.batches import Kind, Part
-from kvd.tier.transfers import Transfers
-from kvd.wire.tiering import Outcome
+from kvd.tier.batches import Batch, Part
+from kvd.tier.contract import Chunk, Outcome, Space, Tier
+from kvd.tier.seal import Damaged, OtherChunk, check_of, seal, unseal
+from kvd.wire.tiering import Ask, Get, Put
 from kvd_proto.directory import SlotState
+
+log = logging.getLogger("kvd.tier")
+_SAY_AGAIN = 10.0  # seconds after which the same error is logged again
+T = TypeVar("T")
 
 
 class Workers:
     """Threads around a backend. All methods are for one other thread.
 
     Args:
-        transfers: carries a part out.
-        threads: how many run at a time; two at least, or puts would have none.
+        tier: the backend; at least two threads run at a time, or puts would have none.
+        name: of the tier, for the log.
         ended: called by a thread for each part that has ended.
     """
 
-    def __init__(self, transfers: Transfers, threads: int, ended: Callable[[Part], None]) -> None:
-        self._transfers = transfers
+    def __init__(self, tier: Tier, name: str, ended: Callable[[Part], None]) -> None:
+        self._transfers = Transfers(tier, name)
         self._ended = ended
         self._lock = threading.Lock()
         self._get_ready = threading.Condition(self._lock)
@@ -36,7 +55,7 @@ class Workers:
         self._puts: deque[Part] = deque()
         self._running: set[Part] = set()
         self._closed = False
-        self._most = threads = max(2, threads)
+        self._most = threads = max(2, tier.threads)
         for number in range(threads):
             threading.Thread(target=self._get, name=f"tier-get-{number}", daemon=True).start()
         for number in range(threads - 1):
@@ -62,7 +81,7 @@ class Workers:
         """Have these carried out, in their order."""
         with self._lock:
             for part in parts:
-                if part.batch.kind is Kind.PUT:
+                if isinstance(part.batch.order, Put):
                     self._puts.append(part)
                     self._put_ready.notify()
                 else:
@@ -128,17 +147,12 @@ class Workers:
                 (self._get_ready if self._gets else self._put_ready).notify()
             self._ended(part)
 
-    def __repr__(self) -> str:
-        return (
-            f"<Workers, {self.busy} busy, {len(self._gets)} gets and {len(self._puts)} puts wait>"
-        )
-
 
 def _useless(part: Part, now: float) -> bool:
     batch = part.batch
     if now > batch.deadline:
         outcome = Outcome.LATE
-    elif batch.stale or (batch.kind is not Kind.ASK and not _holds_any(part)):
+    elif batch.stale or (not isinstance(batch.order, Ask) and not _holds_any(part)):
         outcome = Outcome.GONE
     else:
         return False
@@ -148,8 +162,169 @@ def _useless(part: Part, now: float) -> bool:
 
 def _holds_any(part: Part) -> bool:
     batch = part.batch
-    state = SlotState.READY if batch.kind is Kind.PUT else SlotState.WRITING
+    state = SlotState.READY if isinstance(batch.order, Put) else SlotState.WRITING
     return any(
-        batch.place.holds(batch.slots[i], batch.generations[i], state, batch.keys[i])
+        batch.place.holds(batch.slots[i], batch.generations[i], state, batch.order.keys[i])
         for i in range(part.begin, part.end)
     )
+
+
+class Transfers:
+    """Carries out parts on a backend; from several threads at a time.
+
+    Args:
+        tier: the backend.
+        name: of the tier, for the log.
+    """
+
+    def __init__(self, tier: Tier, name: str) -> None:
+        self._tier = tier
+        self._name = name
+        self._lock = threading.Lock()
+        self._said: tuple[str, float] = ("", 0.0)
+
+    def run(self, part: Part) -> None:
+        """Carry it out; every chunk of it has its outcome then. Raises nothing."""
+        batch = part.batch
+        try:
+            if time.monotonic() > batch.deadline:
+                batch.fail(Outcome.LATE, "", part.begin, part.end)
+            elif batch.space is None or batch.stale:
+                batch.fail(Outcome.GONE, "", part.begin, part.end)
+            elif isinstance(batch.order, Put):
+                self._put(part, batch.space)
+            elif isinstance(batch.order, Get):
+                self._get(part, batch.space)
+            else:
+                self._ask(part, batch.space)
+        except TierError as error:
+            batch.fail(Outcome.FAILED, str(error), part.begin, part.end)
+            self._say(f"{self._name}: a {batch.kind} of {len(batch.order.keys)} failed: {error}")
+        except Exception as error:
+            batch.fail(Outcome.FAILED, fault_text(error), part.begin, part.end)
+            log.exception("%s: a bug in the tier failed a %s", self._name, batch.kind)
+
+    def _put(self, part: Part, space: Space) -> None:
+        batch, place = part.batch, part.batch.place
+        chunks, numbers = [], []
+        for i in range(part.begin, part.end):
+            slot, generation, key = batch.slots[i], batch.generations[i], batch.order.keys[i]
+            batch.outcomes[i] = Outcome.GONE
+            if not place.holds(slot, generation, SlotState.READY, key):
+                continue
+            shares = place.shares(slot)
+            description = place.description(slot, generation)
+            check = check_of(shares)
+            if not place.holds(slot, generation, SlotState.READY, key):
+                continue
+            coverage = batch.coverages[i]
+            head = seal(space, key, coverage, check, description)
+            chunks.append(Chunk(space, key, shares, head, coverage, check))
+            numbers.append(i)
+        outcomes = self._tier.put(chunks, batch.deadline) if chunks else []
+        moved_on = []
+        for i, outcome in zip(numbers, outcomes, strict=True):
+            batch.outcomes[i] = outcome
+            if outcome is Outcome.OK and not self._is_still(batch, i, SlotState.READY):
+                batch.outcomes[i] = Outcome.GONE
+                moved_on.append(batch.order.keys[i])
+        if moved_on:  # what was written may be of the slot's next chunk
+            self._remove(space, moved_on)
+
+    def _get(self, part: Part, space: Space) -> None:
+        batch, place = part.batch, part.batch.place
+        chunks, numbers = [], []
+        for i in range(part.begin, part.end):
+            slot, generation, key = batch.slots[i], batch.generations[i], batch.order.keys[i]
+            batch.outcomes[i] = Outcome.GONE
+            if place.holds(slot, generation, SlotState.WRITING, key):
+                chunks.append(Chunk(space, key, place.shares(slot)))
+                numbers.append(i)
+        outcomes = self._tier.get(chunks, batch.deadline) if chunks else []
+        for i, chunk, outcome in zip(numbers, chunks, outcomes, strict=True):
+            batch.outcomes[i] = outcome
+            if outcome is Outcome.OK:
+                batch.outcomes[i] = self._verify(batch, i, chunk)
+
+    def _verify(self, batch: Batch, i: int, chunk: Chunk) -> Outcome:
+        try:
+            sealed = unseal(chunk.head, chunk.space, chunk.key)
+            if check_of(chunk.shares) != sealed.check:
+                raise Damaged("the check word does not fit the bytes")
+        except OtherChunk as error:
+            self._say(f"{self._name}: a record is dropped: {error}")
+            self._remove(chunk.space, [chunk.key])
+            return Outcome.ABSENT
+        except Damaged as error:
+            text = f"slot {batch.slots[i]}: {error}"
+            log.warning("%s: a damaged record is dropped, %s", self._name, text)
+            batch.error = text
+            self._remove(chunk.space, [chunk.key])
+            return Outcome.CORRUPT
+        if not self._is_still(batch, i, SlotState.WRITING):
+            return Outcome.GONE
+        batch.coverages[i] = sealed.coverage
+        batch.descriptions[i] = sealed.description
+        return Outcome.OK
+
+    def _ask(self, part: Part, space: Space) -> None:
+        batch = part.batch
+        keys = batch.order.keys[part.begin : part.end]
+        found = self._tier.contains(space, keys, batch.deadline) if keys else []
+        for i, there in zip(range(part.begin, part.end), found, strict=True):
+            batch.outcomes[i] = Outcome.OK if there else Outcome.ABSENT
+
+    def _remove(self, space: Space, keys: Sequence[bytes]) -> None:
+        try:
+            self._tier.remove(space, keys)
+        except TierError as error:  # a get compares the check word again
+            self._say(f"{self._name}: a record that should go stays: {error}")
+
+    @staticmethod
+    def _is_still(batch: Batch, i: int, state: SlotState) -> bool:
+        holds = batch.place.holds(batch.slots[i], batch.generations[i], state, batch.order.keys[i])
+        return holds and not batch.stale
+
+    def _say(self, text: str) -> None:
+        """Log an error, the same one only now and then."""
+        now = time.monotonic()
+        with self._lock:
+            if self._said[0] == text and now < self._said[1]:
+                return
+            self._said = text, now + _SAY_AGAIN
+        log.warning("%s", text)
+
+
+class Clerk:
+    """One thread for calls of the backend that must not overtake each other.
+
+    Args:
+        tell: called by the thread with what the loop is to do.
+    """
+
+    def __init__(self, tell: Callable[[Callable[[], None]], None]) -> None:
+        self._tell = tell
+        self._tasks: SimpleQueue[Callable[[], Callable[[], None]] | None] = SimpleQueue()
+        threading.Thread(target=self._work, name="tier-clerk", daemon=True).start()
+
+    def ask(self, call: Callable[[], T], then: Callable[[T | TierError], None]) -> None:
+        """Have the thread call the backend, and then the loop take the result, or what failed."""
+
+        def task() -> Callable[[], None]:
+            try:
+                return partial(then, call())
+            except TierError as error:
+                return partial(then, error)
+            except Exception as error:
+                log.exception("a bug in the tier's backend")
+                return partial(then, TierError(fault_text(error)))
+
+        self._tasks.put(task)
+
+    def close(self) -> None:
+        """Have the thread end when its tasks are done."""
+        self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            self._tell(task())

@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.client_names import Peer
-from kvd.machine.closing import MAX_STUCK, Closer
-from kvd.machine.files import free_descriptors, open_files_remedy
+from kvd.machine.files import MAX_STUCK, Closer, free_descriptors, open_files_remedy
 from kvd.wire.listener import Listener, NoDescriptor
 from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.codec import WIRE

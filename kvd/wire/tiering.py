@@ -4,10 +4,7 @@ They travel as those between broker and lanes do; see `kvd.wire.link`. A batch h
 one answer. Columns have one item for each chunk of the batch.
 """
 
-import secrets
-import time
-from enum import IntEnum
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
@@ -17,18 +14,8 @@ from kvd_proto.messages import Count, Encoded, Keys, Message, Name, NamespaceId,
 
 MAX_BATCH = 1024  # chunks
 Encodeds = Annotated[tuple[Encoded, ...], Meta(max_length=MAX_BATCH)]
-
-
-class Outcome(IntEnum):
-    """How the put or get of one chunk ended."""
-
-    OK = 0  # a put: a get finds it from now on; a tier that keeps, also once it was killed
-    ABSENT = 1  # a get: it is not there, or not any more
-    FULL = 2  # a put: no room, and none can be made
-    CORRUPT = 3  # a get: what was read is not what was put; the backend has dropped it
-    FAILED = 4  # an error of the medium
-    LATE = 5  # the deadline passed first
-    GONE = 6  # the slot holds another chunk by now
+Salt: TypeAlias = Annotated[bytes, Meta(max_length=8)]
+"""Drawn by each reset of a namespace. A tier finds nothing that it keeps under another salt."""
 
 
 class BeginTier(Message, frozen=True):
@@ -67,23 +54,16 @@ class TierFailed(Message, frozen=True):
     error: Text
 
 
-def new_epoch() -> int:
-    """An epoch that no other is equal to, and that is greater than those drawn before.
-
-    Milliseconds since 1970 in the upper bits, so of two that tiers remember the later is known.
-    """
-    return time.time_ns() // 1_000_000 << 21 | secrets.randbits(21)
-
-
 class OpenSpace(Message, frozen=True):
     """Broker → tier: a namespace. Carries its directory and, where they are, its descriptions.
 
     Share r of slot i is pool bytes [arena_bases[r] + i * slot_bytes[r], + slot_bytes[r]).
-    epoch: 0: the tier's own last one goes on.
+    salt: of its last reset; empty where the broker knows of none: the one that the tier has noted
+        holds, or one that it draws.
     """
 
     namespace: NamespaceId
-    epoch: Count
+    salt: Salt
     slot_bytes: tuple[Count, ...]
     arena_bases: tuple[Count, ...]
     num_slots: Count
@@ -91,10 +71,10 @@ class OpenSpace(Message, frozen=True):
 
 
 class SpaceOpened(Message, frozen=True):
-    """Tier → broker: the epoch that holds; `Held` follows, until one has `last` set."""
+    """Tier → broker: the salt that holds here; `Held` follows, until one has `last` set."""
 
     namespace: NamespaceId
-    epoch: Count
+    salt: Salt
 
 
 class CloseSpace(Message, frozen=True):
@@ -103,18 +83,18 @@ class CloseSpace(Message, frozen=True):
     namespace: NamespaceId
 
 
-class NewEpoch(Message, frozen=True):
-    """Broker → tier: the namespace was reset; chunks of any other epoch are none."""
+class NewSalt(Message, frozen=True):
+    """Broker → tier: the namespace was reset; chunks of any other salt are none. No answer."""
 
     namespace: NamespaceId
-    epoch: Count
+    salt: Salt
 
 
 class Held(Message, frozen=True):
     """Tier → broker: it keeps these: what `scan` found."""
 
     namespace: NamespaceId
-    epoch: Count
+    salt: Salt
     keys: Keys
     first: IntArray
     count: IntArray
@@ -224,7 +204,7 @@ TIERING = Codec(
         0x304: OpenSpace,
         0x305: SpaceOpened,
         0x306: CloseSpace,
-        0x307: NewEpoch,
+        0x307: NewSalt,
         0x308: Held,
         0x309: Gone,
         0x30A: Put,

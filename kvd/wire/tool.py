@@ -1,24 +1,30 @@
-"""A tool's connection to a running daemon: HELLO, then one request at a time."""
+"""A tool's connection to a running daemon, through libzmq: HELLO, then one request at a time."""
 
-import contextlib
 import os
-import select
 import socket
 import struct
 import time
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
 from kvd.errors import AccessDenied, NotRunning, Refused
 from kvd.version import VERSION
 from kvd_proto.access import explain_denied
-from kvd_proto.channel import Channel
 from kvd_proto.codec import WIRE
-from kvd_proto.errors import BadFrame, DecodeError
+from kvd_proto.errors import DecodeError
 from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message, Status, StatusReport
 from kvd_proto.printable import printable, printable_tree
 
 M = TypeVar("M", bound=Message)
+_NEVER_MS = 2**31 - 1
+"""Until libzmq connects again. With -1, never, it drops what has arrived before the end of file."""
+
+
+class _NotReached(Exception):
+    """Nothing has accepted the connection; libzmq does not say why."""
 
 
 class Control:
@@ -32,43 +38,16 @@ class Control:
 
     def __init__(self, runtime_dir: Path, timeout: float = 5.0) -> None:
         self._runtime_dir = runtime_dir.absolute()
+        self._socket_path = self._runtime_dir / "broker.sock"
         self._timeout = timeout
         self._request_id = 0
-        deadline = time.monotonic() + timeout
-        self._channel = Channel(self._connected(deadline), takes_descriptors=False)
         try:
-            self._greet(deadline)
+            self._begin()
         except BaseException:
             self.close()
             raise
 
-    def _connected(self, deadline: float) -> socket.socket:
-        """Return a socket that the daemon's own has accepted, or raise why there is none.
-
-        A daemon that accepts nothing is waited for, until the deadline.
-        """
-        path = self._runtime_dir / "broker.sock"
-        left_us = max(1000, int((deadline - time.monotonic()) * 1e6))
-        with contextlib.ExitStack() as undo:
-            connecting = undo.enter_context(socket.socket(socket.AF_UNIX))
-            try:
-                # With Python's own timeout, connect would not wait for room in the backlog.
-                seconds = struct.pack("@ll", *divmod(left_us, 1_000_000))
-                connecting.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-                connecting.connect(str(path))
-            except PermissionError as error:
-                raise AccessDenied(explain_denied(path) or f"{path}: {error.strerror}") from error
-            except BlockingIOError as error:
-                raise self._frozen() from error
-            except OSError as error:
-                raise NotRunning(
-                    f"no daemon answers in {self._runtime_dir} ({error.strerror or error}); start"
-                    f" one with: kvd serve --runtime-dir {self._runtime_dir}"
-                ) from error
-            undo.pop_all()
-            return connecting
-
-    def _greet(self, deadline: float) -> None:
+    def _begin(self) -> None:
         hello = Hello(
             kind="tool",
             engine=f"tool-{os.getpid()}",
@@ -77,11 +56,56 @@ class Control:
             protocol_max=PROTOCOL_VERSION,
             client=f"kvd {VERSION}",
         )
-        greeted = self._exchange(hello, deadline)
+        deadline = time.monotonic() + self._timeout
+        while True:
+            try:
+                self._connect()
+                greeted = self._exchange(hello, deadline)
+            except (_NotReached, zmq.ZMQError):
+                self.close()
+                self._wait_reachable(deadline)
+            else:
+                break
         if greeted is None:
             raise self._frozen()
         if isinstance(greeted, Error):
             raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {greeted.text}")
+
+    def _connect(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.linger = 0
+        self._socket.reconnect_ivl = _NEVER_MS
+        self._socket.handshake_ivl = 0  # the deadline is `_exchange`'s
+        self._socket.sndhwm = 0  # to a frozen daemon, too, `send` does not wait
+        # CLOSED: the attempt to connect has failed; DISCONNECTED: the connection has ended.
+        self._events = self._socket.get_monitor_socket(zmq.EVENT_CLOSED | zmq.EVENT_DISCONNECTED)
+        self._socket.connect(f"ipc://{self._socket_path}")
+
+    def _wait_reachable(self, deadline: float) -> None:
+        """Return once the socket accepts connections; else raise the reason why it does not.
+
+        A daemon that accepts nothing is waited for, until the deadline.
+        """
+        left_us = max(1000, int((deadline - time.monotonic()) * 1e6))
+        try:
+            with socket.socket(socket.AF_UNIX) as probe:
+                # With Python's own timeout, connect would not wait for room in the backlog.
+                seconds = struct.pack("@ll", *divmod(left_us, 1_000_000))
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+                probe.connect(str(self._socket_path))
+        except PermissionError as error:
+            path = self._socket_path
+            raise AccessDenied(explain_denied(path) or f"{path}: {error.strerror}") from error
+        except BlockingIOError as error:
+            raise self._frozen() from error
+        except OSError as error:
+            raise NotRunning(
+                f"no daemon answers in {self._runtime_dir} ({error.strerror or error}); start one"
+                f" with: kvd serve --runtime-dir {self._runtime_dir}"
+            ) from error
+        if time.monotonic() >= deadline:
+            raise self._frozen()
 
     def _frozen(self) -> NotRunning:
         return NotRunning(
@@ -111,38 +135,42 @@ class Control:
     def _exchange(self, message: Message, deadline: float) -> Message | None:
         """Send a request; return its reply, or an Error; None where none comes in time."""
         self._request_id += 1
-        channel, poller = self._channel, select.poll()
-        with contextlib.suppress(EOFError):  # what the daemon has sent can be received all the same
-            channel.send(WIRE.encode(message, self._request_id))
+        self._socket.send(WIRE.encode(message, self._request_id))
+        poller = zmq.Poller()
+        poller.register(self._socket, zmq.POLLIN)
+        poller.register(self._events, zmq.POLLIN)
         while (left := deadline - time.monotonic()) > 0:
-            poller.register(channel, select.POLLIN | select.POLLOUT * channel.wants_write)
-            poller.poll(int(left * 1000) + 1)
-            try:
-                with contextlib.suppress(EOFError):
-                    channel.flush()
-                for frame, _ in channel.receive_all():
-                    if (reply := self._reply_in(frame)) is not None:
-                        return reply
-            except EOFError:
-                raise NotRunning(
-                    f"the daemon in {self._runtime_dir} has closed the connection"
-                ) from None
-            except (BadFrame, DecodeError) as error:
-                raise NotRunning(
-                    f"the daemon in {self._runtime_dir} sent what kvd {VERSION} does not understand"
-                    f" ({error}); is it of another version?"
-                ) from error
+            ready = dict(poller.poll(int(left * 1000) + 1))
+            # What came before the end of file can be received when the event is there.
+            if self._socket in ready or (ready and self._socket.poll(0)):
+                reply = self._receive()
+                if reply is not None:
+                    return reply
+            elif ready:
+                self._raise_end()
         return None
 
-    def _reply_in(self, frame: bytes) -> Message | None:
-        """Return the reply to the last request; None where it is that of one that was given up."""
-        header, message = WIRE.decode(frame)
+    def _receive(self) -> Message | None:
+        """Return the reply to the last request, or an Error that announces the end; else None."""
+        try:
+            header, message = WIRE.decode(self._socket.recv())
+        except DecodeError as error:
+            raise NotRunning(
+                f"the daemon in {self._runtime_dir} sent what kvd {VERSION} does not understand"
+                f" ({error}); is it of another version?"
+            ) from error
         if header.request_id == self._request_id:
             return _showable(message)
         if header.request_id == 0 and isinstance(message, Error):
             text = printable(message.text)
             raise NotRunning(f"the daemon in {self._runtime_dir} refuses: {text}")
-        return None
+        return None  # the reply to a request that was given up
+
+    def _raise_end(self) -> None:
+        event = recv_monitor_message(self._events)["event"]
+        if event == zmq.EVENT_CLOSED:
+            raise _NotReached
+        raise NotRunning(f"the daemon in {self._runtime_dir} has closed the connection")
 
     def ask(self, message: Message, kind: type[M], timeout: float | None = None) -> M:
         """Send a request; return its reply, which is of this type.
@@ -174,7 +202,7 @@ class Control:
 
     def close(self) -> None:
         """End the session."""
-        self._channel.close()
+        self._context.destroy(0)
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ from typing import Any, ClassVar
 
 from kvd.broker.effects import ChunksReady, Effect, Event, KillTier, ToTier
 from kvd.broker.tiers.tier import Tier
+from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
     Ask,
     CloseSpace,
@@ -12,9 +13,8 @@ from kvd.wire.tiering import (
     Drop,
     Get,
     Held,
-    NewEpoch,
+    NewSalt,
     OpenSpace,
-    Outcome,
     Put,
     SpaceOpened,
     TierPing,
@@ -31,16 +31,16 @@ STEP = 0.05
 
 
 class FakeTier:
-    """A tier's process: it has chunks by namespace, epoch and key, and answers when it is told.
+    """A tier's process: it has chunks by namespace, salt and key, and answers when it is told.
 
-    hangs: it answers nothing. epochs: by namespace, what it remembers.
+    hangs: it answers nothing. salts: by namespace, what it has noted.
     """
 
     def __init__(self, bench: "TierBench", index: int) -> None:
         self.bench = bench
         self.index = index
-        self.kept: dict[tuple[bytes, int, bytes], tuple[int, int, int, bytes]] = {}
-        self.epochs: dict[bytes, int] = {}
+        self.kept: dict[tuple[bytes, bytes, bytes], tuple[int, int, int, bytes]] = {}
+        self.salts: dict[bytes, bytes] = {}
         self.told: list[Message] = []
         self.waiting: list[Put | Get | Ask] = []
         self.hangs = False
@@ -84,12 +84,12 @@ class FakeTier:
         """It is told something."""
         self.told.append(message)
         match message:
-            case OpenSpace(namespace=namespace, epoch=epoch):
-                self.epochs[namespace] = epoch or self.epochs.get(namespace, 0)
+            case OpenSpace(namespace=namespace, salt=salt):
+                self.salts[namespace] = salt or self.salts.get(namespace, b"its own")
                 if not self.hangs:
                     self.opened(namespace)
-            case NewEpoch(namespace=namespace, epoch=epoch):
-                self.epochs[namespace] = epoch
+            case NewSalt(namespace=namespace, salt=salt):
+                self.salts[namespace] = salt
             case TierPing():
                 self.pinged = True
                 if not self.hangs:
@@ -98,7 +98,7 @@ class FakeTier:
                 self.waiting.append(message)
             case Drop(namespace=namespace, keys=keys):
                 for key in keys:
-                    self.kept.pop((namespace, self.epochs[namespace], key), None)
+                    self.kept.pop((namespace, self.salts[namespace], key), None)
             case CloseSpace():
                 pass
 
@@ -109,12 +109,10 @@ class FakeTier:
 
     def opened(self, namespace: bytes) -> None:
         """It serves a namespace, and says what it has of it."""
-        epoch = self.epochs[namespace]
-        self.say(SpaceOpened(namespace=namespace, epoch=epoch))
-        mine = {
-            key: it for (of, at, key), it in self.kept.items() if (of, at) == (namespace, epoch)
-        }
-        self.say(held(namespace, epoch, mine))
+        salt = self.salts[namespace]
+        self.say(SpaceOpened(namespace=namespace, salt=salt))
+        mine = {key: it for (of, at, key), it in self.kept.items() if (of, at) == (namespace, salt)}
+        self.say(held(namespace, salt, mine))
 
     def answer(self) -> list[Put | Get | Ask]:
         """It does what it was told, as far as it does not hang; what that was."""
@@ -130,14 +128,14 @@ class FakeTier:
 
     def _done(self, order: Put | Get | Ask) -> Done:
         namespace = order.namespace
-        epoch = self.epochs[namespace]
+        salt = self.salts[namespace]
         outcomes, found = [], []
         for i, key in enumerate(order.keys):
-            there = self.kept.get((namespace, epoch, key))
+            there = self.kept.get((namespace, salt, key))
             if isinstance(order, Put):
                 blocks = order.first.tolist()[i], order.count.tolist()[i], order.groups.tolist()[i]
                 if self.spoils is None:
-                    self.kept[namespace, epoch, key] = (*blocks, b"")
+                    self.kept[namespace, salt, key] = (*blocks, b"")
                 outcome = Outcome.OK if self.spoils is None else self.spoils
             elif there is None:
                 outcome = Outcome.ABSENT
@@ -275,11 +273,11 @@ def done(
     )
 
 
-def held(namespace: bytes, epoch: int, kept: dict[bytes, tuple[int, int, int, bytes]]) -> Held:
+def held(namespace: bytes, salt: bytes, kept: dict[bytes, tuple[int, int, int, bytes]]) -> Held:
     """What a scan has found."""
     return Held(
         namespace=namespace,
-        epoch=epoch,
+        salt=salt,
         keys=tuple(kept),
         first=IntArray.of([it[0] for it in kept.values()], "u2"),
         count=IntArray.of([it[1] for it in kept.values()], "u2"),

@@ -1,6 +1,4 @@
-"""The circuit breaker of a tier: when it opens and closes, and that its table is complete."""
-
-import itertools
+"""The circuit breaker of a tier: when it opens and closes."""
 
 import pytest
 from hypothesis import given
@@ -12,17 +10,16 @@ from kvd.broker.tiers.breaker import (
     QUIET_SECONDS,
     TABLE,
     Breaker,
-    Signal,
     State,
 )
 
 LATE = 0.2
 
 
-def opened(signal: Signal = Signal.LATE) -> Breaker:
+def opened() -> Breaker:
     """One that opened at 100 s."""
     breaker = Breaker(LATE)
-    breaker.signal(signal, 100.0, "a test")
+    breaker.trip("late", 100.0, "a test")
     return breaker
 
 
@@ -30,10 +27,9 @@ def test_what_is_outstanding_and_does_not_move_opens_it() -> None:
     """After `late_seconds` without progress, and not while something moves or nothing is due."""
     breaker = Breaker(LATE)
     breaker.look(50.0, outstanding=False)
-    breaker.sent(100.0, idle=True)
+    breaker.moved_at = 100.0
     breaker.look(100.19, outstanding=True)
-    breaker.moved(100.19)
-    breaker.sent(100.3, idle=False)
+    breaker.moved_at = 100.19
     breaker.look(100.38, outstanding=True)
     assert breaker.closed
     breaker.look(100.4, outstanding=True)
@@ -44,7 +40,7 @@ def test_what_is_outstanding_and_does_not_move_opens_it() -> None:
 def test_time_in_which_nobody_watched_is_not_the_tiers() -> None:
     """A daemon that stood still itself sets nobody aside for it."""
     breaker = Breaker(LATE)
-    breaker.sent(100.0, idle=True)
+    breaker.moved_at = 100.0
     breaker.held_up(9.0, 109.1)
     breaker.look(109.1, outstanding=True)
     assert breaker.closed
@@ -88,22 +84,22 @@ def test_it_is_probed_after_the_pause_when_it_is_idle() -> None:
     for after, outstanding in ((0.0, True), (-0.1, False), (0.0, False)):
         breaker.look(100.0 + FIRST_PAUSE + after, outstanding=outstanding)
         states.append(breaker.state)
-    assert states == [State.OPEN, State.OPEN, State.PROBING]
+    assert states == [State.OPEN, State.OPEN, State.HALF_OPEN]
 
 
 def test_the_state_counts_from_when_use_began_or_ceased() -> None:
     """From the process that serves, from the first opening, and from the probe that went well."""
     breaker = Breaker(LATE)
     breaker.process_changed(50.0)
-    assert breaker.changed_at == 50.0
-    breaker.signal(Signal.LOST, 100.0, "a test")
+    assert breaker.since == 50.0
+    breaker.trip("lost", 100.0, "a test")
     breaker.process_changed(101.0)
-    breaker.signal(Signal.DUE, 102.0)
-    breaker.signal(Signal.FAILED, 103.0, "a test")
-    breaker.signal(Signal.DUE, 104.0)
-    assert breaker.changed_at == 100.0
-    breaker.signal(Signal.PROVEN, 105.0)
-    assert breaker.changed_at == 105.0
+    breaker.look(102.0, outstanding=False)
+    breaker.ended(103.0, failed=True)
+    breaker.look(104.0, outstanding=False)
+    assert (breaker.state, breaker.since) == (State.HALF_OPEN, 100.0)
+    breaker.ended(105.0, failed=False)
+    assert breaker.since == 105.0
 
 
 def test_pauses_double_up_to_five_seconds_and_begin_anew_after_a_quiet_time() -> None:
@@ -120,12 +116,12 @@ def test_pauses_double_up_to_five_seconds_and_begin_anew_after_a_quiet_time() ->
     breaker.look(now, outstanding=False)
     breaker.ended(now, failed=False)
     assert breaker.closed
-    breaker.lost(now + 1, "it ended")
+    breaker.trip("lost", now + 1, "it ended")
     assert breaker.retry_at == now + 1 + LONGEST_PAUSE
     now = breaker.retry_at
     breaker.look(now, outstanding=False)
     breaker.ended(now, failed=False)
-    breaker.lost(now + QUIET_SECONDS, "it ended")
+    breaker.trip("lost", now + QUIET_SECONDS, "it ended")
     assert breaker.retry_at == now + QUIET_SECONDS + FIRST_PAUSE
 
 
@@ -141,20 +137,11 @@ def test_what_ends_while_it_is_open_says_nothing() -> None:
     assert breaker.closed
 
 
-def test_every_pair_is_in_the_table_or_changes_nothing() -> None:
-    """Whatever is seen in whatever state: the state is the table's."""
-    for state, signal in itertools.product(State, Signal):
-        breaker = Breaker(LATE)
-        breaker.state = state
-        breaker.signal(signal, 1.0)
-        assert breaker.state is TABLE.get((state, signal), state)
-
-
 @given(
     st.lists(
         st.tuples(
             st.sampled_from(
-                ["sent", "moved", "good", "bad", "corrupt", "lost", "busy", "idle", "away"]
+                ["moved", "good", "bad", "corrupt", "lost", "busy", "idle", "away", "nothing"]
             ),
             st.floats(0.0, 3.0),
         ),
@@ -162,24 +149,24 @@ def test_every_pair_is_in_the_table_or_changes_nothing() -> None:
     )
 )
 def test_it_is_never_used_but_by_way_of_a_probe(events: list[tuple[str, float]]) -> None:
-    """It closes from probing only, opens at once for what is bad, and pauses within bounds."""
+    """It closes from half-open only, opens at once for what is bad, and pauses within bounds."""
     breaker, now = Breaker(LATE), 100.0
     for what, seconds in events:
         now += seconds
         before, due = breaker.state, breaker.retry_at
         match what:
-            case "sent":
-                breaker.sent(now, idle=True)
             case "moved":
-                breaker.moved(now)
+                breaker.moved_at = now
             case "good" | "bad":
                 breaker.ended(now, failed=what == "bad")
             case "corrupt":
                 breaker.corrupt(now)
             case "lost":
-                breaker.lost(now, "it ended")
+                breaker.trip("lost", now, "it ended")
             case "busy" | "idle":
                 breaker.look(now, outstanding=what == "busy")
+            case "nothing":
+                breaker.prove(now)
             case _:
                 breaker.held_up(seconds, now)
         after = breaker.state
@@ -188,8 +175,8 @@ def test_it_is_never_used_but_by_way_of_a_probe(events: list[tuple[str, float]])
             assert after is State.OPEN
         if after is not before:
             assert (before, after) in {(a, b) for (a, _), b in TABLE.items()}
-            assert breaker.since == now
-        if after is State.PROBING and before is State.OPEN:
+            assert breaker.since == now or State.CLOSED not in {before, after}
+        if after is State.HALF_OPEN and before is State.OPEN:
             assert now >= due
         if after is State.OPEN and before is not State.OPEN:
             assert FIRST_PAUSE <= breaker.retry_at - now + 1e-9 <= LONGEST_PAUSE + 1e-6

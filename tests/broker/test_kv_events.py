@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.broker.report.kv_events import Published
+from kvd.broker.report.measures import event_counts, gained
 from kvd.metrics.counts import EventCounts
 from kvd_proto.messages import KvEvents, Ping, Status, StatusReport
 from tests.broker.brokers import join, make_broker, replies
@@ -23,29 +23,34 @@ def test_events_count_once_however_often_they_are_told(
     for step in steps:
         grown = (grown[0] + step[0], grown[1] + step[1], grown[2] + step[2])
         reports.append(told(*grown))
-    known, published = EventCounts(), Published()
+    known, published = EventCounts(), EventCounts()
     for report in data.draw(st.permutations(reports * 2)):
-        published.report(known, report, 0.0)
-    assert published.counts == EventCounts(*grown)
+        published.add(gained(known, event_counts(report)))
+    assert published == EventCounts(*grown)
 
 
 def test_the_lag_is_the_largest_of_the_last_minute() -> None:
     """A long one is shown for a minute and no longer."""
-    known, published = EventCounts(), Published()
+    broker = make_broker()
+    session = join(broker, "scheduler", "a")
+    assert session.engine is not None
     for now, lag_us in ((0.0, 2_000_000), (30.0, 900), (59.0, 0)):
-        published.report(known, told(1, lag_us=lag_us), now)
-        assert published.lag.get(now) == 2.0
-    assert published.lag.get(60.5) == 0.0009
+        broker.request(session, 5, Ping(kv_events=told(1, lag_us=lag_us)), now)
+        assert session.engine.publish_lag.get(now) == 2.0
+    assert session.engine.publish_lag.get(60.5) == 0.0009
 
 
 def test_a_session_that_follows_another_goes_on_counting() -> None:
     """Each session counts from zero; the engine's figures are the sum of all its sessions."""
-    published = Published()
+    broker = make_broker()
+    engine = join(broker, "worker", "a").engine
     for _ in range(2):
-        known = EventCounts()
-        published.report(known, told(100, 1, 1, 5), 0.0)
-        published.report(known, told(250, 2, 1, 5), 1.0)
-    assert published.counts == EventCounts(500, 4, 2)
+        session = join(broker, "scheduler", "a")
+        broker.request(session, 5, Ping(kv_events=told(100, 1, 1, 5)), 0.0)
+        broker.request(session, 6, Ping(kv_events=told(250, 2, 1, 5)), 1.0)
+        broker.lost(session)
+    assert engine is not None
+    assert engine.published == EventCounts(500, 4, 2)
 
 
 def test_the_report_says_which_engine_published_how_much() -> None:

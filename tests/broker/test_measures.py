@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.broker.effects import Event
-from kvd.broker.report.measures import Progress, RecentMax, new_lookups
+from kvd.broker.report.measures import Progress, RecentMax, gained, lookup_counts
 from kvd.broker.state import MAX_EVENTS
 from kvd.metrics import schema
 from kvd.metrics.counts import LookupCounts
@@ -94,15 +94,15 @@ def test_lookups_count_once_however_often_they_are_said(
         reports.append(said(*grown))
     known, total = LookupCounts(), LookupCounts()
     for report in data.draw(st.permutations(reports * 2)):
-        total.add(new_lookups(known, report))
+        total.add(gained(known, lookup_counts(report)))
     assert total == LookupCounts(*grown)
 
 
 def test_keys_are_no_tokens() -> None:
     """A session that counts no tokens adds none, however many keys it has looked up."""
     known, total = LookupCounts(), LookupCounts()
-    total.add(new_lookups(known, said(5, 3, tokens=False)))
-    total.add(new_lookups(known, said(9, 4, tokens=False)))
+    total.add(gained(known, lookup_counts(said(5, 3, tokens=False))))
+    total.add(gained(known, lookup_counts(said(9, 4, tokens=False))))
     assert total == LookupCounts(9, 4)
 
 
@@ -121,5 +121,5 @@ def test_totals_stay_within_a_message() -> None:
     """However much sessions claim, the report can still be sent."""
     total = LookupCounts()
     for _ in range(3):
-        total.add(new_lookups(LookupCounts(), said(MOST, MOST, MOST, MOST)))
+        total.add(gained(LookupCounts(), lookup_counts(said(MOST, MOST, MOST, MOST))))
     assert total == LookupCounts(MOST, MOST, MOST, MOST)

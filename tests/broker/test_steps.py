@@ -12,7 +12,7 @@ from kvd.broker.effects import ChunksReady, Effect, ToLane
 from kvd.broker.engines.sessions import Session
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ghosts import GhostCause
-from kvd.metrics.misses import MissReason
+from kvd.metrics.counts import MissReason
 from kvd.wire.link import Revoke, Revoked, ShareDone
 from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult

@@ -8,10 +8,21 @@ from msgspec.structs import replace
 from kvd.broker.effects import Notify, Reply
 from kvd.broker.tiers.breaker import State
 from kvd.broker.tiers.demotion import GATHER_SECONDS
-from kvd.broker.tiers.promotion_requests import MAX_REQUESTS, PromotionRequests
+from kvd.broker.tiers.promotion import MAX_REQUESTS, PromotionRequests
 from kvd.broker.tiers.tier import GET_BYTES
 from kvd.broker.tiers.tiering import STUCK_SECONDS
-from kvd.wire.tiering import Ask, CloseSpace, Drop, Get, Gone, NewEpoch, OpenSpace, Outcome, Put
+from kvd.outcomes import Outcome
+from kvd.wire.tiering import (
+    Ask,
+    CloseSpace,
+    Drop,
+    Get,
+    Gone,
+    NewSalt,
+    OpenSpace,
+    Put,
+    SpaceOpened,
+)
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
 from tests.broker.brokers import join, mapped, register
@@ -211,7 +222,7 @@ def test_each_of_two_tiers_gets_what_it_wants() -> None:
 
 
 def test_a_put_that_was_under_way_at_a_reset_is_not_found() -> None:
-    """What is kept under the old epoch is nothing."""
+    """What is kept under the old salt is nothing."""
     bench, disk = bench_of(DISK)
     bench.load(bench.store(b"a"))
     bench.turn(STEP)
@@ -387,6 +398,22 @@ def test_gets_are_as_many_as_keep_a_tier_busy() -> None:
     assert not tier.get_room(tier.setting.queue_bytes, 1)
 
 
+def test_what_was_sought_and_nobody_asked_for_is_counted() -> None:
+    """Keys that found no room within two seconds."""
+    bench = TierBench(f"{DISK},late=60")
+    (disk,) = bench.fakes
+    keys = [bytes([i]) for i in range(40)]
+    identity = bench.namespace.id
+    disk.say(held(identity, disk.salts[identity], dict.fromkeys(keys, (0, 1, 0, b""))))
+    bench.turn(0.1)
+    disk.hangs = True
+    bench.seek(*keys)
+    asked = sum(len(order.keys) for order in disk.told if isinstance(order, Get))
+    assert 0 < asked < 40
+    bench.turn(2.5)
+    assert bench.table().counts.sought_dropped == 40 - asked
+
+
 def test_what_finds_no_room_for_two_seconds_is_forgotten() -> None:
     """Nobody waits for it any more."""
     bench, disk = bench_of(f"{DISK},late=60,queue=4KiB")
@@ -450,8 +477,8 @@ def test_the_first_tier_that_has_a_chunk_and_is_in_use_gives_it() -> None:
 def test_a_shared_tier_is_asked_and_what_is_there_comes_up_at_once() -> None:
     """Pending in the turn of the answer; what is absent is known as that for a while."""
     bench, shared = bench_of(SHARED)
-    epoch = shared.epochs[bench.namespace.id]
-    shared.kept[bench.namespace.id, epoch, b"a"] = 0, 1, 0, b""
+    salt = shared.salts[bench.namespace.id]
+    shared.kept[bench.namespace.id, salt, b"a"] = 0, 1, 0, b""
     bench.seek(b"a", b"x")
     assert keys_told(shared, Ask) == [b"a", b"x"]
     bench.seek(b"a", b"x")
@@ -470,7 +497,7 @@ def test_a_second_shared_tier_is_asked_for_what_the_first_does_not_have() -> Non
     """Absent is what none of them has."""
     bench = TierBench(SHARED, "mooncake:master=b:1")
     first, second = bench.fakes
-    second.kept[bench.namespace.id, second.epochs[bench.namespace.id], b"a"] = 0, 1, 0, b""
+    second.kept[bench.namespace.id, second.salts[bench.namespace.id], b"a"] = 0, 1, 0, b""
     bench.seek(b"a", b"x")
     first.answer()
     assert bench.below(b"x") is None
@@ -588,13 +615,13 @@ def test_a_namespace_that_a_tier_does_not_begin_is_reported() -> None:
     disk.start()
     bench.turn(1.0)
     assert 0.5 < disk.tier.unopened_seconds(bench.now) <= 1.0
-    disk.say(replace(pong(0), error="no room for an epoch"))
-    assert disk.tier.child.last_error == "no room for an epoch"
+    disk.say(replace(pong(0), error="no room for its salt"))
+    assert disk.tier.child.last_error == "no room for its salt"
     disk.hangs = False
     disk.opened(namespace.id)
     assert disk.tier.unopened_seconds(bench.now) == 0
     disk.pong()
-    assert disk.tier.child.last_error == "no room for an epoch"
+    assert disk.tier.child.last_error == "no room for its salt"
 
 
 def test_what_a_lost_process_was_told_is_given_up() -> None:
@@ -656,7 +683,7 @@ def test_a_scan_is_taken_in_piece_by_piece_and_between_other_work() -> None:
     bench, disk = bench_of(DISK)
     namespace = bench.namespace
     found = {i.to_bytes(4): (0, 1, 0, b"") for i in range(10_000)}
-    disk.say(held(namespace.id, namespace.epoch, found))
+    disk.say(held(namespace.id, disk.salts[namespace.id], found))
     turns = 0
     while not bench.below((9999).to_bytes(4)):
         assert bench.broker.tiering.due(bench.now) == 0.0
@@ -666,12 +693,29 @@ def test_a_scan_is_taken_in_piece_by_piece_and_between_other_work() -> None:
     assert len(namespace.directory.tiers) == 10_000
 
 
-def test_a_scan_of_another_epoch_is_nothing() -> None:
-    """It was under way when the namespace was reset."""
+def test_a_scan_of_before_a_reset_is_nothing() -> None:
+    """It was under way when the namespace was reset, as was the tier's first answer."""
     bench, disk = bench_of(DISK)
-    disk.say(held(bench.namespace.id, 77, {b"a": (0, 1, 0, b"")}))
+    identity = bench.namespace.id
+    before = disk.salts[identity]
+    disk.hangs = True
+    disk.end()
+    disk.start()
+    bench.turn(0.5)
+    assert disk.tier.spaces[bench.namespace].salt is None
+    bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+    disk.say(SpaceOpened(namespace=identity, salt=before))
+    disk.say(held(identity, before, {b"a": (0, 1, 0, b"")}))
     bench.turn(STEP)
     assert bench.below(b"a") is None
+    before = disk.salts[identity]
+    disk.say(held(identity, before, {b"b": (0, 1, 0, b"")}))
+    bench.turn(STEP)
+    assert bench.below(b"b") == 1
+    bench.carry_out(bench.broker.request(bench.scheduler, 10, Reset(), bench.now))
+    disk.say(held(identity, before, {b"c": (0, 1, 0, b"")}))
+    bench.turn(STEP)
+    assert bench.below(b"c") is None
 
 
 def test_what_a_tier_has_dropped_is_not_found() -> None:
@@ -684,7 +728,7 @@ def test_what_a_tier_has_dropped_is_not_found() -> None:
 
 
 @pytest.mark.parametrize("by", ["engine", "operator"])
-def test_a_reset_gives_all_tiers_a_new_epoch(by: str) -> None:
+def test_a_reset_gives_all_tiers_a_new_salt(by: str) -> None:
     """What they hold is found no more, and a restarted process brings it back no more."""
     bench, disk = bench_of(DISK)
     bench.keep(b"a")
@@ -693,9 +737,9 @@ def test_a_reset_gives_all_tiers_a_new_epoch(by: str) -> None:
     else:
         tool = join(bench.broker, "tool")
         bench.carry_out(bench.broker.request(tool, 2, Clear(namespace=None), bench.now))
-    epoch = bench.namespace.epoch
-    assert epoch > 0
-    assert disk.told[-1] == NewEpoch(namespace=bench.namespace.id, epoch=epoch)
+    salt = bench.namespace.salt
+    assert len(salt) == 8
+    assert disk.told[-1] == NewSalt(namespace=bench.namespace.id, salt=salt)
     assert bench.below(b"a") is None
     bench.seek(b"a")
     bench.run()
@@ -707,60 +751,51 @@ def test_a_reset_gives_all_tiers_a_new_epoch(by: str) -> None:
     bench.check()
 
 
-def test_the_latest_reset_that_a_tier_remembers_holds() -> None:
-    """A daemon without a ledger asks: of two that differ the later, and the other is told."""
+def test_each_tier_has_a_salt_of_its_own_until_a_reset_gives_all_the_same() -> None:
+    """A daemon that knows of no reset takes what each has noted."""
     bench = TierBench(DISK, "memory:", SHARED)
-    disk, memory, shared = bench.fakes
     namespace = bench.namespace
-    for fake, epoch in ((disk, 7), (memory, 9), (shared, 8)):
+    salts = [b"of disk", b"memory", b"shared"]
+    for fake, salt in zip(bench.fakes, salts, strict=True):
         fake.end()
-        fake.hangs = True
+        fake.salts[namespace.id] = salt
+        fake.kept[namespace.id, salt, salt] = (0, 1, 0, b"")
         fake.start()
-        fake.epochs[namespace.id] = epoch
-    bench.turn(0.5)
-    assert namespace.epoch == 0
-    disk.epochs[namespace.id] = 7
-    disk.opened(namespace.id)
-    assert namespace.epoch == 7
-    shared.epochs[namespace.id] = 8
-    shared.opened(namespace.id)
-    assert namespace.epoch == 8
-    assert not shared.tier.spaces[namespace].used  # memory may remember a later one
-    memory.epochs[namespace.id] = 9
-    memory.opened(namespace.id)
-    assert namespace.epoch == 9
-    assert [fake.epochs[namespace.id] for fake in bench.fakes] == [9, 9, 9]
-    assert all(fake.tier.spaces[namespace].used for fake in bench.fakes)
+    bench.run(6.0)
+    assert namespace.salt == b""
+    assert all(fake.tier.serves(namespace) for fake in bench.fakes)
+    assert [bench.below(salt) for salt in salts[:2]] == [1, 2]
+    bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+    assert [fake.salts[namespace.id] for fake in bench.fakes] == [namespace.salt] * 3
+    assert [bench.below(salt) for salt in salts[:2]] == [None, None]
 
 
-@pytest.mark.parametrize(("remembers", "holds"), [(0, 50), (7, 50), (50, 50), (90, 90)])
-def test_a_tier_that_has_not_heard_of_a_reset_is_told(remembers: int, holds: int) -> None:
-    """A namespace begins with the epoch of its last reset; only a tier that knows a later one."""
+@pytest.mark.parametrize("knows", [False, True])
+def test_a_tier_that_has_not_heard_of_a_reset_is_told(knows: bool) -> None:
+    """A namespace begins with the salt of its last reset: what is kept under another is nothing."""
     bench, disk = bench_of(DISK)
     other = bytes([9]) * 16
     namespaces = bench.broker.state.namespaces
     assert namespaces is not None
-    namespaces.resets.note(other.hex(), 50)
-    for at in (remembers, 50):
-        disk.kept[other, at, b"old"] = (0, 1, 0, b"")
-    disk.epochs[other] = remembers
+    namespaces.resets.draw(other.hex())
+    salt = namespaces.resets.salt_of(other.hex())
+    disk.salts[other] = salt if knows else b"another"
+    disk.kept[other, disk.salts[other], b"old"] = (0, 1, 0, b"")
     namespace = namespaces.open(other, (4096,), world_size=1, replicated=False)
-    assert namespace.epoch == 50
+    assert namespace.salt == salt
     namespaces.attach_engine(namespace)
-    bench.turn(0.5)
-    order = next(each for each in disk.told if isinstance(each, OpenSpace) and each.epoch == 0)
-    assert order.namespace in {other, bench.namespace.id}
-    assert (namespace.epoch, disk.epochs[other]) == (holds, holds)
-    bench.run()
+    bench.run(0.5)
+    assert disk.salts[other] == salt
+    assert disk.tier.serves(namespace)
     table = namespace.directory.tiers
     assert table is not None
-    assert (table.find(b"old") is not None) == (remembers >= 50)
-    assert disk.tier.spaces[namespace].used
+    assert (table.find(b"old") is not None) == knows
 
 
-def test_a_tier_that_is_not_there_at_a_reset_is_named() -> None:
+@pytest.mark.parametrize("tier", [DISK, SHARED])
+def test_a_tier_that_is_not_there_at_a_reset_is_named(tier: str) -> None:
     """What would bring old chunks back is said, with the remedy; of one that serves nothing is."""
-    bench, disk = bench_of(DISK)
+    bench, disk = bench_of(tier)
     bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
     assert not any("noted" in event.text for event in bench.events)
     disk.end()
@@ -777,7 +812,8 @@ def test_a_reset_that_the_next_daemon_would_not_know_of_has_failed(
     bench.keep(b"a")
     namespaces = bench.broker.state.namespaces
     assert namespaces is not None
-    monkeypatch.setattr(namespaces.resets, "note", lambda *_: "no room; make some")
+    draw = namespaces.resets.draw
+    monkeypatch.setattr(namespaces.resets, "draw", lambda name: draw(name) + "no room; make some")
     if by == "engine":
         effects = bench.broker.request(bench.scheduler, 9, Reset(), bench.now)
     else:
@@ -789,7 +825,7 @@ def test_a_reset_that_the_next_daemon_would_not_know_of_has_failed(
     bench.carry_out(effects)
     assert bench.lookup(b"a") == [MISS]
     assert bench.below(b"a") is None
-    assert disk.told[-1] == NewEpoch(namespace=namespace.id, epoch=namespace.epoch)
+    assert disk.told[-1] == NewSalt(namespace=namespace.id, salt=namespace.salt)
 
 
 def test_tiers_are_told_of_namespaces_that_close() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.directory import Blocks, Refs, covers
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
+from kvd.cache.resets import Resets
 from kvd.cache.stores import MakeDescriptions
 from kvd.config.settings import Settings
 from kvd.config.values import Quota
@@ -22,6 +23,7 @@ def make_namespaces(
     cpu_bytes: int,
     *,
     keeping: Keeping | None = None,
+    resets: Resets | None = None,
     fill: FillOrder | None = None,
     quotas: Mapping[str, Quota] | None = None,
     make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
@@ -35,6 +37,7 @@ def make_namespaces(
         make_buffer=lambda _, size: bytearray(size),
         make_descriptions=make_descriptions,
         keeping=keeping,
+        resets=resets,
         fill=fill,
     )
     namespaces.pool.set_quotas(quotas or {})

@@ -842,9 +842,9 @@ class TableMachine(RuleBasedStateMachine):
     def reset(self, space: int) -> None:
         """A namespace is emptied."""
         model = self.models[space]
-        epoch = model.namespace.epoch
-        outcome, revoke = model.table.reset()
-        assert model.namespace.epoch not in {0, epoch}
+        salt = model.namespace.salt
+        outcome, revoke, _ = self.namespaces.reset(model.namespace)
+        assert model.namespace.salt not in {b"", salt}
         model.held.clear()
         pinned = model.pinned()
         ready = {chunk.slot for chunk in model.chunks.values() if chunk.ready}

@@ -6,7 +6,7 @@ import pytest
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ghosts import GhostCause, Misses
-from kvd.metrics.misses import MissReason
+from kvd.metrics.counts import MissReason
 from tests.cache.tables import begin, make_table, names, store
 
 

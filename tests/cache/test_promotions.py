@@ -1,5 +1,7 @@
 """Chunks that come up from tiers, and those that are to go down."""
 
+from typing import Any
+
 import pytest
 
 from kvd.cache import candidates
@@ -204,26 +206,8 @@ class Daemons:
         return namespaces, known[0] if known else None
 
 
-def test_a_reset_gives_the_namespace_another_epoch() -> None:
-    """The next daemon knows it, also where no chunk is left."""
-    daemons = Daemons()
-    namespaces, _ = daemons.start()
-    namespace = add(namespaces, 0, PAGE)
-    store(namespace.table, names(2))
-    assert namespace.epoch == 0
-    namespace.table.reset()
-    first = namespace.epoch
-    assert 0 < first < 2**63
-    namespace.table.reset(by_operator=True)
-    assert namespace.epoch not in {0, first}
-    _, again = daemons.start()
-    assert again is not None
-    assert again.epoch == namespace.epoch
-    assert again.table.slots.stats()["ready"] == 0
-
-
 def test_a_kill_during_a_reset_brings_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When chunks are forgotten the next daemon knows the new epoch already, and readers too."""
+    """The ledger says the new salt when it has no chunk of before; readers know of none either."""
     daemons = Daemons()
     namespaces, _ = daemons.start()
     namespace = add(namespaces, 0, PAGE)
@@ -232,29 +216,22 @@ def test_a_kill_during_a_reset_brings_nothing_back(monkeypatch: pytest.MonkeyPat
     assert ledger is not None
     assert tiers is not None
     tiers.hold(b"below", 0, 0, 1, 0)
-    forget, seen = ledger.forget, []
+    seen = []
 
-    def look(floor: int) -> None:
-        seen.append((ledger.epoch, len(ledger), tiers.find(b"below")))
-        forget(floor)
+    def looking(name: str) -> None:
+        whole = getattr(ledger, name)
 
-    monkeypatch.setattr(ledger, "forget", look)
-    namespace.table.reset()
-    assert seen == [(namespace.epoch, 2, None)]
-    assert namespace.epoch > 0
+        def look(value: Any) -> None:
+            seen.append((namespaces.is_outdated(ledger), len(ledger), tiers.find(b"below")))
+            whole(value)
 
+        monkeypatch.setattr(ledger, name, look)
 
-def test_an_epoch_that_a_tier_remembers_is_kept() -> None:
-    """The next daemon knows it; without a ledger it holds as long as the daemon."""
-    daemons = Daemons()
-    namespaces, _ = daemons.start()
-    add(namespaces, 0, PAGE).take_epoch(12345)
-    _, again = daemons.start()
-    assert again is not None
-    assert again.epoch == 12345
-    alone = add(make_namespaces(4 * PAGE, tier=ONE), 0, PAGE)
-    alone.take_epoch(77)
-    assert alone.epoch == 77
+    looking("forget")
+    looking("write_salt")
+    namespaces.reset(namespace)
+    assert seen == [(True, 2, None), (True, 0, None)]
+    assert not namespaces.is_outdated(ledger)
 
 
 def test_what_came_up_is_kept_for_the_next_daemon() -> None:

@@ -11,6 +11,7 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import Keeping, Namespace, Namespaces
+from kvd.cache.resets import Resets
 from kvd.cache.trailer import PoolTrailer
 from kvd.errors import LedgerDamaged
 from kvd.machine.room import TRAILER_BYTES
@@ -66,6 +67,7 @@ class Reopening(TableMachine):
         self.older_ledgers: dict[str, bytearray] = {}
         self.older: tuple[dict[str, bytearray], bytearray] | None = None
         self.epoch = self.looks = 0
+        self.resets = Resets()  # as the file has them
         self.models = []
         super().__init__()
 
@@ -83,10 +85,12 @@ class Reopening(TableMachine):
 
         trailer = PoolTrailer(memory)
         keeping = Keeping(make, "pool", trailer, self.epoch << 32)
-        namespaces = make_namespaces(64 * KIB, keeping=keeping, policy=self.policy)
+        namespaces = make_namespaces(
+            64 * KIB, keeping=keeping, resets=self.resets, policy=self.policy
+        )
         for buffer in buffers.values():
             ledger = Ledger(buffer, trailer)
-            if len(ledger) or ledger.epoch:
+            if len(ledger) and not namespaces.is_outdated(ledger):
                 namespaces.reopen(ledger)
         return namespaces
 
@@ -154,7 +158,7 @@ class Reopening(TableMachine):
     def kill(self) -> None:
         """The next daemon has exactly what was READY, where and as it was, in the same order."""
         before = [held(model.table) for model in self.models]
-        epochs = [model.namespace.epoch for model in self.models]
+        salts = [model.namespace.salt for model in self.models]
         self.namespaces = self.begin()
         for number, model in enumerate(self.models):
             model.namespace = self.open(number)
@@ -169,7 +173,7 @@ class Reopening(TableMachine):
             model.marks = {chunk.ref: 1 for chunk in model.chunks.values()}
             assert model.table.expire(self.now) == []
         assert [held(model.table) for model in self.models] == before
-        assert [model.namespace.epoch for model in self.models] == epochs
+        assert [model.namespace.salt for model in self.models] == salts
 
 
 class AdaptiveReopening(Reopening):

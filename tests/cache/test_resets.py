@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cache.resets import MOST, PAGE_BYTES, Resets
-from kvd.errors import IntegrityError, LedgerDamaged
+from kvd.cache.resets import MOST, PAGE_BYTES, SALT_BYTES, Resets
+from kvd.errors import LedgerDamaged
 from tests.cache.tables import PAGE, add, make_namespaces
 
 
@@ -14,11 +14,11 @@ def name(number: int) -> str:
     return f"{number:032x}"
 
 
-def table_of(notes: list[tuple[int, int]]) -> Resets:
-    """A table with these resets of namespaces by number."""
+def table_of(numbers: list[int]) -> Resets:
+    """A table with resets of these namespaces."""
     table = Resets()
-    for number, epoch in notes:
-        table.note(name(number), epoch)
+    for number in numbers:
+        table.draw(name(number))
     return table
 
 
@@ -29,41 +29,45 @@ def loaded(page: bytes) -> Resets:
     return table
 
 
-NOTES = st.lists(st.tuples(st.integers(0, 250), st.integers(1, 2**63 - 1)), max_size=300)
+NUMBERS = st.lists(st.integers(0, 250), max_size=300)
 
 
-@given(NOTES)
-def test_the_last_reset_of_each_namespace_is_known(notes: list[tuple[int, int]]) -> None:
-    """Also after the page was read again; where it had no place, what is older is not used."""
-    table = table_of(notes)
-    table.check_integrity()
+@given(NUMBERS)
+def test_each_reset_gives_a_salt_that_none_was_before(numbers: list[int]) -> None:
+    """Also where the namespace has lost its place, and after the page was read again."""
+    table, before = Resets(), dict[int, set[bytes]]()
+    for number in numbers:
+        before.setdefault(number, {b""}).add(table.salt_of(name(number)))
+        table.draw(name(number))
     again = loaded(table.pack())
-    assert repr(again) == repr(table)
-    for number, epoch in notes:
-        assert again.oldest(name(number)) == table.oldest(name(number)) >= epoch
-    assert again.oldest(name(251)) == again.floor
+    for number in range(252):
+        salt = again.salt_of(name(number))
+        assert salt == table.salt_of(name(number))
+        assert salt not in before.get(number, ())
+        assert len(salt) == SALT_BYTES or number not in numbers
+    assert again.salt_of(name(251)) == again.base
 
 
 def test_the_namespace_whose_reset_is_longest_ago_loses_its_place() -> None:
-    """Its epoch is the floor: what tiers keep of others counts from there on."""
-    table = table_of([(number, 1000 + number) for number in range(MOST)])
-    assert (len(table), table.floor, table.oldest(name(999))) == (MOST, 0, 0)
-    table.note(name(0), 5000)
-    table.note(name(MOST), 6000)
-    assert (len(table), table.floor) == (MOST, 1001)
-    assert (table.epoch(name(1)), table.oldest(name(1))) == (0, 1001)
-    assert table.oldest(name(0)) == 5000
-    assert table.oldest(name(999)) == 1001
+    """It and all that have none get a salt that none had before."""
+    table = table_of(list(range(MOST)))
+    salts = {number: table.salt_of(name(number)) for number in range(MOST)}
+    assert (len(table), table.base) == (MOST, b"")
+    table = loaded(table.pack())
+    table.draw(name(0))
+    table.draw(name(MOST))
+    assert (len(table), len(table.base)) == (MOST, SALT_BYTES)
+    assert table.salt_of(name(1)) == table.salt_of(name(999)) == table.base
+    assert table.base not in salts.values()
+    assert table.salt_of(name(2)) == salts[2]
 
 
-@given(NOTES, st.integers(0, 250), st.integers(0, PAGE_BYTES))
-def test_a_write_that_is_cut_short_is_seen(
-    notes: list[tuple[int, int]], number: int, cut: int
-) -> None:
+@given(NUMBERS, st.integers(0, 250), st.integers(0, PAGE_BYTES))
+def test_a_write_that_is_cut_short_is_seen(numbers: list[int], number: int, cut: int) -> None:
     """At any byte: what is read is the table of before, the one of after, or damaged."""
-    table = table_of(notes)
+    table = table_of(numbers)
     before = table.pack()
-    table.note(name(number), 2**63 - 1)
+    table.draw(name(number))
     after = table.pack()
     for at in {cut, cut // 64, 24, 28, 32, 40}:
         page = after[:at] + before[at:]
@@ -75,17 +79,16 @@ def test_a_write_that_is_cut_short_is_seen(
             assert found in {before, after}
 
 
-@given(NOTES, st.integers(0, PAGE_BYTES - 1), st.integers(1, 255))
-def test_a_byte_that_somebody_has_changed_is_seen(
-    notes: list[tuple[int, int]], at: int, flip: int
-) -> None:
+@given(NUMBERS, st.integers(0, PAGE_BYTES - 1), st.integers(1, 255))
+def test_a_byte_that_somebody_has_changed_is_seen(numbers: list[int], at: int, flip: int) -> None:
     """Nothing of such a page is taken over."""
-    page = bytearray(table_of(notes).pack())
+    page = bytearray(table_of(numbers).pack())
     page[at] ^= flip
-    table = Resets(7, {name(1): 9})
+    table = table_of([1])
+    before = table.pack()
     with pytest.raises(LedgerDamaged):
         table.load(bytes(page))
-    assert (table.floor, table.epoch(name(1))) == (7, 9)
+    assert table.pack() == before
 
 
 @pytest.mark.parametrize("page", [b"", bytes(PAGE_BYTES), bytes(PAGE_BYTES + 1), b"x" * PAGE_BYTES])
@@ -95,57 +98,23 @@ def test_what_is_no_page_is_refused(page: bytes) -> None:
         loaded(page)
 
 
-@pytest.mark.parametrize(
-    "table",
-    [
-        Resets(5, {name(1): 4}),
-        Resets(0, {name(1): 0}),
-        Resets(0, {name(1): 2**63}),
-        Resets(0, {name(number): 1 for number in range(MOST + 1)}),
-    ],
-)
-def test_a_table_that_contradicts_itself_is_found(table: Resets) -> None:
-    """An entry below the floor, without an epoch, above what epochs can be, or too many."""
-    with pytest.raises(IntegrityError):
-        table.check_integrity()
-
-
-def test_a_namespace_that_was_closed_keeps_its_epoch() -> None:
-    """Closed and opened again, it begins with the epoch of its last reset."""
+def test_a_namespace_that_was_closed_keeps_its_salt() -> None:
+    """Closed and opened again, it begins with the salt of its last reset."""
     namespaces = make_namespaces(4 * PAGE)
     namespace = add(namespaces, 1, PAGE)
-    assert (namespace.epoch, namespace.inherited) == (0, False)
+    assert namespace.salt == b""
     _, _, lack = namespaces.reset(namespace)
-    first = namespace.epoch
-    assert (first > 0, lack) == (True, "")
+    salt = namespace.salt
+    assert (len(salt), lack) == (SALT_BYTES, "")
     namespaces.detach_engine(namespace)
     namespaces.close(namespace)
-    again = add(namespaces, 1, PAGE)
-    assert (again.epoch, again.inherited) == (first, True)
-    other = add(namespaces, 2, PAGE)
-    assert (other.epoch, other.inherited) == (0, False)
-
-
-def test_a_clock_that_was_set_back_makes_no_smaller_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each epoch is greater than the namespace's last one, also that of a namespace before it."""
-    namespaces = make_namespaces(4 * PAGE)
-    namespace = add(namespaces, 1, PAGE)
-    namespaces.reset(namespace)
-    first = namespace.epoch
-    monkeypatch.setattr("kvd.cache.chunks.new_epoch", lambda: 5)
-    namespaces.reset(namespace)
-    assert namespace.epoch == first + 1
-    namespaces.detach_engine(namespace)
-    namespaces.close(namespace)
-    again = add(namespaces, 1, PAGE)
-    namespaces.reset(again)
-    assert again.epoch == first + 2
+    assert add(namespaces, 1, PAGE).salt == salt
+    assert add(namespaces, 2, PAGE).salt == b""
 
 
 def test_the_reset_of_a_temporary_namespace_is_not_noted() -> None:
     """No tier has any of it."""
     namespaces = make_namespaces(4 * PAGE)
-    namespaces.reset(add(namespaces, 1, PAGE, temporary=True))
-    assert add(namespaces, 2, PAGE).epoch == 0
-    namespaces.close(next(each for each in namespaces if each.temporary))
-    assert add(namespaces, 1, PAGE).inherited is False
+    namespace = add(namespaces, 1, PAGE, temporary=True)
+    namespaces.reset(namespace)
+    assert (namespace.salt, len(namespaces.resets)) == (b"", 0)

@@ -75,7 +75,7 @@ def test_check_asks_the_backends_of_tiers(file: Path) -> None:
     done = kvd("config", "check", str(file))
     assert done.exit_code == 1
     place = f"{file}:2: tier: 'disc:/var/lib/kvd,size=1GiB'"
-    assert f"{place}: no tier is called disc; known are disk, memory, mooncake" in done.output
+    assert f"{place}: no tier is called disc; known are disk, mooncake" in done.output
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Daemons for tests, always ended."""
 
 import importlib.util
-import os
 import shutil
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from unittest.mock import patch
 from kvd.errors import NotRunning
 from kvd.machine.room import area_name
 from kvd.wire.tool import Control
+from tests.processes import finding_doubles
 from tests.waiting import PATIENCE, PAUSE, eventually
 
 # The Python of a machine with a GPU may have no click, and then there is no `kvd`.
@@ -103,7 +103,7 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
             command += ["--lane-timeout-seconds", f"{PATIENCE:g}"]
         command += extra
         with log.open("w") as sink:
-            process = subprocess.Popen(command, stderr=sink, text=True, env=os.environ | {})
+            process = subprocess.Popen(command, stderr=sink, text=True, env=finding_doubles())
         daemon = Daemon(path, process, log)
         daemons.append(daemon)
         if ready:

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from kvd.machine.room import area_name
-from kvd.tier.disk.records import parse_header
+from kvd.tier.disk.slabs import parse_header
 from kvd_client import LookupResult
 from kvd_proto.arrays import IntArray
 from kvd_proto.codec import HEADER_BYTES, WIRE
@@ -228,7 +228,7 @@ def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(
 def damage_slabs(folder: Path) -> None:
     """Turn a bit in the first share of every slot of a disk tier."""
     for index in folder.glob("*.index"):
-        slots, slot_bytes, _ = parse_header(index.read_bytes())
+        slots, slot_bytes = parse_header(index.read_bytes())
         with index.with_suffix(".slab").open("r+b") as slab:
             for slot in range(slots):
                 slab.seek(slot * slot_bytes)

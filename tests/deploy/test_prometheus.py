@@ -13,9 +13,8 @@ import pytest
 import yaml
 
 from kvd.broker.report.forecast import SIZES
-from kvd.metrics.counts import DIRECTIONS, STAGES
+from kvd.metrics.counts import DIRECTIONS, GET_OUTCOMES, PUT_OUTCOMES, STAGES
 from kvd.metrics.schema import ROWS
-from kvd.metrics.tier_counts import GET_OUTCOMES, PUT_OUTCOMES
 from kvd.report.exposition import Exposition
 from kvd_proto.messages import JobStatus
 from tests.deploy.places import DEPLOY, ROOT, run, tool

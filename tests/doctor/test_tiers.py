@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from kvd.config.tiers import parse_tier
 from kvd.doctor import tiers
-from kvd.doctor.tiers import DiskFacts, TierFacts, ask, look_at_disk, look_at_store
+from kvd.doctor.tiers import DiskFacts, TierFacts, ask, look_at_disk, look_at_store, run_python
 from tests.slowfs import slow_filesystem
 from tests.waiting import PATIENCE, eventually
 
@@ -134,5 +133,5 @@ def test_what_is_written_wrongly_is_a_finding() -> None:
 
 def test_a_process_that_fails_is_a_finding() -> None:
     """Why nothing could be found is told by the last line that it wrote."""
-    said, problem, hung = tiers._run([sys.executable, "-c", "print('{}'); raise OSError('no')"])
+    said, problem, hung = run_python("-c", "print('{}'); raise OSError('no')", seconds=PATIENCE)
     assert (json.loads(said), problem, hung) == ({}, "OSError: no", False)

@@ -90,7 +90,7 @@ def needed(pyproject: Path = ROOT / "pyproject.toml") -> dict[str, str]:
     project = tomllib.loads(pyproject.read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     packages = [*project["dependencies"], *extras["daemon"], *extras["cuda"]]
-    packages += [package for package in extras["dev"] if package.startswith(("pytest>", "pyzmq>"))]
+    packages += [package for package in extras["dev"] if package.startswith("pytest>")]
     named = {re.split("[<>=~! ]", package)[0]: package for package in packages}
     return {
         MODULES.get(name, name.replace("-", "_")): package

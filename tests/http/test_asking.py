@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvd.errors import NotRunning
-from kvd.report.samples import FIELDS, KEEP_SECONDS, MAX_REPORTS, PERIOD_SECONDS, Samples
+from kvd.report.broker_client import FIELDS, KEEP_SECONDS, MAX_REPORTS, PERIOD_SECONDS, Samples
 from tests.http.serving import Asked
 from tests.report.reports import loaded_report
 from tests.waiting import PATIENCE
@@ -81,8 +81,8 @@ def test_a_silent_broker_leaves_a_hole_in_the_history(
     client: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Samples are taken while it answers, and again when it is back."""
-    monkeypatch.setattr("kvd.report.samples.PERIOD_SECONDS", 0.01)
-    monkeypatch.setattr("kvd.report.samples._ANSWER_SECONDS", 0.01)
+    monkeypatch.setattr("kvd.report.broker_client.PERIOD_SECONDS", 0.01)
+    monkeypatch.setattr("kvd.report.broker_client._ANSWER_SECONDS", 0.01)
     monkeypatch.setattr("kvd.report.broker_client.FRESH_SECONDS", 0.0)
     client.status = loaded_report()
     samples = Samples()

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvd.metrics.advice import advice
+from kvd.broker.report.forecast import advice
 from kvd.metrics.schema import Forecast
 from kvd.metrics.words import NOTHING
 from tests.daemon.engines import Engine, keys_of

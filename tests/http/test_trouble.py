@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvd.report.guard import MAX_CONNECTIONS
+from kvd.report.app import MAX_CONNECTIONS
 from kvd.wire.tool import Control
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, StartDaemon

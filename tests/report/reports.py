@@ -10,14 +10,16 @@ import msgspec
 from kvd.metrics import schema
 from kvd.metrics.counts import (
     DIRECTIONS,
+    GET_OUTCOMES,
+    PUT_OUTCOMES,
     STAGES,
     ChunkCounts,
     EventCounts,
     LaneCounts,
     LookupCounts,
+    MissReason,
+    TierCounts,
 )
-from kvd.metrics.misses import MissReason
-from kvd.metrics.tier_counts import GET_OUTCOMES, PUT_OUTCOMES, TierCounts
 
 START = 1_700_000_000.0
 GIB = 2**30
@@ -211,7 +213,13 @@ def _engine(name: str, namespace: str, world_size: int, done: int) -> Any:
         world_size=world_size,
         sessions=[
             schema.SessionOfEngine(
-                kind, rank, None if rank is None else "host", "registered", 100 + at, 1000, 100.0
+                kind=kind,
+                rank=rank,
+                device=None if rank is None else "host",
+                state="registered",
+                pid=100 + at,
+                uid=1000,
+                seconds=100.0,
             )
             for at, (kind, rank) in enumerate(sessions)
         ],

@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvd.metrics.advice import advice
-from kvd.metrics.misses import misses_in_words
+from kvd.broker.report.forecast import advice
+from kvd.cli.tables import misses_in_words
 from kvd.metrics.schema import Forecast
 from tests.report.reports import STEEP, forecast, loaded_report
 

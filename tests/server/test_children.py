@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 
 from kvd.config.settings import Settings
-from kvd.server.http_process import HttpProcess
-from kvd.server.lane_process import LaneProcess
-from kvd.server.lane_processes import Lanes
+from kvd.server.children import HttpProcess, LaneProcess, Lanes
 from kvd.wire.link import LINK, LanePing
 from kvd_proto.zmtp import frame_header, opening
 from tests.waiting import DEADLINE
@@ -108,7 +106,7 @@ def lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
         program.write_text(f"#!{sys.base_prefix}/bin/python3\n{text}")
         program.chmod(0o700)
         process = lanes.processes["host"]
-        assert process.spawn([], 0.0)
+        assert process.start(0.0)
         act(process)
         while lanes.running:
             lanes.turn(dict(poller.poll(DEADLINE)), 0.0)
@@ -159,7 +157,7 @@ def test_an_http_process_that_does_not_report_is_replaced_with_one_line(
         http.turn(dict(poller.poll(DEADLINE)), 121.0)
     http.close()
     lines = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
-    assert lines == ["the HTTP process has ended: killed by kvd: did not report for 31 s"]
+    assert lines == ["the HTTP process has ended: killed by kvd: did not report for 31.0 s"]
 
 
 def test_a_lane_whose_lifeline_the_broker_cannot_receive_is_killed(
@@ -179,7 +177,7 @@ def test_a_lane_whose_lifeline_the_broker_cannot_receive_is_killed(
         reason = lost(_SENDS_A_DESCRIPTOR, use_up)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert reason.startswith("killed by kvd: the broker could not receive its lifeline: ")
+    assert reason.startswith("killed by kvd: the broker could not receive descriptors: ")
     assert "raise LimitNOFILE (ulimit -n), now " in reason
 
 

@@ -946,16 +946,19 @@ def test_a_namespace_that_is_closed_leaves_no_ledger(start: Start, tmp_path: Pat
 def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     start: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A pool that was left while another one was in use, in which the namespace was reset."""
+    """A pool that was left while another one was in use, in which the namespace was reset.
+
+    Nor where the record of resets is lost.
+    """
     resets = Resets()
     table = start(resets=resets).open(0).table
     store(table, keys_of("old", 2))
-    resets.note(NAMES[0].hex(), 50)
+    resets.draw(NAMES[0].hex())
     life = start(resets=resets)
     assert life.held == []
     assert "was reset while another pool was in use" in caplog.text
     namespace = life.open(0)
-    assert namespace.epoch == 50
+    assert namespace.salt == resets.salt_of(NAMES[0].hex())
     store(namespace.table, keys_of("new", 2))
     again = start(resets=resets)
     assert again.held == [set(keys_of("new", 2))]
@@ -963,6 +966,7 @@ def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     assert not lack
     store(again.table(0), keys_of("newer", 2))
     assert start(resets=resets).held == [set(keys_of("newer", 2))]
+    assert start(resets=Resets()).held == []
 
 
 def test_an_area_in_use_is_refused(

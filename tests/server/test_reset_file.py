@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvd.cache.resets import PAGE_BYTES
 from kvd.server.reset_file import ResetFile
-from kvd.wire.tiering import new_epoch
 
 ONE, TWO = "01" * 16, "02" * 16
 
@@ -23,16 +22,22 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "kvd.resets"
 
 
+def salts(table: ResetFile) -> list[bytes]:
+    """Of both namespaces, and of those that were not reset."""
+    return [table.salt_of(ONE), table.salt_of(TWO), table.base]
+
+
 def test_the_next_daemon_knows_what_was_reset(path: Path) -> None:
-    """Nothing is there before the first reset; each is in the file when its note has returned."""
+    """Nothing is there before the first reset; each is in the file when `draw` has returned."""
     first = ResetFile(path)
     assert not path.exists()
-    assert first.note(ONE, 5) == ""
-    assert ResetFile(path).oldest(ONE) == 5
+    assert first.draw(ONE) == ""
+    before = salts(first)
+    assert salts(ResetFile(path)) == before
     assert path.stat().st_mode & 0o777 == 0o600
-    assert first.note(TWO, 6) == first.note(ONE, 7) == ""
-    again = ResetFile(path)
-    assert (again.oldest(ONE), again.oldest(TWO), again.floor) == (7, 6, 0)
+    assert first.draw(TWO) == first.draw(ONE) == ""
+    assert salts(ResetFile(path)) == salts(first)
+    assert len({*before, *salts(first)}) == 4
     assert [file.name for file in path.parent.iterdir()] == ["kvd.resets"]
 
 
@@ -77,20 +82,21 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_what_cannot_be_believed_costs_misses(
     path: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """All that tiers keep is of before; that is said once, and holds for the next daemon, too."""
+    """All that was kept is of before; that is said once, and holds for the next daemon, too."""
     if os.geteuid():
         pytest.skip("only root can make a file another user's")
-    ResetFile(path).note(ONE, 5)
+    file = ResetFile(path)
+    file.draw(ONE)
     damage(path)
-    before = new_epoch()
     with caplog.at_level(logging.ERROR):
         found = ResetFile(path)
-    assert found.oldest(ONE) == found.oldest(TWO) > before
+    assert found.salt_of(ONE) == found.salt_of(TWO) == found.base
+    assert found.base not in {b"", file.salt_of(ONE)}
     assert "cannot be believed" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.ERROR):
         again = ResetFile(path)
-    assert (again.floor, caplog.text) == (found.floor, "")
+    assert (again.base, caplog.text) == (found.base, "")
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -101,17 +107,17 @@ def test_what_cannot_be_believed_costs_misses(
 def test_no_write_that_is_cut_short_forgets_a_reset(path: Path, names: list[str], cut: int) -> None:
     """At any byte: the next daemon uses nothing that is older than what was answered."""
     path.unlink(missing_ok=True)
-    file, answered = ResetFile(path), dict[str, int]()
+    file, dropped = ResetFile(path), dict[str, set[bytes]]()
     for name in names[:-1]:
-        answered[name] = new_epoch()
-        file.note(name, answered[name])
-    before = path.read_bytes() if answered else b""
-    file.note(names[-1], new_epoch())
+        dropped.setdefault(name, {b""}).add(file.salt_of(name))
+        file.draw(name)
+    before = path.read_bytes() if dropped else b""
+    file.draw(names[-1])
     after = path.read_bytes()
     for at in {cut, cut // 64} if before else ():
         path.write_bytes(after[:at] + before[at:])
         found = ResetFile(path)
-        assert all(found.oldest(name) >= epoch for name, epoch in answered.items())
+        assert all(found.salt_of(name) not in salts for name, salts in dropped.items())
 
 
 @pytest.mark.parametrize("change", [Path.unlink, *DAMAGE.values()], ids=["gone", *DAMAGE])
@@ -122,11 +128,10 @@ def test_a_file_that_is_spoilt_while_a_daemon_runs_is_made_anew(
     if os.geteuid():
         pytest.skip("only root can make a file another user's")
     file = ResetFile(path)
-    file.note(ONE, 5)
+    file.draw(ONE)
     change(path)
-    assert file.note(TWO, 6) == ""
-    again = ResetFile(path)
-    assert (again.oldest(ONE), again.oldest(TWO), again.floor) == (5, 6, 0)
+    assert file.draw(TWO) == ""
+    assert salts(ResetFile(path)) == salts(file)
 
 
 @pytest.mark.parametrize("made", [False, True])
@@ -140,24 +145,23 @@ def test_a_file_that_cannot_be_written_is_told_to_who_resets(
 
     file = ResetFile(path)
     if made:
-        file.note(ONE, 5)
+        file.draw(ONE)
     with monkeypatch.context() as patch, caplog.at_level(logging.INFO):
         patch.setattr(os, "pwrite", fails)
-        lacks = {file.note(ONE, 6), file.note(TWO, 7)}
+        lacks = {file.draw(ONE), file.draw(TWO)}
     (lack,) = lacks
     assert lack.startswith(f"{path} cannot be written: Input/output error; ")
     assert caplog.text.count("cannot be written") == 1
     caplog.clear()
     with caplog.at_level(logging.INFO):
-        assert file.note(TWO, 8) == ""
+        assert file.draw(TWO) == ""
     assert "can be written again" in caplog.text
-    again = ResetFile(path)
-    assert (again.oldest(ONE), again.oldest(TWO)) == (6, 8)
+    assert salts(ResetFile(path)) == salts(file)
 
 
 def test_half_a_write_is_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is told as one that failed."""
     file = ResetFile(path)
     monkeypatch.setattr(os, "pwrite", lambda *_: 100)
-    assert "it was written in part" in file.note(ONE, 5)
+    assert "it was written in part" in file.draw(ONE)
     assert not path.exists()

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvd.tier.contract import Chunk, Space
+from kvd.tier.batches import space_id
+from kvd.tier.contract import Chunk, Space, Tier
 from kvd.tier.seal import HEAD_BYTES, check_of
 
 POISON = 0xEE
@@ -16,9 +17,17 @@ AREA_BYTES = 64 * 2**20
 ID = bytes(range(16))
 
 
-def space_of(*share_bytes: int, epoch: int = 1, name: bytes = ID, description: int = 64) -> Space:
+def space_of(
+    *share_bytes: int, name: bytes = ID, salt: bytes = b"", description: int = 64
+) -> Space:
     """A namespace whose chunks have these shares and descriptions of at most so many bytes."""
-    return Space(name, epoch, share_bytes, HEAD_BYTES + description)
+    return Space(space_id(name, salt), share_bytes, HEAD_BYTES + description)
+
+
+def begun(tier: Tier, space: Space) -> Space:
+    """A space that a backend was told to begin."""
+    tier.begin(space)
+    return space
 
 
 def content(key: bytes, nbytes: int, salt: int = 0) -> npt.NDArray[np.uint8]:

@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from kvd.outcomes import Outcome
 from kvd.tier.contract import Tier
 from kvd.tier.service import TierService
 from kvd.wire.tiering import (
@@ -22,7 +23,6 @@ from kvd.wire.tiering import (
     Get,
     Held,
     OpenSpace,
-    Outcome,
     Put,
     SpaceOpened,
     StopTier,
@@ -40,6 +40,7 @@ from tests.waiting import PATIENCE
 
 M = TypeVar("M", bound=Message)
 SLOTS = 16
+SALT = b"salt-one"
 SHARES = (4096, 1000)
 RECORD_BYTES = 256  # of a description
 ROOM = descriptions.room(RECORD_BYTES)
@@ -119,23 +120,23 @@ class Namespace:
             for base, size in zip(self.bases, SHARES, strict=True)
         )
 
-    def order(self, epoch: int = 1) -> OpenSpace:
+    def order(self, salt: bytes = SALT) -> OpenSpace:
         """What a tier is told of it."""
         return OpenSpace(
             namespace=self.name,
-            epoch=epoch,
+            salt=salt,
             slot_bytes=SHARES,
             arena_bases=self.bases,
             num_slots=SLOTS,
             description_bytes=ROOM,
         )
 
-    def open(self, epoch: int = 1) -> int:
-        """Have it opened and wait for that; the epoch that holds."""
-        self.broker.send(self.order(epoch), (self.fd, self.described))
+    def open(self, salt: bytes = SALT) -> bytes:
+        """Have it opened and wait for that; the salt that holds."""
+        self.broker.send(self.order(salt), (self.fd, self.described))
         opened = self.broker.wait_for(SpaceOpened)
         assert opened.namespace == self.name
-        return opened.epoch
+        return opened.salt
 
     def put(
         self, number: int, rows: Sequence[tuple[bytes, int, int]], deadline_ms: int = 60_000

@@ -16,9 +16,9 @@ from typing import ClassVar, TypeAlias
 
 import pytest
 
+from kvd.outcomes import Outcome
 from kvd.tier.contract import Chunk, Space, Tier
-from kvd.wire.tiering import Outcome
-from tests.tier.areas import Area, coverage_of, is_whole, keys_of, space_of
+from tests.tier.areas import Area, begun, coverage_of, is_whole, keys_of, space_of
 
 MakeTier: TypeAlias = Callable[[int], Tier]
 """Opens the backend with a budget of so many bytes, on the same medium each time; the fixture
@@ -80,9 +80,9 @@ class Conformance:
         """A backend with room."""
         return make_tier(self.roomy)
 
-    def begin(self, tier: Tier, *shares: int, epoch: int = 1, name: bytes = b"n" * 16) -> Space:
+    def begin(self, tier: Tier, *shares: int, name: bytes = b"n" * 16, salt: bytes = b"") -> Space:
         """A namespace in use."""
-        return tier.begin(space_of(*shares, epoch=epoch, name=name))
+        return begun(tier, space_of(*shares, name=name, salt=salt))
 
     def held(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> set[bytes]:
         """Which of these it says that it has."""
@@ -271,15 +271,15 @@ class Conformance:
             assert tier.get(back[at : at + 8], soon()) == [OK] * len(back[at : at + 8])
             assert all(map(is_whole, back[at : at + 8]))
 
-    # ------------------------------------------------------------- epochs
+    # ------------------------------------------------------------- resets
 
-    def test_another_epoch_finds_nothing(self, tier: Tier, area: Area) -> None:
-        """Chunks of the epoch before are not found again, and their room is free."""
-        old = self.begin(tier, 4096, epoch=1)
-        keys = keys_of("epoch", 20)
+    def test_a_dropped_space_is_gone(self, tier: Tier, area: Area) -> None:
+        """After a reset nothing of before is found under the new name, and its room is free."""
+        old = self.begin(tier, 4096, salt=b"1")
+        keys = keys_of("reset", 20)
         put_all(tier, area.chunks(old, keys))
-        new = self.begin(tier, 4096, epoch=2**63 + 7)
-        assert new.epoch == 2**63 + 7
+        tier.drop_space(old)
+        new = self.begin(tier, 4096, salt=b"2")
         assert tier.get(area.empties(new, keys), soon()) == [ABSENT] * 20
         assert self.held(tier, new, keys) == set()
         assert self.scanned(tier, new) == {}
@@ -290,10 +290,11 @@ class Conformance:
         assert tier.get(back, soon()) == [OK] * 3
         assert all(is_whole(chunk, salt=1) for chunk in back)
 
-    def test_a_late_put_of_the_old_epoch(self, tier: Tier, area: Area) -> None:
-        """A put that still names the epoch before is never found in the new one."""
-        old = self.begin(tier, 4096, epoch=1)
-        new = self.begin(tier, 4096, epoch=2)
+    def test_a_late_put_of_a_dropped_space(self, tier: Tier, area: Area) -> None:
+        """A put that still names the space before is never found in the new one."""
+        old = self.begin(tier, 4096, salt=b"1")
+        tier.drop_space(old)
+        new = self.begin(tier, 4096, salt=b"2")
         keys = keys_of("late", 4)
         tier.put(area.chunks(old, keys), soon())
         assert self.held(tier, new, keys) == set()
@@ -304,53 +305,50 @@ class Conformance:
         assert tier.get(back, soon()) == [OK] * 4
         assert all(is_whole(chunk, salt=1) for chunk in back)
 
-    def test_epoch_zero_goes_on(self, tier: Tier, area: Area) -> None:
-        """Where nobody remembers the epoch, what is there is found again."""
-        first = self.begin(tier, 4096, epoch=0)
-        keys = keys_of("zero", 3)
-        put_all(tier, area.chunks(first, keys))
-        again = self.begin(tier, 4096, epoch=0)
-        assert again.epoch == first.epoch
-        assert self.held(tier, again, keys) == set(keys)
+    def test_begin_again(self, tier: Tier, area: Area) -> None:
+        """A space that begins again has what it had."""
+        space = self.begin(tier, 4096)
+        keys = keys_of("again", 3)
+        put_all(tier, area.chunks(space, keys))
+        assert self.held(tier, self.begin(tier, 4096), keys) == set(keys)
 
     # ------------------------------------------------------------- life
 
     def test_close_and_open_again(self, make_tier: MakeTier, area: Area) -> None:
-        """What was acknowledged is there afterwards, with its epoch, where the backend keeps."""
+        """What was acknowledged is there afterwards, with its salt, where the backend keeps."""
+        namespace, salt = b"n" * 16, b"8 bytes."
         tier = make_tier(self.roomy)
-        space = self.begin(tier, 3000, 100, epoch=77)
+        tier.note_salt(namespace, b"8 before")
+        tier.note_salt(namespace, salt)
+        space = self.begin(tier, 3000, 100, salt=salt)
         keys = keys_of("reopen", 30)
         put_all(tier, area.chunks(space, keys))
         tier.remove(space, keys[:10])
         tier.close()
         tier = make_tier(self.roomy)
-        if not self.keeps:
-            space = self.begin(tier, 3000, 100, epoch=77)
-            back = area.empties(space, keys)
-            found = tier.get(back, soon())
-            assert all(is_whole(c) for c, out in zip(back, found, strict=True) if out is OK)
-            return
-        again = self.begin(tier, 3000, 100, epoch=0)
-        assert again.epoch == 77
-        assert self.scanned(tier, again) == {key: coverage_of(key) for key in keys[10:]}
+        again = self.begin(tier, 3000, 100, salt=salt)
         back = area.empties(again, keys)
-        assert tier.get(back, soon()) == [ABSENT] * 10 + [OK] * 20
-        assert all(map(is_whole, back[10:]))
-        assert tier.capacity().chunks == 20
+        found = tier.get(back, soon())
+        assert all(is_whole(c) for c, out in zip(back, found, strict=True) if out is OK)
+        if self.keeps:
+            assert tier.salt(namespace) == salt
+            assert found == [ABSENT] * 10 + [OK] * 20
+            assert self.scanned(tier, again) == {key: coverage_of(key) for key in keys[10:]}
+            assert tier.capacity().chunks == 20
 
-    def test_another_epoch_after_opening_again(self, make_tier: MakeTier, area: Area) -> None:
-        """An epoch that a new daemon names holds against what was kept."""
+    def test_a_dropped_space_after_opening_again(self, make_tier: MakeTier, area: Area) -> None:
+        """What was dropped does not come back."""
         tier = make_tier(self.roomy)
-        space = self.begin(tier, 4096, epoch=5)
+        space = self.begin(tier, 4096)
         keys = keys_of("forget", 5)
         put_all(tier, area.chunks(space, keys))
+        tier.drop_space(space)
         tier.close()
         tier = make_tier(self.roomy)
-        new = self.begin(tier, 4096, epoch=6)
-        assert self.held(tier, new, keys) == set()
-        tier.close()
-        tier = make_tier(self.roomy)
-        assert self.held(tier, self.begin(tier, 4096, epoch=6), keys) == set()
+        again = self.begin(tier, 4096, salt=b"2")
+        assert self.held(tier, again, keys) == set()
+        if not self.shared:
+            assert tier.capacity().chunks == 0
 
     def test_a_deadline_that_has_passed(self, tier: Tier, area: Area) -> None:
         """A batch that is late is LATE or done, and nothing of it is wrong."""

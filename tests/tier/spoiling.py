@@ -6,10 +6,11 @@ Namespace and keys in hexadecimal digits; the chunks are those of `tests.daemon.
 import sys
 
 from kvd.errors import TierError
+from kvd.outcomes import Outcome
+from kvd.tier.batches import space_id
 from kvd.tier.contract import Options, Space
 from kvd.tier.mooncake import MooncakeTier
 from kvd.tier.seal import HEAD_BYTES
-from kvd.wire.tiering import Outcome
 from kvd_proto.descriptions import record_bytes, room
 from tests.daemon.engines import FACTOR, PAGE, TENSORS, make_layout
 from tests.tier.areas import Area
@@ -32,7 +33,8 @@ def main(master: str, namespace: str, *keys: str) -> None:
     tier = eventually(opened, lambda found: isinstance(found, MooncakeTier))
     assert isinstance(tier, MooncakeTier)
     head_bytes = HEAD_BYTES + room(record_bytes(make_layout()))
-    space = tier.begin(Space(bytes.fromhex(namespace), 0, SHARES, head_bytes))
+    name = bytes.fromhex(namespace)
+    space = Space(space_id(name, tier.salt(name)), SHARES, head_bytes)
     wanted = [bytes.fromhex(key) for key in keys]
     chunks = area.empties(space, wanted)
     assert tier.get(chunks, soon()) == [Outcome.OK] * len(wanted)

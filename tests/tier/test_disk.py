@@ -5,16 +5,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import pytest
 
+from kvd.outcomes import Outcome
 from kvd.tier.contract import Options
-from kvd.tier.disk import DiskTier, records
-from kvd.tier.disk.records import Record
+from kvd.tier.disk import DiskTier
 from kvd.tier.disk.slabs import Slab
-from kvd.wire.tiering import Outcome
-from tests.tier.areas import Area, keys_of, space_of
+from tests.tier.areas import Area, begun, keys_of, space_of
 from tests.tier.conformance import Conformance, MakeTier, put_all, soon
+from tests.tier.disk_integrity import check_integrity
 
 MIB = 2**20
 
@@ -37,22 +36,8 @@ class TestDiskTier(Conformance):
 
         yield make
         for tier in opened:
-            tier.check_integrity()
+            check_integrity(tier)
             tier.close()
-
-
-def test_few_records_and_many() -> None:
-    """Check words of few records, computed one by one, are those that numpy finds whole."""
-    identity, first = 2**64 - 3, 5
-    some = [
-        Record(2**40 + i, i, 2**64 - 1 - i, MIB, 200, (i, 1, 2), 7, bytes([i]) * (1 + i % 48))
-        for i in range(1, 30)
-    ]
-    many = records.packed(some, identity, first)
-    few = b"".join(records.packed([each], identity, first + i) for i, each in enumerate(some))
-    assert few == many
-    rows = np.frombuffer(bytes(first * records.RECORD_BYTES) + many, records.RECORD)
-    assert records.whole(rows, identity).tolist() == [False] * first + [True] * len(some)
 
 
 def test_a_batch_is_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +46,7 @@ def test_a_batch_is_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     tier = DiskTier.open(
         Options(str(tmp_path / "tier"), {"size": "512MiB", "floor": "0"}), area.memory
     )
-    space = tier.begin(space_of(MIB))
+    space = begun(tier, space_of(MIB))
     calls: list[str] = []
     for name in ("pwritev", "preadv"):
         real = getattr(os, name)
@@ -73,7 +58,7 @@ def test_a_batch_is_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             nbytes: int = real(fd, pieces, at)
             return nbytes
 
-        monkeypatch.setattr(f"kvd.tier.disk.aligned.os.{name}", moved)
+        monkeypatch.setattr(f"kvd.tier.disk.moves.os.{name}", moved)
     keys = keys_of("k", 4)
     put_all(tier, area.chunks(space, keys))
     assert tier.get(area.empties(space, keys), soon()) == [Outcome.OK] * 4
@@ -87,7 +72,7 @@ def test_chunks_go_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tier = DiskTier.open(
         Options(str(tmp_path / "tier"), {"size": "16MiB", "floor": "0"}), area.memory
     )
-    space = tier.begin(space_of(4096))
+    space = begun(tier, space_of(4096))
     number = 0
 
     def put(count: int) -> None:
@@ -113,7 +98,7 @@ def test_chunks_go_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert full - full // 128 <= tier.capacity().chunks <= full + full // 128
     told = sum(len(keys) for _, keys in tier.take_gone())
     assert told == sum(erased)
-    tier.check_integrity()
+    check_integrity(tier)
     tier.close()
 
 

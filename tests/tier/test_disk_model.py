@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from kvd.outcomes import Outcome
 from kvd.tier.contract import Options, Space
 from kvd.tier.disk import DiskTier
-from kvd.wire.tiering import Outcome
-from tests.tier.areas import Area, is_whole, keys_of, space_of
+from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import soon
+from tests.tier.disk_integrity import check_integrity
 
 SIZE = 2 * 2**20
 STEPS = 250
@@ -23,7 +24,7 @@ def test_any_order_of_calls(tmp_path: Path, seed: int) -> None:
     options = Options(str(tmp_path / "tier"), {"size": str(SIZE), "floor": "0"})
     tier = DiskTier.open(options, area.memory)
     shares = ((20_000,), (4096, 4096), (60_000, 5))
-    spaces = [tier.begin(space_of(*some, name=bytes([i]) * 16)) for i, some in enumerate(shares)]
+    spaces = [begun(tier, space_of(*some, name=bytes([i]) * 16)) for i, some in enumerate(shares)]
     model: dict[bytes, dict[bytes, int]] = {space.id: {} for space in spaces}
     keys = keys_of("k", 60)
     for _ in range(STEPS):
@@ -43,17 +44,15 @@ def test_any_order_of_calls(tmp_path: Path, seed: int) -> None:
             for key in some:
                 model[space.id].pop(key, None)
         elif step < 0.93:
-            spaces[which] = tier.begin(
-                Space(space.id, chance.getrandbits(63) + 1, space.share_bytes, space.head_bytes)
-            )
-            model[space.id].clear()
+            tier.drop_space(space)
+            name = chance.randbytes(16)
+            spaces[which] = begun(tier, Space(name, space.share_bytes, space.head_bytes))
+            model[name] = {}
         elif step < 0.96:
             tier.close()
             tier = DiskTier.open(options, area.memory)
-            spaces = [
-                tier.begin(Space(each.id, 0, each.share_bytes, each.head_bytes)) for each in spaces
-            ]
-        tier.check_integrity()
+            spaces = [begun(tier, space) for space in spaces]
+        check_integrity(tier)
         _take_gone(tier, model)
         files = (tmp_path / "tier").iterdir()
         slabs = [file for file in files if file.suffix in {".slab", ".index"}]

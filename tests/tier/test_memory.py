@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import ConfigError, TierError
+from kvd.outcomes import Outcome
 from kvd.tier.contract import Options, Tier
-from kvd.tier.memory import MemoryTier
-from kvd.wire.tiering import Outcome
-from tests.tier.areas import Area, is_whole, keys_of, space_of
+from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import Conformance, MakeTier, put_all, soon
+from tests.tier.doubles.memory_tier import MemoryTier
 
 
 def opened(area: Area, **values: str) -> Tier:
@@ -61,7 +61,7 @@ def test_losing() -> None:
     """With lose=1 all puts are OK and nothing is there."""
     area = Area(2**20)
     tier = opened(area, lose="1")
-    space = tier.begin(space_of(4096))
+    space = begun(tier, space_of(4096))
     put_all(tier, area.chunks(space, keys_of("lost", 3)))
     assert tier.get(area.empties(space, keys_of("lost", 3)), soon()) == [Outcome.ABSENT] * 3
 
@@ -70,7 +70,7 @@ def test_corrupting() -> None:
     """With corrupt=1 every get is OK with one wrong bit."""
     area = Area(2**20)
     tier = opened(area, corrupt="1")
-    space = tier.begin(space_of(4096))
+    space = begun(tier, space_of(4096))
     put_all(tier, area.chunks(space, [b"k"]))
     back = area.empty(space, b"k")
     assert tier.get([back], soon()) == [Outcome.OK]
@@ -83,7 +83,7 @@ def test_failing() -> None:
     """With fail=1 every batch raises."""
     area = Area(2**20)
     tier = opened(area, fail="1")
-    space = tier.begin(space_of(4096))
+    space = begun(tier, space_of(4096))
     with pytest.raises(TierError, match="fail=RATE"):
         tier.put(area.chunks(space, [b"k"]), soon())
 
@@ -93,7 +93,7 @@ def test_hanging(tmp_path: Path) -> None:
     file = tmp_path / "hang"
     area = Area(2**20)
     tier = opened(area, hang=str(file))
-    space = tier.begin(space_of(4096))
+    space = begun(tier, space_of(4096))
     file.touch()
     ended = threading.Event()
     outcomes: list[Outcome] = []
@@ -115,5 +115,5 @@ def test_waiting(tmp_path: Path) -> None:
     del tmp_path
     area = Area(2**20)
     tier = opened(area, delay="0.01")
-    space = tier.begin(space_of(4096))
+    space = begun(tier, space_of(4096))
     assert tier.put(area.chunks(space, [b"k"]), soon() - 120) == [Outcome.LATE]

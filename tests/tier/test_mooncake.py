@@ -7,11 +7,11 @@ from typing import ClassVar
 import pytest
 
 from kvd.errors import ConfigError, TierError
+from kvd.outcomes import Outcome
 from kvd.tier.contract import Options
 from kvd.tier.mooncake import MooncakeTier
 from kvd.tier.mooncake.tier import name_of
-from kvd.wire.tiering import Outcome
-from tests.tier.areas import Area, is_whole, keys_of, space_of
+from tests.tier.areas import ID, Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import Conformance, MakeTier, put_all, soon
 from tests.tier.mooncake_cluster import Cluster, why_not
 from tests.waiting import eventually
@@ -93,7 +93,7 @@ class TestMooncake(Conformance):
         """An open tier, whose cluster is empty when a test begins."""
         tier = openers()
         tier._client._store.remove_all(True)
-        tier._epochs.clear()
+        tier._salts.clear()
         return openers
 
 
@@ -106,47 +106,52 @@ class TestCluster:
         """An open tier on an empty cluster that knows no namespace."""
         tier = openers()
         tier._client._store.remove_all(True)
-        tier._epochs.clear()
+        tier._salts.clear()
         return tier
 
     def test_another_node_finds_it(self, tier: MooncakeTier, openers: Openers) -> None:
-        """What one client has put, another one gets, in the epoch that it finds in the cluster."""
-        space = tier.begin(space_of(70_000, 30, epoch=0))
-        assert space.epoch > 0
+        """What one client has put, another one gets, with the salt that it finds in the cluster."""
+        salt = tier.salt(ID)
+        assert len(salt) == 8
+        tier.note_salt(ID, salt)
+        space = space_of(70_000, 30, salt=salt)
         keys = keys_of("both", 6)
         put_all(tier, openers.area.chunks(space, keys))
         other_openers = Openers(openers.cluster)
         other = other_openers()
-        again = other.begin(space_of(70_000, 30, epoch=0))
-        back = other_openers.area.empties(again, keys)
+        assert other.salt(ID) == salt
+        back = other_openers.area.empties(space, keys)
         assert other.get(back, soon()) == [OK] * 6
         assert all(map(is_whole, back))
-        assert again == space
-        # A reset here: who comes next joins the new epoch, who is there goes on in the old one.
-        reset = tier.begin(space_of(70_000, 30, epoch=5))
-        assert tier.contains(reset, keys, soon()) == [False] * 6
-        assert other.contains(again, keys, soon()) == [True] * 6
-        other._epochs.clear()
-        assert other.begin(space_of(70_000, 30, epoch=0)).epoch == 5
-        # A daemon that comes back with the epoch of before takes nobody along.
-        other._epochs.clear()
-        assert other.begin(space_of(70_000, 30, epoch=again.epoch)).epoch == again.epoch
-        other._epochs.clear()
-        assert other.begin(space_of(70_000, 30, epoch=0)).epoch == 5
+        # A reset here: who comes next has the new salt, who is there goes on with the old one.
+        other.note_salt(ID, salt)
+        tier.note_salt(ID, b"the next")
+        assert tier.contains(space_of(70_000, 30, salt=b"the next"), keys, soon()) == [False] * 6
+        assert other.contains(space, keys, soon()) == [True] * 6
+        assert other.salt(ID) == salt
+        other._salts.clear()
+        assert other.salt(ID) == b"the next"
+        # A daemon that comes back with the salt of before takes nobody along.
+        other._salts.clear()
+        other.note_salt(ID, salt)
+        assert other.salt(ID) == salt
+        other._salts.clear()
+        assert other.salt(ID) == b"the next"
         other_openers.end()
 
-    def test_a_lost_epoch_is_written_again(self, tier: MooncakeTier, openers: Openers) -> None:
-        """Where the store that held it is gone, the next put brings the epoch back."""
-        space = tier.begin(space_of(4096, epoch=0))
+    def test_a_lost_salt_is_written_again(self, tier: MooncakeTier, openers: Openers) -> None:
+        """Where the store that held it is gone, the next put brings the salt back."""
+        salt = tier.salt(ID)
+        tier.note_salt(ID, salt)
         tier._client._store.remove_all(True)
-        tier._reminded[space.id] -= 3600
-        put_all(tier, openers.area.chunks(space, keys_of("remind", 1)))
-        tier._epochs.clear()
-        assert tier.begin(space_of(4096, epoch=0)).epoch == space.epoch
+        tier._reminded -= 3600
+        put_all(tier, openers.area.chunks(space_of(4096, salt=salt), keys_of("remind", 1)))
+        tier._salts.clear()
+        assert tier.salt(ID) == salt
 
     def test_an_object_of_another_shape(self, tier: MooncakeTier, openers: Openers) -> None:
         """One that is longer or damaged is CORRUPT and dropped; with other sizes none is there."""
-        space = tier.begin(space_of(4096))
+        space = begun(tier, space_of(4096))
         keys = keys_of("shape", 3)
         put_all(tier, openers.area.chunks(space, keys))
         names = [name_of(space, key) for key in keys]
@@ -164,7 +169,7 @@ class TestCluster:
     def test_keys_do_not_leave(self) -> None:
         """The name of an object shows nothing of its key, and differs with all that counts."""
         space = space_of(4096)
-        others = [space_of(4096, epoch=2), space_of(4096, name=b"x" * 16), space_of(4095)]
+        others = [space_of(4096, salt=b"2"), space_of(4096, name=b"x" * 16), space_of(4095)]
         names = {name_of(each, key) for each in (space, *others) for key in (b"a", b"ab")}
         assert len(names) == 8
         assert all(len(name) == 64 and b"secret".hex() not in name for name in names)
@@ -208,7 +213,7 @@ def test_what_breaks_comes_back(openers: Openers, monkeypatch: pytest.MonkeyPatc
     """Without a store puts find no room; without a master all fails; then both serve again."""
     monkeypatch.setattr("kvd.tier.mooncake.tier._REMIND_SECONDS", 3600.0)  # no put is one of these
     tier, cluster, area = openers(), openers.cluster, openers.area
-    space = tier.begin(space_of(65536))
+    space = begun(tier, space_of(65536))
     keys = keys_of("breaks", 4)
     put_all(tier, area.chunks(space, keys))
     cluster.kill_store()

@@ -24,7 +24,7 @@ from kvd.wire.tiering import (
 )
 from kvd_proto.channel import Channel
 from kvd_proto.messages import Message
-from tests.processes import python
+from tests.processes import finding_doubles, python
 from tests.waiting import PATIENCE
 
 POOL_BYTES = 2**20
@@ -40,6 +40,7 @@ class Process:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "kvd.tier", str(number)],
                 pass_fds=[number],
+                env=finding_doubles(),
                 stderr=subprocess.PIPE,
                 text=True,
             )
@@ -162,9 +163,9 @@ def test_a_pool_that_is_taken_over(process: Process) -> None:
 
 
 def test_what_it_imports() -> None:
-    """The process with the double behind it imports no torch, click, zmq or HTTP server."""
+    """The process with a disk behind it imports no torch, click, zmq or HTTP server."""
     code = (
-        "import sys, kvd.tier.process, kvd.tier.memory\n"
+        "import sys, kvd.tier.process, kvd.tier.disk\n"
         "print(sorted({'torch', 'click', 'zmq', 'uvicorn', 'mooncake'} & set(sys.modules)))"
     )
     done = python("-c", code)

@@ -11,7 +11,6 @@ HALF = st.integers(0, 2**16 - 1)
 SPACES = st.builds(
     Space,
     st.binary(min_size=16, max_size=16),
-    st.integers(0, 2**64 - 1),
     st.lists(st.integers(1, 2**40), min_size=1, max_size=8).map(tuple),
     st.just(4096),
 )
@@ -19,7 +18,7 @@ KEYS = st.binary(min_size=1, max_size=48)
 SEALED = st.builds(
     Sealed, st.tuples(HALF, HALF, HALF), st.integers(0, 2**64 - 1), st.binary(max_size=300)
 )
-SPACE = Space(b"n" * 16, 7, (4096, 100), HEAD_BYTES + 40)
+SPACE = Space(b"n" * 16, (4096, 100), HEAD_BYTES + 40)
 
 
 def sealed(space: Space, key: bytes, what: Sealed) -> bytes:
@@ -39,21 +38,16 @@ def test_round_trip(space: Space, key: bytes, what: Sealed) -> None:
 def test_it_is_good_for_one_chunk_only(
     space: Space, key: bytes, what: Sealed, other: Space, another: bytes
 ) -> None:
-    """The head of another key, namespace, epoch or size is damaged for this chunk."""
+    """The head of another key, space or size is damaged for this chunk."""
     head = sealed(space, key, what)
     if another != key:
         with pytest.raises(Damaged):
             unseal(head, space, another)
     for changed in (
-        Space(other.id, space.epoch, space.share_bytes, 4096),
-        Space(space.id, other.epoch, space.share_bytes, 4096),
-        Space(space.id, space.epoch, other.share_bytes, 4096),
+        Space(other.id, space.share_bytes, 4096),
+        Space(space.id, other.share_bytes, 4096),
     ):
-        if (changed.id, changed.epoch, changed.chunk_bytes) != (
-            space.id,
-            space.epoch,
-            space.chunk_bytes,
-        ):
+        if (changed.id, changed.chunk_bytes) != (space.id, space.chunk_bytes):
             with pytest.raises(Damaged):
                 unseal(head, changed, key)
 

@@ -6,13 +6,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from kvd.errors import TierError
 from kvd.logs import LineFormatter
+from kvd.outcomes import Outcome
+from kvd.tier.batches import space_id
 from kvd.tier.contract import Capacity, Chunk, Options, Space
-from kvd.tier.memory import MemoryTier
 from kvd.tier.seal import seal, unseal
 from kvd.wire.tiering import (
     Ask,
@@ -21,17 +21,16 @@ from kvd.wire.tiering import (
     Drop,
     Gone,
     Held,
-    NewEpoch,
-    Outcome,
+    NewSalt,
     SpaceOpened,
     StopTier,
     TierReady,
 )
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import SlotState
 from tests.daemon.hidden import assert_hidden
 from tests.tier.areas import POISON
 from tests.tier.broker import SHARES, FakeBroker, content, coverage, described
+from tests.tier.doubles.memory_tier import MemoryTier
 from tests.waiting import eventually
 
 OK, ABSENT, GONE = Outcome.OK, Outcome.ABSENT, Outcome.GONE
@@ -51,7 +50,7 @@ def tier() -> MemoryTier:
 
 @pytest.fixture
 def broker(tier: MemoryTier) -> Iterator[FakeBroker]:
-    """A service around the double; its first namespace is open with epoch 1."""
+    """A service around the double; its first namespace is open with a salt."""
     with FakeBroker(tier) as made:
         made.spaces[0].open()
         assert made.held() == {}
@@ -196,7 +195,7 @@ def test_a_get_looks_afterwards() -> None:
 
 
 def test_every_wrong_record_is_found_out(caplog: pytest.LogCaptureFixture) -> None:
-    """Wrong bytes, a wrong head and another chunk's head are CORRUPT, logged, and dropped.
+    """Wrong bytes and a wrong head are CORRUPT, another chunk's head ABSENT; all are dropped.
 
     Neither the log nor the answer has any part of a key.
     """
@@ -216,7 +215,7 @@ def test_every_wrong_record_is_found_out(caplog: pytest.LogCaptureFixture) -> No
     with FakeBroker(tier) as broker, caplog.at_level(logging.WARNING):
         space = broker.spaces[0]
         space.open()
-        for number, (break_it, wrong) in enumerate([(turn_bit, 1), (swap_heads, 2), (cut_head, 2)]):
+        for number, (break_it, wrong) in enumerate([(turn_bit, 1), (cut_head, 2)]):
             rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
             assert broker.outcomes(space.put(number, rows)) == [OK, OK]
             tier.after_get = break_it
@@ -227,7 +226,14 @@ def test_every_wrong_record_is_found_out(caplog: pytest.LogCaptureFixture) -> No
             assert_hidden([done.error], b"SECR")
             assert tier.capacity().chunks == 2 - wrong
             tier.after_get = None
-        assert caplog.text.count("a damaged record is dropped, slot") == 5
+        rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
+        assert broker.outcomes(space.put(8, rows)) == [OK, OK]
+        tier.after_get = swap_heads
+        up = [(key, slot, space.expect(slot, key)) for slot, key in enumerate(keys, 8)]
+        assert broker.outcomes(space.get(9, up)) == [ABSENT, ABSENT]
+        assert tier.capacity().chunks == 0
+        assert caplog.text.count("a damaged record is dropped, slot") == 3
+        assert "the record of another chunk" in caplog.text
         assert_hidden([caplog.text], b"SECR")
 
 
@@ -284,13 +290,13 @@ def test_what_is_held_is_told() -> None:
     tier = memory()
     with FakeBroker(tier) as broker:
         space = broker.spaces[0]
-        assert space.open(epoch=5) == 5
+        assert space.open(b"5") == b"5"
         assert broker.held() == {}
         keys = [bytes((2, i)) for i in range(10)]
         rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
         assert broker.outcomes(space.put(1, rows)) == [OK] * 10
         broker.send(CloseSpace(namespace=space.name))
-        assert space.open(epoch=0) == 5
+        assert space.open(b"") == b"5"
         assert broker.held() == {key: coverage(key) for key in keys}
 
 
@@ -316,7 +322,7 @@ def test_a_scan_that_fails_ends(caplog: pytest.LogCaptureFixture) -> None:
     class Broken(MemoryTier):
         def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
             yield [(b"k", (0, 1, 0))]
-            raise TierError(f"{space.epoch}: the index cannot be read")
+            raise TierError(f"{space.id!r}: the index cannot be read")
 
     with FakeBroker(Broken(Options("", {}))) as broker:
         broker.spaces[0].open()
@@ -368,11 +374,11 @@ def test_what_is_evicted_while_evictions_are_asked_for_is_told() -> None:
         assert broker.wait_for(Gone).keys == (b"a",)
 
 
-def test_another_epoch(broker: FakeBroker, tier: MemoryTier) -> None:
+def test_another_salt(broker: FakeBroker, tier: MemoryTier) -> None:
     """After a reset nothing of before is found, and orders that follow it work."""
     space = broker.spaces[0]
     assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
-    broker.send(NewEpoch(namespace=space.name, epoch=99))
+    broker.send(NewSalt(namespace=space.name, salt=b"99"))
     assert broker.outcomes(space.get(2, [(b"k", 1, space.expect(1, b"k"))])) == [ABSENT]
     assert tier.capacity().chunks == 0
     assert broker.outcomes(space.put(3, [(b"k", 0, space.store(0, b"k"))])) == [OK]
@@ -398,7 +404,7 @@ def test_a_reset_while_batches_run() -> None:
         broker.send(space.get(3, [(b"k", 2, space.expect(2, b"k"))]))
         inside.acquire()
         inside.acquire()
-        broker.send(NewEpoch(namespace=space.name, epoch=7))
+        broker.send(NewSalt(namespace=space.name, salt=b"7"))
         broker.pong()
         go_on.set()
         dones = [broker.wait_for(Done) for _ in range(2)]
@@ -536,7 +542,7 @@ def test_a_backend_that_answers_too_little() -> None:
         space.open()
         done = broker.done(space.put(1, [(b"k", 0, space.store(0, b"k"))]))
         assert done.outcomes.tolist() == [Outcome.FAILED]
-        assert "answers for 0 of 1" in done.error
+        assert "shorter" in done.error
 
 
 def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None:
@@ -545,10 +551,10 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
     class Refusing(MemoryTier):
         fails = True
 
-        def begin(self, space: Space) -> Space:
-            if self.fails and space.id.startswith(b"A"):
-                raise TierError("no room for an epoch")
-            return super().begin(space)
+        def note_salt(self, namespace: bytes, salt: bytes) -> bytes:
+            if self.fails and namespace.startswith(b"A"):
+                raise TierError("no room for a salt")
+            return super().note_salt(namespace, salt)
 
     tier = Refusing(Options("", {}))
     with FakeBroker(tier) as broker:
@@ -556,8 +562,8 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
         broker.send(bad.order(), (bad.fd,))
         done = broker.done(bad.put(1, [(b"k", 0, bad.store(0, b"k"))]))
         assert done.outcomes.tolist() == [Outcome.FAILED]
-        assert "no room for an epoch" in done.error
-        assert broker.pong().error == "no room for an epoch"
+        assert "no room for a salt" in done.error
+        assert broker.pong().error == "no room for a salt"
         good.open()
         assert broker.outcomes(good.put(2, [(b"k", 0, good.store(0, b"k"))])) == [OK]
         tier.fails = False
@@ -567,41 +573,54 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
     assert caplog.text.count("cannot begin") == 1
 
 
-def test_malformed_orders(broker: FakeBroker, tier: MemoryTier) -> None:
-    """What a bug in the broker could send is refused in the log, and the next order works."""
+def test_orders_for_what_is_not_open(broker: FakeBroker) -> None:
+    """They are no error: a namespace may have been closed meanwhile."""
     space = broker.spaces[0]
-    row = (b"k", 0, space.store(0, b"k"))
-    good = space.put(1, [row])
-    short = IntArray.of([], "u4")
-    for order in (
-        msgspec.structs.replace(good, slots=short),
-        msgspec.structs.replace(good, generations=short),
-        msgspec.structs.replace(good, groups=IntArray.of([2**16], "u4")),
-        msgspec.structs.replace(good, keys=(b"k",) * 2000),
-    ):
-        done = broker.done(order)
-        assert set(done.outcomes.tolist()) == {Outcome.FAILED}
-        assert "a bug in kvd" in done.error
-    unknown = msgspec.structs.replace(good, namespace=b"?" * 16)
-    assert broker.outcomes(unknown) == [GONE]
-    broker.link.send(b"noise")
     broker.send(CloseSpace(namespace=b"?" * 16))
-    broker.send(NewEpoch(namespace=b"?" * 16, epoch=4))
-    broker.send(SpaceOpened(namespace=space.name, epoch=4))
-    for changes in (
-        {"arena_bases": (0,)},
-        {"arena_bases": (2**40, 2**40)},
-        {"slot_bytes": (0, 0)},
-        {"num_slots": 2**20},
-    ):
-        other = broker.spaces[1]
-        broad = msgspec.structs.replace(other.order(), **changes)
-        broker.send(broad, (other.fd,))
-    broker.send(broker.spaces[1].order())
-    broker.send(broker.spaces[1].order(), (broker.spaces[1].described,))
-    assert broker.outcomes(space.put(2, [row])) == [OK]
-    assert tier.capacity().chunks == 1
+    broker.send(NewSalt(namespace=b"?" * 16, salt=b"4"))
+    broker.send(Drop(namespace=b"?" * 16, keys=(b"k",)))
+    assert broker.outcomes(space.put(2, [(b"k", 0, space.store(0, b"k"))])) == [OK]
     assert broker.outcomes(space.put(3, [])) == []
+
+
+@pytest.mark.parametrize("asked", [b"", b"chosen.."])
+def test_the_salts_of_a_backend(asked: bytes) -> None:
+    """It notes the broker's salt, or one that is drawn; what it had under another is dropped."""
+    told: list[tuple[str, bytes]] = []
+
+    class Noting(MemoryTier):
+        def salt(self, namespace: bytes) -> bytes:
+            return noted.get(namespace, b"")
+
+        def note_salt(self, namespace: bytes, salt: bytes) -> bytes:
+            before = noted.get(namespace, b"")
+            noted[namespace] = salt
+            return before
+
+        def drop_space(self, space: Space) -> None:
+            told.append(("drop", space.id))
+
+        def begin(self, space: Space) -> None:
+            told.append(("begin", space.id))
+
+    noted: dict[bytes, bytes] = {}
+    with FakeBroker(Noting(Options("", {}))) as broker:
+        space = broker.spaces[0]
+        first = space.open(asked)
+        assert len(first) == 8
+        assert asked in {b"", first}
+        assert noted == {space.name: first}
+        broker.held()
+    with FakeBroker(Noting(Options("", {}))) as broker:
+        assert space.name == broker.spaces[0].name
+        assert broker.spaces[0].open(b"") == first
+        broker.held()
+        assert broker.spaces[0].open(b"another.") == b"another."
+    names = [space_id(space.name, salt) for salt in (first, b"another.")]
+    assert told == [
+        *(("begin", names[0]), ("begin", names[0])),
+        *(("drop", names[0]), ("begin", names[1])),
+    ]
 
 
 def test_orders_before_it_has_begun(tmp_path: Path) -> None:
@@ -624,13 +643,13 @@ def test_a_reset_before_it_has_begun(tmp_path: Path) -> None:
     hang.touch()
     with FakeBroker(memory(hang=str(hang))) as broker:
         space = broker.spaces[0]
-        broker.send(space.order(epoch=1), (space.fd,))
+        broker.send(space.order(b"1"), (space.fd,))
         broker.send(space.put(0, [(b"k", 0, space.store(0, b"k"))]))
-        broker.send(NewEpoch(namespace=space.name, epoch=2))
+        broker.send(NewSalt(namespace=space.name, salt=b"2"))
         assert broker.wait_for(Done).outcomes.tolist() == [GONE]
         hang.unlink()
-        assert broker.wait_for(SpaceOpened).epoch == 2
-        assert broker.wait_for(Held).epoch == 2
+        assert broker.wait_for(SpaceOpened).salt == b"2"
+        assert broker.wait_for(Held).salt == b"2"
         assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
 
 

@@ -11,20 +11,29 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from kvd.outcomes import Outcome
 from kvd.tier.contract import Options
-from kvd.tier.memory import MemoryTier
 from kvd.wire.tiering import (
     Ask,
     CloseSpace,
     Done,
     Drop,
     Gone,
-    NewEpoch,
-    Outcome,
+    NewSalt,
     StopTier,
 )
 from kvd_proto.directory import SlotState
-from tests.tier.broker import SHARES, SLOTS, FakeBroker, Namespace, content, coverage, described
+from tests.tier.broker import (
+    SALT,
+    SHARES,
+    SLOTS,
+    FakeBroker,
+    Namespace,
+    content,
+    coverage,
+    described,
+)
+from tests.tier.doubles.memory_tier import MemoryTier
 from tests.waiting import eventually
 
 OK, ABSENT, GONE, FAILED = Outcome.OK, Outcome.ABSENT, Outcome.GONE, Outcome.FAILED
@@ -57,7 +66,7 @@ class Service(RuleBasedStateMachine):
         self.tier = tier
         self.broker = FakeBroker(tier).__enter__()
         self.number = 0
-        self.epochs = [1, 1]
+        self.salts = [SALT, SALT]
         self.held: list[set[bytes]] = [set(), set()]  # acknowledged, and not dropped since
         self.doubted: set[bytes] = set()  # whose Drop may not be carried out yet
         for space in self.broker.spaces:
@@ -157,20 +166,20 @@ class Service(RuleBasedStateMachine):
 
     @rule(where=WHERE)
     def reset(self, where: int) -> None:
-        """A namespace has another epoch: nothing is held."""
-        self.epochs[where] += 1
-        order = NewEpoch(namespace=self.space(where).name, epoch=self.epochs[where])
+        """A namespace has another salt: nothing is held."""
+        self.number += 1
+        self.salts[where] = b"%08d" % self.number
+        order = NewSalt(namespace=self.space(where).name, salt=self.salts[where])
         self.broker.send(order)
         self.held[where].clear()
 
     @rule(where=WHERE, known=st.booleans())
     def close_and_open(self, where: int, known: bool) -> None:
-        """A namespace that is opened again has its epoch, and a scan tells all that is held."""
+        """A namespace that is opened again has its salt, and a scan tells all that is held."""
         space = self.space(where)
         self.broker.pong()
         self.broker.send(CloseSpace(namespace=space.name))
-        epoch = space.open(epoch=self.epochs[where] if known else 0)
-        assert epoch == self.epochs[where]
+        assert space.open(self.salts[where] if known else b"") == self.salts[where]
         told = self.broker.held()
         self.wait_for_tidiness()
         assert told.keys() >= self.held[where]

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 import msgspec
 
 from kvd.broker.effects import Event, Reply
-from kvd.broker.report.kv_events import Published
+from kvd.broker.report.measures import RecentMax
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import Peer, Who
 from kvd.errors import IntegrityError, Refused
@@ -125,6 +125,7 @@ class Engine:
 
     uid: the user whose processes they are; no other user may join under this name.
     stepped: its scheduler has sent a step since it was attached.
+    lookups, published: in all its sessions together; publish_lag: in seconds.
     prefill_seconds: in which it computes a token of a prompt, as last reported; None: not known.
     """
 
@@ -137,7 +138,8 @@ class Engine:
     stepped: bool = False
     lookups: LookupCounts = field(default_factory=LookupCounts)
     prefill_seconds: float | None = None
-    published: Published = field(default_factory=Published)
+    published: EventCounts = field(default_factory=EventCounts)
+    publish_lag: RecentMax = field(default_factory=RecentMax)
 
     @property
     def attached(self) -> bool:

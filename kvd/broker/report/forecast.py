@@ -1,4 +1,4 @@
-"""What a namespace's engines would find in a pool of another size.
+"""What a namespace's engines would find in a pool of another size, and what to buy.
 
 The miss-ratio curve is that of an LRU cache, and of engine and pool together: a request's chunks
 are in it whether the engine had them in its own memory or not. So the share that engines did not
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from kvd.cache.miss_curve import MissCurve
 from kvd.cache.namespaces import Namespace
 from kvd.metrics import schema
+from kvd.metrics.words import number, percent, size
 from kvd.pool.pool import Pool
 
 SIZES: tuple[tuple[str, float], ...] = (
@@ -19,6 +20,9 @@ SIZES: tuple[tuple[str, float], ...] = (
 )
 MIN_REQUESTS = 50
 MAX_ENGINE_SHARE = 0.99
+WORTHWHILE = 0.02  # of the looked-up tokens
+EQUAL = 0.005
+BIGGER = ("+25%", "+50%", "+100%", "+200%")
 DEEP_TOKENS = 131_072 / 3
 """A token at this position of a prompt takes twice the prefill time of the first one."""
 
@@ -134,3 +138,41 @@ def _reachable_chunks(namespace: Namespace, pool: Pool) -> int:
     if (group := pool.quotas.of(space)) is not None:
         free = min(free, max(0, group.room) * pool.extents.size)
     return min((pool.held_bytes(space) + free) // geometry.bytes_per_chunk, geometry.num_slots)
+
+
+def advice(forecast: schema.Forecast) -> str:
+    """One sentence for people: buy memory, add a tier, or neither; with the figures.
+
+    1. Without limit fewer than `WORTHWHILE` more tokens would be found: neither.
+    2. Sizes beyond +200 % bring more than +200 % does: a tier.
+    3. Otherwise memory: the smallest size with half of the gain of +200 %.
+    """
+    sizes = {each.pool: each for each in forecast.sizes}
+    now, most, unlimited = (sizes[pool] for pool in ("now", BIGGER[-1], "unlimited"))
+    found, at_most = percent(now.hit_ratio), percent(unlimited.hit_ratio)
+    if unlimited.hit_ratio - now.hit_ratio < WORTHWHILE:
+        if now.hit_ratio - sizes["-50%"].hit_ratio < EQUAL:
+            return f"Buy neither: half of the pool would also find {found} of the prompt tokens."
+        return (
+            f"Buy neither memory nor a tier: {found} of the prompt tokens are found, {at_most}"
+            " would be without limit."
+        )
+    gain, beyond = most.hit_ratio - now.hit_ratio, unlimited.hit_ratio - most.hit_ratio
+    if gain < WORTHWHILE or beyond > gain:
+        return (
+            f"Add a tier, or enlarge it: without limit {at_most} of the prompt tokens would be"
+            f" found instead of {found}, with three times the memory {percent(most.hit_ratio)}."
+        )
+    least = now.hit_ratio + max(WORTHWHILE, gain / 2)
+    bigger = next(sizes[pool] for pool in BIGGER if sizes[pool].hit_ratio >= least)
+    return (
+        f"Buy memory: +{size((bigger.bytes or 0) - (now.bytes or 0))} would {_saving(now, bigger)}"
+        f"find {percent(bigger.hit_ratio)} of the prompt tokens instead of {found}."
+    )
+
+
+def _saving(now: schema.ForecastSize, bigger: schema.ForecastSize) -> str:
+    if now.prefill_seconds_per_hour is None or bigger.prefill_seconds_per_hour is None:
+        return ""
+    seconds = now.prefill_seconds_per_hour - bigger.prefill_seconds_per_hour
+    return f"save {number(seconds)} prefill seconds an hour and "

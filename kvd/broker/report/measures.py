@@ -1,9 +1,14 @@
-"""What the broker measures for its reports: its own loop, the pool's progress, lookups."""
+"""What the broker measures for its reports: its loop, the pool's progress, engines' figures."""
 
 from collections import deque
+from dataclasses import fields
+from typing import TypeVar
 
-from kvd.metrics.counts import LookupCounts
-from kvd_proto.messages import Lookups
+from kvd.metrics.counts import EventCounts, LookupCounts
+from kvd.metrics.declare import Counts
+from kvd_proto.messages import KvEvents, Lookups
+
+Counted = TypeVar("Counted", bound=Counts)
 
 WINDOW_SECONDS = 10.0
 _APART_SECONDS = 0.1
@@ -29,9 +34,6 @@ class RecentMax:
         while self._greatest and self._greatest[0][0] <= now - self._seconds:
             self._greatest.popleft()
         return self._greatest[0][1] if self._greatest else 0.0
-
-    def __repr__(self) -> str:
-        return f"<RecentMax of {len(self._greatest)} values>"
 
 
 class Progress:
@@ -62,26 +64,34 @@ class Progress:
             return None
         return (total - last) * (end - begin) / (last - first)
 
-    def __repr__(self) -> str:
-        return f"<Progress {list(self._samples)[-1:]}>"
 
+def gained(known: Counted, totals: Counted) -> Counted:
+    """Return what a session has counted beyond what is `known`, and note that it is known now.
 
-def new_lookups(known: LookupCounts, reported: Lookups) -> LookupCounts:
-    """Return what a session has looked up since its last report, and note that it is `known`.
-
-    A scheduler reports totals of its session now and then; the difference is what is new, so
-    nothing counts twice however often it is reported. Totals that have fallen are old news.
+    A scheduler reports totals of its session now and then, so nothing counts twice however often
+    it is reported. Totals below the known ones are from an earlier report and count nothing.
     """
-    new = LookupCounts(
-        lookup_chunks=max(0, reported.chunks - known.lookup_chunks),
-        hit_chunks=max(0, reported.hit_chunks - known.hit_chunks),
-        lookup_tokens=max(0, (reported.tokens or 0) - known.lookup_tokens),
-        hit_tokens=max(0, (reported.hit_tokens or 0) - known.hit_tokens),
-        aborted_requests=max(0, reported.aborted_requests - known.aborted_requests),
-        detached_tokens=max(0, reported.detached_tokens - known.detached_tokens),
-        hints=max(0, reported.hints - known.hints),
-        hints_ignored=max(0, reported.hints_ignored - known.hints_ignored),
-        hints_cut=max(0, reported.hints_cut - known.hints_cut),
-    )
+    names = [each.name for each in fields(known)]
+    new = type(known)(**{n: max(0, getattr(totals, n) - getattr(known, n)) for n in names})
     known.add(new)
     return new
+
+
+def lookup_counts(totals: Lookups) -> LookupCounts:
+    """Return a session's totals as they are counted; 0 where it counts no tokens."""
+    return LookupCounts(
+        lookup_chunks=totals.chunks,
+        hit_chunks=totals.hit_chunks,
+        lookup_tokens=totals.tokens or 0,
+        hit_tokens=totals.hit_tokens or 0,
+        aborted_requests=totals.aborted_requests,
+        detached_tokens=totals.detached_tokens,
+        hints=totals.hints,
+        hints_ignored=totals.hints_ignored,
+        hints_cut=totals.hints_cut,
+    )
+
+
+def event_counts(totals: KvEvents) -> EventCounts:
+    """Return a session's totals as they are counted."""
+    return EventCounts(totals.published, totals.snapshots, totals.overruns)

@@ -3,7 +3,7 @@
 `kvd.metrics.schema` declares every field; docs/status.md is generated from that.
 """
 
-from dataclasses import fields
+from dataclasses import asdict
 from statistics import mean
 from typing import Any
 
@@ -11,17 +11,15 @@ import msgspec
 
 from kvd.broker.engines.lanes import Lane
 from kvd.broker.engines.sessions import Engine
-from kvd.broker.report.forecast import forecast
-from kvd.broker.report.kv_events import Published
-from kvd.broker.requests.operations import by, drain_report
-from kvd.broker.state import BrokerState
+from kvd.broker.report.forecast import advice, forecast
+from kvd.broker.requests.operations import by, in_flight
+from kvd.broker.state import BrokerState, OperatorDrain
 from kvd.broker.tiers.tier import Tier
 from kvd.cache.namespaces import Namespace
-from kvd.machine.process import ProcessUsage
 from kvd.metrics import schema
-from kvd.metrics.advice import advice
 from kvd.metrics.conditions import conditions
-from kvd.metrics.counts import BrokerCounts, ChunkCounts, EventCounts, LaneCounts
+from kvd.metrics.counts import ChunkCounts
+from kvd.metrics.declare import report_of
 from kvd.metrics.history import Report, Span
 from kvd.metrics.schema import Check
 from kvd.metrics.words import duration
@@ -33,21 +31,18 @@ def status_report(
 ) -> dict[str, Any]:
     """Return the report as `kvd status --json` prints it.
 
-    Conditions that are changes are looked for since the report `before`.
+    A figure is read where it is held, under the name of its declaration; what is derived, or held
+    under another name, stands here. Conditions that are changes are looked for since the report
+    `before`.
     """
-    namespaces = list(state.namespaces) if state.namespaces is not None else []
-    usage = state.usage()
-    report = schema.Report(
+    namespaces, usage = state.open_namespaces, state.usage()
+    report = report_of(
+        schema.Report,
+        *(state, usage, state.settings),
         version=version,
         boot_id=state.boot_id.hex(),
         pid=pid,
-        host=usage.host,
-        time=usage.time,
-        started=state.started,
-        runtime_dir=state.settings.runtime_dir,
-        ready=state.ready,
-        draining=state.draining,
-        drain=drain_report(state, now),
+        drain=None if state.drain is None else _drain(state, state.drain, now),
         checks=checks(state, now),
         conditions=[],
         pool=_pool(state),
@@ -55,64 +50,68 @@ def status_report(
         engines=[_engine(engine, now) for engine in state.registry.engines.values()],
         lanes=[_lane(state, lane, now) for lane in state.lanes.values()],
         tiers=[_tier(tier, now) for tier in state.tiers],
-        broker=_broker(state, usage, now),
-        sessions=schema.Sessions(
-            open=len(state.registry.sessions), limit=state.registry.max_sessions
+        broker=report_of(
+            schema.Broker,
+            *(state.counts, usage),
+            loop_lag_max_seconds=state.recent_lag.get(now),
         ),
+        sessions={"open": len(state.registry.sessions), "limit": state.registry.max_sessions},
         leases=sum(len(namespace.table.slots.leases) for namespace in namespaces),
-        counters=_totals(state, namespaces),
+        counters=_totals(state),
         events=list(state.events),
     )
-    found: dict[str, Any] = msgspec.to_builtins(report)
-    found["conditions"] = msgspec.to_builtins(conditions(Span(found, before)))
-    return found
+    report["conditions"] = msgspec.to_builtins(conditions(Span(report, before)))
+    return report
 
 
-def _pool(state: BrokerState) -> schema.Pool:
-    if state.namespaces is None:
-        return schema.Pool(0, 0, state.allocated, [])
-    pool = state.namespaces.pool
-    return schema.Pool(
-        cpu_bytes=pool.cpu_bytes,
-        free_bytes=pool.free_bytes,
-        allocated_bytes=state.allocated,
-        quotas=[
-            schema.Quota(
-                model=group.model,
-                floor_bytes=group.quota.floor_bytes,
-                cap_bytes=group.quota.cap_bytes,
-                held_bytes=sum(map(pool.held_bytes, group.spaces)),
-            )
-            for group in pool.quotas
-        ],
+def _drain(state: BrokerState, drain: OperatorDrain, now: float) -> dict[str, Any]:
+    stores, leases = in_flight(state, drain.since)
+    return report_of(
+        schema.Drain,
+        drain.by,
+        seconds=round(now - drain.since, 3),
+        stores_in_flight=stores,
+        leases_in_flight=leases,
     )
 
 
-def _namespace(state: BrokerState, namespace: Namespace) -> schema.Namespace:
-    geometry, chunks = namespace.geometry, namespace.table.slots.stats()
-    nbytes, tiers = geometry.bytes_per_chunk, namespace.directory.tiers
+def _pool(state: BrokerState) -> dict[str, Any]:
+    if state.namespaces is None:
+        return asdict(schema.Pool(0, 0, state.allocated, []))
+    pool = state.namespaces.pool
+    quotas = [
+        report_of(
+            schema.Quota,
+            *(group, group.quota),
+            held_bytes=sum(map(pool.held_bytes, group.spaces)),
+        )
+        for group in pool.quotas
+    ]
+    return report_of(schema.Pool, pool, allocated_bytes=state.allocated, quotas=quotas)
+
+
+def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
+    table, directory, geometry = namespace.table, namespace.directory, namespace.geometry
+    chunks, tokens = table.slots.stats(), namespace.tokens_per_chunk
+    states = ("ready", "writing", "draining")
     foreseen = _forecast(state, namespace)
-    return schema.Namespace(
+    return report_of(
+        schema.Namespace,
+        *(namespace, geometry, table),
         id=namespace.id.hex(),
         model=namespace.label,
-        engines=namespace.engines,
-        world_size=geometry.world_size,
-        replicated=geometry.replicated,
-        bytes_per_chunk=nbytes,
-        tokens_per_chunk=namespace.tokens_per_chunk,
         num_chunks=geometry.num_slots,
-        held_bytes=namespace.table.held_bytes,
-        tier_chunks=0 if tiers is None else len(tiers),
-        directory_bytes=namespace.directory.header.total_bytes,
-        ready_bytes=chunks["ready"] * nbytes,
-        writing_bytes=chunks["writing"] * nbytes,
-        draining_bytes=chunks["draining"] * nbytes,
-        changes=namespace.directory.changes.head,
-        chunks=schema.Chunks(**chunks),
+        tier_chunks=0 if directory.tiers is None else len(directory.tiers),
+        directory_bytes=directory.header.total_bytes,
+        **{f"{each}_bytes": chunks[each] * geometry.bytes_per_chunk for each in states},
+        changes=directory.changes.head,
+        chunks=chunks,
         forecast=foreseen,
         advice=None if foreseen is None else advice(foreseen),
-        counters=namespace.table.counts,
-        missed_tokens=_missed_tokens(namespace),
+        counters=table.counts,
+        missed_tokens={}
+        if tokens is None
+        else {reason: count * tokens for reason, count in table.counts.missed.items()},
     )
 
 
@@ -124,86 +123,54 @@ def _forecast(state: BrokerState, namespace: Namespace) -> schema.Forecast | Non
     return forecast(namespace, state.namespaces.pool, mean(seconds) if seconds else None)
 
 
-def _missed_tokens(namespace: Namespace) -> dict[str, int]:
-    tokens = namespace.tokens_per_chunk
-    if tokens is None:
-        return {}
-    return {reason: count * tokens for reason, count in namespace.table.counts.missed.items()}
-
-
-def _engine(engine: Engine, now: float) -> schema.Engine:
-    return schema.Engine(
-        name=engine.name,
-        attached=engine.attached,
+def _engine(engine: Engine, now: float) -> dict[str, Any]:
+    return report_of(
+        schema.Engine,
+        engine,
         namespace=engine.namespace.id.hex() if engine.namespace else None,
-        world_size=engine.world_size,
         missing_ranks=list(engine.missing_ranks),
         sessions=[
-            schema.SessionOfEngine(
-                kind=session.kind,
-                rank=session.registration.rank if session.registration else None,
-                device=session.registration.device if session.registration else None,
-                state=session.state,
-                pid=session.peer.pid,
-                uid=session.peer.uid,
+            report_of(
+                schema.SessionOfEngine,
+                *(session, session.peer, session.registration),
                 seconds=round(now - session.since, 3),
             )
             for session in engine.sessions.values()
         ],
         counters=engine.lookups,
-        published=_published(engine.published, now),
+        published=report_of(
+            schema.Published, engine.published, lag_max_seconds=engine.publish_lag.get(now)
+        ),
     )
 
 
-def _published(published: Published, now: float) -> schema.Published:
-    counts = {each.name: getattr(published.counts, each.name) for each in fields(EventCounts)}
-    return schema.Published(**counts, lag_max_seconds=published.lag.get(now))
-
-
-def _lane(state: BrokerState, lane: Lane, now: float) -> schema.Lane:
-    pong = lane.pong
-    return schema.Lane(
-        device=lane.device,
-        up=lane.up,
-        state=lane.state,
-        pid=lane.child.pid,
-        incarnation=lane.incarnation,
-        last_error=lane.child.last_error,
+def _lane(state: BrokerState, lane: Lane, now: float) -> dict[str, Any]:
+    return report_of(
+        schema.Lane,
+        *(lane, lane.child, lane.pong),
         seconds_since_heard=round(now - lane.child.heard_at, 3) if lane.up else None,
-        queued_jobs=pong.queued_jobs,
-        oldest_job_seconds=pong.oldest_job_ns / 1e9,
-        bytes_in_flight=pong.bytes_in_flight,
-        workers=pong.workers,
+        oldest_job_seconds=lane.pong.oldest_job_ns / 1e9,
         pool_bytes=state.pool_bytes or 0,
         usable_bytes=min(lane.usable_bytes, state.allocated) if lane.up else 0,
-        pins=lane.pins,
         pin_error=lane.pool_error,
-        pinned_bytes=pong.pinned_bytes,
-        counters=lane.counters,
     )
 
 
-def _tier(tier: Tier, now: float) -> schema.Tier:
-    return schema.Tier(
-        name=tier.name,
+def _tier(tier: Tier, now: float) -> dict[str, Any]:
+    breaker = tier.breaker
+    return report_of(
+        schema.Tier,
+        *(tier, tier.setting, tier.info),
         setting=tier.setting.text,
-        keep=tier.setting.keep,
-        medium=tier.info.medium,
-        shared=tier.info.shared,
-        described=tier.described,
         state="up" if tier.up else "down" if tier.child.pid else "starting",
-        up=tier.up,
         pid=tier.child.pid if tier.child.up else 0,
-        breaker=tier.breaker.state.value,
-        state_seconds=round(now - tier.breaker.changed_at, 3),
+        breaker=breaker.state.value,
+        state_seconds=round(now - breaker.since, 3),
         usable=tier.in_use,
         unopened_seconds=round(tier.unopened_seconds(now), 3),
-        set_aside_seconds=0.0 if tier.breaker.closed else round(now - tier.breaker.opened_at, 3),
+        set_aside_seconds=0.0 if breaker.closed else round(now - breaker.since, 3),
         full=now < tier.full_until,
-        last_error=tier.child.last_error or tier.breaker.why,
-        total_bytes=tier.total_bytes,
-        used_bytes=tier.used_bytes,
-        chunks=tier.chunks,
+        last_error=tier.child.last_error or breaker.why,
         queued_put_bytes=tier.put_bytes,
         queued_get_bytes=tier.get_bytes,
         latency_seconds=tier.pace.latency_us / 1e6,
@@ -212,26 +179,10 @@ def _tier(tier: Tier, now: float) -> schema.Tier:
     )
 
 
-def _broker(state: BrokerState, usage: ProcessUsage, now: float) -> schema.Broker:
-    return schema.Broker(
-        **{each.name: getattr(state.counts, each.name) for each in fields(BrokerCounts)},
-        loop_lag_max_seconds=state.recent_lag.get(now),
-        cpu_seconds=usage.cpu_seconds,
-        rss_bytes=usage.rss_bytes,
-        open_fds=usage.open_fds,
-        max_fds=usage.max_fds,
-    )
-
-
-def _totals(state: BrokerState, namespaces: list[Namespace]) -> dict[str, Any]:
-    lanes, chunks = LaneCounts(), ChunkCounts()
-    lanes.add(state.gone_lanes)
-    for lane in state.lanes.values():
-        lanes.add(lane.counters)
-    if state.namespaces is not None:
-        chunks.add(state.namespaces.closed_counts)
-    for namespace in namespaces:
-        chunks.add(namespace.table.counts)
+def _totals(state: BrokerState) -> dict[str, Any]:
+    lanes = sum((lane.counters for lane in state.lanes.values()), state.gone_lanes)
+    chunks = ChunkCounts() if state.namespaces is None else state.namespaces.closed_counts
+    chunks = sum((namespace.table.counts for namespace in state.open_namespaces), chunks)
     totals: dict[str, Any] = {}
     for counts in (chunks, state.lookups, state.kv_events, lanes):
         totals |= msgspec.to_builtins(counts)

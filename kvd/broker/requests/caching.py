@@ -96,7 +96,7 @@ class Caching:
         if to_revoke:
             effects += state.revoke(namespace, to_revoke)
         if step.sought:
-            effects += self._tiering.seek(namespace, owner, step.sought, now)
+            effects += self._tiering.request_promotion(namespace, owner, step.sought, now)
         return effects
 
     def _pin(self, pin: Pin, pinned: _Slots, namespace: Namespace, owner: int, now: float) -> None:

@@ -17,8 +17,7 @@ from kvd.cache.chunks import EMPTY_PIECES, PIECE_SLOTS
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import Peer
 from kvd.errors import IntegrityError, Refused
-from kvd.metrics import schema
-from kvd.metrics.misses import MissReason
+from kvd.metrics.counts import MissReason
 from kvd_proto.messages import (
     Check,
     Checked,
@@ -250,21 +249,6 @@ def in_flight(state: BrokerState, since: float) -> tuple[int, int]:
         stores += counts["writing"] + counts["draining"]
         leases += namespace.table.slots.leases.count_until(since)
     return stores, leases
-
-
-def drain_report(state: BrokerState, now: float) -> schema.Drain | None:
-    """Return the operator's drain as the status shows it; None where there is none."""
-    if state.drain is None:
-        return None
-    stores, leases = in_flight(state, state.drain.since)
-    peer = state.drain.by
-    return schema.Drain(
-        uid=peer.uid,
-        pid=peer.pid,
-        seconds=round(now - state.drain.since, 3),
-        stores_in_flight=stores,
-        leases_in_flight=leases,
-    )
 
 
 def for_tools(handler: Handler) -> Handler:

@@ -18,7 +18,8 @@ from kvd.broker.tiers.tier import BATCH_BYTES, Batch, Tier
 from kvd.cache.candidates import Candidates
 from kvd.cache.directory import covers
 from kvd.cache.namespaces import Namespace
-from kvd.wire.tiering import Done, Drop, Outcome, Put
+from kvd.outcomes import Outcome
+from kvd.wire.tiering import Done, Drop, Put
 from kvd_proto.arrays import IntArray
 
 CHUNKS_A_TURN = 64  # of all namespaces: 0.2 ms, and 0.4 for the answer
@@ -110,7 +111,7 @@ class Demotion:
         """Try a tier with one chunk, of those that wait."""
         for namespace in self._state.open_namespaces:
             opening = tier.spaces.get(namespace)
-            if opening is None or not opening.used:
+            if opening is None or opening.salt is None:
                 continue
             for queue in (namespace.table.on_asked, namespace.table.on_ready):
                 if queue and (chunks := _take(queue, 1, [tier])):
@@ -138,16 +139,14 @@ class Demotion:
                 groups=IntArray.of(groups, "u2"),
                 deadline_ms=int(PUT_SECONDS * 1000),
             )
-            size = nbytes * len(part)
-            alone = not tier.put_bytes
-            batch = Batch(order, namespace, namespace.epoch, size, now, alone)
+            batch = Batch(order, namespace, now, nbytes * len(part), namespace.salt)
             effects.append(tier.send(batch))
         return effects
 
     def done(self, tier: Tier, batch: Batch, order: Put, done: Done, now: float) -> list[Effect]:
         """A put has ended: what is kept is found from now on, what is not may be put again."""
         namespace, counts, unknown = batch.namespace, tier.counts.puts, list[bytes]()
-        tiers = namespace.directory.tiers if batch.epoch == namespace.epoch else None
+        tiers = namespace.directory.tiers if batch.salt == namespace.salt else None
         nbytes = namespace.geometry.bytes_per_chunk
         demotable = namespace.table.slots.demotable
         columns = (order.first.tolist(), order.count.tolist(), order.groups.tolist())

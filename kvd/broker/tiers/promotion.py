@@ -2,24 +2,25 @@
 
 A promotion takes a slot first, so its bytes are bounded: by what keeps the tier busy
 (`Tier.get_room`), and by a quarter of what the namespace holds and of what nobody does. What finds
-no room waits for two seconds; engines take turns (`PromotionRequests`), and so do namespaces. Where
-nobody knows whether a shared tier has a chunk, that is asked, and what is there comes up at once.
+no room waits for two seconds; engines take turns (`PromotionRequests`), and so do namespaces. A
+shared tier is asked whether it has a chunk, and what is there comes up at once.
 
 A slot that a tier was told to fill is not used for anything else before the tier has said that it
 has ended, or is dead: the medium may still write there.
 """
 
 import os
-from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple
 
 from kvd.broker.effects import ChunksReady, Effect, Event
 from kvd.broker.state import BrokerState
-from kvd.broker.tiers.promotion_requests import PromotionRequest, PromotionRequests
 from kvd.broker.tiers.tier import BATCH_BYTES, BATCH_CHUNKS, Batch, Tier, first_of
 from kvd.cache.namespaces import Namespace
 from kvd.cache.tier_table import TierTable
-from kvd.wire.tiering import Ask, Done, Get, Outcome
+from kvd.outcomes import Outcome
+from kvd.wire.tiering import Ask, Done, Get
 from kvd_proto.arrays import IntArray
 
 KEYS_A_TURN = 512  # that are looked at: one or two milliseconds
@@ -29,6 +30,94 @@ ASK_KEYS = 1024
 UNUSED_SECONDS = 0.25  # loans that were not used for so long end for promotions
 SLOT_SECONDS = 30.0  # a slot that is not filled by then is given up, whatever the tier does
 REACH_PART = 4  # of the pool: see the module's text
+MAX_REQUESTS = 65536
+"""Keys of an engine that waits alone; of n that wait, the last one may have an n-th of them."""
+
+
+class PromotionRequest(NamedTuple):
+    """A key that engines want in memory.
+
+    Attributes:
+        key: of the chunk.
+        engines: that want it; it stands in the queue of the first.
+        since: monotonic seconds.
+        tier: the shared tier that has said that it has the chunk.
+    """
+
+    key: bytes
+    engines: frozenset[int]
+    since: float
+    tier: Tier | None = None
+
+    def joined(self, other: "PromotionRequest | None") -> "PromotionRequest":
+        """This one, for the engines of another request of the same key, too."""
+        return self._replace(engines=self.engines | other.engines) if other else self
+
+
+class PromotionRequests:
+    """The keys of one namespace that engines want from tiers, one engine's after another's.
+
+    Each engine has a queue of its own, a prompt's head first, and `pop` takes from the queues in
+    turn: ten keys of one engine wait for ten of another, not for all of them.
+    """
+
+    def __init__(self) -> None:
+        # The engine whose turn it is comes first.
+        self._queues: OrderedDict[int, deque[PromotionRequest]] = OrderedDict()
+        self._count = 0
+
+    def extend(self, engine: int, keys: Sequence[bytes], now: float) -> int:
+        """Append an engine's keys, as far as there is room.
+
+        Returns:
+            How many found no room.
+        """
+        queue = self._queues.get(engine, deque())
+        engines = len(self._queues.keys() | {engine})
+        accepted = keys[: max(0, MAX_REQUESTS // engines - len(queue))]
+        if accepted:
+            wanted_by = frozenset({engine})
+            self._queues[engine] = queue
+            queue.extend(PromotionRequest(key, wanted_by, now) for key in accepted)
+            self._count += len(accepted)
+        return len(keys) - len(accepted)
+
+    def pop(self) -> PromotionRequest:
+        """Take the next key of the engine whose turn it is; the turn passes to the next engine.
+
+        Raises:
+            KeyError: there is no request.
+        """
+        engine, queue = self._queues.popitem(last=False)
+        request = queue.popleft()
+        if queue:
+            self._queues[engine] = queue
+        self._count -= 1
+        return request
+
+    def put_back(self, requests: Iterable[PromotionRequest]) -> None:
+        """Have these come next, in this order; also more than there is room for."""
+        for request in reversed(list(requests)):
+            engine = min(request.engines, default=-1)  # none: the tier was set aside meanwhile
+            self._queues.setdefault(engine, deque()).appendleft(request)
+            self._queues.move_to_end(engine, last=False)
+            self._count += 1
+
+    def clear(self) -> int:
+        """Forget all.
+
+        Returns:
+            How many there were.
+        """
+        count, self._count = self._count, 0
+        self._queues.clear()
+        return count
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __repr__(self) -> str:
+        return f"<PromotionRequests {self._count} of {len(self._queues)} engines>"
 
 
 class _Waiting:
@@ -59,7 +148,7 @@ class Promotion:
         waiting = self._waiting.get(namespace)
         return len(waiting.keys) * namespace.geometry.bytes_per_chunk if waiting else 0
 
-    def seek(
+    def request(
         self, namespace: Namespace, engine: int, keys: Sequence[bytes], now: float
     ) -> list[Effect]:
         """An engine wants these in memory, a prompt's head first."""
@@ -221,7 +310,7 @@ class Promotion:
             deadline_ms=max(1, int(tier.deadline(size) * 1000)),
         )
         alone = not tier.get_bytes
-        batch = Batch(order, namespace, namespace.epoch, size, now, alone, set(engines))
+        batch = Batch(order, namespace, now, size, alone=alone, engines=set(engines))
         self._filling.update(((namespace, slot), batch) for slot in slots)
         self._waiting.setdefault(namespace, _Waiting()).under_way += size
         return [tier.send(batch)]
@@ -245,7 +334,7 @@ class Promotion:
                 deadline_ms=max(1, int(seconds * 1000)),
             )
             engines = set[int]().union(*(unknown[key].engines for key in part))
-            batch = Batch(order, namespace, namespace.epoch, 0, now, True, engines)
+            batch = Batch(order, namespace, now, engines=engines)
             waiting.asked.update(dict.fromkeys(part, batch))
             effects.append(tier.send(batch))
         return effects
@@ -258,7 +347,7 @@ class Promotion:
             keys=(os.urandom(16),),
             deadline_ms=int(tier.setting.late_seconds * 1000),
         )
-        return [tier.send(Batch(order, namespace, namespace.epoch, 0, now, alone=True))]
+        return [tier.send(Batch(order, namespace, now))]
 
     # ---------------------------------------------------------------------- up
 
@@ -274,17 +363,16 @@ class Promotion:
         for i, (key, ref, code) in enumerate(zip(order.keys, refs, outcomes, strict=True)):
             outcome = Outcome(code)
             counts.gets[outcome.name.lower()] += 1
-            current = tiers is not None and batch.epoch == namespace.epoch
             if outcome is Outcome.OK:
                 blocks = columns[0][i], columns[1][i], columns[2][i]
                 counts.get_bytes += nbytes
                 if table.promotions.done(*ref, *blocks, done.descriptions[i]):
                     ready += 1
-                    if current and tiers is not None:
+                    if tiers is not None:
                         tiers.hold(key, tier.index, *blocks)
                 continue
             failed.append(ref)
-            if outcome in {Outcome.ABSENT, Outcome.CORRUPT} and current and tiers is not None:
+            if outcome in {Outcome.ABSENT, Outcome.CORRUPT} and tiers is not None:
                 tiers.release(key, tier.index)
                 if tier.info.shared:
                     tiers.absent(key, now)
@@ -312,7 +400,6 @@ class Promotion:
         waiting = self._waiting.setdefault(namespace, _Waiting())
         for key in order.keys:
             waiting.asked.pop(key, None)
-        tiers = namespace.directory.tiers
         engines, absent = frozenset(batch.engines), list[bytes]()
         there: list[PromotionRequest] = []
         for key, code in zip(order.keys, done.outcomes.tolist(), strict=True):
@@ -322,15 +409,13 @@ class Promotion:
                 there.append(PromotionRequest(key, engines, now, tier))
             elif outcome is Outcome.ABSENT:
                 absent.append(key)
-        if tiers is None or batch.epoch != namespace.epoch:
-            return []
         waiting.keys.put_back(there)
         effects = self._work(namespace, waiting, now)
         following = self._shared(namespace, tier.index)
         if following is not None and absent:
             unknown = {key: PromotionRequest(key, engines, now) for key in absent}
             effects += self._ask(following, namespace, waiting, unknown, now)
-        else:
+        elif (tiers := namespace.directory.tiers) is not None:
             for key in absent:
                 tiers.absent(key, now)
         return [*effects, *map(ChunksReady, sorted(batch.engines))]
@@ -340,7 +425,9 @@ class Promotion:
         engines: set[int] = set()
         for batch in tier.batches.values():
             if isinstance(batch.order, Ask):
-                self._drop_asked(batch)
+                if (waiting := self._waiting.get(batch.namespace)) is not None:
+                    for key in batch.order.keys:
+                        waiting.asked.pop(key, None)
             elif isinstance(batch.order, Get) and not batch.given_up:
                 batch.given_up = True
                 self._settle(batch)
@@ -349,40 +436,9 @@ class Promotion:
             batch.engines = set()
         return [*map(ChunksReady, sorted(engines))]
 
-    def give_up_slots(self, tier: Tier) -> None:
-        """What its process fills, whatever is noted of orders, is nobody's until it has ended."""
-        for namespace in self._state.open_namespaces:
-            life = namespace.table.slots
-            filled = [slot for slot, name in life.filling.items() if name == tier.process]
-            namespace.table.promotions.give_up(life.refs(filled))
-
     def late(self, tier: Tier, batch: Batch) -> None:
         """A get that was given up has ended: its slots are free."""
         _free(tier, batch)
-
-    def lost(self, tier: Tier) -> None:
-        """A tier's process has ended, is forgotten, and moves nothing any more.
-
-        What is noted here is made anew from what other tiers have under way, so nothing is left of
-        it, whatever went wrong before.
-        """
-        self.give_up_slots(tier)
-        for namespace in self._state.open_namespaces:
-            namespace.table.slots.lane_lost(tier.process)
-        live = {each for other in self._state.tiers for each in other.batches.values()}
-        self._filling = {place: each for place, each in self._filling.items() if each in live}
-        for namespace, waiting in self._waiting.items():
-            waiting.asked = {key: each for key, each in waiting.asked.items() if each in live}
-            waiting.under_way = sum(
-                each.nbytes
-                for each in live
-                if each.namespace is namespace and isinstance(each.order, Get) and not each.given_up
-            )
-
-    def drop_waiting(self) -> None:
-        """Nothing waits any more: engines miss it."""
-        for namespace, waiting in self._waiting.items():
-            _drop(namespace, waiting)
 
     def _settle(self, batch: Batch) -> None:
         """A get counts no more among those that are under way."""
@@ -391,11 +447,6 @@ class Promotion:
                 del self._filling[batch.namespace, slot]
         if (waiting := self._waiting.get(batch.namespace)) is not None:
             waiting.under_way -= batch.nbytes
-
-    def _drop_asked(self, batch: Batch) -> None:
-        if (waiting := self._waiting.get(batch.namespace)) is not None:
-            for key in batch.order.keys:
-                waiting.asked.pop(key, None)
 
     def __repr__(self) -> str:
         return f"<Promotion: {len(self._filling)} slots are being filled>"

@@ -14,7 +14,7 @@ from kvd.broker.effects import Effect, Event, ToTier
 from kvd.broker.tiers.breaker import Breaker
 from kvd.cache.namespaces import Namespace
 from kvd.config.tiers import TierSetting
-from kvd.metrics.tier_counts import TierCounts
+from kvd.metrics.counts import TierCounts
 from kvd.wire.tiering import Ask, Get, Put
 from kvd_proto.messages import TierInfo
 from kvd_proto.tier_table import TierStatus
@@ -39,20 +39,20 @@ class Batch:
     """An order that has no answer yet.
 
     Attributes:
-        epoch: of the namespace, when it was sent.
-        nbytes: of its chunks; 0 of an Ask.
         sent: monotonic seconds.
-        alone: nothing else was on its way in this direction.
+        nbytes: of its chunks; 0 of an Ask.
+        salt: of the namespace of a Put, when it was sent.
+        alone: a Get, and no other was on its way.
         engines: that wait for it.
         given_up: a Get whose slots have gone: they are free when it has ended.
     """
 
     order: Order
     namespace: Namespace
-    epoch: int
-    nbytes: int
     sent: float
-    alone: bool
+    nbytes: int = 0
+    salt: bytes = b""
+    alone: bool = False
     engines: set[int] = field(default_factory=set)
     given_up: bool = False
 
@@ -69,16 +69,12 @@ class Opening:
     """A namespace that a tier's process was told of.
 
     Attributes:
-        epoch: that it was told; 0: the tier's own goes on.
         since: when it was told, in monotonic seconds.
-        answered: it has said which epoch holds.
-        used: orders may go out.
+        salt: that holds there; None while it has not answered.
     """
 
-    epoch: int
     since: float
-    answered: bool = False
-    used: bool = False
+    salt: bytes | None = None
 
 
 class Pace:
@@ -137,9 +133,7 @@ class Tier:
         spaces: namespaces that its process was told of.
         batches: that are under way, by number.
         put_bytes, get_bytes: of these.
-        child: its process.
-        wrong: that was told to end, because the broker could not go on with it.
-        rests_until: nothing is done for it before.
+        child: its process; nothing counts that one says which was told to end.
     """
 
     def __init__(
@@ -158,8 +152,6 @@ class Tier:
         self.trial: tuple[Namespace, bytes] | None = None  # a chunk to probe it with
         self.described = ""
         self.child = ChildState()
-        self.wrong = False
-        self.rests_until = 0.0
         self.process = ""  # what its slots wait for, see `Promotions.begin`
         self.total_bytes = self.used_bytes = self.chunks = 0
         self.progress = 0
@@ -187,11 +179,11 @@ class Tier:
     def serves(self, namespace: Namespace) -> bool:
         """Whether orders for this namespace may go to it."""
         opening = self.spaces.get(namespace)
-        return opening is not None and opening.used and self.in_use
+        return opening is not None and opening.salt is not None and self.in_use
 
     def unopened_seconds(self, now: float) -> float:
         """How long it has not begun a namespace that it was told of, the oldest one; else 0."""
-        waiting = (now - each.since for each in self.spaces.values() if not each.answered)
+        waiting = (now - each.since for each in self.spaces.values() if each.salt is None)
         return max(waiting, default=0.0)
 
     def event(self, text: str, level: str = "info") -> Event:
@@ -248,7 +240,8 @@ class Tier:
     def send(self, batch: Batch) -> Effect:
         """Note an order that goes out."""
         kind, now = type(batch.order), batch.sent
-        self.breaker.sent(now, idle=not self.batches)
+        if not self.batches:
+            self.breaker.moved_at = now
         if not self._under_way[kind]:
             self._busy_from[kind] = now
             if kind is Get:
@@ -258,11 +251,9 @@ class Tier:
         self._count(batch, 1)
         return ToTier(self.index, batch.order)
 
-    def ended(self, number: int, now: float) -> Batch | None:
-        """An order's answer has come; None where there is no such order."""
-        batch = self.batches.pop(number, None)
-        if batch is None:
-            return None
+    def ended(self, batch: Batch, now: float) -> None:
+        """An order's answer has come."""
+        del self.batches[batch.order.number]
         kind, seconds = type(batch.order), now - batch.sent
         self._count(batch, -1)
         self._under_way[kind] -= 1
@@ -273,16 +264,14 @@ class Tier:
         elif kind is Get:
             self.counts.get_seconds += spent
             self.counts.get_latency.observe(seconds)
-        return batch
 
-    def forget(self) -> None:
+    def process_ended(self) -> None:
         """Its process has ended: what was under way never ends."""
         self.batches.clear()
         self.put_bytes = self.get_bytes = 0
         self._under_way = dict.fromkeys(self._under_way, 0)
         self.spaces.clear()
         self.child.ended()
-        self.wrong = False
         self.progress = 0
 
     def _count(self, batch: Batch, sign: int) -> None:

@@ -1,56 +1,110 @@
-"""What lies in slabs that an earlier process has written, from their records: vectorised."""
+"""What an earlier process has left in the directory: slabs are opened, damaged ones set aside.
 
+The chunks in them are found from their records, vectorised.
+"""
+
+import errno
+import logging
+import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from kvd.tier.disk import records
-from kvd.tier.disk.records import RECORD
+from kvd.tier.disk import slabs
+from kvd.tier.disk.directory import DiskDirectory
 from kvd.tier.disk.slabs import FREE, HELD, Slab
-from kvd.tier.disk.space import Held, place_of, split
+from kvd.tier.disk.slots import Places, Slots, place_of, split
+from kvd_proto.sizes import format_size
 
-_NUMBERS = 2**16  # that a record can have
+_log = logging.getLogger(__name__)
 
 
-def rebuild(
-    slabs: Sequence[Slab], known: Mapping[int, tuple[bytes, int]]
-) -> tuple[dict[int, Held], list[int], int]:
-    """Find the chunks in slabs, and mark their slots as held.
+def load(directory: DiskDirectory, flags: int) -> tuple[Slots, int]:
+    """Open all slabs and find the chunks in them; records that do not count are erased.
 
     Args:
-        slabs: with the records that they have.
-        known: id and epoch of each namespace's number.
+        directory: theirs.
+        flags: more flags to open slots' files with: O_DIRECT or 0.
 
     Returns:
-        - the namespaces with their chunks, by number;
-        - places to be erased, whose record is not empty and does not count: it is damaged, of
-          another epoch, or an older one of the same key;
-        - how many of these are damaged: their check word does not fit.
+        The slots; and how many records were damaged.
+
+    Raises:
+        OSError: of the medium.
     """
-    epochs, is_known = np.zeros(_NUMBERS, "<u8"), np.zeros(_NUMBERS, np.bool_)
-    held = {number: Held(name, epoch) for number, (name, epoch) in known.items()}
-    for number, (_, epoch) in known.items():
-        epochs[number], is_known[number] = epoch, True
-    by_number = {slab.number: slab for slab in slabs}
+    started = time.monotonic()
+    loaded = [_load_slab(directory, number, flags) for number in directory.slabs()]
+    found = [slab for slab in loaded if slab is not None]
+    held, wrong, damaged = rebuild(found)
+    slots = Slots(found, held)
+    for place in wrong:
+        number, slot = split(place)
+        slots.slabs[number].erase_records(slot)
+    chunks, nbytes = slots.used()
+    _log.info(
+        "disk:%s: %d chunks in %s found in %.2f s, %d records dropped",
+        directory.path,
+        chunks,
+        format_size(nbytes),
+        time.monotonic() - started,
+        len(wrong),
+    )
+    if damaged:
+        _log.warning(
+            "disk:%s: damaged records in its index: %d; their chunks are dropped. A power loss may"
+            " leave a few; else look at the disk (smartctl -a) and at what writes to the files",
+            directory.path,
+            damaged,
+        )
+    return slots, damaged
+
+
+def _load_slab(directory: DiskDirectory, number: int, flags: int) -> Slab | None:
+    name = f"{directory.path}/{number:06}"
+    try:
+        return slabs.load(directory.fd, number, flags)
+    except FileNotFoundError:  # one file is there: of a start, an end or somebody else's hand
+        slabs.remove(directory.fd, number)
+        _log.info("disk: %s.slab or its index is missing: what is left was removed", name)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ELOOP):
+            raise
+        slabs.set_aside(directory.fd, number)
+        _log.error(
+            "disk: %s.slab is damaged (%s): it and its index were renamed to .damaged, count"
+            " against the tier's size, and may be removed",
+            name,
+            error,
+        )
+    return None
+
+
+def rebuild(found: Sequence[Slab]) -> tuple[dict[bytes, Places], list[int], int]:
+    """Find the chunks in slabs, and mark their slots as held.
+
+    Returns:
+        - the places of keys, by the id of their space;
+        - places to be erased: of damaged records, and of older ones of the same key;
+        - how many of these are damaged: no chunk can have such a record.
+    """
+    held: dict[bytes, Places] = {}
+    by_number = {slab.number: slab for slab in found}
     wrong: list[int] = []
-    damaged = 0
-    for slab in slabs:
-        raw = np.frombuffer(slab.mirror, RECORD)
-        numbers = raw["number"]
-        whole = records.whole(raw, slab.identity)
-        counts = whole & is_known[numbers] & (epochs[numbers] == raw["epoch"])
-        written = raw.view("<u8").reshape(slab.slots, -1).any(axis=1)
-        damaged += int(np.count_nonzero(written & ~whole))
-        wrong += (place_of(slab.number, 0) + np.flatnonzero(written & ~counts)).tolist()
-        slab.used = int(raw["sequence"][counts].max(initial=0))
+    for slab in found:
+        records = slab.records
+        counts = slabs.possible(records)
+        lost = np.flatnonzero((records["sequence"] > 0) & ~counts)
+        wrong += (place_of(slab.number, 0) + lost).tolist()
+        slab.used = int(records["sequence"][counts].max(initial=0))
         np.frombuffer(slab.states, "u1")[counts] = HELD
-        lengths = raw["key_len"]
-        for number in np.unique(numbers[counts]).tolist():
-            mine = counts & (numbers == number)
-            for length in np.unique(lengths[mine]).tolist():
-                slots = np.flatnonzero(mine & (lengths == length))
-                wrong += _enter(held[number].places, slab, slots, length, by_number)
+    damaged = len(wrong)
+    for slab in found:
+        slots = np.flatnonzero(np.frombuffer(slab.states, "u1") == HELD)
+        names, which = np.unique(slab.records["space"][slots], return_inverse=True)
+        for i, name in enumerate(names):
+            mine = slots[which == i]
+            wrong += _enter(held.setdefault(name.tobytes(), {}), slab, mine, by_number)
     for place in wrong:
         at, slot = split(place)
         by_number[at].states[slot] = FREE
@@ -58,52 +112,40 @@ def rebuild(
 
 
 def _enter(
-    places: dict[bytes, int],
+    places: Places,
     slab: Slab,
     slots: npt.NDArray[np.int64],
-    length: int,
-    slabs: Mapping[int, Slab],
+    by_number: Mapping[int, Slab],
 ) -> list[int]:
-    """Enter chunks of one namespace with keys of one length; return places of older ones."""
-    padded = np.frombuffer(slab.mirror, RECORD)["key"][slots].view("u1").reshape(len(slots), -1)
-    keys = np.ascontiguousarray(padded[:, :length]).view(f"V{length}")[:, 0].tolist()
+    """Enter chunks of one space; return the places of older ones of the same keys."""
     found = (place_of(slab.number, 0) + slots).tolist()
-    if places.keys().isdisjoint(keys):
-        before = len(places)
-        places.update(zip(keys, found, strict=True))
-        if len(places) == before + len(keys):
-            return []
-        for key in keys:
-            places.pop(key, None)
     older: list[int] = []  # a process has ended between writing one and erasing the other
-    for key, place in zip(keys, found, strict=True):
+    for key, place in zip(_keys(slab.records[slots]), found, strict=True):
         other = places.setdefault(key, place)
         if other != place:
-            latest = max(place, other, key=lambda at: _sequence(slabs, at))
+            latest = max(place, other, key=lambda at: _sequence(by_number, at))
             older.append(place + other - latest)
             places[key] = latest
     return older
 
 
-def _sequence(slabs: Mapping[int, Slab], place: int) -> int:
+def _sequence(by_number: Mapping[int, Slab], place: int) -> int:
     at, slot = split(place)
-    return records.read(slabs[at].mirror, slot).sequence
+    return by_number[at].record(slot).sequence
 
 
 def chunks_of(
-    slab: Slab, number: int, epoch: int
+    slab: Slab, space: bytes
 ) -> tuple[list[bytes], list[tuple[int, int, int]], list[int]]:
-    """Return keys, coverages and places of a namespace's records in a slab, held or not."""
-    raw = np.frombuffer(bytes(slab.mirror), RECORD)
-    slots = np.flatnonzero(
-        (raw["sequence"] > 0) & (raw["number"] == number) & (raw["epoch"] == epoch)
-    )
-    some = raw[slots]
-    coverages = zip(
-        some["first"].tolist(), some["count"].tolist(), some["group"].tolist(), strict=True
-    )
-    keys = [
-        key[:length]
-        for key, length in zip(some["key"].tolist(), some["key_len"].tolist(), strict=True)
-    ]
-    return keys, list(coverages), (place_of(slab.number, 0) + slots).tolist()
+    """Return keys, coverages and places of a space's records in a slab, held or not."""
+    records = np.frombuffer(bytes(slab.mirror), slabs.RECORD)
+    slots = np.flatnonzero((records["sequence"] > 0) & (records["space"] == np.void(space)))
+    some = records[slots]
+    columns = [some[name].tolist() for name in ("first", "count", "group")]
+    places = (place_of(slab.number, 0) + slots).tolist()
+    return _keys(some), list(zip(*columns, strict=True)), places
+
+
+def _keys(records: slabs.Records) -> list[bytes]:
+    pairs = zip(records["key"].tolist(), records["key_len"].tolist(), strict=True)
+    return [key[:length] for key, length in pairs]

@@ -1,34 +1,117 @@
 """Where a put's slots come from: free ones, a new slab, or those of chunks that go.
 
-Chunks go a few at a time and somewhat early, so that their records are erased by one call and not
-by one for each put: at most 1/256 of a size's slots, and no more than 32.
+Slabs are made within the budget and above the floor. Chunks go a few at a time and somewhat early,
+so that their records are erased by one call and not by one for each put: at most 1/256 of a size's
+slots, and no more than 32.
 """
 
 import contextlib
+import errno
+import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 
 from kvd.errors import TierError
-from kvd.tier.disk.growth import Growth
-from kvd.tier.disk.slabs import Slab
-from kvd.tier.disk.space import Space, Taken
+from kvd.tier.disk import slabs
+from kvd.tier.disk.directory import DiskDirectory
+from kvd.tier.disk.slabs import MAX_SLOTS, Slab
+from kvd.tier.disk.slots import Slots, Taken
+from kvd_proto.sizes import format_size
 
+_log = logging.getLogger(__name__)
 _MOST_AHEAD = 32
 _AHEAD_PART = 256
+_SHARE = 64  # of the budget: a slab
+_MOST_BYTES = 2**30
+_MOST_SLABS = 1024  # where slabs of so many bytes would be more
+_LEAST_PART = 4  # of a slab: what is left of the budget is worth one
+_PUTS_BETWEEN = 64  # looks for room, where there was none: a look takes a while with many slabs
+_PAUSE = 1.0  # seconds after an error of the medium
+
+
+def slab_target(size: int) -> int:
+    """Return the bytes that the slots of one slab have in a budget of `size` bytes."""
+    return max(min(size // _SHARE, _MOST_BYTES), size // _MOST_SLABS)
 
 
 class Room:
-    """Takes slots for puts, and frees them.
+    """Takes slots for puts, frees them, and makes and removes slabs.
 
     Args:
-        space: all slots.
-        lock: that is taken around each call of `space`.
-        growth: makes slabs.
+        directory: theirs.
+        slots: all of them.
+        lock: that is taken around each call of `slots`.
+        size: the budget.
+        floor: free bytes of the file system that are left alone.
+        flags: more flags to open slots' files with: O_DIRECT or 0.
     """
 
-    def __init__(self, space: Space, lock: threading.Lock, growth: Growth) -> None:
-        self._space, self._lock, self._growth = space, lock, growth
-        self._evicting = threading.Lock()
+    def __init__(
+        self,
+        directory: DiskDirectory,
+        slots: Slots,
+        lock: threading.Lock,
+        *,
+        size: int,
+        floor: int,
+        flags: int,
+    ) -> None:
+        self._directory, self._floor, self._flags = directory, floor, flags
+        self._slots, self._lock = slots, lock
+        self._budget = size - self._directory.bytes_beside_slabs()
+        self._target = slab_target(size)
+        self._growing, self._evicting = threading.Lock(), threading.Lock()
+        self._retired: list[Slab] = []
+        self._said = ""
+        self._pause_until = 0.0
+        self._look_at = 0.0
+        self._full_until: dict[int, int] = {}  # sequence, by bytes of a slot
+        self._next = max([0, *self._directory.slabs()]) + 1
+
+    def shrink(self) -> int:
+        """Remove slabs, the one longest of no use first, until the budget holds; how many."""
+        removed = 0
+        while True:
+            with self._lock:
+                over = self._slots.nbytes > self._budget
+                slab = self._slots.oldest() if over else None
+                if slab is None:
+                    return removed
+                self._slots.drop(slab)
+            self.discard(slab)
+            removed += 1
+
+    def keep_floor(self) -> None:
+        """Remove the slab longest of no use where others have filled the file system; now and then.
+
+        So the tier gives room back, a slab a second at most, before the file system is full.
+
+        Raises:
+            TierError: the file system does not say how full it is.
+        """
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        self._look_at = now + _PAUSE
+        try:
+            free = self._directory.filesystem_bytes()[1]
+        except TierError:
+            self._look_at = now
+            raise
+        if free >= self._floor:
+            return
+        with self._lock:
+            slab = self._slots.oldest()
+            if slab is not None:
+                self._slots.drop(slab)
+        if slab is not None:
+            self.discard(slab)
+            self._say(
+                f"others have filled the file system: {format_size(self._floor)} are to stay free"
+                " (floor), so chunks are dropped, a slab a second; make room, or give a smaller"
+                " size or floor"
+            )
 
     def take(self, slot_bytes: int, count: int) -> list[Taken]:
         """Take slots, to be written; fewer where there are no more.
@@ -38,11 +121,11 @@ class Room:
         """
         taken = self._take_free(slot_bytes, count)
         try:
-            while len(taken) < count and self._growth.grow(slot_bytes):
+            while len(taken) < count and self._grow(slot_bytes):
                 taken += self._take_free(slot_bytes, count - len(taken))
             if len(taken) < count:
                 taken += self._evict(slot_bytes, count - len(taken))
-            while len(taken) < count and self._growth.grow(slot_bytes, urgent=True):
+            while len(taken) < count and self._grow(slot_bytes, urgent=True):
                 taken += self._take_free(slot_bytes, count - len(taken))
         except TierError:
             self.free(taken)
@@ -51,7 +134,7 @@ class Room:
 
     def _take_free(self, slot_bytes: int, count: int) -> list[Taken]:
         with self._lock:
-            return self._space.take_free(slot_bytes, count)
+            return self._slots.take_free(slot_bytes, count)
 
     def _evict(self, slot_bytes: int, count: int) -> list[Taken]:
         with self._evicting:
@@ -60,12 +143,12 @@ class Room:
             if not lack:
                 return taken
             with self._lock:
-                ahead = min(_MOST_AHEAD, self._space.slots(slot_bytes) // _AHEAD_PART)
-                victims = self._space.evict(slot_bytes, lack + ahead)
+                ahead = min(_MOST_AHEAD, self._slots.slots(slot_bytes) // _AHEAD_PART)
+                victims = self._slots.evict(slot_bytes, lack + ahead)
             self._erase(victims)  # or half of a chunk would lie under another one's record
             with self._lock:
                 for slab, slot in victims[lack:]:
-                    self._space.not_written(slab, slot)
+                    self._slots.not_written(slab, slot)
         return taken + victims[:lack]
 
     def free(self, taken: Sequence[Taken | None]) -> None:
@@ -76,7 +159,7 @@ class Room:
         self._erase(slots)
         with self._lock:
             for slab, slot in slots:
-                self._space.not_written(slab, slot)
+                self._slots.not_written(slab, slot)
 
     @staticmethod
     def _erase(taken: Sequence[Taken]) -> None:
@@ -84,6 +167,109 @@ class Room:
         for slab, slot, count in _neighbours(taken):
             with contextlib.suppress(OSError):
                 slab.erase_records(slot, count)
+
+    def _grow(self, slot_bytes: int, *, urgent: bool = False) -> bool:
+        """Make a slab of such slots, perhaps in the place of another one that is older.
+
+        `urgent`: no chunk in such slots can go, so it is looked for room in any case.
+
+        Returns:
+            Whether there are free slots now.
+
+        Raises:
+            TierError: the file system does not say how full it is.
+        """
+        with self._growing:
+            while True:
+                with self._lock:
+                    if self._slots.free(slot_bytes):  # another thread was here
+                        return True
+                    known = self._slots.has(slot_bytes)
+                if time.monotonic() < self._pause_until:
+                    return False
+                if (
+                    known
+                    and not urgent
+                    and self._slots.sequence < self._full_until.get(slot_bytes, 0)
+                ):
+                    return False
+                slots, lack = self._affordable(slot_bytes)
+                if slots:
+                    return self._create(slots, slot_bytes)
+                with self._lock:
+                    slab = self._slots.oldest(besides=slot_bytes)
+                    if slab is not None:
+                        self._slots.drop(slab)
+                if slab is None:
+                    self._full_until[slot_bytes] = self._slots.sequence + _PUTS_BETWEEN
+                    self._say(lack)
+                    return False
+                self.discard(slab)
+
+    def _affordable(self, slot_bytes: int) -> tuple[int, str]:
+        """How many slots a new slab can have; where none: why."""
+        with self._lock:
+            left = self._budget - self._slots.nbytes
+            first = not self._slots.has(slot_bytes)
+        free = self._directory.filesystem_bytes()[1] - self._floor
+        wanted = max(1, min(self._target // slot_bytes, MAX_SLOTS - 1))
+        slots = wanted
+        while slots and slabs.slab_bytes(slots, slot_bytes) > min(left, free):
+            over = slabs.slab_bytes(slots, slot_bytes) - min(left, free)
+            slots = max(0, slots - max(1, over // (slot_bytes + slabs.ALIGNMENT)))
+        if slots and (first or slots * _LEAST_PART >= wanted):
+            return slots, ""
+        if slabs.slab_bytes(1, slot_bytes) > self._budget:
+            return 0, (
+                f"a chunk needs {format_size(slot_bytes)}, and the tier's size leaves"
+                f" {format_size(max(self._budget, 0))}: such chunks are not kept; give it a larger"
+                " size"
+            )
+        if free < left:
+            return 0, (
+                f"the file system has {format_size(max(free + self._floor, 0))} free, of which"
+                f" {format_size(self._floor)} stay free (floor): the tier keeps to the"
+                f" {format_size(self._slots.nbytes)} that it has"
+            )
+        return 0, ""
+
+    def _create(self, slots: int, slot_bytes: int) -> bool:
+        number, self._next = self._next, self._next + 1
+        try:
+            slab = slabs.create(self._directory.fd, number, slots, slot_bytes, self._flags)
+        except OSError as error:
+            self._pause_until = time.monotonic() + _PAUSE
+            more = (
+                "; raise the limit of open files (LimitNOFILE=, ulimit -n)"
+                if error.errno == errno.EMFILE
+                else ""
+            )
+            self._say(f"no room could be allocated: {error.strerror}{more}")
+            return False
+        with self._lock:
+            self._slots.add(slab)
+        return True
+
+    def discard(self, slab: Slab) -> None:
+        """Remove the files of a slab that was dropped, and close them when nobody uses them."""
+        self._full_until.clear()
+        with contextlib.suppress(OSError):  # it is empty, or gone already
+            slabs.remove(self._directory.fd, slab.number)
+        self._retired.append(slab)
+        self.close_retired()
+
+    def close_retired(self) -> None:
+        """Close the files of slabs that were dropped."""
+        with self._lock:
+            idle = [slab for slab in self._retired if not slab.pins]
+            self._retired = [slab for slab in self._retired if slab.pins]
+        for slab in idle:
+            slab.close()
+
+    def _say(self, text: str) -> None:
+        if text and text != self._said:
+            _log.warning("disk:%s: %s", self._directory.path, text)
+            self._said = text
 
 
 def _neighbours(taken: Sequence[Taken]) -> Iterator[tuple[Slab, int, int]]:

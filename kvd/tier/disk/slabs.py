@@ -1,24 +1,69 @@
-"""A slab: a preallocated file of slots of one size, and the file of its records.
+"""A slab: a preallocated file of slots of one size, and the index file of their records.
 
-``000007.slab`` holds bytes and nothing else; ``000007.index`` holds a record for each slot
-(`kvd.tier.disk.records`), and this process a copy of it. The index file appears last and goes
-first, so a slab without one is left over and holds nothing.
+``000007.slab`` holds bytes and nothing else; ``000007.index`` holds a record for each slot, and
+this process a copy of it. The index file appears last and goes first, so a slab without one is
+left over and holds nothing. All is little-endian: a header page, then one record for each slot::
+
+    offset  type      header
+         0  8 bytes   magic "kvd-dsk" and a zero byte
+         8  u32, u32  version, number of slots
+        16  u64       bytes of a slot
+        24  u32       zlib.crc32 of bytes 0..24
+
+    offset  type      record
+         0  u64       sequence: grows with every chunk that is put; 0: the slot is empty
+         8  u64       xxh3-64 of the shares
+        16  16 bytes  id of the space
+        32  u8        length of the key, a zero byte follows
+        34  u16, u16  first block, and how many
+        38  u16       group
+        40  48 bytes  key, padded with zeros
+
+Records say where a chunk is to be found and have no check words: the seal in the chunk's head
+decides whether what was found is it (`kvd.tier.seal`).
 """
 
 import contextlib
 import errno
 import os
-import secrets
 import stat
+import struct
 from collections.abc import Sequence
+from typing import NamedTuple
+from zlib import crc32
 
-from kvd.tier.disk import records
-from kvd.tier.disk.records import RECORD_BYTES, Record
+import numpy as np
+import numpy.typing as npt
 
 SLAB, INDEX = ".slab", ".index"
 ALIGNMENT = 4096  # of slots
 FREE, BUSY, HELD, DOOMED = range(4)
 MAX_SLOTS = 2**24
+MAGIC = b"kvd-dsk\0"
+VERSION = 2
+HEADER_BYTES = 4096
+RECORD_BYTES = 88
+KEY_BYTES = 48
+RECORD = np.dtype(
+    [
+        ("sequence", "<u8"),
+        ("check", "<u8"),
+        ("space", "V16"),
+        ("key_len", "u1"),
+        ("zero", "u1"),
+        ("first", "<u2"),
+        ("count", "<u2"),
+        ("group", "<u2"),
+        ("key", f"V{KEY_BYTES}"),
+    ]
+)
+Records = npt.NDArray[np.void]
+Flags = npt.NDArray[np.bool_]
+_RECORD = struct.Struct(f"<QQ16sBxHHH{KEY_BYTES}s")
+_OWNER = struct.Struct(f"<16sB7x{KEY_BYTES}s")
+_OWNER_AT = 16
+_HEADER = struct.Struct("<8sIIQI")
+_MOST_SEQUENCE = 2**62  # that many more can follow
 _FILE_MODE = 0o600
 _NEW = ".new"
 
@@ -27,13 +72,63 @@ class SlabLost(Exception):
     """Somebody has removed or shortened the files of a slab, which is open here."""
 
 
+class Record(NamedTuple):
+    """What lies in one slot; see the module."""
+
+    sequence: int
+    check: int
+    space: bytes
+    coverage: tuple[int, int, int]
+    key: bytes
+
+    def pack(self) -> bytes:
+        """Its bytes."""
+        return _RECORD.pack(
+            self.sequence,
+            self.check,
+            self.space,
+            len(self.key),
+            *self.coverage,
+            self.key,
+        )
+
+
+def possible(records: Records) -> Flags:
+    """Which of some records can be those of a chunk; others are damaged, or their slots empty."""
+    sequences, lengths = records["sequence"], records["key_len"]
+    return (sequences > 0) & (sequences < _MOST_SEQUENCE) & (lengths > 0) & (lengths <= KEY_BYTES)
+
+
+def pack_header(slots: int, slot_bytes: int) -> bytes:
+    """Return the header page of an index file."""
+    raw = _HEADER.pack(MAGIC, VERSION, slots, slot_bytes, 0)
+    check = crc32(raw[:-4])
+    return _HEADER.pack(MAGIC, VERSION, slots, slot_bytes, check).ljust(HEADER_BYTES, b"\0")
+
+
+def parse_header(raw: bytes) -> tuple[int, int]:
+    """Return slots and bytes of a slot of an index file's header page.
+
+    Raises:
+        ValueError: it is none, or of another version; says which.
+    """
+    if len(raw) < HEADER_BYTES:
+        raise ValueError(f"it has {len(raw)} bytes, fewer than a header")
+    magic, version, slots, slot_bytes, check = _HEADER.unpack_from(raw)
+    if magic != MAGIC or check != crc32(raw[: _HEADER.size - 4]):
+        raise ValueError("its header is damaged")
+    if version != VERSION:
+        raise ValueError(f"it has version {version}, this kvd reads {VERSION}")
+    return slots, slot_bytes
+
+
 def slab_bytes(slots: int, slot_bytes: int) -> int:
     """Return the bytes that both files of a slab take.
 
     A block is for the map of the slots' file, which ext4 keeps outside the inode where the file
     lies in more than four pieces, as one of 512 MiB does.
     """
-    index = records.HEADER_BYTES + slots * RECORD_BYTES
+    index = HEADER_BYTES + slots * RECORD_BYTES
     return slots * slot_bytes + -(-index // ALIGNMENT) * ALIGNMENT + ALIGNMENT
 
 
@@ -51,13 +146,10 @@ class Slab:
         pins: reads and writes under way.
     """
 
-    def __init__(  # noqa: PLR0917  # made by the two functions below
-        self, number: int, identity: int, slot_bytes: int, file: int, index: int, raw: bytes
-    ) -> None:
+    def __init__(self, number: int, slot_bytes: int, file: int, index: int, raw: bytes) -> None:
         self.number = number
         self.slots = len(raw) // RECORD_BYTES
         self.slot_bytes = slot_bytes
-        self.identity = identity
         self.file = file
         self.mirror = memoryview(bytearray(raw))
         self.states = bytearray(self.slots)
@@ -71,14 +163,30 @@ class Slab:
         """Bytes of both files."""
         return slab_bytes(self.slots, self.slot_bytes)
 
-    def write_records(self, slot: int, wanted: Sequence[Record]) -> None:
+    @property
+    def records(self) -> Records:
+        """The records, as a view of `mirror`."""
+        return np.frombuffer(self.mirror, RECORD)
+
+    def record(self, slot: int) -> Record:
+        """The record of a slot."""
+        sequence, check, space, length, first, count, group, key = _RECORD.unpack_from(
+            self.mirror, slot * RECORD_BYTES
+        )
+        return Record(sequence, check, space, (first, count, group), key[:length])
+
+    def owner(self, slot: int) -> tuple[bytes, bytes]:
+        """The space and the key of what lies in a slot."""
+        space, length, key = _OWNER.unpack_from(self.mirror, slot * RECORD_BYTES + _OWNER_AT)
+        return space, key[:length]
+
+    def write_records(self, slot: int, records: Sequence[Record]) -> None:
         """Write the records of slots that follow each other, at the place of the first one.
 
         Raises:
             OSError: of the medium.
-            SlabLost: the files are gone.
         """
-        self._write(slot, records.packed(wanted, self.identity, slot))
+        self._write(slot, b"".join(record.pack() for record in records))
 
     def erase_records(self, slot: int, count: int = 1) -> None:
         """Write that these slots are empty; raises as `write_records`."""
@@ -86,7 +194,7 @@ class Slab:
 
     def _write(self, slot: int, raw: bytes) -> None:
         at = slot * RECORD_BYTES
-        if os.pwrite(self._index, raw, records.HEADER_BYTES + at) != len(raw):
+        if os.pwrite(self._index, raw, HEADER_BYTES + at) != len(raw):
             raise OSError(f"slab {self.number}: a record was written in part")
         self.mirror[at : at + len(raw)] = raw
 
@@ -99,7 +207,7 @@ class Slab:
         """
         for fd, suffix, length in (
             (self.file, SLAB, self.slots * self.slot_bytes),
-            (self._index, INDEX, records.HEADER_BYTES + len(self.mirror)),
+            (self._index, INDEX, HEADER_BYTES + len(self.mirror)),
         ):
             found = os.fstat(fd)
             if not found.st_nlink:
@@ -117,12 +225,6 @@ class Slab:
         os.close(self.file)
         os.close(self._index)
 
-    def __repr__(self) -> str:
-        return (
-            f"<Slab {self.number:06}: {self.states.count(HELD)} of {self.slots} slots of"
-            f" {self.slot_bytes} bytes held>"
-        )
-
 
 def create(folder: int, number: int, slots: int, slot_bytes: int, flags: int) -> Slab:
     """Make a new slab, with all of its room allocated; nothing is left of it where that fails.
@@ -137,7 +239,6 @@ def create(folder: int, number: int, slots: int, slot_bytes: int, flags: int) ->
     Raises:
         OSError: of the medium; ENOSPC where there is no room.
     """
-    identity = secrets.randbits(64)
     name, index_name = f"{number:06}{SLAB}", f"{number:06}{INDEX}"
     raw = bytes(slots * RECORD_BYTES)
     with contextlib.ExitStack() as undo:
@@ -148,13 +249,13 @@ def create(folder: int, number: int, slots: int, slot_bytes: int, flags: int) ->
         index = _open(folder, name + _NEW, os.O_CREAT | os.O_EXCL)
         undo.callback(os.close, index)
         undo.callback(_unlink, folder, name + _NEW)
-        whole = records.header(slots, slot_bytes, identity) + raw
+        whole = pack_header(slots, slot_bytes) + raw
         os.posix_fallocate(index, 0, len(whole))
         if os.pwrite(index, whole, 0) != len(whole):
             raise OSError(f"{index_name} was written in part")
         os.rename(name + _NEW, index_name, src_dir_fd=folder, dst_dir_fd=folder)
         undo.pop_all()
-    return Slab(number, identity, slot_bytes, file, index, raw)
+    return Slab(number, slot_bytes, file, index, raw)
 
 
 def load(folder: int, number: int, flags: int) -> Slab:
@@ -174,19 +275,19 @@ def load(folder: int, number: int, flags: int) -> Slab:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise ValueError("it is no regular file")
         raw = _read(index, os.fstat(index).st_size)
-        if not any(raw[: records.HEADER_BYTES]):
+        if not any(raw[:HEADER_BYTES]):
             raise FileNotFoundError(errno.ENOENT, "its index was never written")
-        slots, slot_bytes, identity = records.parse_header(raw)
+        slots, slot_bytes = parse_header(raw)
         length = slots * RECORD_BYTES
-        if slots > MAX_SLOTS or len(raw) < records.HEADER_BYTES + length:
+        if slots > MAX_SLOTS or len(raw) < HEADER_BYTES + length:
             raise ValueError(f"its index has {len(raw)} bytes, too few for {slots} slots")
         if os.fstat(file).st_size < slots * slot_bytes:
             raise ValueError(
                 f"it has {os.fstat(file).st_size} bytes, too few for {slots} slots of {slot_bytes}"
             )
-        body = raw[records.HEADER_BYTES : records.HEADER_BYTES + length]
+        body = raw[HEADER_BYTES : HEADER_BYTES + length]
         undo.pop_all()
-    return Slab(number, identity, slot_bytes, file, index, body)
+    return Slab(number, slot_bytes, file, index, body)
 
 
 def remove(folder: int, number: int) -> None:

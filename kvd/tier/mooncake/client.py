@@ -1,8 +1,10 @@
-"""The edge to Mooncake's own client: one object of it, its codes, and memory that it knows.
+"""The edge to Mooncake's own client: where the cluster is, one object of it, its codes, its memory.
 
-Its calls take no time limit: they stall for seconds while the master is away. So the limits that
-it reads from the environment are made short, and after a call that found no master a connection
-to it is tried first, which fails in a moment.
+``mooncake:master=HOST:PORT,…``: what else an operator may write, `Places` says.
+
+The client's calls take no time limit: they stall for seconds while the master is away. So the
+limits that it reads from the environment are made short, and after a call that found no master a
+connection to it is tried first, which fails in a moment.
 """
 
 import mmap
@@ -12,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any, Final
@@ -19,8 +22,13 @@ from typing import Any, Final
 import numpy as np
 
 from kvd.errors import ConfigError, TierError
-from kvd.tier.mooncake.places import Places
+from kvd.tier.contract import Options
+from kvd_proto.errors import SizeError
+from kvd_proto.sizes import parse_size
 
+PROTOCOLS = ("tcp", "rdma")
+NO_METADATA_SERVER = "P2PHANDSHAKE"
+_KEYS = ("master", "metadata", "protocol", "devices", "segment", "host")
 PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
 INSTALL = f"pip install {PACKAGES[0]} (or {PACKAGES[1]} where CUDA is)"
 LIBRARIES = "libibverbs1, librdmacm1 and libnuma1"
@@ -46,6 +54,84 @@ _PROBE_SECONDS = 0.2  # after the master was away
 _AT_ONCE_SECONDS, _STALE_CONNECTIONS = 0.1, 4
 _BUFFER_BYTES = 2**20
 _PIECE_BYTES = 64  # a piece of a buffer begins at a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """What an operator wrote.
+
+    Attributes:
+        master: host and port of the master's RPC.
+        metadata: URL of a metadata server; P2PHANDSHAKE: there is none.
+        protocol: how bytes travel.
+        devices: RDMA devices, separated by "+"; empty: Mooncake chooses.
+        segment_bytes: memory that this node's process gives to the cluster.
+        host: the address under which others reach this node; empty: that of the way to the master.
+    """
+
+    master: tuple[str, int]
+    metadata: str
+    protocol: str
+    devices: str
+    segment_bytes: int
+    host: str
+
+    @property
+    def master_text(self) -> str:
+        """As an operator writes it."""
+        return f"{self.master[0]}:{self.master[1]}"
+
+
+def parse_places(options: Options) -> Places:
+    """Look at a tier's options, without any I/O.
+
+    Raises:
+        ConfigError: it names key, value and remedy.
+    """
+    values = options.values
+    if options.target:
+        raise ConfigError(
+            f"mooncake:{options.target}: it has no target; give mooncake:master=HOST:PORT"
+        )
+    if "size" in values:
+        raise ConfigError(
+            f"mooncake: size={values['size']}: the cluster's stores decide how much it holds;"
+            " leave it out, or give segment=SIZE to let this node contribute"
+        )
+    if unknown := sorted(values.keys() - set(_KEYS)):
+        raise ConfigError(f"mooncake: {unknown[0]} is none of {', '.join(_KEYS)}")
+    protocol = values.get("protocol", "tcp")
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"mooncake: protocol={protocol} is none of {', '.join(PROTOCOLS)}")
+    if "devices" in values and protocol != "rdma":
+        raise ConfigError(
+            f"mooncake: devices={values['devices']} needs protocol=rdma; without it leave it out"
+        )
+    return Places(
+        master=_master(values.get("master", "")),
+        metadata=values.get("metadata", NO_METADATA_SERVER),
+        protocol=protocol,
+        devices=values.get("devices", ""),
+        segment_bytes=_segment(values.get("segment", "0")),
+        host=values.get("host", ""),
+    )
+
+
+def _master(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(
+            f"mooncake: master={text}: it needs HOST:PORT of mooncake_master,"
+            " such as master=10.0.0.1:50051"
+        )
+    return host, int(port)
+
+
+def _segment(text: str) -> int:
+    try:
+        return parse_size(text)
+    except SizeError as error:
+        raise ConfigError(f"mooncake: segment={text}: {error}") from error
 
 
 def check_installed() -> None:

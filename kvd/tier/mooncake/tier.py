@@ -1,26 +1,26 @@
 """Chunks as objects of Mooncake Store.
 
 An object is the length of the head, the head in room of fixed size, and the shares, which travel
-straight between the pool and the cluster. Its name is a hash over namespace, epoch, sizes and key:
+straight between the pool and the cluster. Its name is a hash over the space's id, sizes and key:
 two nodes find each other's chunks only where bytes mean the same, and nobody learns a key from it.
 A name that is taken stays as it is: what has the same name is the same chunk.
 
-The epoch of a namespace is kept in the cluster, in an object of its own that is never evicted: a
-node that remembers none joins the newest. A node that was reset thereby never meets again what was
-stored before, though it may have forgotten its own reset.
+The salt of a namespace is kept in the cluster, in an object of its own that is never evicted: a
+node that knows of none joins those that share it. A node that was reset thereby never meets again
+what was stored before, though it may have forgotten its own reset.
 """
 
 import hashlib
+import secrets
 import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import ClassVar, Self
 
 from kvd.errors import TierError
-from kvd.tier.contract import Capacity, Chunk, Options, Space, Tier
+from kvd.tier.contract import Capacity, Chunk, Options, Outcome, Space, Tier
 from kvd.tier.mooncake.client import (
     BAD_LENGTH,
     DONE,
@@ -33,13 +33,12 @@ from kvd.tier.mooncake.client import (
     check_installed,
     only_code,
     package_version,
+    parse_places,
     piece_bytes,
 )
-from kvd.tier.mooncake.places import parse_places
-from kvd.wire.tiering import Outcome, new_epoch
 
 _LENGTH = struct.Struct("<I")
-_EPOCH = struct.Struct("<Q")
+_SALT_BYTES = 8
 _PUTS = {DONE: Outcome.OK, NO_ROOM: Outcome.FULL}
 _GETS = {
     NOT_FOUND: Outcome.ABSENT,
@@ -64,8 +63,8 @@ class MooncakeTier(Tier):
         self._client = client
         self.described = described
         self._lock = threading.Lock()
-        self._epochs: dict[bytes, int] = {}  # of namespaces in use
-        self._reminded: dict[bytes, float] = {}
+        self._salts: dict[bytes, bytes] = {}  # of namespaces in use
+        self._reminded = time.monotonic()
 
     @classmethod
     def check(cls, options: Options) -> None:
@@ -88,8 +87,7 @@ class MooncakeTier(Tier):
         """See Tier."""
         if not chunks or time.monotonic() > deadline:
             return [Outcome.LATE] * len(chunks)
-        for space in {chunk.space.id: chunk.space for chunk in chunks}.values():
-            self._remind(space)
+        self._remind()
         with self._heads(chunks) as (memory, address, begins):
             for chunk, begin in zip(chunks, begins, strict=True):
                 _LENGTH.pack_into(memory, begin, len(chunk.head))
@@ -137,42 +135,45 @@ class MooncakeTier(Tier):
         if keys:
             self._client.remove([name_of(space, key) for key in keys])
 
-    def begin(self, space: Space) -> Space:
-        """See Tier. What the cluster keeps of other epochs is evicted in time."""
-        name = _epoch_name(space)
+    def salt(self, namespace: bytes) -> bytes:
+        """The salt of the namespace in the cluster, or a new one that it knows from now on."""
         with self._lock:
-            before = self._epochs.get(space.id)
-        epoch = space.epoch
-        if not epoch:
-            epoch = before or self._join(name)
-        elif epoch != before:
-            # The namespace was in use: it is reset now, and who comes next is to know of it.
-            self._client.write_word(name, _EPOCH.pack(epoch), replace=before is not None)
-        with self._lock:
-            self._epochs[space.id] = epoch
-            self._reminded[space.id] = time.monotonic()
-        return replace(space, epoch=epoch)
-
-    def _join(self, name: str) -> int:
-        """The epoch that the cluster knows, or a new one that it knows from now on."""
+            used = self._salts.get(namespace)
+        if used is not None:
+            return used
+        name, drawn = _salt_name(namespace), b""
         for _ in range(_TRIES):
             if (word := self._client.read_word(name)) is not None:
-                (epoch,) = _EPOCH.unpack(word)
-                return int(epoch)
-            drawn = new_epoch()
-            self._client.write_word(name, _EPOCH.pack(drawn), replace=False)
+                return word
+            drawn = drawn or secrets.token_bytes(_SALT_BYTES)
+            self._client.write_word(name, drawn, replace=False)
             time.sleep(_TRY_SECONDS)  # another may have been first: what it wrote holds
-        raise TierError("the epoch of a namespace is being written and does not come")
+        raise TierError("the salt of a namespace is being written and does not come")
 
-    def _remind(self, space: Space) -> None:
-        """Write the epoch again where it was lost with the store that held it."""
+    def note_salt(self, namespace: bytes, salt: bytes) -> bytes:
+        """See Tier. What the cluster keeps under other salts is evicted in time."""
+        with self._lock:
+            before = self._salts.get(namespace)
+        if before != salt:
+            # Where the namespace was in use it is reset now, and who comes next is to know of it.
+            self._client.write_word(_salt_name(namespace), salt, replace=before is not None)
+        with self._lock:
+            self._salts[namespace] = salt
+        return b""
+
+    def begin(self, space: Space) -> None:
+        """See Tier."""
+
+    def _remind(self) -> None:
+        """Write salts again where they were lost with the store that held them."""
         now = time.monotonic()
         with self._lock:
-            epoch = self._epochs.get(space.id)
-            if epoch is None or now < self._reminded[space.id] + _REMIND_SECONDS:
+            if now < self._reminded + _REMIND_SECONDS:
                 return
-            self._reminded[space.id] = now
-        self._client.write_word(_epoch_name(space), _EPOCH.pack(epoch), replace=False)
+            self._reminded = now
+            salts = self._salts.copy()
+        for namespace, salt in salts.items():
+            self._client.write_word(_salt_name(namespace), salt, replace=False)
 
     def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:  # noqa: ARG002  # nobody knows
         """See Tier."""
@@ -206,18 +207,18 @@ class MooncakeTier(Tier):
             raise TierError(f"{self._client.master_text}, or its stores: all failed (code {code})")
 
     def __repr__(self) -> str:
-        return f"<MooncakeTier {self.described}, {len(self._epochs)} namespaces>"
+        return f"<MooncakeTier {self.described}, {len(self._salts)} namespaces>"
 
 
 def name_of(space: Space, key: bytes) -> str:
     """The name of a chunk's object: 64 hexadecimal digits."""
-    sizes = (space.epoch, space.head_bytes, *space.share_bytes)
+    sizes = (space.head_bytes, *space.share_bytes)
     said = struct.pack(f"<16sQ{len(sizes)}Q", space.id, len(sizes), *sizes) + key
     return hashlib.blake2b(said, digest_size=32, person=b"kvd chunk").hexdigest()
 
 
-def _epoch_name(space: Space) -> str:
-    return hashlib.blake2b(space.id, digest_size=32, person=b"kvd epoch").hexdigest()
+def _salt_name(namespace: bytes) -> str:
+    return hashlib.blake2b(namespace, digest_size=32, person=b"kvd salt").hexdigest()
 
 
 def _objects(

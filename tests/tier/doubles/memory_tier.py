@@ -10,20 +10,18 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeAlias
 
 from kvd.errors import ConfigError, TierError
-from kvd.tier.contract import Capacity, Chunk, Options, Space, Tier
-from kvd.wire.tiering import Outcome
+from kvd.tier.contract import Capacity, Chunk, Options, Outcome, Space, Tier
 from kvd_proto.errors import SizeError
 from kvd_proto.sizes import parse_size
 
 _RATES = ("lose", "corrupt", "fail")
 _PAUSE = 0.002
 _PIECE = 1024  # chunks of a piece of a scan
-_Place: TypeAlias = tuple[bytes, bytes]  # namespace id and key
+_Place: TypeAlias = tuple[bytes, bytes]  # id of the space, and key
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    epoch: int
     coverage: tuple[int, int, int]
     head: bytes
     shares: tuple[bytes, ...]
@@ -50,11 +48,11 @@ class MemoryTier(Tier):
         self._lose, self._corrupt, self._fail = (rates[name] for name in _RATES)
         self._delay = _number(options, "delay", most=60.0)
         self._hang = Path(options.values["hang"]) if "hang" in options.values else None
-        self._random = random.Random(0)  # noqa: S311  # what goes wrong is no secret
+        self._random = random.Random(0)  # what goes wrong is no secret
         self._lock = threading.Lock()
         self._kept: OrderedDict[_Place, _Kept] = OrderedDict()
         self._used = 0
-        self._epochs: dict[bytes, int] = {}
+        self._begun: set[bytes] = set()
         self._gone: dict[bytes, list[bytes]] = {}
         self.described = f"a test double in memory, at most {self._size} bytes; keeps nothing"
 
@@ -81,11 +79,11 @@ class MemoryTier(Tier):
 
     def _put(self, chunk: Chunk) -> Outcome:
         shares = tuple(bytes(share) for share in chunk.shares)
-        kept = _Kept(chunk.space.epoch, chunk.coverage, chunk.head, shares)
+        kept = _Kept(chunk.coverage, chunk.head, shares)
         if kept.nbytes > self._size:
             return Outcome.FULL
         with self._lock:
-            if self._epochs.get(chunk.space.id) != kept.epoch:
+            if chunk.space.id not in self._begun:
                 return Outcome.FAILED
             if self._happens(self._lose):
                 return Outcome.OK
@@ -107,7 +105,7 @@ class MemoryTier(Tier):
 
     def _get(self, chunk: Chunk) -> Outcome:
         with self._lock:
-            kept = self._find(chunk.space, chunk.key)
+            kept = self._kept.get((chunk.space.id, chunk.key))
             turned = self._happens(self._corrupt)
         if kept is None:
             return Outcome.ABSENT
@@ -122,29 +120,27 @@ class MemoryTier(Tier):
         """See Tier."""
         late = self._hold_up(deadline)
         with self._lock:
-            return [not late and self._find(space, key) is not None for key in keys]
+            return [not late and (space.id, key) in self._kept for key in keys]
 
     def remove(self, space: Space, keys: Sequence[bytes]) -> None:
         """See Tier."""
         self._hang_while_asked()
         with self._lock:
             for key in keys:
-                if self._find(space, key) is not None:
-                    self._drop((space.id, key))
+                self._drop((space.id, key))
 
-    def begin(self, space: Space) -> Space:
+    def begin(self, space: Space) -> None:
         """See Tier."""
         self._hang_while_asked()
         with self._lock:
-            epoch = space.epoch or self._epochs.get(space.id, 0)
-            self._epochs[space.id] = epoch
-            for place in [
-                place
-                for place, kept in self._kept.items()
-                if place[0] == space.id and kept.epoch != epoch
-            ]:
+            self._begun.add(space.id)
+
+    def drop_space(self, space: Space) -> None:
+        """See Tier."""
+        with self._lock:
+            self._begun.discard(space.id)
+            for place in [place for place in self._kept if place[0] == space.id]:
                 self._drop(place)
-        return Space(space.id, epoch, space.share_bytes, space.head_bytes)
 
     def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
         """See Tier."""
@@ -153,7 +149,7 @@ class MemoryTier(Tier):
         for at in range(0, len(keys), _PIECE):
             self._hang_while_asked()
             with self._lock:
-                found = [(key, self._find(space, key)) for key in keys[at : at + _PIECE]]
+                found = [(key, self._kept.get((space.id, key))) for key in keys[at : at + _PIECE]]
             yield [(key, kept.coverage) for key, kept in found if kept is not None]
 
     def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
@@ -185,10 +181,6 @@ class MemoryTier(Tier):
 
     def _happens(self, rate: float) -> bool:
         return rate > 0 and self._random.random() < rate
-
-    def _find(self, space: Space, key: bytes) -> _Kept | None:
-        kept = self._kept.get((space.id, key))
-        return kept if kept is not None and kept.epoch == space.epoch else None
 
     def _drop(self, place: _Place) -> None:
         if (kept := self._kept.pop(place, None)) is not None:

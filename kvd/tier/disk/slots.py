@@ -12,16 +12,16 @@ that slab goes as a whole, so that no model's chunks outlive their use because t
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
-from kvd.errors import IntegrityError
-from kvd.tier.disk import records
-from kvd.tier.disk.records import Record
-from kvd.tier.disk.slabs import BUSY, DOOMED, FREE, HELD, MAX_SLOTS, Slab
+from kvd.tier.disk.slabs import BUSY, DOOMED, FREE, HELD, MAX_SLOTS, Record, Slab
 
 _MOST_SPARED = 4096  # chunks that were asked for, by one call: it holds the lock
-Taken = tuple[Slab, int]
+Places: TypeAlias = dict[bytes, int]
+"""The places of keys."""
+Taken: TypeAlias = tuple[Slab, int]
 """A slot that is taken: a slab, which may be dropped meanwhile, and a slot of it."""
 
 
@@ -33,21 +33,6 @@ def place_of(slab: int, slot: int) -> int:
 def split(place: int) -> tuple[int, int]:
     """Return slab and slot of a place."""
     return divmod(place, MAX_SLOTS)
-
-
-@dataclass(slots=True)
-class Held:
-    """The chunks of one namespace.
-
-    Attributes:
-        name: its id.
-        epoch: that counts.
-        places: of each key.
-    """
-
-    name: bytes
-    epoch: int
-    places: dict[bytes, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -94,17 +79,19 @@ class _Ring:
         self.free = deque(place for place in self.free if split(place)[0] != slab.number)
 
 
-class Space:
+class Slots:
     """All slabs, and what is in them. Its owner takes one lock around each call.
 
     Attributes:
         slabs: by number.
-        held: namespaces by number.
+        held: chunks by the id of their space; of a space that was not begun there are none.
         sequence: of the latest put or get.
         nbytes: of the files of all slabs.
     """
 
-    def __init__(self, slabs: Sequence[Slab] = (), held: Mapping[int, Held] | None = None) -> None:
+    def __init__(
+        self, slabs: Sequence[Slab] = (), held: Mapping[bytes, Places] | None = None
+    ) -> None:
         self.slabs = {slab.number: slab for slab in slabs}
         self.held = dict(held or {})
         self.nbytes = sum(slab.nbytes for slab in slabs)
@@ -119,9 +106,8 @@ class Space:
             ring.free.extend((place_of(slab.number, 0) + np.flatnonzero(states == FREE)).tolist())
         for ring in self._rings.values():
             latest = max(ring.slabs, key=lambda slab: slab.used)
-            raw = np.frombuffer(latest.mirror, records.RECORD)
-            slots = np.frombuffer(latest.states, "u1") == HELD
-            slot = int(np.argmax(np.where(slots, raw["sequence"], 0)))
+            is_held = np.frombuffer(latest.states, "u1") == HELD
+            slot = int(np.argmax(np.where(is_held, latest.records["sequence"], 0)))
             ring.set_hand(place_of(latest.number, slot))
 
     # ------------------------------------------------------------ how full
@@ -132,7 +118,7 @@ class Space:
         return sum(n for n, _ in pairs), sum(n * nbytes for n, nbytes in pairs)
 
     def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
-        """Namespaces and keys of what went by itself since the last call."""
+        """Ids of spaces and keys of what went by itself since the last call."""
         gone, self._gone = self._gone, {}
         return list(gone.items())
 
@@ -181,7 +167,7 @@ class Space:
             slab = ring.slabs[(ring.slab + turn) % len(ring.slabs)]
             at = slab.states.find(HELD, slot)
             if at >= 0:
-                return records.read(slab.mirror, at).sequence
+                return slab.record(at).sequence
             slot = 0
         return None
 
@@ -244,17 +230,17 @@ class Space:
         """A slot that was taken holds a chunk, whose record is written.
 
         Returns:
-            The slot that held the same key before, as `remove` does.
+            The slot that held the same key before, as `remove` does; or this one, where the space
+            was dropped meanwhile.
         """
+        places = self.held.get(record.space)
+        if places is None and slab.number in self.slabs:
+            return slab, slot
         slab.pins -= 1
-        if slab.number not in self.slabs:
+        if places is None or slab.number not in self.slabs:
             return None
-        held, place = self.held[record.number], place_of(slab.number, slot)
-        if held.epoch != record.epoch:
-            self._set_free(slab, slot)
-            return None
-        before = self.remove(record.number, record.key)
-        held.places[record.key] = place
+        before = self.remove(record.space, record.key)
+        places[record.key] = place_of(slab.number, slot)
         slab.states[slot] = HELD
         slab.used = max(slab.used, record.sequence)
         return before
@@ -267,19 +253,19 @@ class Space:
 
     # ------------------------------------------------------------ chunks
 
-    def find(self, number: int, key: bytes) -> tuple[Slab, int, Record] | None:
+    def find(self, space: bytes, key: bytes) -> tuple[Slab, int, Record] | None:
         """Where a chunk lies, and its record."""
-        place = self.held[number].places.get(key)
+        place = self.held.get(space, {}).get(key)
         if place is None:
             return None
         at, slot = split(place)
         slab = self.slabs[at]
-        return slab, slot, records.read(slab.mirror, slot)
+        return slab, slot, slab.record(slot)
 
     def holds(self, slab: Slab, slot: int, record: Record) -> bool:
         """Whether a chunk lies in this slot, and not elsewhere or nowhere."""
         place = place_of(slab.number, slot)
-        return self.held[record.number].places.get(record.key) == place
+        return self.held.get(record.space, {}).get(record.key) == place
 
     def pin(self, slab: Slab, slot: int) -> None:
         """A held slot is about to be read, and was asked for: nobody writes there meanwhile."""
@@ -311,87 +297,46 @@ class Space:
             self._forget(slab, slot)
             slab.states[slot] = DOOMED
 
-    def remove(self, number: int, key: bytes) -> Taken | None:
+    def remove(self, space: bytes, key: bytes) -> Taken | None:
         """Drop a chunk.
 
         Returns:
             Its slot, taken: its record is to be erased, then it is `not_written`. None where it is
             not there, or still read.
         """
-        place = self.held[number].places.pop(key, None)
-        if place is None:
-            return None
-        if place in self._readers:
-            at, slot = split(place)
-            self.slabs[at].states[slot] = DOOMED
-            return None
-        return self._take(place)
+        place = self.held.get(space, {}).pop(key, None)
+        return None if place is None else self._release(place)
 
-    def begin(self, number: int, name: bytes, epoch: int) -> list[int]:
-        """A namespace is used with this epoch: what it has of another one counts no more.
+    def drop_space(self, space: bytes) -> list[int]:
+        """Drop all chunks of a space; their places, to be freed by `release`, piece by piece."""
+        return sorted(self.held.pop(space, {}).values())
 
-        Returns:
-            The places of that, to be freed by `release`, piece by piece.
-        """
-        before = self.held.get(number)
-        if before is not None and before.epoch == epoch:
-            return []
-        self.held[number] = Held(name, epoch)
-        return sorted(before.places.values()) if before else []
-
-    def release(self, places: Sequence[int]) -> None:
-        """Free slots whose records count no more, where nobody has taken them yet."""
+    def release(self, places: Sequence[int]) -> list[Taken | None]:
+        """Take slots whose space was dropped, as `remove` does, where they were not taken yet."""
+        taken: list[Taken | None] = []
         for place in places:
             at, slot = split(place)
             slab = self.slabs.get(at)
-            if slab is None or slab.states[slot] != HELD:
-                continue
-            number, key = records.owner(slab.mirror, slot)
-            if self.held[number].places.get(key) == place:
-                continue
-            if place in self._readers:
-                slab.states[slot] = DOOMED
-            else:
-                self._set_free(slab, slot)
+            if slab is not None and slab.states[slot] == HELD:
+                space, key = slab.owner(slot)
+                if self.held.get(space, {}).get(key) != place:
+                    taken.append(self._release(place))
+        return taken
+
+    def _release(self, place: int) -> Taken | None:
+        if place not in self._readers:
+            return self._take(place)
+        at, slot = split(place)
+        self.slabs[at].states[slot] = DOOMED
+        return None
 
     def _set_free(self, slab: Slab, slot: int) -> None:
         slab.states[slot] = FREE
         self._rings[slab.slot_bytes].free.append(place_of(slab.number, slot))
 
     def _forget(self, slab: Slab, slot: int) -> None:
-        number, key = records.owner(slab.mirror, slot)
-        held = self.held[number]
-        if held.places.get(key) == place_of(slab.number, slot):  # else of an epoch before
-            del held.places[key]
-            self._gone.setdefault(held.name, []).append(key)
-
-    # ------------------------------------------------------------ invariants
-
-    def check_integrity(self) -> None:
-        """Raise IntegrityError where chunks, slots and rings do not agree."""
-        places = [place for held in self.held.values() for place in held.places.values()]
-        states = {
-            place_of(slab.number, slot): state
-            for slab in self.slabs.values()
-            for slot, state in enumerate(slab.states)
-        }
-        if self.nbytes != sum(slab.nbytes for slab in self.slabs.values()):
-            raise IntegrityError(f"{self.nbytes} bytes are not those of the slabs")
-        if sorted(places) != [place for place, state in sorted(states.items()) if state == HELD]:
-            raise IntegrityError("the places of chunks are not the held slots")
-        for number, held in self.held.items():
-            for key, place in held.places.items():
-                at, slot = split(place)
-                if records.owner(self.slabs[at].mirror, slot) != (number, key):
-                    raise IntegrityError(f"slot {slot} of slab {at} holds another chunk")
-        free = sorted(place for ring in self._rings.values() for place in ring.free)
-        if free != [place for place, state in sorted(states.items()) if state == FREE]:
-            raise IntegrityError("the free places are not the free slots")
-        for slab in self.slabs.values():
-            readers = sum(n for place, n in self._readers.items() if split(place)[0] == slab.number)
-            if slab.pins != readers + slab.states.count(BUSY):
-                raise IntegrityError(f"{slab!r} has {slab.pins} pins, {readers} readers")
-
-    def __repr__(self) -> str:
-        chunks, nbytes = self.used()
-        return f"<Space {len(self.slabs)} slabs, {chunks} chunks in {nbytes} bytes>"
+        space, key = slab.owner(slot)
+        places = self.held.get(space, {})
+        if places.get(key) == place_of(slab.number, slot):  # else of a space that was dropped
+            del places[key]
+            self._gone.setdefault(space, []).append(key)

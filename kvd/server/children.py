@@ -1,0 +1,316 @@
+"""The broker's child processes: lanes, tiers, HTTP.
+
+What they have in common is `kvd.server.child.Child`. Messages and ends go to the broker's
+decisions, which say what is sent to whom and who is killed.
+"""
+
+import itertools
+import logging
+import os
+import select
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from pathlib import Path
+
+from kvd.broker.broker import Broker
+from kvd.broker.child import ChildState
+from kvd.broker.effects import Effect, ToTier
+from kvd.config.values import Listen, parse_listen
+from kvd.server.child import Child, end_all
+from kvd.server.memory import PoolMemory
+from kvd.wire.link import LINK, BeginLane, LaneReady, StopLane, lane_socket
+from kvd.wire.listener import Listener, bind_tcp
+from kvd.wire.tiering import TIERING, BeginTier, TierReady
+from kvd_proto.channel import close_all
+from kvd_proto.messages import Message
+
+log = logging.getLogger("kvd.daemon")
+CarryOut = Callable[[list[Effect]], None]
+_PAUSE_SECONDS = 0.25
+_TIER_END_SECONDS = 2.0
+_TIER_TURN_SECONDS = 0.002  # of a tier's messages: those of a scan have a thousand keys each
+_HTTP_AFTER_SECONDS = 2.0
+_HTTP_SILENT_SECONDS = 30.0
+
+
+class LaneProcess(Child):
+    """The process of one device's lane.
+
+    Attributes:
+        lifeline: a descriptor that reads end of file once nothing of the lane moves bytes.
+        socket: where it serves workers; None until it has been told what to serve.
+    """
+
+    lifeline = -1
+    socket: Path | None = None
+
+    def reap(self, now: float) -> str:
+        """Also close its lifeline and remove its socket."""
+        if self.socket is not None:
+            self.socket.unlink(missing_ok=True)
+            self.socket = None
+        if self.lifeline >= 0:
+            os.close(self.lifeline)
+            self.lifeline = -1
+        return super().reap(now)
+
+
+class Lanes:
+    """One process for each device that is to be served, by device in `processes`.
+
+    A process may run before there is a pool; what it is to do it is told when there is one. Each
+    that is told is another incarnation: a number that no lane of this daemon has had yet.
+    """
+
+    def __init__(
+        self, runtime_dir: Path, core: Broker, poller: select.epoll, carry_out: CarryOut
+    ) -> None:
+        self._runtime_dir = runtime_dir
+        self._core = core
+        self._poller = poller
+        self._carry_out = carry_out
+        self._incarnations = itertools.count(1)
+        self._pin_lock = os.memfd_create("kvd-pin-lock", os.MFD_CLOEXEC)
+        self.processes: dict[str, LaneProcess] = {}
+
+    @property
+    def running(self) -> bool:
+        """Whether a process has not been reaped."""
+        return any(process.running for process in self.processes.values())
+
+    def add(self, device: str) -> LaneProcess:
+        """Serve a device."""
+        process = self.processes[device] = LaneProcess(
+            "kvd.lane",
+            f"lane {device}",
+            {"lane": device},
+            self._poller,
+            decode=LINK.decode,
+            on_message=partial(self._received, device),
+            on_end=lambda why, _: self._carry_out(self._core.supervision.lost(device, why)),
+        )
+        return process
+
+    def start_due(self, pool: PoolMemory, now: float) -> None:
+        """Start every process that does not run and whose pause is over; say what it serves."""
+        for device, process in self.processes.items():
+            if process.due(now):
+                process.start(now)
+            if process.running and process.socket is None:
+                self._begin(device, process, pool)
+
+    def _begin(self, device: str, process: LaneProcess, pool: PoolMemory) -> None:
+        number, state = next(self._incarnations), self._core.state
+        process.socket = self._runtime_dir / lane_socket(device, number, state.boot_id)
+        begin = BeginLane(
+            device=device,
+            incarnation=number,
+            endpoint=f"ipc://{process.socket}",
+            pool_bytes=pool.nbytes,
+            max_queued_jobs=state.settings.max_queued_jobs,
+            max_queued_bytes=state.settings.queued_bytes,
+            log_level=state.settings.log_level,
+            log_style=state.settings.log_format,
+        )
+        process.send(LINK.encode(begin), [pool.fd, self._pin_lock])
+
+    def turn(self, ready: dict[int, int], now: float) -> None:
+        """Read what lanes have sent, and notice those that have ended."""
+        for process in list(self.processes.values()):
+            process.turn(ready, now)
+
+    def _received(self, device: str, message: Message, fds: tuple[int, ...], now: float) -> None:
+        if isinstance(message, LaneReady) and fds:
+            process = self.processes[device]
+            process.lifeline, process.served = fds[0], True
+            fds = fds[1:]
+        close_all(fds)
+        self._carry_out(self._core.supervision.received(device, message, now))
+
+    def send(self, device: str, message: Message, fds: Sequence[int]) -> None:
+        """Send an order to a lane; one that does not read is killed."""
+        process = self.processes[device]
+        if process.socket is not None:
+            process.send(LINK.encode(message), fds)
+        elif isinstance(message, StopLane):
+            process.kill()
+
+    def close(self) -> None:
+        """End all without asking."""
+        end_all(self.processes.values())
+        os.close(self._pin_lock)
+
+
+class TierProcesses:
+    """One process for each tier, in order.
+
+    The broker never waits for one. One that does not read its orders is killed; one that has been
+    killed and does not die, because its medium hangs, is left alone: the next is started when it
+    has.
+    """
+
+    def __init__(self, core: Broker, poller: select.epoll, carry_out: CarryOut) -> None:
+        self._core = core
+        self._carry_out = carry_out
+        self._children = [
+            Child(
+                "kvd.tier",
+                f"tier {tier.name}",
+                {"tier": tier.name},
+                poller,
+                decode=TIERING.decode,
+                on_message=partial(self._received, tier.index),
+                on_end=partial(self._ended, tier.index),
+                pause=_PAUSE_SECONDS,
+                turn_seconds=_TIER_TURN_SECONDS,
+            )
+            for tier in core.state.tiers
+        ]
+
+    def patience(self, now: float) -> float:
+        """Seconds until something is due, as far as nothing arrives."""
+        unread = any(child.unread for child in self._children)
+        return 0.0 if unread else self._core.tiering.due(now)
+
+    def start_due(self, pool: PoolMemory, now: float) -> None:
+        """Start every process that does not run and whose pause is over; say what it is."""
+        settings = self._core.state.settings
+        for index, child in enumerate(self._children):
+            if not child.due(now) or not child.start(now):
+                continue
+            self._core.tiering.begun(index, child.pid, now)
+            begin = BeginTier(
+                index=index,
+                setting=self._core.state.tiers[index].setting.text,
+                pool_bytes=pool.nbytes,
+                log_level=settings.log_level,
+                log_style=settings.log_format,
+            )
+            child.send(TIERING.encode(begin), [pool.fd])
+
+    def turn(self, ready: dict[int, int], now: float) -> None:
+        """Read what tiers have sent, notice those that have ended, do what is due."""
+        for child in self._children:
+            child.turn(ready, now)
+        self._carry_out(self._core.tiering.turn(now))
+
+    def _received(self, index: int, message: Message, fds: tuple[int, ...], now: float) -> None:
+        close_all(fds)
+        self._children[index].served |= isinstance(message, TierReady)
+        self._carry_out(self._core.tiering.received(index, message, now))
+
+    def _ended(self, index: int, why: str, now: float) -> None:
+        if not self._core.state.stopping:
+            self._carry_out(self._core.tiering.lost(index, why, now))
+
+    def send(self, effect: ToTier, fds: Sequence[int]) -> None:
+        """Write to a tier."""
+        self._children[effect.tier].send(TIERING.encode(effect.message), fds)
+
+    def kill(self, index: int, why: str, *, wrong: bool) -> None:
+        """End a process without asking; after one that was wrong the next comes later each time."""
+        self._children[index].served &= not wrong
+        self._children[index].kill(why)
+
+    def close(self) -> None:
+        """End all, those that were told to stop after a moment, and wait for none that hangs."""
+        end_all(self._children, _TIER_END_SECONDS, _TIER_END_SECONDS)
+
+
+class HttpProcess:
+    """HTTP's addresses, which the broker binds and keeps, and the process that serves them.
+
+    The process inherits the addresses, so that its end loses none: clients that connect meanwhile
+    wait in the kernel's queue for the next one. A thread would share the interpreter's lock with
+    the broker's loop. It starts two seconds after the broker, or with the first connection, and
+    sends a message every five seconds.
+
+    Args:
+        runtime_dir: the directory of the daemon.
+        unix_path: the Unix socket, which is always there.
+        listen: the setting `http_listen`. With ``off`` the process starts only
+            with the first connection to the Unix socket.
+
+    Raises:
+        ConfigError: an address cannot be had; names it and the remedy.
+    """
+
+    def __init__(
+        self, runtime_dir: Path, unix_path: Path, listen: str, poller: select.epoll
+    ) -> None:
+        self._runtime_dir = runtime_dir
+        address = parse_listen(listen)
+        self._host = address.host if address is not None else ""
+        self._tcp = bind_tcp(address) if address is not None else None
+        self._unix = Listener(unix_path)
+        self._poller = poller
+        self._state = ChildState()
+        self._child = Child(
+            "kvd.report",
+            "the HTTP process",
+            {},
+            poller,
+            decode=lambda frame: (None, frame),
+            on_message=self._heard,
+            on_end=lambda why, _: log.warning("the HTTP process has ended: %s", why),
+            pause=_PAUSE_SECONDS,
+        )
+        self._eager_at: float | None = None
+        self._watched: list[int] = []
+        if self._tcp is not None:
+            host, port = self._tcp.getsockname()[:2]
+            bound = Listen(host, port)
+            log.info("HTTP on http://%s", bound)
+            if bound.everywhere:
+                log.warning(
+                    "http_listen = %s: everybody who reaches this machine reads the daemon's"
+                    " state, without a password; 127.0.0.1 is for this machine alone",
+                    listen,
+                )
+
+    @property
+    def pid(self) -> int:
+        """The pid of the process that serves now; -1 where none does."""
+        return self._child.pid
+
+    def turn(self, ready: dict[int, int], now: float) -> None:
+        """Start the process, watch it, start it again."""
+        if self._eager_at is None:
+            self._eager_at = now + _HTTP_AFTER_SECONDS
+        if self._child.running:
+            self._child.turn(ready, now)
+            if why := self._state.check(now, _HTTP_SILENT_SECONDS):
+                self._child.kill(why)
+        elif self._child.due(now):
+            asked = any(fd in ready for fd in self._watched)
+            if asked or (self._tcp is not None and now >= self._eager_at):
+                self._start(now)
+            elif not self._watched:
+                self._watched = [s.fileno() for s in (self._tcp, self._unix) if s is not None]
+                for fd in self._watched:
+                    self._poller.register(fd, select.EPOLLIN)
+
+    def _start(self, now: float) -> None:
+        for fd in self._watched:
+            self._poller.unregister(fd)
+        self._watched = []
+        fds = [self._unix.fileno()]
+        arguments = ["--runtime-dir", str(self._runtime_dir), "--unix-fd", str(fds[0])]
+        if self._tcp is not None:
+            fds.append(self._tcp.fileno())
+            arguments += ["--tcp-fd", str(self._tcp.fileno()), "--host", self._host]
+        self._state.started(now)
+        self._child.start(now, [*arguments, "--link-fd"], fds)
+
+    def _heard(self, _message: bytes, fds: Iterable[int], now: float) -> None:
+        close_all(tuple(fds))
+        self._child.served = True
+        self._state.heard(now)
+        self._state.expect(now)  # the next one
+
+    def close(self) -> None:
+        """End the process and give the addresses back."""
+        end_all([self._child])
+        self._unix.close()
+        if self._tcp is not None:
+            self._tcp.close()

@@ -1,0 +1,364 @@
+"""The directory of a disk tier: what an operator wrote of it, whose it is, which salts it keeps.
+
+``disk:/DIRECTORY,size=500GiB[,floor=16GiB][,threads=4]``. It holds a file ``kvd-disk``, which says
+what it is, the table of salts, and the slabs. One process at a time: an flock on the directory,
+which the kernel drops with the process.
+
+A directory without that file becomes a tier's only where it is empty. Files of others that come
+into it later are left alone.
+"""
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import os
+import re
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from zlib import crc32
+
+from kvd.errors import ConfigError, TierError
+from kvd.machine.files import danger
+from kvd.machine.room import Shortage, written_size
+from kvd.tier.contract import Options
+from kvd_proto.errors import SizeError
+from kvd_proto.sizes import format_size, parse_size
+
+THREADS = 4
+MAX_THREADS = 64
+_KNOWN = ("size", "floor", "threads")
+_FLOOR_PART = 20  # 5 %
+_MOST_FLOOR = 32 * 2**30
+MARK = "kvd-disk"
+_TEXT = b"kvd disk tier, version 2\n"
+_MARK_BYTES = 4096  # a block
+_MODE = 0o700
+_SLAB = re.compile(r"(\d{6})(?:\.slab|\.index|\.slab\.new)")
+_ASIDE = ".damaged"
+_OF_THE_FILE_SYSTEM = {"lost+found"}  # of ext4, at a mount
+SALTS = "salts"
+MOST_SALTS = 1024
+SALTS_BYTES = 2 * 60 * 1024
+"""Of `MOST_SALTS` salts: the file, and the new one beside it while it is written."""
+_SALTS_VERSION = 1
+_OTHERS = {MARK, SALTS, f"{SALTS}.new"}
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskOptions:
+    """The options of one disk tier.
+
+    Attributes:
+        directory: absolute.
+        size: bytes of all files.
+        floor: bytes that the file system keeps free; None: 5 % of it, at most 32 GiB.
+        threads: batches at a time.
+    """
+
+    directory: Path
+    size: int
+    floor: int | None
+    threads: int
+
+    @classmethod
+    def parse(cls, options: Options) -> "DiskOptions":
+        """Read what the operator wrote.
+
+        Raises:
+            ConfigError: it names key, value and remedy.
+        """
+        if not options.target.startswith("/"):
+            raise ConfigError(
+                f"disk:{options.target}: give an absolute directory, such as disk:/var/lib/kvd"
+            )
+        directory = Path(os.path.normpath(options.target))
+        for key in options.values:
+            if key not in _KNOWN:
+                raise ConfigError(
+                    f"disk:{directory}: {key} is no option of a disk; there are {', '.join(_KNOWN)}"
+                )
+        if "size" not in options.values:
+            raise ConfigError(f"disk:{directory} needs a size, such as size=500GiB")
+        size = _size(directory, "size", options.values["size"])
+        if not size:
+            raise ConfigError(f"disk:{directory}: size=0 keeps nothing; give one, or no tier")
+        floor = options.values.get("floor")
+        return cls(
+            directory,
+            size,
+            None if floor is None else _size(directory, "floor", floor),
+            _threads(directory, options.values.get("threads", str(THREADS))),
+        )
+
+    def floor_of(self, filesystem_bytes: int) -> int:
+        """Return the bytes that a file system of this size keeps free."""
+        if self.floor is not None:
+            return self.floor
+        return min(filesystem_bytes // _FLOOR_PART, _MOST_FLOOR)
+
+    def shortage(self, filesystem_bytes: int, free: int, held: int) -> Shortage | None:
+        """Return why the file system has less room than `size`; None where it has enough.
+
+        Args:
+            filesystem_bytes: all of it.
+            free: bytes that are free.
+            held: bytes that the tier's files take already.
+        """
+        floor = self.floor_of(filesystem_bytes)
+        largest = max(0, free + held - floor)
+        if self.size <= largest:
+            return None
+        return Shortage(
+            f"its size of {format_size(self.size)} cannot be reached: of the file system's"
+            f" {format_size(filesystem_bytes)}, {format_size(free)} are free and"
+            f" {format_size(held)} the tier's own, of which {format_size(floor)} are left to others"
+            " (floor)",
+            f"give size={written_size(largest)} at most, or make room",
+        )
+
+
+def _size(directory: Path, key: str, value: str) -> int:
+    try:
+        return parse_size(value)
+    except SizeError as error:
+        raise ConfigError(f"disk:{directory}: {key}={value}: {error}") from error
+
+
+def _threads(directory: Path, value: str) -> int:
+    if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= MAX_THREADS:
+        raise ConfigError(f"disk:{directory}: threads={value} needs 1 to {MAX_THREADS}")
+    return int(value)
+
+
+class DiskDirectory:
+    """The directory, locked.
+
+    Raises:
+        TierError: it cannot be used; says why and what to do.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with contextlib.ExitStack() as undo:
+            try:
+                self.fd = _open(path)
+                undo.callback(os.close, self.fd)
+                self._check_owner()
+                self._lock()
+                self._mark()
+            except OSError as error:
+                raise TierError(f"disk:{path}: {_explained(error)}") from error
+            undo.pop_all()
+
+    def _check_owner(self) -> None:
+        found = os.fstat(self.fd)
+        if found.st_uid != os.geteuid():
+            raise TierError(
+                f"disk:{self.path} belongs to user {found.st_uid}, kvd runs as {os.geteuid()};"
+                f" give it to that user (chown {os.geteuid()} {self.path}) or choose another one"
+            )
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise TierError(
+                f"disk:{self.path} is in use by another daemon, or by a process of a tier that"
+                f" has not ended yet (fuser {self.path}); give each daemon a directory of its own"
+            ) from None
+
+    def _mark(self) -> None:
+        """Mark the directory as kvd's where it is empty, else check that it is marked.
+
+        Raises:
+            TierError: it holds files and no mark, or the mark of another version.
+        """
+        names = self._names() - _OF_THE_FILE_SYSTEM
+        flags = os.O_CLOEXEC | os.O_NOFOLLOW
+        if MARK in names:
+            fd = os.open(MARK, os.O_RDONLY | flags, dir_fd=self.fd)
+            try:
+                text = os.read(fd, 256)
+            finally:
+                os.close(fd)
+            # A process that ended between making the file and writing it has left nothing else.
+            if text != _TEXT and (text or len(names) > 1):
+                raise TierError(
+                    f"disk:{self.path}: {MARK} says {text[:80]!r}, this kvd needs"
+                    f" {_TEXT.decode().strip()!r}; use the kvd that made it, or another directory"
+                )
+            foreign = sorted(name for name in names if not _is_kvds(name))
+            if foreign:
+                _log.warning(
+                    "disk:%s: %s: not kvd's (%d in all), so left alone, and not counted in size",
+                    *(self.path, ", ".join(foreign[:3]), len(foreign)),
+                )
+        elif names:
+            some = ", ".join(sorted(names)[:3])
+            raise TierError(
+                f"disk:{self.path} holds what no disk tier has made ({some}); give an empty or a"
+                " new directory"
+            )
+        os.fchmod(self.fd, _MODE)
+        fd = os.open(MARK, os.O_WRONLY | os.O_CREAT | flags, 0o600, dir_fd=self.fd)
+        try:
+            os.write(fd, _TEXT)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        os.fsync(self.fd)
+
+    def _names(self) -> set[str]:
+        return set(os.listdir(self.fd))  # noqa: PTH208  # of a descriptor
+
+    def slabs(self) -> list[int]:
+        """Numbers of the slabs that have left any file here, ascending."""
+        found = (_SLAB.fullmatch(name) for name in self._names())
+        return sorted({int(match[1]) for match in found if match})
+
+    def bytes_beside_slabs(self) -> int:
+        """Most bytes of kvd's other files: the mark, the table of salts, damaged files."""
+        names = [name for name in self._names() if name.endswith(_ASIDE)]
+        aside = (os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks for name in names)
+        return _MARK_BYTES + SALTS_BYTES + 512 * sum(aside)
+
+    def filesystem_bytes(self) -> tuple[int, int]:
+        """Bytes of the file system, and how many of them are free for this user.
+
+        Raises:
+            TierError: the file system does not say.
+        """
+        try:
+            found = os.fstatvfs(self.fd)
+        except OSError as error:
+            raise TierError(f"disk:{self.path}: statvfs: {error.strerror}") from error
+        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+    def close(self) -> None:
+        """Let another process use it."""
+        os.close(self.fd)
+
+    def __repr__(self) -> str:
+        return f"<DiskDirectory {self.path}>"
+
+
+class Salts:
+    """The salt of each namespace's last reset, as it is in a file of the directory.
+
+    The file is written anew as a whole and renamed, durable before a salt counts: what a reset has
+    dropped is not found again, whatever happens. Beyond `MOST_SALTS` the one longest unused goes:
+    that namespace's chunks are not found again, where the daemon does not know its salt.
+
+    Args:
+        folder: descriptor of the directory.
+
+    Raises:
+        OSError: of the medium.
+    """
+
+    def __init__(self, folder: int) -> None:
+        self._folder = folder
+        self._salts: dict[str, str] = {}  # in hex; longest unused first
+        try:
+            fd = os.open(SALTS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+        except FileNotFoundError:
+            return
+        try:
+            text = os.read(fd, SALTS_BYTES)
+        finally:
+            os.close(fd)
+        try:
+            self._salts = _parse_salts(text)
+        except (ValueError, KeyError, TypeError) as error:
+            os.rename(SALTS, SALTS + _ASIDE, src_dir_fd=folder, dst_dir_fd=folder)
+            _log.error(
+                "disk: the table of salts is damaged (%s): it was renamed to %s, and what this disk"
+                " has of namespaces that were not reset since the machine started is lost",
+                error,
+                SALTS + _ASIDE,
+            )
+
+    def get(self, namespace: bytes) -> bytes:
+        """The salt of a namespace; empty where none is noted."""
+        return bytes.fromhex(self._salts.get(namespace.hex(), ""))
+
+    def note(self, namespace: bytes, salt: bytes) -> bytes:
+        """Note a salt, durably; the one noted before.
+
+        Raises:
+            OSError: of the medium; nothing has changed.
+        """
+        name = namespace.hex()
+        table = self._salts.copy()
+        before = table.pop(name, "")
+        table[name] = salt.hex()
+        if before != salt.hex():
+            if len(table) > MOST_SALTS:
+                del table[next(iter(table))]
+            self._write(table)
+        self._salts = table
+        return bytes.fromhex(before)
+
+    def _write(self, table: dict[str, str]) -> None:
+        text = json.dumps({"version": _SALTS_VERSION, "check": _check(table), "salts": table})
+        new = f"{SALTS}.new"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(new, flags, 0o600, dir_fd=self._folder)
+        try:
+            os.write(fd, text.encode())
+            os.fsync(fd)
+        except OSError:
+            with contextlib.suppress(OSError):
+                os.unlink(new, dir_fd=self._folder)
+            raise
+        finally:
+            os.close(fd)
+        os.rename(new, SALTS, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        os.fsync(self._folder)
+
+
+def _check(table: dict[str, str]) -> int:
+    return crc32(json.dumps(table).encode())
+
+
+def _parse_salts(text: bytes) -> dict[str, str]:
+    read = json.loads(text)
+    if read["version"] != _SALTS_VERSION:
+        raise ValueError(f"version {read['version']}, this kvd reads {_SALTS_VERSION}")
+    if _check(read["salts"]) != read["check"]:
+        raise ValueError("its check word does not fit")
+    found: dict[str, str] = read["salts"]
+    return found
+
+
+def _is_kvds(name: str) -> bool:
+    return bool(_SLAB.fullmatch(name)) or name in _OTHERS or name.endswith(_ASIDE)
+
+
+def _open(path: Path) -> int:
+    """Open the directory; made where only its last part is missing, so no mount is written past."""
+    parent = path.parent
+    problem = danger(parent, parent.stat().st_mode)
+    if problem:
+        raise TierError(f"disk:{path}: its directory {parent}: {problem}")
+    with contextlib.suppress(FileExistsError):
+        path.mkdir(mode=_MODE)
+    found = path.lstat()
+    if stat.S_ISLNK(found.st_mode):
+        raise TierError(f"disk:{path} is a symbolic link; give its target, {path.resolve()}")
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+
+
+def _explained(error: OSError) -> str:
+    text = f"{error.filename or ''}: {error.strerror}".removeprefix(": ")
+    if error.errno == errno.EROFS:
+        return f"{text}; mount it writable, or choose another directory"
+    if error.errno == errno.ENOENT:
+        return f"{text}; make its parent directory, or mount what belongs there"
+    if error.errno == errno.ENOTDIR:
+        return f"{text}; give a directory"
+    return text
