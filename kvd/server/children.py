@@ -16,8 +16,7 @@ from kvd.broker.broker import Broker
 from kvd.broker.child import ChildState
 from kvd.broker.effects import Effect, KillTier
 from kvd.broker.tiers.tier import Tier, tiers_of
-from kvd.config.tiers import parse_tiers
-from kvd.config.values import Listen, parse_listen
+from kvd.config.values import Listen, parse_listen, parse_tiers
 from kvd.server.child import Child, end_all
 from kvd.server.memory import PoolMemory
 from kvd.wire.link import LINK, BeginLane, LaneReady, StopLane, lane_socket

@@ -10,6 +10,7 @@ import math
 import os
 import select
 import signal
+import threading
 import time
 from pathlib import Path
 from types import FrameType
@@ -37,16 +38,17 @@ from kvd.broker.effects import (
     ToTier,
 )
 from kvd.broker.engines.admission import auto_size
+from kvd.broker.requests.reloading import Reloading
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources
-from kvd.errors import PoolError, Refused
+from kvd.errors import ConfigError, PoolError, Refused
+from kvd.logs import set_level
 from kvd.machine.process import Standstill, UsageReader
 from kvd.machine.room import PoolLimits
 from kvd.pool.geometry import FillOrder
 from kvd.server.child import StartedProcess
 from kvd.server.children import Children, HttpProcess, configured_tiers
-from kvd.server.config_reader import ConfigReader
 from kvd.server.kept_pool import KeptPool
 from kvd.server.memory import PoolMemory
 from kvd.server.notify import Notifier
@@ -62,6 +64,45 @@ from kvd_proto.sizes import format_size
 log = logging.getLogger("kvd.daemon")
 TICK_SECONDS = 0.25
 HELD_UP_SECONDS = 0.01
+
+
+class ConfigReader:
+    """Passes SIGHUP and what was read on to the broker's decisions.
+
+    It reads beside the loop: a disk may take its time, the loop may not.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._hung_up = False
+        self._outcome: Loaded | ConfigError | None = None
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """SIGHUP's handler."""
+        del number, frame
+        self._hung_up = True
+
+    def turn(self, core: Reloading) -> list[Effect]:
+        """One turn of the loop: pass on what was read, begin to read where that is wanted."""
+        effects: list[Effect] = []
+        outcome, self._outcome = self._outcome, None
+        if outcome is not None:
+            effects += core.read(outcome)
+            set_level(core.loaded.settings.log_level)
+        if self._hung_up:
+            self._hung_up = False
+            core.sighup()
+        if core.begin():
+            threading.Thread(target=self._read, name="kvd-config", daemon=True).start()
+        return effects
+
+    def _read(self) -> None:
+        try:
+            self._outcome = self._sources.load()
+        except ConfigError as error:
+            self._outcome = error
+        except Exception as error:  # noqa: BLE001  # whoever waits gets an answer
+            self._outcome = ConfigError(f"the configuration cannot be read: {error!r}")
 
 
 class Service:
