@@ -31,7 +31,7 @@ class BeginLane(Message, frozen=True):
     releases the lock when the lane's process ends.
 
     endpoint: where workers will send it jobs.
-    log_level, log_style: its process was started before the settings were read.
+    log_level, log_style: of the settings by now; its process may be older.
     """
 
     device: Name
