@@ -41,7 +41,7 @@ from kvd_proto.channel import Channel
 from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.tier")
-PER_MESSAGE = 2048  # keys: the broker serves others between two messages
+PER_MESSAGE = 1024  # keys: one or two milliseconds of the broker, which then serves others
 SALT_BYTES = 8
 _ORDERS_A_TURN = 64
 _LOOK_MS = 50  # between looks at what waits for threads

@@ -46,7 +46,6 @@ PUBLISH_SECONDS = 0.01
 IDLE_PING_SECONDS = 1.0
 STUCK_SECONDS = 10.0  # without progress: its process is replaced
 START_SECONDS = 120.0
-HELD_A_TURN = 1024  # keys of a scan: one or two milliseconds
 _BAD = {int(Outcome.FAILED), int(Outcome.LATE)}
 
 _Scanned: TypeAlias = tuple[Tier, Namespace, Held]
@@ -67,7 +66,6 @@ class Tiering:
         self.demotion = Demotion(self._state)
         self.promotion = Promotion(self._state)
         self._scanned: deque[_Scanned] = deque()
-        self._scanned_at = 0  # how far the first of them was applied
         self._watched: set[Namespace] = set()  # those that engines have used
 
     # ----------------------------------------------------------------- entrances
@@ -221,7 +219,6 @@ class Tiering:
         tier.breaker.trip("lost", now, f"its process ended: {reason}")
         effects = self._on_breaker_change(tier, now)
         self._scanned = deque(each for each in self._scanned if each[0] is not tier)
-        self._scanned_at = 0
         if not tier.info.shared:
             for namespace in self._state.open_namespaces:
                 if (tiers := namespace.directory.tiers) is not None:
@@ -277,22 +274,14 @@ class Tiering:
 
     def _apply_scan(self) -> None:
         """Note some of what a scan has found, unless it is of before a reset."""
-        tier, namespace, held = self._scanned[0]
+        tier, namespace, held = self._scanned.popleft()
         tiers, opening = namespace.directory.tiers, tier.spaces.get(namespace)
-        begin, end = self._scanned_at, self._scanned_at + HELD_A_TURN
         current = opening is not None and held.salt == opening.salt
-        if tiers is None or not current or not self._state.is_open(namespace):
-            end = len(held.keys)
-        else:
+        if tiers is not None and current and self._state.is_open(namespace):
             columns = (held.first.numpy(), held.count.numpy(), held.groups.numpy())
-            first, count, groups = (column[begin:end] for column in columns)
-            tiers.hold_all(held.keys[begin:end], tier.index, first, count, groups)
-            if held.last and end >= len(held.keys):
+            tiers.hold_all(held.keys, tier.index, *columns)
+            if held.last:
                 tiers.tell()
-        self._scanned_at = end
-        if end >= len(held.keys):
-            self._scanned.popleft()
-            self._scanned_at = 0
 
     def _on_gone(self, tier: Tier, message: Gone) -> None:
         tier.counts.dropped += len(message.keys)
