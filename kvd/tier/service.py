@@ -96,7 +96,7 @@ class TierService:
                     self._read_orders()
                 while self._told:
                     self._told.popleft()()
-                for part in self._workers.take_useless():
+                for part in self._workers.take():
                     self._ended(part)
                 self._begin_again()
                 self._go_on_scanning()
@@ -177,7 +177,7 @@ class TierService:
 
     def _stop(self) -> None:
         self._stopping = True
-        for part in self._workers.take_all():
+        for part in self._workers.take(all_parts=True):
             self._ended(part)
         for place in self._places.values():
             self._refuse_early(place, Outcome.LATE)

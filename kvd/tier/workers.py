@@ -14,6 +14,7 @@ chunk that a scan has found is reported before it is reported as gone.
 """
 
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -88,33 +89,22 @@ class Workers:
                     self._gets.append(part)
                     self._get_ready.notify()
 
-    def take_useless(self) -> list[Part]:
-        """Take what is late by now, or whose slots have moved on, of what waits.
+    def take(self, *, all_parts: bool = False) -> list[Part]:
+        """Take what is late by now, or whose slots have moved on, of what waits; or all of it.
 
-        Its outcome is set. While all threads hang, nothing waits longer for them than it must.
+        Its outcome is set, and nothing of it is begun. While all threads hang, nothing waits
+        longer for them than it must.
         """
-        now = time.monotonic()
+        now = math.inf if all_parts else time.monotonic()
         taken: list[Part] = []
         with self._lock:
             for queue in (self._gets, self._puts):
-                if not queue:
-                    continue
                 parts = list(queue)
                 queue.clear()
                 for part in parts:
                     (taken if _useless(part, now) else queue).append(part)
             if taken:
                 self._put_ready.notify()  # a get that was to run before it may have gone
-        return taken
-
-    def take_all(self) -> list[Part]:
-        """Take all that waits; nothing of it is begun."""
-        with self._lock:
-            taken = [*self._gets, *self._puts]
-            self._gets.clear()
-            self._puts.clear()
-        for part in taken:
-            part.batch.fail(Outcome.LATE, "", part.begin, part.end)
         return taken
 
     def close(self) -> None:

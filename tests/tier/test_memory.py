@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.errors import ConfigError, TierError
+from kvd.errors import TierError
 from kvd.outcomes import Outcome
 from kvd.tier.contract import Options, Tier
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
@@ -27,34 +27,6 @@ class TestMemoryTier(Conformance):
     def make_tier(self, area: Area) -> MakeTier:
         """A double of so many bytes."""
         return lambda nbytes: opened(area, size=str(nbytes))
-
-
-@pytest.mark.parametrize(
-    ("values", "needle"),
-    [
-        ({"lose": "2"}, "lose=2 needs a number from 0 to 1"),
-        ({"delay": "-1"}, "delay=-1 needs"),
-        ({"corrupt": "nan"}, "corrupt=nan needs"),
-        ({"fail": "often"}, "fail=often needs"),
-        ({"size": "big"}, "size=big"),
-        ({"colour": "red"}, "colour is none of"),
-    ],
-)
-def test_bad_options(values: dict[str, str], needle: str) -> None:
-    """An option that cannot work is named with its value."""
-    with pytest.raises(ConfigError, match=needle):
-        MemoryTier.check(Options("", values))
-
-
-def test_it_has_no_target() -> None:
-    """A target is refused, with what to write."""
-    with pytest.raises(ConfigError, match="memory:,size="):
-        MemoryTier.check(Options("/var/lib"))
-
-
-def test_it_says_that_it_is_a_double() -> None:
-    """Nobody takes it for a tier to use."""
-    assert "test double" in opened(Area(4096)).described
 
 
 def test_losing() -> None:

@@ -30,11 +30,6 @@ _PUTS_BETWEEN = 64  # looks for room, where there was none: a look takes a while
 _PAUSE = 1.0  # seconds after an error of the medium
 
 
-def slab_target(size: int) -> int:
-    """Return the bytes that the slots of one slab have in a budget of `size` bytes."""
-    return max(min(size // _SHARE, _MOST_BYTES), size // _MOST_SLABS)
-
-
 class Room:
     """Takes slots for puts, frees them, and makes and removes slabs.
 
@@ -60,7 +55,7 @@ class Room:
         self._directory, self._floor, self._flags = directory, floor, flags
         self._slots, self._lock = slots, lock
         self._budget = size - self._directory.bytes_beside_slabs()
-        self._target = slab_target(size)
+        self._target = max(min(size // _SHARE, _MOST_BYTES), size // _MOST_SLABS)  # of a slab
         self._growing, self._evicting = threading.Lock(), threading.Lock()
         self._retired: list[Slab] = []
         self._said = ""
