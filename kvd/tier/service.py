@@ -132,8 +132,6 @@ class TierService:
         self._send(
             TierReady(
                 pid=os.getpid(),
-                medium=tier.medium,
-                shared=tier.shared,
                 described=tier.described,
                 total_bytes=capacity.total,
                 used_bytes=capacity.used,

@@ -39,8 +39,6 @@ class TierReady(Message, frozen=True):
     """
 
     pid: Count
-    medium: Name
-    shared: bool
     described: Text
     total_bytes: Count
     used_bytes: Count

@@ -59,8 +59,6 @@ class FakeTier:
         self.bench.broker.tiering.begun(self.index, pid, self.bench.now)
         ready = TierReady(
             pid=pid,
-            medium="disk",
-            shared=False,
             described="",
             total_bytes=0,
             used_bytes=0,

@@ -9,6 +9,7 @@ from kvd.broker.effects import Event
 from kvd.client_names import Fields
 from kvd.metrics.counts import LaneCounts
 from kvd.wire.link import LanePong
+from kvd_proto.errors import DecodeError
 
 NO_REPORT = LanePong()
 """The figures of a lane that has not answered yet."""
@@ -98,8 +99,16 @@ class Lane:
         return Event(text, level, self.fields)
 
     def reported(self, pong: LanePong) -> None:
-        """Take in what it holds and has done."""
-        self.pong, self.done = pong, msgspec.convert(pong.counters, LaneCounts)
+        """Take in what it holds and has done.
+
+        Raises:
+            DecodeError: its counters are those of another version of kvd.
+        """
+        try:
+            self.done = msgspec.convert(pong.counters, LaneCounts)
+        except msgspec.ValidationError as error:
+            raise DecodeError(f"counters: {error}") from error
+        self.pong = pong
 
     def process_ended(self, error: str) -> None:
         """Forget what held for its process alone; what that has done stays counted.

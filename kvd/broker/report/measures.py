@@ -4,6 +4,8 @@ from collections import deque
 from dataclasses import fields
 from typing import TypeVar
 
+import msgspec
+
 from kvd.metrics.counts import EventCounts, LookupCounts
 from kvd.metrics.declare import Counts
 from kvd_proto.messages import KvEvents, Lookups
@@ -78,18 +80,8 @@ def gained(known: Counted, totals: Counted) -> Counted:
 
 
 def lookup_counts(totals: Lookups) -> LookupCounts:
-    """Return a session's totals as they are counted; 0 where it counts no tokens."""
-    return LookupCounts(
-        lookup_chunks=totals.chunks,
-        hit_chunks=totals.hit_chunks,
-        lookup_tokens=totals.tokens or 0,
-        hit_tokens=totals.hit_tokens or 0,
-        aborted_requests=totals.aborted_requests,
-        detached_tokens=totals.detached_tokens,
-        hints=totals.hints,
-        hints_ignored=totals.hints_ignored,
-        hints_cut=totals.hints_cut,
-    )
+    """Return a session's totals as they are counted: the same fields in the same order."""
+    return LookupCounts(*(total or 0 for total in msgspec.structs.astuple(totals)))
 
 
 def event_counts(totals: KvEvents) -> EventCounts:
