@@ -426,9 +426,9 @@ class Worker(Session):
 
     def _offer(self, message: Register, memory: Descriptors) -> bool:
         """Ask the daemon to register this; false where it is to be asked again, later."""
-        connection, current = self._connection, self._registration
+        current = self._registration
         reply = self._ask(message, REGISTER_SECONDS, [self._control.fd, *memory.fds])
-        if connection is None or reply is None:
+        if reply is None:
             return False
         with self._changed:
             known = current.lack
@@ -443,7 +443,6 @@ class Worker(Session):
             return not again
         if current.holds:
             log.info("rank %d of %d is registered", self.rank, self.world_size)
-        self._handle_notices(connection)  # LaneUp came before
         return True
 
     def _on_notice(self, notice: Notice) -> None:

@@ -72,7 +72,8 @@ def test_blocks_that_a_tier_does_not_hold_are_not_below(
 ) -> None:
     """A chunk at a window's edge has only some; without a count all of the rest are needed."""
     table.hold(b"edge", 0, 1, 1, 0)
-    assert stepping.below(b"edge") == NOT_BELOW
+    table.hold(b"head", 0, 0, 1, 0)
+    assert stepping.below(b"edge") == stepping.below(b"head") == NOT_BELOW
     assert stepping.below(b"edge", 0, 1) == NOT_BELOW
     assert stepping.below(b"edge", 1) == stepping.below(b"edge", 1, 1) == 0
 
