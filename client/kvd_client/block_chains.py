@@ -8,6 +8,7 @@ it was not chained, and has its chain now, is in `BlockChains.rechecks` and is a
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
@@ -25,6 +26,7 @@ OneOrMore: TypeAlias = T | dict[T, None] | None
 """Nothing, one, or the keys of a dict: nearly always one, for which a dict would be large."""
 
 
+@dataclass(slots=True, eq=False)
 class Chunk:
     """An announced chunk, in memory or in tiers.
 
@@ -35,13 +37,12 @@ class Chunk:
         again. None: the chunk is known by its key alone.
     """
 
-    __slots__ = ("blocks", "description", "place")
-
-    def __init__(self, place: Place, description: bytes | None) -> None:
-        self.place, self.description = place, description
-        self.blocks: tuple[Block, ...] = ()
+    place: Place
+    description: bytes | None
+    blocks: tuple["Block", ...] = ()
 
 
+@dataclass(slots=True, eq=False)
 class GroupBlocks:
     """The announced blocks of one KV-cache group.
 
@@ -50,14 +51,14 @@ class GroupBlocks:
     children: the described blocks in both media, by the hash of the parent.
     """
 
-    __slots__ = ("children", "media", "number")
+    number: int
+    media: tuple[dict[bytes, "Block"], dict[bytes, "Block"]] = field(
+        default_factory=lambda: ({}, {})
+    )
+    children: "dict[bytes, OneOrMore[Block]]" = field(default_factory=dict)
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.media: tuple[dict[bytes, Block], dict[bytes, Block]] = ({}, {})
-        self.children: dict[bytes, OneOrMore[Block]] = {}
 
-
+@dataclass(slots=True, eq=False)
 class Block:
     """An announced block of a group, in memory or in tiers.
 
@@ -69,21 +70,13 @@ class Block:
         more.
     """
 
-    __slots__ = ("chained", "group", "hash", "holders", "in_tiers", "parent", "repeat_round")
-
-    def __init__(
-        self,
-        group: GroupBlocks,
-        block_hash: bytes,
-        parent: bytes | None,
-        repeat_round: int,
-        *,
-        in_tiers: bool,
-    ) -> None:
-        self.group, self.hash, self.parent, self.in_tiers = group, block_hash, parent, in_tiers
-        self.holders: OneOrMore[Chunk] = None
-        self.chained = False
-        self.repeat_round = repeat_round
+    group: GroupBlocks
+    hash: bytes
+    parent: bytes | None
+    repeat_round: int
+    in_tiers: bool
+    holders: OneOrMore[Chunk] = None
+    chained: bool = False
 
     @property
     def parents(self) -> list["Block"]:
@@ -147,7 +140,7 @@ class BlockChains:
         self, group: GroupBlocks, block_hash: bytes, parent: bytes | None, *, in_tiers: bool
     ) -> Block:
         """Return a new block, which is announced now; the caller adds a holder."""
-        block = Block(group, block_hash, parent, self.repeat_round, in_tiers=in_tiers)
+        block = Block(group, block_hash, parent, self.repeat_round, in_tiers)
         group.media[in_tiers][block_hash] = block
         if parent is not None:
             self._link(block, parent)

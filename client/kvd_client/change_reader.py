@@ -82,6 +82,7 @@ class Differences:
         return len(self.stored) + len(self.removed) + len(self.kept) + len(self.released)
 
 
+@dataclass(slots=True)
 class PublishedState:
     """What is published of chunks in memory, or of those in tiers. No key is in two of the three.
 
@@ -94,15 +95,12 @@ class PublishedState:
         before: of the keys that this call of `take` has touched, where they were published.
     """
 
-    __slots__ = ("before", "confirmed", "gone", "snapshot_at", "snapshot_end", "unconfirmed")
-
-    def __init__(self) -> None:
-        self.confirmed: dict[bytes, Place] = {}
-        self.unconfirmed: dict[bytes, Place] = {}
-        self.gone: dict[bytes, Place] = {}
-        self.before: dict[bytes, Place | None] = {}
-        self.snapshot_at: int | None = None
-        self.snapshot_end = 0
+    confirmed: dict[bytes, Place] = field(default_factory=dict)
+    unconfirmed: dict[bytes, Place] = field(default_factory=dict)
+    gone: dict[bytes, Place] = field(default_factory=dict)
+    before: dict[bytes, Place | None] = field(default_factory=dict)
+    snapshot_at: int | None = None
+    snapshot_end: int = 0
 
     @property
     def unfinished(self) -> bool:

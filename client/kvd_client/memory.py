@@ -25,7 +25,7 @@ import numpy.typing as npt
 from kvd_client import cuda_driver
 from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
-from kvd_proto.channel import close_all, duplicated
+from kvd_proto.channel import close_all
 from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.messages import (
     HOST,
@@ -133,15 +133,6 @@ class Descriptors:
     def __init__(self, fds: Sequence[int]) -> None:
         self.fds = tuple(fds)
         self._closing = weakref.finalize(self, close_all, self.fds)
-
-    @classmethod
-    def duplicated(cls, fds: Sequence[int]) -> Self:
-        """Return descriptors of the same files.
-
-        Raises:
-            OSError: the limit of open files leaves no room; none is left open.
-        """
-        return cls(duplicated(fds))
 
     def close(self) -> None:
         """Close them. May be called again."""

@@ -23,6 +23,7 @@ from enum import IntEnum
 from kvd_client.arguments import declared, shown
 from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_client.memory import LARGER_ALLOCATIONS, Descriptors, Memory
+from kvd_proto.channel import duplicated
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import LayoutError, ProtoError
 from kvd_proto.layout import RankLayout, validate_layout
@@ -215,7 +216,7 @@ def registration(
             f" registered: {error}"
         ) from error
     try:
-        return message, Descriptors.duplicated(fds)
+        return message, Descriptors(duplicated(fds))
     except OSError as error:
         raise UnsupportedMemory(
             f"{len(fds)} descriptors cannot be duplicated: {error}; raise the limit of open files"

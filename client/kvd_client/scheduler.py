@@ -54,8 +54,6 @@ from kvd_proto.messages import (
     Ping,
     Reset,
     ResetDone,
-    Status,
-    StatusReport,
     Step,
     TierInfo,
 )
@@ -149,7 +147,7 @@ class Scheduler(Session):
 
     def status(self) -> dict[str, Any]:
         """Return the daemon's state as `kvd status --json` prints it; empty without a daemon."""
-        reply = self._request(Status(), StatusReport)
+        reply = self._report()
         return {} if reply is None else reply.status
 
     def close(self) -> None:

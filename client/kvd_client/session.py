@@ -21,7 +21,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Self, TypeVar
+from typing import ClassVar, Self
 
 from kvd_client.arguments import seconds, shown
 from kvd_client.connection import BUSY_SECONDS, Connection, Notice, socket_path
@@ -37,8 +37,6 @@ REPORT_SECONDS = 1.0
 LAST_REPORT_SECONDS = 0.25
 GRACE_SECONDS = 0.1  # for replies that have arrived and were not taken in
 MAX_ENGINE_NAME = 256
-
-M = TypeVar("M", bound=Message)
 
 log = get_logger()
 
@@ -162,11 +160,11 @@ class Session:
         if self._closed:
             raise UsageError(f"{self._closed}; make a new object")
 
-    def _request(self, message: Message, kind: type[M]) -> M | None:
-        """Ask the broker; its reply, or None where there is none of this kind."""
+    def _report(self) -> StatusReport | None:
+        """Return the daemon's state; None without an answer."""
         self._check_open()
-        reply = self._ask(message, self.deadline)
-        return reply if isinstance(reply, kind) else None
+        reply = self._ask(Status(), self.deadline)
+        return reply if isinstance(reply, StatusReport) else None
 
     def _ask(self, message: Message, patience: float, fds: Sequence[int] = ()) -> Message | None:
         """Ask the broker; the reply (its own type or `Error`), or None where there is none."""
@@ -209,7 +207,7 @@ class Session:
             return "this session was closed meanwhile"
         if not self.connected:
             return self._unreachable
-        reply = self._request(Status(), StatusReport)
+        reply = self._report()
         if reply is None:
             return f"the daemon in {self.runtime_dir} did not answer in time"
         try:

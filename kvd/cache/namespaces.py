@@ -17,7 +17,7 @@ from kvd.cache.resets import Resets
 from kvd.cache.stores import MakeDescriptions
 from kvd.cache.trailer import PoolTrailer
 from kvd.config.settings import Settings
-from kvd.config.tiers import parse_tiers
+from kvd.config.values import parse_tiers
 from kvd.errors import KvdError, LedgerDamaged, Refused
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import COLUMN_EXTENTS, FillOrder, Geometry

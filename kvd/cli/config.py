@@ -11,7 +11,7 @@ import msgspec
 
 from kvd.cli.options import json_option, runtime_dir_option, settings_options, sources
 from kvd.config.sources import DEFAULT, Sources
-from kvd.config.tiers import parse_tiers
+from kvd.config.values import parse_tiers
 from kvd.errors import ConfigError
 from kvd.wire.tool import Control
 from kvd_proto.messages import ConfigChange, ConfigReloaded, ConfigShown, ReloadConfig, ShowConfig

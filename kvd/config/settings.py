@@ -12,15 +12,17 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import msgspec
 from msgspec import Meta
 
-from kvd.config.tiers import TIERS_NEED, parse_tiers, split_tiers
 from kvd.config.values import (
     QUOTA_NEEDS,
+    TIERS_NEED,
     Quota,
     QuotaTable,
     names_in,
     parse_listen,
     parse_quotas,
+    parse_tiers,
     quotas_of,
+    split_tiers,
 )
 from kvd.errors import ConfigError
 from kvd_proto.changes import MAX_CHANGES, MIN_CHANGES

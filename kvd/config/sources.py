@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.config.settings import ENVIRONMENT_PREFIX, KNOWN, Settings
-from kvd.config.tiers import misplaced_tiers, parse_tiers
-from kvd.config.values import quota_contradictions
+from kvd.config.values import misplaced_tiers, parse_tiers, quota_contradictions
 from kvd.errors import ConfigError
 from kvd_proto.access import explain_denied
 

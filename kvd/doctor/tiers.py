@@ -24,7 +24,7 @@ from typing import Any
 
 import msgspec
 
-from kvd.config.tiers import TierSetting, parse_tier
+from kvd.config.values import TierSetting, parse_tier
 from kvd.doctor import Said, fail, ok, warn
 from kvd.errors import ConfigError
 from kvd.machine.room import Shortage

@@ -11,7 +11,6 @@ direction in the order in which it was given them; so the bytes that have arrive
 """
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,7 +29,7 @@ FEW = 8
 _READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
 
 
-def await_broker(heads: bytes, generations: "array[int]", few: int = FEW) -> bool:
+def await_broker(heads: bytes, generations: "array[int]") -> bool:
     """Return whether a store's step may still be unread: a slot is on loan for its generation.
 
     The broker ends the loan last. A slot whose loan has ended is WRITING with the generation, or
@@ -39,9 +38,8 @@ def await_broker(heads: bytes, generations: "array[int]", few: int = FEW) -> boo
     Args:
         heads: of the slots; see DirectoryView.heads.
         generations: u8, of these slots.
-        few: as many are looked at one by one.
     """
-    if len(generations) > few:
+    if len(generations) > FEW:
         loans = np.frombuffer(generations, np.uint64).astype(np.uint32)
         return 1 in (np.frombuffer(heads, HEAD_DTYPE)["loan"] == loans).tobytes()
     return any(
@@ -50,9 +48,7 @@ def await_broker(heads: bytes, generations: "array[int]", few: int = FEW) -> boo
     )
 
 
-def not_to_write(
-    heads: bytes, owner: int, chunks: Chunks, which: Sequence[int], few: int = FEW
-) -> list[int]:
+def not_to_write(heads: bytes, owner: int, chunks: Chunks, which: Sequence[int]) -> list[int]:
     """Return those of `which`, numbers of chunks, that are not this engine's to write.
 
     Args:
@@ -60,9 +56,8 @@ def not_to_write(
         owner: the engine, as the directory names it.
         chunks: the job's.
         which: numbers of chunks.
-        few: as many are looked at one by one.
     """
-    if len(which) > few:
+    if len(which) > FEW:
         table = np.frombuffer(heads, HEAD_DTYPE)
         generations = np.frombuffer(chunks.generations, np.uint64)
         if len(which) < len(generations):
@@ -78,16 +73,15 @@ def not_to_write(
     return lost
 
 
-def not_ready(heads: bytes, chunks: Chunks, few: int = FEW) -> list[int]:
+def not_ready(heads: bytes, chunks: Chunks) -> list[int]:
     """Return the numbers of those that are not READY, or hold something else by now.
 
     Args:
         heads: of the slots of all chunks.
         chunks: the job's.
-        few: as many are looked at one by one.
     """
     generations = chunks.generations
-    if len(generations) > few:
+    if len(generations) > FEW:
         table = np.frombuffer(heads, HEAD_DTYPE)
         gone = table["generation"] != np.frombuffer(generations, np.uint64)
         gone |= table["state"] != _READY
@@ -99,13 +93,13 @@ def not_ready(heads: bytes, chunks: Chunks, few: int = FEW) -> list[int]:
     ]
 
 
-def not_covered(heads: bytes, chunks: Chunks, few: int = FEW) -> list[int]:
+def not_covered(heads: bytes, chunks: Chunks) -> list[int]:
     """Return the numbers of those that lack blocks that are asked for, or are of another group.
 
     Another group's pages lie elsewhere in the slot, where old bytes may be. Arguments as
     `not_ready` has them.
     """
-    if len(chunks) > few:
+    if len(chunks) > FEW:
         table = np.frombuffer(heads, HEAD_DTYPE)
         if (
             table["first"].tobytes() == chunks.first.tobytes()
@@ -132,30 +126,6 @@ def not_covered(heads: bytes, chunks: Chunks, few: int = FEW) -> list[int]:
 def _numbers(bad: npt.NDArray[np.bool_]) -> list[int]:
     """Of those that are true; mostly there are none, which is found fastest in bytes."""
     return np.flatnonzero(bad).tolist() if 1 in bad.tobytes() else []
-
-
-class Layers:
-    """The layers of one load.
-
-    Args:
-        word: number of the progress word.
-        ends: bytes of all layers up to and with each.
-
-    Attributes:
-        word: as given.
-        told: how many the worker has been told of.
-    """
-
-    __slots__ = ("_ends", "told", "word")
-
-    def __init__(self, word: int, ends: Sequence[int]) -> None:
-        self.word = word
-        self.told = 0
-        self._ends = ends
-
-    def arrived(self, nbytes: int) -> int:
-        """How many layers are within the first `nbytes`."""
-        return bisect_right(self._ends, nbytes)
 
 
 VOID_TEXT = "the worker has taken the store's blocks back"
@@ -185,7 +155,9 @@ class LaneJob(Queued):
         request_id: of the request, for its Done.
         moves: its runs as the device has prepared them, once it has started.
         given: how many of them the device was given.
-        layers: of a load that reports them, once it has started; else None.
+        progress_word, layer_ends: of a load that reports its layers, once it has started: the
+            word's number, and the bytes of all layers up to and with each.
+        layers_told: how many the worker has been told of.
         late_ns: when its turn came and the worker's timeline had not reached its number; else 0.
         stream_wait_ns: from then until the number was reached.
     """
@@ -198,7 +170,9 @@ class LaneJob(Queued):
     state: JobState = JobState.QUEUED
     moves: Moves = NO_MOVES
     given: int = 0
-    layers: Layers | None = None
+    progress_word: int = 0
+    layer_ends: Sequence[int] = ()
+    layers_told: int = 0
     in_flight: int = 0
     in_flight_bytes: int = 0
     moved_bytes: int = 0
@@ -328,8 +302,8 @@ class LaneJob(Queued):
         worker, binding = self.worker, self.binding
         request, expander = self.request, worker.expander
         if isinstance(request, Load) and request.progress:
-            copies, ends = expander.expand_layers(request.blocks)
-            self.layers = Layers(request.progress, ends)
+            copies, self.layer_ends = expander.expand_layers(request.blocks)
+            self.progress_word = request.progress
         else:
             everything = len(self.own) == len(self.chunks)
             only = None if everything else frozenset(self._slots)

@@ -27,6 +27,8 @@ from kvd_proto.channel import Channel
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import Done, Job, JobStatus, Load, Message
 
+TEXT_LIMIT = 1000
+SHARES_WAIT_MS = 1
 PER_MESSAGE = 4096  # 20 bytes each: well inside one message of the link
 _WIDTHS = (4, 8, 2, 2, 2)  # bytes of one item of each column of Chunks
 _Whose: TypeAlias = tuple[int, int, bytes, bool]
@@ -89,10 +91,6 @@ def _messages(whose: _Whose, kept: Sequence[Chunks]) -> Iterator[ShareDone]:
             groups=IntArray("u2", columns[4]),
             ok=ok,
         )
-
-
-TEXT_LIMIT = 1000
-SHARES_WAIT_MS = 1
 
 
 class Reports:

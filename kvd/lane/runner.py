@@ -6,11 +6,12 @@ No sockets: what has ended is taken by the caller, who reports it.
 import logging
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from kvd.errors import IntegrityError, LaneError
 from kvd.lane.devices.device import NO_MOVES, Device, Direction, Finished, Transfer
-from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, Layers, needs_control_page, outside
+from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, needs_control_page, outside
 from kvd.lane.queue import JobQueue, Limits
 from kvd.lane.workers import Worker
 from kvd_proto.errors import JobShapeError
@@ -240,7 +241,7 @@ class Runner:
         device, way = self._device, job.direction
         end, nbytes = job.moves.piece(job.given, device.bulk_bytes[way])
         short = device.piece_bytes[way]
-        if nbytes > short and (job.layers is not None or self._queue.is_contended(job)):
+        if nbytes > short and (job.layer_ends or self._queue.is_contended(job)):
             end, nbytes = job.moves.piece(job.given, short)
         try:
             device.submit(Transfer(job, job.worker.memory, way, job.moves, job.given, end, nbytes))
@@ -262,8 +263,8 @@ class Runner:
             fields = {**job.worker.who.fields, "job": job.request.job}
             _log.error("%r failed: %s", job, finished.error, extra=fields)
             self.stop(job, JobStatus.FAILED, finished.error)
-        elif job.layers is not None:
-            self._tell_layers(job, job.layers)
+        elif job.layer_ends:
+            self._tell_layers(job)
         if job.state is JobState.DRAINING and not job.in_flight:
             job.state = JobState.ENDED
             self._settle(job)
@@ -271,12 +272,12 @@ class Runner:
             self._conclude(job)
 
     @staticmethod
-    def _tell_layers(job: LaneJob, layers: Layers) -> None:
+    def _tell_layers(job: LaneJob) -> None:
         """Tell the worker of layers that are in, while the chunks are the job's own."""
-        arrived = layers.arrived(job.moved_bytes)
-        if job.state is JobState.COPYING and arrived > layers.told and job.objection() is None:
-            layers.told = arrived
-            job.worker.control.set_layers(layers.word, arrived)
+        arrived = bisect_right(job.layer_ends, job.moved_bytes)
+        if job.state is JobState.COPYING and arrived > job.layers_told and job.objection() is None:
+            job.layers_told = arrived
+            job.worker.control.set_layers(job.progress_word, arrived)
 
     def _conclude(self, job: LaneJob) -> None:
         """End a job all of whose bytes have moved: as good, if its chunks are still its own."""

@@ -27,118 +27,35 @@ Pages of one block that are padded are one run if the padding is small (`_merged
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from kvd.errors import PlanError
 from kvd.plan.model import Model
-from kvd_proto.capacity import size_pool
-from kvd_proto.errors import SizeError
+from kvd_proto.capacity import (
+    DEFAULT_BATCHED_TOKENS,
+    LayerGroup,
+    admit,
+    longest_request,
+    per_block_pool_bytes,
+    size_pool,
+)
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, validate_layout
 from kvd_proto.sizes import format_size
 from kvd_proto.tier_table import ENTRY_BYTES, entries_for
 
-NULL_BLOCKS = 1  # block 0 is never handed out
-DEFAULT_BATCHED_TOKENS = 8192
-
 
 @dataclass(frozen=True, slots=True)
-class LayerGroup:
-    """Layers of one rank that share one block table; all groups have pages of one size.
+class Group:
+    """One group of layers; state_bytes: in use of each page, None where attention fills it."""
 
-    layers: their number. page_bytes: of a block in one layer, padded. block_size, sliding_window:
-    in tokens. state_bytes: in use of each page; None where attention fills it.
-    """
-
-    layers: int
-    page_bytes: int
-    block_size: int
-    sliding_window: int | None = None
-    state_bytes: int | None = None
-
-    def blocks_for(self, tokens: int, batched_tokens: int) -> int:
-        """Blocks that a request of `tokens` holds in this group at its worst moment.
-
-        Behind a window blocks are given back: the window and one batch are alive, and one block
-        more where they do not start at a block's edge.
-        """
-        blocks = -(-tokens // self.block_size)
-        if self.sliding_window is None:
-            return blocks
-        alive = min(tokens, self.sliding_window - 1 + batched_tokens)
-        return min(blocks, -(-alive // self.block_size) + 1)
-
-
-def block_bytes(groups: Sequence[LayerGroup]) -> int:
-    """Bytes of one rank that a block takes: a page for each layer of the largest group."""
-    return groups[0].page_bytes * max(group.layers for group in groups)
-
-
-def blocks_needed(groups: Sequence[LayerGroup], tokens: int, batched_tokens: int) -> int:
-    """Blocks that a request of `tokens` holds over all groups at its worst moment."""
-    return sum(group.blocks_for(tokens, batched_tokens) for group in groups)
-
-
-def longest_request(
-    groups: Sequence[LayerGroup],
-    num_blocks: int,
-    limit: int,
-    batched_tokens: int = DEFAULT_BATCHED_TOKENS,
-) -> int:
-    """Tokens of the longest request that fits (vLLM's auto-fit), 0 if none does.
-
-    Args:
-        groups: all groups of the model.
-        num_blocks: effective blocks, the null block included.
-        limit: the model's own limit in tokens; with sliding windows alone
-            nothing else may bound a request.
-        batched_tokens: most tokens of one engine step.
-    """
-    low, high = 0, limit
-    while low < high:  # needs grow with tokens, so bisect
-        middle = (low + high + 1) // 2
-        if blocks_needed(groups, middle, batched_tokens) <= num_blocks - NULL_BLOCKS:
-            low = middle
-        else:
-            high = middle - 1
-    return low
-
-
-def admit(
-    max_seq_len: int,
-    groups: Sequence[LayerGroup],
-    measured: int,
-    override: int | None = None,
-    batched_tokens: int = DEFAULT_BATCHED_TOKENS,
-) -> None:
-    """Check that a request of `max_seq_len` tokens can ever be served.
-
-    An operator's override beats the measured count, so that nobody admits by a capacity that the
-    engine does not have (``v1/core/kv_cache_utils.py``).
-
-    Raises:
-        SizeError: it cannot; with both figures, in blocks and bytes of one rank, and what to
-            change.
-    """
-    blocks = measured if override is None else override
-    origin = "measured" if override is None else "by the override"
-    available = blocks - NULL_BLOCKS
-    needed = blocks_needed(groups, max_seq_len, batched_tokens)
-    if needed <= available:
-        return
-    each = block_bytes(groups)
-    fits = longest_request(groups, blocks, max_seq_len, batched_tokens)
-    more = "give the KV cache more memory" if override is None else "raise the block override"
-    raise SizeError(
-        f"max seq len {max_seq_len} needs {needed} blocks ({format_size(needed * each)} a rank),"
-        f" available are {available} ({format_size(available * each)}; {blocks} blocks"
-        f" {origin}, less the null block); {more}, or lower max seq len to {fits} or less"
-    )
+    layers: LayerGroup
+    state_bytes: int | None
 
 
 def make_groups(
     model: Model, block_size: int, token_bytes: int, state_bytes: int | None
-) -> list[LayerGroup]:
+) -> list[Group]:
     """Spread layers of one kind over as many groups as it takes.
 
     No group is larger than the kind with the fewest layers (10 full and 52
@@ -159,28 +76,23 @@ def make_groups(
         kinds[None, True] = model.states.layers
     fewest, most = min(kinds.values()), max(kinds.values())
     group_size = most if 2 * most < 3 * fewest else fewest
-    groups: list[LayerGroup] = []
+    groups = []
     for (window, is_state), layers in kinds.items():
         number = -(-layers // group_size)
-        groups += [
-            LayerGroup(
-                len(range(index, layers, number)),
-                block_size * token_bytes,
-                block_size,
-                window,
-                state_bytes if is_state else None,
+        for index in range(number):
+            pages = (block_size * token_bytes,) * len(range(index, layers, number))
+            groups.append(
+                Group(LayerGroup(pages, block_size, window), state_bytes if is_state else None)
             )
-            for index in range(number)
-        ]
     return groups
 
 
 def rank_layout(
-    groups: list[LayerGroup], hash_block_size: int, blocks_per_chunk: int, *, replicated: bool
+    groups: list[Group], hash_block_size: int, blocks_per_chunk: int, *, replicated: bool
 ) -> RankLayout:
     """What a worker of this engine registers, but for the blocks; a chunk's size is the same."""
-    page = groups[0].page_bytes
-    tensors = max(group.layers for group in groups)
+    page = groups[0].layers.page_bytes[0]
+    tensors = max(len(group.layers.page_bytes) for group in groups)
     return RankLayout(
         num_blocks=1,
         blocks_per_chunk=blocks_per_chunk,
@@ -189,10 +101,13 @@ def rank_layout(
         tensors=tuple(TensorSpec(index, 0, page, page) for index in range(tensors)),
         groups=tuple(
             GroupSpec(
-                tuple(TensorRef(index, group.state_bytes or page) for index in range(group.layers)),
-                group.block_size,
-                "full" if group.sliding_window is None else "sliding",
-                group.sliding_window,
+                tuple(
+                    TensorRef(index, group.state_bytes or page)
+                    for index in range(len(group.layers.page_bytes))
+                ),
+                group.layers.block_size,
+                "full" if group.layers.sliding_window is None else "sliding",
+                group.layers.sliding_window,
             )
             for group in groups
         ),
@@ -223,16 +138,16 @@ class Fragments:
     per_block: int
 
 
-def fragments(group: LayerGroup, heads: int | None) -> dict[str, Fragments]:
+def fragments(group: LayerGroup, used: int, heads: int | None) -> dict[str, Fragments]:
     """The fragments of a block, by the names of the layouts that vLLM can take for the model.
 
     Args:
-        group: whose blocks.
+        group: all pages have the same size.
+        used: bytes of each page that are in use.
         heads: of the rank; None where the model's layers differ in their number, which vLLM takes
             no layout for in which a page's heads lie apart.
     """
-    layers, page = group.layers, group.page_bytes
-    used = group.state_bytes or page
+    layers, page = len(group.page_bytes), group.page_bytes[0]
     paged = Fragments(used, layers)
     joined = (page - used) * MOVED_PADDING <= used
     packed = Fragments((layers - 1) * page + used, 1) if joined else paged
@@ -356,12 +271,13 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
     elements = model.rank_elements(inputs.tensor_parallel)
     token_bytes = elements * DTYPE_BYTES[dtype]
     heads = None if model.states else elements // model.head_elements
-    groups = make_groups(
+    placed = make_groups(
         model, inputs.block_size, token_bytes, _state_bytes(model, inputs.tensor_parallel)
     )
+    groups = [group.layers for group in placed]
     block_size = groups[0].block_size
-    block_rank = block_bytes(groups)
-    layout = rank_layout(groups, block_size, inputs.blocks_per_chunk, replicated=model.replicated)
+    block_rank = per_block_pool_bytes(groups)
+    layout = rank_layout(placed, block_size, inputs.blocks_per_chunk, replicated=model.replicated)
     validate_layout(layout)
     sizes = size_pool([layout] * inputs.tensor_parallel, inputs.cpu_bytes)
     copies = 1 if model.replicated else inputs.tensor_parallel
@@ -379,13 +295,15 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
         replicated=model.replicated,
         groups=tuple(
             PlannedGroup(
-                layers=group.layers,
-                sliding_window=group.sliding_window,
-                page_bytes=group.page_bytes,
+                layers=len(group.layers.page_bytes),
+                sliding_window=group.layers.sliding_window,
+                page_bytes=group.layers.page_bytes[0],
                 state_bytes=group.state_bytes,
-                fragments=fragments(group, heads),
+                fragments=fragments(
+                    group.layers, group.state_bytes or group.layers.page_bytes[0], heads
+                ),
             )
-            for group in groups
+            for group in placed
         ),
         tokens_per_chunk=tokens_per_chunk,
         bytes_per_token_rank=token_bytes * len(model.windows),

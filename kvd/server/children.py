@@ -14,8 +14,9 @@ from pathlib import Path
 
 from kvd.broker.broker import Broker
 from kvd.broker.child import ChildState
-from kvd.broker.effects import Effect, ToTier
-from kvd.config.values import Listen, parse_listen
+from kvd.broker.effects import Effect, KillTier
+from kvd.broker.tiers.tier import Tier, tiers_of
+from kvd.config.values import Listen, parse_listen, parse_tiers
 from kvd.server.child import Child, end_all
 from kvd.server.memory import PoolMemory
 from kvd.wire.link import LINK, BeginLane, LaneReady, StopLane, lane_socket
@@ -25,12 +26,26 @@ from kvd_proto.channel import close_all
 from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.daemon")
-CarryOut = Callable[[list[Effect]], None]
 _PAUSE_SECONDS = 0.25
 _TIER_END_SECONDS = 2.0
 _TIER_TURN_SECONDS = 0.002  # of a tier's messages: those of a scan have a thousand keys each
 _HTTP_AFTER_SECONDS = 2.0
 _HTTP_SILENT_SECONDS = 30.0
+
+
+def configured_tiers(texts: list[str]) -> list[Tier]:
+    """Return the tiers of the setting, whose options their backends have checked.
+
+    Raises:
+        ConfigError: one cannot work.
+    """
+    if not texts:
+        return []
+    from kvd.tier.backends import check_tiers  # noqa: PLC0415  # most daemons have no tier
+
+    settings = parse_tiers(texts)
+    kinds = zip(settings, check_tiers(settings), strict=True)
+    return tiers_of((setting, kind.medium, kind.shared) for setting, kind in kinds)
 
 
 class LaneProcess(Child):
@@ -55,15 +70,22 @@ class LaneProcess(Child):
         return super().reap(now)
 
 
-class Lanes:
-    """One process for each device that is to be served, by device in `processes`.
+class Children:
+    """The processes of lanes, by device, and of tiers, in order.
 
-    A process may run before there is a pool; what it is to do it is told when there is one. Each
-    that is told is another incarnation: a number that no lane of this daemon has had yet.
+    A lane's process may run before there is a pool; what it is to do it is told when there is one.
+    Each that is told is another incarnation: a number that no lane of this daemon has had yet.
+
+    The broker never waits for a tier. One that has been killed and does not die, because its medium
+    hangs, is left alone: the next is started when it has.
     """
 
     def __init__(
-        self, runtime_dir: Path, core: Broker, poller: select.epoll, carry_out: CarryOut
+        self,
+        runtime_dir: Path,
+        core: Broker,
+        poller: select.epoll,
+        carry_out: Callable[[list[Effect]], None],
     ) -> None:
         self._runtime_dir = runtime_dir
         self._core = core
@@ -71,150 +93,115 @@ class Lanes:
         self._carry_out = carry_out
         self._incarnations = itertools.count(1)
         self._pin_lock = os.memfd_create("kvd-pin-lock", os.MFD_CLOEXEC)
-        self.processes: dict[str, LaneProcess] = {}
-
-    @property
-    def running(self) -> bool:
-        """Whether a process has not been reaped."""
-        return any(process.running for process in self.processes.values())
-
-    def add(self, device: str) -> LaneProcess:
-        """Serve a device."""
-        process = self.processes[device] = LaneProcess(
-            "kvd.lane",
-            f"lane {device}",
-            {"lane": device},
-            self._poller,
-            decode=LINK.decode,
-            on_message=partial(self._received, device),
-            on_end=lambda why, _: self._carry_out(self._core.supervision.lost(device, why)),
-        )
-        return process
-
-    def start_due(self, pool: PoolMemory, now: float) -> None:
-        """Start every process that does not run and whose pause is over; say what it serves."""
-        for device, process in self.processes.items():
-            if process.due(now):
-                process.start(now)
-            if process.running and process.socket is None:
-                self._begin(device, process, pool)
-
-    def _begin(self, device: str, process: LaneProcess, pool: PoolMemory) -> None:
-        number, state = next(self._incarnations), self._core.state
-        process.socket = self._runtime_dir / lane_socket(device, number, state.boot_id)
-        begin = BeginLane(
-            device=device,
-            incarnation=number,
-            endpoint=f"ipc://{process.socket}",
-            pool_bytes=pool.nbytes,
-            max_queued_jobs=state.settings.max_queued_jobs,
-            max_queued_bytes=state.settings.queued_bytes,
-            log_level=state.settings.log_level,
-            log_style=state.settings.log_format,
-        )
-        process.send(LINK.encode(begin), [pool.fd, self._pin_lock])
-
-    def turn(self, ready: dict[int, int], now: float) -> None:
-        """Read what lanes have sent, and notice those that have ended."""
-        for process in list(self.processes.values()):
-            process.turn(ready, now)
-
-    def _received(self, device: str, message: Message, fds: tuple[int, ...], now: float) -> None:
-        if isinstance(message, LaneReady) and fds:
-            process = self.processes[device]
-            process.lifeline, process.served = fds[0], True
-            fds = fds[1:]
-        close_all(fds)
-        self._carry_out(self._core.supervision.received(device, message, now))
-
-    def send(self, device: str, message: Message, fds: Sequence[int]) -> None:
-        """Send an order to a lane; one that does not read is killed."""
-        process = self.processes[device]
-        if process.socket is not None:
-            process.send(LINK.encode(message), fds)
-        elif isinstance(message, StopLane):
-            process.kill()
-
-    def close(self) -> None:
-        """End all without asking."""
-        end_all(self.processes.values())
-        os.close(self._pin_lock)
-
-
-class TierProcesses:
-    """One process for each tier, in order.
-
-    The broker never waits for one. One that does not read its orders is killed; one that has been
-    killed and does not die, because its medium hangs, is left alone: the next is started when it
-    has.
-    """
-
-    def __init__(self, core: Broker, poller: select.epoll, carry_out: CarryOut) -> None:
-        self._core = core
-        self._carry_out = carry_out
-        self._children = [
+        self.lanes: dict[str, LaneProcess] = {}
+        self.tiers = [
             Child(
                 "kvd.tier",
                 f"tier {tier.name}",
                 {"tier": tier.name},
                 poller,
                 decode=TIERING.decode,
-                on_message=partial(self._received, tier.index),
-                on_end=partial(self._ended, tier.index),
+                on_message=partial(self._from_tier, tier.index),
+                on_end=partial(self._tier_ended, tier.index),
                 pause=_PAUSE_SECONDS,
                 turn_seconds=_TIER_TURN_SECONDS,
             )
             for tier in core.state.tiers
         ]
 
-    def patience(self, now: float) -> float:
-        """Seconds until something is due, as far as nothing arrives."""
-        unread = any(child.unread for child in self._children)
-        return 0.0 if unread else self._core.tiering.due(now)
+    def add_lane(self, device: str) -> LaneProcess:
+        """Serve a device."""
+        lane = self.lanes[device] = LaneProcess(
+            "kvd.lane",
+            f"lane {device}",
+            {"lane": device},
+            self._poller,
+            decode=LINK.decode,
+            on_message=partial(self._from_lane, device),
+            on_end=lambda why, _: self._carry_out(self._core.supervision.lost(device, why)),
+        )
+        return lane
 
     def start_due(self, pool: PoolMemory, now: float) -> None:
-        """Start every process that does not run and whose pause is over; say what it is."""
-        settings = self._core.state.settings
-        for index, child in enumerate(self._children):
-            if not child.due(now) or not child.start(now):
-                continue
-            self._core.tiering.begun(index, child.pid, now)
-            begin = BeginTier(
-                index=index,
-                setting=self._core.state.tiers[index].setting.text,
-                pool_bytes=pool.nbytes,
-                log_level=settings.log_level,
-                log_style=settings.log_format,
-            )
-            child.send(TIERING.encode(begin), [pool.fd])
+        """Start what does not run and whose pause is over; say what it serves."""
+        for device, lane in self.lanes.items():
+            if lane.due(now):
+                lane.start(now)
+            if lane.running and lane.socket is None:
+                self._begin_lane(device, lane, pool)
+        if not pool.ready:  # tiers write into it, and what is not there yet may be nowhere
+            return
+        for index, tier in enumerate(self.tiers):
+            if tier.due(now) and tier.start(now):
+                self._begin_tier(index, tier, pool, now)
 
-    def turn(self, ready: dict[int, int], now: float) -> None:
-        """Read what tiers have sent, notice those that have ended, do what is due."""
-        for child in self._children:
-            child.turn(ready, now)
-        self._carry_out(self._core.tiering.turn(now))
+    def _begin_lane(self, device: str, lane: LaneProcess, pool: PoolMemory) -> None:
+        number, state = next(self._incarnations), self._core.state
+        lane.socket = self._runtime_dir / lane_socket(device, number, state.boot_id)
+        begin = BeginLane(
+            device=device,
+            incarnation=number,
+            endpoint=f"ipc://{lane.socket}",
+            pool_bytes=pool.nbytes,
+            max_queued_jobs=state.settings.max_queued_jobs,
+            max_queued_bytes=state.settings.queued_bytes,
+            log_level=state.settings.log_level,
+            log_style=state.settings.log_format,
+        )
+        lane.send(LINK.encode(begin), [pool.fd, self._pin_lock])
 
-    def _received(self, index: int, message: Message, fds: tuple[int, ...], now: float) -> None:
+    def _begin_tier(self, index: int, tier: Child, pool: PoolMemory, now: float) -> None:
+        state = self._core.state
+        self._core.tiering.begun(index, tier.pid, now)
+        begin = BeginTier(
+            index=index,
+            setting=state.tiers[index].setting.text,
+            pool_bytes=pool.nbytes,
+            log_level=state.settings.log_level,
+            log_style=state.settings.log_format,
+        )
+        tier.send(TIERING.encode(begin), [pool.fd])
+
+    def _from_lane(self, device: str, message: Message, fds: tuple[int, ...], now: float) -> None:
+        if isinstance(message, LaneReady) and fds:
+            lane = self.lanes[device]
+            lane.lifeline, lane.served = fds[0], True
+            fds = fds[1:]
         close_all(fds)
-        self._children[index].served |= isinstance(message, TierReady)
+        self._carry_out(self._core.supervision.received(device, message, now))
+
+    def _from_tier(self, index: int, message: Message, fds: tuple[int, ...], now: float) -> None:
+        close_all(fds)
+        self.tiers[index].served |= isinstance(message, TierReady)
         self._carry_out(self._core.tiering.received(index, message, now))
 
-    def _ended(self, index: int, why: str, now: float) -> None:
+    def _tier_ended(self, index: int, why: str, now: float) -> None:
         if not self._core.state.stopping:
             self._carry_out(self._core.tiering.lost(index, why, now))
 
-    def send(self, effect: ToTier, fds: Sequence[int]) -> None:
-        """Write to a tier."""
-        self._children[effect.tier].send(TIERING.encode(effect.message), fds)
+    def to_lane(self, device: str, message: Message, fds: Sequence[int]) -> None:
+        """Send an order to a lane; one that was told nothing has nothing to stop for."""
+        lane = self.lanes[device]
+        if lane.socket is not None:
+            lane.send(LINK.encode(message), fds)
+        elif isinstance(message, StopLane):
+            lane.kill()
 
-    def kill(self, index: int, why: str, *, wrong: bool) -> None:
-        """End a process without asking; after one that was wrong the next comes later each time."""
-        self._children[index].served &= not wrong
-        self._children[index].kill(why)
+    def to_tier(self, index: int, message: Message, fds: Sequence[int]) -> None:
+        """Send an order to a tier."""
+        self.tiers[index].send(TIERING.encode(message), fds)
+
+    def kill_tier(self, effect: KillTier) -> None:
+        """End a tier's process; after one that was wrong the next comes later each time."""
+        tier = self.tiers[effect.tier]
+        tier.served &= not effect.wrong
+        tier.kill(effect.why)
 
     def close(self) -> None:
-        """End all, those that were told to stop after a moment, and wait for none that hangs."""
-        end_all(self._children, _TIER_END_SECONDS, _TIER_END_SECONDS)
+        """End all, tiers that were told to stop after a moment; wait for no tier that hangs."""
+        end_all(self.lanes.values())
+        end_all(self.tiers, _TIER_END_SECONDS, _TIER_END_SECONDS)
+        os.close(self._pin_lock)
 
 
 class HttpProcess:

@@ -10,8 +10,8 @@ import math
 import os
 import select
 import signal
+import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -38,17 +38,17 @@ from kvd.broker.effects import (
     ToTier,
 )
 from kvd.broker.engines.admission import auto_size
-from kvd.broker.tiers.tier import Tier
+from kvd.broker.requests.reloading import Reloading
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources
-from kvd.errors import PoolError, Refused
+from kvd.errors import ConfigError, PoolError, Refused
+from kvd.logs import set_level
 from kvd.machine.process import Standstill, UsageReader
 from kvd.machine.room import PoolLimits
 from kvd.pool.geometry import FillOrder
 from kvd.server.child import StartedProcess
-from kvd.server.children import HttpProcess, Lanes, TierProcesses
-from kvd.server.config_reader import ConfigReader
+from kvd.server.children import Children, HttpProcess, configured_tiers
 from kvd.server.kept_pool import KeptPool
 from kvd.server.memory import PoolMemory
 from kvd.server.notify import Notifier
@@ -66,6 +66,45 @@ TICK_SECONDS = 0.25
 HELD_UP_SECONDS = 0.01
 
 
+class ConfigReader:
+    """Passes SIGHUP and what was read on to the broker's decisions.
+
+    It reads beside the loop: a disk may take its time, the loop may not.
+    """
+
+    def __init__(self, sources: Sources) -> None:
+        self._sources = sources
+        self._hung_up = False
+        self._outcome: Loaded | ConfigError | None = None
+
+    def on_signal(self, number: int, frame: FrameType | None) -> None:
+        """SIGHUP's handler."""
+        del number, frame
+        self._hung_up = True
+
+    def turn(self, core: Reloading) -> list[Effect]:
+        """One turn of the loop: pass on what was read, begin to read where that is wanted."""
+        effects: list[Effect] = []
+        outcome, self._outcome = self._outcome, None
+        if outcome is not None:
+            effects += core.read(outcome)
+            set_level(core.loaded.settings.log_level)
+        if self._hung_up:
+            self._hung_up = False
+            core.sighup()
+        if core.begin():
+            threading.Thread(target=self._read, name="kvd-config", daemon=True).start()
+        return effects
+
+    def _read(self) -> None:
+        try:
+            self._outcome = self._sources.load()
+        except ConfigError as error:
+            self._outcome = error
+        except Exception as error:  # noqa: BLE001  # whoever waits gets an answer
+            self._outcome = ConfigError(f"the configuration cannot be read: {error!r}")
+
+
 class Service:
     """One running daemon.
 
@@ -75,7 +114,6 @@ class Service:
         version: name and version of the daemon.
         runtime: its directory, locked.
         first_lane: the host's lane, where it was started already.
-        tiers: below the pool, in order.
         cold: begin without the kept pool.
 
     Raises:
@@ -90,7 +128,6 @@ class Service:
         runtime: RuntimeDir,
         first_lane: StartedProcess | None,
         *,
-        tiers: Sequence[Tier] = (),
         cold: bool = False,
     ) -> None:
         settings = loaded.settings
@@ -132,16 +169,15 @@ class Service:
             devices=[HOST],
             started=time.time(),
             usage=self._usage.read,
-            tiers=tiers,
+            tiers=configured_tiers(settings.tier),
         )
-        self._tiers = TierProcesses(self.core, self._poller, self._carry_out)
         reserve = settings.reserve_bytes if settings.pool_bytes is None else None
         for warning in self._pool_limits().warnings(reserve):
             self._note(Event(warning, "warning"))
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
-        self._lanes = Lanes(self._runtime.path, self.core, self._poller, self._carry_out)
-        host = self._lanes.add(HOST)
+        self._children = Children(self._runtime.path, self.core, self._poller, self._carry_out)
+        host = self._children.add_lane(HOST)
         if first_lane is not None:
             host.adopt(first_lane)
         self._sessions = SessionServer(
@@ -179,9 +215,9 @@ class Service:
         if self._polled:
             self.core.loop_turned(now - self._polled)
         patience = HELD_UP_SECONDS if self._held_up else max(0.0, self._next_tick - now)
-        if tiers := self.core.state.tiers:
-            patience = min(patience, self._tiers.patience(now))
-        if busy or sessions.pending:
+        if tiers := self._children.tiers:
+            patience = min(patience, self.core.tiering.due(now))
+        if busy or sessions.pending or any(tier.unread for tier in tiers):
             patience = 0.0
         look_at = now + patience if tiers else math.inf
         self._standstill.waits(now, patience)
@@ -192,7 +228,8 @@ class Service:
         sessions.look(ready)
         due = ready or now >= min(self._next_tick, look_at) or busy or self._held_up
         if due:
-            self._lanes.turn(ready, now)  # first: what lanes report decides what is READY
+            for lane in list(self._children.lanes.values()):  # first: they say what is READY
+                lane.turn(ready, now)
         if sessions.pending:
             sessions.serve(now)
         if due:
@@ -215,20 +252,19 @@ class Service:
             self._carry_out(self._config.turn(self.core.reloading))
         self._carry_out(self.core.background.work())
         self._http.turn(ready, now)
-        if self.core.state.tiers:
-            self._tiers.turn(ready, now)
-        self._start_lanes(now)
+        for tier in self._children.tiers:
+            tier.turn(ready, now)
+        self._carry_out(self.core.tiering.turn(now))
+        self._start_children(now)
         self._notifier.turn(now, self.core.state, reloading=self.core.reloading.under_way)
 
-    def _start_lanes(self, now: float) -> None:
-        """Start the lanes that do not run, once nothing else can write to the pool's memory."""
+    def _start_children(self, now: float) -> None:
+        """Start the children that do not run, once nothing else can write to the pool's memory."""
         pool = self._pool
         self._held_up = pool is not None and not pool.may_be_written
         if pool is not None and not self._held_up and not self.core.state.stopping:
             self._kept_pool.settle()
-            self._lanes.start_due(pool, now)
-            if pool.ready:  # they write into it, and what is not there yet may be nowhere
-                self._tiers.start_due(pool, now)
+            self._children.start_due(pool, now)
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it is awake already
@@ -307,15 +343,15 @@ class Service:
                 case Notify():
                     self._sessions.notify(effect.session, effect.message, self._resolve(effect.fd))
                 case ToLane():
-                    self._lanes.send(effect.device, effect.message, self._resolve(effect.fd))
+                    self._children.to_lane(effect.device, effect.message, self._resolve(effect.fd))
                 case ToTier():
-                    self._tiers.send(effect, self._resolve(effect.fd))
+                    self._children.to_tier(effect.tier, effect.message, self._resolve(effect.fd))
                 case StartLane():
-                    self._lanes.add(effect.device)
+                    self._children.add_lane(effect.device)
                 case DropLane():
-                    del self._lanes.processes[effect.device]  # which has ended
+                    del self._children.lanes[effect.device]  # which has ended
                 case KillLane():
-                    self._lanes.processes[effect.device].kill(effect.why)
+                    self._children.lanes[effect.device].kill(effect.why)
                 case _:
                     self._account(effect)
 
@@ -325,7 +361,7 @@ class Service:
             case OpenPool():
                 self._open_sized(effect)
             case KillTier():
-                self._tiers.kill(effect.tier, effect.why, wrong=effect.wrong)
+                self._children.kill_tier(effect)
             case DropFds():
                 self._sessions.drop_fds(effect.session)
             case ChunksReady():
@@ -353,7 +389,7 @@ class Service:
                 directory = [self._directories.fd(name.namespace.hex())]
                 return directory + self._descriptions.read_fds(name.namespace.hex())
             case LifelineFd():
-                return [self._lanes.processes[name.device].lifeline]
+                return [self._children.lanes[name.device].lifeline]
             case SessionFds():
                 return self._sessions.fds(name.session)
             case None:
@@ -375,7 +411,8 @@ class Service:
             self._drained_by = now + self._settings.drain_seconds
             self._stop_at = self._drained_by + lanes.unpin_seconds
             self._notifier.stopping(self._stop_at - now)
-        if not self._lanes.running or self._signals > 1:
+        running = any(lane.running for lane in self._children.lanes.values())
+        if not running or self._signals > 1:
             return True
         if now >= self._stop_at:
             log.warning("lanes run %.0f s after the drain, stopping", now - self._drained_by)
@@ -388,8 +425,7 @@ class Service:
         self._http.close()
         self._notifier.stopping(self.core.supervision.unpin_seconds)  # lanes that are killed unpin
         self._sessions.close()
-        self._lanes.close()
-        self._tiers.close()
+        self._children.close()
         ledgers = [each.directory.ledger for each in self.core.state.open_namespaces]
         chunks = sum(len(ledger) for ledger in ledgers if ledger is not None)
         if self._pool is not None:

@@ -266,8 +266,8 @@ def remove_tree(path: Path) -> None:
             path.unlink()
 
 
-FILE = "kvd.pools"
-_MOST_BYTES = 2**16  # of the file
+POOLS_FILE = "kvd.pools"
+_POOLS_FILE_BYTES = 2**16  # that are read
 
 
 def purge_command(runtime_dir: Path, pool_dir: Path) -> str:
@@ -279,7 +279,7 @@ def purge_command(runtime_dir: Path, pool_dir: Path) -> str:
 
 def last_pool_dir(runtime_dir: Path) -> Path | None:
     """Return the `pool_dir` of the last daemon, which may be running; None: it is not known."""
-    return next(iter(_read(runtime_dir / FILE)), None)
+    return next(iter(_read(runtime_dir / POOLS_FILE)), None)
 
 
 def remember_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:
@@ -289,7 +289,7 @@ def remember_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:
         runtime_dir: this daemon's, locked, as an absolute path.
         pool_dir: this daemon's.
     """
-    file, own = runtime_dir / FILE, pool_dir.absolute()
+    file, own = runtime_dir / POOLS_FILE, pool_dir.absolute()
     known, others = _read(file), list[Path]()
     for other in known:
         held = 0
@@ -311,8 +311,8 @@ def remember_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:
 
 def forget_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:
     """Leave out the `pool_dir` of this daemon, which leaves no pool there."""
-    known = _read(runtime_dir / FILE)
-    _write(runtime_dir / FILE, [path for path in known if path != pool_dir.absolute()])
+    known = _read(runtime_dir / POOLS_FILE)
+    _write(runtime_dir / POOLS_FILE, [path for path in known if path != pool_dir.absolute()])
 
 
 def _read(file: Path) -> list[Path]:
@@ -323,7 +323,7 @@ def _read(file: Path) -> list[Path]:
             status = os.fstat(fd)
             # To root `kvd purge` says as which user it must run, also while that one's daemon runs.
             readable = is_own_file(status) or (os.geteuid() == 0 and stat.S_ISREG(status.st_mode))
-            content = os.read(fd, _MOST_BYTES) if readable else b""
+            content = os.read(fd, _POOLS_FILE_BYTES) if readable else b""
         finally:
             os.close(fd)
     except OSError:

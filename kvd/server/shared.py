@@ -22,6 +22,7 @@ from kvd_proto.descriptions import pack_header, pack_record, place, read_header,
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
+log = logging.getLogger("kvd.daemon")
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; not in Python's fcntl
 
 
@@ -106,9 +107,6 @@ class ReadyPipes:
         """Close the pipe of an engine that is gone."""
         for fd in self._pipes.pop(engine, ()):
             os.close(fd)
-
-
-log = logging.getLogger("kvd.daemon")
 
 
 class DescriptionFile:

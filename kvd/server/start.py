@@ -3,29 +3,12 @@
 import contextlib
 import errno
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from kvd.config.sources import Loaded, Sources
-from kvd.config.tiers import parse_tiers
 from kvd.errors import KvdError
 from kvd.machine.process import starting
 from kvd.server.child import start_process
 from kvd.server.runtime_dir import RuntimeDir
-
-if TYPE_CHECKING:
-    from kvd.broker.tiers.tier import Tier
-
-
-def _tiers(texts: list[str]) -> "list[Tier]":
-    """The tiers of the setting, which their backends have looked at."""
-    if not texts:
-        return []
-    from kvd.broker.tiers.tier import tiers_of  # noqa: PLC0415
-    from kvd.tier.backends import check_tiers  # noqa: PLC0415
-
-    settings = parse_tiers(texts)
-    kinds = zip(settings, check_tiers(settings), strict=True)
-    return tiers_of((setting, kind.medium, kind.shared) for setting, kind in kinds)
 
 
 def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
@@ -40,10 +23,9 @@ def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
     Raises:
         KvdError: it cannot start, with the remedy.
     """
-    settings = loaded.settings
-    runtime = RuntimeDir(Path(settings.runtime_dir))
     first_lane = None
     try:
+        runtime = RuntimeDir(Path(loaded.settings.runtime_dir))
         runtime.lock()
         # It and the loop have about as much to import: side by side that takes half the time.
         # Where no daemon comes of it, it ends with this process.
@@ -52,15 +34,7 @@ def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
         with starting():
             from kvd.server.loop import Service  # noqa: PLC0415
 
-            service = Service(
-                loaded,
-                sources,
-                version,
-                runtime,
-                first_lane,
-                tiers=_tiers(settings.tier),
-                cold=cold,
-            )
+            service = Service(loaded, sources, version, runtime, first_lane, cold=cold)
     except OSError as error:
         if error.errno not in {errno.EMFILE, errno.ENFILE}:
             raise

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
-from kvd.config.tiers import TierSetting
+from kvd.config.values import TierSetting
 from kvd.errors import ConfigError
 from kvd.tier.contract import Options, Tier
 

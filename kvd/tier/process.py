@@ -4,7 +4,7 @@ import logging
 import os
 import sys
 
-from kvd.config.tiers import parse_tier
+from kvd.config.values import parse_tier
 from kvd.logs import configure
 from kvd.machine.files import hold_pool, map_pool, move_up
 from kvd.tier.backends import backend, options_of

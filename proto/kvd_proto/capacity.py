@@ -1,4 +1,4 @@
-"""What fits into kvd's pool, and what pinning it takes. Formulas are vLLM's.
+"""What fits: chunks into kvd's pool, requests into the engine's. Formulas are vLLM's.
 
 ::
 
@@ -8,14 +8,22 @@
 
 Never from a page size times a number of tensors: a group's page size is already a sum over its
 layers when they differ, and would be counted twice.
+
+An operator's block-count override beats the measured count everywhere, so that nobody admits by a
+capacity that the engine does not have (``v1/core/kv_cache_utils.py``).
 """
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvd_proto.errors import SizeError
 from kvd_proto.layout import RankLayout
 from kvd_proto.sizes import format_size
+
+NULL_BLOCKS = 1  # block 0 is never handed out
+DEFAULT_BATCHED_TOKENS = 8192
 
 PIN_KERNEL_BYTES = 12 * 2**20
 """Kernel memory of a pinned GiB, in each lane that pins it.
@@ -113,7 +121,14 @@ def auto_cpu_bytes(
 
     Returns:
         The size, and how it came about, in one line.
+
+    Raises:
+        SizeError: a negative number, or a ratio that is none.
     """
+    _at_least("available", available, 0)
+    _at_least("reserve", reserve, 0)
+    if not 0 < ratio < math.inf:
+        raise SizeError(f"ratio = {ratio}; give a finite number above 0")
     reported = [layout.used_bytes for layout in _shares(layouts)]
     wanted = int(ratio * sum(reported))
     room = max(0, available - reserve)
@@ -131,6 +146,154 @@ def auto_cpu_bytes(
         pins = format_size(pin_kernel_bytes(size, lanes))
         text += f", pinned {'once' if lanes == 1 else f'{lanes} times'} for {pins} of kernel memory"
     return size, text
+
+
+@dataclass(frozen=True, slots=True)
+class LayerGroup:
+    """Layers that share one block table.
+
+    page_bytes: padded page of each layer, in bytes of one rank.
+    block_size, sliding_window: in tokens.
+    uniform_type: pages may differ in size; memory is laid out in tuples of one page of each.
+
+    Raises:
+        SizeError: blocks or a window of no tokens.
+    """
+
+    page_bytes: tuple[int, ...]
+    block_size: int
+    sliding_window: int | None = None
+    uniform_type: bool = False
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        if self.sliding_window is not None:
+            _at_least("sliding_window", self.sliding_window, 1)
+
+    def blocks_for(self, tokens: int, batched_tokens: int) -> int:
+        """Blocks that a request of `tokens` holds in this group at its worst moment.
+
+        Behind a window blocks are given back: the window and one batch are alive, and one block
+        more where they do not start at a block's edge.
+
+        Raises:
+            SizeError: a negative request, or steps of no tokens.
+        """
+        _at_least("tokens", tokens, 0)
+        _at_least("batched_tokens", batched_tokens, 1)
+        blocks = _cdiv(tokens, self.block_size)
+        if self.sliding_window is None:
+            return blocks
+        alive = min(tokens, self.sliding_window - 1 + batched_tokens)
+        return min(blocks, _cdiv(alive, self.block_size) + 1)
+
+
+def per_block_pool_bytes(groups: Sequence[LayerGroup]) -> int:
+    """Bytes of one rank's pool that one block takes.
+
+    - one group of uniform type: its page size, which is the sum over its
+      layers; times a number of tensors it would be counted twice;
+    - several groups, all of uniform type: one page of each size makes a tuple;
+      the sum of those pages times the largest number of tuples of any group;
+    - anything else: layers of the largest group times the common page size.
+
+    Raises:
+        SizeError: no layers, pages of no bytes, or pages that differ where
+            they must be common.
+    """
+    if not groups or any(not group.page_bytes or min(group.page_bytes) <= 0 for group in groups):
+        raise SizeError(
+            f"{[group.page_bytes for group in groups]} are the pages per group; every group needs"
+            " layers with pages of at least 1 byte"
+        )
+    uniform = all(group.uniform_type for group in groups)
+    if uniform and len(groups) == 1:
+        return sum(groups[0].page_bytes)
+    sizes = sorted({page for group in groups for page in group.page_bytes})
+    if uniform:
+        return sum(sizes) * max(max(Counter(group.page_bytes).values()) for group in groups)
+    if len(sizes) > 1:
+        raise SizeError(
+            f"page sizes {sizes} differ between layers that share blocks; pad the pages to"
+            f" {sizes[-1]} bytes, or report the groups as uniform type"
+        )
+    return sizes[0] * max(len(group.page_bytes) for group in groups)
+
+
+def blocks_needed(
+    groups: Sequence[LayerGroup], tokens: int, batched_tokens: int = DEFAULT_BATCHED_TOKENS
+) -> int:
+    """Blocks that a request of `tokens` holds over all groups at its worst moment."""
+    return sum(group.blocks_for(tokens, batched_tokens) for group in groups)
+
+
+def longest_request(
+    groups: Sequence[LayerGroup],
+    num_blocks: int,
+    limit: int,
+    batched_tokens: int = DEFAULT_BATCHED_TOKENS,
+) -> int:
+    """Tokens of the longest request that fits (auto-fit), 0 if none does.
+
+    Args:
+        groups: all groups of the model.
+        num_blocks: effective blocks, the null block included.
+        limit: the model's own limit in tokens; with sliding windows alone
+            nothing else may bound a request.
+        batched_tokens: most tokens of one engine step.
+
+    Raises:
+        SizeError: no block, a negative limit, or steps of no tokens.
+    """
+    _at_least("num_blocks", num_blocks, 1)
+    _at_least("limit", limit, 0)
+    low, high = 0, limit
+    while low < high:  # needs grow with tokens, so bisect
+        middle = (low + high + 1) // 2
+        if blocks_needed(groups, middle, batched_tokens) <= num_blocks - NULL_BLOCKS:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def admit(
+    max_seq_len: int,
+    groups: Sequence[LayerGroup],
+    measured: int,
+    override: int | None = None,
+    batched_tokens: int = DEFAULT_BATCHED_TOKENS,
+) -> None:
+    """Check that a request of `max_seq_len` tokens can ever be served.
+
+    Raises:
+        SizeError: it cannot, or there is no pool; with both figures, in blocks and bytes of one
+            rank, and what to change.
+    """
+    blocks = measured if override is None else override
+    origin = "measured" if override is None else "by the override"
+    if blocks < 1:
+        raise SizeError(
+            f"{blocks} blocks, {origin}; an engine needs at least 1 block, give it more memory or"
+            " a larger override"
+        )
+    available = blocks - NULL_BLOCKS
+    needed = blocks_needed(groups, max_seq_len, batched_tokens)
+    if needed <= available:
+        return
+    each = per_block_pool_bytes(groups)
+    fits = longest_request(groups, blocks, max_seq_len, batched_tokens)
+    more = "give the KV cache more memory" if override is None else "raise the block override"
+    raise SizeError(
+        f"max seq len {max_seq_len} needs {needed} blocks ({format_size(needed * each)} a rank),"
+        f" available are {available} ({format_size(available * each)}; {blocks} blocks"
+        f" {origin}, less the null block); {more}, or lower max seq len to {fits} or less"
+    )
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise SizeError(f"{name} = {value}; give {least} or more")
 
 
 def _cdiv(a: int, b: int) -> int:

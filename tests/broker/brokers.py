@@ -16,7 +16,7 @@ from kvd.cache.namespaces import Namespaces
 from kvd.client_names import Peer
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded
-from kvd.config.tiers import parse_tiers
+from kvd.config.values import parse_tiers
 from kvd.errors import Refused
 from kvd.wire.link import (
     Imported,

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from kvd.broker.tiers.breaker import State
 from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
-from kvd.broker.tiers.tiering import Tiering
+from kvd.broker.tiers.tiering import STUCK_SECONDS, Tiering
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import Ask, Get
 from kvd_proto.directory import LookupResult
@@ -143,6 +143,16 @@ def test_slots_that_a_tier_may_still_write_wait_for_its_end(
     disk.end()
     assert slots.stats()["draining"] == slots.stats()["writing"] == 0
     bench.check()
+
+
+def test_an_order_to_end_a_process_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a decision had ordered before it failed is ordered again."""
+    bench = TierBench(DISK)
+    (disk,) = bench.fakes
+    disk.hangs = True
+    Fault(monkeypatch, Tiering, "_kill")
+    bench.turn(STUCK_SECONDS + 2.0)
+    assert bench.killed == [0]
 
 
 def test_what_is_told_of_a_fault_shows_no_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from docs import generate_configuration
 from kvd.cli.config import as_toml, toml_value
-from kvd.config import tiers
+from kvd.config import values
 from kvd.config.settings import KNOWN, Settings
 from kvd.config.sources import DEFAULT, Sources
 from kvd.config.values import Quota
@@ -204,7 +204,7 @@ def test_tiers_are_a_list_in_the_file_and_stand_side_by_side_elsewhere(file: Pat
 )
 def test_a_tier_that_cannot_be_is_refused(file: Path, text: str, words: str) -> None:
     """Place, text and remedy are named."""
-    assert tiers.MAX_TIERS == messages.MAX_TIERS
+    assert values.MAX_TIERS == messages.MAX_TIERS
     (line,) = problems(file, text + "\n")
     assert line.startswith(f"{file}:1: tier = ")
     assert words in line

@@ -9,6 +9,7 @@ import pytest
 from kvd.metrics.words import size
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, daemon_left_clean, run_kvd
+from tests.processes import DOUBLES
 from tests.waiting import eventually
 
 TIER = "memory:,size=64MiB,late=30"
@@ -71,8 +72,11 @@ def test_the_commands_tell_of_a_tier(daemon: Daemon) -> None:
     assert (tier["name"], tier["ok"], tier["stored"]) == ("memory", True, CHUNKS)
 
 
-def test_the_doctor_knows_a_tier_without_a_disk(daemon: Daemon) -> None:
+def test_the_doctor_knows_a_tier_without_a_disk(
+    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A tier in memory has nothing to look at; it is said that its options are right."""
+    monkeypatch.syspath_prepend(DOUBLES)
     told = ("--runtime-dir", str(daemon.runtime_dir), "--tier", TIER)
     found = json.loads(run_kvd("doctor", "--json", *told).stdout)["findings"]
     (tier,) = [each for each in found if each["name"] == "tier"]

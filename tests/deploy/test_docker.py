@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kvd.config.settings import KNOWN, Settings
-from kvd.config.tiers import parse_tiers
+from kvd.config.values import parse_tiers
 from kvd.tier.backends import check_tiers
 from tests.deploy.places import ROOT, run, stop_seconds
 

@@ -9,7 +9,7 @@ import yaml
 
 from kvd.config.settings import Settings
 from kvd.config.sources import Sources
-from kvd.config.tiers import parse_tiers
+from kvd.config.values import parse_tiers
 from kvd.tier.backends import check_tiers
 from kvd.version import VERSION
 from kvd_proto.sizes import parse_size

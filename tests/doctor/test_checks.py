@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvd.config.settings import Settings
-from kvd.config.tiers import parse_tier
+from kvd.config.values import parse_tier
 from kvd.doctor import Finding, Level
 from kvd.doctor.checks import CHECKS, examine
 from kvd.doctor.facts import Facts, PoolDirectory, RuntimeFacts

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvd.config.tiers import parse_tier
+from kvd.config.values import parse_tier
 from kvd.doctor import tiers
 from kvd.doctor.tiers import DiskFacts, TierFacts, ask, look_at_disk, look_at_store, run_python
 from tests.slowfs import slow_filesystem

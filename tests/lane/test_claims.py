@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Iterator
+from unittest import mock
 
 import pytest
 from hypothesis import given
@@ -83,10 +84,11 @@ def test_few_and_many_are_looked_at_with_the_same_result(
     heads = binding.directory.heads(job.slots)
     theirs = binding.directory.heads(array("I", [job.slots[i] for i in which]))
     for few in (0, 100):
-        found = jobs.not_to_write(theirs, 7, job, which, few)
-        assert found == [number for number in which if number in lost]
-        assert jobs.not_ready(heads, job, few) == gone
-        assert jobs.not_covered(heads, job, few) == short
+        with mock.patch.object(jobs, "FEW", few):
+            found = jobs.not_to_write(theirs, 7, job, which)
+            assert found == [number for number in which if number in lost]
+            assert jobs.not_ready(heads, job) == gone
+            assert jobs.not_covered(heads, job) == short
 
 
 @given(
@@ -103,4 +105,5 @@ def test_a_store_awaits_the_broker_while_a_slot_is_on_loan_for_it(
     generations = array("Q", [generation for _, generation in stored])
     unread = any(numbers[slot] == generation % 2**32 for slot, generation in stored)
     for few in (0, 100):
-        assert jobs.await_broker(heads, generations, few) is unread
+        with mock.patch.object(jobs, "FEW", few):
+            assert jobs.await_broker(heads, generations) is unread

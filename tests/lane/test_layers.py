@@ -1,12 +1,7 @@
 """Loads that say which layers have arrived."""
 
-import itertools
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from kvd.lane.jobs import Layers
 from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.directory import SlotState
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
@@ -29,18 +24,6 @@ def worker(lane: Lane, directory: Directory) -> FakeWorker:
         (GroupSpec(tuple(TensorRef(i, PAGE, LAYERS - 1 - i // 2) for i in range(count)), 16),),
     )
     return lane.attach(FakeWorker(layout), directory)
-
-
-@given(st.lists(st.integers(0, 5), min_size=1, max_size=6), st.data())
-def test_a_layer_is_in_when_all_bytes_up_to_its_end_are(
-    sizes: list[int], data: st.DataObject
-) -> None:
-    """The count is that of a walk over the layers, for every number of bytes."""
-    ends = list(itertools.accumulate(sizes))
-    nbytes = data.draw(st.integers(0, ends[-1]))
-    arrived = Layers(1, ends).arrived(nbytes)
-    assert all(end <= nbytes for end in ends[:arrived])
-    assert all(end > nbytes for end in ends[arrived:])
 
 
 @pytest.mark.parametrize("word", [1, PROGRESS_WORDS])

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvd.lane.devices.pretouch import PretouchPresent
+from kvd.lane.devices.device import PretouchPresent
 from tests.lane.support import Memory
 
 PAGE = mmap.PAGESIZE

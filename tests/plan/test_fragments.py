@@ -10,17 +10,9 @@ from click.testing import CliRunner
 
 from docs import generate_models
 from kvd.cli import cli
-from kvd.plan.figures import (
-    BLOCKS,
-    HEADS_OUTSIDE,
-    PAGES,
-    Fragments,
-    LayerGroup,
-    Plan,
-    PlannedGroup,
-    fragments,
-)
+from kvd.plan.figures import BLOCKS, HEADS_OUTSIDE, PAGES, Fragments, Plan, PlannedGroup, fragments
 from kvd.plan.model import read_model
+from kvd_proto.capacity import LayerGroup
 
 MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))
 NUM_BLOCKS = 4
@@ -72,7 +64,7 @@ def test_heads_lie_apart_only_where_all_layers_have_as_many() -> None:
 )
 def test_small_padding_is_moved_along(padding: int, expected: Fragments) -> None:
     """Padded pages of a block are one fragment where the padding is a 32nd at most."""
-    found = fragments(LayerGroup(3, 3200 + padding, 16, state_bytes=3200), None)
+    found = fragments(LayerGroup((3200 + padding,) * 3, 16), 3200, None)
     assert found["BLHNC"] == expected
     assert found["LBHNC"] == Fragments(3200, 3)
 

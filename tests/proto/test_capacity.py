@@ -1,4 +1,4 @@
-"""What fits into the pool: chunks, what auto takes, what pinning takes."""
+"""What fits: chunks into the pool; pool bytes per block, override, longest request, admission."""
 
 import math
 import re
@@ -6,10 +6,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvd_proto.capacity import (
     CONTEXT_GPU_BYTES,
+    LayerGroup,
+    admit,
     auto_cpu_bytes,
+    blocks_needed,
+    longest_request,
+    per_block_pool_bytes,
     pin_gpu_bytes,
     pin_kernel_bytes,
     pinning_lanes,
@@ -20,6 +27,8 @@ from kvd_proto.sizes import format_size, parse_size
 from tests.layouts import flat_layout
 
 GIB = 1024**3
+FULL = LayerGroup((4096,) * 32, 16)
+WINDOW = LayerGroup((4096,) * 32, 16, sliding_window=64)
 
 
 def test_mixed_page_sizes_are_counted_once() -> None:
@@ -58,10 +67,30 @@ def test_a_budget_below_one_chunk_is_refused_with_the_remedy() -> None:
     [
         (lambda: size_pool([flat_layout(4096)], -1), "a pool of -1 bytes"),
         (lambda: size_pool([flat_layout(4096)], 0), "a pool of 0 bytes"),
+        (lambda: auto_cpu_bytes([flat_layout(1)], available=-1, reserve=0), "available = -1;"),
+        (lambda: auto_cpu_bytes([flat_layout(1)], available=1, reserve=-1), "reserve = -1;"),
+        *(
+            (
+                lambda ratio=ratio: auto_cpu_bytes(
+                    [flat_layout(1)], available=1, reserve=0, ratio=ratio
+                ),
+                f"ratio = {ratio};",
+            )
+            for ratio in (-1.0, 0.0, math.inf, math.nan)
+        ),
+        (lambda: LayerGroup((4096,), 0), "block_size = 0;"),
+        (lambda: LayerGroup((4096,), 16, 0), "sliding_window = 0;"),
+        (lambda: blocks_needed([FULL], -1), "tokens = -1;"),
+        (lambda: blocks_needed([WINDOW], 16, 0), "batched_tokens = 0;"),
+        (lambda: longest_request([FULL], 0, 16), "num_blocks = 0;"),
+        (lambda: longest_request([FULL], 10, -1), "limit = -1;"),
+        (lambda: admit(-1, [FULL], 10), "tokens = -1;"),
     ],
 )
-def test_impossible_sizes_are_refused_by_name(calculate: Callable[[], object], named: str) -> None:
-    """A size that no pool can have is an error that names it."""
+def test_impossible_numbers_are_refused_by_name(
+    calculate: Callable[[], object], named: str
+) -> None:
+    """A number that no pool, group or request can have is an error that names it."""
     with pytest.raises(SizeError, match=re.escape(named)):
         calculate()
 
@@ -131,3 +160,109 @@ def test_the_operators_table_follows_from_the_measured_figures() -> None:
         told = figures.split(" | ")
         assert told[:2] == [f"{of_gpu // 2**20:,} MiB", format_size(kernel)], size
         assert told[4:] == [f"{share:.3f}" for share in off], size
+
+
+def test_one_uniform_group_has_its_page_size() -> None:
+    """Regression (Kimi K2.5 at TP 4): a page size that is a sum is not counted per tensor."""
+    group = LayerGroup((36_864, 36_864, 8_448), 16, uniform_type=True)
+    assert per_block_pool_bytes([group]) == 36_864 + 36_864 + 8_448
+
+
+def test_several_uniform_groups_share_tuples() -> None:
+    """Pages of one tuple, one of each size, times the largest number of tuples of a group."""
+    latent = LayerGroup((1000,) * 3 + (200,) * 2, 16, uniform_type=True)
+    window = LayerGroup((1000,) * 4, 16, 64, uniform_type=True)
+    assert per_block_pool_bytes([latent, window]) == (1000 + 200) * 4
+
+
+def test_other_hybrids_take_the_largest_group() -> None:
+    """Layers of the largest group times the common page size."""
+    small = LayerGroup((4096,) * 10, 16)
+    large = LayerGroup((4096,) * 12, 16, 64)
+    assert per_block_pool_bytes([small, large]) == 12 * 4096
+    assert per_block_pool_bytes([small]) == 10 * 4096
+    assert (
+        per_block_pool_bytes([small, LayerGroup((4096,) * 3, 16, uniform_type=True)]) == 10 * 4096
+    )
+
+
+def test_pages_that_must_be_common_and_are_not_are_refused() -> None:
+    """Different pages in groups that are not of uniform type are named, with the remedy."""
+    with pytest.raises(SizeError, match=r"\[1024, 4096\].*pad"):
+        per_block_pool_bytes([FULL, LayerGroup((1024,), 16)])
+
+
+@pytest.mark.parametrize("groups", [[], [LayerGroup((), 16)], [LayerGroup((0,), 16)]])
+def test_no_layers_have_no_pool(groups: list[LayerGroup]) -> None:
+    """No group, an empty group or empty pages are refused."""
+    with pytest.raises(SizeError, match="every group needs layers"):
+        per_block_pool_bytes(groups)
+
+
+@pytest.mark.parametrize(("measured", "override"), [(0, None), (100, 0), (100, -1)])
+def test_an_engine_has_at_least_one_block(measured: int, override: int | None) -> None:
+    """The count that is in force, the override's where there is one, is refused below 1."""
+    with pytest.raises(SizeError, match="at least 1 block"):
+        admit(1, [FULL], measured, override)
+
+
+def test_the_null_block_is_nobodys() -> None:
+    """Of n blocks a request gets n - 1."""
+    assert longest_request([FULL], 11, limit=10_000) == 160
+    admit(160, [FULL], measured=11)
+    with pytest.raises(SizeError):
+        admit(161, [FULL], measured=11)
+
+
+def test_an_override_is_not_ignored_until_a_request_waits_for_ever() -> None:
+    """Regression: a request that only the measured count could hold is refused at once."""
+    admit(8192, [FULL], measured=4096)
+    with pytest.raises(SizeError) as refusal:
+        admit(8192, [FULL], measured=4096, override=101)
+    text = str(refusal.value)
+    with pytest.raises(SizeError, match="give the KV cache more memory"):
+        admit(8192, [FULL], measured=101)
+    assert "max seq len 8192 needs 512 blocks (64 MiB a rank)" in text
+    assert "available are 100 (12.5 MiB" in text
+    assert "raise the block override, or lower max seq len to 1600 or less" in text
+    admit(1600, [FULL], measured=4096, override=101)
+    admit(8192, [FULL], measured=10, override=4096)
+
+
+def test_behind_a_window_blocks_are_given_back() -> None:
+    """A sliding group holds the window and one batch, and one block for not being aligned."""
+    assert WINDOW.blocks_for(100_000, batched_tokens=128) == -(-(63 + 128) // 16) + 1
+    assert WINDOW.blocks_for(20, batched_tokens=128) == 2
+    assert blocks_needed([FULL, WINDOW], 16_000, 128) == 1000 + 13
+
+
+def test_windows_alone_are_bounded_by_the_limit() -> None:
+    """If no group grows with the request, the model's limit is the longest request."""
+    assert longest_request([WINDOW], 20, limit=1_000_000, batched_tokens=128) == 1_000_000
+    assert longest_request([WINDOW], 5, limit=1_000_000, batched_tokens=128) == 64
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 64), st.one_of(st.none(), st.integers(1, 200))),
+        min_size=1,
+        max_size=4,
+    ),
+    st.integers(1, 60),
+    st.integers(1, 100),
+)
+def test_the_longest_request_is_the_longest(
+    shapes: list[tuple[int, int | None]], blocks: int, batched: int
+) -> None:
+    """The result is admitted and one token more is not: found by trying every length."""
+    groups = [LayerGroup((64,), size, window) for size, window in shapes]
+    limit = 400
+    fitting = [
+        tokens
+        for tokens in range(limit + 1)
+        if blocks_needed(groups, tokens, batched) <= blocks - 1
+    ]
+    longest = longest_request(groups, blocks, limit, batched)
+    assert longest == max(fitting)
+    assert fitting == list(range(longest + 1))
+    admit(longest, groups, blocks, batched_tokens=batched)

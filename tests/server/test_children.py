@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvd.config.settings import Settings
-from kvd.server.children import HttpProcess, LaneProcess, Lanes
+from kvd.server.children import Children, HttpProcess, LaneProcess
 from kvd.wire.link import LINK, LanePing
 from kvd_proto.zmtp import frame_header, opening
 from tests.waiting import DEADLINE
@@ -25,16 +25,27 @@ MORE_THAN_A_SOCKET_TAKES = 6000  # pings
 Turn = Callable[[float], None]
 
 
+def children_of(
+    runtime_dir: Path, poller: select.epoll, lost: list[tuple[str, str]] | None = None
+) -> Children:
+    """A broker's children; those that are `lost` are noted with the reason."""
+    ends = lost if lost is not None else []
+    core: Any = SimpleNamespace(
+        state=SimpleNamespace(settings=Settings(), boot_id=bytes(16), tiers=()),
+        supervision=SimpleNamespace(lost=lambda device, reason: ends.append((device, reason))),
+    )
+    return Children(runtime_dir, core, poller, lambda _: None)
+
+
 @pytest.fixture(params=["lane", "http"])
 def turn(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Turn]:
     """The loop's turn for one kind of child."""
     poller = select.epoll()
     if request.param == "lane":
-        core: Any = SimpleNamespace(state=SimpleNamespace(settings=Settings(), boot_id=bytes(16)))
-        lanes = Lanes(tmp_path, core, poller, lambda _: None)
-        lanes.add("host")
-        pool: Any = SimpleNamespace(fd=0, nbytes=4096)
-        yield lambda now: lanes.start_due(pool, now)
+        children = children_of(tmp_path, poller)
+        children.add_lane("host")
+        pool: Any = SimpleNamespace(fd=0, nbytes=4096, ready=False)
+        yield lambda now: children.start_due(pool, now)
         return
     http = HttpProcess(tmp_path, tmp_path / "http.sock", "127.0.0.1:0", poller)
     yield lambda now: http.turn({}, now)
@@ -93,27 +104,22 @@ def lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[.
     """Runs a program as a lane, does something to it, and returns why it is lost."""
     program = tmp_path / "program"
     monkeypatch.setattr(sys, "executable", str(program))
-    reasons: list[str] = []
-    core: Any = SimpleNamespace(
-        state=SimpleNamespace(settings=Settings(), boot_id=bytes(16), stopping=False),
-        supervision=SimpleNamespace(lost=lambda _device, reason: reasons.append(reason)),
-    )
+    reasons: list[tuple[str, str]] = []
     poller = select.epoll()
-    lanes = Lanes(tmp_path, core, poller, lambda _: None)
-    lanes.add("host")
+    children = children_of(tmp_path, poller, reasons)
+    process = children.add_lane("host")
 
     def run(text: str, act: Callable[[LaneProcess], object] = lambda _: None) -> str:
         program.write_text(f"#!{sys.base_prefix}/bin/python3\n{text}")
         program.chmod(0o700)
-        process = lanes.processes["host"]
         assert process.start(0.0)
         act(process)
-        while lanes.running:
-            lanes.turn(dict(poller.poll(DEADLINE)), 0.0)
-        return reasons.pop()
+        while process.running:
+            process.turn(dict(poller.poll(DEADLINE)), 0.0)
+        return reasons.pop()[1]
 
     yield run
-    lanes.close()
+    children.close()
 
 
 def test_the_reason_of_an_end_says_who_ended_the_process(lost: Callable[..., str]) -> None:
@@ -189,21 +195,17 @@ def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
     deaf.write_text("#!/bin/sh\nexec sleep 600\n")
     deaf.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(deaf))
-    lost: list[str] = []
-    core: Any = SimpleNamespace(
-        state=SimpleNamespace(settings=Settings(), boot_id=bytes(16), stopping=False),
-        supervision=SimpleNamespace(lost=lambda device, _reason: lost.append(device)),
-    )
+    lost: list[tuple[str, str]] = []
     poller = select.epoll()
-    lanes = Lanes(tmp_path, core, poller, lambda _: None)
-    lanes.add("host")
+    children = children_of(tmp_path, poller, lost)
+    lane = children.add_lane("host")
     with (tmp_path / "pool").open("wb") as file:
-        pool: Any = SimpleNamespace(fd=file.fileno(), nbytes=4096)
-        lanes.start_due(pool, 0.0)
+        pool: Any = SimpleNamespace(fd=file.fileno(), nbytes=4096, ready=False)
+        children.start_due(pool, 0.0)
     for _ in range(MORE_THAN_A_SOCKET_TAKES):
-        lanes.send("host", LanePing(), [])
+        children.to_lane("host", LanePing(), [])
     assert not poller.poll(0)
-    lanes.processes["host"].kill()
-    while lanes.running:
-        lanes.turn(dict(poller.poll(DEADLINE)), 0.0)
-    assert lost == ["host"]
+    lane.kill()
+    while lane.running:
+        lane.turn(dict(poller.poll(DEADLINE)), 0.0)
+    assert lost == [("host", "killed by kvd: the daemon stops")]

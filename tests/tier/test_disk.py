@@ -58,7 +58,7 @@ def test_a_batch_is_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             nbytes: int = real(fd, pieces, at)
             return nbytes
 
-        monkeypatch.setattr(f"kvd.tier.disk.moves.os.{name}", moved)
+        monkeypatch.setattr(f"kvd.tier.disk.transfer.os.{name}", moved)
     keys = keys_of("k", 4)
     put_all(tier, area.chunks(space, keys))
     assert tier.get(area.empties(space, keys), soon()) == [Outcome.OK] * 4

@@ -20,7 +20,7 @@ from kvd.machine.room import Filesystem
 from kvd.outcomes import Outcome
 from kvd.tier.contract import Options, Space
 from kvd.tier.disk import DiskTier, directory, slabs
-from kvd.tier.disk.moves import Alignment, layout_of
+from kvd.tier.disk.transfer import Alignment, layout_of
 from kvd.tier.seal import Damaged, OtherChunk, check_of, seal, unseal
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import put_all, soon
@@ -408,7 +408,7 @@ def test_a_sector_that_cannot_be_read(disks: Disks, monkeypatch: pytest.MonkeyPa
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real(fd, pieces, offset)
 
-        patch.setattr("kvd.tier.disk.moves.os.preadv", moved)
+        patch.setattr("kvd.tier.disk.transfer.os.preadv", moved)
         assert disks.got(tier, space, keys) == [OK, OK, FAILED, OK, OK, OK]
         assert tier.take_gone() == [(space.id, [keys[2]])]
         bad = 0
@@ -427,7 +427,7 @@ def test_a_disk_that_cannot_be_written(disks: Disks, monkeypatch: pytest.MonkeyP
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvd.tier.disk.moves.os.pwritev", refuse)
+        patch.setattr("kvd.tier.disk.transfer.os.pwritev", refuse)
         with pytest.raises(TierError, match="write: Input/output error"):
             tier.put(disks.area.chunks(space, keys), soon())
         assert tier.capacity().chunks == 0

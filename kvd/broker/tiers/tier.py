@@ -13,7 +13,7 @@ from kvd.broker.child import ChildState
 from kvd.broker.effects import Effect, Event, ToTier
 from kvd.broker.tiers.breaker import Breaker
 from kvd.cache.namespaces import Namespace
-from kvd.config.tiers import TierSetting
+from kvd.config.values import TierSetting
 from kvd.metrics.counts import TierCounts
 from kvd.wire.tiering import Ask, Get, Put
 from kvd_proto.messages import TierInfo

@@ -158,9 +158,8 @@ class Tiering:
         for tier in self._state.tiers:
             tier.breaker.trip("wrong", now, why)
             tier.seen, tier.child.last_error = tier.breaker.state, why
-            if not tier.child.killed:
-                tier.child.killed = True
-                effects.append(KillTier(tier.index, why, wrong=True))
+            tier.child.killed = True
+            effects.append(KillTier(tier.index, why, wrong=True))  # an earlier order may be lost
             for namespace in self._state.open_namespaces:
                 slots = namespace.table.slots
                 filled = [slot for slot, name in slots.filling.items() if name == tier.process]

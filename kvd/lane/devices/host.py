@@ -23,9 +23,10 @@ from kvd.lane.devices.device import (
     Finished,
     MemoryId,
     Moves,
+    Pretouch,
+    PretouchPresent,
     Transfer,
 )
-from kvd.lane.devices.pretouch import Pretouch, PretouchPresent
 from kvd.machine.files import map_pool, size_of
 from kvd.pool.geometry import FillOrder
 from kvd_proto.copies import Copies

@@ -242,9 +242,6 @@ class DiskDirectory:
         """Let another process use it."""
         os.close(self.fd)
 
-    def __repr__(self) -> str:
-        return f"<DiskDirectory {self.path}>"
-
 
 class Salts:
     """The salt of each namespace's last reset, as it is in a file of the directory.

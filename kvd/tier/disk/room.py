@@ -143,7 +143,7 @@ class Room:
             if not lack:
                 return taken
             with self._lock:
-                ahead = min(_MOST_AHEAD, self._slots.slots(slot_bytes) // _AHEAD_PART)
+                ahead = min(_MOST_AHEAD, self._slots.ring(slot_bytes).slots // _AHEAD_PART)
                 victims = self._slots.evict(slot_bytes, lack + ahead)
             self._erase(victims)  # or half of a chunk would lie under another one's record
             with self._lock:
@@ -182,13 +182,13 @@ class Room:
         with self._growing:
             while True:
                 with self._lock:
-                    if self._slots.free(slot_bytes):  # another thread was here
+                    ring = self._slots.ring(slot_bytes)
+                    if ring.free:  # another thread was here
                         return True
-                    known = self._slots.has(slot_bytes)
                 if time.monotonic() < self._pause_until:
                     return False
                 if (
-                    known
+                    ring.slabs
                     and not urgent
                     and self._slots.sequence < self._full_until.get(slot_bytes, 0)
                 ):
@@ -210,7 +210,7 @@ class Room:
         """How many slots a new slab can have; where none: why."""
         with self._lock:
             left = self._budget - self._slots.nbytes
-            first = not self._slots.has(slot_bytes)
+            first = not self._slots.ring(slot_bytes).slabs
         free = self._directory.filesystem_bytes()[1] - self._floor
         wanted = max(1, min(self._target // slot_bytes, MAX_SLOTS - 1))
         slots = wanted

@@ -36,7 +36,7 @@ def split(place: int) -> tuple[int, int]:
 
 
 @dataclass(slots=True)
-class _Ring:
+class Ring:
     """The slots of one size: slabs in the order in which they came, free places, the hand."""
 
     slabs: list[Slab] = field(default_factory=list)
@@ -96,11 +96,11 @@ class Slots:
         self.held = dict(held or {})
         self.nbytes = sum(slab.nbytes for slab in slabs)
         self.sequence = max((slab.used for slab in slabs), default=0)
-        self._rings: dict[int, _Ring] = {}
+        self._rings: dict[int, Ring] = {}
         self._readers: dict[int, int] = {}
         self._gone: dict[bytes, list[bytes]] = {}
         for slab in slabs:
-            ring = self._rings.setdefault(slab.slot_bytes, _Ring())
+            ring = self._rings.setdefault(slab.slot_bytes, Ring())
             ring.add(slab)
             states = np.frombuffer(slab.states, "u1")
             ring.free.extend((place_of(slab.number, 0) + np.flatnonzero(states == FREE)).tolist())
@@ -128,7 +128,7 @@ class Slots:
         """A new slab, all of whose slots are free."""
         self.slabs[slab.number] = slab
         self.nbytes += slab.nbytes
-        ring = self._rings.setdefault(slab.slot_bytes, _Ring())
+        ring = self._rings.setdefault(slab.slot_bytes, Ring())
         ring.add(slab)
         ring.free.extend(range(place_of(slab.number, 0), place_of(slab.number, slab.slots)))
         slab.used = self.sequence
@@ -151,8 +151,7 @@ class Slots:
 
         Slots of `besides` bytes count only where the hand would take a later one.
         """
-        ring = self._rings.get(besides)
-        limit = self._next_use(ring) if ring else None
+        limit = self._next_use(self.ring(besides))
         slabs = (slab for slab in self.slabs.values() if slab.slot_bytes != besides)
         idle = [slab for slab in slabs if not slab.pins]
         found = min(idle, key=lambda slab: slab.used, default=None)
@@ -160,11 +159,11 @@ class Slots:
             return None
         return found
 
-    def _next_use(self, ring: _Ring) -> int | None:
+    def _next_use(self, ring: Ring) -> int | None:
         """The sequence of the chunk that the hand comes to next; None where there is none."""
         slot = ring.slot
-        for turn in range(len(ring.slabs) + 1):  # the first slab again, for what is before the hand
-            slab = ring.slabs[(ring.slab + turn) % len(ring.slabs)]
+        # The first slab comes again, for what is before the hand.
+        for slab in (*ring.slabs[ring.slab :], *ring.slabs[: ring.slab + 1]):
             at = slab.states.find(HELD, slot)
             if at >= 0:
                 return slab.record(at).sequence
@@ -173,35 +172,23 @@ class Slots:
 
     # ------------------------------------------------------------ slots to write
 
-    def free(self, slot_bytes: int) -> int:
-        """How many slots of this size are free."""
-        ring = self._rings.get(slot_bytes)
-        return len(ring.free) if ring else 0
-
-    def slots(self, slot_bytes: int) -> int:
-        """How many slots of this size there are."""
-        ring = self._rings.get(slot_bytes)
-        return ring.slots if ring else 0
-
-    def has(self, slot_bytes: int) -> bool:
-        """Whether there is a slab of such slots."""
-        return slot_bytes in self._rings
+    def ring(self, slot_bytes: int) -> Ring:
+        """The slots of this size; an empty ring where there are none."""
+        return self._rings.get(slot_bytes) or Ring()
 
     def take_free(self, slot_bytes: int, count: int) -> list[Taken]:
         """Take up to so many free slots, to be written; neighbours where there are some."""
-        ring = self._rings.get(slot_bytes)
-        if ring is None:
-            return []
+        ring = self.ring(slot_bytes)
         return [self._take(ring.free.popleft()) for _ in range(min(count, len(ring.free)))]
 
     def evict(self, slot_bytes: int, count: int) -> list[Taken]:
         """Take up to so many slots whose chunks go for that, to be written. They are gone now."""
-        ring = self._rings.get(slot_bytes)
+        ring = self.ring(slot_bytes)
         taken: list[Taken] = []
-        steps = 2 * ring.slots if ring else 0
         spared = 0
-        while ring and steps and len(taken) < count:
-            steps -= 1
+        for _ in range(2 * ring.slots):
+            if len(taken) == count:
+                break
             slab, slot = ring.step()
             place = place_of(slab.number, slot)
             if slab.states[slot] != HELD or place in self._readers:

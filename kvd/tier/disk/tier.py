@@ -7,26 +7,62 @@ a power loss some of the last half minute's chunks may be missing (the kernel wr
 within that time, vm.dirty_expire_centisecs), which is a miss. Wrong bytes it cannot be: the common
 layer opens the seal of all that comes back. Only a namespace's new salt is made durable at once:
 what a reset has dropped is not found again.
+
+A run of chunks that fails as a whole is tried chunk by chunk: it may be one slot's fault. A slab
+whose files somebody has removed or shortened is dropped with all that is in it.
 """
 
 import contextlib
+import errno
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Self
 
 from kvd.errors import TierError
 from kvd.machine.room import Filesystem
 from kvd.tier.contract import Capacity, Chunk, Options, Outcome, Space, Tier
 from kvd.tier.disk.directory import DiskDirectory, DiskOptions, Salts
-from kvd.tier.disk.moves import Alignment, Answer, Item, Moves, layout_of, runs
 from kvd.tier.disk.rebuild import chunks_of, load
 from kvd.tier.disk.room import Room
-from kvd.tier.disk.slabs import Record
+from kvd.tier.disk.slabs import Record, Slab, SlabLost
+from kvd.tier.disk.transfer import Alignment, Item, Transfer, layout_of, runs
 from kvd_proto.sizes import format_size
 
 _log = logging.getLogger(__name__)
 _PIECE = 4096  # chunks that are freed or listed at a time
+
+
+@dataclass(slots=True)
+class Answer:
+    """Outcomes of a batch's chunks, and what went wrong with the medium.
+
+    Attributes:
+        deadline: monotonic seconds, after which nothing more is begun.
+    """
+
+    outcomes: list[Outcome]
+    deadline: float
+    errors: list[str] = field(default_factory=list)
+
+    def set(self, run: Sequence[Item], outcome: Outcome) -> None:
+        """The same outcome for all chunks of a run."""
+        for item in run:
+            self.outcomes[item.index] = outcome
+
+    def take(self) -> list[Outcome]:
+        """Return the outcomes.
+
+        Raises:
+            TierError: nothing of the batch went well, for an error of the medium.
+        """
+        if self.errors and Outcome.FAILED in self.outcomes:
+            if all(outcome is Outcome.FAILED for outcome in self.outcomes):
+                raise TierError(self.errors[0])
+            _log.warning("%s (%d chunks of a batch)", self.errors[0], len(self.errors))
+        return self.outcomes
 
 
 class DiskTier(Tier):
@@ -62,7 +98,7 @@ class DiskTier(Tier):
             shortage = options.shortage(*directory.filesystem_bytes(), self._slots.nbytes)
         except OSError as error:
             raise TierError(f"disk:{options.directory}: {error.strerror}") from error
-        self._moves = Moves(options.directory, self._slots, self._lock, self._room, alignment)
+        self._alignment = alignment
         direct = "O_DIRECT" if alignment.flags else "buffered, since it has no O_DIRECT"
         self.described = f"preadv/pwritev, {self.threads} threads, {kind}, {direct}"
         if removed:
@@ -116,7 +152,7 @@ class DiskTier(Tier):
                 for i, (index, slot) in enumerate(zip(indices, taken, strict=False))
             ]
             for run in runs(items):
-                self._moves.write(run, answer)
+                self._write(run, answer)
         return answer.take()
 
     def _is_kept(self, chunk: Chunk) -> bool:
@@ -142,12 +178,90 @@ class DiskTier(Tier):
                     items.append(Item(index, chunk, *found))
         try:
             for run in runs(items):
-                self._moves.read(run, answer)
+                self._read(run, answer)
         finally:
             with self._lock:
                 dropped = [self._slots.unpin(item.slab, item.slot) for item in items]
             self._room.free(dropped)
         return answer.take()
+
+    def _write(self, run: list[Item], answer: Answer) -> None:
+        """Write chunks into slots that were taken for them, and their records after them."""
+        if time.monotonic() > answer.deadline:
+            self._not_written(run, Outcome.LATE, answer)
+            return
+        slab = run[0].slab
+        try:
+            slab.look()
+            Transfer(run, self._alignment).write()
+            slab.write_records(run[0].slot, [item.record for item in run])
+        except SlabLost as error:
+            self._not_written(run, Outcome.FAILED, answer)
+            self._lose(slab, error)
+        except OSError as error:
+            if len(run) > 1:  # it may be one slot's
+                for item in run:
+                    self._write([item], answer)
+                return
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            self._not_written(run, Outcome.FULL if full else Outcome.FAILED, answer)
+            answer.errors.append(self._failed("write", run[0], error))
+        else:
+            self._written(run, answer)
+
+    def _written(self, run: list[Item], answer: Answer) -> None:
+        with self._lock:
+            before = [self._slots.written(item.slab, item.slot, item.record) for item in run]
+            for item in run:
+                is_kept = self._slots.holds(item.slab, item.slot, item.record)
+                answer.outcomes[item.index] = Outcome.OK if is_kept else Outcome.GONE
+        self._room.free(before)
+
+    def _not_written(self, run: list[Item], outcome: Outcome, answer: Answer) -> None:
+        answer.set(run, outcome)
+        self._room.free([(item.slab, item.slot) for item in run])
+
+    def _read(self, run: list[Item], answer: Answer) -> None:
+        """Fill chunks from slots that are pinned."""
+        if time.monotonic() > answer.deadline:
+            answer.set(run, Outcome.LATE)
+            return
+        slab = run[0].slab
+        try:
+            slab.look()
+            Transfer(run, self._alignment).read()
+        except SlabLost as error:
+            self._lose(slab, error)
+        except OSError as error:
+            if len(run) > 1:
+                for item in run:
+                    self._read([item], answer)
+                return
+            # It would fail again: the chunk is computed and put anew, into another slot.
+            answer.set(run, Outcome.FAILED)
+            with self._lock:
+                self._slots.lost(run[0].slab, run[0].slot)
+            answer.errors.append(self._failed("read", run[0], error))
+        else:
+            answer.set(run, Outcome.OK)
+
+    def _lose(self, slab: Slab, error: SlabLost) -> None:
+        with self._lock:
+            if slab.number not in self._slots.slabs:
+                return
+            self._slots.drop(slab)
+        self._room.discard(slab)
+        _log.error(
+            "disk:%s: %s: its chunks are lost, and its room is used anew; leave the files to kvd",
+            self._options.directory,
+            error,
+        )
+
+    def _failed(self, what: str, item: Item, error: OSError) -> str:
+        return (
+            f"disk:{self._options.directory}/{item.slab.number:06}.slab: slot {item.slot}:"
+            f" {what}: {error.strerror or error}"
+        )
 
     # ------------------------------------------------------------ what is there
 
@@ -229,9 +343,6 @@ class DiskTier(Tier):
             slab.close()
         self._room.close_retired()
         self._directory.close()
-
-    def __repr__(self) -> str:
-        return f"<DiskTier {self._options.directory}: {self._slots!r}>"
 
 
 def _record(chunk: Chunk, sequence: int) -> Record:

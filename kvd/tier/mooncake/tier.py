@@ -206,9 +206,6 @@ class MooncakeTier(Tier):
         if code is not None and code not in known:
             raise TierError(f"{self._client.master_text}, or its stores: all failed (code {code})")
 
-    def __repr__(self) -> str:
-        return f"<MooncakeTier {self.described}, {len(self._salts)} namespaces>"
-
 
 def name_of(space: Space, key: bytes) -> str:
     """The name of a chunk's object: 64 hexadecimal digits."""

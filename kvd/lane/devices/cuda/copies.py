@@ -33,6 +33,7 @@ from kvd.lane.devices.device import Direction, Ends, Moves
 from kvd.machine.cuda import Undo, bindings, call, check, shown, version
 from kvd_proto.copies import Copies, Grid, Run
 
+_log = logging.getLogger(__name__)
 Ints = npt.NDArray[np.int64]
 
 HOST, DEVICE, NBYTES = range(3)
@@ -180,8 +181,6 @@ def _of_columns(copies: Copies, pool: PoolSide, storages: Ints) -> CudaMoves:
     table[NBYTES] = nbytes
     return CudaMoves(nbytes.cumsum(), table)
 
-
-_log = logging.getLogger(__name__)
 
 # Forms of cuMemcpyBatchAsync: the version that brought one, and whether that also tells which copy
 # was wrong. A driver has those that are not newer than itself.

@@ -1,33 +1,24 @@
-"""Bytes between memory and slots that follow each other in a slab's file, and what became of them.
+"""Bytes between memory and slots that follow each other in a slab's file.
 
 A slot holds the shares one after another, then, from a multiple of 512 bytes on, the length of the
 head and the head. Where addresses and lengths allow O_DIRECT, shares go straight from and to the
 pool, and only heads through memory of this thread; else all does. One call moves a run of slots.
-
-A run that fails as a whole is tried chunk by chunk: it may be one slot's fault. A slab whose files
-somebody has removed or shortened is dropped with all that is in it.
 """
 
 import ctypes
 import errno
 import functools
-import logging
 import mmap
 import os
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 
-from kvd.errors import TierError
-from kvd.tier.contract import Chunk, Outcome, Space
-from kvd.tier.disk.room import Room
-from kvd.tier.disk.slabs import ALIGNMENT, Record, Slab, SlabLost
-from kvd.tier.disk.slots import Slots
+from kvd.tier.contract import Chunk, Space
+from kvd.tier.disk.slabs import ALIGNMENT, Record, Slab
 
 RUN_BYTES = 4 * 2**20  # at least one slot
 _SECTOR = 512
@@ -37,7 +28,6 @@ _STATX_DIOALIGN = 0x2000  # linux/stat.h, since 6.1
 _AT_EMPTY_PATH = 0x1000
 _DIO_AT = 152  # stx_dio_mem_align, then stx_dio_offset_align
 _own = threading.local()
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +148,13 @@ def _follows(run: list[Item], item: Item) -> bool:
     )
 
 
-class _Run:
-    """The memory of one call: its pieces in order, and among them `heads` with their padding."""
+class Transfer:
+    """One call for the chunks of a run: the pieces of memory, in order.
+
+    Args:
+        run: from `runs`.
+        alignment: what O_DIRECT asks for.
+    """
 
     def __init__(self, run: Sequence[Item], alignment: Alignment) -> None:
         self._chunks = [item.chunk for item in run]
@@ -172,10 +167,10 @@ class _Run:
         size = slot_bytes - own
         memory = _memory(len(run) * size)
         self._slots = [memory[at : at + size] for at in range(0, len(memory), size)]
-        self.heads = [slot[self._head_at - own :] for slot in self._slots]
+        self._heads = [slot[self._head_at - own :] for slot in self._slots]
         self._pieces: list[memoryview] = [memory] if self._staged else []
         if not self._staged:
-            for chunk, head in zip(self._chunks, self.heads, strict=True):
+            for chunk, head in zip(self._chunks, self._heads, strict=True):
                 self._pieces += filter(None, chunk.shares)
                 self._pieces.append(head)
 
@@ -185,7 +180,7 @@ class _Run:
         Raises:
             OSError: of the medium.
         """
-        for head, chunk in zip(self.heads, self._chunks, strict=True):
+        for head, chunk in zip(self._heads, self._chunks, strict=True):
             end = _LENGTH.size + len(chunk.head)
             _LENGTH.pack_into(head, 0, len(chunk.head))
             head[_LENGTH.size : end] = chunk.head
@@ -202,7 +197,7 @@ class _Run:
             raise OSError(errno.EIO, f"{moved} of {self._nbytes} bytes were written")
 
     def read(self) -> None:
-        """Fill shares and `heads`, which are valid until the next run of this thread.
+        """Fill shares and heads.
 
         Raises:
             OSError: of the medium.
@@ -216,6 +211,9 @@ class _Run:
                 for share in chunk.shares:
                     share[:] = slot[at : at + len(share)]
                     at += len(share)
+        for head, chunk in zip(self._heads, self._chunks, strict=True):
+            (length,) = _LENGTH.unpack_from(head)
+            chunk.head = bytes(head[_LENGTH.size :][:length])
 
 
 def _are_aligned(chunks: Sequence[Chunk], alignment: Alignment) -> bool:
@@ -236,138 +234,3 @@ def _memory(nbytes: int) -> memoryview:
     if len(memory) < nbytes:
         memory = _own.memory = memoryview(mmap.mmap(-1, nbytes))
     return memory[:nbytes]
-
-
-@dataclass(slots=True)
-class Answer:
-    """Outcomes of a batch's chunks, and what went wrong with the medium.
-
-    Attributes:
-        deadline: monotonic seconds, after which nothing more is begun.
-    """
-
-    outcomes: list[Outcome]
-    deadline: float
-    errors: list[str] = field(default_factory=list)
-
-    def set(self, run: Sequence[Item], outcome: Outcome) -> None:
-        """The same outcome for all chunks of a run."""
-        for item in run:
-            self.outcomes[item.index] = outcome
-
-    def take(self) -> list[Outcome]:
-        """Return the outcomes.
-
-        Raises:
-            TierError: nothing of the batch went well, for an error of the medium.
-        """
-        if self.errors and Outcome.FAILED in self.outcomes:
-            if all(outcome is Outcome.FAILED for outcome in self.outcomes):
-                raise TierError(self.errors[0])
-            _log.warning("%s (%d chunks of a batch)", self.errors[0], len(self.errors))
-        return self.outcomes
-
-
-class Moves:
-    """Writes and reads runs; from several threads at a time.
-
-    Args:
-        directory: for the log.
-        slots: all of them.
-        lock: that is taken around each call of `slots`.
-        room: frees slots, and removes a slab's files.
-        alignment: what O_DIRECT asks for.
-    """
-
-    def __init__(
-        self,
-        directory: Path,
-        slots: Slots,
-        lock: threading.Lock,
-        room: Room,
-        alignment: Alignment,
-    ) -> None:
-        self._directory, self._room, self._alignment = directory, room, alignment
-        self._slots, self._lock = slots, lock
-
-    def write(self, run: list[Item], answer: Answer) -> None:
-        """Write chunks into slots that were taken for them, and their records after them."""
-        if time.monotonic() > answer.deadline:
-            self._not_written(run, Outcome.LATE, answer)
-            return
-        slab = run[0].slab
-        try:
-            slab.look()
-            _Run(run, self._alignment).write()
-            slab.write_records(run[0].slot, [item.record for item in run])
-        except SlabLost as error:
-            self._not_written(run, Outcome.FAILED, answer)
-            self._lose(slab, error)
-        except OSError as error:
-            if len(run) > 1:  # it may be one slot's
-                for item in run:
-                    self.write([item], answer)
-                return
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            self._not_written(run, Outcome.FULL if full else Outcome.FAILED, answer)
-            answer.errors.append(self._failed("write", run[0], error))
-        else:
-            self._written(run, answer)
-
-    def _written(self, run: list[Item], answer: Answer) -> None:
-        with self._lock:
-            before = [self._slots.written(item.slab, item.slot, item.record) for item in run]
-            for item in run:
-                is_kept = self._slots.holds(item.slab, item.slot, item.record)
-                answer.outcomes[item.index] = Outcome.OK if is_kept else Outcome.GONE
-        self._room.free(before)
-
-    def _not_written(self, run: list[Item], outcome: Outcome, answer: Answer) -> None:
-        answer.set(run, outcome)
-        self._room.free([(item.slab, item.slot) for item in run])
-
-    def read(self, run: list[Item], answer: Answer) -> None:
-        """Fill chunks from slots that are pinned."""
-        if time.monotonic() > answer.deadline:
-            answer.set(run, Outcome.LATE)
-            return
-        slab = run[0].slab
-        try:
-            slab.look()
-            moved = _Run(run, self._alignment)
-            moved.read()
-        except SlabLost as error:
-            self._lose(slab, error)
-        except OSError as error:
-            if len(run) > 1:
-                for item in run:
-                    self.read([item], answer)
-                return
-            # It would fail again: the chunk is computed and put anew, into another slot.
-            answer.set(run, Outcome.FAILED)
-            with self._lock:
-                self._slots.lost(run[0].slab, run[0].slot)
-            answer.errors.append(self._failed("read", run[0], error))
-        else:
-            answer.set(run, Outcome.OK)
-            for item, head in zip(run, moved.heads, strict=True):
-                (length,) = _LENGTH.unpack_from(head)
-                item.chunk.head = bytes(head[_LENGTH.size :][:length])
-
-    def _lose(self, slab: Slab, error: SlabLost) -> None:
-        with self._lock:
-            if slab.number not in self._slots.slabs:
-                return
-            self._slots.drop(slab)
-        self._room.discard(slab)
-        _log.error(
-            "disk:%s: %s: its chunks are lost, and its room is used anew; leave the files to kvd",
-            self._directory,
-            error,
-        )
-
-    def _failed(self, what: str, item: Item, error: OSError) -> str:
-        return (
-            f"disk:{self._directory}/{item.slab.number:06}.slab: slot {item.slot}:"
-            f" {what}: {error.strerror or error}"
-        )
