@@ -19,7 +19,7 @@ import psutil
 from kvd.config.settings import Settings
 from kvd.config.values import parse_listen
 from kvd.doctor.gpus import Gpus, ask_gpus
-from kvd.doctor.tiers import PATIENCE_SECONDS, TierFacts, ask, run_python
+from kvd.doctor.tiers import CHILD_SECONDS, TierFacts, ask, run_python
 from kvd.errors import AccessDenied, ConfigError, NotRunning
 from kvd.machine.numa import gpu_nodes, has_gpus
 from kvd.machine.room import (
@@ -95,10 +95,10 @@ class Facts:
     def child_problem(self) -> str:
         """Why this installation cannot start processes of its own; empty where it can."""
         try:
-            _, problem, hung = run_python("-c", "", seconds=PATIENCE_SECONDS)
+            _, problem, hung = run_python("-c", "")
         except OSError as error:
             return str(error)
-        return f"no answer within {PATIENCE_SECONDS:g} s" if hung else problem
+        return f"no answer within {CHILD_SECONDS:g} s" if hung else problem
 
     @cached_property
     def runtime(self) -> RuntimeFacts:

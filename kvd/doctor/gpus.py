@@ -11,11 +11,9 @@ from pathlib import Path
 
 import msgspec
 
-from kvd.doctor.tiers import run_python
+from kvd.doctor.tiers import CHILD_SECONDS, run_python
 from kvd.errors import CudaMissing, LaneError
 from kvd.machine import cuda
-
-_PATIENCE_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -59,9 +57,9 @@ def ask_gpus() -> Gpus:
         kernel = Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
     except OSError:
         kernel = ""
-    said, problem, hung = run_python("-m", "kvd.doctor.gpus", seconds=_PATIENCE_SECONDS)
+    said, problem, hung = run_python("-m", "kvd.doctor.gpus")
     if hung:
-        problem = f"no answer within {_PATIENCE_SECONDS:.0f} s"
+        problem = f"no answer within {CHILD_SECONDS:g} s"
     if problem:
         return Gpus(nodes, kernel, problem=f"asking the CUDA driver failed: {problem}")
     return replace(msgspec.json.decode(said, type=Gpus), nodes=nodes, kernel=kernel)

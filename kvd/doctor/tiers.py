@@ -33,6 +33,7 @@ from kvd.tier.backends import check_tiers, options_of
 from kvd_proto.sizes import format_size
 
 PATIENCE_SECONDS = 8.0
+CHILD_SECONDS = 20.0  # for a process that looks at no tier
 PROBE_SECONDS = 0.1  # to write, and as long to read
 PROBE_BYTES = 256 * 2**20
 BLOCK_BYTES = 2**20
@@ -133,7 +134,7 @@ def size_shortage(setting: TierSetting, disk: DiskFacts) -> Shortage | None:
     return DiskOptions.parse(options_of(setting)).shortage(disk.size, disk.free, disk.held)
 
 
-def run_python(*arguments: str, seconds: float) -> tuple[bytes, str, bool]:
+def run_python(*arguments: str, seconds: float = CHILD_SECONDS) -> tuple[bytes, str, bool]:
     """What another process of this Python has printed, why it failed, and whether it hung.
 
     It is killed when its time is up, and not waited for.
