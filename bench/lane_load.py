@@ -25,7 +25,7 @@ import numpy as np
 from harness import SECONDS, Daemon, Engine, Ints, fresh_keys, layout
 from lane_meter import Meter, Spent
 
-from kvd_client.memory import DeviceMemory
+from kvd_client import DeviceMemory
 from kvd_client.tickets import LoadTicket, StoreTicket
 from tests.fakecuda import cudatensor
 from tests.fakecuda.harness import write_control

@@ -15,14 +15,7 @@ import psutil
 from tests.waiting import PATIENCE, eventually
 
 ROOT = Path(__file__).parents[1]
-DOUBLES = ROOT / "tests/tier/doubles"
 LONG = 150.0  # seconds of a whole program on a busy machine
-
-
-def finding_doubles() -> dict[str, str]:
-    """The environment in which a process finds the tests' doubles of tiers: `--tier memory:…`."""
-    paths = [os.environ.get("PYTHONPATH", ""), str(DOUBLES)]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def python(

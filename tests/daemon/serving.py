@@ -17,7 +17,6 @@ from unittest.mock import patch
 from kvd.errors import NotRunning
 from kvd.machine.room import area_name
 from kvd.wire.tool import Control
-from tests.processes import finding_doubles
 from tests.waiting import PATIENCE, PAUSE, eventually
 
 # The Python of a machine with a GPU may have no click, and then there is no `kvd`.
@@ -26,6 +25,14 @@ SERVE = (
     if importlib.util.find_spec("click")
     else (str(Path(__file__).parents[1] / "gpu" / "serve.py"),)
 )
+
+DOUBLES = Path(__file__).parents[1] / "tier/doubles"
+
+
+def finding_doubles() -> dict[str, str]:
+    """The environment in which a process finds the tests' doubles of tiers: `--tier memory:…`."""
+    paths = [os.environ.get("PYTHONPATH", ""), str(DOUBLES)]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @dataclass

@@ -24,7 +24,8 @@ from kvd.wire.tiering import (
 )
 from kvd_proto.channel import Channel
 from kvd_proto.messages import Message
-from tests.processes import finding_doubles, python
+from tests.daemon.serving import finding_doubles
+from tests.processes import python
 from tests.waiting import PATIENCE
 
 POOL_BYTES = 2**20
