@@ -1,6 +1,7 @@
 """Daemons for tests, always ended."""
 
 import importlib.util
+import os
 import shutil
 import signal
 import subprocess

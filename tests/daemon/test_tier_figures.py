@@ -8,8 +8,7 @@ import pytest
 
 from kvd.metrics.words import size
 from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.serving import Daemon, daemon_left_clean, run_kvd
-from tests.processes import DOUBLES
+from tests.daemon.serving import DOUBLES, Daemon, daemon_left_clean, run_kvd
 from tests.waiting import eventually
 
 TIER = "memory:,size=64MiB,late=30"
