@@ -127,7 +127,7 @@ class Breaker:
         """Open, unless it is open: for twice as long as the last time, if that was not long ago.
 
         Args:
-            reason: as metrics count it, see `kvd.metrics.tier_counts.BREAKER_REASONS`.
+            reason: as metrics count it, see `kvd.metrics.counts.BREAKER_REASONS`.
             now: monotonic seconds.
             why: for people.
         """

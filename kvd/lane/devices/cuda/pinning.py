@@ -4,7 +4,7 @@ A pinned piece costs kernel memory and, for the device's page tables, GPU memory
 that pins it, so a lane pins the arenas of the ranks that are bound to it. One registration of a
 large range may fail where several smaller ones work, so the pool is registered piece by piece.
 Slots have another size in every namespace: a boundary may cut a slot, and copies are split where
-they cross one (`moves.py`).
+they cross one (`copies.py`).
 
 One thread makes the set of pinned pieces equal to the wanted one. It pins in the order of
 `kvd.pool.geometry`, in which the broker allocates: a piece's pages are touched once they are there,
