@@ -145,17 +145,21 @@ class Worker(Session):
                     self.timeline.follow(StreamSignals(device, self._control))
             current.want(wanted, kept)
             self._wake()
-            self._changed.wait_for(
-                lambda: (
-                    self.registered
-                    or current.refused
-                    or self._closed
-                    or not (self.connected or (required and not self._denied))
-                ),
-                patience,
-            )
-            current.raises = False
-            if (refusal := current.take_refusal()) is not None:
+            refusal: Error | None = None
+            try:
+                self._changed.wait_for(
+                    lambda: (
+                        self.registered
+                        or current.refused
+                        or self._closed
+                        or not (self.connected or (required and not self._denied))
+                    ),
+                    patience,
+                )
+            finally:  # also where a signal's handler raises
+                current.raises = False
+                refusal = current.take_refusal()
+            if refusal is not None:
                 raise RegistrationError(refusal.code, refusal.text)
             if required and not self.registered:
                 if self.connected:
