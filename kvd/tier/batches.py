@@ -43,9 +43,9 @@ class Place:
     Attributes:
         order: the broker's.
         asked: the salt that the broker named last; empty: it knows of none.
+        reset: the broker has drawn that salt and not heard yet that it is noted.
         salt: the one that holds since the backend has begun `space`.
         space: None while the backend has not begun it, and once it is closed.
-        answered: the broker was told that it has begun.
         early: batches that came before it has begun.
         error: why it cannot begin; empty where nothing hinders it.
         retry_at: monotonic seconds, when that is tried again.
@@ -60,10 +60,9 @@ class Place:
         self._pool = pool
         self.order = order
         self.chunk_bytes = sum(order.slot_bytes)
-        self.asked = order.salt
+        self.asked, self.reset = order.salt, order.reset
         self.salt = b""
         self.space: Space | None = None
-        self.answered = False
         self.early: list[Batch] = []
         self.error = ""
         self.retry_at = math.inf

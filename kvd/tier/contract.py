@@ -144,15 +144,17 @@ class Tier(ABC):
         del namespace
         return b""
 
-    def note_salt(self, namespace: bytes, salt: bytes) -> bytes:
+    def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
         """Keep the salt (8 bytes) of a namespace's last reset, durably before it returns.
 
-        A backend whose chunks outlive its process notes it, or they are not found again.
+        A backend whose chunks outlive its process notes it, or they are not found again. `reset`:
+        the broker has drawn it and not heard yet that it is noted, so a shared backend puts it in
+        the place of the others' salt; otherwise theirs may be of a later reset, and stays.
 
         Returns:
             The salt noted before, whose chunks are to be dropped; empty where none was.
         """
-        del namespace, salt
+        del namespace, salt, reset
         return b""
 
     def drop_space(self, space: Space) -> None:

@@ -167,7 +167,7 @@ class TierService:
                 self._begin(place)
             case NewSalt():
                 if known := self._places.get(order.namespace):
-                    known.space, known.asked = None, order.salt
+                    known.space, known.asked, known.reset = None, order.salt, True
                     self._refuse_early(known, Outcome.GONE)
                     self._begin(known)
             case CloseSpace():
@@ -266,7 +266,7 @@ class TierService:
         tier, namespace = self._tier, place.order.namespace
         known = self._salts.get(namespace, b"")
         salt = asked or tier.salt(namespace) or known or secrets.token_bytes(SALT_BYTES)
-        before = tier.note_salt(namespace, salt) or known
+        before = tier.note_salt(namespace, salt, reset=place.reset) or known
         self._salts[namespace] = salt
         if before not in {b"", salt}:
             tier.drop_space(place.space_of(before))
@@ -290,10 +290,8 @@ class TierService:
         place.error = ""
         place.salt, place.space = salt, place.space_of(salt)
         self._tidy()  # what was dropped has made room
-        if not place.answered:  # a new salt needs no answer
-            place.answered = True
-            self._send(SpaceOpened(namespace=namespace, salt=salt))
-            self._scans.append((place, place.space, self._pieces(place.space)))
+        self._send(SpaceOpened(namespace=namespace, salt=salt))
+        self._scans.append((place, place.space, self._pieces(place.space)))
         early, place.early = place.early, []
         for batch in early:
             self._submit(batch, place.space)

@@ -58,10 +58,12 @@ class OpenSpace(Message, frozen=True):
     Share r of slot i is pool bytes [arena_bases[r] + i * slot_bytes[r], + slot_bytes[r]).
     salt: of its last reset; empty where the broker knows of none: the one that the tier has noted
         holds, or one that it draws.
+    reset: the tier has not confirmed that reset yet.
     """
 
     namespace: NamespaceId
     salt: Salt
+    reset: bool
     slot_bytes: tuple[Count, ...]
     arena_bases: tuple[Count, ...]
     num_slots: Count
@@ -82,7 +84,7 @@ class CloseSpace(Message, frozen=True):
 
 
 class NewSalt(Message, frozen=True):
-    """Broker → tier: the namespace was reset; chunks of any other salt are none. No answer."""
+    """Broker → tier: the namespace was reset; chunks of any other salt are none."""
 
     namespace: NamespaceId
     salt: Salt

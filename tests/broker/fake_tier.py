@@ -88,6 +88,8 @@ class FakeTier:
                     self.opened(namespace)
             case NewSalt(namespace=namespace, salt=salt):
                 self.salts[namespace] = salt
+                if not self.hangs:
+                    self.say(SpaceOpened(namespace=namespace, salt=salt))
             case TierPing():
                 self.pinged = True
                 if not self.hangs:

@@ -9,6 +9,8 @@ from kvd.broker.tiers.breaker import State
 from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
 from kvd.broker.tiers.tiering import STUCK_SECONDS, Tiering
+from kvd.cache.tier_table import TierTable
+from kvd.errors import IntegrityError
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import Ask, Get
 from kvd_proto.directory import LookupResult
@@ -190,4 +192,39 @@ def test_a_fault_that_stays_is_told_after_growing_pauses(monkeypatch: pytest.Mon
     assert 5 <= len(faults_told(bench)) <= 20
     bench.seek(b"a")
     assert bench.lookup(b"a") == [MISS]
+    bench.check()
+
+
+@pytest.mark.parametrize("place", [(Tiering, "_publish"), (TierTable, "set_status")])
+def test_a_fault_that_comes_again_while_tiers_begin_anew(
+    place: tuple[type, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What failed in a decision fails once more on the guard's way out: the daemon goes on."""
+    bench = TierBench(DISK)
+    live(bench, 1.0)
+    fault = Fault(monkeypatch, *place, times=2)
+    bench.fakes[0].tier.pace.bytes_per_second = 5  # so there is something to publish
+    live(bench, 5.0)
+    assert fault.left == 0
+    assert bench.fakes[0].tier.up
+
+
+def test_a_slot_that_cannot_be_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that disagrees with itself costs the tier's process, and not the daemon."""
+    bench = TierBench(DISK)
+    (disk,) = bench.fakes
+    bench.keep(b"a", b"b")
+    bench.evict()
+    disk.hangs = True
+    bench.seek(b"a")
+
+    def refuse(*_: object) -> None:
+        raise IntegrityError("not in the policy")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(bench.table().slots, "give_up", refuse)
+        live(bench, 20.0)
+    disk.hangs = False
+    live(bench, 10.0)
+    assert disk.tier.up
     bench.check()

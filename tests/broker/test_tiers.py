@@ -889,3 +889,24 @@ def test_without_tiers_nothing_is_looked_at() -> None:
     bench.seek(b"a")
     assert bench.broker.tiering.turn(5.0) == []
     assert bench.broker.tiering.due(5.0) > 0
+
+
+def test_a_reset_is_marked_until_the_tier_confirms_it() -> None:
+    """A process that begins after one that ended too early learns that the salt is a new one."""
+    bench, disk = bench_of(DISK)
+
+    def begun_anew() -> bool:
+        disk.end()
+        disk.start()
+        bench.turn(0.5)
+        return [order for order in disk.told if isinstance(order, OpenSpace)][-1].reset
+
+    assert not begun_anew()
+    disk.hangs = True
+    bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
+    assert begun_anew()
+    disk.hangs = False
+    assert begun_anew()
+    assert not begun_anew()
+    bench.carry_out(bench.broker.request(bench.scheduler, 10, Reset(), bench.now))
+    assert not begun_anew()

@@ -125,6 +125,7 @@ class Namespace:
         return OpenSpace(
             namespace=self.name,
             salt=salt,
+            reset=False,
             slot_bytes=SHARES,
             arena_bases=self.bases,
             num_slots=SLOTS,
@@ -134,8 +135,8 @@ class Namespace:
     def open(self, salt: bytes = SALT) -> bytes:
         """Have it opened and wait for that; the salt that holds."""
         self.broker.send(self.order(salt), (self.fd, self.described))
-        opened = self.broker.wait_for(SpaceOpened)
-        assert opened.namespace == self.name
+        while (opened := self.broker.wait_for(SpaceOpened)).namespace != self.name:
+            pass  # of another's reset
         return opened.salt
 
     def put(
@@ -227,11 +228,13 @@ class FakeBroker:
         """Of each chunk of an order."""
         return [Outcome(value) for value in self.done(order).outcomes.tolist()]
 
-    def held(self) -> dict[bytes, tuple[int, int, int]]:
-        """What a scan tells, to its end."""
+    def held(self, name: bytes = b"") -> dict[bytes, tuple[int, int, int]]:
+        """What a scan tells, to its end; that of one namespace, or the next."""
         found: dict[bytes, tuple[int, int, int]] = {}
         while True:
             held = self.wait_for(Held)
+            if name not in {b"", held.namespace}:
+                continue
             columns = held.first.tolist(), held.count.tolist(), held.groups.tolist()
             found |= dict(zip(held.keys, zip(*columns, strict=True), strict=True))
             if held.last:

@@ -7,6 +7,7 @@ import fcntl
 import logging
 import os
 import signal
+import struct
 import subprocess
 import sys
 import threading
@@ -634,7 +635,9 @@ def test_two_records_of_one_key(disks: Disks, monkeypatch: pytest.MonkeyPatch) -
     assert is_whole(back, salt=1)
 
 
-@pytest.mark.parametrize("text", [b"", b"{}", b"\xff" * 100, b'{"version":7,"check":0}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"{}", b"\xff" * 100, b'{"version":7,"check":0}', b"[" * 100_000]
+)
 def test_the_table_of_salts_is_damaged(
     disks: Disks, text: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -656,7 +659,7 @@ def test_a_salt_is_durable_before_it_counts(disks: Disks, monkeypatch: pytest.Mo
     tier = disks.open()
     tier.note_salt(b"n" * 16, b"before..")
     synced: list[str] = []
-    real = os.fsync
+    real, write = os.fsync, os.write
 
     def sync(fd: int) -> None:
         synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
@@ -670,6 +673,12 @@ def test_a_salt_is_durable_before_it_counts(disks: Disks, monkeypatch: pytest.Mo
         with pytest.raises(TierError, match="reset cannot be noted"):
             tier.note_salt(b"n" * 16, b"after...")
         assert tier.salt(b"n" * 16) == b"before.."
+        patch.setattr("kvd.tier.disk.directory.os.fsync", real)
+        patch.setattr("kvd.tier.disk.directory.os.write", lambda fd, text: write(fd, text[:-1]))
+        with pytest.raises(TierError, match="reset cannot be noted"):
+            tier.note_salt(b"n" * 16, b"after...")
+        assert tier.salt(b"n" * 16) == b"before.."
+        patch.setattr("kvd.tier.disk.directory.os.write", write)
         patch.setattr("kvd.tier.disk.directory.os.fsync", sync)
         assert tier.note_salt(b"n" * 16, b"after...") == b"before.."
         assert tier.note_salt(b"n" * 16, b"after...") == b"after..."
@@ -806,3 +815,24 @@ def test_killed_before_the_budget(disks: Disks) -> None:
     space = begun(tier, space_of(20480, 500))
     for key in sorted(known):
         assert disks.got(tier, space, [key]) == [OK]
+
+
+def test_a_record_of_a_large_chunk_in_a_slab_of_small_slots(disks: Disks) -> None:
+    """An index that was written to the wrong place costs that chunk, once; then it is put anew."""
+    tier = disks.open("64MiB")
+    small, large = (begun(tier, space_of(size, name=b"%016d" % size)) for size in (4096, 65536))
+    for space, key in ((small, b"s"), (large, b"l")):
+        put_all(tier, [disks.area.chunk(space, key)])
+    tier.close()
+    one, two = files_of(disks.folder, ".index")
+    begin, end = slabs.HEADER_BYTES, slabs.HEADER_BYTES + slabs.RECORD.itemsize
+    with one.open("r+b") as index:
+        index.seek(begin)
+        index.write(struct.pack("<Q", 1000) + two.read_bytes()[begin + 8 : end])
+    tier = disks.open("64MiB")
+    tier.begin(large)
+    with pytest.raises(TierError, match="too small for its chunk"):
+        disks.got(tier, large, [b"l"])
+    assert disks.got(tier, large, [b"l"]) == [ABSENT]
+    put_all(tier, [disks.area.chunk(large, b"l")])
+    assert disks.got(tier, large, [b"l"]) == [OK]

@@ -125,7 +125,7 @@ class TestCluster:
         assert all(map(is_whole, back))
         # A reset here: who comes next has the new salt, who is there goes on with the old one.
         other.note_salt(ID, salt)
-        tier.note_salt(ID, b"the next")
+        tier.note_salt(ID, b"the next", reset=True)
         assert tier.contains(space_of(70_000, 30, salt=b"the next"), keys, soon()) == [False] * 6
         assert other.contains(space, keys, soon()) == [True] * 6
         assert other.salt(ID) == salt

@@ -551,10 +551,10 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
     class Refusing(MemoryTier):
         fails = True
 
-        def note_salt(self, namespace: bytes, salt: bytes) -> bytes:
+        def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
             if self.fails and namespace.startswith(b"A"):
                 raise TierError("no room for a salt")
-            return super().note_salt(namespace, salt)
+            return super().note_salt(namespace, salt, reset=reset)
 
     tier = Refusing(Options("", {}))
     with FakeBroker(tier) as broker:
@@ -592,7 +592,8 @@ def test_the_salts_of_a_backend(asked: bytes) -> None:
         def salt(self, namespace: bytes) -> bytes:
             return noted.get(namespace, b"")
 
-        def note_salt(self, namespace: bytes, salt: bytes) -> bytes:
+        def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
+            del reset
             before = noted.get(namespace, b"")
             noted[namespace] = salt
             return before
@@ -638,7 +639,7 @@ def test_orders_before_it_has_begun(tmp_path: Path) -> None:
 
 
 def test_a_reset_before_it_has_begun(tmp_path: Path) -> None:
-    """A namespace that is reset while it begins is answered once; orders of before are GONE."""
+    """A reset while a namespace begins: only the last salt is said, orders of before are GONE."""
     hang = tmp_path / "hang"
     hang.touch()
     with FakeBroker(memory(hang=str(hang))) as broker:

@@ -19,7 +19,9 @@ from kvd.wire.tiering import (
     Done,
     Drop,
     Gone,
+    Held,
     NewSalt,
+    SpaceOpened,
     StopTier,
 )
 from kvd_proto.directory import SlotState
@@ -179,8 +181,12 @@ class Service(RuleBasedStateMachine):
         space = self.space(where)
         self.broker.pong()
         self.broker.send(CloseSpace(namespace=space.name))
+        self.broker.pong()
+        resets = [each for each in self.broker.others if isinstance(each, SpaceOpened | Held)]
+        for message in resets:
+            self.broker.others.remove(message)
         assert space.open(self.salts[where] if known else b"") == self.salts[where]
-        told = self.broker.held()
+        told = self.broker.held(space.name)
         self.wait_for_tidiness()
         assert told.keys() >= self.held[where]
         assert all(covered == coverage(key) for key, covered in told.items())

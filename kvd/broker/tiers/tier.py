@@ -131,6 +131,7 @@ class Tier:
 
     Attributes:
         spaces: namespaces that its process was told of.
+        unconfirmed: namespaces whose last reset it has not confirmed.
         batches: that are under way, by number.
         put_bytes, get_bytes: of these.
         child: its process; nothing counts that one says which was told to end.
@@ -148,6 +149,7 @@ class Tier:
         self.batches: dict[int, Batch] = {}
         self.put_bytes = self.get_bytes = 0
         self.spaces: dict[Namespace, Opening] = {}
+        self.unconfirmed: set[bytes] = set()
         self.seen = self.breaker.state  # what was acted upon
         self.trial: tuple[Namespace, bytes] | None = None  # a chunk to probe it with
         self.described = ""

@@ -8,6 +8,7 @@ That holds for the broker's own faults, too. An exception in a decision ends up 
 all tiers are set aside, their processes are replaced, and the daemon goes on.
 """
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -46,6 +47,7 @@ PUBLISH_SECONDS = 0.01
 IDLE_PING_SECONDS = 1.0
 STUCK_SECONDS = 10.0  # without progress: its process is replaced
 START_SECONDS = 120.0
+_CODES = frozenset(map(int, Outcome))
 _BAD = {int(Outcome.FAILED), int(Outcome.LATE)}
 
 _Scanned: TypeAlias = tuple[Tier, Namespace, Held]
@@ -90,6 +92,7 @@ class Tiering:
         tier = self._state.tiers[index]
         served = tier.child.up
         effects = self._guard(now, lambda: self._on_end(tier, reason, now))
+        self._give_up_slots(tier)  # of none there is an order any more
         for namespace in self._state.open_namespaces:
             namespace.table.slots.lane_lost(tier.process)
         tier.process_ended()
@@ -158,14 +161,20 @@ class Tiering:
             tier.seen, tier.child.last_error = tier.breaker.state, why
             tier.child.killed = True
             effects.append(KillTier(tier.index, why, wrong=True))  # an earlier order may be lost
-            for namespace in self._state.open_namespaces:
-                slots = namespace.table.slots
-                filled = [slot for slot, name in slots.filling.items() if name == tier.process]
-                slots.give_up(filled)
+            self._give_up_slots(tier)
         self._forget()
-        self._publish()
+        with contextlib.suppress(Exception):
+            self._publish()
         engines = self._state.registry.engines.values()
         return effects + [ChunksReady(engine.number) for engine in engines]
+
+    def _give_up_slots(self, tier: Tier) -> None:
+        """What its process fills, whatever is noted of orders, waits for its end."""
+        for namespace in self._state.open_namespaces:
+            slots = namespace.table.slots
+            for slot in [slot for slot, name in slots.filling.items() if name == tier.process]:
+                with contextlib.suppress(Exception):  # it may be what has just failed
+                    slots.give_up([slot])
 
     # ------------------------------------------------------------------ processes
 
@@ -240,7 +249,7 @@ class Tiering:
                 continue
             if not tiers.is_leaving(tier.index):
                 tier.spaces[namespace] = Opening(now)
-                order = _open_space(namespace)
+                order = _open_space(namespace, reset=namespace.id in tier.unconfirmed)
                 effects.append(ToTier(tier.index, order, NamespaceFds(namespace.id)))
         return effects
 
@@ -250,12 +259,15 @@ class Tiering:
         opening = tier.spaces.get(namespace) if namespace is not None else None
         if namespace is not None and opening is not None:
             opening.salt = namespace.salt or message.salt  # one of before the last reset is late
+            if message.salt == namespace.salt:
+                tier.unconfirmed.discard(namespace.id)
             self._publish()
 
     def reset(self, namespace: Namespace) -> list[Effect]:
         """A namespace was reset, and has another salt."""
         effects: list[Effect] = []
         for tier in self._state.tiers:
+            tier.unconfirmed.add(namespace.id)
             opening = tier.spaces.get(namespace)
             if opening is not None:
                 if opening.salt is not None:
@@ -292,7 +304,8 @@ class Tiering:
 
     def _on_done(self, tier: Tier, done: Done, now: float) -> list[Effect]:
         outcomes, batch = done.outcomes.tolist(), tier.batches.get(done.number)
-        if batch is None or len(outcomes) != len(batch.order.keys):
+        fits = batch is not None and len(outcomes) == len(batch.order.keys)
+        if batch is None or not fits or not _CODES.issuperset(outcomes):  # a backend's fault
             return self._kill(
                 tier, f"its answer {done.number}, of {len(outcomes)} chunks, fits no order"
             )
@@ -439,11 +452,12 @@ class Tiering:
         return f"<Tiering of {self._state.tiers!r}>"
 
 
-def _open_space(namespace: Namespace) -> OpenSpace:
+def _open_space(namespace: Namespace, *, reset: bool) -> OpenSpace:
     geometry = namespace.geometry
     return OpenSpace(
         namespace=namespace.id,
         salt=namespace.salt,
+        reset=reset,
         slot_bytes=geometry.slot_bytes,
         arena_bases=tuple(map(geometry.arena_base, range(len(geometry.slot_bytes)))),
         num_slots=geometry.num_slots,

@@ -270,7 +270,7 @@ class Salts:
             os.close(fd)
         try:
             self._salts = _parse_salts(text)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             os.rename(SALTS, SALTS + _ASIDE, src_dir_fd=folder, dst_dir_fd=folder)
             _log.error(
                 "disk: the table of salts is damaged (%s): it was renamed to %s, and what this disk"
@@ -301,12 +301,14 @@ class Salts:
         return bytes.fromhex(before)
 
     def _write(self, table: dict[str, str]) -> None:
-        text = json.dumps({"version": _SALTS_VERSION, "check": _check(table), "salts": table})
+        whole = {"version": _SALTS_VERSION, "check": _check(table), "salts": table}
+        text = json.dumps(whole).encode()
         new = f"{SALTS}.new"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(new, flags, 0o600, dir_fd=self._folder)
         try:
-            os.write(fd, text.encode())
+            if os.write(fd, text) != len(text):
+                raise OSError(errno.ENOSPC, "it was written in part")
             os.fsync(fd)
         except OSError:
             with contextlib.suppress(OSError):

@@ -281,8 +281,9 @@ class DiskTier(Tier):
         """See `Tier.salt`."""
         return self._salts.get(namespace)
 
-    def note_salt(self, namespace: bytes, salt: bytes) -> bytes:
+    def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
         """See `Tier.note_salt`."""
+        del reset  # nobody else notes one here
         try:
             return self._salts.note(namespace, salt)
         except OSError as error:

@@ -162,6 +162,8 @@ class Transfer:
         self._at, self._nbytes = run[0].slot * slot_bytes, len(run) * slot_bytes
         layout = layout_of(self._chunks[0].space)
         self._head_at = layout.head_at
+        if slot_bytes < layout.head_at + _LENGTH.size:  # by a damaged record
+            raise OSError(errno.EIO, f"a slot of {slot_bytes} bytes is too small for its chunk")
         self._staged = layout.is_padded or not _are_aligned(self._chunks, alignment)
         own = 0 if self._staged else self._head_at  # what does not lie in memory of this thread
         size = slot_bytes - own

@@ -150,13 +150,12 @@ class MooncakeTier(Tier):
             time.sleep(_TRY_SECONDS)  # another may have been first: what it wrote holds
         raise TierError("the salt of a namespace is being written and does not come")
 
-    def note_salt(self, namespace: bytes, salt: bytes) -> bytes:
+    def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
         """See Tier. What the cluster keeps under other salts is evicted in time."""
         with self._lock:
             before = self._salts.get(namespace)
         if before != salt:
-            # Where the namespace was in use it is reset now, and who comes next is to know of it.
-            self._client.write_word(_salt_name(namespace), salt, replace=before is not None)
+            self._client.write_word(_salt_name(namespace), salt, replace=reset)
         with self._lock:
             self._salts[namespace] = salt
         return b""
