@@ -23,6 +23,7 @@ from kvd.wire.tiering import (
     Put,
     SpaceOpened,
 )
+from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
 from tests.broker.brokers import join, mapped, register
@@ -910,3 +911,15 @@ def test_a_reset_is_marked_until_the_tier_confirms_it() -> None:
     assert not begun_anew()
     bench.carry_out(bench.broker.request(bench.scheduler, 10, Reset(), bench.now))
     assert not begun_anew()
+
+
+def test_an_outcome_that_none_is() -> None:
+    """An unknown outcome costs the process of the tier that answers it, and no other."""
+    bench, disk = bench_of(DISK, "disk:/b")
+    disk.hangs = True
+    bench.load(bench.store(b"a"))
+    bench.turn(0.5)
+    (order,) = [order for order in disk.waiting if isinstance(order, Put)]
+    disk.say(replace(done(order, [Outcome.OK]), outcomes=IntArray.of([99], "u1")))
+    assert bench.killed == [disk.index]
+    assert bench.fakes[1].tier.up
