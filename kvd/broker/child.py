@@ -1,7 +1,6 @@
-"""What is known of a child process, and the one rule by which it counts as dead.
+"""Liveness of a child process: a process that owes a message for longer than a limit is killed.
 
-A process owes a message from its start until the first one, and from a ping until the next one.
-One that has owed a message for longer than a limit is killed.
+A process owes a message from its start until its first one, and from a ping until the next one.
 """
 
 from dataclasses import dataclass
@@ -9,14 +8,14 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class ChildState:
-    """One child of the daemon, over all its processes. Times are monotonic seconds.
+    """State of one child of the daemon, across restarts. Times are monotonic seconds.
 
-    pid: of the present process or, where none serves, the last one; 0 before the first.
-    up: the present process has said that it serves.
-    killed: it was decided to kill the present process, which has not ended.
-    last_error: how the last process ended, or what the present one has reported.
-    heard_at: when its last message came.
-    owes_since: since when it has owed a message; None where it owes none.
+    pid: of the process that served last; 0 before the first.
+    up: the current process has reported that it serves.
+    killed: the current process is to be killed, and has not ended yet.
+    last_error: how the last process ended, or what the current one has reported.
+    heard_at: when the last message came.
+    owes_since: since when the process has owed a message; None if it owes none.
     """
 
     pid: int = 0
@@ -29,25 +28,25 @@ class ChildState:
     _pinged_at: float = 0.0
 
     def started(self, now: float) -> None:
-        """A process was started."""
+        """Record that a process was started, which owes its first message."""
         self.ended()
         self.owes_since = now
 
     def serves(self, pid: int) -> None:
-        """The process says that it serves."""
+        """Record that the process has reported that it serves."""
         self.up, self.pid = True, pid
 
     def heard(self, now: float) -> None:
-        """A message of its has come."""
+        """Record a message from the process, which now owes none."""
         self.heard_at, self.owes_since = now, None
 
     def expect(self, now: float) -> None:
-        """It owes a message from now on, if not longer."""
+        """Record that the process owes a message, from now unless it already owes one."""
         if self.owes_since is None:
             self.owes_since = now
 
     def ping_due(self, now: float, seconds: float) -> bool:
-        """Whether to ping it now, once in so many seconds; it owes a message then."""
+        """Whether to ping now, once every `seconds`; if True, the process owes a message."""
         if now - self._pinged_at < seconds:
             return False
         self._pinged_at = now
@@ -55,14 +54,14 @@ class ChildState:
         return True
 
     def silent(self, now: float) -> float:
-        """For how many seconds it has owed a message."""
+        """Seconds for which the process has owed a message."""
         return 0.0 if self.owes_since is None else now - self.owes_since
 
     def check(self, now: float, limit: float) -> str:
-        """Return why it has to be killed, once; empty where it owes nothing for so long.
+        """Return why the process must be killed, once; empty while it may live.
 
-        Of the time since the last check a quarter of the limit counts at most: a broker that stood
-        still has received nothing meanwhile.
+        At most a quarter of `limit` counts between two checks: a broker that was suspended has
+        received nothing meanwhile.
         """
         stood_still = now - self._checked_at - limit / 4
         self._checked_at = now
@@ -77,6 +76,6 @@ class ChildState:
         return f"did not report for {silent:.1f} s"
 
     def ended(self) -> None:
-        """Its process has ended."""
+        """Record that the process has ended."""
         self.up = self.killed = False
         self.owes_since = None

@@ -1,21 +1,20 @@
-"""Which namespaces were reset, and their salts: for the next daemon, whatever pool it has.
+"""The table of namespaces that were reset, and their salts; it outlives the daemon and its pool.
 
-A salt is 8 random bytes, drawn anew by each reset of a namespace. What a tier keeps and what a
-ledger says under another salt is of before the reset, and is not used. The table is independent of
-pools, and has a fixed number of places. When all are taken, the namespace whose reset is longest
-ago loses its place, and a new `base` is drawn: the salt of all namespaces that have no place. That
-may cost misses, and never finds what was dropped.
+A salt is 8 random bytes; each reset of a namespace draws a new one. Chunks that a tier or a ledger
+has under another salt are from before the reset and are not used. The table has `MOST` entries. If
+it overflows, the namespace reset longest ago loses its entry, and a new `base` is drawn, the salt
+of all namespaces without an entry: that may cost misses, but no dropped chunk is found again.
 
-It fits one page, little-endian, which is written at once::
+The table is one page, little-endian, written at once::
 
     offset  type     what
          0  8 bytes  magic "kvd-rst" and a zero byte
          8  u32      version (2)
         12  u32      number of entries
         16  8 bytes  base; zeros: none
-        24  u32      zlib.crc32 of all other bytes of the page
+        24  u32      zlib.crc32 of the page with this field zero
         32           entries, the one reset longest ago first: namespace id (16 bytes), salt
-                     (8 bytes); zeros follow the last one
+                     (8 bytes); then zeros
 """
 
 import secrets
@@ -36,10 +35,10 @@ MOST = (PAGE_BYTES - _ENTRIES_AT) // _ENTRY.size
 
 
 class Resets:
-    """The table. Namespaces are named by their ids in hex.
+    """The table of resets, by namespace id in hex.
 
     Attributes:
-        base: the salt of namespaces without an entry; empty where they have none.
+        base: the salt of namespaces without an entry; empty if they have none.
     """
 
     def __init__(self) -> None:
@@ -47,14 +46,14 @@ class Resets:
         self._salts: dict[str, bytes] = {}  # reset longest ago first
 
     def salt_of(self, namespace: str) -> bytes:
-        """The salt of a namespace; empty where no reset is known."""
+        """Return the salt of a namespace; empty if no reset is known."""
         return self._salts.get(namespace, self.base)
 
     def draw(self, namespace: str) -> str:
-        """Give a namespace another salt.
+        """Give a namespace a new salt.
 
         Returns:
-            Why the next daemon will not know of it, and the remedy; empty where it will.
+            Empty if the salt is stored; else why the next daemon will not know it, and the remedy.
         """
         self._salts.pop(namespace, None)
         self._salts[namespace] = secrets.token_bytes(SALT_BYTES)
@@ -64,11 +63,11 @@ class Resets:
         return ""
 
     def draw_base(self) -> None:
-        """Give all namespaces without an entry another salt."""
+        """Give all namespaces without an entry a new salt."""
         self.base = secrets.token_bytes(SALT_BYTES)
 
     def pack(self) -> bytes:
-        """The page."""
+        """Return the table as a page."""
         page = bytearray(PAGE_BYTES)
         _HEAD.pack_into(page, 0, MAGIC, VERSION, len(self._salts), self.base)
         for i, (namespace, salt) in enumerate(self._salts.items()):
@@ -77,10 +76,10 @@ class Resets:
         return bytes(page)
 
     def load(self, page: bytes) -> None:
-        """Take over the table of a page.
+        """Replace the table by that of a page.
 
         Raises:
-            LedgerDamaged: it is none, or is damaged; nothing has changed.
+            LedgerDamaged: the page is no such table, or is damaged; nothing has changed.
         """
         if len(page) != PAGE_BYTES:
             raise LedgerDamaged(f"it has {len(page)} bytes, not {PAGE_BYTES}")

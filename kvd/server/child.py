@@ -1,4 +1,4 @@
-"""A process that the broker starts, talks to, and starts again when it has ended."""
+"""`Child`: a process that the broker starts, exchanges messages with, and restarts."""
 
 import logging
 import math
@@ -21,12 +21,12 @@ _FIRST_DELAY = 0.05
 _LONGEST_DELAY = 5.0
 _LONGEST_POLL = 1000.0
 _FOR_THE_BROKER = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
-# None of them computes, and numpy would start a thread for each core while it is imported.
+# Importing numpy would start one BLAS thread a core, and no child computes with it.
 _FOR_CHILDREN = {"OPENBLAS_NUM_THREADS": "1"}
 
 
 class StartedProcess(NamedTuple):
-    """A process, a descriptor that is readable when it has ended, and this end of its link."""
+    """A process, its pidfd (readable once it has exited), and the broker's end of its link."""
 
     process: subprocess.Popen[bytes]
     pidfd: int
@@ -36,19 +36,19 @@ class StartedProcess(NamedTuple):
 def start_process(
     module: str, arguments: Sequence[str] = (), fds: Sequence[int] = ()
 ) -> StartedProcess:
-    """Start ``python -m module``; its last argument is the number of its end of the link.
+    """Start ``python -m module``; its last argument is the descriptor of its end of the link.
 
-    It gets the descriptors `fds` under the same numbers, and ends with this process.
+    The process inherits `fds` under the same numbers. It exits when this process exits.
 
     Raises:
-        OSError: it cannot be started now; nothing is left of it.
+        OSError: the process could not be started; nothing is left behind.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX)
     with theirs:
         try:
             number = theirs.fileno()
             process = subprocess.Popen(
-                # -P: nothing is imported from the directory that the daemon was started in.
+                # -P: import nothing from the daemon's working directory.
                 [sys.executable, "-P", "-m", module, *arguments, str(number)],
                 pass_fds=(number, *fds),
                 stdin=subprocess.DEVNULL,
@@ -67,25 +67,25 @@ def start_process(
 
 
 class Child:
-    """One process at a time, at the other end of a channel.
+    """One supervised process at a time, and the channel to it.
 
-    The next one follows `pause` seconds after one that had served. After one that had not, or that
-    could not be started, the pause grows to 5 s.
+    Restart delay: `pause` seconds after a process that had `served`; otherwise, or if the start
+    failed, exponential backoff up to 5 s.
 
     Args:
         module: what ``python -m`` runs.
-        name, fields: how the log calls it.
-        poller: where the channel and the process's end are registered.
+        name, fields: name and structured fields of its log lines.
+        poller: where the channel and the pidfd are registered.
         decode: returns the header and the message of a frame.
-        on_message: is given a message, its descriptors, which are the callee's, and the time.
-        on_end: is given why the process has ended, and the time.
+        on_message: called with a message, its descriptors (the callee closes them) and the time.
+        on_end: called with the reason why the process ended, and the time.
         pause: see above.
-        turn_seconds: how long `turn` hands messages on; the others come with the next call.
+        turn_seconds: time limit of one `turn` for messages; the next call handles the rest.
 
     Attributes:
-        link: this end of the channel; None once it is closed.
-        pidfd: readable when the process has ended; -1 where none runs.
-        served: the process that runs was of use; its owner says so.
+        link: the broker's end of the channel; None once closed.
+        pidfd: readable when the process has exited; -1 if none runs.
+        served: the owner sets it once the running process has been useful.
     """
 
     def __init__(
@@ -121,25 +121,25 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether a process has not been reaped."""
+        """Whether there is a process that has not been reaped."""
         return self._process is not None
 
     @property
     def unread(self) -> bool:
-        """Whether messages may have come that the poller does not report."""
+        """Whether the channel has buffered messages, which the poller does not report."""
         return self.link is not None and self.link.more
 
     @property
     def pid(self) -> int:
-        """Its process id; -1 where none runs."""
+        """The process id; -1 if none runs."""
         return self._process.pid if self._process is not None else -1
 
     def due(self, now: float) -> bool:
-        """Whether no process runs and the pause is over."""
+        """Whether no process runs and the restart delay is over."""
         return self._process is None and now >= self._start_at
 
     def start(self, now: float, arguments: Sequence[str] = (), fds: Sequence[int] = ()) -> bool:
-        """Start a process as `start_process` does, or put that off; return whether it runs."""
+        """Start a process with `start_process`; return whether it runs, else back off."""
         try:
             started = start_process(self._module, arguments, fds)
         except OSError as error:
@@ -151,7 +151,7 @@ class Child:
         return True
 
     def adopt(self, started: StartedProcess) -> None:
-        """Go on with a process that was started before."""
+        """Supervise a process that `start_process` has already started."""
         self._process, self.pidfd = started.process, started.pidfd
         self.link = Channel(started.link, b"ROUTER")
         self.served = self._polls_for_room = False
@@ -159,13 +159,13 @@ class Child:
             self._poller.register(fd, select.EPOLLIN)
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send an order with descriptors, if a process runs; kill one that does not read."""
+        """Send an order with descriptors to the process, if any; if that fails, kill it."""
         if self.link is None:
             return
         try:
             self.link.send(frame, fds)
         except EOFError:
-            return  # it exits; `turn` sees that
+            return  # the process is exiting; `turn` reaps it
         except (ChannelFull, OSError) as error:
             why = f"its orders cannot be sent: {error}"
             log.error("%s is killed: %s", self.name, why, extra=self.fields)  # noqa: TRY400  # no bug
@@ -174,10 +174,10 @@ class Child:
         self._poll_for_room()
 
     def turn(self, ready: dict[int, int], now: float) -> None:
-        """Send what waits, hand on the messages that have come, and see whether it has ended.
+        """Flush the channel, dispatch received messages, and reap the process if it has exited.
 
         Args:
-            ready: what the poller has reported.
+            ready: the poller's events, by descriptor.
             now: monotonic seconds.
         """
         if self.link is not None and self.link.wants_write:
@@ -185,7 +185,7 @@ class Child:
                 self.link.flush()
                 self._poll_for_room()
             except EOFError:
-                pass  # what it sent before is read, and its end
+                pass  # it is exiting: messages it sent before are still read below
         if self.link is not None and (self.link.more or self.link.fileno() in ready):
             self._receive(now)
         if self.pidfd in ready:
@@ -201,7 +201,7 @@ class Child:
                     self._on_message(self._decode(frame)[1], fds, now)
                 if not self.unread or time.monotonic() >= end:
                     return
-        except EOFError:  # it exits by itself
+        except EOFError:  # the process is exiting by itself
             self.close_link()
         except (DecodeError, BadFrame) as error:
             self.kill(f"sent what is no message: {error}")
@@ -209,20 +209,20 @@ class Child:
             self.kill(f"the broker could not receive descriptors: {error}; {open_files_remedy()}")
 
     def kill(self, why: str = "the daemon stops") -> None:
-        """End it without asking, for a reason; what it has sent can still be received."""
+        """Send SIGKILL; messages that the process has sent can still be received."""
         if self._process is not None:
             self._killed_because = self._killed_because or why
             self._process.kill()
 
     def close_link(self) -> None:
-        """Receive nothing more."""
+        """Close the channel; nothing more is received."""
         if self.link is not None:
             self._poller.unregister(self.link.fileno())
             self.link.close()
             self.link = None
 
     def reap(self, now: float) -> str:
-        """Wait for the end of one that was killed, or has ended; return why it ended."""
+        """Wait for a process that exits or was killed; return why it ended, empty if none ran."""
         if self._process is None:
             return ""
         self.close_link()
@@ -242,7 +242,7 @@ class Child:
         return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
 
     def _poll_for_room(self) -> None:
-        """Have the poller report that the process has read, while something waits for that."""
+        """Poll for writability exactly while the channel has unsent bytes."""
         if self.link is not None and self.link.wants_write != self._polls_for_room:
             self._polls_for_room = self.link.wants_write
             room = select.EPOLLOUT if self._polls_for_room else 0
@@ -257,11 +257,11 @@ class Child:
 
 
 def end_all(children: Iterable[Child], grace: float = 0.0, patience: float = math.inf) -> None:
-    """End processes, and wait for that.
+    """Stop processes and reap them.
 
-    1. Wait `grace` seconds for those that were told to stop.
-    2. Kill the others, and wait `patience` seconds.
-    3. Leave alone those that still run, with a line in the log: the kernel does not let them go.
+    1. Wait `grace` seconds for processes that were told to stop.
+    2. Kill the rest, and wait `patience` seconds.
+    3. Log and abandon those that still run: they hang in an uninterruptible system call.
     """
     children = list(children)
     _wait(children, grace)
@@ -276,7 +276,7 @@ def end_all(children: Iterable[Child], grace: float = 0.0, patience: float = mat
 
 
 def _wait(children: Iterable[Child], seconds: float) -> list[Child]:
-    """Reap those that end within so many seconds; return the others."""
+    """Reap the processes that exit within `seconds`; return the others."""
     end = time.monotonic() + seconds
     left = [child for child in children if child.running]
     while left and (rest := end - time.monotonic()) > 0:

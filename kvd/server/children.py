@@ -1,7 +1,7 @@
-"""The broker's child processes: lanes, tiers, HTTP.
+"""The broker's child processes: lanes, tiers and the HTTP server, each a `kvd.server.child.Child`.
 
-What they have in common is `kvd.server.child.Child`. Messages and ends go to the broker's
-decisions, which say what is sent to whom and who is killed.
+Messages and exits of lanes and tiers go to the broker's decisions, whose effects say what to send
+and which process to kill.
 """
 
 import itertools
@@ -28,16 +28,16 @@ from kvd_proto.messages import Message
 log = logging.getLogger("kvd.daemon")
 _PAUSE_SECONDS = 0.25
 _TIER_END_SECONDS = 2.0
-_TIER_TURN_SECONDS = 0.002  # of a tier's messages: those of a scan have a thousand keys each
+_TIER_TURN_SECONDS = 0.002  # a scan's messages have a thousand keys each
 _HTTP_AFTER_SECONDS = 2.0
 _HTTP_SILENT_SECONDS = 30.0
 
 
 def configured_tiers(texts: list[str]) -> list[Tier]:
-    """Return the tiers of the setting, whose options their backends have checked.
+    """Return the configured tiers; each backend has checked its options.
 
     Raises:
-        ConfigError: one cannot work.
+        ConfigError: a tier's options are invalid.
     """
     if not texts:
         return []
@@ -52,15 +52,15 @@ class LaneProcess(Child):
     """The process of one device's lane.
 
     Attributes:
-        lifeline: a descriptor that reads end of file once nothing of the lane moves bytes.
-        socket: where it serves workers; None until it has been told what to serve.
+        lifeline: a descriptor that reads end of file once the lane copies nothing any more.
+        socket: where the lane serves workers; None until it was sent `BeginLane`.
     """
 
     lifeline = -1
     socket: Path | None = None
 
     def reap(self, now: float) -> str:
-        """Also close its lifeline and remove its socket."""
+        """Reap the process, close its lifeline and remove its socket; see `Child.reap`."""
         if self.socket is not None:
             self.socket.unlink(missing_ok=True)
             self.socket = None
@@ -73,11 +73,11 @@ class LaneProcess(Child):
 class Children:
     """The processes of lanes, by device, and of tiers, in order.
 
-    A lane's process may run before there is a pool; what it is to do it is told when there is one.
-    Each that is told is another incarnation: a number that no lane of this daemon has had yet.
+    A lane's process may start before the pool exists; it is sent `BeginLane` once there is a pool.
+    Each `BeginLane` carries a new incarnation, a number that no lane of this daemon had before.
 
-    The broker never waits for a tier. One that has been killed and does not die, because its medium
-    hangs, is left alone: the next is started when it has.
+    The broker never waits for a tier. If a killed tier does not exit because its medium hangs, the
+    next process starts once it has exited.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Children:
         ]
 
     def add_lane(self, device: str) -> LaneProcess:
-        """Serve a device."""
+        """Add the lane of a device; `start_due` starts its process."""
         lane = self.lanes[device] = LaneProcess(
             "kvd.lane",
             f"lane {device}",
@@ -123,13 +123,13 @@ class Children:
         return lane
 
     def start_due(self, pool: PoolMemory, now: float) -> None:
-        """Start what does not run and whose pause is over; say what it serves."""
+        """Start processes whose restart delay is over, and send each what it is to serve."""
         for device, lane in self.lanes.items():
             if lane.due(now):
                 lane.start(now)
             if lane.running and lane.socket is None:
                 self._begin_lane(device, lane, pool)
-        if not pool.ready:  # tiers write into it, and what is not there yet may be nowhere
+        if not pool.ready:  # tiers write into the pool, and its pages may not be allocated yet
             return
         for index, tier in enumerate(self.tiers):
             if tier.due(now) and tier.start(now):
@@ -180,7 +180,7 @@ class Children:
             self._carry_out(self._core.tiering.lost(index, why, now))
 
     def to_lane(self, device: str, message: Message, fds: Sequence[int]) -> None:
-        """Send an order to a lane; one that was told nothing has nothing to stop for."""
+        """Send an order to a lane; kill it instead if it is to stop before it has begun."""
         lane = self.lanes[device]
         if lane.socket is not None:
             lane.send(LINK.encode(message), fds)
@@ -192,34 +192,34 @@ class Children:
         self.tiers[index].send(TIERING.encode(message), fds)
 
     def kill_tier(self, effect: KillTier) -> None:
-        """End a tier's process; after one that was wrong the next comes later each time."""
+        """Kill a tier's process; if it was at fault (`wrong`), its restart is backed off."""
         tier = self.tiers[effect.tier]
         tier.served &= not effect.wrong
         tier.kill(effect.why)
 
     def close(self) -> None:
-        """End all, tiers that were told to stop after a moment; wait for no tier that hangs."""
+        """Stop all processes: lanes at once, tiers after a grace period; abandon hung tiers."""
         end_all(self.lanes.values())
         end_all(self.tiers, _TIER_END_SECONDS, _TIER_END_SECONDS)
         os.close(self._pin_lock)
 
 
 class HttpProcess:
-    """HTTP's addresses, which the broker binds and keeps, and the process that serves them.
+    """The HTTP server's process, and its listening sockets, which the broker binds and keeps.
 
-    The process inherits the addresses, so that its end loses none: clients that connect meanwhile
-    wait in the kernel's queue for the next one. A thread would share the interpreter's lock with
-    the broker's loop. It starts two seconds after the broker, or with the first connection, and
-    sends a message every five seconds.
+    The process inherits the sockets, so a restart refuses no client: connections wait in the
+    kernel's queue. It is a process because a thread would share the interpreter lock with the
+    broker's loop. It starts two seconds after the broker or with the first connection, and sends a
+    message every five seconds.
 
     Args:
         runtime_dir: the directory of the daemon.
-        unix_path: the Unix socket, which is always there.
-        listen: the setting `http_listen`. With ``off`` the process starts only
+        unix_path: the Unix socket, which is always bound.
+        listen: the setting `http_listen`; with ``off`` the process starts only
             with the first connection to the Unix socket.
 
     Raises:
-        ConfigError: an address cannot be had; names it and the remedy.
+        ConfigError: an address cannot be bound; names it and the remedy.
     """
 
     def __init__(
@@ -257,11 +257,11 @@ class HttpProcess:
 
     @property
     def pid(self) -> int:
-        """The pid of the process that serves now; -1 where none does."""
+        """The process id; -1 if none runs."""
         return self._child.pid
 
     def turn(self, ready: dict[int, int], now: float) -> None:
-        """Start the process, watch it, start it again."""
+        """Start the process when it is due, and kill it if it falls silent."""
         if self._eager_at is None:
             self._eager_at = now + _HTTP_AFTER_SECONDS
         if self._child.running:
@@ -293,10 +293,10 @@ class HttpProcess:
         close_all(tuple(fds))
         self._child.served = True
         self._state.heard(now)
-        self._state.expect(now)  # the next one
+        self._state.expect(now)  # the next message
 
     def close(self) -> None:
-        """End the process and give the addresses back."""
+        """Kill the process and close the listening sockets."""
         end_all([self._child])
         self._unix.close()
         if self._tcp is not None:

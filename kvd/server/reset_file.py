@@ -1,14 +1,13 @@
-"""The file of resets: `kvd.resets` in the runtime directory, see `kvd.cache.resets`.
+"""The table of resets (`kvd.cache.resets`) as the file `kvd.resets` in the runtime directory.
 
-A tier may be down, slow or hung while a namespace is reset, and the daemon may be killed before the
-tier knows of it. So the daemon writes the reset into a file of its own before it answers. The file
-belongs to no pool: it is the same after a start with another pool, with none (``--cold``), and
-after `kvd purge`. It lies in memory where runtime directories do, so writing never waits for a
-disk, and what a process has written before it is killed stays.
+A tier may be down, slow or hung during a reset, and the daemon may be killed before the tier has
+noted the reset. So the daemon writes the reset into this file before it answers. The file does not
+depend on the pool: it survives a start with another pool or with none (``--cold``), and `kvd
+purge`. In a runtime directory on tmpfs a write never waits for a disk, and survives the process.
 
-It is written over, by one write within a page, which is done or not done. What is damaged or is not
-this user's is replaced by a table with a new base: nothing of before is used. Where it cannot be
-written the reset is answered as failed, and the one who asked for it asks again.
+A save overwrites the page by one write, which is atomic. A file that is damaged or not owned by
+this user is replaced by a table with a new base, so no earlier chunk is used. If the file cannot be
+written, the reset is answered as failed, and the client retries it.
 """
 
 import logging
@@ -24,7 +23,7 @@ _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class ResetFile(Resets):
-    """The table, as the file has it; the file is made at the first reset.
+    """The table of resets, kept in a file; the first reset creates the file.
 
     Args:
         path: of the file.
@@ -33,14 +32,14 @@ class ResetFile(Resets):
     def __init__(self, path: Path) -> None:
         super().__init__()
         self._path = path
-        self._failed = ""  # why it could last not be written
+        self._failed = ""  # why the last write failed
         try:
             self.load(self._read())
         except FileNotFoundError:
             return
         except (OSError, LedgerDamaged) as error:
             self.draw_base()
-            log.error(  # noqa: TRY400  # the text has the reason
+            log.error(  # noqa: TRY400  # the message names the reason
                 "%s cannot be believed (%s): chunks of before, in memory and in tiers, are not"
                 " used, since some of them may have been dropped by a reset",
                 path,
@@ -49,7 +48,7 @@ class ResetFile(Resets):
             self._save()
 
     def draw(self, namespace: str) -> str:
-        """See Resets. The file has it when this returns."""
+        """Write the new salt to the file before returning; see `Resets.draw`."""
         super().draw(namespace)
         return self._save()
 
@@ -63,9 +62,9 @@ class ResetFile(Resets):
             os.close(fd)
 
     def _save(self) -> str:
-        """Write the page; return why it cannot be written, and the remedy."""
+        """Write the page; return why that failed, with the remedy; empty if it did not."""
         try:
-            if self._is_whole():  # writing over it takes no room, of which none may be
+            if self._is_whole():  # overwriting needs no free space
                 self._write(self._path)
             else:
                 self._replace()
@@ -77,7 +76,7 @@ class ResetFile(Resets):
         return ""
 
     def _is_whole(self) -> bool:
-        """Whether a whole file of this user's is there."""
+        """Whether the file exists, is this user's and has the full size."""
         try:
             status = self._path.lstat()
         except FileNotFoundError:
@@ -85,7 +84,7 @@ class ResetFile(Resets):
         return is_own_file(status) and status.st_size == PAGE_BYTES
 
     def _replace(self) -> None:
-        """Make the file anew: its name never stands for half of it."""
+        """Replace the file by a rename, so that no partial file is ever read."""
         draft = self._path.with_name(f"{self._path.name}.new")
         remove_tree(draft)
         self._write(draft, os.O_CREAT | os.O_EXCL)
@@ -102,7 +101,7 @@ class ResetFile(Resets):
             os.close(fd)
 
     def _lack(self, why: str) -> str:
-        """Log it once, and return it for the reply."""
+        """Log the reason unless it was logged last time; return the text for the reply."""
         if why != self._failed:
             self._failed = why
             log.error(

@@ -1,4 +1,4 @@
-"""The start of a daemon: the host's lane first, beside which the broker's loop is imported."""
+"""The start of a daemon: the host lane's process first, then the broker's loop beside it."""
 
 import contextlib
 import errno
@@ -16,20 +16,20 @@ def serve(loaded: Loaded, sources: Sources, version: str, *, cold: bool) -> int:
 
     Args:
         loaded: the settings.
-        sources: where they came from, to read them again.
+        sources: where the settings came from, to reload them.
         version: name and version of the daemon.
         cold: begin without the kept pool.
 
     Raises:
-        KvdError: it cannot start, with the remedy.
+        KvdError: the daemon cannot start; names the remedy.
     """
     first_lane = None
     try:
         runtime = RuntimeDir(Path(loaded.settings.runtime_dir))
         runtime.lock()
-        # It and the loop have about as much to import: side by side that takes half the time.
-        # Where no daemon comes of it, it ends with this process.
-        with contextlib.suppress(OSError):  # then it is tried again once there is a pool
+        # The lane and the loop import about as much: in parallel that takes half the time.
+        # If the daemon fails to start, the lane's process exits with this one.
+        with contextlib.suppress(OSError):  # retried once there is a pool
             first_lane = start_process("kvd.lane")
         with starting():
             from kvd.server.loop import Service  # noqa: PLC0415

@@ -1,6 +1,6 @@
-"""The life of a process that the broker has started: its orders, what it opens, its service.
+"""The main function of a process that the broker has started: first order, open, serve.
 
-The broker may start one before there is a pool, so that the imports are done when there is one.
+The broker may start a process before the pool exists, so that its imports are done by then.
 """
 
 import logging
@@ -22,10 +22,10 @@ _TEXT_LIMIT = 1000
 
 
 class Service(Protocol):
-    """What serves the broker."""
+    """The service of a child process."""
 
     def run(self) -> None:
-        """Serve until the broker is done."""
+        """Serve until the broker stops it."""
 
 
 def serve_broker(
@@ -34,12 +34,12 @@ def serve_broker(
     open_service: Callable[[Channel, Any, tuple[int, ...]], Service],
     failure: Callable[[str], Message],
 ) -> int:
-    """Serve until the broker is done; return the exit status.
+    """Serve the broker; return the exit status.
 
-    1. Wait for the first order. None comes where the broker ends, or has no use for the process.
-    2. Have `open_service` do what it says, with the descriptors that it brings.
-    3. Where that fails, tell the broker why with a `failure`, for its log and those who wait.
-    4. Serve.
+    1. Wait for the first order; exit with 0 if the broker closes the link instead.
+    2. Call `open_service` with the link, the order and its descriptors.
+    3. If that fails, send the broker `failure(why)` and exit with 1.
+    4. Run the service.
     """
     try:
         link = Channel(socket.socket(fileno=link_fd))

@@ -1,7 +1,7 @@
 """Messages between the broker and a tier's process.
 
-They travel as those between broker and lanes do; see `kvd.wire.link`. A batch has a number, and
-one answer. Columns have one item for each chunk of the batch.
+The encoding is that of the lanes' link, see `kvd.wire.link`. Each batch has a number and gets one
+`Done`. Columns have one item for each chunk of the batch.
 """
 
 from typing import Annotated, TypeAlias
@@ -15,13 +15,13 @@ from kvd_proto.messages import Count, Encoded, Keys, Message, Name, NamespaceId,
 MAX_BATCH = 1024  # chunks
 Encodeds = Annotated[tuple[Encoded, ...], Meta(max_length=MAX_BATCH)]
 Salt: TypeAlias = Annotated[bytes, Meta(max_length=8)]
-"""Drawn by each reset of a namespace. A tier finds nothing that it keeps under another salt."""
+"""Each reset of a namespace draws one. A tier finds only chunks kept under the current salt."""
 
 
 class BeginTier(Message, frozen=True):
-    """Broker → tier, first: what it is. Carries the pool's file.
+    """Broker → tier, first message: the tier's settings. Carries the pool's file.
 
-    index: its place in the order of tiers, from 0.
+    index: the tier's place in the order of tiers, from 0.
     setting: as the operator wrote it.
     """
 
@@ -33,9 +33,9 @@ class BeginTier(Message, frozen=True):
 
 
 class TierReady(Message, frozen=True):
-    """Tier → broker, first: it serves.
+    """Tier → broker, first message: the tier serves.
 
-    damaged_records: of its index, found at the start and dropped.
+    damaged_records: index records that were found damaged at the start, and dropped.
     """
 
     pid: Count
@@ -47,17 +47,17 @@ class TierReady(Message, frozen=True):
 
 
 class TierFailed(Message, frozen=True):
-    """Tier → broker, instead of TierReady: it cannot be used now, and why."""
+    """Tier → broker, instead of TierReady: why the tier cannot be used now."""
 
     error: Text
 
 
 class OpenSpace(Message, frozen=True):
-    """Broker → tier: a namespace. Carries its directory and, where they are, its descriptions.
+    """Broker → tier: open a namespace. Carries its directory and, if any, its descriptions.
 
     Share r of slot i is pool bytes [arena_bases[r] + i * slot_bytes[r], + slot_bytes[r]).
-    salt: of its last reset; empty where the broker knows of none: the one that the tier has noted
-        holds, or one that it draws.
+    salt: of the namespace's last reset; empty if the broker knows of none: then the tier uses the
+        salt it has noted, or draws one.
     reset: the tier has not confirmed that reset yet.
     """
 
@@ -71,27 +71,27 @@ class OpenSpace(Message, frozen=True):
 
 
 class SpaceOpened(Message, frozen=True):
-    """Tier → broker: the salt that holds here; `Held` follows, until one has `last` set."""
+    """Tier → broker: the salt in effect. `Held` messages follow, up to one with `last` set."""
 
     namespace: NamespaceId
     salt: Salt
 
 
 class CloseSpace(Message, frozen=True):
-    """Broker → tier: the namespace is closed here; what the tier keeps of it stays."""
+    """Broker → tier: the broker closed the namespace; the tier keeps its chunks."""
 
     namespace: NamespaceId
 
 
 class NewSalt(Message, frozen=True):
-    """Broker → tier: the namespace was reset; chunks of any other salt are none."""
+    """Broker → tier: the namespace was reset; only chunks of this salt count from now on."""
 
     namespace: NamespaceId
     salt: Salt
 
 
 class Held(Message, frozen=True):
-    """Tier → broker: it keeps these: what `scan` found."""
+    """Tier → broker: chunks that the tier keeps, as `scan` found them."""
 
     namespace: NamespaceId
     salt: Salt
@@ -103,7 +103,7 @@ class Held(Message, frozen=True):
 
 
 class Gone(Message, frozen=True):
-    """Tier → broker: it keeps these no more."""
+    """Tier → broker: the tier no longer keeps these chunks."""
 
     namespace: NamespaceId
     keys: Keys
@@ -135,7 +135,7 @@ class Get(Message, frozen=True):
 
 
 class Ask(Message, frozen=True):
-    """Broker → tier: which of these are there?"""
+    """Broker → tier: which of these chunks does the tier have?"""
 
     number: Count
     namespace: NamespaceId
@@ -144,19 +144,19 @@ class Ask(Message, frozen=True):
 
 
 class Drop(Message, frozen=True):
-    """Broker → tier: remove these."""
+    """Broker → tier: remove these chunks."""
 
     namespace: NamespaceId
     keys: Keys
 
 
 class Done(Message, frozen=True):
-    """Tier → broker: nothing of this batch moves any more.
+    """Tier → broker: the batch has ended; nothing of it is in flight.
 
-    outcomes: u1, `Outcome`; of an Ask OK or ABSENT.
-    first, count, groups, descriptions: of a Get, of what is OK.
-    nanoseconds: that the backend took; waited: before that.
-    error: of the medium, where something FAILED.
+    outcomes: u1, `Outcome`.
+    first, count, groups, descriptions: of the OK chunks of a Get.
+    nanoseconds: time in the backend; waited: time in the queue before that.
+    error: the medium's, if a chunk FAILED.
     """
 
     number: Count
@@ -171,16 +171,16 @@ class Done(Message, frozen=True):
 
 
 class TierPing(Message, frozen=True):
-    """Broker → tier: answer from the loop that takes orders."""
+    """Broker → tier: liveness probe; the tier's event loop answers."""
 
 
 class TierPong(Message, frozen=True):
-    """Tier → broker: alive. It moves on where `progress` grows.
+    """Tier → broker: the answer to `TierPing`. The tier makes progress if `progress` grows.
 
-    progress: chunks whose transfer has ended.
-    busy: batches that a backend's thread is in.
-    queued_bytes: that wait.
-    error: why a namespace cannot begin; empty where none is held up.
+    progress: chunks that have their outcome.
+    busy: parts of batches that a backend's thread works on.
+    queued_bytes: of parts that wait for a thread.
+    error: why a namespace cannot begin; empty if none fails.
     """
 
     progress: Count
@@ -193,7 +193,7 @@ class TierPong(Message, frozen=True):
 
 
 class StopTier(Message, frozen=True):
-    """Broker → tier: begin nothing more, finish what a thread is in, exit 0."""
+    """Broker → tier: begin nothing more, finish what threads work on, exit 0."""
 
 
 TIERING = Codec(

@@ -1,1 +1,1 @@
-"""What goes down to tiers and comes up from them, and when a tier is set aside."""
+"""Demotion to tiers, promotion from them, and the circuit breaker of each tier."""

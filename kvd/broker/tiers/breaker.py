@@ -1,17 +1,17 @@
-"""When a tier is set aside, and when it is tried again: a circuit breaker, as a table.
+"""The circuit breaker of a tier, as a state table.
 
-Closed: orders go to it. Open: it gets none, and engines miss what it holds. After a pause, and
-when it has ended what it had begun, it is half-open: one order probes it. What comes of that closes
-the breaker, or opens it for longer. It opens when
+Closed: the tier gets orders. Open: it gets none, and engines miss what it holds. Half-open: after
+a pause, once its batches have ended, one order probes it; success closes the breaker, failure opens
+it for longer. The breaker opens when
 
-- something is outstanding and nothing has moved for `late_seconds`, or its process is silent,
-- half of the last batches, four at least, have failed,
-- three chunks within a minute were not what had been stored,
-- its process has ended,
+- batches are outstanding without progress for `late_seconds`, or the process does not answer,
+- at least half of the recent batches have failed, and at least four,
+- three chunks within a minute were corrupt,
+- the tier's process has ended,
 - a decision about tiers has raised an exception.
 
-A tier that is full is none of these: it only gets nothing more for a while, see
-`kvd.broker.tiers.tier`. All times are monotonic seconds and given, nothing here looks at a clock.
+A full tier does not open it: puts pause for a while, see `kvd.broker.tiers.tier`. All times are
+monotonic seconds, passed in: nothing here reads a clock.
 """
 
 from collections import deque
@@ -19,25 +19,25 @@ from enum import Enum, StrEnum, auto
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
 QUIET_SECONDS = 10.0
-"""One that was closed for so long begins with the first pause again."""
+"""After so long in the closed state the pause starts from `FIRST_PAUSE` again."""
 RECENT_BATCHES, FEWEST_FAILED = 16, 4
 MOST_CORRUPT, CORRUPT_SECONDS = 3, 60.0
 
 
 class State(StrEnum):
-    """What the tier is used for."""
+    """Which orders the tier gets."""
 
-    CLOSED = "closed"  # everything
-    OPEN = "open"  # nothing
-    HALF_OPEN = "probing"  # one order
+    CLOSED = "closed"  # all
+    OPEN = "open"  # none
+    HALF_OPEN = "probing"  # one probe
 
 
 class Signal(Enum):
-    """What moves the breaker."""
+    """What changes the state."""
 
-    TRIP = auto()  # it is late, fails or has ended
-    DUE = auto()  # the pause is over, and the tier is idle
-    PROVEN = auto()  # the probe went well
+    TRIP = auto()  # the tier is late, fails or has ended
+    DUE = auto()  # the pause is over, and no batch is outstanding
+    PROVEN = auto()  # the probe succeeded
 
 
 TABLE: dict[tuple[State, Signal], State] = {
@@ -46,22 +46,22 @@ TABLE: dict[tuple[State, Signal], State] = {
     (State.HALF_OPEN, Signal.TRIP): State.OPEN,
     (State.HALF_OPEN, Signal.PROVEN): State.CLOSED,
 }
-"""What follows; where a pair is not there, the state stays."""
+"""The next state by state and signal; for pairs not listed the state stays."""
 
 
 class Breaker:
     """The breaker of one tier.
 
     Args:
-        late_seconds: without progress, while something is outstanding.
-        opened: counts by reason how often it opened.
+        late_seconds: time without progress, with batches outstanding, after which it opens.
+        opened: counters by reason, incremented when it opens.
 
     Attributes:
         state: see `State`.
-        why: it opened last; empty where it never did.
-        since: when the tier came into use, or ceased to be in use: a probe changes neither.
-        retry_at: when an open one may be probed.
-        moved_at: when anything moved last, or was sent to an idle tier.
+        why: the reason why it opened last; empty if it never did.
+        since: when the state last entered or left CLOSED, or the process started while CLOSED.
+        retry_at: the earliest time of the next probe.
+        moved_at: time of the last progress, or of the first order sent to an idle tier.
     """
 
     def __init__(self, late_seconds: float, opened: dict[str, int] | None = None) -> None:
@@ -76,41 +76,41 @@ class Breaker:
 
     @property
     def closed(self) -> bool:
-        """Whether the tier is used as ever."""
+        """Whether the tier gets all orders."""
         return self.state is State.CLOSED
 
     # --------------------------------------------------------------- what is seen
 
     def process_changed(self, now: float) -> None:
-        """Its process has started, or serves: a closed breaker's state counts from then."""
+        """Restart `since` of a closed breaker: the process has started, or begun to serve."""
         if self.closed:
             self.since = now
 
     def held_up(self, seconds: float, now: float) -> None:
-        """The broker's loop stood still for so long: that is not the tier's doing."""
+        """Do not count `seconds` as lateness: the broker's own loop stood still for so long."""
         self.moved_at = min(now, self.moved_at + seconds)
 
     def ended(self, now: float, *, failed: bool) -> None:
-        """A batch has ended: those of a closed one are counted, a probe decides."""
+        """Record the end of a batch: closed, it counts among the recent ones; a probe decides."""
         if self.state is State.HALF_OPEN:
             if failed:
                 self.trip("failed", now, "its probe failed")
             else:
                 self._signal(Signal.PROVEN, now)
-        elif self.closed:  # what ends while it is open was sent before
+        elif self.closed:  # a batch that ends while open was sent before and does not count
             self._failed.append(failed)
             bad = sum(self._failed)
             if bad >= FEWEST_FAILED and 2 * bad >= len(self._failed):
                 self.trip("failed", now, f"{bad} of its last {len(self._failed)} batches failed")
 
     def corrupt(self, now: float) -> None:
-        """A chunk was not what had been stored."""
+        """Record a corrupt chunk; trip after `MOST_CORRUPT` within `CORRUPT_SECONDS`."""
         self._corrupt.append(now)
         if len(self._corrupt) == MOST_CORRUPT and now - self._corrupt[0] < CORRUPT_SECONDS:
             self.trip("corrupt", now, f"{MOST_CORRUPT} chunks of a minute were corrupt")
 
     def look(self, now: float, *, outstanding: bool) -> None:
-        """See whether it is late, or may be probed."""
+        """Trip if outstanding batches are late; become half-open if idle and the pause is over."""
         if not outstanding:
             if now >= self.retry_at:
                 self._signal(Signal.DUE, now)
@@ -118,18 +118,18 @@ class Breaker:
             self.trip("late", now, f"nothing moved for {now - self.moved_at:.2f} s")
 
     def prove(self, now: float) -> None:
-        """There is nothing to probe it with, nor to lose: it is used again."""
+        """Close a half-open breaker without a probe: there was no order to probe it with."""
         self._signal(Signal.PROVEN, now)
 
     # ------------------------------------------------------------------ the table
 
     def trip(self, reason: str, now: float, why: str) -> None:
-        """Open, unless it is open: for twice as long as the last time, if that was not long ago.
+        """Open the breaker, unless it is open. The pause doubles unless `QUIET_SECONDS` apply.
 
         Args:
-            reason: as metrics count it, see `kvd.metrics.counts.BREAKER_REASONS`.
+            reason: the metric's label, see `kvd.metrics.counts.BREAKER_REASONS`.
             now: monotonic seconds.
-            why: for people.
+            why: the reason in words, for log and status.
         """
         before, quiet = self.state, self.closed and now - self.since >= QUIET_SECONDS
         self._signal(Signal.TRIP, now)
@@ -137,13 +137,13 @@ class Breaker:
             return
         self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE)
         self.retry_at, self.why = now + self._pause, why
-        if before is State.CLOSED:  # a probe that fails is no second time
+        if before is State.CLOSED:  # a failed probe does not count again
             self.opened[reason] = self.opened.get(reason, 0) + 1
         self._failed.clear()
         self._corrupt.clear()
 
     def _signal(self, signal: Signal, now: float) -> None:
-        """Go on as the table says."""
+        """Change the state as `TABLE` says."""
         before, self.state = self.state, TABLE.get((self.state, signal), self.state)
         if self.state is not before and State.CLOSED in {before, self.state}:
             self.since = now

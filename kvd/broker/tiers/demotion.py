@@ -1,12 +1,11 @@
-"""What goes down to tiers: chunks that were asked for, or all, ahead of their eviction.
+"""Demotion: puts of chunks to tiers ahead of their eviction, of chunks asked for or of all.
 
 A put needs no pin: the tier checks before and after the copy that the slot still holds the chunk.
-So nothing here holds memory, and a chunk that is evicted before its turn is not kept, also with
-`keep=all`: an engine never waits, so a store that waited for a tier would be a chunk not stored.
-Such chunks are counted for each tier that was to keep them (`unkept`).
+So demotion holds no memory. A chunk evicted before its turn is not kept, even with `keep=all`: a
+store never waits for a tier, since engines never wait. Such chunks are counted for each tier that
+was to keep them (`unkept`).
 
-Chunks wait a little for others, since a batch costs broker, tier and all who share their
-processors as much as dozens of chunks do.
+Chunks are gathered for a moment, since a batch costs as much processor time as dozens of chunks.
 """
 
 import math
@@ -22,34 +21,34 @@ from kvd.outcomes import Outcome
 from kvd.wire.tiering import Done, Drop, Put
 from kvd_proto.arrays import IntArray
 
-CHUNKS_A_TURN = 64  # of all namespaces: 0.2 ms, and 0.4 for the answer
+CHUNKS_A_TURN = 64  # all namespaces together: 0.2 ms, and 0.4 ms for the answer
 PUT_SECONDS = 10.0
 GATHER_SECONDS = 0.1
-"""A batch that is not full waits so long for more."""
+"""How long a batch that is not full waits for more chunks."""
 HELD_PART = 16
-"""Nor do chunks wait that are such a part of what memory holds: they might be evicted."""
+"""A batch of 1/16 of the chunks in memory is full: waiting would risk their eviction."""
 
 _Chunk = tuple[bytes, int, int, int, int, int]
 """Key, slot, generation, first block, count, group."""
 
 
 class Demotion:
-    """Decisions about puts."""
+    """Decides which chunks are put to which tiers, and when."""
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
-        self._flush_at: float | None = None  # when all that waits goes; None: nothing waits
-        self.blocked = False  # what waits cannot go on before a put has ended
+        self._flush_at: float | None = None  # when all queues are sent; None: they are empty
+        self.blocked = False  # the queues cannot go on before a put has ended
 
     def watch(self, namespace: Namespace) -> None:
-        """Have a namespace's table note what is to go down."""
+        """Have a namespace's table queue the chunks that tiers are to keep."""
         keeps = {tier.setting.keep for tier in self._state.tiers}
         namespace.table.watch(ready="all" in keeps, asked="asked" in keeps)
 
     def due(self, now: float) -> float:
-        """Seconds until `work` has something to do, as far as nothing arrives; may be infinite.
+        """Return the seconds until `work` has something to do, unless events come; may be inf.
 
-        It notes since when something waits, so it is to be asked after each turn.
+        Call it after each turn: it starts the gathering time when chunks begin to wait.
         """
         soonest, waits = math.inf, False
         if self.blocked:
@@ -67,7 +66,7 @@ class Demotion:
         return soonest
 
     def work(self, now: float) -> list[Effect]:
-        """Send full batches, and what has waited long enough; some of it in a turn."""
+        """Send full batches, and after the gathering time the rest; `CHUNKS_A_TURN` at most."""
         self.blocked = False
         flush = self._flush_at is not None and now >= self._flush_at
         left, rest, effects = CHUNKS_A_TURN, False, list[Effect]()
@@ -77,7 +76,7 @@ class Demotion:
             takers = self._takers(namespace, keep, now) if wanted else []
             if not takers:
                 continue
-            # The slowest that is in use sets the pace, so that each gets all chunks.
+            # The slowest tier in use sets the pace, so that each tier gets all chunks.
             nbytes = namespace.geometry.bytes_per_chunk
             room = min(tier.put_room(now) // nbytes for tier in takers)
             if not any(tier.put_bytes for tier in takers):
@@ -93,7 +92,7 @@ class Demotion:
         return effects
 
     def _queues(self) -> Iterator[tuple[Namespace, Candidates, str]]:
-        """Those in which something waits, with the setting of the tiers that want it."""
+        """Non-empty queues, each with the `keep` setting of the tiers that take its chunks."""
         for namespace in self._state.open_namespaces:
             table = namespace.table
             for queue, keep in ((table.on_asked, "asked"), (table.on_ready, "all")):
@@ -108,7 +107,7 @@ class Demotion:
         ]
 
     def probe(self, tier: Tier, now: float) -> list[Effect]:
-        """Try a tier with one chunk, of those that wait."""
+        """Probe a tier with a put of one waiting chunk, if there is one."""
         for namespace in self._state.open_namespaces:
             opening = tier.spaces.get(namespace)
             if opening is None or opening.salt is None:
@@ -144,7 +143,7 @@ class Demotion:
         return effects
 
     def done(self, tier: Tier, batch: Batch, order: Put, done: Done, now: float) -> list[Effect]:
-        """A put has ended: what is kept is found from now on, what is not may be put again."""
+        """Process the answer to a put: kept chunks are entered, the others may be put again."""
         namespace, counts, unknown = batch.namespace, tier.counts.puts, list[bytes]()
         tiers = namespace.directory.tiers if batch.salt == namespace.salt else None
         nbytes = namespace.geometry.bytes_per_chunk
@@ -166,7 +165,7 @@ class Demotion:
                 tier.counts.unkept += 1
             if outcome is not Outcome.OK and demotable is not None:
                 demotable.not_kept(*ref)
-        if unknown and not tier.info.shared:  # the table is full: nobody would find them
+        if unknown and not tier.info.shared:  # the table is full: they would never be found
             return [ToTier(tier.index, Drop(namespace=namespace.id, keys=tuple(unknown)))]
         return []
 
@@ -175,7 +174,7 @@ class Demotion:
 
 
 def _take(queue: Candidates, n: int, takers: list[Tier]) -> list[_Chunk]:
-    """The next `n` chunks of a queue; those that left memory first are counted for `takers`."""
+    """Take `n` chunks of a queue; count those evicted before as `unkept` of each taker."""
     chunks, unkept = queue.take(n), queue.take_missed()
     for tier in takers:
         tier.counts.unkept += unkept
@@ -183,17 +182,17 @@ def _take(queue: Candidates, n: int, takers: list[Tier]) -> list[_Chunk]:
 
 
 def _piece(namespace: Namespace) -> int:
-    """Chunks of a batch, at most."""
+    """The largest number of chunks in a batch."""
     return max(1, min(CHUNKS_A_TURN, BATCH_BYTES // namespace.geometry.bytes_per_chunk))
 
 
 def _full(namespace: Namespace) -> int:
-    """Chunks that do not wait for others."""
+    """The number of chunks from which a batch does not wait for more."""
     return max(1, min(_piece(namespace), len(namespace.table.slots.policy) // HELD_PART))
 
 
 def _is_held(tier: Tier, namespace: Namespace, chunk: _Chunk) -> bool:
-    """Whether the tier has all blocks of the chunk already."""
+    """Whether the tier already has all blocks of the chunk."""
     tiers = namespace.directory.tiers
     place = tiers.find(chunk[0]) if tiers is not None else None
     if place is None or not place.tiers >> tier.index & 1:

@@ -1,12 +1,12 @@
-"""What comes up from tiers: chunks that engines seek and that memory does not hold.
+"""Promotion: gets of chunks from tiers into memory, requested by engines.
 
-A promotion takes a slot first, so its bytes are bounded: by what keeps the tier busy
-(`Tier.get_room`), and by a quarter of what the namespace holds and of what nobody does. What finds
-no room waits for two seconds; engines take turns (`PromotionRequests`), and so do namespaces. A
-shared tier is asked whether it has a chunk, and what is there comes up at once.
+A promotion takes a slot first, so the bytes under way are bounded: by what keeps the tier busy
+(`Tier.get_room`), and by a quarter of what the namespace holds plus what is free. Requests without
+room wait for up to two seconds; engines take turns (`PromotionRequests`), and so do namespaces. A
+shared tier is first asked whether it has a chunk; chunks that it has are promoted at once.
 
-A slot that a tier was told to fill is not used for anything else before the tier has said that it
-has ended, or is dead: the medium may still write there.
+A slot that a tier was told to fill is reused only after the batch has ended, or the tier's process
+has: until then the medium may still write to the slot.
 """
 
 import os
@@ -23,15 +23,15 @@ from kvd.outcomes import Outcome
 from kvd.wire.tiering import Ask, Done, Get
 from kvd_proto.arrays import IntArray
 
-KEYS_A_TURN = 512  # that are looked at: one or two milliseconds
-SOUGHT_SECONDS = 2.0  # after so long nobody waits for them any more
+KEYS_A_TURN = 512  # keys examined in a turn: one or two milliseconds
+SOUGHT_SECONDS = 2.0  # a request older than this is dropped
 DESCRIBED_BYTES = 128 * 1024
 ASK_KEYS = 1024
-UNUSED_SECONDS = 0.25  # loans that were not used for so long end for promotions
+UNUSED_SECONDS = 0.25  # if slots lack, loans unused for so long are taken back
 SLOT_SECONDS = 30.0  # a slot that is not filled by then is given up, whatever the tier does
-REACH_PART = 4  # of the pool: see the module's text
+REACH_PART = 4  # promotions may fill a quarter of the namespace's reach, see `_reach`
 MAX_REQUESTS = 65536
-"""Keys of an engine that waits alone; of n that wait, the last one may have an n-th of them."""
+"""Most keys of an engine that waits alone. With n engines waiting, each may add up to an n-th."""
 
 
 class PromotionRequest(NamedTuple):
@@ -39,9 +39,9 @@ class PromotionRequest(NamedTuple):
 
     Attributes:
         key: of the chunk.
-        engines: that want it; it stands in the queue of the first.
-        since: monotonic seconds.
-        tier: the shared tier that has said that it has the chunk.
+        engines: numbers of the engines that want it.
+        since: when it was requested, in monotonic seconds.
+        tier: the shared tier that has confirmed that it has the chunk; None if none has.
     """
 
     key: bytes
@@ -50,19 +50,18 @@ class PromotionRequest(NamedTuple):
     tier: Tier | None = None
 
     def joined(self, other: "PromotionRequest | None") -> "PromotionRequest":
-        """This one, for the engines of another request of the same key, too."""
+        """Return this request, also for the engines of another request for the same key."""
         return self._replace(engines=self.engines | other.engines) if other else self
 
 
 class PromotionRequests:
-    """The keys of one namespace that engines want from tiers, one engine's after another's.
+    """Requests of one namespace: a FIFO queue for each engine, served round-robin.
 
-    Each engine has a queue of its own, a prompt's head first, and `pop` takes from the queues in
-    turn: ten keys of one engine wait for ten of another, not for all of them.
+    So ten keys of one engine wait for ten keys of another, not for all of them.
     """
 
     def __init__(self) -> None:
-        # The engine whose turn it is comes first.
+        # In the order of turns: the next engine comes first.
         self._queues: OrderedDict[int, deque[PromotionRequest]] = OrderedDict()
         self._count = 0
 
@@ -70,7 +69,7 @@ class PromotionRequests:
         """Append an engine's keys, as far as there is room.
 
         Returns:
-            How many found no room.
+            The number of keys for which there was no room.
         """
         queue = self._queues.get(engine, deque())
         engines = len(self._queues.keys() | {engine})
@@ -83,7 +82,7 @@ class PromotionRequests:
         return len(keys) - len(accepted)
 
     def pop(self) -> PromotionRequest:
-        """Take the next key of the engine whose turn it is; the turn passes to the next engine.
+        """Take the next request of the engine whose turn it is; the next engine's turn follows.
 
         Raises:
             KeyError: there is no request.
@@ -96,15 +95,15 @@ class PromotionRequests:
         return request
 
     def put_back(self, requests: Iterable[PromotionRequest]) -> None:
-        """Have these come next, in this order; also more than there is room for."""
+        """Put requests at the head, in this order, even beyond `MAX_REQUESTS`."""
         for request in reversed(list(requests)):
-            engine = min(request.engines, default=-1)  # none: the tier was set aside meanwhile
+            engine = min(request.engines, default=-1)  # none if the tier was set aside meanwhile
             self._queues.setdefault(engine, deque()).appendleft(request)
             self._queues.move_to_end(engine, last=False)
             self._count += 1
 
     def clear(self) -> int:
-        """Forget all.
+        """Remove all requests.
 
         Returns:
             How many there were.
@@ -121,37 +120,37 @@ class PromotionRequests:
 
 
 class _Waiting:
-    """What one namespace's engines wait for."""
+    """Requests, unanswered Asks and bytes under way of one namespace."""
 
     def __init__(self) -> None:
         self.keys = PromotionRequests()
         self.asked: dict[bytes, Batch] = {}
-        self.under_way = 0  # bytes
+        self.under_way = 0  # bytes of gets
 
 
 class Promotion:
-    """Decisions about gets and asks."""
+    """Decides which chunks to get from which tiers, and what to ask shared tiers."""
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
         self._waiting: OrderedDict[Namespace, _Waiting] = OrderedDict()
         self._filling: dict[tuple[Namespace, int], Batch] = {}  # by slot
-        self.blocked = False  # what waits cannot go on before something has ended
+        self.blocked = False  # requests cannot go on before a get has ended or slots are free
 
     @property
     def waiting(self) -> bool:
-        """Whether keys wait."""
+        """Whether requests wait."""
         return any(waiting.keys for waiting in self._waiting.values())
 
     def waiting_bytes(self, namespace: Namespace) -> int:
-        """Of the keys that wait, at most."""
+        """Bytes of the chunks requested and not yet ordered, at most."""
         waiting = self._waiting.get(namespace)
         return len(waiting.keys) * namespace.geometry.bytes_per_chunk if waiting else 0
 
     def request(
         self, namespace: Namespace, engine: int, keys: Sequence[bytes], now: float
     ) -> list[Effect]:
-        """An engine wants these in memory, a prompt's head first."""
+        """Queue an engine's request for these keys, a prompt's head first, and start on it."""
         if namespace.directory.tiers is None:
             return []
         waiting = self._waiting.setdefault(namespace, _Waiting())
@@ -159,17 +158,17 @@ class Promotion:
         return self._work(namespace, waiting, now)
 
     def prune(self) -> None:
-        """Forget namespaces that are closed."""
+        """Drop the requests of closed namespaces."""
         for namespace in [each for each in self._waiting if not self._state.is_open(each)]:
             del self._waiting[namespace]
 
     def work(self, now: float) -> list[Effect]:
-        """Go on with what waits, as far as there is room."""
+        """Order what is requested, as far as there is room."""
         self.blocked = False
         effects: list[Effect] = []
         for namespace, waiting in list(self._waiting.items()):
             if waiting.keys and self._state.is_open(namespace):
-                self._waiting.move_to_end(namespace)  # others come before it in the next turn
+                self._waiting.move_to_end(namespace)  # other namespaces come first next time
                 effects += self._work(namespace, waiting, now)
         return effects
 
@@ -198,17 +197,19 @@ class Promotion:
         *,
         ask: bool,
     ) -> tuple[dict[Tier, dict[bytes, PromotionRequest]], dict[bytes, PromotionRequest]]:
-        """Take keys from the front, as far as there is room for what they mean.
+        """Take requests from the queues and sort them by tier, as far as there is room.
+
+        Requests that have expired, are in memory or no usable tier can serve are consumed.
 
         Returns:
-            What is to come up, by tier; and what nobody knows about, where that can be asked.
+            Requests to get, by tier; and, with `ask`, requests of which no tier is known.
         """
         keys, find = waiting.keys, namespace.directory.find
         nbytes, coming = namespace.geometry.bytes_per_chunk, waiting.under_way
         most = max(nbytes, self._reach(namespace) // REACH_PART)
         wanted: dict[Tier, dict[bytes, PromotionRequest]] = {}
         unknown: dict[bytes, PromotionRequest] = {}
-        set_aside: list[PromotionRequest] = []  # their tier is busy, others may have room
+        set_aside: list[PromotionRequest] = []  # their tier is busy; other tiers may have room
         for _ in range(min(KEYS_A_TURN, len(keys))):
             sought = keys.pop()
             key = sought.key
@@ -244,13 +245,13 @@ class Promotion:
         return wanted, unknown
 
     def _reach(self, namespace: Namespace) -> int:
-        """Bytes of the pool that the namespace holds, or could without anybody's loss."""
+        """Bytes of the pool that the namespace holds, plus those that are free."""
         namespaces = self._state.namespaces
         free = namespaces.pool.free_bytes if namespaces is not None else 0
         return namespace.table.held_bytes + free
 
     def _shared(self, namespace: Namespace, after: int = -1) -> Tier | None:
-        """The first shared tier behind the place `after` that can be asked."""
+        """The first shared tier after index `after` that serves the namespace."""
         for tier in self._state.tiers:
             if tier.index > after and tier.info.shared and tier.serves(namespace):
                 return tier
@@ -265,7 +266,7 @@ class Promotion:
         now: float,
     ) -> list[Effect]:
         piece, table = BATCH_BYTES // namespace.geometry.bytes_per_chunk, namespace.table
-        if room := table.descriptions.room:  # all of them fit the answer
+        if room := table.descriptions.room:  # so that all descriptions fit the answer
             piece = min(piece, DESCRIBED_BYTES // (room + 64))
         piece = max(1, min(BATCH_CHUNKS, piece))
         keys, effects = list(wanted), list[Effect]()
@@ -274,7 +275,7 @@ class Promotion:
             engines = set[int]().union(*(wanted[key].engines for key in part))
             effects += self.get(tier, namespace, part, engines, now)
             find = namespace.directory.find
-            if find(part[-1]) < 0:  # no slot is to be had: they wait
+            if find(part[-1]) < 0:  # slots ran out: the rest waits
                 again = [key for key in keys[begin:] if find(key) < 0]
                 waiting.keys.put_back(wanted[key] for key in again)
                 self.blocked = True
@@ -292,7 +293,7 @@ class Promotion:
         engines: Collection[int],
         now: float,
     ) -> list[Effect]:
-        """Have a tier fill slots with these chunks, as far as slots are to be had."""
+        """Order a tier to fill slots with these chunks, as far as there are slots."""
         usable = None if self._state.pool_usable else self._state.pinned_bytes
         taken = namespace.table.promotions.begin(
             keys, tier.process, now, SLOT_SECONDS, len(keys), usable=usable
@@ -340,7 +341,7 @@ class Promotion:
         return effects
 
     def probe(self, tier: Tier, namespace: Namespace, now: float) -> list[Effect]:
-        """Ask a shared tier for a chunk that nobody has."""
+        """Probe a shared tier: ask it for a random key."""
         order = Ask(
             number=tier.number(),
             namespace=namespace.id,
@@ -352,7 +353,7 @@ class Promotion:
     # ---------------------------------------------------------------------- up
 
     def done(self, tier: Tier, batch: Batch, order: Get, done: Done, now: float) -> list[Effect]:
-        """A get has ended: what is there is READY, and nobody writes into the other slots."""
+        """Process the answer to a get: chunks that are OK become READY, other slots are freed."""
         self._settle(batch)
         namespace, counts = batch.namespace, tier.counts
         table, tiers = namespace.table, namespace.directory.tiers
@@ -395,7 +396,7 @@ class Promotion:
     def answered(
         self, tier: Tier, batch: Batch, order: Ask, done: Done, now: float
     ) -> list[Effect]:
-        """A shared tier has said what it has; that comes up now, in the order of the question."""
+        """Process the answer to an Ask: get what the tier has, ask the next one for the rest."""
         namespace = batch.namespace
         waiting = self._waiting.setdefault(namespace, _Waiting())
         for key in order.keys:
@@ -421,7 +422,7 @@ class Promotion:
         return [*effects, *map(ChunksReady, sorted(batch.engines))]
 
     def give_up(self, tier: Tier) -> list[Effect]:
-        """A tier is set aside: nobody waits for it any more. Its slots stay till it has ended."""
+        """End all waiting for a tier that is set aside; its gets keep slots until they end."""
         engines: set[int] = set()
         for batch in tier.batches.values():
             if isinstance(batch.order, Ask):
@@ -437,11 +438,11 @@ class Promotion:
         return [*map(ChunksReady, sorted(engines))]
 
     def late(self, tier: Tier, batch: Batch) -> None:
-        """A get that was given up has ended: its slots are free."""
+        """Free the slots of a get that was given up and has ended now."""
         _free(tier, batch)
 
     def _settle(self, batch: Batch) -> None:
-        """A get counts no more among those that are under way."""
+        """Remove a get from the slots being filled and from the bytes under way."""
         for slot, _ in batch.refs:
             if self._filling.get((batch.namespace, slot)) is batch:
                 del self._filling[batch.namespace, slot]
@@ -464,6 +465,6 @@ def _drop(namespace: Namespace, waiting: _Waiting) -> None:
 
 
 def _free(tier: Tier, batch: Batch) -> None:
-    """Nothing of a get moves any more: its slots that drain are free."""
+    """Free the draining slots of a get that has ended."""
     slots, generations = zip(*batch.refs, strict=True)
     batch.namespace.table.slots.revoked(tier.process, slots, generations)

@@ -1,6 +1,6 @@
-"""What the broker knows of each tier: its process, its breaker, what is under way, how fast it is.
+"""The broker's state of each tier: process, breaker, batches under way, measured speed.
 
-`kvd.broker.tiers.demotion` and `promotion` give orders, `tiering` takes the answers in.
+`kvd.broker.tiers.demotion` and `promotion` give orders, `tiering` dispatches the answers.
 """
 
 from collections import deque
@@ -23,28 +23,28 @@ BATCH_BYTES = 4 * 2**20
 BATCH_CHUNKS = 256
 PUT_BYTES_BESIDE_GETS = 32 * 2**20
 GET_BYTES, GET_CHUNKS = 8 * BATCH_BYTES, 8
-"""Gets under way may always be so much: work for each thread of a tier, and as much waiting."""
+"""The lower limits for gets under way: work for a tier's threads, and as much waiting."""
 GET_SECONDS = 0.005  # between an answer and the next order
-FULL_PAUSES = (1.0, 30.0)  # without puts, in seconds: the first, and the longest
+FULL_PAUSES = (1.0, 30.0)  # seconds without puts after FULL: the first pause, and the longest
 RATE_BYTES, RATE_SECONDS = 16 * 2**20, 0.25
-"""Gets are measured in stretches of at least so much; the first counts however short it is."""
+"""The rate of gets is measured over so many bytes or seconds; the first sample may be shorter."""
 UNKNOWN_RATE = 100e6
-"""Bytes a second that a tier must reach while nothing was measured: batches may be large."""
+"""Bytes a second that are assumed before the first measurement."""
 
 Order: TypeAlias = Put | Get | Ask
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """An order that has no answer yet.
+    """An order without an answer yet.
 
     Attributes:
         sent: monotonic seconds.
-        nbytes: of its chunks; 0 of an Ask.
-        salt: of the namespace of a Put, when it was sent.
-        alone: a Get, and no other was on its way.
-        engines: that wait for it.
-        given_up: a Get whose slots have gone: they are free when it has ended.
+        nbytes: of its chunks; 0 for an Ask.
+        salt: for a Put, the namespace's salt when it was sent.
+        alone: a Get that was sent while no other was under way.
+        engines: numbers of the engines that wait for it.
+        given_up: a Get whose slots were given up: they are freed once it has ended.
     """
 
     order: Order
@@ -58,7 +58,7 @@ class Batch:
 
     @property
     def refs(self) -> list[tuple[int, int]]:
-        """Slots and generations; none of an Ask."""
+        """Slots and generations; empty for an Ask."""
         if isinstance(self.order, Ask):
             return []
         return list(zip(self.order.slots.tolist(), self.order.generations.tolist(), strict=True))
@@ -66,11 +66,11 @@ class Batch:
 
 @dataclass(slots=True)
 class Opening:
-    """A namespace that a tier's process was told of.
+    """A namespace that a tier's process was told to open.
 
     Attributes:
         since: when it was told, in monotonic seconds.
-        salt: that holds there; None while it has not answered.
+        salt: the salt in effect there; None until the process has answered.
     """
 
     since: float
@@ -78,36 +78,36 @@ class Opening:
 
 
 class Pace:
-    """How fast gets are, by the last ones; 0 while nobody knows."""
+    """The measured rate and latency of gets; 0 before the first measurement."""
 
     def __init__(self) -> None:
         self.bytes_per_second = 0
-        self._alone: deque[float] = deque(maxlen=16)  # seconds besides those of the bytes
+        self._alone: deque[float] = deque(maxlen=16)  # latencies of gets that were alone
         self._bytes = 0
         self._seconds = 0.0
-        self._from = 0.0  # until when time is counted
+        self._from = 0.0  # up to this time `_seconds` has counted
 
     @property
     def latency_us(self) -> int:
-        """What a get takes apart from its bytes, in microseconds."""
+        """Microseconds that a get takes beside the transfer of its bytes."""
         return int(median(self._alone) * 1e6) if self._alone else 0
 
     def seconds(self, nbytes: int) -> float:
-        """How long `nbytes` are likely to take; at `UNKNOWN_RATE` before the first ones came."""
+        """Expected seconds for a get of `nbytes`; at `UNKNOWN_RATE` before the first sample."""
         return self.latency_us / 1e6 + nbytes / (self.bytes_per_second or UNKNOWN_RATE)
 
     def begin(self, now: float) -> None:
-        """The first get after a time without any."""
+        """Start the clock: a get begins after a time without any."""
         self._from = now
 
     def observe(self, nbytes: int, now: float, alone_since: float | None) -> None:
-        """Bytes have come; `alone_since`: when their order was sent, if it was the only one."""
+        """Add a sample. `alone_since`: when its order was sent, if it was the only get."""
         self._seconds += max(0.0, now - self._from)
         self._from = now
         self._bytes += nbytes
         rate = self.bytes_per_second
         enough = not rate or self._bytes >= RATE_BYTES or self._seconds >= RATE_SECONDS
-        if enough and self._seconds > 0:  # two answers may be taken in the same turn
+        if enough and self._seconds > 0:  # 0 if two answers came in the same turn
             found = int(self._bytes / self._seconds)
             self.bytes_per_second = (rate + found) // 2 if rate else found
             self._bytes, self._seconds = 0, 0.0
@@ -123,18 +123,17 @@ class Tier:
     """One tier.
 
     Args:
-        index: its place in the order, from 0.
-        name: its own, for people.
-        setting: as the operator wrote it.
-        medium: see `kvd.tier.contract.Tier`.
-        shared: see there.
+        index: its place in the order of tiers, from 0.
+        name: unique, shown in logs and reports.
+        setting: the operator's setting, parsed.
+        medium, shared: see `kvd.tier.contract.Tier`.
 
     Attributes:
-        spaces: namespaces that its process was told of.
-        unconfirmed: namespaces whose last reset it has not confirmed.
-        batches: that are under way, by number.
-        put_bytes, get_bytes: of these.
-        child: its process; nothing counts that one says which was told to end.
+        spaces: namespaces that its process was told to open.
+        unconfirmed: ids of namespaces whose last reset the tier has not confirmed.
+        batches: orders under way, by number.
+        put_bytes, get_bytes: bytes of these.
+        child: state of its process; messages of a killed one are ignored.
     """
 
     def __init__(
@@ -150,11 +149,11 @@ class Tier:
         self.put_bytes = self.get_bytes = 0
         self.spaces: dict[Namespace, Opening] = {}
         self.unconfirmed: set[bytes] = set()
-        self.seen = self.breaker.state  # what was acted upon
-        self.trial: tuple[Namespace, bytes] | None = None  # a chunk to probe it with
+        self.seen = self.breaker.state  # the last state that was acted upon
+        self.trial: tuple[Namespace, bytes] | None = None  # a chunk to probe the tier with
         self.described = ""
         self.child = ChildState()
-        self.process = ""  # what its slots wait for, see `Promotions.begin`
+        self.process = ""  # whose writes its slots wait for, see `Promotions.begin`
         self.total_bytes = self.used_bytes = self.chunks = 0
         self.progress = 0
         self.full_until = 0.0
@@ -165,17 +164,17 @@ class Tier:
 
     @property
     def name(self) -> str:
-        """How logs and reports call it."""
+        """The name in logs and reports."""
         return self.info.name
 
     @property
     def up(self) -> bool:
-        """Its process serves."""
+        """Whether its process serves."""
         return self.child.up and not self.child.killed
 
     @property
     def in_use(self) -> bool:
-        """It gets orders, and engines are told so."""
+        """Whether it gets orders, which engines are told."""
         return self.up and self.breaker.closed
 
     def serves(self, namespace: Namespace) -> bool:
@@ -184,22 +183,22 @@ class Tier:
         return opening is not None and opening.salt is not None and self.in_use
 
     def unopened_seconds(self, now: float) -> float:
-        """How long it has not begun a namespace that it was told of, the oldest one; else 0."""
+        """Seconds for which the namespace told longest ago has not been opened; 0 if all are."""
         waiting = (now - each.since for each in self.spaces.values() if each.salt is None)
         return max(waiting, default=0.0)
 
     def event(self, text: str, level: str = "info") -> Event:
-        """A line of the log on it."""
+        """A log line about this tier."""
         return Event(f"tier {self.name} {text}", level, {"tier": self.name})
 
     def gets(self) -> Iterator[Batch]:
-        """Gets that are under way."""
+        """The gets under way."""
         return (batch for batch in self.batches.values() if isinstance(batch.order, Get))
 
     # ------------------------------------------------------------------- bounds
 
     def put_room(self, now: float) -> int:
-        """Bytes that it may be sent to keep; promotions come first."""
+        """Bytes of puts that may be sent now; less while gets are under way."""
         if now < self.full_until:
             return 0
         most = self.setting.queue_bytes
@@ -208,10 +207,10 @@ class Tier:
         return most - self.put_bytes
 
     def get_room(self, before: int, nbytes: int) -> bool:
-        """Whether so many bytes more may be asked of it, after others; a first chunk always.
+        """Whether a get of `nbytes` may follow those under way and `before`; a first one always.
 
         Twice what the tier moves between an order and its answer keeps it busy. More would only
-        wait in its queue, ahead of what other engines request meanwhile.
+        wait in its queue, ahead of later requests of other engines.
         """
         before += self.get_bytes
         busy = 2 * self.pace.bytes_per_second * (self.pace.latency_us / 1e6 + GET_SECONDS)
@@ -219,28 +218,28 @@ class Tier:
         return not before or before + nbytes <= most
 
     def full(self, now: float) -> None:
-        """It has no room: nothing is put for a while, which grows."""
+        """Pause puts after a FULL; the pause doubles until a put succeeds."""
         if now >= self.full_until:
             self.full_until = now + self._full_pause
             self._full_pause = min(2 * self._full_pause, FULL_PAUSES[1])
 
     def has_room(self) -> None:
-        """It has taken a chunk."""
+        """Reset the pause for the next FULL: a put has succeeded."""
         self._full_pause = FULL_PAUSES[0]
 
     def deadline(self, nbytes: int) -> float:
-        """Seconds that a get of so many bytes more may take, with what is before it."""
+        """Seconds that a get of `nbytes` may take, including the gets ahead of it."""
         return max(4 * self.pace.seconds(self.get_bytes + nbytes), self.setting.late_seconds)
 
     # ------------------------------------------------------------------- orders
 
     def number(self) -> int:
-        """The next order's."""
+        """Draw the next order's number."""
         self._numbers += 1
         return self._numbers
 
     def send(self, batch: Batch) -> Effect:
-        """Note an order that goes out."""
+        """Record a new order; return the effect that sends it."""
         kind, now = type(batch.order), batch.sent
         if not self.batches:
             self.breaker.moved_at = now
@@ -254,7 +253,7 @@ class Tier:
         return ToTier(self.index, batch.order)
 
     def ended(self, batch: Batch, now: float) -> None:
-        """An order's answer has come."""
+        """Record that an order was answered."""
         del self.batches[batch.order.number]
         kind, seconds = type(batch.order), now - batch.sent
         self._count(batch, -1)
@@ -268,7 +267,7 @@ class Tier:
             self.counts.get_latency.observe(seconds)
 
     def process_ended(self) -> None:
-        """Its process has ended: what was under way never ends."""
+        """Forget the orders and namespaces of the process, which has ended."""
         self.batches.clear()
         self.put_bytes = self.get_bytes = 0
         self._under_way = dict.fromkeys(self._under_way, 0)
@@ -283,7 +282,7 @@ class Tier:
             self.get_bytes += sign * batch.nbytes
 
     def status(self, namespace: Namespace, waiting: int) -> TierStatus:
-        """What readers of a namespace's directory are told; `waiting` bytes come after these."""
+        """The status in a namespace's directory; `waiting` bytes of requests add to the queue."""
         return TierStatus(
             usable=self.serves(namespace),
             latency_us=self.pace.latency_us,
@@ -302,7 +301,7 @@ Tiers: TypeAlias = Sequence[Tier]
 
 
 def tiers_of(settings: Iterable[tuple[TierSetting, str, bool]]) -> list[Tier]:
-    """The tiers of these settings, each with its medium and whether it is shared."""
+    """Return the tiers of these settings, each with its medium and whether it is shared."""
     tiers: list[Tier] = []
     for setting, medium, shared in settings:
         same = 1 + sum(tier.setting.kind == setting.kind for tier in tiers)
@@ -312,7 +311,7 @@ def tiers_of(settings: Iterable[tuple[TierSetting, str, bool]]) -> list[Tier]:
 
 
 def first_of(tiers: Tiers, bits: int, namespace: Namespace) -> Tier | None:
-    """The first tier whose bit is set and that serves the namespace."""
+    """Return the first tier whose bit is set and that serves the namespace."""
     for tier in tiers:
         if bits >> tier.index & 1 and tier.serves(namespace):
             return tier

@@ -1,11 +1,11 @@
-"""What follows when a tier's process answers, falls silent or ends, and which namespaces it has.
+"""The broker's decisions about tiers: messages, liveness, ends of processes, namespaces.
 
-The broker decides and never waits: while anything is under way it looks every `LOOK_SECONDS`, and
-a tier that does not move is set aside (`breaker`). The worst that a tier can cause is a miss: the
-slots that it may still write to, alone, are kept from other use until its process has ended.
+The broker never waits for a tier: while orders are under way it checks liveness every
+`LOOK_SECONDS`, and sets aside a tier without progress (`breaker`). The worst that a tier can cause
+is a miss; only slots that it may still write to stay unused until its process has ended.
 
-That holds for the broker's own faults, too. An exception in a decision ends up in `_start_over`:
-all tiers are set aside, their processes are replaced, and the daemon goes on.
+The same holds for bugs of the broker. An exception in a decision leads to `_start_over`: all tiers
+are set aside, their processes are replaced, and the daemon goes on.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ LOOK_SECONDS = 0.05
 SPACES_SECONDS = 0.25
 PUBLISH_SECONDS = 0.01
 IDLE_PING_SECONDS = 1.0
-STUCK_SECONDS = 10.0  # without progress: its process is replaced
+STUCK_SECONDS = 10.0  # without progress, the tier's process is replaced
 START_SECONDS = 120.0
 _CODES = frozenset(map(int, Outcome))
 _BAD = {int(Outcome.FAILED), int(Outcome.LATE)}
@@ -54,33 +54,33 @@ _Scanned: TypeAlias = tuple[Tier, Namespace, Held]
 
 
 class Tiering:
-    """Decisions about tiers."""
+    """Decides what tiers are sent, when they are set aside, and when processes are replaced."""
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
         self._looked = self._next_spaces = self._next_publish = 0.0
-        self._resumes_at = 0.0  # after an exception: nothing is begun before
+        self._resumes_at = 0.0  # after an exception: no decision is made before
         self._pause = FIRST_PAUSE
         self._forget()
 
     def _forget(self) -> None:
-        """Nothing waits, and nothing is known of what was begun."""
+        """Drop all requests, queues and scan results."""
         self.demotion = Demotion(self._state)
         self.promotion = Promotion(self._state)
         self._scanned: deque[_Scanned] = deque()
-        self._watched: set[Namespace] = set()  # those that engines have used
+        self._watched: set[Namespace] = set()  # namespaces whose chunks are queued for demotion
 
     # ----------------------------------------------------------------- entrances
 
     def begun(self, index: int, pid: int, now: float) -> None:
-        """A process was started, and knows of nothing."""
+        """Record that a tier's process was started."""
         tier = self._state.tiers[index]
         tier.child.started(now)
         tier.breaker.process_changed(now)
         tier.process = f"tier {index} pid {pid}"
 
     def received(self, index: int, message: Message, now: float) -> list[Effect]:
-        """A tier's process has sent a message."""
+        """Process a message from a tier's process; messages of a killed one are ignored."""
         tier = self._state.tiers[index]
         tier.child.heard(now)
         if tier.child.killed:
@@ -88,11 +88,11 @@ class Tiering:
         return self._guard(now, lambda: self._on_message(tier, message, now))
 
     def lost(self, index: int, reason: str, now: float) -> list[Effect]:
-        """A process has ended: nothing of it moves, and what it held is not known any more."""
+        """Process the end of a tier's process: drop its batches, free its slots, count it."""
         tier = self._state.tiers[index]
         served = tier.child.up
         effects = self._guard(now, lambda: self._on_end(tier, reason, now))
-        self._give_up_slots(tier)  # of none there is an order any more
+        self._give_up_slots(tier)  # also slots whose order was forgotten by `_start_over`
         for namespace in self._state.open_namespaces:
             namespace.table.slots.lane_lost(tier.process)
         tier.process_ended()
@@ -107,13 +107,13 @@ class Tiering:
     def request_promotion(
         self, namespace: Namespace, engine: int, keys: Sequence[bytes], now: float
     ) -> list[Effect]:
-        """An engine wants these in memory, a prompt's head first."""
+        """Process an engine's request for chunks, a prompt's head first."""
         if now < self._resumes_at:
             return []
         return self._guard(now, lambda: self.promotion.request(namespace, engine, keys, now))
 
     def due(self, now: float) -> float:
-        """Seconds until `turn` has something to do, as far as nothing arrives; at most a tick."""
+        """Seconds until `turn` has something to do, unless events come; a tick at most."""
         if not self._state.tiers or now < self._resumes_at:
             return SPACES_SECONDS
         if self._scanned or (self.promotion.waiting and not self.promotion.blocked):
@@ -125,27 +125,27 @@ class Tiering:
         return min(due, SPACES_SECONDS)
 
     def turn(self, now: float) -> list[Effect]:
-        """Do what is due."""
+        """Check liveness, apply scan results, open namespaces, send orders, publish status."""
         if not self._state.tiers or self._state.stopping or now < self._resumes_at:
             return []
         return self._guard(now, lambda: self._turn(now))
 
     def stop(self) -> list[Effect]:
-        """The daemon ends."""
+        """Tell all processes to stop."""
         return [ToTier(tier.index, StopTier()) for tier in self._state.tiers if tier.up]
 
     def _guard(self, now: float, decide: Callable[[], list[Effect]]) -> list[Effect]:
-        """Decide; an exception costs the tiers' processes, and not this one."""
+        """Run `decide`; if it raises, replace the tiers' processes and keep the daemon running."""
         try:
             return decide()
-        except Exception as error:  # noqa: BLE001  # whatever it is, engines only miss
+        except Exception as error:  # noqa: BLE001  # whatever the bug, engines only miss
             return self._start_over(error, now)
 
     def _start_over(self, error: Exception, now: float) -> list[Effect]:
-        """Set all tiers aside and replace their processes: what is noted of them may be wrong.
+        """Set all tiers aside and replace their processes: the broker's state may be wrong.
 
-        The slots that they fill wait for the ends of their processes, as those of any that is
-        killed. Exceptions in a row make pauses grow.
+        Slots being filled stay unused until the processes have ended. The pause doubles with
+        repeated exceptions.
         """
         quiet = now - self._resumes_at >= QUIET_SECONDS
         self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE)
@@ -169,11 +169,11 @@ class Tiering:
         return effects + [ChunksReady(engine.number) for engine in engines]
 
     def _give_up_slots(self, tier: Tier) -> None:
-        """What its process fills, whatever is noted of orders, waits for its end."""
+        """Give up all slots that its process fills, by the slot tables and not by orders."""
         for namespace in self._state.open_namespaces:
             slots = namespace.table.slots
             for slot in [slot for slot, name in slots.filling.items() if name == tier.process]:
-                with contextlib.suppress(Exception):  # it may be what has just failed
+                with contextlib.suppress(Exception):  # this may be the call that has just failed
                     slots.give_up([slot])
 
     # ------------------------------------------------------------------ processes
@@ -183,7 +183,7 @@ class Tiering:
         match message:
             case Done():
                 effects = self._on_done(tier, message, now)
-                # An answer makes room: the next orders go at once, and not after the next look.
+                # An answer frees queue space: send the next orders now, not in the next turn.
                 effects += self._work(now)
             case TierPong():
                 self._on_pong(tier, message, now)
@@ -237,14 +237,14 @@ class Tiering:
     # ----------------------------------------------------------------- namespaces
 
     def _update_spaces(self, tier: Tier, now: float) -> list[Effect]:
-        """Tell a process of namespaces that are in use, and of those that are closed."""
+        """Send `OpenSpace` for namespaces newly in use, `CloseSpace` for those closed."""
         effects: list[Effect] = []
         for namespace in [each for each in tier.spaces if not self._state.is_open(each)]:
             del tier.spaces[namespace]
             effects.append(ToTier(tier.index, CloseSpace(namespace=namespace.id)))
         for namespace in self._state.open_namespaces:
             tiers = namespace.directory.tiers
-            # Before an engine is attached nobody knows how long descriptions are.
+            # The length of descriptions is known once an engine is attached.
             if namespace in tier.spaces or tiers is None or not namespace.engines:
                 continue
             if not tiers.is_leaving(tier.index):
@@ -254,17 +254,17 @@ class Tiering:
         return effects
 
     def _on_opened(self, tier: Tier, message: SpaceOpened) -> None:
-        """A process serves a namespace: under the broker's salt, or its own where that has none."""
+        """Record a namespace as opened, under the broker's salt, or the tier's if it has none."""
         namespace = self._state.namespace(message.namespace)
         opening = tier.spaces.get(namespace) if namespace is not None else None
         if namespace is not None and opening is not None:
-            opening.salt = namespace.salt or message.salt  # one of before the last reset is late
+            opening.salt = namespace.salt or message.salt  # the message may predate the last reset
             if message.salt == namespace.salt:
                 tier.unconfirmed.discard(namespace.id)
             self._publish()
 
     def reset(self, namespace: Namespace) -> list[Effect]:
-        """A namespace was reset, and has another salt."""
+        """Send a namespace's new salt to the tiers; a tier must confirm it later."""
         effects: list[Effect] = []
         for tier in self._state.tiers:
             tier.unconfirmed.add(namespace.id)
@@ -285,7 +285,7 @@ class Tiering:
     # ------------------------------------------------------------------- contents
 
     def _apply_scan(self) -> None:
-        """Note some of what a scan has found, unless it is of before a reset."""
+        """Enter one message of a scan into the directory, unless a reset has come between."""
         tier, namespace, held = self._scanned.popleft()
         tiers, opening = namespace.directory.tiers, tier.spaces.get(namespace)
         current = opening is not None and held.salt == opening.salt
@@ -305,7 +305,7 @@ class Tiering:
     def _on_done(self, tier: Tier, done: Done, now: float) -> list[Effect]:
         outcomes, batch = done.outcomes.tolist(), tier.batches.get(done.number)
         fits = batch is not None and len(outcomes) == len(batch.order.keys)
-        if batch is None or not fits or not _CODES.issuperset(outcomes):  # a backend's fault
+        if batch is None or not fits or not _CODES.issuperset(outcomes):  # a bug of the backend
             return self._kill(
                 tier, f"its answer {done.number}, of {len(outcomes)} chunks, fits no order"
             )
@@ -359,12 +359,12 @@ class Tiering:
         return effects
 
     def _work(self, now: float) -> list[Effect]:
-        """Give orders, as far as there is room."""
+        """Send orders, as far as there is room: gets first."""
         effects = self.promotion.work(now) if self.promotion.waiting else []
         return effects + self.demotion.work(now)
 
     def _watch_new(self) -> bool:
-        """Note of namespaces that an engine has begun to use what is to go down; are there any?"""
+        """Start demotion in namespaces newly used by an engine; return whether there are any."""
         new = [
             namespace
             for namespace in self._state.open_namespaces
@@ -378,7 +378,7 @@ class Tiering:
         return bool(new)
 
     def _check_liveness(self, tier: Tier, now: float) -> list[Effect]:
-        """See whether a tier is late, stuck, or to be tried again."""
+        """Trip the breaker of a late tier, kill a stuck process, ping, or start a probe."""
         breaker, child = tier.breaker, tier.child
         if why := child.check(now, STUCK_SECONDS if child.up else START_SECONDS):
             return self._kill(tier, why)
@@ -395,7 +395,7 @@ class Tiering:
         return []
 
     def _on_breaker_change(self, tier: Tier, now: float) -> list[Effect]:
-        """Act where the breaker's state is another than before."""
+        """Act on a changed state of the breaker: give up, probe, log, and publish the status."""
         before, tier.seen = tier.seen, tier.breaker.state
         if before is tier.seen:
             return []
@@ -417,7 +417,7 @@ class Tiering:
         return effects
 
     def _probe(self, tier: Tier, now: float) -> list[Effect]:
-        """Try a tier with one order, the last that was given up if there is one."""
+        """Probe a tier: a shared one with an Ask, else a get that was given up, else a put."""
         effects: list[Effect] = []
         spaces = [each for each, opening in tier.spaces.items() if opening.salt is not None]
         if tier.info.shared and spaces:
@@ -433,12 +433,12 @@ class Tiering:
         return effects
 
     def _kill(self, tier: Tier, why: str) -> list[Effect]:
-        """Have a process end; nobody waits for that, and its slots stay till then."""
+        """Kill a tier's process without waiting; its slots stay unused until it has ended."""
         tier.child.killed = True
         return [tier.event(f"is killed: {why}", "error"), KillTier(tier.index, why)]
 
     def _publish(self) -> None:
-        """Write what is known of tiers into the directories, where it has changed."""
+        """Write changed tier statuses into the directories."""
         for namespace in self._state.open_namespaces:
             if (tiers := namespace.directory.tiers) is None:
                 continue
