@@ -1,6 +1,6 @@
-"""A namespace's slots as a tier's process sees them, and the broker's batches of their chunks.
+"""Namespaces in a tier's process, and the broker's batches.
 
-A batch is divided into parts for threads, and put together again in one answer.
+A batch is split into parts for threads; one answer collects their outcomes.
 """
 
 import hashlib
@@ -21,34 +21,34 @@ from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView, SlotState
 
 MAX_DESCRIPTIONS_BYTES = 2**20
-"""Of an answer: a tier fills no message that the broker takes long to read."""
+"""Limit for the descriptions in one answer, so that the broker reads it quickly."""
 TEXT_LIMIT = 1000
 
 
 def space_id(namespace: bytes, salt: bytes) -> bytes:
-    """The name under which a tier keeps a namespace's chunks from one reset to the next."""
+    """Return the id under which a tier keeps a namespace's chunks until its next reset."""
     return hashlib.blake2b(namespace + salt, digest_size=16).digest()
 
 
 class Place:
-    """A namespace in the pool: which bytes a slot has, and what the directory says of it.
+    """A namespace in the pool: the bytes of its slots, and the directory's entries for them.
 
-    What is mapped goes with the last reference: threads may still look while it is closed.
+    The mappings are released with the last reference: threads may still read after a close.
 
     Args:
-        order: the broker's.
-        fds: its directory and, where they are, its descriptions; taken over.
-        pool: all of it.
+        order: the broker's `OpenSpace`.
+        fds: of the directory and, if any, the descriptions; owned by this object.
+        pool: all of the pool.
 
     Attributes:
-        order: the broker's.
-        asked: the salt that the broker named last; empty: it knows of none.
-        reset: the broker has drawn that salt and not heard yet that it is noted.
-        salt: the one that holds since the backend has begun `space`.
-        space: None while the backend has not begun it, and once it is closed.
-        early: batches that came before it has begun.
-        error: why it cannot begin; empty where nothing hinders it.
-        retry_at: monotonic seconds, when that is tried again.
+        order: the broker's `OpenSpace`.
+        asked: the salt that the broker named last; empty if it knows of none.
+        reset: the broker does not know yet that the tier has noted that salt.
+        salt: the salt in effect, since the backend began `space`.
+        space: None until the backend has begun it, and again after a close or reset.
+        early: batches that came before the backend began the space.
+        error: why the namespace cannot begin; empty if nothing failed.
+        retry_at: when to try again, in monotonic seconds.
     """
 
     def __init__(self, order: OpenSpace, fds: Sequence[int], pool: memoryview) -> None:
@@ -68,23 +68,23 @@ class Place:
         self.retry_at = math.inf
 
     def space_of(self, salt: bytes) -> Space:
-        """The namespace under a salt, as backends know it."""
+        """Return the namespace under a salt, as backends know it."""
         name = space_id(self.order.namespace, salt)
         return Space(name, self.order.slot_bytes, HEAD_BYTES + self.order.description_bytes)
 
     def shares(self, slot: int) -> tuple[memoryview, ...]:
-        """The memory of a slot, one share for each arena."""
+        """Return the memory of a slot, one share for each arena."""
         return tuple(
             self._pool[base + slot * size : base + (slot + 1) * size]
             for base, size in zip(self.order.arena_bases, self.order.slot_bytes, strict=True)
         )
 
     def holds(self, slot: int, generation: int, state: SlotState, key: bytes) -> bool:
-        """Whether a slot holds this chunk in this state."""
+        """Return whether a slot holds this chunk in this state."""
         return self._directory.holds(slot, generation, state, key)
 
     def description(self, slot: int, generation: int) -> bytes:
-        """The description of the chunk in a slot; empty where it has none that fits."""
+        """Return the description of the chunk in a slot; empty if it has none that fits."""
         if self._descriptions is None:
             return b""
         encoded = self._descriptions.read_encoded(slot, generation)
@@ -101,7 +101,7 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it moves."""
+        """Bytes to transfer; 0 for an Ask."""
         if isinstance(self.batch.order, Ask):
             return 0
         return (self.end - self.begin) * self.batch.place.chunk_bytes
@@ -109,19 +109,20 @@ class Part:
 
 @dataclass(eq=False, slots=True)
 class Batch:
-    """An order of the broker's, and what has become of it.
+    """An order of the broker's, and its outcomes.
 
-    Columns have one item for each key, those of slots are empty of an Ask.
+    Columns have one item for each key; for an Ask, `slots` and `generations` are empty.
 
     Attributes:
-        place: of its namespace.
-        space: with which it runs; None before the namespace has begun.
+        place: its namespace.
+        space: the space that it runs in; None before the namespace has begun.
         deadline: monotonic seconds.
-        outcomes: of each chunk; FAILED before it is done.
-        coverages, descriptions: of a Get they are found.
-        error: of the medium, the last one.
+        outcomes: of each chunk; FAILED until it is done.
+        coverages, descriptions: of each chunk; a Get fills them in.
+        error: the medium's last error.
         left: parts that have not ended.
-        received, began, ended: monotonic nanoseconds: of the order, the first part, the last.
+        received, began, ended: monotonic nanoseconds: the order came, its first part began, its
+            last part ended.
     """
 
     order: Put | Get | Ask
@@ -153,7 +154,7 @@ class Batch:
         self.deadline = time.monotonic() + order.deadline_ms / 1000
 
     def parts(self, batch_bytes: int) -> list[Part]:
-        """Divide it into parts of at most so many bytes, or of one chunk; one where it is empty."""
+        """Split it into parts of at most `batch_bytes`, or one chunk; one part if it is empty."""
         count = len(self.order.keys)
         step = max(1, count)
         if not isinstance(self.order, Ask):
@@ -164,21 +165,21 @@ class Batch:
 
     @property
     def kind(self) -> str:
-        """What it is called in the log."""
+        """The order's name in the log."""
         return type(self.order).__name__.upper()
 
     @property
     def stale(self) -> bool:
-        """Whether its namespace was reset or closed since."""
+        """Whether its namespace was reset or closed since it was submitted."""
         return self.place.space is not self.space
 
     def begins(self) -> None:
-        """A thread has taken a part."""
+        """Record that a thread begins a part."""
         with self.lock:
             self.began = self.began or time.monotonic_ns()
 
     def ends(self) -> bool:
-        """A part has ended; whether it was the last."""
+        """Record that a part has ended; return whether it was the last."""
         with self.lock:
             self.left -= 1
             self.ended = time.monotonic_ns()
@@ -191,7 +192,7 @@ class Batch:
         self.error = error[:TEXT_LIMIT] or self.error
 
     def done(self) -> Done:
-        """The answer. Descriptions beyond `MAX_DESCRIPTIONS_BYTES` are left out."""
+        """Return the answer. Descriptions beyond `MAX_DESCRIPTIONS_BYTES` are left out."""
         room = MAX_DESCRIPTIONS_BYTES
         rows, descriptions = [(0, 0, 0)] * len(self.outcomes), []
         if isinstance(self.order, Get):

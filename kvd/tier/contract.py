@@ -1,10 +1,10 @@
-"""What a tier's backend is: a medium that keeps chunks, in batches.
+"""The interface of a tier's backend, which keeps chunks on a medium, in batches.
 
-`kvd.tier.service` calls it, from as many threads at a time as the backend asks for, and does for
-every backend what they have in common: it finds the bytes in the pool, seals them with a check
-word before a put and compares it after a get, looks whether a slot still holds the chunk, bounds
-what waits, and keeps deadlines. A backend may block. It is found by the entry point
-(`kvd.tiers`) whose name stands before the colon of ``--tier NAME:…``.
+`kvd.tier.workers` calls a backend from several threads at a time; a backend may block. The common
+layer does the rest for every backend: it finds the bytes in the pool, seals them with a check word
+before a put and verifies it after a get, checks that a slot still holds the chunk, and keeps
+deadlines. A backend is found by the entry point (`kvd.tiers`) named before the colon of
+``--tier NAME:…``.
 """
 
 from abc import ABC, abstractmethod
@@ -19,13 +19,13 @@ __all__ = ["Capacity", "Chunk", "Options", "Outcome", "Space", "Tier"]
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """A namespace from one reset to the next, as far as its bytes are concerned.
+    """A namespace from one reset to the next, as backends know it.
 
     Attributes:
-        id: 16 bytes, a hash over all that decides what the bytes mean, and over the salt that each
-            reset draws anew; equal on two nodes only where chunks may be shared.
+        id: 16 bytes, a hash over the namespace's id and the salt of its last reset; equal on two
+            nodes only if their chunks may be shared.
         share_bytes: bytes of each share of a chunk, one for each arena.
-        head_bytes: room for what is kept beside the shares, see `Chunk.head`.
+        head_bytes: the largest length of `Chunk.head`.
     """
 
     id: bytes
@@ -45,11 +45,11 @@ class Chunk:
     Attributes:
         space: its namespace.
         key: 1 to 48 bytes.
-        shares: its memory in the pool: read by a put, written by a get.
-        head: sealed bytes that are kept with it, at most `space.head_bytes`: given by a put, set
-            by a get. They say what the chunk is (`kvd.tier.seal`), and are opaque to a backend.
-        coverage: first block, count of blocks and group, which `scan` gives back.
-        check: xxh3-64 of the shares, for backends that keep it in an index of their own.
+        shares: its memory in the pool, which a put reads and a get writes.
+        head: sealed bytes kept with the chunk, at most `space.head_bytes`; a get sets it. It
+            identifies the chunk (`kvd.tier.seal`), and is opaque to a backend.
+        coverage: first block, count of blocks and group; `scan` returns it.
+        check: xxh3-64 of the shares, for backends that have an index of their own.
     """
 
     space: Space
@@ -62,7 +62,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """How full a tier is. `total` bytes are 0 where nobody knows."""
+    """Bytes in all and in use, and chunks. `total` is 0 if unknown."""
 
     total: int
     used: int
@@ -71,7 +71,7 @@ class Capacity:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What an operator wrote: ``NAME:TARGET,key=value,…``."""
+    """The operator's setting ``NAME:TARGET,key=value,…``, without the name."""
 
     target: str
     values: Mapping[str, str] = field(default_factory=dict)
@@ -80,19 +80,19 @@ class Options:
 class Tier(ABC):
     """A backend. All methods but `open` and `check` may be called from several threads at a time.
 
-    `put`, `get` and `contains` are given a deadline in `time.monotonic` seconds, after which a
-    backend that can stops. Each returns one item for each chunk or key, in order, and raises
-    nothing but `TierError`: the whole batch has failed then. Its text is logged and shown in the
-    status, so it names no key.
+    `put`, `get` and `contains` return one item for each chunk or key, in order. Their deadline is
+    in `time.monotonic` seconds; a backend that can stops then. The only exception that they raise
+    is `TierError`: the whole batch has failed. Its text is logged and shown in the status, so it
+    must not name a key.
 
     Attributes:
-        shared: others put and remove here, too: only `contains` knows what is there. Otherwise the
-            broker is told by `scan` and `take_gone`, and `contains` is not asked.
-        medium: what routers and engines call it: `disk`, `remote` or `memory`.
-        threads: how many batches at a time are worth it.
-        batch_bytes: how many bytes make a good batch.
+        shared: other nodes put and remove chunks too, so the broker asks `contains`. Otherwise the
+            broker learns from `scan` and `take_gone` what is there, and never asks.
+        medium: the name for routers and engines: `disk`, `remote` or `memory`.
+        threads: how many batches to process at a time.
+        batch_bytes: the preferred size of a batch.
         described: how it works, for the log: e.g. ``preadv/pwritev, 4 threads, O_DIRECT``.
-        damaged_records: those that `open` found damaged, and dropped.
+        damaged_records: number of records that `open` found damaged, and dropped.
     """
 
     shared: ClassVar[bool] = False
@@ -105,78 +105,78 @@ class Tier(ABC):
     @classmethod
     @abstractmethod
     def check(cls, options: Options) -> None:
-        """Look at what the operator wrote, without any I/O.
+        """Check the operator's options, without any I/O.
 
         Raises:
-            ConfigError: it names key, value and remedy.
+            ConfigError: an option is invalid; names key, value and remedy.
         """
 
     @classmethod
     @abstractmethod
     def open(cls, options: Options, pool: memoryview) -> Self:
-        """Begin, with what is there from before. `pool` is all of the pool, writable.
+        """Open the medium, with the chunks kept on it. `pool` is all of the pool, writable.
 
         Raises:
-            TierError: it cannot be used now; names the remedy. It is tried again.
+            TierError: it cannot be used now; names the remedy. The daemon retries.
         """
 
     @abstractmethod
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """Keep chunks. One that is there already is kept as it is, or replaced whole."""
+        """Keep chunks. A chunk that is there already stays as it is, or is replaced whole."""
 
     @abstractmethod
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """Fill the shares and the head of chunks. What is not OK may have overwritten shares."""
+        """Fill the shares and the head of chunks. If not OK, shares may be partly overwritten."""
 
     @abstractmethod
     def contains(self, space: Space, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Whether a get of these would find them."""
+        """Return for each key whether a get would find its chunk."""
 
     @abstractmethod
     def remove(self, space: Space, keys: Sequence[bytes]) -> None:
-        """Drop these; those that are not there are no error."""
+        """Drop these chunks; absent ones are no error."""
 
     def salt(self, namespace: bytes) -> bytes:
-        """The salt that `note_salt` has noted for a namespace (16 bytes); empty where none is.
+        """Return the salt noted for a namespace (16 bytes) by `note_salt`; empty if there is none.
 
-        A shared backend answers what all that share it have agreed on.
+        A shared backend returns the salt that its nodes share.
         """
         del namespace
         return b""
 
     def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
-        """Keep the salt (8 bytes) of a namespace's last reset, durably before it returns.
+        """Note the salt (8 bytes) of a namespace's last reset, durably before returning.
 
-        A backend whose chunks outlive its process notes it, or they are not found again. `reset`:
-        the broker has drawn it and not heard yet that it is noted, so a shared backend puts it in
-        the place of the others' salt; otherwise theirs may be of a later reset, and stays.
+        A backend whose chunks outlive its process must implement it, or they are not found again.
+        `reset`: the reset is not confirmed yet, so a shared backend replaces the salt of the other
+        nodes; otherwise theirs may be of a later reset, and stays.
 
         Returns:
-            The salt noted before, whose chunks are to be dropped; empty where none was.
+            The salt noted before, whose chunks are to be dropped; empty if there was none.
         """
         del namespace, salt, reset
         return b""
 
     def drop_space(self, space: Space) -> None:
-        """Drop all chunks of a space, which was reset; without it they go as others do."""
+        """Drop all chunks of a space after a reset; the default leaves them to eviction."""
         del space
 
     @abstractmethod
     def begin(self, space: Space) -> None:
-        """A space is used from now on, with the chunks that are kept of it."""
+        """Start to use a space, with the chunks kept of it."""
 
     @abstractmethod
     def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
-        """Every chunk of a space, piece by piece: keys and coverages. Nothing where shared."""
+        """Yield keys and coverages of all chunks of a space, in pieces; nothing if shared."""
 
     @abstractmethod
     def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
-        """Ids of spaces and keys of what the backend dropped by itself since the last call."""
+        """Return, by space id, the keys that the backend dropped by itself since the last call."""
 
     @abstractmethod
     def capacity(self) -> Capacity:
-        """How full it is. Must not block."""
+        """Return how full it is. Must not block."""
 
     @abstractmethod
     def close(self) -> None:
-        """End; what was acknowledged stays where the medium keeps it."""
+        """Close the medium; acknowledged chunks stay if it is persistent."""

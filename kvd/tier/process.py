@@ -1,4 +1,4 @@
-"""A tier's process: it opens its medium, and serves."""
+"""The main function of a tier's process: open the medium, then serve."""
 
 import logging
 import os
@@ -14,19 +14,19 @@ from kvd.wire.tiering import TIERING, BeginTier, TierFailed
 from kvd_proto.channel import Channel
 
 log = logging.getLogger("kvd.tier")
-_SWITCH_SECONDS = 0.0005  # a thread that computes holds up the loop for as long
+_SWITCH_SECONDS = 0.0005  # a computing thread holds up the loop for so long
 
 
 def run(link_fd: int) -> int:
-    """Serve until the broker is done; the exit status."""
+    """Serve until the broker stops the process; return the exit status."""
     return serve_broker(link_fd, TIERING, _open, lambda error: TierFailed(error=error))
 
 
 def _open(link: Channel, begin: BeginTier, fds: tuple[int, ...]) -> TierService:
-    """Open the medium.
+    """Map the pool and open the medium; return the service.
 
     Raises:
-        KvdError: it cannot be used now, or what the operator wrote cannot work.
+        KvdError: the medium cannot be used now, or the setting is invalid.
     """
     kind = begin.setting.partition(":")[0]
     name = f"tier {begin.index} ({kind})"

@@ -1,6 +1,6 @@
-"""The loop of a tier's process: orders of the broker in, answers out.
+"""The event loop of a tier's process: orders of the broker in, answers out.
 
-It calls nothing of the backend: a medium that hangs keeps threads, and pings are answered.
+The loop leaves calls that may block to threads, so it answers pings even if the medium hangs.
 """
 
 import logging
@@ -41,36 +41,36 @@ from kvd_proto.channel import Channel
 from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.tier")
-PER_MESSAGE = 1024  # keys: one or two milliseconds of the broker, which then serves others
+PER_MESSAGE = 1024  # keys: the broker handles so many in one or two milliseconds
 SALT_BYTES = 8
 _ORDERS_A_TURN = 64
-_LOOK_MS = 50  # between looks at what waits for threads
-_AGAIN_SECONDS = 1.0  # between tries to begin a namespace
+_LOOK_MS = 50  # between checks for parts that are late in the queue
+_AGAIN_SECONDS = 1.0  # between attempts to begin a namespace
 _Rows: TypeAlias = list[tuple[bytes, tuple[int, int, int]]]
 """Keys and coverages of chunks."""
 _Scan: TypeAlias = tuple[Place, Space, Iterator[_Rows]]
 
 
 class TierService:
-    """One tier process's life.
+    """The service of one tier's process.
 
     Args:
         link: to the broker.
         tier: the backend, opened.
-        pool: all of it, writable.
+        pool: all of the pool, writable.
         name: of the tier, for the log.
     """
 
     def __init__(self, link: Channel, tier: Tier, pool: memoryview, name: str) -> None:
         self._link, self._tier, self._pool, self._name = link, tier, pool, name
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._wake)  # a thread that hung may still use it
-        self._told: deque[Callable[[], None]] = deque()  # by the threads
+        weakref.finalize(self, os.close, self._wake)  # not in `run`: a hung thread may still use it
+        self._told: deque[Callable[[], None]] = deque()  # callbacks from threads, for the loop
         self._places: dict[bytes, Place] = {}
-        self._salts: dict[bytes, bytes] = {}  # the clerk's: of backends that note none
-        self._scans: deque[_Scan] = deque()  # whose next piece is due
-        self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # ids of spaces, keys
-        self._batches: set[Batch] = set()  # that threads have, or will have
+        self._salts: dict[bytes, bytes] = {}  # used by the clerk's thread alone
+        self._scans: deque[_Scan] = deque()  # scans whose next piece is due
+        self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # space ids and keys
+        self._batches: set[Batch] = set()  # submitted to threads
         self._gone_later: dict[Batch, list[Gone]] = {}
         self._capacity = tier.capacity()
         self._progress = 0
@@ -79,7 +79,7 @@ class TierService:
         self._clerk = Clerk(self._tell)
 
     def run(self) -> None:
-        """Serve until StopTier (what a thread is in is finished first) or the broker's end."""
+        """Serve until StopTier (parts that threads run are finished first) or the broker's exit."""
         poll = select.poll()
         poll.register(self._wake, select.POLLIN)
         try:
@@ -110,12 +110,12 @@ class TierService:
             self._link.close()
 
     def _tell(self, event: Callable[[], None]) -> None:
-        """Called by threads: the loop is to do this."""
+        """Have the loop call `event`; called by threads."""
         self._told.append(event)
         os.eventfd_write(self._wake, 1)
 
     def _flush(self) -> None:
-        """Send the rest; the broker reads until its end of the link."""
+        """Send all that is unsent; the broker reads until it closes the link."""
         poll = select.poll()
         poll.register(self._link, select.POLLOUT)
         while not self._link.flush():
@@ -201,7 +201,7 @@ class TierService:
     def _submit(self, batch: Batch, space: Space) -> None:
         order = batch.order
         if isinstance(order, Put) and any((space.id, key) in self._dropping for key in order.keys):
-            # Its removal has not come to pass, and would take the new chunk.
+            # A pending removal of the key would remove the new chunk.
             self._refuse(batch, Outcome.GONE)
             return
         batch.space = space
@@ -255,13 +255,12 @@ class TierService:
         self._clerk.ask(partial(self._start, place, asked), partial(self._begun, place, asked))
 
     def _start(self, place: Place, asked: bytes) -> bytes:
-        """In the clerk's thread: begin a namespace; the salt that holds.
+        """Begin a namespace in the backend; return the salt in effect. For the clerk's thread.
 
-        1. The salt is the one that the broker named, else the one that the backend has noted, or
-           that this process began with before, else one that is drawn now: no chunk is ever kept
-           under a name without a salt.
-        2. It is noted, and what was kept under the one before is dropped.
-        3. The backend begins.
+        1. Choose the salt: the broker's, else the one noted by the backend, else the one that this
+           process used before, else a new one: no chunk is ever kept without a salt.
+        2. Note the salt, and drop the chunks kept under the one before.
+        3. Have the backend begin the space.
         """
         tier, namespace = self._tier, place.order.namespace
         known = self._salts.get(namespace, b"")
@@ -276,7 +275,7 @@ class TierService:
     def _begun(self, place: Place, asked: bytes, salt: bytes | TierError) -> None:
         namespace = place.order.namespace
         if place.asked != asked or self._places.get(namespace) is not place:
-            return  # reset again, or closed
+            return  # the namespace was reset again, or closed
         if isinstance(salt, TierError):
             if not place.error:
                 log.error(
@@ -289,7 +288,7 @@ class TierService:
             return
         place.error = ""
         place.salt, place.space = salt, place.space_of(salt)
-        self._tidy()  # what was dropped has made room
+        self._tidy()  # dropping chunks has freed capacity
         self._send(SpaceOpened(namespace=namespace, salt=salt))
         self._scans.append((place, place.space, self._pieces(place.space)))
         early, place.early = place.early, []
@@ -297,7 +296,7 @@ class TierService:
             self._submit(batch, place.space)
 
     def _begin_again(self) -> None:
-        """Try namespaces again that could not begin."""
+        """Retry namespaces that could not begin."""
         now = time.monotonic()
         for place in self._places.values():
             if place.retry_at <= now:
@@ -306,17 +305,17 @@ class TierService:
     # ---------------------------------------------------------------- scans
 
     def _pieces(self, space: Space) -> Iterator[_Rows]:
-        yield from self._tier.scan(space)  # in the clerk's thread
+        yield from self._tier.scan(space)  # runs in the clerk's thread
 
     def _go_on_scanning(self) -> None:
-        """Ask for the next pieces of scans; while the broker does not read, for none."""
+        """Request the next piece of each scan, unless the broker is behind in reading."""
         while self._scans and not self._link.wants_write:
             scan = self._scans.popleft()
             self._clerk.ask(partial(next, scan[2], None), partial(self._found, scan))
 
     def _found(self, scan: _Scan, found: _Rows | TierError | None) -> None:
         place, space, _ = scan
-        if place.space is not space:  # reset or closed
+        if place.space is not space:  # the namespace was reset or closed
             return
         if isinstance(found, TierError):
             log.warning("a scan of %s ends early: %s", space.id.hex()[:8], found)
@@ -344,7 +343,7 @@ class TierService:
 
     def _drop(self, order: Drop) -> None:
         place = self._places.get(order.namespace)
-        if place is None or place.space is None:  # a new salt drops all
+        if place is None or place.space is None:  # closed, or being reset, which drops all
             return
         keys = Counter((place.space.id, key) for key in order.keys)
         self._dropping += keys
@@ -358,9 +357,9 @@ class TierService:
             log.warning("%d chunks that should go stay: %s", len(keys), result)
 
     def _tidy(self) -> None:
-        """Ask what the backend has dropped; again, if it is being asked: it may have dropped more.
+        """Ask the backend for dropped chunks and capacity; ask again if a request is pending.
 
-        Without that, what the last put of several dropped would be told at the next ping only.
+        Else chunks dropped by the last of several puts would be reported only at the next ping.
         """
         self._tidy_again = self._tidying
         if not self._tidying:
@@ -376,7 +375,7 @@ class TierService:
             self._tidy()
 
     def _gone(self, gone: list[tuple[bytes, list[bytes]]] | TierError) -> None:
-        """Report what the backend dropped; of a chunk that is being put, after that again."""
+        """Report keys that the backend dropped; again after a put of the same key has ended."""
         names = {place.space.id: name for name, place in self._places.items() if place.space}
         for space, keys in gone if isinstance(gone, list) else ():
             for at in range(0, len(keys) if space in names else 0, PER_MESSAGE):

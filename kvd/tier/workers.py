@@ -1,16 +1,15 @@
 """The threads that call the backend, which may block.
 
-Workers carry parts of batches out: they look at the slot, seal or verify, call the backend, and
-look again. A put needs no pin. A slot is looked at before its bytes are read and again when their
-check word is known: if it holds the chunk both times, the word is the chunk's. Bytes that change
-later no longer fit it, so that a get finds a miss and no wrong bytes.
+Workers execute parts of batches: check the slots, seal or verify, call the backend, check again. A
+put needs no pin: if a slot holds the chunk before its bytes are read and after their check word is
+computed, the word is the chunk's. If the bytes change later, they no longer match the word, and a
+get is a miss instead of wrong bytes.
 
-Gets and asks go before puts, and one thread less than may run carries puts: an engine waits for
-what comes up, nobody for what goes down. Threads for puts give way to whoever else wants their
-processor: a lane that copies a load, the broker, an engine.
+Gets and asks come before puts, and one thread is never used for puts, since engines wait for gets
+but not for puts. Put threads have low priority: they yield the processor to lanes, broker, engines.
 
-The clerk is one more thread, for all other calls. Some of these must not overtake each other: a
-chunk that a scan has found is reported before it is reported as gone.
+The clerk is one more thread, for all other calls, in order: a chunk found by a scan must be
+reported before it is reported as gone.
 """
 
 import logging
@@ -38,7 +37,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Threads around a backend. All methods are for one other thread.
+    """The threads that run parts on a backend. Only the loop's thread calls the methods.
 
     Args:
         tier: the backend; at least two threads run at a time, or puts would have none.
@@ -64,7 +63,7 @@ class Workers:
 
     @property
     def busy(self) -> int:
-        """Parts that a thread is in."""
+        """Number of parts that threads run now."""
         return len(self._running)
 
     @property
@@ -74,12 +73,12 @@ class Workers:
 
     @property
     def queued_bytes(self) -> int:
-        """Of parts that wait."""
+        """Bytes of the parts that wait."""
         with self._lock:
             return sum(part.nbytes for part in (*self._gets, *self._puts))
 
     def submit(self, parts: Iterable[Part]) -> None:
-        """Have these carried out, in their order."""
+        """Queue parts, in order."""
         with self._lock:
             for part in parts:
                 if isinstance(part.batch.order, Put):
@@ -90,10 +89,9 @@ class Workers:
                     self._get_ready.notify()
 
     def take(self, *, all_parts: bool = False) -> list[Part]:
-        """Take what is late by now, or whose slots have moved on, of what waits; or all of it.
+        """Remove waiting parts that are late or whose slots were reused, or all; return them.
 
-        Its outcome is set, and nothing of it is begun. While all threads hang, nothing waits
-        longer for them than it must.
+        Their outcomes are set. So no part waits beyond its deadline, even if all threads hang.
         """
         now = math.inf if all_parts else time.monotonic()
         taken: list[Part] = []
@@ -104,11 +102,11 @@ class Workers:
                 for part in parts:
                     (taken if _useless(part, now) else queue).append(part)
             if taken:
-                self._put_ready.notify()  # a get that was to run before it may have gone
+                self._put_ready.notify()  # a get ahead of a put may have been removed
         return taken
 
     def close(self) -> None:
-        """Have threads end that have nothing to do, or are done."""
+        """Have the threads exit once their queues are empty."""
         with self._lock:
             self._closed = True
             self._get_ready.notify_all()
@@ -160,7 +158,7 @@ def _holds_any(part: Part) -> bool:
 
 
 class Transfers:
-    """Carries out parts on a backend; from several threads at a time.
+    """Executes parts on a backend. May be used by several threads at a time.
 
     Args:
         tier: the backend.
@@ -174,7 +172,7 @@ class Transfers:
         self._said: tuple[str, float] = ("", 0.0)
 
     def run(self, part: Part) -> None:
-        """Carry it out; every chunk of it has its outcome then. Raises nothing."""
+        """Execute a part, and set the outcome of each of its chunks. Raises nothing."""
         batch = part.batch
         try:
             if time.monotonic() > batch.deadline:
@@ -218,7 +216,7 @@ class Transfers:
             if outcome is Outcome.OK and not self._is_still(batch, i, SlotState.READY):
                 batch.outcomes[i] = Outcome.GONE
                 moved_on.append(batch.order.keys[i])
-        if moved_on:  # what was written may be of the slot's next chunk
+        if moved_on:  # the bytes written may be those of the slot's next chunk
             self._remove(space, moved_on)
 
     def _get(self, part: Part, space: Space) -> None:
@@ -267,7 +265,7 @@ class Transfers:
     def _remove(self, space: Space, keys: Sequence[bytes]) -> None:
         try:
             self._tier.remove(space, keys)
-        except TierError as error:  # a get compares the check word again
+        except TierError as error:  # harmless: a get verifies the check word again
             self._say(f"{self._name}: a record that should go stays: {error}")
 
     @staticmethod
@@ -276,7 +274,7 @@ class Transfers:
         return holds and not batch.stale
 
     def _say(self, text: str) -> None:
-        """Log an error, the same one only now and then."""
+        """Log a warning; if it repeats the last one, only every `_SAY_AGAIN` seconds."""
         now = time.monotonic()
         with self._lock:
             if self._said[0] == text and now < self._said[1]:
@@ -289,7 +287,7 @@ class Clerk:
     """One thread for calls of the backend that must not overtake each other.
 
     Args:
-        tell: called by the thread with what the loop is to do.
+        tell: called by the thread with a callback for the loop.
     """
 
     def __init__(self, tell: Callable[[Callable[[], None]], None]) -> None:
@@ -298,7 +296,7 @@ class Clerk:
         threading.Thread(target=self._work, name="tier-clerk", daemon=True).start()
 
     def ask(self, call: Callable[[], T], then: Callable[[T | TierError], None]) -> None:
-        """Have the thread call the backend, and then the loop take the result, or what failed."""
+        """Have the thread run `call`, and then the loop `then` with the result or the error."""
 
         def task() -> Callable[[], None]:
             try:
@@ -312,7 +310,7 @@ class Clerk:
         self._tasks.put(task)
 
     def close(self) -> None:
-        """Have the thread end when its tasks are done."""
+        """Have the thread exit once its tasks are done."""
         self._tasks.put(None)
 
     def _work(self) -> None:

@@ -174,7 +174,7 @@ class Tier:
 
     @property
     def in_use(self) -> bool:
-        """Whether it gets orders, which engines are told."""
+        """Whether it gets orders: its process serves and its breaker is closed."""
         return self.up and self.breaker.closed
 
     def serves(self, namespace: Namespace) -> bool:

@@ -264,7 +264,7 @@ class Tiering:
             self._publish()
 
     def reset(self, namespace: Namespace) -> list[Effect]:
-        """Send a namespace's new salt to the tiers; a tier must confirm it later."""
+        """Send a namespace's new salt to the tiers, which confirm it with `SpaceOpened`."""
         effects: list[Effect] = []
         for tier in self._state.tiers:
             tier.unconfirmed.add(namespace.id)

@@ -1,11 +1,11 @@
-"""The directory of a disk tier: what an operator wrote of it, whose it is, which salts it keeps.
+"""The directory of a disk tier: its options, its lock and mark, and its table of salts.
 
-``disk:/DIRECTORY,size=500GiB[,floor=16GiB][,threads=4]``. It holds a file ``kvd-disk``, which says
-what it is, the table of salts, and the slabs. One process at a time: an flock on the directory,
+``disk:/DIRECTORY,size=500GiB[,floor=16GiB][,threads=4]``. The directory holds the mark, a file
+``kvd-disk``, the table of salts, and the slabs. One process uses it at a time: it holds an flock,
 which the kernel drops with the process.
 
-A directory without that file becomes a tier's only where it is empty. Files of others that come
-into it later are left alone.
+A directory without a mark is taken only if it is empty. Foreign files that appear later are left
+alone.
 """
 
 import contextlib
@@ -38,11 +38,11 @@ _MARK_BYTES = 4096  # a block
 _MODE = 0o700
 _SLAB = re.compile(r"(\d{6})(?:\.slab|\.index|\.slab\.new)")
 _ASIDE = ".damaged"
-_OF_THE_FILE_SYSTEM = {"lost+found"}  # of ext4, at a mount
+_OF_THE_FILE_SYSTEM = {"lost+found"}  # ext4 makes it at the root of a file system
 SALTS = "salts"
 MOST_SALTS = 1024
 SALTS_BYTES = 2 * 60 * 1024
-"""Of `MOST_SALTS` salts: the file, and the new one beside it while it is written."""
+"""Most bytes of the table of salts: the file, and its successor while that is written."""
 _SALTS_VERSION = 1
 _OTHERS = {MARK, SALTS, f"{SALTS}.new"}
 _log = logging.getLogger(__name__)
@@ -53,9 +53,9 @@ class DiskOptions:
     """The options of one disk tier.
 
     Attributes:
-        directory: absolute.
-        size: bytes of all files.
-        floor: bytes that the file system keeps free; None: 5 % of it, at most 32 GiB.
+        directory: absolute path.
+        size: the budget, in bytes, for all files.
+        floor: free bytes to leave on the file system; None: 5 % of it, at most 32 GiB.
         threads: batches at a time.
     """
 
@@ -66,10 +66,10 @@ class DiskOptions:
 
     @classmethod
     def parse(cls, options: Options) -> "DiskOptions":
-        """Read what the operator wrote.
+        """Parse the operator's options.
 
         Raises:
-            ConfigError: it names key, value and remedy.
+            ConfigError: an option is invalid; names key, value and remedy.
         """
         if not options.target.startswith("/"):
             raise ConfigError(
@@ -95,18 +95,18 @@ class DiskOptions:
         )
 
     def floor_of(self, filesystem_bytes: int) -> int:
-        """Return the bytes that a file system of this size keeps free."""
+        """Return the free bytes to leave on a file system of this size."""
         if self.floor is not None:
             return self.floor
         return min(filesystem_bytes // _FLOOR_PART, _MOST_FLOOR)
 
     def shortage(self, filesystem_bytes: int, free: int, held: int) -> Shortage | None:
-        """Return why the file system has less room than `size`; None where it has enough.
+        """Return why the file system has less room than `size`; None if it has enough.
 
         Args:
-            filesystem_bytes: all of it.
-            free: bytes that are free.
-            held: bytes that the tier's files take already.
+            filesystem_bytes: its size.
+            free: its free bytes.
+            held: bytes that the tier's files use already.
         """
         floor = self.floor_of(filesystem_bytes)
         largest = max(0, free + held - floor)
@@ -135,10 +135,10 @@ def _threads(directory: Path, value: str) -> int:
 
 
 class DiskDirectory:
-    """The directory, locked.
+    """The directory of a disk tier, locked and marked.
 
     Raises:
-        TierError: it cannot be used; says why and what to do.
+        TierError: the directory cannot be used; names reason and remedy.
     """
 
     def __init__(self, path: Path) -> None:
@@ -172,10 +172,10 @@ class DiskDirectory:
             ) from None
 
     def _mark(self) -> None:
-        """Mark the directory as kvd's where it is empty, else check that it is marked.
+        """Mark the directory as kvd's if it is empty, else check its mark.
 
         Raises:
-            TierError: it holds files and no mark, or the mark of another version.
+            TierError: it holds files but no mark, or the mark of another version.
         """
         names = self._names() - _OF_THE_FILE_SYSTEM
         flags = os.O_CLOEXEC | os.O_NOFOLLOW
@@ -185,7 +185,7 @@ class DiskDirectory:
                 text = os.read(fd, 256)
             finally:
                 os.close(fd)
-            # A process that ended between making the file and writing it has left nothing else.
+            # An empty mark is one whose process died before writing it: no other file is there.
             if text != _TEXT and (text or len(names) > 1):
                 raise TierError(
                     f"disk:{self.path}: {MARK} says {text[:80]!r}, this kvd needs"
@@ -216,21 +216,21 @@ class DiskDirectory:
         return set(os.listdir(self.fd))  # noqa: PTH208  # of a descriptor
 
     def slabs(self) -> list[int]:
-        """Numbers of the slabs that have left any file here, ascending."""
+        """Return the numbers of slabs of which any file is here, ascending."""
         found = (_SLAB.fullmatch(name) for name in self._names())
         return sorted({int(match[1]) for match in found if match})
 
     def bytes_beside_slabs(self) -> int:
-        """Most bytes of kvd's other files: the mark, the table of salts, damaged files."""
+        """Return an upper bound for kvd's other files: mark, table of salts, damaged files."""
         names = [name for name in self._names() if name.endswith(_ASIDE)]
         aside = (os.stat(name, dir_fd=self.fd, follow_symlinks=False).st_blocks for name in names)
         return _MARK_BYTES + SALTS_BYTES + 512 * sum(aside)
 
     def filesystem_bytes(self) -> tuple[int, int]:
-        """Bytes of the file system, and how many of them are free for this user.
+        """Return the size of the file system, and its bytes free for this user.
 
         Raises:
-            TierError: the file system does not say.
+            TierError: statvfs failed.
         """
         try:
             found = os.fstatvfs(self.fd)
@@ -239,27 +239,27 @@ class DiskDirectory:
         return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
 
     def close(self) -> None:
-        """Let another process use it."""
+        """Release the lock, so that another process can use the directory."""
         os.close(self.fd)
 
 
 class Salts:
-    """The salt of each namespace's last reset, as it is in a file of the directory.
+    """The salt of each namespace's last reset, stored in a file of the directory.
 
-    The file is written anew as a whole and renamed, durable before a salt counts: what a reset has
-    dropped is not found again, whatever happens. Beyond `MOST_SALTS` the one longest unused goes:
-    that namespace's chunks are not found again, where the daemon does not know its salt.
+    Each change writes a whole new file, syncs it and renames it before the salt counts, so chunks
+    dropped by a reset are never found again. Beyond `MOST_SALTS` the least recently used salt is
+    dropped: unless the daemon knows it, that namespace's chunks are not found again.
 
     Args:
         folder: descriptor of the directory.
 
     Raises:
-        OSError: of the medium.
+        OSError: I/O error.
     """
 
     def __init__(self, folder: int) -> None:
         self._folder = folder
-        self._salts: dict[str, str] = {}  # in hex; longest unused first
+        self._salts: dict[str, str] = {}  # in hex; least recently used first
         try:
             fd = os.open(SALTS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
         except FileNotFoundError:
@@ -280,14 +280,14 @@ class Salts:
             )
 
     def get(self, namespace: bytes) -> bytes:
-        """The salt of a namespace; empty where none is noted."""
+        """Return the salt of a namespace; empty if none is noted."""
         return bytes.fromhex(self._salts.get(namespace.hex(), ""))
 
     def note(self, namespace: bytes, salt: bytes) -> bytes:
-        """Note a salt, durably; the one noted before.
+        """Store a salt durably; return the one stored before, empty if none.
 
         Raises:
-            OSError: of the medium; nothing has changed.
+            OSError: I/O error; the table in memory has not changed.
         """
         name = namespace.hex()
         table = self._salts.copy()
@@ -339,7 +339,7 @@ def _is_kvds(name: str) -> bool:
 
 
 def _open(path: Path) -> int:
-    """Open the directory; made where only its last part is missing, so no mount is written past."""
+    """Open the directory; create its last part only, so as not to write below a missing mount."""
     parent = path.parent
     problem = danger(parent, parent.stat().st_mode)
     if problem:

@@ -1,6 +1,6 @@
-"""What an earlier process has left in the directory: slabs are opened, damaged ones set aside.
+"""Opening the slabs that an earlier process has left, and indexing their chunks by the records.
 
-The chunks in them are found from their records, vectorised.
+Damaged slabs are set aside. Records are read vectorised.
 """
 
 import errno
@@ -21,17 +21,17 @@ _log = logging.getLogger(__name__)
 
 
 def load(directory: DiskDirectory, flags: int) -> tuple[Slots, int]:
-    """Open all slabs and find the chunks in them; records that do not count are erased.
+    """Open all slabs and index their chunks; damaged and outdated records are erased.
 
     Args:
-        directory: theirs.
-        flags: more flags to open slots' files with: O_DIRECT or 0.
+        directory: of the slabs.
+        flags: flags for opening the slots' files: O_DIRECT or 0.
 
     Returns:
         The slots; and how many records were damaged.
 
     Raises:
-        OSError: of the medium.
+        OSError: I/O error.
     """
     started = time.monotonic()
     loaded = [_load_slab(directory, number, flags) for number in directory.slabs()]
@@ -64,7 +64,7 @@ def _load_slab(directory: DiskDirectory, number: int, flags: int) -> Slab | None
     name = f"{directory.path}/{number:06}"
     try:
         return slabs.load(directory.fd, number, flags)
-    except FileNotFoundError:  # one file is there: of a start, an end or somebody else's hand
+    except FileNotFoundError:  # half-made or half-removed, or a file was deleted by hand
         slabs.remove(directory.fd, number)
         _log.info("disk: %s.slab or its index is missing: what is left was removed", name)
     except (OSError, ValueError) as error:
@@ -81,12 +81,12 @@ def _load_slab(directory: DiskDirectory, number: int, flags: int) -> Slab | None
 
 
 def rebuild(found: Sequence[Slab]) -> tuple[dict[bytes, Places], list[int], int]:
-    """Find the chunks in slabs, and mark their slots as held.
+    """Index the chunks in slabs, and mark their slots as HELD.
 
     Returns:
-        - the places of keys, by the id of their space;
-        - places to be erased: of damaged records, and of older ones of the same key;
-        - how many of these are damaged: no chunk can have such a record.
+        - the places of keys, by space id;
+        - places to erase: of damaged records, and of older records of the same key;
+        - how many of these are damaged, i.e. not `possible`.
     """
     held: dict[bytes, Places] = {}
     by_number = {slab.number: slab for slab in found}
@@ -119,7 +119,7 @@ def _enter(
 ) -> list[int]:
     """Enter chunks of one space; return the places of older ones of the same keys."""
     found = (place_of(slab.number, 0) + slots).tolist()
-    older: list[int] = []  # a process has ended between writing one and erasing the other
+    older: list[int] = []  # left by a process that died between writing one and erasing the other
     for key, place in zip(_keys(slab.records[slots]), found, strict=True):
         other = places.setdefault(key, place)
         if other != place:
@@ -137,7 +137,7 @@ def _sequence(by_number: Mapping[int, Slab], place: int) -> int:
 def chunks_of(
     slab: Slab, space: bytes
 ) -> tuple[list[bytes], list[tuple[int, int, int]], list[int]]:
-    """Return keys, coverages and places of a space's records in a slab, held or not."""
+    """Return keys, coverages and places of a space's records in a slab, whether HELD or not."""
     records = np.frombuffer(bytes(slab.mirror), slabs.RECORD)
     slots = np.flatnonzero((records["sequence"] > 0) & (records["space"] == np.void(space)))
     some = records[slots]

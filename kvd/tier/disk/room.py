@@ -1,8 +1,7 @@
-"""Where a put's slots come from: free ones, a new slab, or those of chunks that go.
+"""Slots for puts: free ones, those of a new slab, or those of evicted chunks.
 
-Slabs are made within the budget and above the floor. Chunks go a few at a time and somewhat early,
-so that their records are erased by one call and not by one for each put: at most 1/256 of a size's
-slots, and no more than 32.
+Slabs are made within the budget and above the floor. Eviction runs ahead of need, so that one call
+erases several records: by 1/256 of a size's slots, and 32 at most.
 """
 
 import contextlib
@@ -22,24 +21,24 @@ from kvd_proto.sizes import format_size
 _log = logging.getLogger(__name__)
 _MOST_AHEAD = 32
 _AHEAD_PART = 256
-_SHARE = 64  # of the budget: a slab
-_MOST_BYTES = 2**30
-_MOST_SLABS = 1024  # where slabs of so many bytes would be more
-_LEAST_PART = 4  # of a slab: what is left of the budget is worth one
-_PUTS_BETWEEN = 64  # looks for room, where there was none: a look takes a while with many slabs
-_PAUSE = 1.0  # seconds after an error of the medium
+_SHARE = 64  # a slab is 1/64 of the size,
+_MOST_BYTES = 2**30  # at most so many bytes,
+_MOST_SLABS = 1024  # or more, so that there are no more slabs than this
+_LEAST_PART = 4  # a slab of less than 1/4 of that is not made, unless it is the first of its size
+_PUTS_BETWEEN = 64  # puts and gets before room is looked for again: slow with many slabs
+_PAUSE = 1.0  # seconds after an I/O error, and between checks of the floor
 
 
 class Room:
-    """Takes slots for puts, frees them, and makes and removes slabs.
+    """Allocates and frees slots, and makes and removes slabs.
 
     Args:
-        directory: theirs.
-        slots: all of them.
-        lock: that is taken around each call of `slots`.
-        size: the budget.
-        floor: free bytes of the file system that are left alone.
-        flags: more flags to open slots' files with: O_DIRECT or 0.
+        directory: of the slabs.
+        slots: of all slabs.
+        lock: guards `slots`.
+        size: the budget, in bytes.
+        floor: free bytes to leave on the file system.
+        flags: flags for opening the slots' files: O_DIRECT or 0.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class Room:
         self._said = ""
         self._pause_until = 0.0
         self._look_at = 0.0
-        self._full_until: dict[int, int] = {}  # sequence, by bytes of a slot
+        self._full_until: dict[int, int] = {}  # by slot size: the sequence at which to look again
         self._next = max([0, *self._directory.slabs()]) + 1
 
     def shrink(self) -> int:
-        """Remove slabs, the one longest of no use first, until the budget holds; how many."""
+        """Remove the least recently used slabs until the budget holds; return how many."""
         removed = 0
         while True:
             with self._lock:
@@ -78,12 +77,12 @@ class Room:
             removed += 1
 
     def keep_floor(self) -> None:
-        """Remove the slab longest of no use where others have filled the file system; now and then.
+        """Remove the least recently used slab if less than the floor is free, once a second.
 
-        So the tier gives room back, a slab a second at most, before the file system is full.
+        So the tier gives room back before other users have filled the file system.
 
         Raises:
-            TierError: the file system does not say how full it is.
+            TierError: statvfs failed.
         """
         now = time.monotonic()
         if now < self._look_at:
@@ -109,10 +108,10 @@ class Room:
             )
 
     def take(self, slot_bytes: int, count: int) -> list[Taken]:
-        """Take slots, to be written; fewer where there are no more.
+        """Take up to `count` slots to write to: free ones, of new slabs, of evicted chunks.
 
         Raises:
-            TierError: the file system does not say how full it is; no slot is taken.
+            TierError: statvfs failed; no slot is taken.
         """
         taken = self._take_free(slot_bytes, count)
         try:
@@ -133,21 +132,21 @@ class Room:
 
     def _evict(self, slot_bytes: int, count: int) -> list[Taken]:
         with self._evicting:
-            taken = self._take_free(slot_bytes, count)  # another thread was here
+            taken = self._take_free(slot_bytes, count)  # another thread may have evicted meanwhile
             lack = count - len(taken)
             if not lack:
                 return taken
             with self._lock:
                 ahead = min(_MOST_AHEAD, self._slots.ring(slot_bytes).slots // _AHEAD_PART)
                 victims = self._slots.evict(slot_bytes, lack + ahead)
-            self._erase(victims)  # or half of a chunk would lie under another one's record
+            self._erase(victims)  # else a crash could leave another chunk's bytes under a record
             with self._lock:
                 for slab, slot in victims[lack:]:
                     self._slots.not_written(slab, slot)
         return taken + victims[:lack]
 
     def free(self, taken: Sequence[Taken | None]) -> None:
-        """Erase the records of slots that were taken, which hold nothing, and free them."""
+        """Erase the records of slots that were taken but hold no chunk, and free the slots."""
         slots = [each for each in taken if each is not None]
         if not slots:
             return
@@ -158,27 +157,27 @@ class Room:
 
     @staticmethod
     def _erase(taken: Sequence[Taken]) -> None:
-        """Write that slots are empty. Where that fails, the write of the next chunk will, too."""
+        """Erase the slots' records. Errors are ignored: the next write there would fail too."""
         for slab, slot, count in _neighbours(taken):
             with contextlib.suppress(OSError):
                 slab.erase_records(slot, count)
 
     def _grow(self, slot_bytes: int, *, urgent: bool = False) -> bool:
-        """Make a slab of such slots, perhaps in the place of another one that is older.
+        """Make a slab of slots of this size, if need be in place of an older slab of another size.
 
-        `urgent`: no chunk in such slots can go, so it is looked for room in any case.
+        `urgent`: eviction did not give enough slots, so look for room even if there was none.
 
         Returns:
             Whether there are free slots now.
 
         Raises:
-            TierError: the file system does not say how full it is.
+            TierError: statvfs failed.
         """
         with self._growing:
             while True:
                 with self._lock:
                     ring = self._slots.ring(slot_bytes)
-                    if ring.free:  # another thread was here
+                    if ring.free:  # another thread has made a slab
                         return True
                 if time.monotonic() < self._pause_until:
                     return False
@@ -202,7 +201,7 @@ class Room:
                 self.discard(slab)
 
     def _affordable(self, slot_bytes: int) -> tuple[int, str]:
-        """How many slots a new slab can have; where none: why."""
+        """Return the number of slots that a new slab can have; if 0, also why, or no text."""
         with self._lock:
             left = self._budget - self._slots.nbytes
             first = not self._slots.ring(slot_bytes).slabs
@@ -246,15 +245,15 @@ class Room:
         return True
 
     def discard(self, slab: Slab) -> None:
-        """Remove the files of a slab that was dropped, and close them when nobody uses them."""
+        """Unlink the files of a dropped slab, and close them once nothing reads or writes there."""
         self._full_until.clear()
-        with contextlib.suppress(OSError):  # it is empty, or gone already
+        with contextlib.suppress(OSError):  # the slab is dropped in any case
             slabs.remove(self._directory.fd, slab.number)
         self._retired.append(slab)
         self.close_retired()
 
     def close_retired(self) -> None:
-        """Close the files of slabs that were dropped."""
+        """Close the files of dropped slabs that nothing reads or writes any more."""
         with self._lock:
             idle = [slab for slab in self._retired if not slab.pins]
             self._retired = [slab for slab in self._retired if slab.pins]
@@ -268,7 +267,7 @@ class Room:
 
 
 def _neighbours(taken: Sequence[Taken]) -> Iterator[tuple[Slab, int, int]]:
-    """Slab, first slot and count of slots that follow each other."""
+    """Yield runs of adjacent slots: slab, first slot, count."""
     ordered = sorted(taken, key=lambda each: (each[0].number, each[1]))
     at = 0
     while at < len(ordered):

@@ -1,8 +1,8 @@
 """A slab: a preallocated file of slots of one size, and the index file of their records.
 
-``000007.slab`` holds bytes and nothing else; ``000007.index`` holds a record for each slot, and
-this process a copy of it. The index file appears last and goes first, so a slab without one is
-left over and holds nothing. All is little-endian: a header page, then one record for each slot::
+``000007.slab`` holds the slots; ``000007.index`` holds a record for each slot, of which the process
+has a copy. The index file is made last and removed first, so a slab without one holds nothing. The
+index is little-endian: a header page, then one record for each slot::
 
     offset  type      header
          0  8 bytes   magic "kvd-dsk" and a zero byte
@@ -19,8 +19,8 @@ left over and holds nothing. All is little-endian: a header page, then one recor
         38  u16       group
         40  48 bytes  key, padded with zeros
 
-Records say where a chunk is to be found and have no check words: the seal in the chunk's head
-decides whether what was found is it (`kvd.tier.seal`).
+Records locate chunks and are not checksummed: the seal in a chunk's head decides whether the bytes
+in the slot are the chunk (`kvd.tier.seal`).
 """
 
 import contextlib
@@ -63,17 +63,17 @@ _RECORD = struct.Struct(f"<QQ16sBxHHH{KEY_BYTES}s")
 _OWNER = struct.Struct(f"<16sB7x{KEY_BYTES}s")
 _OWNER_AT = 16
 _HEADER = struct.Struct("<8sIIQI")
-_MOST_SEQUENCE = 2**62  # that many more can follow
+_MOST_SEQUENCE = 2**62  # records with larger sequences are damaged
 _FILE_MODE = 0o600
 _NEW = ".new"
 
 
 class SlabLost(Exception):
-    """Somebody has removed or shortened the files of a slab, which is open here."""
+    """The files of an open slab were removed or shortened."""
 
 
 class Record(NamedTuple):
-    """What lies in one slot; see the module."""
+    """The record of one slot; see the module."""
 
     sequence: int
     check: int
@@ -82,7 +82,7 @@ class Record(NamedTuple):
     key: bytes
 
     def pack(self) -> bytes:
-        """Its bytes."""
+        """Return its bytes in the index file."""
         return _RECORD.pack(
             self.sequence,
             self.check,
@@ -94,7 +94,7 @@ class Record(NamedTuple):
 
 
 def possible(records: Records) -> Flags:
-    """Which of some records can be those of a chunk; others are damaged, or their slots empty."""
+    """Return which records can be a chunk's; the others are damaged, or their slots are empty."""
     sequences, lengths = records["sequence"], records["key_len"]
     return (sequences > 0) & (sequences < _MOST_SEQUENCE) & (lengths > 0) & (lengths <= KEY_BYTES)
 
@@ -107,10 +107,10 @@ def pack_header(slots: int, slot_bytes: int) -> bytes:
 
 
 def parse_header(raw: bytes) -> tuple[int, int]:
-    """Return slots and bytes of a slot of an index file's header page.
+    """Return the number of slots and the bytes of a slot, from an index file's header page.
 
     Raises:
-        ValueError: it is none, or of another version; says which.
+        ValueError: the header is damaged, or of another version; says which.
     """
     if len(raw) < HEADER_BYTES:
         raise ValueError(f"it has {len(raw)} bytes, fewer than a header")
@@ -123,10 +123,10 @@ def parse_header(raw: bytes) -> tuple[int, int]:
 
 
 def slab_bytes(slots: int, slot_bytes: int) -> int:
-    """Return the bytes that both files of a slab take.
+    """Return the bytes that both files of a slab use on disk.
 
-    A block is for the map of the slots' file, which ext4 keeps outside the inode where the file
-    lies in more than four pieces, as one of 512 MiB does.
+    This counts one block for the extent map of the slots' file: ext4 keeps the map outside the
+    inode if there are more than four extents, as a file of 512 MiB has.
     """
     index = HEADER_BYTES + slots * RECORD_BYTES
     return slots * slot_bytes + -(-index // ALIGNMENT) * ALIGNMENT + ALIGNMENT
@@ -136,13 +136,13 @@ class Slab:
     """One slab, open.
 
     Attributes:
-        number: its name, and what a place in it begins with.
-        slots, slot_bytes: its slots.
-        file: descriptor of the slots' file, with O_DIRECT where the file system has that.
-        mirror: the records, as they are in the index file.
-        states: FREE, BUSY (being written), HELD, DOOMED (dropped while it is read), by slot.
-        visited: by slot, whether its chunk was asked for since the hand came by.
-        used: the highest sequence of a put or get in it.
+        number: in the files' names, and in the places of its slots.
+        slots, slot_bytes: number of slots, and bytes of each.
+        file: descriptor of the slots' file, with O_DIRECT if the file system supports it.
+        mirror: the copy of the index file's records.
+        states: FREE, BUSY (being written), HELD, DOOMED (dropped while being read), by slot.
+        visited: CLOCK's reference bits, by slot.
+        used: the highest sequence of a put or get in this slab.
         pins: reads and writes under way.
     """
 
@@ -165,31 +165,31 @@ class Slab:
 
     @property
     def records(self) -> Records:
-        """The records, as a view of `mirror`."""
+        """The records, as an array that views `mirror`."""
         return np.frombuffer(self.mirror, RECORD)
 
     def record(self, slot: int) -> Record:
-        """The record of a slot."""
+        """Return the record of a slot."""
         sequence, check, space, length, first, count, group, key = _RECORD.unpack_from(
             self.mirror, slot * RECORD_BYTES
         )
         return Record(sequence, check, space, (first, count, group), key[:length])
 
     def owner(self, slot: int) -> tuple[bytes, bytes]:
-        """The space and the key of what lies in a slot."""
+        """Return the space id and the key in a slot's record."""
         space, length, key = _OWNER.unpack_from(self.mirror, slot * RECORD_BYTES + _OWNER_AT)
         return space, key[:length]
 
     def write_records(self, slot: int, records: Sequence[Record]) -> None:
-        """Write the records of slots that follow each other, at the place of the first one.
+        """Write the records of adjacent slots, from `slot` on.
 
         Raises:
-            OSError: of the medium.
+            OSError: I/O error.
         """
         self._write(slot, b"".join(record.pack() for record in records))
 
     def erase_records(self, slot: int, count: int = 1) -> None:
-        """Write that these slots are empty; raises as `write_records`."""
+        """Write empty records for adjacent slots; raises as `write_records`."""
         self._write(slot, bytes(count * RECORD_BYTES))
 
     def _write(self, slot: int, raw: bytes) -> None:
@@ -199,11 +199,11 @@ class Slab:
         self.mirror[at : at + len(raw)] = raw
 
     def look(self) -> None:
-        """Look whether the files are still there, and whole.
+        """Check that the files still exist at their full size.
 
         Raises:
-            SlabLost: they are not; says what is wrong.
-            OSError: of the medium.
+            SlabLost: a file was removed or shortened; says which.
+            OSError: I/O error.
         """
         for fd, suffix, length in (
             (self.file, SLAB, self.slots * self.slot_bytes),
@@ -216,7 +216,7 @@ class Slab:
                 raise SlabLost(f"{self.number:06}{suffix} was shortened to {found.st_size} bytes")
 
     def sync(self) -> None:
-        """Have the medium keep what was written, over a power loss too."""
+        """Flush both files to the medium, so that they survive a power loss."""
         os.fdatasync(self.file)
         os.fdatasync(self._index)
 
@@ -227,17 +227,17 @@ class Slab:
 
 
 def create(folder: int, number: int, slots: int, slot_bytes: int, flags: int) -> Slab:
-    """Make a new slab, with all of its room allocated; nothing is left of it where that fails.
+    """Create a slab with all of its room allocated; if that fails, no file is left.
 
     Args:
         folder: descriptor of the directory.
-        number: that no other slab has.
-        slots: how many.
-        slot_bytes: of each, a multiple of `ALIGNMENT`.
-        flags: more flags to open with: O_DIRECT or 0.
+        number: unused by other slabs.
+        slots: number of slots.
+        slot_bytes: bytes of each slot, a multiple of `ALIGNMENT`.
+        flags: flags for opening the slots' file: O_DIRECT or 0.
 
     Raises:
-        OSError: of the medium; ENOSPC where there is no room.
+        OSError: I/O error; ENOSPC if there is no room.
     """
     name, index_name = f"{number:06}{SLAB}", f"{number:06}{INDEX}"
     raw = bytes(slots * RECORD_BYTES)
@@ -259,12 +259,12 @@ def create(folder: int, number: int, slots: int, slot_bytes: int, flags: int) ->
 
 
 def load(folder: int, number: int, flags: int) -> Slab:
-    """Open a slab that is there, with the records that it has.
+    """Open an existing slab, with its records.
 
     Raises:
-        FileNotFoundError: a file is missing, or a power loss has kept the index from the medium.
-        OSError: of the medium.
-        ValueError: it is damaged; says how.
+        FileNotFoundError: a file is missing, or a power loss has erased the index's header.
+        OSError: I/O error.
+        ValueError: the slab is damaged; says how.
     """
     with contextlib.ExitStack() as undo:
         file = _open(folder, f"{number:06}{SLAB}", flags)
@@ -291,20 +291,20 @@ def load(folder: int, number: int, flags: int) -> Slab:
 
 
 def remove(folder: int, number: int) -> None:
-    """Remove both files of a slab, if they are there.
+    """Unlink the files of a slab, if they exist.
 
     Raises:
-        OSError: of the medium.
+        OSError: I/O error.
     """
     for name in (f"{number:06}{INDEX}", f"{number:06}{SLAB}{_NEW}", f"{number:06}{SLAB}"):
         _unlink(folder, name)
 
 
 def set_aside(folder: int, number: int) -> None:
-    """Give both files of a slab other names, for somebody to look at.
+    """Rename both files of a slab to ``.damaged``, for inspection.
 
     Raises:
-        OSError: of the medium.
+        OSError: I/O error.
     """
     for suffix in (INDEX, SLAB):
         name = f"{number:06}{suffix}"
