@@ -1,7 +1,7 @@
-"""A worker's registration: its message, and where it stands with the daemon.
+"""A worker's registration: its `Register` message, and a state machine for sending it.
 
-`register` and `unregister` say what is wanted (`want`, `drop`); the keeper has the daemon hold that
-and nothing else (`next_request`, `answered`, `released`). States, and what follows each event:
+`register` and `unregister` set the goal (`want`, `drop`); the keeper makes the daemon hold that
+memory and no other (`next_request`, `answered`, `released`). The next state, by state and event:
 
     state       the daemon holds   want     drop     next_request  answered              lost
     NONE        nothing            WAITING
@@ -14,7 +14,7 @@ and nothing else (`next_request`, `answered`, `released`). States, and what foll
     REGISTERED  the memory         error    LEAVING                                      WAITING
     ATTACHED    all ranks' memory  error    LEAVING                                      WAITING
 
-`released` leads from LEAVING to WAITING where memory is wanted, else to NONE.
+`released` leads from LEAVING to WAITING if memory is wanted, else to NONE.
 """
 
 from collections.abc import Sequence
@@ -45,10 +45,10 @@ TRANSIENT = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)
 
 
 class RegistrationState(IntEnum):
-    """Where a registration stands. From ASKED on the daemon may hold memory."""
+    """The state of a registration. From ASKED on the daemon may hold memory."""
 
     NONE = 0
-    WAITING = 1  # to be sent, perhaps again
+    WAITING = 1  # `Register` is to be sent, perhaps again
     REFUSED = 2  # for good; `register` raises
     ASKED = 3
     LEAVING = 4
@@ -57,18 +57,18 @@ class RegistrationState(IntEnum):
 
 
 class Registration:
-    """The memory that a worker wants the daemon to hold, and what is known of it.
+    """The memory that a worker wants the daemon to hold, and how far the daemon holds it.
 
     All but `state` and `message` is used under the worker's lock.
 
     Attributes:
-        state: changed by this object's methods alone.
-        message: what is wanted; None: nothing.
-        memory: its descriptors, closed when nobody sends them any more.
-        refusal: the daemon's latest one since `want`; None: it has not refused.
+        state: changed only by this object's methods.
+        message: the registration that is wanted; None: none.
+        memory: the message's descriptors, closed with their last reference.
+        refusal: the daemon's latest refusal since `want`; None: it has not refused.
         raises: `register` waits for the first answer: a refusal that is not transient is final.
-        lost: a session has ended in which the daemon held memory, and no later one has released
-            any: a lane may still copy.
+        lost: a session has ended in which the daemon may have held memory, and no later session
+            has confirmed a release: a lane may still copy.
     """
 
     def __init__(self) -> None:
@@ -91,25 +91,25 @@ class Registration:
 
     @property
     def lack(self) -> str:
-        """Why the daemon does not hold the memory; empty where it has not said so."""
+        """Why the daemon does not hold the memory; empty if it has not refused."""
         if self.message is None:
             return NOTHING
         return self.refusal.text if self.refusal else ""
 
     def want(self, message: Register, memory: Descriptors) -> None:
-        """Have this registered, after what there was is released; `register` waits for it."""
+        """Set the registration that is wanted; memory held before is released first."""
         self.message, self.memory, self.refusal, self.raises = message, memory, None, True
         if self.state is RegistrationState.NONE:
             self.state = RegistrationState.WAITING
 
     def drop(self) -> None:
-        """Want nothing; what the daemon holds, or may hold, is to be released."""
+        """Want no registration; memory that the daemon may hold is to be released."""
         self.message, self.memory = None, Descriptors(())
         held = self.state >= RegistrationState.ASKED
         self.state = RegistrationState.LEAVING if held else RegistrationState.NONE
 
     def next_request(self) -> tuple[Register | Unregister, Descriptors] | None:
-        """Return the request to send now, and the descriptors that go with it; None: nothing."""
+        """Return the request to send now, and its descriptors; None: there is none."""
         if self.state is RegistrationState.LEAVING:
             return Unregister(), Descriptors(())
         if self.state is not RegistrationState.WAITING or self.message is None:
@@ -118,7 +118,7 @@ class Registration:
         return self.message, self.memory
 
     def answered(self, reply: Message) -> bool:
-        """Process the answer to a `Register`; return whether it is to be sent again, later."""
+        """Process the answer to a request; return whether to send `Register` again later."""
         if self.state is RegistrationState.ASKED and isinstance(reply, Registered):
             self.state, self.refusal = RegistrationState.REGISTERED, None
         elif self.state is RegistrationState.ASKED and isinstance(reply, Error):
@@ -133,26 +133,26 @@ class Registration:
         return False
 
     def take_refusal(self) -> Error | None:
-        """Return the refusal that was final, if one was; memory may be wanted again."""
+        """Return the final refusal, if any, and go from REFUSED to NONE."""
         if not self.refused:
             return None
         self.state = RegistrationState.NONE
         return self.refusal
 
     def released(self) -> None:
-        """Note that the daemon has let go of all memory."""
+        """Record that the daemon has released all memory."""
         self.lost = False
         if self.state is RegistrationState.LEAVING:
             self._settle()
 
     def session_lost(self) -> None:
-        """Note that the session has ended; what the daemon held it lets go of by itself, later."""
+        """Record that the session has ended; the daemon releases its memory later by itself."""
         if self.state >= RegistrationState.ASKED:
             self.lost = True
             self._settle()
 
     def set_attached(self, *, attached: bool) -> None:
-        """Note whether all ranks of the engine are registered; nothing where this one is not."""
+        """Record whether all ranks of the engine are registered; ignored unless this one is."""
         if self.holds:
             self.state = RegistrationState.ATTACHED if attached else RegistrationState.REGISTERED
 
@@ -171,13 +171,13 @@ def registration(
     stage: int,
     temporary: bool,
 ) -> tuple[Register, Descriptors]:
-    """Return the registration of one rank, on the device of its memory.
+    """Return the `Register` message of one rank, and duplicates of its memory's descriptors.
 
-    Descriptor 0 of the message is to be the control page's. The others are those that are
-    returned: duplicates.
+    The caller sends the control page's descriptor first: the message numbers the returned ones
+    from 1 on.
 
     Raises:
-        UsageError: memory that does not fit the layout, or an invalid layout.
+        UsageError: the memory does not fit the layout, or an argument is invalid.
         UnsupportedMemory: the limit of open files leaves no room for the descriptors.
     """
     layout = declared("layout", layout, RankLayout)
@@ -208,7 +208,7 @@ def registration(
         handles=tuple(handles),
         temporary=temporary,
     )
-    try:  # the keeper sends it, later and more than once, and has nobody to tell
+    try:  # check it here: the keeper sends it later, when no caller is left to raise to
         WIRE.decode(WIRE.encode(message))
     except (ProtoError, TypeError, ValueError, OverflowError) as error:
         raise UsageError(
@@ -224,8 +224,8 @@ def registration(
 
 
 def _handles(memory: Sequence[Memory], layout: RankLayout) -> tuple[list[Handle], list[int]]:
-    """Return the handle of each storage, and the descriptors that they number from 1 on."""
-    numbers: dict[object, int] = {}  # parts of one file or allocation are mapped once
+    """Return the handle of each storage, and the descriptors, which handles number from 1 on."""
+    numbers: dict[object, int] = {}  # by file or allocation, so that each is sent once
     fds: list[int] = []
     handles: list[Handle] = []
     for index, (part, size) in enumerate(zip(memory, layout.storages, strict=True)):

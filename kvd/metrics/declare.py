@@ -1,7 +1,7 @@
-"""Declaring fields of the report: what each means, and the Prometheus metric it is.
+"""Declarations of the report's fields: the meaning of each, and its Prometheus metric.
 
-The functions below give dataclass fields their default and their `Shown`; `rows` lists all
-fields of a class and of the classes inside it, with their paths.
+The functions below return dataclass fields with a default and a `Shown`; `rows` lists all fields of
+a class and of the classes inside it, with their paths.
 """
 
 from bisect import bisect_left
@@ -19,12 +19,12 @@ from kvd.errors import IntegrityError
 
 @dataclass(slots=True)
 class Histogram:
-    """Counts of values of 0 and more.
+    """A histogram of values of 0 and more.
 
     Attributes:
-        bounds: ascending upper bounds; a value equal to one belongs to its range.
-        counts: by range, one more than bounds: the last is of values above all; default zeros.
-        sum: of the values counted.
+        bounds: inclusive upper bounds of the buckets, ascending.
+        counts: by bucket; the last one, beyond `bounds`, has the values above all bounds.
+        sum: of the values observed.
     """
 
     bounds: tuple[float, ...]
@@ -37,23 +37,23 @@ class Histogram:
 
     @property
     def count(self) -> int:
-        """Return how many values there were."""
+        """The number of values observed."""
         return sum(self.counts)
 
     def observe(self, value: float) -> None:
-        """Count one value."""
+        """Add one value."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
 
     def observe_all(self, values: npt.NDArray[np.floating]) -> None:
-        """Count many values at once."""
+        """Add an array of values."""
         places = np.searchsorted(self.bounds, values)
         found = np.bincount(places, minlength=len(self.counts)).tolist()
         self.counts = [have + more for have, more in zip(self.counts, found, strict=True)]
         self.sum += float(values.sum())
 
     def __add__(self, other: "Histogram") -> "Histogram":
-        """The values of both.
+        """Return a histogram of the values of both.
 
         Raises:
             IntegrityError: the bounds differ.
@@ -64,15 +64,15 @@ class Histogram:
         return Histogram(self.bounds, counts, self.sum + other.sum)
 
     def since(self, before: "Histogram") -> "Histogram":
-        """What has been counted since `before`, an earlier state of it."""
+        """Return the values added since `before`, an earlier state of this histogram."""
         gained = zip(self.counts, before.counts, strict=True)
         counts = [max(0, now - then) for now, then in gained]
         return Histogram(self.bounds, counts, self.sum - before.sum)
 
     def quantile(self, q: float) -> float | None:
-        """The value below which a share `q` lies, by straight lines within ranges.
+        """Return the `q` quantile, interpolated linearly within buckets; None if empty.
 
-        None if it is empty. What lies above the last bound counts as the last bound.
+        Values above the last bound count as the last bound.
         """
         if not self.count:
             return None
@@ -84,12 +84,12 @@ Kind = Literal["info", "gauge", "counter", "histogram"]
 Labels = tuple[str, ...]
 _SHOWN = "shown"
 MOST = 2**63 - 1
-"""The largest number that a message carries; sums stop there."""
+"""The largest integer that a message carries; sums saturate there."""
 
 
 @dataclass(frozen=True, slots=True)
 class Items:
-    """A list whose items have metrics: label names, their values, and how many items are shown."""
+    """The labels of a list's items: names, a function for values, and the most items to show."""
 
     names: Labels = ()
     values: Callable[[Mapping[str, Any]], Labels] = lambda _: ()
@@ -98,10 +98,10 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What is declared of a field.
+    """The declaration of a field.
 
-    metric: without the prefix of its part. labels: fixed ones. keys: labels that the keys of a
-    map give, separated by underscores. parts: prefix and class of each part of a sum.
+    metric: name without the prefix of its part. labels: fixed ones. keys: names of the labels whose
+    values are the keys of a map, split at underscores. parts: prefix and class of a sum's parts.
     """
 
     text: str
@@ -115,29 +115,29 @@ class Shown:
 
 
 def shown(text: str, default: Any = MISSING) -> Any:
-    """A field of the report that is no metric."""
+    """Declare a field that is no metric."""
     return field(default=default, metadata={_SHOWN: Shown(text)})
 
 
 def info(text: str, metric: str) -> Any:
-    """A text; the metric is 1 and has it as a label of the field's name."""
+    """Declare a text; its metric is 1, with the text as the label of the field's name."""
     return field(metadata={_SHOWN: Shown(text, "info", metric)})
 
 
 def gauge(text: str, metric: str, **labels: str) -> Any:
-    """A number that rises and falls; of a list its length is the metric, None is left out."""
+    """Declare a number that rises and falls, or a list whose length does; None is left out."""
     return field(metadata={_SHOWN: Shown(text, "gauge", metric, tuple(labels.items()))})
 
 
 def counter(text: str, metric: str = "", *, start: float = 0, **labels: str) -> Any:
-    """A number that only grows. Counters of one metric and the same labels are added up."""
+    """Declare a number that only grows. Counters of one metric with equal labels are summed."""
     return field(
         default=start, metadata={_SHOWN: Shown(text, "counter", metric, tuple(labels.items()))}
     )
 
 
 def counters(text: str, metric: str, *labels: str, keys: Sequence[str] = ()) -> Any:
-    """Counters by key; `keys` are there from the start, so that the first event is a rise."""
+    """Declare counters by key; `keys` start at 0, so that the first event is an increase."""
     return field(
         default_factory=lambda: Counter(dict.fromkeys(keys, 0)),
         metadata={_SHOWN: Shown(text, "counter", metric, keys=labels)},
@@ -145,7 +145,7 @@ def counters(text: str, metric: str, *labels: str, keys: Sequence[str] = ()) -> 
 
 
 def histogram(text: str, metric: str, bounds: Sequence[float]) -> Any:
-    """A histogram with these upper bounds."""
+    """Declare a histogram with these upper bounds."""
     return field(
         default_factory=lambda: Histogram(tuple(bounds)),
         metadata={_SHOWN: Shown(text, "histogram", metric)},
@@ -155,7 +155,7 @@ def histogram(text: str, metric: str, bounds: Sequence[float]) -> Any:
 def histograms(
     text: str, metric: str, *labels: str, keys: Sequence[str], bounds: Sequence[float]
 ) -> Any:
-    """A histogram for each of `keys`."""
+    """Declare a histogram for each of `keys`."""
     return field(
         default_factory=lambda: {key: Histogram(tuple(bounds)) for key in keys},
         metadata={_SHOWN: Shown(text, "histogram", metric, keys=labels)},
@@ -163,25 +163,25 @@ def histograms(
 
 
 def part(text: str = "", prefix: str = "") -> Any:
-    """A field whose type is a class of declared fields; `prefix` begins its metrics' names."""
+    """Declare a field whose type declares fields; `prefix` begins their metrics' names."""
     return field(metadata={_SHOWN: Shown(text, prefix=prefix)})
 
 
 def listed(items: Items = Items(), text: str = "", metric: str = "") -> Any:
-    """A list of such parts, whose metrics have labels; `metric` counts them."""
+    """Declare a list of parts (`part`), whose metrics have labels; `metric` is its length."""
     return field(metadata={_SHOWN: Shown(text, metric=metric, items=items)})
 
 
 def sums(*parts: tuple[str | None, type]) -> Any:
-    """A map with the sums of parts: the prefix of their metrics, or None for no metrics."""
+    """Declare a map of sums, by the prefix of their metrics (None: no metrics) and their class."""
     return field(metadata={_SHOWN: Shown("", parts=parts)})
 
 
 def report_of(declared: type, *owners: object, **derived: Any) -> dict[str, Any]:
-    """Return a part of the report as plain values: every field of the class that declares it.
+    """Return a part of the report as plain values: every field of the class `declared`.
 
-    A field is in `derived`, or is an attribute of the first owner that has one of its name; else
-    its default holds.
+    A value is looked up by the field's name: in `derived`, then among the attributes of each owner
+    in turn, then as the field's default.
     """
     part: dict[str, Any] = {}
     for each in fields(declared):
@@ -194,9 +194,9 @@ def report_of(declared: type, *owners: object, **derived: Any) -> dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One field: where it is in the report, and its metric with the names of its labels.
+    """One field: its path in the report, and its metric with the names of its labels.
 
-    metric: empty where it is none. A step of `path` is a field's name, or `Items` of a list.
+    metric: empty if it is none. A step of `path` is a field's name, or the `Items` of a list.
     """
 
     path: tuple[str | Items, ...]
@@ -205,7 +205,7 @@ class Row:
     names: Labels
 
     def samples(self, report: Mapping[str, Any]) -> Iterator[tuple[Labels, Any]]:
-        """Values of its labels and of the field, wherever it is in a report; None is left out."""
+        """Yield label values and value for each occurrence in a report; None is left out."""
         for labels, value in _find(report, self.path, ()):
             if self.shown.keys:
                 for key, one in value.items():
@@ -231,7 +231,7 @@ def _find(
 
 
 def _class_in(declared: Any) -> type | None:
-    """Return the class of a part, or of a list's items; None for plain values."""
+    """Return the dataclass of a part or of a list's items; None for plain values."""
     for one in (declared, *get_args(declared)):
         if isinstance(one, type) and is_dataclass(one) and one is not Histogram:
             return one
@@ -244,7 +244,7 @@ def rows(
     prefix: str | None = "",
     names: Labels = (),
 ) -> Iterator[Row]:
-    """Every declared field of a class, those of parts in the place of the part."""
+    """Yield every declared field of a class, with those of parts after the part."""
     for each in fields(declared):
         told: Shown = each.metadata[_SHOWN]
         here = (*path, each.name)
@@ -265,7 +265,7 @@ def rows(
 
 @dataclass(slots=True)
 class Counts:
-    """Counts that can be added."""
+    """A base for dataclasses of counts that can be added."""
 
     def add(self, more: Self) -> None:
         """Add every count of `more` to this one's."""

@@ -1,6 +1,6 @@
-"""The daemon's state as one plain dictionary: the model of everything that shows it.
+"""The status report: the daemon's state as one plain dictionary, for every view of it.
 
-`kvd.metrics.schema` declares every field; docs/status.md is generated from that.
+`kvd.metrics.schema` declares every field; docs/status.md is generated from it.
 """
 
 from dataclasses import asdict
@@ -31,9 +31,8 @@ def status_report(
 ) -> dict[str, Any]:
     """Return the report as `kvd status --json` prints it.
 
-    A figure is read where it is held, under the name of its declaration; what is derived, or held
-    under another name, stands here. Conditions that are changes are looked for since the report
-    `before`.
+    Values that have the name of their declaration are read from their owners (`report_of`); those
+    derived or under other names are given here. Conditions on changes compare with `before`.
     """
     namespaces, usage = state.open_namespaces, state.usage()
     report = report_of(
@@ -195,10 +194,10 @@ _UNSIZED = "its size is decided by the first engine (cpu_bytes = auto)"
 
 
 def checks(state: BrokerState, now: float) -> list[Check]:
-    """What must hold for the daemon to be ready, in the order in which it comes to hold.
+    """Return the readiness checks, in the order in which they become ok.
 
-    All are ok exactly where `BrokerState.ready`. An engine that is absent fails nothing: neither
-    a pool whose size the first engine decides, nor a lane that starts with its first worker.
+    All are ok exactly if `BrokerState.ready`. An absent engine fails none: neither that of a pool
+    whose size the first engine decides, nor that of a lane that starts with its first worker.
     """
     return [
         _pool_check(state),

@@ -262,7 +262,7 @@ def load(folder: int, number: int, flags: int) -> Slab:
     """Open an existing slab, with its records.
 
     Raises:
-        FileNotFoundError: a file is missing, or a power loss has erased the index's header.
+        FileNotFoundError: a file is missing, or a power loss has left the index unwritten.
         OSError: I/O error.
         ValueError: the slab is damaged; says how.
     """

@@ -1,12 +1,12 @@
-"""Which chunk lies in which slot, and whose slot is next. No I/O.
+"""The index of chunks by slot, and the eviction policy. No I/O.
 
-Slots of one size form a ring over their slabs. A hand goes round it: it takes the slot of a chunk
-that nobody asked for since it came by, and passes over the others once: CLOCK, which is FIFO with
-lazy promotion (Yang et al., "FIFO can be better than LRU: the power of lazy promotion and quick
+Slots of one size form a ring over their slabs, on which CLOCK evicts: its hand takes slots of
+chunks not accessed since its last visit, and passes over the others once. CLOCK is FIFO with lazy
+promotion (Yang et al., "FIFO can be better than LRU: the power of lazy promotion and quick
 demotion", HotOS 2023). So neighbours are freed together, and are written in one call.
 
-Where another size of slots has a slab that was of no use for longer than what the hand would take,
-that slab goes as a whole, so that no model's chunks outlive their use because they are larger.
+Between sizes: if a slab of another size was last used before the chunk that the hand would evict,
+that whole slab goes instead, so unused chunks of one model do not occupy space for good.
 """
 
 from collections import deque
@@ -18,26 +18,26 @@ import numpy as np
 
 from kvd.tier.disk.slabs import BUSY, DOOMED, FREE, HELD, MAX_SLOTS, Record, Slab
 
-_MOST_SPARED = 4096  # chunks that were asked for, by one call: it holds the lock
+_MOST_SPARED = 4096  # accessed chunks that one call passes over, since it holds the lock
 Places: TypeAlias = dict[bytes, int]
-"""The places of keys."""
+"""Places by key, see `place_of`."""
 Taken: TypeAlias = tuple[Slab, int]
-"""A slot that is taken: a slab, which may be dropped meanwhile, and a slot of it."""
+"""A slot that is taken: its slab, which may be dropped meanwhile, and its number there."""
 
 
 def place_of(slab: int, slot: int) -> int:
-    """Return a slot's place: one number for slab and slot."""
+    """Return a slot's place: slab and slot as one number."""
     return slab * MAX_SLOTS + slot
 
 
 def split(place: int) -> tuple[int, int]:
-    """Return slab and slot of a place."""
+    """Return the numbers of slab and slot of a place."""
     return divmod(place, MAX_SLOTS)
 
 
 @dataclass(slots=True)
 class Ring:
-    """The slots of one size: slabs in the order in which they came, free places, the hand."""
+    """The slots of one size: slabs in order of creation, free places, CLOCK's hand."""
 
     slabs: list[Slab] = field(default_factory=list)
     free: deque[int] = field(default_factory=deque)
@@ -46,12 +46,12 @@ class Ring:
     slots: int = 0
 
     def add(self, slab: Slab) -> None:
-        """A slab comes last."""
+        """Append a slab."""
         self.slabs.append(slab)
         self.slots += slab.slots
 
     def step(self) -> tuple[Slab, int]:
-        """Return the slot at the hand, and move on."""
+        """Return the slot at the hand, and advance the hand."""
         slab, slot = self.slabs[self.slab], self.slot
         self.slot += 1
         if self.slot == slab.slots:
@@ -59,14 +59,14 @@ class Ring:
         return slab, slot
 
     def set_hand(self, place: int) -> None:
-        """Let the hand come to what follows a place next."""
+        """Move the hand to the slot after a place."""
         number, slot = split(place)
         self.slab = next(i for i, slab in enumerate(self.slabs) if slab.number == number)
         self.slot = slot
         self.step()
 
     def remove(self, slab: Slab) -> None:
-        """A slab is there no more."""
+        """Remove a slab, with its free places."""
         at = self.slabs.index(slab)
         self.slabs.remove(slab)
         self.slots -= slab.slots
@@ -80,13 +80,13 @@ class Ring:
 
 
 class Slots:
-    """All slabs, and what is in them. Its owner takes one lock around each call.
+    """All slabs and the chunks in them. The owner holds one lock around each call.
 
     Attributes:
         slabs: by number.
-        held: chunks by the id of their space; of a space that was not begun there are none.
-        sequence: of the latest put or get.
-        nbytes: of the files of all slabs.
+        held: places of chunks by space id; puts need the entry of their space.
+        sequence: number of the latest put or get.
+        nbytes: bytes of all slabs' files.
     """
 
     def __init__(
@@ -113,19 +113,19 @@ class Slots:
     # ------------------------------------------------------------ how full
 
     def used(self) -> tuple[int, int]:
-        """Chunks, and bytes of the slots that they are in."""
+        """Return the number of chunks, and the bytes of their slots."""
         pairs = [(slab.states.count(HELD), slab.slot_bytes) for slab in self.slabs.values()]
         return sum(n for n, _ in pairs), sum(n * nbytes for n, nbytes in pairs)
 
     def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
-        """Ids of spaces and keys of what went by itself since the last call."""
+        """Return, by space id, the keys evicted or lost since the last call."""
         gone, self._gone = self._gone, {}
         return list(gone.items())
 
     # ------------------------------------------------------------ slabs
 
     def add(self, slab: Slab) -> None:
-        """A new slab, all of whose slots are free."""
+        """Add a new slab; all of its slots are free."""
         self.slabs[slab.number] = slab
         self.nbytes += slab.nbytes
         ring = self._rings.setdefault(slab.slot_bytes, Ring())
@@ -134,7 +134,7 @@ class Slots:
         slab.used = self.sequence
 
     def drop(self, slab: Slab) -> None:
-        """A slab goes with all that is in it; its reads and writes may still be under way."""
+        """Drop a slab with its chunks; reads and writes there may still be under way."""
         if self.slabs.pop(slab.number, None) is None:
             return
         self.nbytes -= slab.nbytes
@@ -147,9 +147,10 @@ class Slots:
                 slab.states[slot] = FREE
 
     def oldest(self, besides: int = 0) -> Slab | None:
-        """The slab that was of no use for longest, of those that nothing is read or written in.
+        """Return the least recently used slab without reads or writes under way, or None.
 
-        Slots of `besides` bytes count only where the hand would take a later one.
+        Slabs with slots of `besides` bytes are exempt; others must have been used before the chunk
+        that the hand of these comes to next.
         """
         limit = self._next_use(self.ring(besides))
         slabs = (slab for slab in self.slabs.values() if slab.slot_bytes != besides)
@@ -160,9 +161,9 @@ class Slots:
         return found
 
     def _next_use(self, ring: Ring) -> int | None:
-        """The sequence of the chunk that the hand comes to next; None where there is none."""
+        """Return the sequence of the chunk that the hand comes to next; None if there is none."""
         slot = ring.slot
-        # The first slab comes again, for what is before the hand.
+        # The hand's slab comes last again, for the slots before the hand.
         for slab in (*ring.slabs[ring.slab :], *ring.slabs[: ring.slab + 1]):
             at = slab.states.find(HELD, slot)
             if at >= 0:
@@ -173,16 +174,16 @@ class Slots:
     # ------------------------------------------------------------ slots to write
 
     def ring(self, slot_bytes: int) -> Ring:
-        """The slots of this size; an empty ring where there are none."""
+        """Return the ring of this size; an empty one if there are no such slots."""
         return self._rings.get(slot_bytes) or Ring()
 
     def take_free(self, slot_bytes: int, count: int) -> list[Taken]:
-        """Take up to so many free slots, to be written; neighbours where there are some."""
+        """Take up to `count` free slots to write to, in the order in which they became free."""
         ring = self.ring(slot_bytes)
         return [self._take(ring.free.popleft()) for _ in range(min(count, len(ring.free)))]
 
     def evict(self, slot_bytes: int, count: int) -> list[Taken]:
-        """Take up to so many slots whose chunks go for that, to be written. They are gone now."""
+        """Evict up to `count` chunks, and take their slots to write to."""
         ring = self.ring(slot_bytes)
         taken: list[Taken] = []
         spared = 0
@@ -209,16 +210,16 @@ class Slots:
         return slab, slot
 
     def next_sequences(self, count: int) -> int:
-        """The first of so many numbers, of the next puts."""
+        """Reserve `count` sequence numbers for puts; return the first."""
         self.sequence += count
         return self.sequence - count + 1
 
     def written(self, slab: Slab, slot: int, record: Record) -> Taken | None:
-        """A slot that was taken holds a chunk, whose record is written.
+        """Enter the chunk of a slot that was taken, after its record was written.
 
         Returns:
-            The slot that held the same key before, as `remove` does; or this one, where the space
-            was dropped meanwhile.
+            A slot to erase and free, or None: the one that held the key before, as `remove`
+            returns it; or this one, if the space was dropped meanwhile.
         """
         places = self.held.get(record.space)
         if places is None and slab.number in self.slabs:
@@ -233,7 +234,7 @@ class Slots:
         return before
 
     def not_written(self, slab: Slab, slot: int) -> None:
-        """A slot that was taken holds nothing, and neither does its record."""
+        """Free a slot that was taken; its record has been erased."""
         slab.pins -= 1
         if slab.number in self.slabs:
             self._set_free(slab, slot)
@@ -241,7 +242,7 @@ class Slots:
     # ------------------------------------------------------------ chunks
 
     def find(self, space: bytes, key: bytes) -> tuple[Slab, int, Record] | None:
-        """Where a chunk lies, and its record."""
+        """Return a chunk's slab, slot and record; None if it is not held."""
         place = self.held.get(space, {}).get(key)
         if place is None:
             return None
@@ -250,12 +251,12 @@ class Slots:
         return slab, slot, slab.record(slot)
 
     def holds(self, slab: Slab, slot: int, record: Record) -> bool:
-        """Whether a chunk lies in this slot, and not elsewhere or nowhere."""
+        """Return whether the index has the record's chunk in this slot."""
         place = place_of(slab.number, slot)
         return self.held.get(record.space, {}).get(record.key) == place
 
     def pin(self, slab: Slab, slot: int) -> None:
-        """A held slot is about to be read, and was asked for: nobody writes there meanwhile."""
+        """Protect a HELD slot from reuse while it is read, and mark it as accessed."""
         place = place_of(slab.number, slot)
         self._readers[place] = self._readers.get(place, 0) + 1
         slab.visited[slot] = 1
@@ -263,10 +264,10 @@ class Slots:
         slab.used = self.sequence = self.sequence + 1
 
     def unpin(self, slab: Slab, slot: int) -> Taken | None:
-        """It was read.
+        """End a read.
 
         Returns:
-            The slot, if its chunk was dropped meanwhile: as `remove` does.
+            The slot, if its chunk was dropped meanwhile: as `remove` returns it. Else None.
         """
         place = place_of(slab.number, slot)
         self._readers[place] -= 1
@@ -279,7 +280,7 @@ class Slots:
         return self._take(place)
 
     def lost(self, slab: Slab, slot: int) -> None:
-        """A pinned slot does not hold what it was to hold: the chunk is dropped."""
+        """Drop the chunk of a pinned slot that cannot be read."""
         if slab.number in self.slabs and slab.states[slot] == HELD:
             self._forget(slab, slot)
             slab.states[slot] = DOOMED
@@ -288,18 +289,18 @@ class Slots:
         """Drop a chunk.
 
         Returns:
-            Its slot, taken: its record is to be erased, then it is `not_written`. None where it is
-            not there, or still read.
+            Its slot, taken: erase its record, then call `not_written`. None if the chunk is not
+            held, or still being read.
         """
         place = self.held.get(space, {}).pop(key, None)
         return None if place is None else self._release(place)
 
     def drop_space(self, space: bytes) -> list[int]:
-        """Drop all chunks of a space; their places, to be freed by `release`, piece by piece."""
+        """Drop all chunks of a space; return their places, for `release` in pieces."""
         return sorted(self.held.pop(space, {}).values())
 
     def release(self, places: Sequence[int]) -> list[Taken | None]:
-        """Take slots whose space was dropped, as `remove` does, where they were not taken yet."""
+        """Take the slots at places of a dropped space, as `remove`, unless taken already."""
         taken: list[Taken | None] = []
         for place in places:
             at, slot = split(place)
@@ -324,6 +325,6 @@ class Slots:
     def _forget(self, slab: Slab, slot: int) -> None:
         space, key = slab.owner(slot)
         places = self.held.get(space, {})
-        if places.get(key) == place_of(slab.number, slot):  # else of a space that was dropped
+        if places.get(key) == place_of(slab.number, slot):  # else its space was dropped
             del places[key]
             self._gone.setdefault(space, []).append(key)

@@ -1,15 +1,14 @@
-"""The tier `disk`: chunks in preallocated slab files, which the next daemon finds again.
+"""The tier `disk`: chunks in preallocated slab files, which the next process finds again.
 
-What "kept" means. A put is acknowledged when its bytes are written and its record after them, so
-a process that is killed at any moment leaves whole chunks, and each that was acknowledged is found
-by the next one; so it is after an orderly shutdown. Nothing waits for the medium's own cache: after
-a power loss some of the last half minute's chunks may be missing (the kernel writes records back
-within that time, vm.dirty_expire_centisecs), which is a miss. Wrong bytes it cannot be: the common
-layer opens the seal of all that comes back. Only a namespace's new salt is made durable at once:
-what a reset has dropped is not found again.
+Durability: a put is acknowledged once its bytes, and after them its record, are written. If the
+process is killed at any moment, the next one finds every acknowledged chunk, whole. Puts are not
+synced: after a power loss chunks of the last half minute may be missing (the kernel writes records
+back within vm.dirty_expire_centisecs), which is a miss. Wrong bytes are never returned, since the
+common layer verifies every chunk's seal. Only a namespace's new salt is synced at once, so that
+chunks dropped by a reset are not found again.
 
-A run of chunks that fails as a whole is tried chunk by chunk: it may be one slot's fault. A slab
-whose files somebody has removed or shortened is dropped with all that is in it.
+If the I/O of a run fails, its chunks are retried one by one, since one slot may be at fault. A slab
+whose files were removed or shortened is dropped with all of its chunks.
 """
 
 import contextlib
@@ -37,10 +36,10 @@ _PIECE = 4096  # chunks that are freed or listed at a time
 
 @dataclass(slots=True)
 class Answer:
-    """Outcomes of a batch's chunks, and what went wrong with the medium.
+    """The outcomes of a batch's chunks, and I/O errors.
 
     Attributes:
-        deadline: monotonic seconds, after which nothing more is begun.
+        deadline: monotonic seconds, after which no more I/O is begun.
     """
 
     outcomes: list[Outcome]
@@ -48,7 +47,7 @@ class Answer:
     errors: list[str] = field(default_factory=list)
 
     def set(self, run: Sequence[Item], outcome: Outcome) -> None:
-        """The same outcome for all chunks of a run."""
+        """Set the same outcome for all chunks of a run."""
         for item in run:
             self.outcomes[item.index] = outcome
 
@@ -56,7 +55,7 @@ class Answer:
         """Return the outcomes.
 
         Raises:
-            TierError: nothing of the batch went well, for an error of the medium.
+            TierError: all chunks failed, by an I/O error.
         """
         if self.errors and Outcome.FAILED in self.outcomes:
             if all(outcome is Outcome.FAILED for outcome in self.outcomes):
@@ -68,9 +67,9 @@ class Answer:
 class DiskTier(Tier):
     """Chunks in slab files; see the module.
 
-    Files are preallocated and read and written in runs of neighbouring slots, straight from and to
-    the pool where the file system has O_DIRECT. The budget (`size=`) counts all files, and is never
-    exceeded; slots whose chunks nobody asked for go first (`kvd.tier.disk.slots`).
+    One call reads or writes a run of adjacent slots, directly from and to the pool if the file
+    system has O_DIRECT. The budget (`size=`) counts all files, and is never exceeded; eviction is
+    CLOCK (`kvd.tier.disk.slots`).
     """
 
     shared = False
@@ -113,13 +112,13 @@ class DiskTier(Tier):
 
     @classmethod
     def check(cls, options: Options) -> None:
-        """Look at the options; see `Tier.check`."""
+        """Check the options; see `Tier.check`."""
         DiskOptions.parse(options)
 
     @classmethod
     def open(cls, options: Options, pool: memoryview) -> Self:
-        """Lock the directory and find what is in it; see `Tier.open`."""
-        del pool  # it needs no registration here
+        """Lock the directory and load its slabs; see `Tier.open`."""
+        del pool  # files need no registration of memory
         parsed = DiskOptions.parse(options)
         directory = DiskDirectory(parsed.directory)
         try:
@@ -156,7 +155,7 @@ class DiskTier(Tier):
         return answer.take()
 
     def _is_kept(self, chunk: Chunk) -> bool:
-        """Whether it is there with these bytes and this coverage; it was asked for, then."""
+        """Return whether the chunk is held with this check word and coverage; mark it accessed."""
         found = self._slots.find(chunk.space.id, chunk.key)
         if found is None:
             return False
@@ -167,7 +166,7 @@ class DiskTier(Tier):
         return True
 
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """Fill chunks from the slots that they lie in; see `Tier.get`."""
+        """Read chunks from their slots; see `Tier.get`."""
         answer = Answer([Outcome.ABSENT] * len(chunks), deadline)
         items: list[Item] = []
         with self._lock:
@@ -186,7 +185,7 @@ class DiskTier(Tier):
         return answer.take()
 
     def _write(self, run: list[Item], answer: Answer) -> None:
-        """Write chunks into slots that were taken for them, and their records after them."""
+        """Write chunks, and after them their records, into the slots taken for them."""
         if time.monotonic() > answer.deadline:
             self._not_written(run, Outcome.LATE, answer)
             return
@@ -199,7 +198,7 @@ class DiskTier(Tier):
             self._not_written(run, Outcome.FAILED, answer)
             self._lose(slab, error)
         except OSError as error:
-            if len(run) > 1:  # it may be one slot's
+            if len(run) > 1:  # one slot may be at fault
                 for item in run:
                     self._write([item], answer)
                 return
@@ -222,7 +221,7 @@ class DiskTier(Tier):
         self._room.free([(item.slab, item.slot) for item in run])
 
     def _read(self, run: list[Item], answer: Answer) -> None:
-        """Fill chunks from slots that are pinned."""
+        """Read a run of chunks from pinned slots."""
         if time.monotonic() > answer.deadline:
             answer.set(run, Outcome.LATE)
             return
@@ -237,7 +236,7 @@ class DiskTier(Tier):
                 for item in run:
                     self._read([item], answer)
                 return
-            # It would fail again: the chunk is computed and put anew, into another slot.
+            # Drop the chunk: a read would fail again, and a new put uses another slot.
             answer.set(run, Outcome.FAILED)
             with self._lock:
                 self._slots.lost(run[0].slab, run[0].slot)
@@ -266,24 +265,24 @@ class DiskTier(Tier):
     # ------------------------------------------------------------ what is there
 
     def contains(self, space: Space, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Whether these are there; see `Tier.contains`."""
-        del deadline  # it takes microseconds
+        """Return which chunks are held; see `Tier.contains`."""
+        del deadline  # this takes microseconds
         with self._lock:
             return [self._slots.find(space.id, key) is not None for key in keys]
 
     def remove(self, space: Space, keys: Sequence[bytes]) -> None:
-        """Drop these; see `Tier.remove`."""
+        """Drop chunks; see `Tier.remove`."""
         with self._lock:
             dropped = [self._slots.remove(space.id, key) for key in keys]
         self._room.free(dropped)
 
     def salt(self, namespace: bytes) -> bytes:
-        """See `Tier.salt`."""
+        """Return the stored salt; see `Tier.salt`."""
         return self._salts.get(namespace)
 
     def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
-        """See `Tier.note_salt`."""
-        del reset  # nobody else notes one here
+        """Store a salt in the table; see `Tier.note_salt`."""
+        del reset  # the directory is not shared, so there is no other salt to respect
         try:
             return self._salts.note(namespace, salt)
         except OSError as error:
@@ -307,7 +306,7 @@ class DiskTier(Tier):
             self._slots.held.setdefault(space.id, {})
 
     def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
-        """Every chunk of a space, slab by slab; see `Tier.scan`."""
+        """Yield all chunks of a space, slab by slab; see `Tier.scan`."""
         with self._lock:
             slabs = list(self._slots.slabs.values())
         for slab in slabs:
@@ -323,23 +322,23 @@ class DiskTier(Tier):
                 yield held[at : at + _PIECE]
 
     def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
-        """What was evicted or lost; see `Tier.take_gone`."""
+        """Return the keys evicted or lost; see `Tier.take_gone`."""
         with self._lock:
             return self._slots.take_gone()
 
     def capacity(self) -> Capacity:
-        """Budget, bytes in use and chunks."""
+        """Return the budget, bytes in use and chunks."""
         with self._lock:
             chunks, nbytes = self._slots.used()
         return Capacity(self._options.size, nbytes, chunks)
 
     def close(self) -> None:
-        """Have the medium keep what was written, and let another process use the directory."""
+        """Sync and close all slabs, and release the directory."""
         if self._closed:
             return
         self._closed = True
         for slab in self._slots.slabs.values():
-            with contextlib.suppress(OSError):  # it is said where it is met
+            with contextlib.suppress(OSError):  # at worst its last chunks are misses
                 slab.sync()
             slab.close()
         self._room.close_retired()

@@ -1,8 +1,8 @@
-"""Bytes between memory and slots that follow each other in a slab's file.
+"""I/O of a run of adjacent slots in a slab's file, in one vectored call.
 
-A slot holds the shares one after another, then, from a multiple of 512 bytes on, the length of the
-head and the head. Where addresses and lengths allow O_DIRECT, shares go straight from and to the
-pool, and only heads through memory of this thread; else all does. One call moves a run of slots.
+A slot holds the shares one after another, then, at a multiple of 512 bytes, the length of the head
+and the head. If addresses and lengths allow O_DIRECT, shares are transferred directly from and to
+the pool, and only heads through this thread's staging buffer; else everything is.
 """
 
 import ctypes
@@ -32,29 +32,29 @@ _own = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """What O_DIRECT asks for: of addresses, and of offsets and lengths. 1, 1: it is not used."""
+    """O_DIRECT's alignment of addresses, and of offsets and lengths. Offset 1: it is not used."""
 
     memory: int
     offset: int
 
     @property
     def flags(self) -> int:
-        """What files are opened with."""
+        """Flags for opening the slots' files."""
         return os.O_DIRECT if self.offset > 1 else 0
 
     @classmethod
     def of(cls, folder: int) -> "Alignment":
-        """Ask the file system of a directory, by means of a file without a name.
+        """Return the alignment that the file system of a directory needs, by an O_TMPFILE file.
 
         Raises:
-            OSError: of the medium.
+            OSError: I/O error.
         """
         try:
             fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600, dir_fd=folder)
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return cls(1, 1)
-            if error.errno == errno.EOPNOTSUPP:  # no file without a name
+            if error.errno == errno.EOPNOTSUPP:  # the file system has no O_TMPFILE
                 return cls(ALIGNMENT, ALIGNMENT)
             raise
         try:
@@ -67,18 +67,18 @@ class Alignment:
         memory, offset = np.frombuffer(found.raw, "<u4", 2, _DIO_AT).tolist()
         if not int.from_bytes(found.raw[:4], "little") & _STATX_DIOALIGN:
             return cls(ALIGNMENT, ALIGNMENT)
-        # 0, 0: the file system takes the flag and copies all the same, as tmpfs does.
+        # 0, 0: the file system accepts the flag but copies nevertheless, as tmpfs does.
         return cls(max(memory, 1), max(offset, 1)) if offset <= ALIGNMENT else cls(1, 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How chunks of a namespace lie in slots.
+    """The layout of a space's chunks in slots.
 
     Attributes:
-        head_at: where the head with its length begins in a slot.
-        slot_bytes: of a slot.
-        run_slots: how many slots one call moves at most.
+        head_at: offset of the head's length in a slot.
+        slot_bytes: bytes of a slot.
+        run_slots: the largest number of slots in one call.
         is_padded: whether there are bytes between the shares and the head.
     """
 
@@ -90,7 +90,7 @@ class Layout:
 
 @functools.lru_cache(maxsize=256)
 def layout_of(space: Space) -> Layout:
-    """Return how chunks of a namespace lie in slots."""
+    """Return the layout of a space's chunks in slots."""
     nbytes = space.chunk_bytes
     head_at = -(-nbytes // _SECTOR) * _SECTOR
     end = head_at + _LENGTH.size + space.head_bytes
@@ -108,8 +108,8 @@ class Item:
     """One chunk of a batch, and its slot.
 
     Attributes:
-        index: in the batch.
-        record: of the slot: the one that is there, or that it will have.
+        index: of the chunk in the batch.
+        record: of the slot: its present one for a read, its future one for a write.
     """
 
     index: int
@@ -120,7 +120,7 @@ class Item:
 
 
 def runs(items: list[Item]) -> Iterator[list[Item]]:
-    """Put together what one call can move."""
+    """Sort `items`, and yield runs that one call can transfer."""
     if len(items) > 1:
         items.sort(key=_place)
     run: list[Item] = []
@@ -149,11 +149,11 @@ def _follows(run: list[Item], item: Item) -> bool:
 
 
 class Transfer:
-    """One call for the chunks of a run: the pieces of memory, in order.
+    """One vectored call for the chunks of a run.
 
     Args:
         run: from `runs`.
-        alignment: what O_DIRECT asks for.
+        alignment: what O_DIRECT needs.
     """
 
     def __init__(self, run: Sequence[Item], alignment: Alignment) -> None:
@@ -162,10 +162,10 @@ class Transfer:
         self._at, self._nbytes = run[0].slot * slot_bytes, len(run) * slot_bytes
         layout = layout_of(self._chunks[0].space)
         self._head_at = layout.head_at
-        if slot_bytes < layout.head_at + _LENGTH.size:  # by a damaged record
+        if slot_bytes < layout.head_at + _LENGTH.size:  # the record is damaged
             raise OSError(errno.EIO, f"a slot of {slot_bytes} bytes is too small for its chunk")
         self._staged = layout.is_padded or not _are_aligned(self._chunks, alignment)
-        own = 0 if self._staged else self._head_at  # what does not lie in memory of this thread
+        own = 0 if self._staged else self._head_at  # bytes of a slot outside the staging buffer
         size = slot_bytes - own
         memory = _memory(len(run) * size)
         self._slots = [memory[at : at + size] for at in range(0, len(memory), size)]
@@ -180,7 +180,7 @@ class Transfer:
         """Write shares and heads.
 
         Raises:
-            OSError: of the medium.
+            OSError: I/O error, or a short write.
         """
         for head, chunk in zip(self._heads, self._chunks, strict=True):
             end = _LENGTH.size + len(chunk.head)
@@ -199,10 +199,10 @@ class Transfer:
             raise OSError(errno.EIO, f"{moved} of {self._nbytes} bytes were written")
 
     def read(self) -> None:
-        """Fill shares and heads.
+        """Read shares and heads into the chunks.
 
         Raises:
-            OSError: of the medium.
+            OSError: I/O error, or a short read.
         """
         moved = os.preadv(self._file, self._pieces, self._at)
         if moved != self._nbytes:
@@ -231,7 +231,7 @@ def _address(view: memoryview) -> int:
 
 
 def _memory(nbytes: int) -> memoryview:
-    """Return memory of this thread that is aligned to a page; the next call returns the same."""
+    """Return this thread's staging buffer, page-aligned; the next call reuses its memory."""
     memory: memoryview = getattr(_own, "memory", memoryview(b""))
     if len(memory) < nbytes:
         memory = _own.memory = memoryview(mmap.mmap(-1, nbytes))

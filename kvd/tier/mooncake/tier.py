@@ -1,13 +1,13 @@
-"""Chunks as objects of Mooncake Store.
+"""The tier `mooncake`: chunks as objects of Mooncake Store.
 
-An object is the length of the head, the head in room of fixed size, and the shares, which travel
-straight between the pool and the cluster. Its name is a hash over the space's id, sizes and key:
-two nodes find each other's chunks only where bytes mean the same, and nobody learns a key from it.
-A name that is taken stays as it is: what has the same name is the same chunk.
+An object is the length of the head, the head padded to a fixed size, and the shares, which are
+transferred directly between the pool and the cluster. Its name is a hash over the space's id, sizes
+and key: nodes find each other's chunks only if the bytes mean the same, and names reveal no key.
+Objects are not replaced: the same name means the same chunk.
 
-The salt of a namespace is kept in the cluster, in an object of its own that is never evicted: a
-node that knows of none joins those that share it. A node that was reset thereby never meets again
-what was stored before, though it may have forgotten its own reset.
+The salt of a namespace is an object of its own, which is never evicted: a node that knows no salt
+joins the others. So chunks from before a reset are not found again, even by a node that has
+forgotten the reset.
 """
 
 import hashlib
@@ -47,12 +47,12 @@ _GETS = {
     LEASE_EXPIRED: Outcome.LATE,
 }
 _REMIND_SECONDS = 10.0
-_TRIES = 20  # to read what another writes at the same time
+_TRIES = 20  # to read a salt that another node is writing
 _TRY_SECONDS = 0.05
 
 
 class MooncakeTier(Tier):
-    """``mooncake:master=HOST:PORT,…``; what else may be written: `Places`."""
+    """The backend ``mooncake:master=HOST:PORT,…``; for its other options see `Places`."""
 
     shared: ClassVar[bool] = True
     medium: ClassVar[str] = "remote"
@@ -136,7 +136,7 @@ class MooncakeTier(Tier):
             self._client.remove([name_of(space, key) for key in keys])
 
     def salt(self, namespace: bytes) -> bytes:
-        """The salt of the namespace in the cluster, or a new one that it knows from now on."""
+        """Return the namespace's salt in use here, else the cluster's, which is drawn if absent."""
         with self._lock:
             used = self._salts.get(namespace)
         if used is not None:
@@ -147,11 +147,11 @@ class MooncakeTier(Tier):
                 return word
             drawn = drawn or secrets.token_bytes(_SALT_BYTES)
             self._client.write_word(name, drawn, replace=False)
-            time.sleep(_TRY_SECONDS)  # another may have been first: what it wrote holds
+            time.sleep(_TRY_SECONDS)  # another node may have been first: read what it wrote
         raise TierError("the salt of a namespace is being written and does not come")
 
     def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
-        """See Tier. What the cluster keeps under other salts is evicted in time."""
+        """See Tier. The cluster evicts chunks of other salts in time."""
         with self._lock:
             before = self._salts.get(namespace)
         if before != salt:
@@ -164,7 +164,7 @@ class MooncakeTier(Tier):
         """See Tier."""
 
     def _remind(self) -> None:
-        """Write salts again where they were lost with the store that held them."""
+        """Write salts again that were lost with a store, at most every `_REMIND_SECONDS`."""
         now = time.monotonic()
         with self._lock:
             if now < self._reminded + _REMIND_SECONDS:
@@ -183,7 +183,7 @@ class MooncakeTier(Tier):
         return []
 
     def capacity(self) -> Capacity:
-        """See Tier. Only the master knows, and it would have to be asked."""
+        """See Tier. Unknown: asking the master would block."""
         return Capacity(0, 0, 0)
 
     def close(self) -> None:
@@ -192,7 +192,7 @@ class MooncakeTier(Tier):
 
     @contextmanager
     def _heads(self, chunks: Sequence[Chunk]) -> Iterator[tuple[memoryview, int, list[int]]]:
-        """Room for the heads of a batch: memory, where it begins, and where in it each is."""
+        """Yield a buffer for the heads of a batch, its address, and the offset of each head."""
         begins, size = [], 0
         for chunk in chunks:
             begins.append(size)
@@ -207,7 +207,7 @@ class MooncakeTier(Tier):
 
 
 def name_of(space: Space, key: bytes) -> str:
-    """The name of a chunk's object: 64 hexadecimal digits."""
+    """Return the name of a chunk's object: 64 hexadecimal digits."""
     sizes = (space.head_bytes, *space.share_bytes)
     said = struct.pack(f"<16sQ{len(sizes)}Q", space.id, len(sizes), *sizes) + key
     return hashlib.blake2b(said, digest_size=32, person=b"kvd chunk").hexdigest()
@@ -220,7 +220,7 @@ def _salt_name(namespace: bytes) -> str:
 def _objects(
     chunks: Sequence[Chunk], address: int, begins: Sequence[int]
 ) -> tuple[list[str], list[list[int]], list[list[int]]]:
-    """Names, and of each object addresses and sizes of its pieces: head, then shares."""
+    """Return names, and for each object the addresses and sizes of its pieces: head, shares."""
     names, addresses, sizes = [], [], []
     for chunk, begin in zip(chunks, begins, strict=True):
         names.append(name_of(chunk.space, chunk.key))
