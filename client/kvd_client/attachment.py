@@ -1,6 +1,7 @@
-"""What a scheduler has while it is attached: the directory, its loans, and the line to the daemon.
+"""A scheduler's attachment to its namespace: the directory, loans, and the connection.
 
-Here decisions become messages, and their answers loans. Nothing here waits.
+It sends decisions as `Step` messages, and takes loans from the answers. Calls made during an
+engine's step never block.
 """
 
 import itertools
@@ -19,11 +20,11 @@ from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError
 from kvd_proto.messages import Attached, Error, ErrorCode, Message, ResetDone, Stepped
 
-MAX_UNANSWERED = 64  # messages; what comes then is collected until some are answered
-SEVERAL = 16  # messages without an answer, after which the keeper looks for answers
-LEAST_REMEMBERED = 1024  # keys, by the reuse filter
+MAX_UNANSWERED = 64  # messages; further decisions are collected until some are answered
+SEVERAL = 16  # unanswered messages after which the keeper reads answers
+LEAST_REMEMBERED = 1024  # keys in the reuse filter, at least
 LEFT_BEHIND_SECONDS = 1.0  # after which the keeper sends what no `end_step` has sent
-# The daemon has detached the engine, and with that dropped what a step says.
+# The daemon has detached the engine, which has voided what the step says.
 _VOID = (ErrorCode.NOT_READY, ErrorCode.LANE_LOST)
 
 log = get_logger()
@@ -32,8 +33,8 @@ log = get_logger()
 class Attachment:
     """One attachment of a scheduler, announced by `attached` over `line`. For one thread at a time.
 
-    `loans` and `reuse` are the scheduler's, for all its attachments; `answer` is the daemon's to
-    the first step; `wake` has the keeper look at the line. Without tiers `seeking` is None.
+    `loans` and `reuse` are shared by all attachments of the scheduler; `answer` is the daemon's to
+    the first step; `wake` wakes the keeper to check the line. `seeking` is None without tiers.
 
     Raises:
         DaemonLost: the first step was refused.
@@ -61,7 +62,7 @@ class Attachment:
         self.lend(answer)
 
     def begin(self) -> None:
-        """Begin with nothing: what was lent or begun is void."""
+        """Start empty: loans and stores begun before are void."""
         self._loans.clear()
         self.decisions = Decisions(self.directory, self._loans, self._reuse)
         table, tiers = self.directory.tiers, self.attached.tiers
@@ -70,9 +71,9 @@ class Attachment:
     # ----------------------------------------------------------------- to tell
 
     def has_room(self, items: int, described: int = 0) -> bool:
-        """Whether the daemon can be told of so many keys, chunks and leases more.
+        """Return whether `items` more keys, chunks and leases fit the next message.
 
-        With `described`, so many bytes of descriptions, room is made for them too, if it can be.
+        If not, or if `described` bytes of descriptions do not fit, the message is sent first.
         """
         outbox = self.decisions.outbox
         if not outbox.room(items) or (described and not outbox.room_for(described)):
@@ -80,14 +81,14 @@ class Attachment:
         return self.decisions.outbox.room(items)
 
     def end_step(self, patience: float, *, all_of_it: bool) -> None:
-        """Tell what is to be told, or else take in what the daemon has answered.
+        """Send the step's decisions; if there are none, read the daemon's answers.
 
-        Both in one step would double the longest; where each step has something to tell, the
-        keeper takes the answers in, and `prepare_store` where it needs more loans than there are.
+        Doing both would double the longest step. If every step sends, the keeper reads the
+        answers, or `prepare_store` when it lacks loans.
 
         Args:
-            patience: seconds after which the keeper is to look why there is no answer.
-            all_of_it: also what may wait for a message that is sent for something else.
+            patience: seconds after which the keeper checks why there is no answer.
+            all_of_it: also send what is not urgent, see `Outbox.urgent`.
         """
         line, outbox = self.line, self.decisions.outbox
         self._loans.end_step()
@@ -101,13 +102,13 @@ class Attachment:
             self.send()
 
     def send(self) -> None:
-        """Tell what is to be told, unless very much has no answer yet."""
+        """Send the outbox, unless `MAX_UNANSWERED` messages have no answer yet."""
         while self.decisions.outbox and self.line.unanswered < MAX_UNANSWERED:
             if not self._post(self._loans.wanted):
                 return
 
     def send_left(self) -> None:
-        """The same, where the oldest of it was left for `LEFT_BEHIND_SECONDS`."""
+        """Send the outbox if its oldest item is `LEFT_BEHIND_SECONDS` old."""
         outbox = self.decisions.outbox
         if outbox and time.monotonic() >= outbox.since + LEFT_BEHIND_SECONDS:
             self.send()
@@ -119,15 +120,15 @@ class Attachment:
         if request:
             outbox.sent(request, given)
         if not request or self.line.wants_write:
-            self._wake()  # the keeper gives the session up, or sends the rest of a large step
+            self._wake()  # the keeper ends the session, or sends the rest of a large step
         return bool(request)
 
     # ------------------------------------------------------------------- loans
 
     def look(self, keys: Sequence[bytes]) -> None:
-        """Take in what has been answered, where it may decide about stores of these keys.
+        """Read the daemon's answers if they may matter for a store of these keys.
 
-        It may bring loans, and of keys that have begun it says that the directory knows them now.
+        That is if loans are fewer than keys, or if a store of one of the keys has begun.
         """
         if self.line.has_replies and (
             len(self._loans) < len(keys) or not self.decisions.outbox.begun.keys().isdisjoint(keys)
@@ -135,17 +136,17 @@ class Attachment:
             self.take_in()
 
     def count_loans(self) -> int:
-        """How many there are to use."""
+        """Read the daemon's answers; return the number of loans at hand."""
         self.take_in()
         return self._loans.count(self.directory.is_lent)
 
     def ask_for(self, loans: int, there: int) -> None:
-        """Ask for so many in all, where `there` are there."""
-        # The daemon lends more only where less than half of what is wanted is lent.
+        """Ask the daemon for `loans` in all, of which `there` are at hand."""
+        # The daemon lends more only if less than half of what is wanted is lent.
         self._post(max(loans, 2 * there + 1))
 
     def take_in(self) -> None:
-        """Take in what the daemon has answered."""
+        """Read and process the daemon's answers."""
         line = self.line
         line.take_in()
         try:
@@ -158,11 +159,11 @@ class Attachment:
             self._wake()
 
     def lend(self, answer: Message) -> None:
-        """Take the loans of an answer to a step.
+        """Add the loans in an answer to a step.
 
         Raises:
-            DaemonLost: the daemon has not done what it was told, and not because it has detached
-                the engine: what it holds is not what is believed here.
+            DaemonLost: the step was refused, unless because the engine is detached, or the answer
+                is invalid: the two sides' states may differ.
         """
         if isinstance(answer, Stepped):
             slots, generations = answer.slots.numpy(), answer.generations.numpy()
@@ -179,15 +180,15 @@ class Attachment:
 class Attachments:
     """The attachments of one scheduler, one after another. For any thread.
 
-    `look_in` has lookups read an attachment's directory, or find nothing.
+    `look_in` makes lookups read an attachment's directory, or find nothing (None).
 
     Attributes:
-        lock: held to decide and to send, never to wait. `current` and all below is used under it.
+        lock: held to decide and to send, never while waiting. It guards all attributes below.
         current: the attachment; None while the engine is detached. May be read without the lock.
-        owed: a reset that no daemon has answered yet; its answer is put into it. Until then lookups
-            find nothing, and nothing is stored or loaded.
-        serials: of tickets, those of one session after another.
-        first_store, first_lease: tickets with smaller serials are over.
+        owed: a list for the answer to a reset that the daemon has not answered yet; None: there is
+            none. Until then lookups find nothing, and nothing is stored or loaded.
+        serials: numbers for tickets, ascending over all sessions.
+        first_store, first_lease: tickets with smaller serials are void.
     """
 
     def __init__(
@@ -205,18 +206,18 @@ class Attachments:
 
     @property
     def loans_wanted(self) -> int:
-        """How many loans to ask for."""
+        """The number of loans to ask for."""
         return self._loans.wanted
 
     @property
     def serving(self) -> Attachment | None:
-        """The attachment to decide with; None also while a reset is owed."""
+        """The current attachment; None if detached or while a reset is owed."""
         return self.current if self.owed is None else None
 
     def attach(self, notice: Notice, attached: Attached, line: Connection, answer: Message) -> bool:
-        """Attach, as a notice says; return whether there is a directory to read.
+        """Switch to the attachment that a notice announces; return whether its directory is usable.
 
-        A pipe's descriptor is left in the notice. Arguments and errors as of `Attachment`.
+        A pipe's descriptor is left in the notice. Other arguments and errors: see `Attachment`.
         """
         received = receive(notice, attached)
         if received is None:
@@ -231,24 +232,24 @@ class Attachments:
         return True
 
     def detach(self) -> None:
-        """Detach; every ticket is over."""
+        """Detach; all tickets become void."""
         with self.lock:
             self._switch(None)
 
     def begin_reset(self) -> list[ResetDone]:
-        """Void all that was stored, and owe a reset; return it."""
+        """Void all stores, and owe the daemon a reset; return the list for its answer."""
         with self.lock:
             owed: list[ResetDone] = []
             self.owed = owed
             if (there := self.current) is not None:
-                there.send()  # before the reset: it is to end these stores too
+                there.send()  # before the reset, so that it ends these stores too
                 there.begin()
                 self.first_store = next(self.serials)
             self._look_in(None)
         return owed
 
     def end_reset(self, owed: list[ResetDone], lent: Message) -> None:
-        """Go on after a reset, with new loans: it has taken all back.
+        """Resume after a reset, with the new loans in `lent`: the reset has ended all others.
 
         Raises:
             DaemonLost: as `Attachment.lend`.
@@ -256,12 +257,12 @@ class Attachments:
         with self.lock:
             if self.current is not None:
                 self.current.lend(lent)
-            if self.owed is owed:  # none was asked for later
+            if self.owed is owed:  # else another reset was requested meanwhile
                 self.owed = None
             self._look_in(self.serving)
 
     def tend(self, line: Connection) -> bool:
-        """Take in what has arrived, send what was left; return false where the line is no one's."""
+        """Read answers and send what was left; return False if no attachment uses the line."""
         with self.lock:
             there = self.current
             if there is None or there.line is not line:
@@ -271,7 +272,7 @@ class Attachments:
             return True
 
     def send_rest(self, patience: float) -> None:
-        """Send all that is left, and wait until the daemon knows; `patience` seconds at most."""
+        """Send all that is left, and wait for its answers, for `patience` seconds at most."""
         there, end = self.current, time.monotonic() + patience
         while there is not None and not there.line.failed:
             with self.lock:
@@ -282,23 +283,23 @@ class Attachments:
                 return
 
     def abandon(self) -> None:
-        """In a forked child: the lock may be another thread's of the parent, for ever."""
+        """Detach in a forked child, with a new lock: a parent's thread may hold the old one."""
         self.lock = threading.Lock()
         self.current = None
 
     def _switch(self, attachment: Attachment | None) -> None:
         self._look_in(attachment if self.owed is None else None)
-        self.current = attachment  # last: who sees this looks things up
+        self.current = attachment  # last: readers of `current` then do lookups
         self.first_store = self.first_lease = next(self.serials)
 
 
 def receive(
     notice: Notice, attached: Attached
 ) -> tuple[DirectoryView, DescriptionsView | None] | None:
-    """Return what came with the notice for a scheduler; None where there is no directory to read.
+    """Return the directory and the descriptions of a notice; None if there is no usable directory.
 
-    The directory's mapping outlives its descriptor. That of the descriptions is taken from the
-    notice, and closed when nobody uses them any more; a pipe's is left behind the directory's.
+    The directory's descriptor stays in the notice, followed by a pipe's, if any. The descriptions'
+    is taken from the notice, and closed with the last reference to the view.
     """
     fds, needed = notice.fds, 2 if attached.description_bytes else 1
     if not needed <= len(fds) <= needed + 1:

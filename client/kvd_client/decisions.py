@@ -1,13 +1,13 @@
-"""What a scheduler decides by itself: which slots new chunks get, which chunks are loaded, sought.
+"""The scheduler's own decisions: slots for new chunks, chunks to load, chunks to promote.
 
-All of it is read in the directory, in shared memory. The daemon is told afterwards, by the step.
+Decisions read the directory in shared memory; the next step tells the daemon.
 
-- A slot on loan holds nothing, or a chunk that would be evicted next and is found until the slot is
-  given to another key. Whether a loan still holds only the directory says: the daemon takes loans
-  back without a message.
+- A slot on loan is empty, or holds a chunk that would be evicted next, which lookups find until the
+  slot is given to another key. The daemon reclaims loans without a message, so only the directory
+  says whether a loan is still valid.
 - A reuse filter keeps out prompts that are seen once: a key is stored at its n-th offer.
-- A chunk that a tier has is sought with the step. Nothing is answered: the directory shows what
-  comes of it.
+- Promotion of a chunk from a tier is requested with the step. It has no reply: the directory shows
+  the result.
 """
 
 from collections import OrderedDict
@@ -27,39 +27,39 @@ _ACCEPTED, _PRESENT = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT
 _PENDING, _FULL, _NOT_YET = StoreAnswer.PENDING, StoreAnswer.FULL, StoreAnswer.NOT_YET
 
 LEAST_WANTED = 64
-DECAY = 1 / 32  # of the peak, with each step that stores
+DECAY = 1 / 32  # of the peak, with each step or answer after loans were taken
 Loan: TypeAlias = tuple[int, int]
 """A slot and its generation."""
 IsLent: TypeAlias = Callable[[int, int], bool]
 """Whether a slot is on loan with this generation."""
 
 NOT_BELOW = -1
-"""No tier has the blocks, or none that has them is usable."""
+"""No usable tier has the blocks."""
 UNKNOWN = -2
-"""A usable shared tier may have the chunk: nobody has asked it of late."""
+"""A usable shared tier may have the chunk: it has not been asked recently."""
 
-SEEK_AGAIN_SECONDS = 2.0  # until the daemon is told of a key once more
-MAX_SOUGHT_KEYS = 65_536  # that are remembered
+SEEK_AGAIN_SECONDS = 2.0  # before the same key is sent again
+MAX_SOUGHT_KEYS = 65_536  # keys remembered as sent
 
 
 class Loans:
-    """The loans of one scheduler. Not for several threads at a time."""
+    """The loans of one scheduler. For one thread at a time."""
 
     def __init__(self) -> None:
-        self._at_hand: OrderedDict[int, int] = OrderedDict()  # slot -> generation, lent first first
-        self._pinned: dict[int, int] = {}  # passed over by `take` since the latest answer
-        self._asked = 0  # since the latest answer
+        self._at_hand: OrderedDict[int, int] = OrderedDict()  # slot -> generation, oldest first
+        self._pinned: dict[int, int] = {}  # loans passed over by `take` since the latest answer
+        self._asked = 0  # calls of `take` since the latest answer
         self._peak = 0.0
 
     @property
     def wanted(self) -> int:
-        """How many loans to have at hand: twice what was asked for of late between two answers."""
+        """The number of loans to have: twice the recent peak of takes between two answers."""
         return max(LEAST_WANTED, 2 * round(self._peak))
 
     def add(self, loans: Iterable[Loan]) -> None:
-        """The daemon has answered: slots and generations that are lent now, maybe none.
+        """Add the loans of an answer, maybe none, and start a new count of takes.
 
-        What was asked for before counts together: it had to do with the same loans.
+        Takes are counted from answer to answer, since they are served from the same loans.
         """
         self.end_step()
         self._asked = 0
@@ -72,10 +72,10 @@ class Loans:
                 at_hand[slot] = generation
 
     def take(self, is_lent: IsLent, pinned: Container[int] = ()) -> Loan | None:
-        """Return a loan that holds, which is used up now; None where there is none.
+        """Remove and return a valid loan; None if there is none.
 
-        A slot whose chunk is `pinned` is passed over until the daemon's next answer: the daemon
-        ends its loan when it reads the pin, or refuses the pin.
+        A slot whose chunk is `pinned` is passed over until the daemon's next answer: when the
+        daemon reads the pin, it ends the loan or refuses the pin.
         """
         self._asked += 1
         at_hand = self._at_hand
@@ -88,14 +88,14 @@ class Loans:
         return None
 
     def defer(self, slots: Iterable[int]) -> None:
-        """Take the loans of these slots last: their chunks are used now."""
+        """Move these slots' loans to the end of the order: their chunks were just used."""
         if at_hand := self._at_hand:
             for slot in slots:
                 if slot in at_hand:
                     at_hand.move_to_end(slot)
 
     def count(self, is_lent: IsLent) -> int:
-        """How many hold, with those of pinned chunks; the others are forgotten."""
+        """Remove invalid loans; return how many are left, including those of pinned chunks."""
         for loans in (self._at_hand, self._pinned):
             for slot, generation in list(loans.items()):
                 if not is_lent(slot, generation):
@@ -103,24 +103,24 @@ class Loans:
         return len(self._at_hand) + len(self._pinned)
 
     def end_step(self) -> None:
-        """Learn how many are needed; steps that have asked for none say nothing."""
+        """Update the peak of takes; a step without takes does not lower it."""
         if self._asked:
             self._peak = max(float(self._asked), self._peak * (1 - DECAY))
 
     def clear(self) -> None:
-        """Forget all loans: they were those of another session."""
+        """Remove all loans, which the daemon has ended."""
         self._at_hand.clear()
         self._pinned.clear()
 
     def __len__(self) -> int:
-        """How many `take` may still return, with those that do not hold any more."""
+        """The number of loans that `take` may still try, including invalid ones."""
         return len(self._at_hand)
 
 
 class ReuseFilter:
-    """Lets a key pass at its offer number `threshold`; 1: every key passes.
+    """Lets a key pass at its `threshold`-th offer; 1: every key passes.
 
-    Remembers the latest `capacity` keys that have not been stored yet.
+    It remembers the latest `capacity` keys that have not passed yet.
     """
 
     def __init__(self, threshold: int, capacity: int) -> None:
@@ -129,7 +129,7 @@ class ReuseFilter:
         self._offers: OrderedDict[bytes, int] = OrderedDict()
 
     def offer(self, key: bytes) -> bool:
-        """Count an offer; True where the key has now been offered often enough."""
+        """Count an offer; return True if the key has now been offered often enough."""
         count = self._offers.pop(key, 0) + 1
         if count >= self.threshold:
             return True
@@ -137,7 +137,7 @@ class ReuseFilter:
         return False
 
     def give_back(self, key: bytes) -> None:
-        """A key has passed and was not stored, for want of room: it passes at its next offer."""
+        """Let a key that passed but got no slot pass again at its next offer."""
         if self.threshold > 1:
             self._remember(key, self.threshold - 1)
 
@@ -151,10 +151,7 @@ class ReuseFilter:
 
 
 class Chosen(NamedTuple):
-    """Slots for some of the keys that were asked about.
-
-    keys, slots, generations: of those that have one, in the order of the request.
-    """
+    """The keys of a request that have a slot, with slots and generations, in its order."""
 
     keys: list[bytes]
     slots: list[int]
@@ -162,7 +159,7 @@ class Chosen(NamedTuple):
 
 
 class Decisions:
-    """Those of one attachment. `outbox` has what the daemon is to be told. For one thread."""
+    """The decisions of one attachment; `outbox` collects them for the daemon. For one thread."""
 
     def __init__(self, directory: DirectoryView, loans: Loans, reuse: ReuseFilter) -> None:
         self.outbox = Outbox(directory.blocks_per_chunk)
@@ -176,21 +173,21 @@ class Decisions:
         ranges: Sequence[Blocks] | None,
         describe: Callable[[int], bytes],
     ) -> tuple[list[StoreAnswer], Chosen]:
-        """Begin to store those keys that are new, as far as there are loans.
+        """Begin to store the keys that are new, as far as there are loans.
 
-        Of equal keys the first counts; the others are PENDING, or what the first one got. A chunk
-        that is READY with a part of the offered blocks is stored anew.
+        A repeated key is PENDING if its first occurrence was accepted, else it gets the same
+        answer. A chunk that is READY with a part of the offered blocks is stored anew.
 
         Args:
             keys: a prompt's head first.
-            ranges: for each the blocks that will be stored; None: all of all chunks.
-            describe: returns the description of the chunk of the i-th key, empty for none. It is
-                asked about keys that can be accepted. Those whose descriptions the message has no
-                room for are FULL. Where it raises, the stores of the keys before go on without a
-                ticket, until the daemon gives them up.
+            ranges: for each key the blocks to store; None: all blocks of all chunks.
+            describe: returns the description of the i-th key's chunk, empty for none. It is called
+                only for keys that can be accepted. If the step has no room for the description,
+                the key is FULL. If `describe` raises, the stores of the keys before it go on
+                without a ticket, until the daemon gives them up.
 
         Returns:
-            An answer to each key, and the slots of those accepted.
+            An answer to each key, and the slots of accepted keys.
         """
         outbox, loans, reuse = self.outbox, self._loans, self._reuse
         entry, take, begin, begun = self._entry, loans.take, outbox.begin, outbox.begun
@@ -236,7 +233,7 @@ class Decisions:
         return answers, chosen
 
     def _entry(self, key: bytes) -> Entry | None:
-        """Where a key's chunk is; None also where its slot was given to another key."""
+        """Return the directory's entry of a key; None also if its slot was given to another key."""
         found, given = self._directory.entry(key), self.outbox.given
         if found is not None and given.get(found[0], found[1]) != found[1]:
             return None
@@ -245,10 +242,10 @@ class Decisions:
     def find(
         self, keys: Sequence[bytes], ranges: Sequence[Blocks] | None
     ) -> tuple[list[bool], Chosen]:
-        """Return which keys are READY with the blocks that are needed, and their slots.
+        """Return which keys are READY with the blocks needed, and their slots.
 
-        Chunks whose slots were given to other keys count as gone. Slots that are found are the last
-        to be given away.
+        Chunks whose slots were given to other keys are not found. Loans of the slots found are
+        taken last.
         """
         entry = self._entry
         first, count = 0, self._directory.blocks_per_chunk
@@ -274,10 +271,10 @@ class Decisions:
         return found, chosen
 
     def check(self, ranges: Sequence[Blocks]) -> None:
-        """Refuse blocks that a chunk does not have.
+        """Check that the blocks are within a chunk.
 
         Raises:
-            UsageError: some are.
+            UsageError: some are not.
         """
         whole = self._directory.blocks_per_chunk
         for blocks in ranges:
@@ -286,7 +283,10 @@ class Decisions:
 
 
 class Seeking:
-    """The tiers of one attachment. `below` takes no lock; the rest is for one thread at a time."""
+    """Lookups in the tiers of one attachment, and the rate limit of promotion requests.
+
+    `below` and `status` take no lock; the rest is for one thread at a time.
+    """
 
     def __init__(
         self, directory: DirectoryView, table: TierTableView, tiers: Sequence[TierInfo]
@@ -294,12 +294,12 @@ class Seeking:
         self._directory = directory
         self._table = table
         self._shared = [number for number, tier in enumerate(tiers) if tier.shared]
-        self._told: dict[bytes, float] = {}  # when, the longest ago first
+        self._told: dict[bytes, float] = {}  # when each key was sent, oldest first
 
     def below(self, key: bytes, first: int, count: int | None) -> int:
-        """Return which tier is the first usable one that holds these blocks of the chunk.
+        """Return the first usable tier that holds these blocks of the chunk.
 
-        Also while it is on its way up. A chunk that is READY with other blocks is not brought up.
+        Also while the chunk is being promoted; not if it is READY in memory without these blocks.
 
         Returns:
             The tier's number, `NOT_BELOW` or `UNKNOWN`.
@@ -322,11 +322,11 @@ class Seeking:
         return NOT_BELOW
 
     def status(self, number: int) -> TierStatus | None:
-        """Return what the daemon says about a tier; None where there is none of this number."""
+        """Return a tier's published status; None if there is no tier of this number."""
         return self._table.status(number) if 0 <= number < self._table.num_tiers else None
 
     def due(self, keys: Iterable[bytes], now: float) -> list[bytes]:
-        """Return those keys that the daemon was not told of lately; they count as told now."""
+        """Return the keys not sent within `SEEK_AGAIN_SECONDS`, and mark them as sent now."""
         told, before = self._told, now - SEEK_AGAIN_SECONDS
         while told and told[oldest := next(iter(told))] <= before:
             del told[oldest]
@@ -337,12 +337,12 @@ class Seeking:
         return due
 
     def loaded(self, keys: Iterable[bytes]) -> None:
-        """These are in memory: when they have gone again they may be sought at once."""
+        """Lift the rate limit for keys that are in memory: once evicted, they may be sent again."""
         if self._told:
             for key in keys:
                 self._told.pop(key, None)
 
 
 def _covers(held: Sequence[int], first: int, count: int) -> bool:
-    """Whether `count` blocks from `first` on are among those held: the first, and how many."""
+    """Return whether `held` (first block, count) includes `count` blocks from `first` on."""
     return held[0] <= first and first + count <= held[0] + held[1]

@@ -1,7 +1,7 @@
-"""What a scheduler tells the daemon: its decisions with a `Step`, its totals once a second.
+"""What a scheduler sends to the daemon: decisions as a `Step`, totals as a `Ping` once a second.
 
-Also the keys that have begun and of which the daemon has not said anything yet: from its answer
-to the step that named them on, the directory says how they stand.
+The outbox also remembers stores that have begun until the daemon answers their step; from then on
+the directory shows their state.
 """
 
 import time
@@ -24,11 +24,11 @@ from kvd_proto.messages import (
 )
 
 MAX_DESCRIBED_BYTES = 4 * 2**20
-"""Of a step's descriptions: with them the largest step is below the limit of a message."""
+"""Limit for the descriptions of a step, which keeps the largest step below a message's limit."""
 
 
 class Given(NamedTuple):
-    """Which slots one step gives to which keys, and the generations that they get.
+    """The slots that one step gives to keys, with their new generations.
 
     pinned: slots of the chunks that the step pins.
     """
@@ -40,20 +40,22 @@ class Given(NamedTuple):
 
 
 class Outbox:
-    """What one scheduler owes the daemon, in one attachment. Not for several threads at a time.
+    """The decisions of one scheduler, in one attachment, that are still to be sent or answered.
+
+    For one thread at a time.
 
     Args:
         blocks_per_chunk: of the namespace.
 
     Attributes:
-        keys: those that begin in this step.
-        begun: keys whose stores have begun, while the daemon has not answered to that; with each
-            the `keys` of its step, which says by identity which step that is.
-        given: the slots of these stores, each with its new generation: a chunk that the directory
-            has there under another one is going.
-        pinned: slots of the chunks that steps pin, while the daemon has not answered to that; with
-            each the `Given.pinned` of the latest such step.
-        since: `time.monotonic()` when the first was put in; meaningless where there is nothing.
+        keys: keys whose stores begin in this step.
+        begun: keys whose stores have begun in steps not answered yet; the value is the `keys` list
+            of the step, whose identity tells steps apart.
+        given: the slots of these stores, with their new generations: a chunk that the directory
+            has there under another generation is being replaced.
+        pinned: slots of chunks pinned by steps not answered yet; the value is the `Given.pinned`
+            of the latest such step.
+        since: `time.monotonic()` of the oldest item; meaningless if the outbox is empty.
     """
 
     def __init__(self, blocks_per_chunk: int) -> None:
@@ -61,7 +63,7 @@ class Outbox:
         self.begun: dict[bytes, list[bytes]] = {}
         self.given: dict[int, int] = {}
         self.pinned: dict[int, list[int]] = {}
-        self._sent: dict[int, Given] = {}  # by request, of its step
+        self._sent: dict[int, Given] = {}  # by request number
         self.since = 0.0
         self._dropped: list[bytes] = []
         self._begin_step()
@@ -90,11 +92,11 @@ class Outbox:
     # ----------------------------------------------------------------- put in
 
     def room(self, items: int) -> bool:
-        """Whether so many keys, chunks and leases more, of one request, fit one message."""
+        """Return whether `items` more keys, chunks and leases of a request fit this step."""
         return self._items + items <= MAX_KEYS and len(self._used_counts) < MAX_FINISHED
 
     def room_for(self, described: int) -> bool:
-        """Whether so many bytes of descriptions more fit one message."""
+        """Return whether `described` more bytes of descriptions fit this step."""
         return self._described_bytes + described <= MAX_DESCRIBED_BYTES
 
     def _add(self, items: int) -> None:
@@ -105,7 +107,7 @@ class Outbox:
     def begin(
         self, key: bytes, slot: int, generation: int, blocks: Blocks, description: bytes = b""
     ) -> None:
-        """A store of these blocks of a chunk has begun. Those of a prompt come head first."""
+        """Add the begin of a store of a chunk's blocks. Call it for a prompt's head first."""
         self._add(1)
         self.begun[key] = self.keys
         self.given[slot] = generation
@@ -119,7 +121,7 @@ class Outbox:
         self._blocks.append(blocks)
 
     def count(self, answers: Sequence[StoreAnswer]) -> None:
-        """So were keys answered that were offered."""
+        """Count the answers to keys that were offered."""
         if not self:
             self.since = time.monotonic()
         self._present += answers.count(StoreAnswer.PRESENT)
@@ -128,9 +130,10 @@ class Outbox:
         self._refused += answers.count(StoreAnswer.FULL)
 
     def drop(self, keys: Collection[bytes]) -> None:
-        """Stores are given up.
+        """Add stores that are given up.
 
-        A step's drops are carried out before its keys begin: of keys of this one they come late.
+        The daemon executes a step's drops before its begins, so drops of this step's own keys go
+        into the next step.
         """
         self._add(len(keys))
         for key in keys:
@@ -143,7 +146,7 @@ class Outbox:
     def pin(
         self, lease: int, lease_ms: int, slots: Sequence[int], generations: Sequence[int]
     ) -> None:
-        """Chunks are to stay."""
+        """Add a lease that pins chunks."""
         self._add(len(slots))
         self._pinned += slots
         self.pinned.update(dict.fromkeys(slots, self._pinned))
@@ -153,12 +156,12 @@ class Outbox:
         )
 
     def unpin(self, lease: int) -> None:
-        """A lease is given back."""
+        """Add the end of a lease."""
         self._add(1)
         self._unpinned.append(lease)
 
     def use(self, keys: Collection[bytes], prompt: int, label: int) -> None:
-        """A request with these chunks has finished, the first `prompt` of them its prompt's."""
+        """Add a finished request: its chunks, of which the first `prompt` are the prompt's."""
         self._add(len(keys))
         self._used.extend(keys)
         self._used_counts.append(len(keys))
@@ -166,17 +169,17 @@ class Outbox:
         self._labels.append(label)
 
     def miss(self, keys: Collection[bytes]) -> None:
-        """A lookup of a prompt has ended and has not found these."""
+        """Add keys that a prompt's lookup has not found."""
         self._add(len(keys))
         self._missed.extend(keys)
 
     def leave_out(self, keys: Collection[bytes]) -> None:
-        """These got no slot and are not offered again."""
+        """Add keys that got no slot and are not offered again."""
         self._add(len(keys))
         self._unstored.extend(keys)
 
     def seek(self, keys: Collection[bytes]) -> None:
-        """These are wanted in memory, a prompt's head first."""
+        """Add keys to promote from tiers, a prompt's head first."""
         self._add(len(keys))
         self._sought.extend(keys)
 
@@ -184,18 +187,18 @@ class Outbox:
 
     @property
     def urgent(self) -> bool:
-        """Whether there is more than counts of keys that need nothing.
+        """Whether to send at once: there are items, or keys that got no slot (loans are needed).
 
-        Keys that got no slot are told of at once: the answer brings loans.
+        Other counts may wait for the next message.
         """
         return bool(self._items or self._refused)
 
     def __bool__(self) -> bool:
-        """Whether there is anything to tell."""
+        """Whether there is anything to send."""
         return self.urgent or bool(self._present or self._pending or self._not_yet)
 
     def take(self, wanted: int) -> tuple[Step, Given]:
-        """Return all of it as a step, with what it gives to keys, and begin the next one."""
+        """Return all items as a step, with the slots that it gives to keys, and begin the next."""
         first = count = NO_ITEMS
         if self._blocks.count(self._whole) < len(self._blocks):
             first = IntArray.of([first for first, _ in self._blocks], "u2")
@@ -242,12 +245,12 @@ class Outbox:
         return step, given
 
     def sent(self, request: int, given: Given) -> None:
-        """A step that `take` returned was sent, as this request."""
+        """Record the request number under which a step of `take` was sent."""
         if given.keys or given.pinned:
             self._sent[request] = given
 
     def answered(self, request: int) -> None:
-        """The daemon knows what the step said: the directory has what began in it."""
+        """Forget the begins and pins of an answered step: the directory shows them now."""
         step = self._sent.pop(request, None)
         if step is None:
             return
@@ -263,12 +266,12 @@ class Outbox:
 
 
 class Totals:
-    """What one scheduler reports once a second; tokens only where the engine counts them.
+    """The totals that one scheduler reports once a second; tokens only if the engine counts them.
 
     Attributes:
         counts: of the session, by the fields of `Lookups`. Adding takes no lock: with several
             threads a few may be lost.
-        prefill_ns: how long the engine computes one token; None: not measured.
+        prefill_ns: nanoseconds that the engine computes for one token; None: not measured.
     """
 
     def __init__(self, *, with_tokens: bool) -> None:
@@ -279,9 +282,9 @@ class Totals:
         self._reported_prefill_ns: int | None = None
 
     def begin_session(self) -> None:
-        """Count anew. Of what was not reported only that stays which tells of failures.
+        """Restart all counts at 0, but keep unreported failures.
 
-        These often happen while there is no daemon.
+        Failures often happen while there is no daemon to report them to.
         """
         before, told = self.counts, self._reported
         counts = dict.fromkeys(before, 0)
@@ -292,7 +295,7 @@ class Totals:
         self._reported = self._reported_prefill_ns = None
 
     def report(self, kv_events: KvEvents | None) -> Ping | None:
-        """Return what has changed since the last report; None: nothing."""
+        """Return a report of what has changed since the last one; None: nothing has."""
         totals: dict[str, int | None] = {**self.counts}
         if not self._with_tokens:
             totals["tokens"] = totals["hit_tokens"] = None

@@ -1,11 +1,11 @@
-"""The scheduler's side: what is cached, where to store, what to load.
+"""`Scheduler`, the client of an engine's scheduler: lookups, stores, loads.
 
-Calls of an engine's step decide by themselves, from shared memory: what is READY, and which slots
-the daemon has lent, it says there. They tell the daemon what they have decided, and wait neither
-for it nor for a lock that anybody holds while waiting.
+Calls made during an engine's step decide from shared memory, which shows READY chunks and slots on
+loan, and send their decisions to the daemon afterwards. They never wait for the daemon, nor for a
+lock that is held while waiting.
 
-A `Scheduler` is a session. Its parts: `Attachments` (what it decides with, and tells), `Changes`
-(what it publishes as KV events), `Totals` (what it reports), `ReadyNews` (for event loops).
+A `Scheduler` is a session. Its parts: `Attachments` (decisions and their messages), `Changes` (KV
+events to publish), `Totals` (reported counts), `ReadyNews` (for event loops).
 """
 
 import contextlib
@@ -59,10 +59,10 @@ from kvd_proto.messages import (
 )
 from kvd_proto.tier_table import TierStatus
 
-RESET_SECONDS = 30.0  # it takes a daemon milliseconds for ten thousands of chunks
+RESET_SECONDS = 30.0  # timeout; a daemon needs milliseconds for tens of thousands of chunks
 MAX_LEASE_SECONDS = 600.0
-MAX_TOKENS = 2**48  # of one request; totals have room for tens of thousands of such
-AGAIN_SECONDS = 0.01  # until the daemon is asked again for loans that somebody waits for
+MAX_TOKENS = 2**48  # in one call; totals have room for tens of thousands of such
+AGAIN_SECONDS = 0.01  # before `reserve` asks the daemon for loans again
 
 _MISS, _HIT, _HIT_PENDING = LookupResult.MISS, LookupResult.HIT, LookupResult.HIT_PENDING
 _U4, _U8, _BOOL = np.dtype("<u4"), np.dtype("<u8"), np.dtype(np.bool_)
@@ -71,24 +71,23 @@ log = get_logger()
 
 
 class Scheduler(Session):
-    """An engine's scheduler.
+    """The client of an engine's scheduler.
 
-    Whatever happens to the daemon, no call of a step waits for it: neither lookups nor
-    `prepare_*`, `complete_*`, `request_finished` and `end_step`. What could not be done is a miss
-    or an empty ticket. All methods may be called from any thread. They raise `UsageError` for
-    invalid arguments, and once it is closed.
+    Calls made during an engine step never block on the daemon: lookups, `prepare_*`, `complete_*`,
+    `request_finished`, `end_step`. What they cannot do is a miss or an empty ticket. All methods
+    may be called from any thread. They raise `UsageError` for invalid arguments, and after `close`.
 
     Args:
         runtime_dir: the daemon's runtime directory.
-        engine: the engine's name; its workers use the same, another engine another one.
-        deadline: seconds that the daemon may take for an answer, before its session is given up.
-        counts_tokens: the engine calls `count_tokens`; otherwise the daemon knows how many keys
-            were looked up and found, and shows no share of prompt tokens.
-        steps: the engine calls `end_step`, and the daemon is told then what was decided since the
-            last one; otherwise each call tells it at once. Stores are copied once it has been
-            told, so an engine that waits for the end of a store ends the step first.
+        engine: the engine's name, unique to it and the same in its workers.
+        deadline: seconds to wait for an answer of the daemon before the session is given up.
+        counts_tokens: the engine calls `count_tokens`; otherwise the daemon knows only keys looked
+            up and found, and shows no share of prompt tokens.
+        steps: the engine calls `end_step`, which sends the decisions since the last one; otherwise
+            each call sends its own at once. A store is copied only after its decision was sent, so
+            end the step before waiting for the store.
         events: the engine publishes what `take_changes` returns as KV events: it describes its
-            chunks, and reports to the daemon how many changes it has published, and how late.
+            chunks, and the number and delay of published changes are reported to the daemon.
 
     Raises:
         UsageError: an invalid argument. An absent daemon is no error.
@@ -113,7 +112,7 @@ class Scheduler(Session):
         self._ready_news = ReadyNews()
         self._changes = Changes()
         self._attachments = Attachments(self._look_in, self._wake)
-        # Replaced whenever that changes, so that a lookup tests nothing.
+        # `_look_in` replaces these with each attachment, so that lookups need no check for one.
         self._find: Callable[..., LookupResult]
         self._entry: Callable[[bytes], Entry | None]
         self._begun: Container[bytes]
@@ -161,8 +160,8 @@ class Scheduler(Session):
     def lookup(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
         """Return HIT, HIT_PENDING (being written) or MISS, from shared memory, without a message.
 
-        A hint; the load decides. A key has 1 to 48 bytes. A chunk that lacks some of the
-        blocks `first`..`first + count - 1` is a MISS; without a count, one from `first` on.
+        The result is a hint: `prepare_load` decides. A key has 1 to 48 bytes. A chunk without all
+        blocks `first`..`first + count - 1` is a MISS; without a count, all from `first` on.
         """
         if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
             check_key(key)
@@ -199,9 +198,9 @@ class Scheduler(Session):
         return found
 
     def held(self, key: bytes) -> Blocks | None:
-        """Return which blocks a READY chunk has, as (first, count); None where `lookup` misses.
+        """Return which blocks a READY chunk has, as (first, count); None if it is not READY.
 
-        From shared memory, and a hint as `lookup` is; for engines whose chunks are often partial.
+        For engines whose chunks are often partial. Like `lookup` a hint from shared memory.
         """
         if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
             check_key(key)
@@ -218,9 +217,9 @@ class Scheduler(Session):
         return found is not None and self._given.get(found[0], found[1]) != found[1]
 
     def count_tokens(self, asked: int, found: int) -> None:
-        """Count prompt tokens that were looked up and found, for the daemon's figures.
+        """Count prompt tokens that were looked up and found, for the daemon's statistics.
 
-        No request is made: they are part of the next report, once a second at most.
+        Sends nothing itself: counts go with the next report, at most once a second.
         """
         whole("asked", asked, 0, MAX_TOKENS)
         whole("found", found, 0, asked)
@@ -234,7 +233,7 @@ class Scheduler(Session):
         self._totals.counts["aborted_requests"] += whole("requests", requests, 0, MAX_TOKENS)
 
     def count_hints(self, hints: int = 0, ignored: int = 0, cut: int = 0) -> None:
-        """Count requests with a hint, fields that were ignored, and numbers that were cut."""
+        """Count requests with a hint, hint fields ignored, and hint numbers that were clamped."""
         self._totals.counts["hints"] += whole("hints", hints, 0)
         self._totals.counts["hints_ignored"] += whole("ignored", ignored, 0)
         self._totals.counts["hints_cut"] += whole("cut", cut, 0)
@@ -252,19 +251,19 @@ class Scheduler(Session):
         blocks: Collection[Blocks] | None = None,
         descriptions: Collection[bytes | None] | Callable[[int], bytes] | None = None,
     ) -> StoreTicket:
-        """Give slots on loan to keys that are new. See the ticket's answers.
+        """Give slots on loan to the keys that are new; the ticket has an answer for each key.
 
-        Where loans run out the first keys have them; the others are FULL, and the daemon is told
-        that more are needed: offer them again in a later step. `reserve` waits for loans.
+        If loans run out, the remaining keys are FULL, and the daemon learns that more loans are
+        needed: offer those keys again in a later step. `reserve` waits for loans.
 
         Args:
             keys: a prompt's head first.
             blocks: the blocks of each key's chunk that will be stored, as pairs (first block,
                 count); None: all of them. A cached chunk with fewer blocks may be accepted again.
             descriptions: of each key's whole chunk, as `kvd_proto.descriptions.encode` returns it,
-                or None; None: of none. They are left out unless `describes`. Those of one step have
-                4 MiB at most: keys beyond are FULL. A function returns that of the i-th key, b""
-                for none, and is asked about keys that may be accepted only: most are often there.
+                or None; None: no key has one. Ignored unless `describes`. One step has room for
+                4 MiB: keys beyond are FULL. Or a function that returns the i-th key's description,
+                b"" for none; it is called only for keys that may be accepted.
         """
         wanted = request_keys(keys)
         ranges = block_ranges(blocks, len(wanted))
@@ -297,9 +296,9 @@ class Scheduler(Session):
         return ticket
 
     def complete_store(self, stored: StoreTicket | Collection[bytes], success: bool = True) -> None:
-        """End these stores. Without success those that are unfinished are dropped.
+        """End stores; without success, unfinished ones are dropped.
 
-        Of what was stored the daemon knows from its lanes: with success nothing is sent.
+        With success nothing is sent: the daemon learns from its lanes what was stored.
 
         Args:
             stored: a ticket, or some of its keys.
@@ -327,9 +326,10 @@ class Scheduler(Session):
         lease_seconds: float = 60.0,
         blocks: Collection[Blocks] | None = None,
     ) -> LoadTicket:
-        """Find chunks to load, and have them pinned until `complete_load` or the lease's end.
+        """Find chunks to load, and pin them until `complete_load` or the end of the lease.
 
-        The daemon is told of it with the step; of a chunk that has gone by then the load fails.
+        The step sends the pin. If a chunk is evicted before the daemon reads the pin, its load
+        fails.
 
         Args:
             keys: a prompt's head first.
@@ -366,7 +366,7 @@ class Scheduler(Session):
         return ticket
 
     def complete_load(self, ticket: LoadTicket) -> None:
-        """End a ticket's lease; nothing happens where it had none, or its session has ended."""
+        """End a ticket's lease; no effect if it has none, or its session has ended."""
         if not isinstance(ticket, LoadTicket):
             raise UsageError(f"ticket={shown(ticket)}: pass what prepare_load returned")
         lease = whole("ticket.lease", ticket.lease, 0)
@@ -381,7 +381,7 @@ class Scheduler(Session):
 
     @staticmethod
     def _leave(complete: Callable[[], None]) -> None:
-        """Complete a ticket at its block's end, unless the session has ended, and all with it."""
+        """Complete a ticket at the end of its `with` block; no effect after `close`."""
         with contextlib.suppress(UsageError):
             complete()
 
@@ -389,24 +389,24 @@ class Scheduler(Session):
 
     @property
     def tiers(self) -> tuple[TierInfo, ...]:
-        """The tiers, in the order in which they are asked; empty where there are none.
+        """The tiers, in the order in which they are tried; empty if there are none.
 
-        Also while the engine is not attached, and while a reset has no answer.
+        Also empty while the engine is not attached, and while a reset has no answer.
         """
         there = self._attachments.current
         return there.attached.tiers if there is not None and self._seeking is not None else ()
 
     def below(self, key: bytes, first: int = 0, count: int | None = None) -> int:
-        """Return which tier has a chunk that `lookup` does not find; `seek` brings it up.
+        """Return which tier has a chunk that `lookup` does not find; `seek` promotes it.
 
-        From shared memory, and a hint as `lookup` is. The tier must have the blocks
+        Like `lookup` a hint from shared memory. The tier must have the blocks
         `first`..`first + count - 1` of the chunk; without a count, all from `first` on.
 
         Returns:
-            The number of the first usable tier that has them, in `tiers`, also while they are on
-            their way. `NOT_BELOW` (-1): none has. `UNKNOWN` (-2): a usable shared tier may have
-            them, and `seek` asks it; when it has answered this is `NOT_BELOW`, or `lookup` says
-            HIT_PENDING.
+            The index in `tiers` of the first usable tier that has the blocks, also while they are
+            being promoted. `NOT_BELOW` (-1): none has. `UNKNOWN` (-2): a usable shared tier may
+            have them, and `seek` asks it; once it has answered, this is `NOT_BELOW`, or `lookup`
+            returns HIT_PENDING.
         """
         if key.__class__ is not bytes or not 0 < len(key) <= MAX_KEY_BYTES:
             check_key(key)
@@ -419,31 +419,31 @@ class Scheduler(Session):
         return seeking.below(key, first, count)
 
     def tier_status(self, number: int) -> TierStatus | None:
-        """Return whether a tier is usable, how fast promotions are, and how much of them waits.
+        """Return whether a tier is usable, how fast promotions are, and how many bytes wait.
 
         Args:
-            number: of the tier, in `tiers`.
+            number: the tier's index in `tiers`.
 
         Returns:
-            None where there is none of this number now.
+            The status; None if there is no such tier now.
         """
         wanted = whole("number", number, 0, MAX_TIERS - 1)
         seeking = self._seeking
         return None if seeking is None else seeking.status(wanted)
 
     def seek(self, keys: Collection[bytes]) -> int:
-        """Ask for chunks that are `below`, or may be, to be brought into memory.
+        """Request promotion of chunks that are, or may be, in tiers (see `below`) into memory.
 
-        The daemon is told with the step, and of each key once in two seconds at most, unless it was
-        loaded meanwhile. `lookup` says HIT_PENDING while a chunk is on its way up, then HIT, or
-        MISS again where it cannot be had; `take_ready` has news of it. Wait for it as long as it is
-        worth, and no longer: nothing is promised.
+        The step sends the request. Rate limit: a key is sent at most once every two seconds until
+        it has been loaded. `lookup` returns HIT_PENDING during the promotion, then HIT, or MISS
+        again if it fails; `take_ready` reports the change. There is no guarantee, so limit how
+        long you wait.
 
         Args:
             keys: a prompt's head first.
 
         Returns:
-            Of how many the daemon is told now.
+            How many keys are sent.
         """
         wanted = request_keys(keys)
         self._check_open()
@@ -466,13 +466,13 @@ class Scheduler(Session):
     ) -> None:
         """Report a finished request: the daemon counts one use of each of its chunks.
 
-        By uses and their times it decides what is evicted. Requests are reported one by one, in the
-        order in which they end.
+        Uses and their times decide about eviction. Report each request by a call of its own, in
+        the order in which they end.
 
         Args:
-            keys: of all chunks that the request's tokens fill, a prompt's head first; also of
-                those that were not found or not stored.
-            prompt: how many of them, from the first on, are of its prompt; None: all.
+            keys: of all chunks that the request's tokens fill, a prompt's head first, including
+                those not found or not stored.
+            prompt: how many of them, from the first on, are of the prompt; None: all.
             label: when the next request with these chunks is expected; see `label`.
         """
         used = request_keys(keys)
@@ -483,18 +483,18 @@ class Scheduler(Session):
         """Replace the label of a request that was reported before.
 
         Args:
-            keys: as the request was reported.
+            keys: those of the report.
             label: when the next request with these chunks is expected. A hint: the daemon learns
-                what it is worth.
+                how far to trust it.
         """
         self._put(Outbox.use, request_keys(keys), 0, LABEL_ONLY | request_label(label))
 
     def report_missed(self, keys: Collection[bytes]) -> None:
-        """Report what a prompt's lookup has not found, once it has ended, for the daemon's figures.
+        """Report the keys that a prompt's lookup has missed, once it has ended, for statistics.
 
         Args:
-            keys: of the prompt's chunks that must be computed; of one group where each token has
-                a key in several.
+            keys: of the prompt's chunks that must be computed; of one group only, if each token
+                has keys in several.
         """
         self._put(Outbox.miss, request_keys(keys))
 
@@ -503,7 +503,7 @@ class Scheduler(Session):
         self._put(Outbox.leave_out, request_keys(keys))
 
     def _put(self, put: Callable[..., None], keys: Collection[bytes], *more: int) -> None:
-        """Have the step name these keys; not where the engine is detached, or has no room left."""
+        """Add keys to the step; no effect if the engine is detached, or the step has no room."""
         self._check_open()
         with self._attachments.lock:
             there = self._attachments.current
@@ -512,9 +512,9 @@ class Scheduler(Session):
                 self._end_call(there)
 
     def end_step(self) -> None:
-        """Tell the daemon what was decided since the last step.
+        """Send the decisions since the last step to the daemon, if there are any.
 
-        Where there is nothing to tell nothing is sent. Never waits.
+        Never blocks.
         """
         self._check_open()
         with self._attachments.lock:
@@ -523,21 +523,21 @@ class Scheduler(Session):
                 there.end_step(self.deadline, all_of_it=not self._steps)
 
     def _end_call(self, there: Attachment) -> None:
-        """Tell the daemon at once, where the engine does not say when its steps end."""
+        """Send decisions at once, if the engine does not call `end_step`."""
         if not self._steps:
             there.end_step(self.deadline, all_of_it=True)
 
     def reserve(self, slots: int, timeout: float | None = None) -> int:
-        """Ask for so many loans and wait for them: for bulk work, outside an engine's steps.
+        """Ask for loans and wait for them: for bulk work, outside an engine's steps.
 
-        The daemon lends what is free, and by eviction a part of the pool only.
+        The daemon lends free slots, and by eviction only a part of the pool.
 
         Args:
-            slots: how many the next stores need, in all.
+            slots: how many loans the next stores need, in all.
             timeout: seconds to wait at most; None: the deadline.
 
         Returns:
-            How many there are now: maybe fewer, maybe more. 0 where the engine is not attached.
+            The number of loans now: fewer, as many or more. 0 if the engine is not attached.
         """
         wanted = whole("slots", slots, 0, MAX_SLOTS)
         patience = self.deadline if timeout is None else seconds("timeout", timeout)
@@ -552,7 +552,7 @@ class Scheduler(Session):
                 if loans >= wanted:
                     return loans
                 idle = self._attachments.owed is None and not there.line.unanswered
-                if idle and now >= asked + AGAIN_SECONDS:  # what others give up is free soon after
+                if idle and now >= asked + AGAIN_SECONDS:  # other engines may have freed slots
                     there.ask_for(wanted, loans)
                     asked = now
             if now >= end:
@@ -562,9 +562,9 @@ class Scheduler(Session):
 
     @property
     def loans(self) -> int | None:
-        """How many loans are at hand; None where none is, and an answer is under way that may lend.
+        """How many loans are at hand; None if there is none, but an unanswered step may bring some.
 
-        0 where the daemon has answered all and lent nothing, and where nothing can be stored.
+        0 if there is none and the daemon has answered all, or if nothing can be stored.
         """
         with self._attachments.lock:
             there = self._attachments.serving
@@ -575,15 +575,15 @@ class Scheduler(Session):
     def reset(self, timeout: float | None = None) -> ResetDone | None:
         """Drop every chunk of this engine's namespace, for all engines that share it.
 
-        A daemon that cannot be asked now or does not answer in time is asked again as soon as
-        possible. Until it has answered this engine finds and stores nothing.
+        If the daemon cannot be reached or does not answer in time, the request is repeated in the
+        background. Until it is answered, this engine finds and stores nothing.
 
         Args:
             timeout: seconds to wait for the answer; None: the deadline.
 
         Returns:
-            How many chunks are dropped now, and deferred to the end of their leases; None where the
-            daemon has not answered.
+            How many chunks were dropped, and how many will be at the end of their leases; None if
+            the daemon has not answered yet.
         """
         patience = self.deadline if timeout is None else seconds("timeout", timeout)
         self._check_open()
@@ -598,18 +598,18 @@ class Scheduler(Session):
     # ------------------------------------------------------------ event loops
 
     def fileno(self) -> int:
-        """Return a descriptor that is readable when `take_ready` has news.
+        """Return a descriptor that is readable when `take_ready` would return True.
 
-        The descriptor is the same until `close`, before which the loop must forget it.
+        It stays the same until `close`; remove it from the event loop before that.
         """
         self._check_open()
         return self._ready_news.fileno()
 
     def take_ready(self) -> bool:
-        """Return whether stored chunks became READY, or all chunks became found or missed.
+        """Return whether lookups may have changed since the last call. Never blocks.
 
-        The latter happens when the engine is attached or detached, and when the daemon has answered
-        a reset. Since the last call; never waits. Look at what is of interest with `lookup`.
+        True if chunks became READY, if the engine was attached or detached, and if a reset was
+        begun or answered. Then `lookup` the keys of interest again.
         """
         self._check_open()
         return self._ready_news.take()
@@ -618,27 +618,25 @@ class Scheduler(Session):
 
     @property
     def describes(self) -> bool:
-        """Whether `prepare_store` is to be given descriptions.
+        """Whether `prepare_store` uses descriptions.
 
-        True where the scheduler was made with `events=True` and the namespace it is attached to
-        keeps descriptions; otherwise `prepare_store` leaves them out. It may change whenever the
-        engine is attached.
+        True if the scheduler was made with `events=True` and the namespace it is attached to keeps
+        descriptions; otherwise `prepare_store` ignores them. It may change with each attachment.
         """
         there = self._attachments.current
         return self._events and there is not None and there.descriptions is not None
 
     def take_changes(self, limit: int = DEFAULT_LIMIT) -> Differences:
-        """Return which chunks have become READY since the last call, and which are not any more.
+        """Return which chunks became READY or ceased to be since the last call, each change once.
 
-        And which ones lie in tiers now, and which in none any more.
+        And which ones are in tiers now, and which in none any more.
 
-        All differences returned so far add up to what a lookup finds, whichever engine stored or
-        dropped the chunks. A reset takes all of it back. While the engine is not attached nothing
-        changes, for `ABSENT_SECONDS`; then all is taken back. Read in this thread, from shared
-        memory: it never waits. Each change is returned once.
+        All differences returned so far add up to what lookups find, whichever engine stored or
+        dropped the chunks. A reset revokes all of them, and so does an engine that stays detached
+        for `ABSENT_SECONDS`; until then nothing changes. Never blocks: it reads shared memory.
 
         Args:
-            limit: changes that are read at most: there may be more of them, see `changes_waiting`.
+            limit: the largest number of changes to read; for the rest see `changes_waiting`.
         """
         most = whole("limit", limit, 1, MAX_CHANGES)
         self._check_open()
@@ -646,16 +644,16 @@ class Scheduler(Session):
 
     @property
     def changes_waiting(self) -> bool:
-        """Whether `take_changes` would find something to do."""
+        """Whether `take_changes` has something to do."""
         return self._changes.waiting
 
     @property
     def changes_behind(self) -> bool:
-        """Whether the last `take_changes` has left something that was there when it began."""
+        """Whether the last `take_changes` left changes unread that existed when it began."""
         return self._changes.behind
 
     def repeat_changes(self) -> None:
-        """Let `take_changes` return all that is READY anew, as if it had returned nothing yet.
+        """Make `take_changes` return everything that is READY again, from the start.
 
         Call it after routers were told that nothing is cached.
         """
@@ -663,9 +661,9 @@ class Scheduler(Session):
         self._changes.repeat()
 
     def description(self, place: Place) -> Description | None:
-        """Return how the chunk was described that `take_changes` has found at this place.
+        """Return the description of the chunk that `take_changes` found at this place.
 
-        None: not at all, or the chunk is not there any more.
+        None if it has none, or is not there any more.
         """
         if not isinstance(place, Place):
             raise UsageError(f"place={shown(place)}: pass one that take_changes returned")
@@ -704,14 +702,14 @@ class Scheduler(Session):
         self._has_switched()
 
     def _has_switched(self, ready_pipe: int = -1) -> None:
-        """Have event loops and waiters look again, after `attached` may have changed."""
+        """Wake event loops and waiters after `attached` may have changed."""
         self._ready_news.replace(ready_pipe)
         self._ready_news.set()
         with self._changed:
             self._changed.notify_all()
 
     def _work(self) -> bool:
-        """Ask for the reset that is owed, if one is."""
+        """Send the reset that is owed, if any, and process its answer."""
         owed = self._attachments.owed
         if owed is not None and self.attached:
             reply = self._ask(Reset(), RESET_SECONDS)
@@ -725,7 +723,7 @@ class Scheduler(Session):
         return True
 
     def _borrow(self) -> Message | None:
-        """Ask for loans and wait for the answer, in the keeper; None where there is none."""
+        """Ask for loans and return the answer; None if there is none. For the keeper's thread."""
         return self._ask(Step(wanted=self._attachments.loans_wanted), self.deadline)
 
     def _tend(self, connection: Connection) -> None:
@@ -733,14 +731,14 @@ class Scheduler(Session):
             connection.take_in()
 
     def _on_fork(self) -> None:
-        # The child reads no directory that it cannot load from.
+        # A forked child has no session to load with, so its lookups find nothing.
         self._attachments.abandon()
         self._ready_news.abandon()
         self._look_in(None)
         self._changes = Changes()
 
     def _look_in(self, there: Attachment | None) -> None:
-        """Have lookups and KV events read an attachment's directory; None: they find nothing."""
+        """Make lookups and KV events read an attachment's directory; None: they find nothing."""
         if there is None:
             self._find, self._entry = self._find_nothing, self._no_entry
             self._begun, self._given, self._seeking = (), {}, None
