@@ -14,6 +14,7 @@ from pathlib import Path
 
 from kvd_proto.changes import HEAD_AT
 from tests.chaos.processes import Config, Daemon
+from tests.daemon.serving import finding_doubles
 from tests.daemon.slots import directory_fd
 from tests.events.content import BLOCK_TOKENS
 from tests.events.expected import Expected, held, held_below
@@ -148,7 +149,7 @@ class World:
     def __init__(self, folder: Path, pool_dir: Path, seed: int, config: Config) -> None:
         self.folder = folder
         self.config = config
-        self.daemon = Daemon(folder, pool_dir, {})
+        self.daemon = Daemon(folder, pool_dir, finding_doubles())
         self.engines = {
             spec.name: EngineProcess(folder, spec, seed + 100 * number)
             for number, spec in enumerate(SPECS)
