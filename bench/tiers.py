@@ -50,6 +50,7 @@ def measure(chunk_kib: int = CHUNK_KIB) -> Figures:
     """Percentiles by side over all loads, and their ratios to no tier."""
     took: dict[str, list[list[float]]] = {side: [] for side in SIDES}
     nbytes = chunk_kib * 1024
+    find_doubles()
     tier = f"memory:,size={TIER_CHUNKS * nbytes},keep=all"
     with (
         tempfile.TemporaryDirectory(prefix="kvd-bench-") as place,
@@ -136,6 +137,5 @@ class Load:
 
 
 if __name__ == "__main__":
-    find_doubles()
     found = measure(*map(int, sys.argv[1:2]))
     print(json.dumps({name: round(value, 3) for name, value in found.items()}, indent=2))
