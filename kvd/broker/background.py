@@ -12,7 +12,7 @@ from typing import TypeAlias
 from kvd.broker.effects import Effect
 from kvd.broker.state import BrokerState
 from kvd.cache.namespaces import Namespace
-from kvd.errors import Refused
+from kvd.errors import Refusal
 from kvd_proto.messages import ErrorCode
 
 MAX_TASKS = {"sweeps": 16, "checks": 4}
@@ -37,7 +37,7 @@ class Background:
         """Begin a task with the next `work`; refused where too many of its kind are under way."""
         most = MAX_TASKS.get(kind)
         if most is not None and sum(kind == other for other, _ in self._tasks) >= most:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.LIMIT,
                 f"{most} {kind} are under way, no more are allowed; try again when they have ended",
                 limit=kind,

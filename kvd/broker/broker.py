@@ -1,7 +1,7 @@
 """The broker's decisions: one message or event in, a list of effects out.
 
 Nothing outside this package changes the state. Whatever a client sends, it gets
-exactly one reply: each handler returns the reply, raises `Refused` (answered
+exactly one reply: each handler returns the reply, raises `Refusal` (answered
 with its code), or leaves a note in the state that a later event answers.
 """
 
@@ -26,7 +26,7 @@ from kvd.broker.tiers.tier import Tiers
 from kvd.broker.tiers.tiering import Tiering
 from kvd.client_names import Peer
 from kvd.config.sources import Loaded
-from kvd.errors import Refused
+from kvd.errors import Refusal
 from kvd.machine.process import ProcessUsage
 from kvd.metrics import schema
 from kvd.metrics.history import History
@@ -151,7 +151,7 @@ class Broker:
         if not own:
             try:
                 registry.check_room(peer)
-            except Refused as refusal:
+            except Refusal as refusal:
                 self.state.reached(refusal.limit)
                 raise
         return registry.connect(token, peer)
@@ -193,15 +193,15 @@ class Broker:
         handler = self._handlers.get(type(message))
         try:
             if handler is None:
-                raise Refused(
+                raise Refusal(
                     ErrorCode.BAD_STATE, f"{type(message).__name__} is no request to the broker"
                 )
             if not session.kind and type(message) not in (Hello, Ping):
-                raise Refused(ErrorCode.BAD_STATE, "HELLO must come first")
+                raise Refusal(ErrorCode.BAD_STATE, "HELLO must come first")
             if isinstance(message, Register):
                 check_descriptors(message, descriptors)
             return handler(request)
-        except Refused as refusal:
+        except Refusal as refusal:
             self.state.reached(refusal.limit)
             line = refused(session, message, str(refusal)) if isinstance(message, Register) else []
             return [*line, request.reply(Error.of(refusal.code, str(refusal)))]
@@ -209,9 +209,9 @@ class Broker:
     def _hello(self, request: Request[Hello]) -> list[Effect]:
         session, message = request.session, request.message
         if session.kind:
-            raise Refused(ErrorCode.BAD_STATE, f"HELLO in state {session.state}")
+            raise Refusal(ErrorCode.BAD_STATE, f"HELLO in state {session.state}")
         if not message.protocol_min <= PROTOCOL_VERSION <= message.protocol_max:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_VERSION,
                 f"the client speaks protocol {message.protocol_min}..{message.protocol_max}, this"
                 f" daemon {PROTOCOL_VERSION}; update the older of the two",

@@ -18,7 +18,7 @@ from kvd.cache.stores import MakeDescriptions
 from kvd.cache.trailer import PoolTrailer
 from kvd.config.settings import Settings
 from kvd.config.values import parse_tiers
-from kvd.errors import KvdError, LedgerDamaged, Refused
+from kvd.errors import KvdError, LedgerDamaged, Refusal
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import COLUMN_EXTENTS, FillOrder, Geometry
 from kvd.pool.pool import Pool
@@ -184,7 +184,7 @@ class Namespaces:
                 namespace, or of a temporary one, none are kept.
 
         Raises:
-            Refused: BAD_LAYOUT where the figures contradict each other, an open
+            Refusal: BAD_LAYOUT where the figures contradict each other, an open
                 namespace or the budget; LIMIT where too many are open.
         """
         geometry = Geometry(
@@ -198,7 +198,7 @@ class Namespaces:
         known = self._open.get(ns_id)
         if known is not None:
             if known.geometry != geometry:
-                raise Refused(
+                raise Refusal(
                     ErrorCode.BAD_LAYOUT,
                     f"namespace {ns_id.hex()} is open with {_in_words(known.geometry)},"
                     f" asked for with {_in_words(geometry)}",
@@ -258,7 +258,7 @@ class Namespaces:
         try:
             ns_id = bytes.fromhex(kept.namespace)
             self._check(geometry)
-        except (ValueError, ZeroDivisionError, Refused) as error:
+        except (ValueError, ZeroDivisionError, Refusal) as error:
             raise LedgerDamaged(f"its description is invalid: {error}") from error
         if len(ns_id) != 16 or ns_id in self._open or geometry.num_slots != ledger.num_slots:
             raise LedgerDamaged(f"its description is invalid: {kept}")
@@ -326,12 +326,12 @@ class Namespaces:
     def _check(self, geometry: Geometry) -> None:
         sizes, arenas = geometry.slot_bytes, 1 if geometry.replicated else geometry.world_size
         if len(sizes) != arenas or min(sizes, default=0) < 1:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_LAYOUT,
                 f"{_in_words(geometry)}: {arenas} sizes above zero are needed",
             )
         if not 1 <= geometry.num_slots <= MAX_SLOTS:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_LAYOUT,
                 f"a budget of {self.pool.cpu_bytes} bytes holds {geometry.num_slots} chunks of"
                 f" {geometry.bytes_per_chunk} bytes; 1 to {MAX_SLOTS} can be served:"
@@ -339,7 +339,7 @@ class Namespaces:
             )
         limit = self.settings.max_namespaces
         if len(self._open) >= limit:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.LIMIT,
                 f"{limit} namespaces are open and none may go: raise max_namespaces"
                 f" (now {limit}), or end engines that are not needed",

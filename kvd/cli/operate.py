@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from kvd.cli.options import duration, json_option, runtime_dir_option, wide_option
-from kvd.errors import AccessDenied, NotRunning
+from kvd.errors import NotRunning, SocketAccessDenied
 from kvd.metrics import words
 from kvd.metrics.counts import MissReason
 from kvd.wire.tool import Control
@@ -57,7 +57,7 @@ def status(*, runtime_dir: Path, as_json: bool, wait: float, wide: bool) -> None
             report = _report(runtime_dir)
             if late or report["ready"]:
                 break
-        except AccessDenied:  # which does not pass
+        except SocketAccessDenied:  # which does not pass
             raise
         except NotRunning:
             if late:

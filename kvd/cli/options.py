@@ -9,7 +9,7 @@ import click
 from kvd.cli import AS_JSON
 from kvd.config.settings import KNOWN, About
 from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
-from kvd.errors import AccessDenied
+from kvd.errors import SocketAccessDenied
 from kvd_proto.access import explain_denied
 from kvd_proto.errors import SizeError
 from kvd_proto.sizes import parse_duration
@@ -76,16 +76,16 @@ def find_reachable_dir(context: click.Context, parameter: click.Parameter, value
     """Return the runtime directory, for a command that does not use `Control`; a callback.
 
     Raises:
-        AccessDenied: this process may not reach the sockets there.
+        SocketAccessDenied: this process may not reach the sockets there.
     """
     path = _find_runtime_dir(context, parameter, value)
     if not context.resilient_parsing and (denied := explain_denied(path / "broker.sock")):
-        raise AccessDenied(denied)
+        raise SocketAccessDenied(denied)
     return path
 
 
 RUNTIME_DIR: dict[str, Any] = {
-    "type": click.Path(file_okay=False, readable=False),  # `AccessDenied` says more
+    "type": click.Path(file_okay=False, readable=False),  # `SocketAccessDenied` says more
     "callback": _find_runtime_dir,
     "help": f"The daemon's runtime directory. [default: {KNOWN['runtime_dir'].variable}, else"
     f" runtime_dir of the configuration file, else {KNOWN['runtime_dir'].default}]",

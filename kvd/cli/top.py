@@ -15,7 +15,7 @@ import click
 
 from kvd.cli.options import runtime_dir_option, wide_option
 from kvd.cli.top_view import picture, waiting
-from kvd.errors import AccessDenied, NotRunning
+from kvd.errors import NotRunning, SocketAccessDenied
 from kvd.metrics.history import History
 from kvd.wire.tool import Control
 
@@ -89,7 +89,7 @@ def _live(runtime_dir: Path, interval: float, *, wide: bool) -> None:
             try:
                 restarts += _look(history, runtime_dir)
                 shown = picture(history, restarts, live.console.height, wide=wide)
-            except AccessDenied:  # which does not pass
+            except SocketAccessDenied:  # which does not pass
                 raise
             except NotRunning as error:
                 shown = waiting(runtime_dir, str(error))

@@ -20,7 +20,7 @@ from kvd.config.settings import Settings
 from kvd.config.values import parse_listen
 from kvd.doctor.gpus import Gpus, ask_gpus
 from kvd.doctor.tiers import CHILD_SECONDS, TierFacts, ask, run_python
-from kvd.errors import AccessDenied, ConfigError, NotRunning
+from kvd.errors import ConfigError, NotRunning, SocketAccessDenied
 from kvd.machine.numa import gpu_nodes, has_gpus
 from kvd.machine.room import (
     Filesystem,
@@ -110,7 +110,7 @@ class Facts:
             try:
                 with Control(path, timeout=_ANSWER_SECONDS) as control:
                     report = control.status()
-            except AccessDenied as error:
+            except SocketAccessDenied as error:
                 denied = str(error)
             except NotRunning as error:
                 silence = str(error)

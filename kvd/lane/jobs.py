@@ -142,7 +142,7 @@ class JobState(StrEnum):
     ENDED = "ended"  # its Done was sent
 
 
-Refusal = tuple[JobStatus, str]
+JobOutcome = tuple[JobStatus, str]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -181,7 +181,7 @@ class LaneJob(Queued):
     stream_wait_ns: int = 0
     started_ns: int = 0
     ended_ns: int = 0
-    outcome: Refusal = (JobStatus.OK, "")
+    outcome: JobOutcome = (JobStatus.OK, "")
     direction: Direction = field(init=False)
     _chunks: Chunks | None = None
     _own: Sequence[int] = ()
@@ -264,7 +264,7 @@ class LaneJob(Queued):
             self._slots = _items_of(self.chunks.slots, self._own)
             self._generations = _items_of(self.chunks.generations, self._own)
 
-    def objection(self) -> Refusal | None:
+    def objection(self) -> JobOutcome | None:
         """Return why the job's chunks or blocks are not its own now, or None where they are.
 
         Asked before the first byte and after the last one: whatever happened in
@@ -343,7 +343,7 @@ def needs_control_page(request: Job) -> bool:
     return bool(request.after or (isinstance(request, Load) and request.progress))
 
 
-def outside(job: LaneJob, device: Device) -> Refusal | None:
+def outside(job: LaneJob, device: Device) -> JobOutcome | None:
     """Return why a job may not begin for lack of memory that is pinned, or None where it may.
 
     What is pinned stays so: asked once is enough. Where all is pinned, the first look says so.

@@ -12,7 +12,7 @@ is refused.
 import logging
 import os
 
-from kvd.errors import ImportFailed, LaneError, Refused
+from kvd.errors import ImportFailed, LaneError, Refusal
 from kvd.lane.devices.device import Device, Direction
 from kvd.lane.jobs import JobState, LaneJob, refused_chunks
 from kvd.lane.reports import TEXT_LIMIT, Reports
@@ -274,7 +274,7 @@ class Requests:
                 self._join(client, request_id, message)
             else:
                 self._carry_out(worker, client, request_id, message)
-        except Refused as error:
+        except Refusal as error:
             self._refuse(client, request_id, error.code, str(error))
         except DecodeError as error:
             self._reports.reply(client, request_id, refusal_of(error))
@@ -295,10 +295,10 @@ class Requests:
         """
         if not isinstance(message, Join):
             text = "this connection belongs to no worker; send Join with the token of LaneUp first"
-            raise Refused(ErrorCode.BAD_SESSION, text)
+            raise Refusal(ErrorCode.BAD_SESSION, text)
         worker = self._workers.by_token(message.token)
         if worker is None:
-            raise Refused(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
+            raise Refusal(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
         self._reports.join(client, worker)
         jobs = self._runner.jobs_of(worker)
         for job in jobs:
@@ -323,10 +323,10 @@ class Requests:
                 reply = self._reports.reply
                 self._runner.when_ended(jobs, lambda: reply(client, request_id, Ok()))
             case Join():
-                raise Refused(ErrorCode.BAD_STATE, "this connection belongs to a worker already")
+                raise Refusal(ErrorCode.BAD_STATE, "this connection belongs to a worker already")
             case _:
                 text = f"a lane serves jobs, not {type(message).__name__}"
-                raise Refused(ErrorCode.BAD_STATE, text)
+                raise Refusal(ErrorCode.BAD_STATE, text)
 
     def _job(self, worker: Worker, request: Job, request_id: int) -> None:
         try:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvd.errors import NotRunning, Refused
+from kvd.errors import NotRunning, Refusal
 from kvd.metrics.history import Report
 from kvd.wire.tool import Control
 from kvd_proto.messages import Message, Ping, Pong, Status, StatusReport
@@ -111,11 +111,11 @@ class BrokerClient:
             if self._control is None:
                 self._control = Control(self._runtime_dir, CONNECT_SECONDS)
             return self._control.ask(message, kind, GIVE_UP_SECONDS)
-        except (Refused, NotRunning) as error:
+        except (Refusal, NotRunning) as error:
             if self._control is not None:
                 self._control.close()
                 self._control = None
-            if isinstance(error, Refused):
+            if isinstance(error, Refusal):
                 raise NotRunning(f"the daemon refused ({error.code}): {error}") from error
             raise
 

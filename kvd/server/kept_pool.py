@@ -26,7 +26,7 @@ from kvd.broker.effects import OpenPool
 from kvd.cache.ledger import MAGIC, Ledger
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.cache.trailer import EPOCH_SHIFT, NAME_BYTES, PoolTrailer
-from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refused
+from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refusal
 from kvd.machine.room import held_bytes
 from kvd.pool.geometry import FillOrder
 from kvd.server.memory import PoolMemory, shortage_remedy
@@ -109,7 +109,7 @@ class KeptPool:
 
         Raises:
             PoolError: the memory cannot be had, or no descriptor is left; nothing is lost.
-            Refused: a directory cannot be made now.
+            Refusal: a directory cannot be made now.
         """
         name, ledgers = self._find(cpu_bytes)
         try:
@@ -119,7 +119,7 @@ class KeptPool:
             raise PoolError(f"{error}{self.what_stays}") from error
         try:
             return pool, self._fill(cpu_bytes, name, pool, ledgers, make_namespaces)
-        except (PoolError, Refused):
+        except (PoolError, Refusal):
             self._unmap()
             pool.close()
             raise
@@ -293,7 +293,7 @@ class KeptPool:
         All of it is allocated: a page that a full filesystem has not would be a SIGBUS later.
 
         Raises:
-            Refused: NOT_READY where there is no room or descriptor for it now.
+            Refusal: NOT_READY where there is no room or descriptor for it now.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
@@ -304,7 +304,7 @@ class KeptPool:
             finally:
                 os.close(fd)
         except OSError as error:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.NOT_READY,
                 f"no ledger of {format_size(nbytes)} can be made in {self._files.notes} now:"
                 f" {error.strerror}; make room there, it is tried again",

@@ -42,7 +42,7 @@ from kvd.broker.requests.reloading import Reloading
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded, Sources
-from kvd.errors import ConfigError, PoolError, Refused
+from kvd.errors import ConfigError, PoolError, Refusal
 from kvd.logs import set_level
 from kvd.machine.process import Standstill, UsageReader
 from kvd.machine.room import PoolLimits
@@ -319,10 +319,10 @@ class Service:
                 self._settings, effect.layouts, largest, self._kept_pool.kept_bytes(), lanes
             )
             namespaces = self._open_pool(cpu_bytes, effect)
-        except Refused as refusal:
+        except Refusal as refusal:
             self._carry_out(registration.pool_refused(refusal))
         except PoolError as error:
-            lack = Refused(ErrorCode.NOT_READY, str(error))
+            lack = Refusal(ErrorCode.NOT_READY, str(error))
             self._carry_out(registration.pool_refused(lack))
         else:
             self._carry_out(registration.pool_opened(namespaces, explanation))

@@ -20,7 +20,7 @@ from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, Event, Reply
 from kvd.broker.engines.sessions import Session
 from kvd.client_names import Peer
-from kvd.errors import Refused
+from kvd.errors import Refusal
 from kvd.machine.files import HOW, is_harmless, open_files_remedy
 from kvd.server.runtime_dir import AllowList
 from kvd.wire.server import Client, Server, refusal_of
@@ -142,7 +142,7 @@ class SessionServer:
             peer = client.peer
             try:
                 session = self._admit(peer)
-            except Refused as refusal:
+            except Refusal as refusal:
                 text = f"connection of pid {peer.pid} refused: {refusal}"
                 self._carry_out([Event(text, "warning", {"pid": peer.pid})])
                 self._core.error_sent(refusal.code)
@@ -161,10 +161,10 @@ class SessionServer:
     def _admit(self, peer: Peer) -> Session:
         """Return a peer's new session, or refuse it."""
         if objection := self._allowed.objection(peer):
-            raise Refused(ErrorCode.FORBIDDEN, objection)
+            raise Refusal(ErrorCode.FORBIDDEN, objection)
         return self._core.connected(os.urandom(16), peer, own=self._own(peer))
 
-    def _disconnect(self, connection: SessionConnection, refusal: Refused) -> None:
+    def _disconnect(self, connection: SessionConnection, refusal: Refusal) -> None:
         """Close a session's connection, with the reason; it ends in `serve`, not among effects."""
         who = connection.session.who
         log.warning("%s is disconnected: %s", who, refusal, extra=who.fields)
@@ -200,7 +200,7 @@ class SessionServer:
         if fds:
             try:
                 _check_descriptors(frame, fds)
-            except Refused as refusal:
+            except Refusal as refusal:
                 self._server.closer.close(fds, client.peer.uid)
                 self._disconnect(connection, refusal)
                 return
@@ -263,10 +263,10 @@ class SessionServer:
             sent = self._server.send(client, WIRE.encode(notice), list(fds))
         except OSError as error:  # of descriptors that wait with it
             text = f"a notice cannot be sent: {error}; {open_files_remedy()}"
-            self._disconnect(connection, Refused(ErrorCode.LIMIT, text))
+            self._disconnect(connection, Refusal(ErrorCode.LIMIT, text))
             return
         if not sent and client.channel.wants_write:  # else it is gone, and its end comes in turn
-            self._disconnect(connection, Refused(ErrorCode.LIMIT, "it does not read its notices"))
+            self._disconnect(connection, Refusal(ErrorCode.LIMIT, "it does not read its notices"))
 
     def fds(self, number: int) -> list[int]:
         """Return the descriptors of a session's registration, which stay this object's."""
@@ -286,7 +286,7 @@ class SessionServer:
         self._open.clear()
 
 
-def _notice_of(refusal: Refused) -> bytes:
+def _notice_of(refusal: Refusal) -> bytes:
     return WIRE.encode(Error.of(refusal.code, str(refusal)))
 
 
@@ -298,10 +298,10 @@ def _check_descriptors(frame: bytes, fds: Sequence[int]) -> None:
         kind = None
     if kind is not Register:
         text = "descriptors came with a message that is no Register; only that takes them"
-        raise Refused(ErrorCode.BAD_MESSAGE, text)
+        raise Refusal(ErrorCode.BAD_MESSAGE, text)
     for number, fd in enumerate(fds):
         if not is_harmless(fd):
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_LAYOUT,
                 f"descriptor {number} of those that were sent is neither a memory file nor a"
                 f" device; make memory with {HOW}",

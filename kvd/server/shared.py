@@ -16,7 +16,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from kvd.errors import Refused
+from kvd.errors import Refusal
 from kvd.server.pool_files import is_own_file, remove_tree
 from kvd_proto.descriptions import pack_header, pack_record, place, read_header, room
 from kvd_proto.messages import ErrorCode
@@ -40,7 +40,7 @@ class DirectoryMemory:
         """Return a zeroed writable buffer; its read-only descriptor is kept under `name`.
 
         Raises:
-            Refused: NOT_READY where there is no descriptor or memory for it now.
+            Refusal: NOT_READY where there is no descriptor or memory for it now.
         """
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         try:
@@ -53,7 +53,7 @@ class DirectoryMemory:
                 self.drop(name)
                 self._fds[name] = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.NOT_READY,
                 f"no directory of {format_size(nbytes)} can be made now: {error.strerror};"
                 " raise LimitNOFILE (ulimit -n) or free memory, it is tried again",

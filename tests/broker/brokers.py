@@ -17,7 +17,7 @@ from kvd.client_names import Peer
 from kvd.config.settings import Settings
 from kvd.config.sources import Loaded
 from kvd.config.values import parse_tiers
-from kvd.errors import Refused
+from kvd.errors import Refusal
 from kvd.wire.link import (
     Imported,
     ImportWorker,
@@ -89,7 +89,7 @@ def size_pool(
     for effect in [effect for effect in effects if isinstance(effect, OpenPool)]:
         try:
             size, explanation = auto_size(broker.state.settings, effect.layouts, available, kept)
-        except Refused as refusal:
+        except Refusal as refusal:
             effects = effects + broker.registration.pool_refused(refusal)
         else:
             effects = effects + open_pool(broker, size, explanation)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.errors import AccessDenied, NotRunning
+from kvd.errors import NotRunning, SocketAccessDenied
 from kvd.wire.server import Client, Server
 from kvd.wire.tool import Control
 from kvd_proto.codec import WIRE
@@ -168,5 +168,8 @@ def test_a_socket_that_may_not_be_reached_is_explained(broker_socket: Path) -> N
     broker_socket.parent.chmod(0o711)
     with serving(broker_socket, pong):
         broker_socket.chmod(0o600)
-        with as_user(), pytest.raises(AccessDenied, match=f"uid {OTHER_UID} may not connect to"):
+        with (
+            as_user(),
+            pytest.raises(SocketAccessDenied, match=f"uid {OTHER_UID} may not connect to"),
+        ):
             Control(broker_socket.parent)

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvd.errors import CudaError, DeviceLost, ImportFailed, LaneError
+from kvd.errors import CudaDriverError, DeviceLost, ImportFailed, LaneError
 from kvd.lane.devices.cuda import copies, driver
 from kvd.lane.devices.cuda.backend import Options
 from kvd.lane.devices.device import Direction
@@ -208,7 +208,7 @@ def test_what_the_bindings_raise_is_an_error_of_the_driver(
         raise raised("as the bindings say it")
 
     monkeypatch.setattr(cuda, "bindings", lambda: SimpleNamespace(cuNew=new_function))
-    with pytest.raises(CudaError, match=r"^trying: cuNew .*as the bindings say it"):
+    with pytest.raises(CudaDriverError, match=r"^trying: cuNew .*as the bindings say it"):
         cuda.call("trying", "cuNew")
 
 
@@ -230,7 +230,7 @@ def test_what_only_the_doctor_asks_may_fail_too(fake_driver: TestDriver) -> None
     ((device, _),) = cuda.devices()
     assert cuda.can_share(device) == (True, True)
     fake_driver.set(f"fail=cuDeviceGetAttribute:1:{CODE}")
-    with pytest.raises(CudaError, match=f"IPC_EVENT_SUPPORTED: {INJECTED}"):
+    with pytest.raises(CudaDriverError, match=f"IPC_EVENT_SUPPORTED: {INJECTED}"):
         cuda.can_share(device)
 
 

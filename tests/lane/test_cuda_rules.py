@@ -22,7 +22,7 @@ from kvd.lane.devices.cuda.backend import CudaDevice, Options
 from kvd.lane.devices.cuda.copies import BatchCopy
 from kvd.lane.devices.cuda.driver import Event, Stream
 from kvd.lane.devices.cuda.pinning import PinnedPool
-from kvd.lane.jobs import JobState, LaneJob, Refusal
+from kvd.lane.jobs import JobOutcome, JobState, LaneJob
 from kvd.machine import cuda
 from kvd_proto.copies import Copies
 from tests.fakecuda.harness import FakeCuda
@@ -73,7 +73,7 @@ def reported_at_once() -> Callable[[flow.Flow, Any], bool]:
     return lambda self, entry: bool(entry.error) or has_ended(self, entry)
 
 
-def look_only_before_the_copy() -> Callable[[LaneJob], Refusal | None]:
+def look_only_before_the_copy() -> Callable[[LaneJob], JobOutcome | None]:
     """A job that was good when it started is good."""
     objection = LaneJob.objection
     return lambda job: objection(job) if job.state is JobState.QUEUED else None

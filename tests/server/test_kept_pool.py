@@ -25,7 +25,7 @@ from kvd.cache.trailer import MOST_LEDGERS, PoolTrailer
 from kvd.cli.serve import purge
 from kvd.config.settings import Settings
 from kvd.config.sources import Sources
-from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
+from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refusal
 from kvd.machine import room
 from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit, area_name
 from kvd.pool.geometry import FillOrder
@@ -179,7 +179,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         make = maker(directories, cpu_bytes, descriptions.make, resets)
         try:
             pool, namespaces = kept.open(cpu_bytes, make)
-        except (PoolError, Refused):
+        except (PoolError, Refusal):
             kept.close()
             raise
         lives.append(Life(kept, pool, namespaces, directories, descriptions))
@@ -410,7 +410,7 @@ def test_a_shortage_at_the_start_loses_no_chunk_and_no_descriptor(
     """The error says what is short; the start after that has every chunk."""
     held = kept_chunks(start)
     monkeypatch.setattr(os, name, fails)
-    with pytest.raises((PoolError, Refused), match=said):
+    with pytest.raises((PoolError, Refusal), match=said):
         start()
     monkeypatch.undo()
     pool = os.open(area(tmp_path) / "pool", os.O_RDONLY)

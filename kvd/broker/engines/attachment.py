@@ -40,7 +40,7 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
 
     Raises:
         LayoutError: the ranks' layouts make no pool.
-        Refused: the namespace cannot be opened.
+        Refusal: the namespace cannot be opened.
     """
     if engine.missing_ranks or state.namespaces is None:
         return []

@@ -10,7 +10,7 @@ from kvd.broker.effects import Event, Reply
 from kvd.broker.report.measures import RecentMax
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import Peer, Who
-from kvd.errors import IntegrityError, Refused
+from kvd.errors import IntegrityError, Refusal
 from kvd.metrics.counts import EventCounts, LookupCounts
 from kvd_proto.messages import ErrorCode, Message, Register, Unregister
 
@@ -197,7 +197,7 @@ class Registry:
             (f" of uid {peer.uid}", of_user, "max_sessions_per_user", self.max_sessions_per_user),
         ):
             if count >= most:
-                raise Refused(
+                raise Refusal(
                     ErrorCode.LIMIT,
                     f"{count} sessions{whose} are open: raise {limit} (now {most}), or end engines"
                     " that are not needed",
@@ -221,7 +221,7 @@ class Registry:
             engine = self.engines[name] = Engine(self._next_engine, name, session.peer.uid)
             self._next_engine += 1
         elif engine.uid != session.peer.uid:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.FORBIDDEN,
                 f"engine {name!r} belongs to uid {engine.uid}, this process to uid"
                 f" {session.peer.uid}; give each engine instance a name of its own",

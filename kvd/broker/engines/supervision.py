@@ -18,7 +18,7 @@ from kvd.broker.engines.lanes import EXITED, Lane
 from kvd.broker.engines.registration import Registration, freed_text
 from kvd.broker.engines.sessions import RegisterStep, Session
 from kvd.broker.state import BrokerState
-from kvd.errors import Refused
+from kvd.errors import Refusal
 from kvd.wire.link import (
     Imported,
     Importing,
@@ -166,7 +166,7 @@ class Supervision:
             text = f"lane {device} did not start: {error}; the daemon's log says more"
             code = ErrorCode.BAD_LAYOUT if failure else ErrorCode.LANE_LOST
             for session in waiting:
-                effects += self._registration.give_up(session, Refused(code, failure or text))
+                effects += self._registration.give_up(session, Refusal(code, failure or text))
         if lane.on_demand and not state.workers_of(device) and not self._waiting_for(device):
             effects.append(self._drop(lane))
         return effects

@@ -14,7 +14,7 @@ from kvd.broker.state import BrokerState
 from kvd.broker.tiers.tiering import Tiering
 from kvd.cache.directory import Blocks, Refs
 from kvd.cache.namespaces import Namespace
-from kvd.errors import Refused
+from kvd.errors import Refusal
 from kvd_proto.arrays import IntArray
 from kvd_proto.messages import (
     MAX_FINISHED,
@@ -157,11 +157,11 @@ def _attached(session: Session) -> tuple[Engine, Namespace]:
     """Return the session's engine and its namespace, or refuse one that is not complete."""
     engine = session.engine
     if engine is None:
-        raise Refused(ErrorCode.BAD_STATE, "this session belongs to no engine")
+        raise Refusal(ErrorCode.BAD_STATE, "this session belongs to no engine")
     if engine.namespace is None:
         missing = engine.missing_ranks
         lacks = f"ranks {list(missing)} have not" if missing else "no rank has"
-        raise Refused(ErrorCode.NOT_READY, f"engine {engine.name!r}: {lacks} registered yet")
+        raise Refusal(ErrorCode.NOT_READY, f"engine {engine.name!r}: {lacks} registered yet")
     return engine, engine.namespace
 
 
@@ -171,11 +171,11 @@ def _served_scheduler(session: Session) -> tuple[Engine, Namespace]:
     Those are sessions of another kind, and of an engine with a rank whose lane is not there.
     """
     if session.kind != "scheduler":
-        raise Refused(ErrorCode.BAD_STATE, f"STEP by a {session.kind}, only schedulers may")
+        raise Refusal(ErrorCode.BAD_STATE, f"STEP by a {session.kind}, only schedulers may")
     engine, namespace = _attached(session)
     for rank, worker in engine.workers.items():
         if not worker.imported and worker.registration is not None:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.LANE_LOST,
                 f"engine {engine.name!r}: lane {worker.registration.device} of rank {rank} is"
                 " being replaced; try again later",
@@ -187,19 +187,19 @@ def _checked_slots(step: Step) -> tuple[list[int], list[int], list[_Slots]]:
     """A step's slots and generations, and those of its pins; refused where they do not fit."""
     slots, generations = step.slots.tolist(), step.generations.tolist()
     if not len(step.keys) == len(slots) == len(generations):
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"{len(slots)} slots and {len(generations)} generations for {len(step.keys)} keys",
         )
     if len(step.descriptions) not in {0, len(slots)}:
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"{len(step.descriptions)} descriptions for {len(slots)} keys",
         )
     pins = [(pin.slots.tolist(), pin.generations.tolist()) for pin in step.pins]
     for pinned, of in pins:
         if len(pinned) != len(of):
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_MESSAGE,
                 f"{len(of)} generations for the {len(pinned)} slots of a pin",
             )
@@ -212,7 +212,7 @@ def _checked_blocks(step: Step, namespace: Namespace) -> list[Blocks]:
     if first is NO_ITEMS and count is NO_ITEMS:
         return []
     if not len(first) == len(count) in {0, keys}:
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"{len(first)} first blocks and {len(count)} counts for {keys} keys",
         )
@@ -222,7 +222,7 @@ def _checked_blocks(step: Step, namespace: Namespace) -> list[Blocks]:
     whole = namespace.geometry.blocks_per_chunk
     for begin, number in blocks:
         if number < 1 or begin + number > whole:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_MESSAGE, f"{number} blocks from {begin} on of a chunk of {whole}"
             )
     return blocks
@@ -234,13 +234,13 @@ def _checked_uses(step: Step) -> list[tuple[Keys, int, int]]:
         return []
     counts = step.used_counts.tolist() or [len(step.used)]
     if len(counts) > MAX_FINISHED:
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"{len(counts)} finished requests in one step: {MAX_FINISHED} at most; name the others"
             " in the next step",
         )
     if 0 in counts:
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"used_counts[{counts.index(0)}] is 0: leave out requests without keys",
         )
@@ -250,7 +250,7 @@ def _checked_uses(step: Step) -> list[tuple[Keys, int, int]]:
         and sum(counts) == len(step.used)
         and all(prompt <= count for prompt, count in zip(prompts, counts, strict=True))
     ):
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"{len(step.used)} used keys, {sum(counts)} of {len(counts)} requests with"
             f" {len(prompts)} prompts and {len(labels)} labels",

@@ -16,7 +16,7 @@ from kvd.broker.tiers.tiering import Tiering
 from kvd.cache.chunks import EMPTY_PIECES, PIECE_SLOTS
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import Peer
-from kvd.errors import IntegrityError, Refused
+from kvd.errors import IntegrityError, Refusal
 from kvd.metrics.counts import MissReason
 from kvd_proto.messages import (
     Check,
@@ -64,7 +64,7 @@ class Operations:
         """Take no new stores. Loads go on: the cache is of use until the daemon stops."""
         state, session = self._state, request.session
         if state.stopping:
-            raise Refused(ErrorCode.DRAINING, "the daemon is stopping and takes no stores already")
+            raise Refusal(ErrorCode.DRAINING, "the daemon is stopping and takes no stores already")
         effects: list[Effect] = []
         if state.drain is None:
             state.drain = OperatorDrain(session.peer, request.now)
@@ -78,7 +78,7 @@ class Operations:
     def _resume(self, request: Request[Resume]) -> list[Effect]:
         state, session = self._state, request.session
         if state.stopping:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.DRAINING,
                 "the daemon is stopping, which cannot be undone; start it again instead",
             )
@@ -191,7 +191,7 @@ class Operations:
             return self._state.open_namespaces, "all namespaces"
         namespace = self._state.namespace(ns_id)
         if namespace is None:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_STATE,
                 f"no namespace {ns_id.hex()} is open; `kvd namespaces` lists those that are",
             )
@@ -256,7 +256,7 @@ def for_tools(handler: Handler) -> Handler:
 
     def guarded(request: Request[Any]) -> list[Effect]:
         if request.session.kind != "tool":
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_STATE,
                 f"{type(request.message).__name__} by a {request.session.kind}: this is for"
                 " operators' tools only, such as the kvd command",

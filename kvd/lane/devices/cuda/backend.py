@@ -28,7 +28,14 @@ from uuid import UUID
 
 import numpy as np
 
-from kvd.errors import CudaError, CudaMissing, DeviceLost, HandleRefused, ImportFailed, LaneError
+from kvd.errors import (
+    CudaDriverError,
+    CudaMissing,
+    DeviceLost,
+    HandleRefused,
+    ImportFailed,
+    LaneError,
+)
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.copies import CudaMoves, PoolSide, Runs, choose, prepare
 from kvd.lane.devices.cuda.driver import Addresses
@@ -58,7 +65,7 @@ def find(name: str) -> int:
 
     Raises:
         CudaMissing: no device that this process sees has this UUID.
-        CudaError: the driver fails.
+        CudaDriverError: the driver fails.
     """
     uuid = _uuid(name).bytes
     seen = cuda.devices()
@@ -131,7 +138,7 @@ class ImportedMemory:
                     self._storage(handle, size) for handle, size in zip(handles, sizes, strict=True)
                 ]
                 self.close = self._undo.pop_all().close
-        except CudaError as error:
+        except CudaDriverError as error:
             raise ImportFailed(str(error)) from error
         self.addresses: Addresses = np.array(starts, np.uint64)
 
@@ -162,7 +169,7 @@ class ImportedMemory:
     def _open_ipc(self, handle: IpcHandle) -> tuple[int, int]:
         try:
             address = driver.open_ipc(handle.handle)
-        except CudaError as error:
+        except CudaDriverError as error:
             raise HandleRefused(
                 f"{error}; the worker must run on this machine and use this device, and its pid"
                 " must differ from the lane's as a number: share the host's pids with containers"
@@ -220,7 +227,7 @@ class CudaDevice(Device):
     Raises:
         CudaMissing: no driver, no bindings, no such device, or one that allows no context.
         PoolError: the pool's file is smaller than `pool_bytes`, or cannot be mapped.
-        CudaError: the device cannot be set up. Nothing stays mapped or pinned.
+        CudaDriverError: the device cannot be set up. Nothing stays mapped or pinned.
     """
 
     pins = True
@@ -330,7 +337,7 @@ class CudaDevice(Device):
         self._pool.drop(memory)
         try:
             self._memories.pop(memory).close()
-        except CudaError as error:
+        except CudaDriverError as error:
             self._end_if_lost(error)
             _log.error("a worker's memory stays mapped until this lane ends: %s", error)
 
@@ -384,7 +391,7 @@ class CudaDevice(Device):
         """See Device.
 
         Raises:
-            CudaError: the driver does not release something; the rest was released.
+            CudaDriverError: the driver does not release something; the rest was released.
         """
         if self.in_flight:
             raise LaneError(f"{self.in_flight} transfers are in flight")

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd.errors import CudaError
+from kvd.errors import CudaDriverError
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.driver import Addresses, Stream
 from kvd.lane.devices.device import Direction, Ends, Moves
@@ -202,7 +202,7 @@ class BatchCopy:
         tells_index: whether this driver's form tells which copy was wrong.
 
     Raises:
-        CudaError: this driver lacks the function.
+        CudaDriverError: this driver lacks the function.
     """
 
     def __init__(self, *, overlap: bool) -> None:
@@ -211,7 +211,7 @@ class BatchCopy:
         form = next((form for form in _BATCH_FORMS if form[0] <= have), None)
         if form is None:
             attempted = "looking for cuMemcpyBatchAsync"
-            raise CudaError(-1, f"not in a driver for CUDA {shown(have)}", attempted)
+            raise CudaDriverError(-1, f"not in a driver for CUDA {shown(have)}", attempted)
         since, self.tells_index = form
         self.overlap = overlap
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
@@ -252,7 +252,7 @@ class BatchCopy:
                 otherwise not before the stream gets there.
 
         Raises:
-            CudaError: some may have been enqueued.
+            CudaDriverError: some may have been enqueued.
         """
         rest = self._rest[source_in_any_order]
         # The bindings' handles are numbers.
@@ -264,7 +264,7 @@ class BatchCopy:
         """Enqueue runs, one at least.
 
         Raises:
-            CudaError: some may have been enqueued.
+            CudaDriverError: some may have been enqueued.
         """
         host, device, sizes = runs.pointers()
         load = direction is Direction.LOAD
@@ -279,7 +279,7 @@ class SingleCopies:
     """`cuMemcpyAsync`, called for each run; sources are read when the stream gets there.
 
     Raises:
-        CudaError: this driver lacks the function.
+        CudaDriverError: this driver lacks the function.
     """
 
     def __init__(self) -> None:
@@ -314,7 +314,7 @@ def choose(stream: Stream) -> Copier:
         stream: for the trial; this function waits for it.
 
     Raises:
-        CudaError: there is no memory for the trial, or this driver has no way to copy.
+        CudaDriverError: there is no memory for the trial, or this driver has no way to copy.
     """
     why = ""
     with Undo() as undo:
@@ -323,7 +323,7 @@ def choose(stream: Stream) -> Copier:
             try:
                 copier = BatchCopy(overlap=overlap)
                 trial.run(copier, stream)
-            except CudaError as error:
+            except CudaDriverError as error:
                 driver.wait_for_stream(stream)  # some of the copies may be on their way
                 why = str(error)
             else:
@@ -354,7 +354,7 @@ class _Trial:
         """Load and store a pattern, and wait.
 
         Raises:
-            CudaError: the driver refuses, or moves the wrong bytes.
+            CudaDriverError: the driver refuses, or moves the wrong bytes.
         """
         expected = np.zeros(_TRIAL_BYTES, np.uint8)
         for begin in self._offsets.tolist():
@@ -366,7 +366,7 @@ class _Trial:
         copier.copy(self._runs, Direction.STORE, stream)
         driver.wait_for_stream(stream)
         if not np.array_equal(self._bytes, expected):
-            raise CudaError(-1, "it moved the wrong bytes", f"trying {copier!r}")
+            raise CudaDriverError(-1, "it moved the wrong bytes", f"trying {copier!r}")
 
 
 def _address_of(name: str, since: int) -> int:
@@ -375,7 +375,7 @@ def _address_of(name: str, since: int) -> int:
     flags = bindings().CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
     address, status = call(attempted, "cuGetProcAddress", name.encode(), since, flags)
     if not int(address):
-        raise CudaError(-1, f"not in this driver ({status.name})", attempted)
+        raise CudaDriverError(-1, f"not in this driver ({status.name})", attempted)
     return int(address)
 
 

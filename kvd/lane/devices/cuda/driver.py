@@ -15,7 +15,7 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from kvd.errors import CudaError
+from kvd.errors import CudaDriverError
 from kvd.machine.cuda import Undo, bindings, call, check, returned_by
 
 Context = NewType("Context", object)
@@ -75,7 +75,7 @@ def is_alive(stream: Stream) -> bool:
     """Whether the context of a stream still answers."""
     try:
         is_idle(stream)
-    except CudaError:
+    except CudaDriverError:
         return False
     return True
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvd.errors import CudaError, DeviceLost
+from kvd.errors import CudaDriverError, DeviceLost
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.copies import Copier, Runs
 from kvd.lane.devices.cuda.driver import Context, Event, Stream
@@ -49,7 +49,7 @@ class Feeder(Generic[Item]):
         name: str,
         context: Context,
         feed: Callable[[Item], None],
-        fail: Callable[[Item, CudaError], None],
+        fail: Callable[[Item, CudaDriverError], None],
     ) -> None:
         self.broken: BaseException | None = None
         self._name = name
@@ -88,7 +88,7 @@ class Feeder(Generic[Item]):
                     try:
                         driver.use_context(self._context)
                         current = True
-                    except CudaError as error:
+                    except CudaDriverError as error:
                         self._fail(item, error)
                 if current:
                     self._feed(item)
@@ -134,7 +134,7 @@ class _Enqueued:
     marked: bool = False
     error: str = ""
 
-    def fail(self, error: CudaError) -> None:
+    def fail(self, error: CudaDriverError) -> None:
         self.error = self.error or f"copy failed: {error}"
 
 
@@ -151,7 +151,7 @@ class Flow:
             those that the driver has taken in INLINE_NS so far.
 
     Raises:
-        CudaError: there is no stream.
+        CudaDriverError: there is no stream.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class Flow:
         self.nbytes += transfer.nbytes
         try:
             entry.end = self._event()
-        except CudaError as error:
+        except CudaDriverError as error:
             self._refuse(entry, error)
             return
         if self._feeder.idle and self._is_short(len(runs)):
@@ -238,12 +238,12 @@ class Flow:
                 if entry.end is not None:
                     driver.record(entry.end, self.stream)
                     entry.marked = True
-        except CudaError as error:
+        except CudaDriverError as error:
             entry.fail(error)
         entry.fed = True
 
     @staticmethod
-    def _refuse(entry: _Enqueued, error: CudaError) -> None:
+    def _refuse(entry: _Enqueued, error: CudaDriverError) -> None:
         """Nothing of a transfer will be enqueued."""
         entry.fail(error)
         entry.fed = True
@@ -259,13 +259,13 @@ class Flow:
         if entry.end is not None and entry.marked:
             try:
                 return driver.is_reached(entry.end)
-            except CudaError as error:
+            except CudaDriverError as error:
                 # What an event of unknown state marks is over when the stream is idle.
                 entry.marked = False
                 entry.fail(error)
         try:
             return driver.is_idle(self.stream)
-        except CudaError as error:
+        except CudaDriverError as error:
             entry.fail(error)
             if not driver.is_alive(self.stream):
                 raise DeviceLost(entry.error) from error

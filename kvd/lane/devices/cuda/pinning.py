@@ -165,7 +165,7 @@ class PinnedPool:
         """Stop, unpin everything without a pause, and unmap; no copy may be in flight.
 
         Raises:
-            CudaError: a piece cannot be unpinned.
+            CudaDriverError: a piece cannot be unpinned.
         """
         self._closing.set()
         with self._changed:
