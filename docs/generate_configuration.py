@@ -7,7 +7,7 @@ module would write.
 from pathlib import Path
 
 from kvd.cli.config import toml_value
-from kvd.config.settings import KNOWN, About
+from kvd.config.settings import KNOWN, Setting
 
 _ROOT = Path(__file__).parents[1]
 PAGE = _ROOT / "docs" / "configuration.md"
@@ -46,7 +46,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _needs(known: About) -> str:
+def _needs(known: Setting) -> str:
     first, _, rest = known.needs.partition(" ")
     text = f"{first[0].upper()}{first[1:]} {rest}" if first.isalpha() else known.needs
     return f"{text}.{' Changes live.' if known.live else ''}"

@@ -27,7 +27,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Who:
+class ClientIdentity:
     """A session's process.
 
     Attributes:

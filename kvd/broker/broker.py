@@ -25,7 +25,7 @@ from kvd.broker.state import BrokerState
 from kvd.broker.tiers.tier import Tiers
 from kvd.broker.tiers.tiering import Tiering
 from kvd.client_names import Peer
-from kvd.config.sources import Loaded
+from kvd.config.sources import LoadedSettings
 from kvd.errors import Refusal
 from kvd.machine.process import ProcessUsage
 from kvd.metrics import schema
@@ -66,7 +66,7 @@ class Broker:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedSettings,
         *,
         boot_id: bytes,
         version: str,
@@ -160,7 +160,7 @@ class Broker:
         """End a session whose connection is closed: its process is gone."""
         if session.number not in self.state.registry.sessions:
             return []
-        who = session.who  # with its rank
+        who = session.identity  # with its rank
         effects, freed = self.registration.session_lost(session)
         engine = session.engine
         if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
@@ -225,7 +225,7 @@ class Broker:
         welcome = Welcome(protocol=PROTOCOL_VERSION, daemon=self.version, pid=self.pid)
         effects: list[Effect] = [request.reply(welcome)]
         if (engine := session.engine) is not None:
-            effects.append(session.event(f"{session.who} is here"))
+            effects.append(session.event(f"{session.identity} is here"))
             if engine.served:
                 effects.append(attached_notice(self.state, engine, session.number))
         return effects

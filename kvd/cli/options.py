@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import click
 
 from kvd.cli import AS_JSON
-from kvd.config.settings import KNOWN, About
+from kvd.config.settings import KNOWN, Setting
 from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
 from kvd.errors import SocketAccessDenied
 from kvd_proto.access import explain_denied
@@ -73,7 +73,7 @@ def _find_runtime_dir(context: click.Context, parameter: click.Parameter, value:
 
 
 def find_reachable_dir(context: click.Context, parameter: click.Parameter, value: Any) -> Path:
-    """Return the runtime directory, for a command that does not use `Control`; a callback.
+    """Return the runtime directory, for a command that does not use `ToolConnection`; a callback.
 
     Raises:
         SocketAccessDenied: this process may not reach the sockets there.
@@ -120,7 +120,7 @@ def _joined(_context: click.Context, _option: click.Parameter, texts: tuple[str,
     return ";".join(texts) or None
 
 
-def _option(known: About) -> Callable[[F], F]:
+def _option(known: Setting) -> Callable[[F], F]:
     live = " Changes live." if known.live else ""
     return click.option(
         known.flag,

@@ -17,7 +17,7 @@ from kvd.cli.options import runtime_dir_option, wide_option
 from kvd.cli.top_view import picture, waiting
 from kvd.errors import NotRunning, SocketAccessDenied
 from kvd.metrics.history import History
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 
 _ANSWER_SECONDS = 2.0
 _FILE_COLUMNS = 240
@@ -58,7 +58,7 @@ def top(*, runtime_dir: Path, interval: float, once: bool, wide: bool) -> None:
 
 def _look(history: History, runtime_dir: Path) -> bool:
     """Take one more report; whether it is the first of another daemon than before."""
-    with Control(runtime_dir, _ANSWER_SECONDS) as daemon:
+    with ToolConnection(runtime_dir, _ANSWER_SECONDS) as daemon:
         return history.add(daemon.status())
 
 

@@ -27,7 +27,7 @@ DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedSettings:
     """Settings, and for each key where its value was found.
 
     Attributes:
@@ -85,7 +85,7 @@ class Sources:
         except PermissionError:  # to read it says why
             return DEFAULT_FILE
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedSettings:
         """Read every source.
 
         Raises:
@@ -112,7 +112,7 @@ class Sources:
             parse_tiers(settings.tier), settings.runtime_dir, settings.pool_dir
         )
         _refuse([f"{origins['tier']}: tier: {text}" for text in misplaced])
-        return Loaded(settings, origins, file, tuple(self._suspicious()))
+        return LoadedSettings(settings, origins, file, tuple(self._suspicious()))
 
     def runtime_dir(self) -> str:
         """Return the one setting that a tool needs; other mistakes are ignored.

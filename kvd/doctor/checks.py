@@ -10,11 +10,11 @@ from pathlib import Path
 
 import psutil
 
-from kvd.doctor import Finding, Said, fail, ok, warn
+from kvd.doctor import Finding, Verdict, fail, ok, warn
 from kvd.doctor.facts import Facts
 from kvd.doctor.tiers import said_of_tier
 from kvd.machine import cuda
-from kvd.machine.files import MAX_DIRECTORY_BYTES, danger
+from kvd.machine.process import MAX_DIRECTORY_BYTES, danger
 from kvd_proto.access import explain_denied
 from kvd_proto.capacity import CONTEXT_GPU_BYTES, pin_gpu_bytes, pin_kernel_bytes
 from kvd_proto.sizes import format_size
@@ -24,7 +24,7 @@ FILES_PER_SESSION = 4  # connection, pidfd, and what a worker hands over
 SPARE_FILES = 256
 
 
-Check = Callable[[Facts], Iterator[Said]]
+Check = Callable[[Facts], Iterator[Verdict]]
 CHECKS: dict[str, Check] = {}
 """Every check by the name of its findings, in the order of the functions below."""
 
@@ -35,7 +35,7 @@ def check(name: str) -> Callable[[Check], Check]:
 
 
 @check("machine")
-def machine(facts: Facts) -> Iterator[Said]:
+def machine(facts: Facts) -> Iterator[Verdict]:
     """Kernel and Python."""
     text = f"Linux {facts.kernel}, Python {platform.python_version()}, {facts.cpus} processors"
     number = tuple(int(part) for part in facts.kernel.split("-")[0].split(".")[:2])
@@ -46,7 +46,7 @@ def machine(facts: Facts) -> Iterator[Said]:
 
 
 @check("processes")
-def processes(facts: Facts) -> Iterator[Said]:
+def processes(facts: Facts) -> Iterator[Verdict]:
     """The processes that a daemon starts: lanes, HTTP."""
     if facts.child_problem:
         yield fail(
@@ -59,7 +59,7 @@ def processes(facts: Facts) -> Iterator[Said]:
 
 
 @check("memory")
-def memory(facts: Facts) -> Iterator[Said]:
+def memory(facts: Facts) -> Iterator[Verdict]:
     """The pool fits the machine."""
     memory, pool, reserve = facts.memory, facts.settings.pool_bytes, facts.settings.reserve_bytes
     size = "auto" if pool is None else format_size(pool)
@@ -104,7 +104,7 @@ def _pinning(facts: Facts) -> str:
 
 
 @check("swap")
-def swap(facts: Facts) -> Iterator[Said]:
+def swap(facts: Facts) -> Iterator[Verdict]:
     """Memory that has been swapped out."""
     if facts.swap_used:
         yield warn(
@@ -114,7 +114,7 @@ def swap(facts: Facts) -> Iterator[Said]:
 
 
 @check("cgroup")
-def control_group(facts: Facts) -> Iterator[Said]:
+def control_group(facts: Facts) -> Iterator[Verdict]:
     """The limit of the control group leaves room for the pool."""
     group, limits = facts.cgroup, facts.limits
     if group is None:
@@ -129,7 +129,7 @@ def control_group(facts: Facts) -> Iterator[Said]:
 
 
 @check("pool directory")
-def pool_dir(facts: Facts) -> Iterator[Said]:
+def pool_dir(facts: Facts) -> Iterator[Verdict]:
     """The pool's filesystem is memory, large enough, and ours to write."""
     place, limits = facts.pool, facts.limits
     name = f"pool_dir = {place.path}"
@@ -154,7 +154,7 @@ def pool_dir(facts: Facts) -> Iterator[Said]:
 
 
 @check("huge pages")
-def huge_pages(facts: Facts) -> Iterator[Said]:
+def huge_pages(facts: Facts) -> Iterator[Verdict]:
     """Huge pages where the pool is to lie in them; otherwise only whether they are used."""
     pages, size = facts.huge_pages.get("HugePages_Free", 0), facts.huge_pages.get("Hugepagesize", 0)
     total = facts.huge_pages.get("HugePages_Total", 0)
@@ -175,7 +175,7 @@ def huge_pages(facts: Facts) -> Iterator[Said]:
 
 
 @check("open files")
-def open_files(facts: Facts) -> Iterator[Said]:
+def open_files(facts: Facts) -> Iterator[Verdict]:
     """Descriptors for every session."""
     need = facts.settings.max_sessions * FILES_PER_SESSION + SPARE_FILES
     if facts.open_files is None or facts.open_files >= need:
@@ -191,7 +191,7 @@ def open_files(facts: Facts) -> Iterator[Said]:
 
 
 @check("NUMA")
-def numa(facts: Facts) -> Iterator[Said]:
+def numa(facts: Facts) -> Iterator[Verdict]:
     """NUMA nodes, at which GPUs sit, and whose memory may be too little for the pool."""
     nodes, near = facts.nodes, facts.gpu_nodes
     if len(nodes) < 2:
@@ -217,7 +217,7 @@ def numa(facts: Facts) -> Iterator[Said]:
 
 
 @check("GPU")
-def gpus(facts: Facts) -> Iterator[Said]:
+def gpus(facts: Facts) -> Iterator[Verdict]:
     """GPUs, their driver, and how memory can be shared with kvd."""
     found = facts.gpus
     if 0 < found.cuda < cuda.OLDEST:
@@ -265,7 +265,7 @@ def gpus(facts: Facts) -> Iterator[Said]:
 
 
 @check("GPU driver")
-def gpu_driver(facts: Facts) -> Iterator[Said]:
+def gpu_driver(facts: Facts) -> Iterator[Verdict]:
     """Whether the driver copies many fragments in one call."""
     found = facts.gpus
     version = f"CUDA {cuda.shown(found.cuda)}"
@@ -280,7 +280,7 @@ def gpu_driver(facts: Facts) -> Iterator[Said]:
 
 
 @check("runtime directory")
-def runtime_dir(facts: Facts) -> Iterator[Said]:
+def runtime_dir(facts: Facts) -> Iterator[Verdict]:
     """The runtime directory: ours, closed to others, short enough for a socket's path."""
     here = facts.runtime
     name = f"runtime_dir = {here.path}"
@@ -317,14 +317,14 @@ def runtime_dir(facts: Facts) -> Iterator[Said]:
 
 
 @check("tier")
-def tiers(facts: Facts) -> Iterator[Said]:
+def tiers(facts: Facts) -> Iterator[Verdict]:
     """Each tier: its disk or its store is there, is what it seems, and has room."""
     for tier in facts.tiers:
         yield from said_of_tier(tier)
 
 
 @check("daemon")
-def daemon(facts: Facts) -> Iterator[Said]:
+def daemon(facts: Facts) -> Iterator[Verdict]:
     """The daemon that serves the directory, and others on this machine."""
     here = facts.runtime
     if here.report is not None:
@@ -347,7 +347,7 @@ def daemon(facts: Facts) -> Iterator[Said]:
 
 
 @check("other daemon")
-def other_daemons(facts: Facts) -> Iterator[Said]:
+def other_daemons(facts: Facts) -> Iterator[Verdict]:
     """Daemons that serve other directories of this machine."""
     for pid, command in facts.others.items():
         yield warn(
@@ -357,7 +357,7 @@ def other_daemons(facts: Facts) -> Iterator[Said]:
 
 
 @check("HTTP")
-def http(facts: Facts) -> Iterator[Said]:
+def http(facts: Facts) -> Iterator[Verdict]:
     """The address of the health endpoint can be had."""
     listen = facts.settings.http_listen
     if facts.port_problem:

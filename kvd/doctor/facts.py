@@ -21,8 +21,7 @@ from kvd.config.values import parse_listen
 from kvd.doctor.gpus import Gpus, ask_gpus
 from kvd.doctor.tiers import CHILD_SECONDS, TierFacts, ask, run_python
 from kvd.errors import ConfigError, NotRunning, SocketAccessDenied
-from kvd.machine.numa import gpu_nodes, has_gpus
-from kvd.machine.room import (
+from kvd.machine.memory import (
     Filesystem,
     MachineMemory,
     MemoryLimit,
@@ -31,8 +30,9 @@ from kvd.machine.room import (
     held_bytes,
     memory_limit,
 )
+from kvd.machine.numa import gpu_nodes, has_gpus
 from kvd.wire.listener import bind_tcp
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 
 _ANSWER_SECONDS = 3.0
 
@@ -108,7 +108,7 @@ class Facts:
         report, silence, denied = None, "", ""
         if holder is not None:
             try:
-                with Control(path, timeout=_ANSWER_SECONDS) as control:
+                with ToolConnection(path, timeout=_ANSWER_SECONDS) as control:
                     report = control.status()
             except SocketAccessDenied as error:
                 denied = str(error)

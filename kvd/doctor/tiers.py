@@ -25,9 +25,9 @@ from typing import Any
 import msgspec
 
 from kvd.config.values import TierSetting, parse_tier
-from kvd.doctor import Said, fail, ok, warn
+from kvd.doctor import Verdict, fail, ok, warn
 from kvd.errors import ConfigError
-from kvd.machine.room import Shortage
+from kvd.machine.memory import Shortage
 from kvd.metrics.words import rate
 from kvd.tier.backends import check_tiers, options_of
 from kvd_proto.sizes import format_size
@@ -312,7 +312,7 @@ def look_at_store(setting: TierSetting) -> Iterator[Facts]:
             yield {"package": f"{name} {importlib.metadata.version(name)}"}
 
 
-def said_of_tier(tier: TierFacts) -> Iterator[Said]:
+def said_of_tier(tier: TierFacts) -> Iterator[Verdict]:
     """Its disk or its store is there, is what it seems, and has room."""
     name = tier.setting.text
     if tier.problem:
@@ -338,7 +338,7 @@ def _place_of(disk: DiskFacts) -> str:
     return f"{disk.filesystem} at {disk.mounted_at} of {disk.source} ({named}{disk.medium})"
 
 
-def _disk_tier(name: str, setting: TierSetting, disk: DiskFacts) -> Iterator[Said]:
+def _disk_tier(name: str, setting: TierSetting, disk: DiskFacts) -> Iterator[Verdict]:
     text = f"{name}: {_place_of(disk)}, {format_size(disk.free)} of {format_size(disk.size)} free"
     if not disk.writable:
         missing = "" if disk.exists else ", and it is not there yet"
@@ -379,7 +379,7 @@ def _disk_problems(setting: TierSetting, disk: DiskFacts) -> Iterator[tuple[str,
         yield shortage.text, shortage.remedy
 
 
-def _store_tier(name: str, store: StoreFacts) -> Iterator[Said]:
+def _store_tier(name: str, store: StoreFacts) -> Iterator[Verdict]:
     if store.missing:
         yield fail(
             f"{name}: the package cannot be used: {store.missing}",

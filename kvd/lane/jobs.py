@@ -331,7 +331,7 @@ class LaneJob(Queued):
 
     def __repr__(self) -> str:
         return (
-            f"<LaneJob {self.direction} {self.request.job} of {self.worker.who}: {self.state},"
+            f"<LaneJob {self.direction} {self.request.job} of {self.worker.identity}: {self.state},"
             f" {self.given} of {len(self.moves)} runs given, {self.in_flight} pieces in flight>"
         )
 

@@ -21,7 +21,7 @@ from kvd.lane.queue import Limits
 from kvd.lane.reports import SHARES_WAIT_MS, TEXT_LIMIT, Reports
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Workers
-from kvd.machine.process import Standstill
+from kvd.machine.process import StallDetector
 from kvd.wire.link import LINK, LaneFailed, LaneReady, PoolUsable
 from kvd.wire.server import Server
 from kvd_proto.channel import Channel
@@ -77,7 +77,7 @@ class LaneService:
         self._pool_bytes = pool_bytes
         self._lifeline = lifeline
         self._reported = PoolUsable(usable_bytes=0, error="")
-        self._standstill = Standstill("lane")
+        self._standstill = StallDetector("lane")
         self._workers = Workers(device)
         self._runner = Runner(device, limits)
         self._reports = Reports(self._server, link, self._runner)

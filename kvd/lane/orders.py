@@ -16,9 +16,9 @@ from kvd.errors import ImportFailed, LaneError, Refusal
 from kvd.lane.devices.device import Device, Direction
 from kvd.lane.jobs import JobState, LaneJob, refused_chunks
 from kvd.lane.reports import TEXT_LIMIT, Reports
-from kvd.lane.workers import Binding, Worker, Workers, who_is
+from kvd.lane.workers import Binding, Worker, Workers, identity_of
 from kvd.logs import set_level
-from kvd.machine.files import is_out_of_files, open_files_remedy
+from kvd.machine.process import is_out_of_files, open_files_remedy
 from kvd.wire.link import (
     LINK,
     BindWorker,
@@ -157,14 +157,14 @@ class Orders:
             else:
                 self._not_imported(message, str(error))
             return
-        _log.info("imported the memory of %s", worker.who, extra=worker.who.fields)
+        _log.info("imported the memory of %s", worker.identity, extra=worker.identity.fields)
         answer = Imported(session=message.session, error="", attempt=message.attempt)
         self._reports.tell_broker(answer)
 
     def _not_imported(
         self, message: ImportWorker, error: str, *, out_of_files: bool = False
     ) -> None:
-        who = who_is(message)
+        who = identity_of(message)
         _log.warning("%s: memory not imported: %s", who, error, extra=who.fields)
         answer = Imported(
             session=message.session,
@@ -185,7 +185,7 @@ class Orders:
             binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
         except LaneError:
             # Unbound, its jobs are refused.
-            _log.exception("%s cannot be bound", worker.who, extra=worker.who.fields)
+            _log.exception("%s cannot be bound", worker.identity, extra=worker.identity.fields)
             return
         worker.binding = binding
         end = message.arena_base + binding.slot_bytes * message.num_slots
@@ -203,7 +203,9 @@ class Orders:
             if self._workers.by_session(message.session) is worker:  # no order before did it
                 self._reports.part(worker)
                 self._workers.remove(worker)
-                _log.info("released the memory of %s", worker.who, extra=worker.who.fields)
+                _log.info(
+                    "released the memory of %s", worker.identity, extra=worker.identity.fields
+                )
             self._reports.tell_broker(Released(session=message.session))
 
         self._runner.when_ended(jobs, release)

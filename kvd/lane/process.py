@@ -8,7 +8,7 @@ from kvd.lane.devices.host import HostDevice
 from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
 from kvd.logs import configure
-from kvd.machine.files import hold_pool, move_up
+from kvd.machine.process import hold_pool, move_up
 from kvd.wire.child_process import serve_broker
 from kvd.wire.link import LINK, BeginLane, LaneFailed
 from kvd_proto.channel import Channel

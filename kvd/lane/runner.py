@@ -260,7 +260,7 @@ class Runner:
         job.moved_bytes += finished.nbytes
         job.copy_ns += finished.nanoseconds
         if finished.error:
-            fields = {**job.worker.who.fields, "job": job.request.job}
+            fields = {**job.worker.identity.fields, "job": job.request.job}
             _log.error("%r failed: %s", job, finished.error, extra=fields)
             self.stop(job, JobStatus.FAILED, finished.error)
         elif job.layer_ends:

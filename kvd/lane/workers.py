@@ -10,10 +10,10 @@ import pwd
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvd.client_names import Who
+from kvd.client_names import ClientIdentity
 from kvd.errors import HandleRefused, ImportFailed, LaneError
 from kvd.lane.devices.device import Device, MemoryId
-from kvd.machine.files import size_of
+from kvd.machine.process import size_of
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd.wire.server import Client
 from kvd_proto.control import CONTROL_BYTES, ControlWords
@@ -92,7 +92,7 @@ class Worker:
     """
 
     order: ImportWorker
-    who: Who
+    identity: ClientIdentity
     memory: MemoryId
     control: ControlWords
     has_control_page: bool
@@ -107,9 +107,9 @@ class Worker:
         return self.order.layout
 
 
-def who_is(message: ImportWorker) -> Who:
+def identity_of(message: ImportWorker) -> ClientIdentity:
     """The worker that a message names."""
-    return Who(message.session, message.pid, message.engine, "worker", message.rank)
+    return ClientIdentity(message.session, message.pid, message.engine, "worker", message.rank)
 
 
 def _users_differ(uid: int) -> str:
@@ -162,7 +162,7 @@ class Workers:
         except HandleRefused as error:
             raise ImportFailed(f"{error}{_users_differ(message.uid)}") from error
         expander = Expander(message.layout)
-        who, has_page = who_is(message), bool(descriptors)
+        who, has_page = identity_of(message), bool(descriptors)
         worker = Worker(message, who, memory, control, has_page, expander)
         self._by_session[message.session] = self._by_token[message.token] = worker
         return worker

@@ -20,7 +20,7 @@ from pathlib import Path
 from kvd.client_names import Peer
 from kvd.config.values import names_in
 from kvd.errors import AlreadyRunning, ConfigError
-from kvd.machine.files import MAX_DIRECTORY_BYTES, check_place, lock_directory
+from kvd.machine.process import MAX_DIRECTORY_BYTES, check_place, lock_directory
 from kvd_proto.access import explain_denied
 
 
@@ -41,7 +41,7 @@ class RuntimeDir:
         self.broker_socket = self.path / "broker.sock"
         self.http_socket = self.path / "http.sock"
         self.lock_file = self.path / "kvd.lock"
-        self.resets = self.path / "kvd.resets"  # stays, see kvd.server.reset_file
+        self.resets = self.path / "kvd.resets"  # stays, see kvd.server.state_files
         self._lock_fd = -1
 
     def lock(self) -> None:

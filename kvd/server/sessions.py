@@ -21,8 +21,9 @@ from kvd.broker.effects import Effect, Event, Reply
 from kvd.broker.engines.sessions import Session
 from kvd.client_names import Peer
 from kvd.errors import Refusal
-from kvd.machine.files import HOW, is_harmless, open_files_remedy
+from kvd.machine.process import HOW, open_files_remedy
 from kvd.server.runtime_dir import AllowList
+from kvd.wire.listener import is_harmless
 from kvd.wire.server import Client, Server, refusal_of
 from kvd_proto.channel import close_all
 from kvd_proto.codec import MAX_MESSAGE_BYTES, REQUESTS, WIRE, Header
@@ -166,7 +167,7 @@ class SessionServer:
 
     def _disconnect(self, connection: SessionConnection, refusal: Refusal) -> None:
         """Close a session's connection, with the reason; it ends in `serve`, not among effects."""
-        who = connection.session.who
+        who = connection.session.identity
         log.warning("%s is disconnected: %s", who, refusal, extra=who.fields)
         self._core.error_sent(refusal.code)
         self._server.send(connection.client, _notice_of(refusal))
@@ -230,7 +231,7 @@ class SessionServer:
         try:
             return self._core.request(session, header.request_id, message, now, descriptors)
         except Exception:
-            name, who = type(message).__name__, session.who
+            name, who = type(message).__name__, session.identity
             log.exception("%s: %s could not be served", who, name, extra=who.fields)
             text = f"{name} hit a bug in kvd; its log has the details"
             return [Reply(session.number, header.request_id, Error.of(ErrorCode.INTERNAL, text))]
@@ -309,5 +310,5 @@ def _check_descriptors(frame: bytes, fds: Sequence[int]) -> None:
 
 
 def _log_unreadable(session: Session, error: DecodeError) -> None:
-    who, uid = session.who, session.peer.uid
+    who, uid = session.identity, session.peer.uid
     log.warning("a message of %s, uid %d, cannot be read: %s", who, uid, error, extra=who.fields)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from kvd.tier.contract import Outcome, Space
 from kvd.tier.seal import HEAD_BYTES
-from kvd.wire.tiering import Ask, Done, Get, OpenSpace, Put
+from kvd.wire.tiering import BatchResult, Get, Lookup, OpenNamespace, Put
 from kvd_proto.arrays import IntArray
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView, SlotState
@@ -36,12 +36,12 @@ class Place:
     The mappings are released with the last reference: threads may still read after a close.
 
     Args:
-        order: the broker's `OpenSpace`.
+        order: the broker's `OpenNamespace`.
         fds: of the directory and, if any, the descriptions; owned by this object.
         pool: all of the pool.
 
     Attributes:
-        order: the broker's `OpenSpace`.
+        order: the broker's `OpenNamespace`.
         asked: the salt that the broker named last; empty if it knows of none.
         reset: the broker does not know yet that the tier has noted that salt.
         salt: the salt in effect, since the backend began `space`.
@@ -51,7 +51,7 @@ class Place:
         retry_at: when to try again, in monotonic seconds.
     """
 
-    def __init__(self, order: OpenSpace, fds: Sequence[int], pool: memoryview) -> None:
+    def __init__(self, order: OpenNamespace, fds: Sequence[int], pool: memoryview) -> None:
         for fd in fds:
             weakref.finalize(self, os.close, fd)
         directory = mmap.mmap(fds[0], os.fstat(fds[0]).st_size, prot=mmap.PROT_READ)
@@ -101,8 +101,8 @@ class Part:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to transfer; 0 for an Ask."""
-        if isinstance(self.batch.order, Ask):
+        """Bytes to transfer; 0 for a Lookup."""
+        if isinstance(self.batch.order, Lookup):
             return 0
         return (self.end - self.begin) * self.batch.place.chunk_bytes
 
@@ -111,7 +111,7 @@ class Part:
 class Batch:
     """An order of the broker's, and its outcomes.
 
-    Columns have one item for each key; for an Ask, `slots` and `generations` are empty.
+    Columns have one item for each key; for an Lookup, `slots` and `generations` are empty.
 
     Attributes:
         place: its namespace.
@@ -125,7 +125,7 @@ class Batch:
             last part ended.
     """
 
-    order: Put | Get | Ask
+    order: Put | Get | Lookup
     place: Place
     space: Space | None = None
     slots: Sequence[int] = ()
@@ -143,7 +143,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         order, count = self.order, len(self.order.keys)
-        if not isinstance(order, Ask):
+        if not isinstance(order, Lookup):
             self.slots, self.generations = order.slots.tolist(), order.generations.tolist()
         self.coverages = [(0, 0, 0)] * count
         if isinstance(order, Put):
@@ -157,7 +157,7 @@ class Batch:
         """Split it into parts of at most `batch_bytes`, or one chunk; one part if it is empty."""
         count = len(self.order.keys)
         step = max(1, count)
-        if not isinstance(self.order, Ask):
+        if not isinstance(self.order, Lookup):
             step = max(1, batch_bytes // self.place.chunk_bytes)
         parts = [Part(self, at, min(count, at + step)) for at in range(0, max(1, count), step)]
         self.left = len(parts)
@@ -191,7 +191,7 @@ class Batch:
         self.outcomes[begin:end] = [outcome] * (end - begin)
         self.error = error[:TEXT_LIMIT] or self.error
 
-    def done(self) -> Done:
+    def done(self) -> BatchResult:
         """Return the answer. Descriptions beyond `MAX_DESCRIPTIONS_BYTES` are left out."""
         room = MAX_DESCRIPTIONS_BYTES
         rows, descriptions = [(0, 0, 0)] * len(self.outcomes), []
@@ -205,7 +205,7 @@ class Batch:
         ended = self.ended or time.monotonic_ns()
         began = self.began or ended
         first, count, groups = (IntArray.of([row[i] for row in rows], "u2") for i in range(3))
-        return Done(
+        return BatchResult(
             number=self.order.number,
             outcomes=IntArray.of(map(int, self.outcomes), "u1"),
             first=first,

@@ -6,7 +6,7 @@ import sys
 
 from kvd.config.values import parse_tier
 from kvd.logs import configure
-from kvd.machine.files import hold_pool, map_pool, move_up
+from kvd.machine.process import hold_pool, map_pool, move_up
 from kvd.tier.backends import backend, options_of
 from kvd.tier.service import TierService
 from kvd.wire.child_process import serve_broker

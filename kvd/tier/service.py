@@ -21,16 +21,16 @@ from kvd.tier.contract import Capacity, Outcome, Space, Tier
 from kvd.tier.workers import Clerk, Workers
 from kvd.wire.tiering import (
     TIERING,
-    Ask,
-    CloseSpace,
+    CloseNamespace,
     Drop,
     Get,
-    Gone,
-    Held,
+    Lookup,
+    NamespaceOpened,
     NewSalt,
-    OpenSpace,
+    OpenNamespace,
     Put,
-    SpaceOpened,
+    RemovedChunks,
+    ScanResult,
     StopTier,
     TierPing,
     TierPong,
@@ -71,7 +71,7 @@ class TierService:
         self._scans: deque[_Scan] = deque()  # scans whose next piece is due
         self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # space ids and keys
         self._batches: set[Batch] = set()  # submitted to threads
-        self._gone_later: dict[Batch, list[Gone]] = {}
+        self._gone_later: dict[Batch, list[RemovedChunks]] = {}
         self._capacity = tier.capacity()
         self._progress = 0
         self._tidying = self._tidy_again = self._stopping = False
@@ -155,13 +155,13 @@ class TierService:
 
     def _obey(self, order: Message, fds: tuple[int, ...]) -> None:
         match order:
-            case Put() | Get() | Ask():
+            case Put() | Get() | Lookup():
                 self._carry_out(Batch(order, self._places[order.namespace]))
             case Drop():
                 self._drop(order)
             case TierPing():
                 self._answer_ping()
-            case OpenSpace():
+            case OpenNamespace():
                 self._close(order.namespace)
                 place = self._places[order.namespace] = Place(order, fds, self._pool)
                 self._begin(place)
@@ -170,7 +170,7 @@ class TierService:
                     known.space, known.asked, known.reset = None, order.salt, True
                     self._refuse_early(known, Outcome.GONE)
                     self._begin(known)
-            case CloseSpace():
+            case CloseNamespace():
                 self._close(order.namespace)
             case StopTier():
                 self._stop()
@@ -289,7 +289,7 @@ class TierService:
         place.error = ""
         place.salt, place.space = salt, place.space_of(salt)
         self._tidy()  # dropping chunks has freed capacity
-        self._send(SpaceOpened(namespace=namespace, salt=salt))
+        self._send(NamespaceOpened(namespace=namespace, salt=salt))
         self._scans.append((place, place.space, self._pieces(place.space)))
         early, place.early = place.early, []
         for batch in early:
@@ -326,7 +326,7 @@ class TierService:
                 IntArray.of([coverage[i] for _, coverage in some], "u2") for i in range(3)
             )
             self._send(
-                Held(
+                ScanResult(
                     namespace=place.order.namespace,
                     salt=place.salt,
                     keys=tuple(key for key, _ in some),
@@ -387,6 +387,6 @@ class TierService:
             if isinstance(order, Put) and batch.began and order.namespace == namespace:
                 both = tuple(set(keys).intersection(order.keys))
                 if both:
-                    later = Gone(namespace=namespace, keys=both)
+                    later = RemovedChunks(namespace=namespace, keys=both)
                     self._gone_later.setdefault(batch, []).append(later)
-        self._send(Gone(namespace=namespace, keys=tuple(keys)))
+        self._send(RemovedChunks(namespace=namespace, keys=tuple(keys)))

@@ -28,7 +28,7 @@ from kvd.machine.process import give_way
 from kvd.tier.batches import Batch, Part
 from kvd.tier.contract import Chunk, Outcome, Space, Tier
 from kvd.tier.seal import Damaged, OtherChunk, check_of, seal, unseal
-from kvd.wire.tiering import Ask, Get, Put
+from kvd.wire.tiering import Get, Lookup, Put
 from kvd_proto.directory import SlotState
 
 log = logging.getLogger("kvd.tier")
@@ -140,7 +140,7 @@ def _useless(part: Part, now: float) -> bool:
     batch = part.batch
     if now > batch.deadline:
         outcome = Outcome.LATE
-    elif batch.stale or (not isinstance(batch.order, Ask) and not _holds_any(part)):
+    elif batch.stale or (not isinstance(batch.order, Lookup) and not _holds_any(part)):
         outcome = Outcome.GONE
     else:
         return False

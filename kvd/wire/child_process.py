@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from kvd.errors import KvdError
 from kvd.logs import fault_text
-from kvd.machine.files import open_files_remedy, raise_descriptor_limit
+from kvd.machine.process import open_files_remedy, raise_descriptor_limit
 from kvd_proto.channel import Channel
 from kvd_proto.codec import Codec
 from kvd_proto.errors import ChannelFull, DescriptorsLost, ProtoError
@@ -21,7 +21,7 @@ log = logging.getLogger("kvd.wire")
 _TEXT_LIMIT = 1000
 
 
-class Service(Protocol):
+class ChildService(Protocol):
     """The service of a child process."""
 
     def run(self) -> None:
@@ -31,7 +31,7 @@ class Service(Protocol):
 def serve_broker(
     link_fd: int,
     codec: Codec,
-    open_service: Callable[[Channel, Any, tuple[int, ...]], Service],
+    open_service: Callable[[Channel, Any, tuple[int, ...]], ChildService],
     failure: Callable[[str], Message],
 ) -> int:
     """Serve the broker; return the exit status.

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from kvd.client_names import Peer
-from kvd.machine.files import MAX_STUCK, Closer, free_descriptors, open_files_remedy
-from kvd.wire.listener import Listener, NoDescriptor
+from kvd.machine.process import free_descriptors, open_files_remedy
+from kvd.wire.listener import MAX_STUCK, DescriptorCloser, Listener, NoDescriptor
 from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import BadFrame, ChannelFull, DecodeError, DescriptorsLost, VersionMismatch
@@ -112,7 +112,7 @@ class Server:
         takes_descriptors: bool = False,
         max_clients: int = MAX_CLIENTS,
         epoll: select.epoll | None = None,
-        closer: Closer | None = None,
+        closer: DescriptorCloser | None = None,
     ) -> None:
         self._path = path
         self._max_bytes = max_bytes
@@ -134,7 +134,7 @@ class Server:
         self._awaiting: dict[Client, float] = {}  # who sent descriptors early, and until when
         self._kept = 0
         self._scratch = memoryview(bytearray(READ_BYTES))
-        self.closer = closer or Closer()
+        self.closer = closer or DescriptorCloser()
         self.accepted: deque[Client] = deque()
         self.ended: deque[Client] = deque()
         self.dropped = 0

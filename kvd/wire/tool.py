@@ -27,7 +27,7 @@ class _NotReached(Exception):
     """Nothing has accepted the connection; libzmq does not say why."""
 
 
-class Control:
+class ToolConnection:
     """One session of kind `tool`.
 
     Raises:

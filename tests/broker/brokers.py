@@ -15,7 +15,7 @@ from kvd.broker.tiers.tier import tiers_of
 from kvd.cache.namespaces import Namespaces
 from kvd.client_names import Peer
 from kvd.config.settings import Settings
-from kvd.config.sources import Loaded
+from kvd.config.sources import LoadedSettings
 from kvd.config.values import parse_tiers
 from kvd.errors import Refusal
 from kvd.wire.link import (
@@ -63,7 +63,12 @@ def make_broker(
         for each in parse_tiers(chosen.tier)
     )
     broker = Broker(
-        Loaded(chosen), boot_id=bytes(16), version="test", pid=1, devices=devices, tiers=tiers
+        LoadedSettings(chosen),
+        boot_id=bytes(16),
+        version="test",
+        pid=1,
+        devices=devices,
+        tiers=tiers,
     )
     if chosen.pool_bytes is not None:
         open_pool(broker, chosen.pool_bytes)

@@ -14,7 +14,7 @@ from kvd.cache.namespaces import Keeping, Namespace, Namespaces
 from kvd.cache.resets import Resets
 from kvd.cache.trailer import PoolTrailer
 from kvd.errors import LedgerDamaged
-from kvd.machine.room import TRAILER_BYTES
+from kvd.machine.memory import TRAILER_BYTES
 from kvd_proto.directory import SlotState
 from tests.cache.tables import make_namespaces, pin
 from tests.cache.test_machine import KEYS, KIB, Lease, TableMachine

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvd.machine import room
-from kvd.machine.room import (
+from kvd.machine.memory import (
     TRAILER_BYTES,
     Filesystem,
     MachineMemory,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvd.machine.room import area_name
+from kvd.machine.memory import area_name
 from kvd_proto.descriptions import encode
 from kvd_proto.directory import LookupResult
 from tests.conftest import Daemon, StartDaemon

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.machine.files import MAX_STUCK, is_harmless
+from kvd.wire.listener import MAX_STUCK, is_harmless
 from kvd_client.memory import sealed_file
 from kvd_proto.channel import close_all
 from kvd_proto.messages import Error, ErrorCode, Ping, Pong, Welcome

@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from kvd.machine.room import area_name
+from kvd.machine.memory import area_name
 from kvd.tier.disk.slabs import parse_header
 from kvd_client import LookupResult
 from kvd_proto.arrays import IntArray

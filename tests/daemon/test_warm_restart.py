@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.machine.room import area_name
+from kvd.machine.memory import area_name
 from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit

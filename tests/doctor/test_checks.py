@@ -15,7 +15,7 @@ from kvd.doctor.checks import CHECKS, examine
 from kvd.doctor.facts import Facts, PoolDirectory, RuntimeFacts
 from kvd.doctor.gpus import Gpu, Gpus
 from kvd.doctor.tiers import DiskFacts, StoreFacts, TierFacts
-from kvd.machine.room import Filesystem, MachineMemory, MemoryLimit
+from kvd.machine.memory import Filesystem, MachineMemory, MemoryLimit
 
 GIB = 2**30
 QUIET = {"swap", "other daemon", "tier"}  # say nothing where nothing is wrong

@@ -10,7 +10,7 @@ from kvd.broker.effects import OpenPool
 from kvd.machine import numa
 from kvd.machine.numa import Node, gpu_nodes, numbers, run_on, samples, shares_of
 from kvd.server import memory
-from kvd.server.memory import PoolMemory
+from kvd.server.pool_memory import PoolMemory
 from tests.layouts import flat_layout
 from tests.nodes import describe, device
 

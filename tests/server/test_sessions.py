@@ -12,9 +12,9 @@ import pytest
 
 from kvd.broker.effects import Effect, Notify, Reply
 from kvd.machine import files
-from kvd.machine.files import MAX_STUCK
 from kvd.server.runtime_dir import AllowList
 from kvd.server.sessions import SessionServer
+from kvd.wire.listener import MAX_STUCK
 from kvd.wire.server import AT_ONCE
 from kvd_proto.channel import close_all
 from kvd_proto.messages import (

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_client import LookupResult
 from kvd_client.decisions import NOT_BELOW
 from kvd_proto.messages import Clear, Cleared
@@ -116,7 +116,7 @@ class Loop(KillLoop[Client, Tally]):
 
     def clear(self) -> None:
         """Drop every chunk, here and in the tier; the engines go on with other keys."""
-        with Control(self.daemon.runtime_dir) as control:
+        with ToolConnection(self.daemon.runtime_dir) as control:
             control.ask(Clear(), Cleared, PATIENCE)
         self.tally.clears += 1
         for client in self.clients:

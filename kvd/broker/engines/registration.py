@@ -168,7 +168,7 @@ class Registration:
         registration = session.registration
         if registration is None:
             raise Refusal(ErrorCode.BAD_STATE, "nothing is registered by this session")
-        who = session.who
+        who = session.identity
         effects, freed = self._leave(session, "unregistered")
         effects.append(Event(f"{who} has unregistered{freed_text(freed)}", fields=who.fields))
         session.releasing = Releasing(request, registration.device)
@@ -205,7 +205,7 @@ class Registration:
             return self.give_up(session, Refusal(ErrorCode.BAD_LAYOUT, text))
         notice = Detached(reason=text[:MAX_TEXT])
         notices = [Notify(number, notice) for number in engine.sessions]
-        return [session.event(f"{session.who}: {text}", "error"), *notices]
+        return [session.event(f"{session.identity}: {text}", "error"), *notices]
 
     def release_all(self, lane: Lane) -> list[Effect]:
         """Have a lane let go of every worker's memory; what is registered holds for the next."""
@@ -242,7 +242,7 @@ class Registration:
         session.pending = None
         session.refusal = ""
         missing = engine.missing_ranks
-        text = f"{session.who} registered; missing ranks: {list(missing) or 'none'}"
+        text = f"{session.identity} registered; missing ranks: {list(missing) or 'none'}"
         return [
             lane_up(session, self._state.lanes[pending.device]),
             pending.request.reply(Registered(missing_ranks=missing)),
@@ -255,7 +255,7 @@ class Registration:
         if session.registration is None:
             return []
         if message.error:
-            text = f"{session.who}: memory lost to the new lane: {message.error}"
+            text = f"{session.identity}: memory lost to the new lane: {message.error}"
             return [session.event(text, "error")]
         session.imported = True
         effects: list[Effect] = [lane_up(session, self._state.lanes[session.registration.device])]
@@ -351,7 +351,7 @@ def refused(session: Session, message: Register, text: str) -> list[Effect]:
         return []
     session.refusal = text
     what = f"rank {message.rank} on {message.device!r} is refused: {text}"
-    return [session.event(f"{session.who}: {what}", "warning")]
+    return [session.event(f"{session.identity}: {what}", "warning")]
 
 
 def freed_text(freed: int) -> str:

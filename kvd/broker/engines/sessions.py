@@ -9,7 +9,7 @@ import msgspec
 from kvd.broker.effects import Event, Reply
 from kvd.broker.report.measures import RecentMax
 from kvd.cache.namespaces import Namespace
-from kvd.client_names import Peer, Who
+from kvd.client_names import ClientIdentity, Peer
 from kvd.errors import IntegrityError, Refusal
 from kvd.metrics.counts import EventCounts, LookupCounts
 from kvd_proto.messages import ErrorCode, Message, Register, Unregister
@@ -84,18 +84,18 @@ class Session:
         return self.stated is not None or self.releasing is not None
 
     @property
-    def who(self) -> Who:
+    def identity(self) -> ClientIdentity:
         """How logs and events name this session."""
         engine = self.engine.name if self.engine is not None else None
         rank = self.registration.rank if self.registration is not None else None
-        return Who(self.number, self.peer.pid, engine, self.kind, rank)
+        return ClientIdentity(self.number, self.peer.pid, engine, self.kind, rank)
 
     def event(self, text: str, level: str = "info") -> Event:
         """Return an event that carries this session's identifiers."""
-        return Event(text, level, self.who.fields)
+        return Event(text, level, self.identity.fields)
 
     def __repr__(self) -> str:
-        return f"<Session {self.number} {self.state}: {self.who}>"
+        return f"<Session {self.number} {self.state}: {self.identity}>"
 
 
 class Request(msgspec.Struct, Generic[M], frozen=True):

@@ -155,7 +155,7 @@ class Supervision:
         if as_told:
             effects += self._idle_end(lane)
         elif served or not failure or not waiting:
-            during = f" while it mapped the memory of {importing.who}" if importing else ""
+            during = f" while it mapped the memory of {importing.identity}" if importing else ""
             text = f"lane {device} is lost{during}: {error}{freed_text(freed)}"
             effects.append(lane.event(text, "error"))
         # Else the registrations that are refused for it give the reason.

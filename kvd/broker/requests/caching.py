@@ -145,7 +145,7 @@ class Caching:
         reply = Error.of(ErrorCode.NOT_READY, lack) if lack else done
         effects: list[Effect] = [request.reply(reply)]
         if not namespace.temporary:  # that of a self-test concerns nobody else
-            text = f"{request.session.who} reset its namespace: {done.dropped} chunks dropped"
+            text = f"{request.session.identity} reset its namespace: {done.dropped} chunks dropped"
             if done.deferred:
                 text += f"; {done.deferred} more go when their leases end"
             effects.append(request.session.event(text))

@@ -15,7 +15,7 @@ from kvd.broker.engines.sessions import Request
 from kvd.broker.requests.operations import Handler, by, for_tools
 from kvd.broker.state import BrokerState
 from kvd.config.settings import KNOWN
-from kvd.config.sources import Loaded
+from kvd.config.sources import LoadedSettings
 from kvd.errors import ConfigError
 from kvd.wire.link import LaneLog
 from kvd_proto.messages import (
@@ -37,7 +37,7 @@ Asked = tuple[str, Request[ReloadConfig] | None]
 class Reloading:
     """Decisions about the configuration; `loaded` is what holds, with its origins."""
 
-    def __init__(self, state: BrokerState, loaded: Loaded) -> None:
+    def __init__(self, state: BrokerState, loaded: LoadedSettings) -> None:
         self._state = state
         self.loaded = loaded
         self._asked: list[Asked] = []
@@ -63,7 +63,7 @@ class Reloading:
         self._served, self._asked = self._asked, []
         return True
 
-    def read(self, outcome: Loaded | ConfigError) -> list[Effect]:
+    def read(self, outcome: LoadedSettings | ConfigError) -> list[Effect]:
         """The configuration as it is now, or why it cannot be used."""
         served, self._served = self._served, []
         who = ", ".join(who for who, _ in served)
@@ -86,7 +86,7 @@ class Reloading:
     def _show(self, request: Request[ShowConfig]) -> list[Effect]:
         return [request.reply(ConfigShown(config=self.loaded.as_json()))]
 
-    def _take_up(self, read: Loaded, who: str) -> tuple[list[Effect], ConfigReloaded]:
+    def _take_up(self, read: LoadedSettings, who: str) -> tuple[list[Effect], ConfigReloaded]:
         old, state = self.loaded.settings, self._state
         self.loaded, changes = take_up(self.loaded, read)
         settings = state.settings = self.loaded.settings
@@ -117,7 +117,9 @@ def _words(changes: Iterable[ConfigChange]) -> str:
     return "; ".join(parts) or "nothing changed"
 
 
-def take_up(present: Loaded, read: Loaded) -> tuple[Loaded, list[ConfigChange]]:
+def take_up(
+    present: LoadedSettings, read: LoadedSettings
+) -> tuple[LoadedSettings, list[ConfigChange]]:
     """Return what holds for a daemon with `present` after it read `read`, and the changes.
 
     Settings that cannot change live keep value and origin; they wait for a restart.

@@ -18,7 +18,7 @@ from kvd.cache.candidates import Candidates
 from kvd.cache.directory import covers
 from kvd.cache.namespaces import Namespace
 from kvd.outcomes import Outcome
-from kvd.wire.tiering import Done, Drop, Put
+from kvd.wire.tiering import BatchResult, Drop, Put
 from kvd_proto.arrays import IntArray
 
 CHUNKS_A_TURN = 64  # all namespaces together: 0.2 ms, and 0.4 ms for the answer
@@ -142,7 +142,9 @@ class Demotion:
             effects.append(tier.send(batch))
         return effects
 
-    def done(self, tier: Tier, batch: Batch, order: Put, done: Done, now: float) -> list[Effect]:
+    def done(
+        self, tier: Tier, batch: Batch, order: Put, done: BatchResult, now: float
+    ) -> list[Effect]:
         """Process the answer to a put: kept chunks are entered, the others may be put again."""
         namespace, counts, unknown = batch.namespace, tier.counts.puts, list[bytes]()
         tiers = namespace.directory.tiers if batch.salt == namespace.salt else None

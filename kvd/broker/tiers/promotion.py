@@ -20,7 +20,7 @@ from kvd.broker.tiers.tier import BATCH_BYTES, BATCH_CHUNKS, Batch, Tier, first_
 from kvd.cache.namespaces import Namespace
 from kvd.cache.tier_table import TierTable
 from kvd.outcomes import Outcome
-from kvd.wire.tiering import Ask, Done, Get
+from kvd.wire.tiering import BatchResult, Get, Lookup
 from kvd_proto.arrays import IntArray
 
 KEYS_A_TURN = 512  # keys examined in a turn: one or two milliseconds
@@ -328,7 +328,7 @@ class Promotion:
         for begin in range(0, len(keys), ASK_KEYS):
             part = keys[begin : begin + ASK_KEYS]
             seconds = max(4 * tier.pace.seconds(0), tier.setting.late_seconds)
-            order = Ask(
+            order = Lookup(
                 number=tier.number(),
                 namespace=namespace.id,
                 keys=tuple(part),
@@ -342,7 +342,7 @@ class Promotion:
 
     def probe(self, tier: Tier, namespace: Namespace, now: float) -> list[Effect]:
         """Probe a shared tier: ask it for a random key."""
-        order = Ask(
+        order = Lookup(
             number=tier.number(),
             namespace=namespace.id,
             keys=(os.urandom(16),),
@@ -352,7 +352,9 @@ class Promotion:
 
     # ---------------------------------------------------------------------- up
 
-    def done(self, tier: Tier, batch: Batch, order: Get, done: Done, now: float) -> list[Effect]:
+    def done(
+        self, tier: Tier, batch: Batch, order: Get, done: BatchResult, now: float
+    ) -> list[Effect]:
         """Process the answer to a get: chunks that are OK become READY, other slots are freed."""
         self._settle(batch)
         namespace, counts = batch.namespace, tier.counts
@@ -394,9 +396,9 @@ class Promotion:
         return [*effects, *map(ChunksReady, sorted(batch.engines))]
 
     def answered(
-        self, tier: Tier, batch: Batch, order: Ask, done: Done, now: float
+        self, tier: Tier, batch: Batch, order: Lookup, done: BatchResult, now: float
     ) -> list[Effect]:
-        """Process the answer to an Ask: get what the tier has, ask the next one for the rest."""
+        """Process the answer to an Lookup: get what the tier has, ask the next one for the rest."""
         namespace = batch.namespace
         waiting = self._waiting.setdefault(namespace, _Waiting())
         for key in order.keys:
@@ -425,7 +427,7 @@ class Promotion:
         """End all waiting for a tier that is set aside; its gets keep slots until they end."""
         engines: set[int] = set()
         for batch in tier.batches.values():
-            if isinstance(batch.order, Ask):
+            if isinstance(batch.order, Lookup):
                 if (waiting := self._waiting.get(batch.namespace)) is not None:
                     for key in batch.order.keys:
                         waiting.asked.pop(key, None)

@@ -15,7 +15,7 @@ from kvd.broker.tiers.breaker import Breaker
 from kvd.cache.namespaces import Namespace
 from kvd.config.values import TierSetting
 from kvd.metrics.counts import TierCounts
-from kvd.wire.tiering import Ask, Get, Put
+from kvd.wire.tiering import Get, Lookup, Put
 from kvd_proto.messages import TierInfo
 from kvd_proto.tier_table import TierStatus
 
@@ -31,7 +31,7 @@ RATE_BYTES, RATE_SECONDS = 16 * 2**20, 0.25
 UNKNOWN_RATE = 100e6
 """Bytes a second that are assumed before the first measurement."""
 
-Order: TypeAlias = Put | Get | Ask
+Order: TypeAlias = Put | Get | Lookup
 
 
 @dataclass(slots=True, eq=False)
@@ -40,7 +40,7 @@ class Batch:
 
     Attributes:
         sent: monotonic seconds.
-        nbytes: of its chunks; 0 for an Ask.
+        nbytes: of its chunks; 0 for a Lookup.
         salt: for a Put, the namespace's salt when it was sent.
         alone: a Get that was sent while no other was under way.
         engines: numbers of the engines that wait for it.
@@ -58,8 +58,8 @@ class Batch:
 
     @property
     def refs(self) -> list[tuple[int, int]]:
-        """Slots and generations; empty for an Ask."""
-        if isinstance(self.order, Ask):
+        """Slots and generations; empty for a Lookup."""
+        if isinstance(self.order, Lookup):
             return []
         return list(zip(self.order.slots.tolist(), self.order.generations.tolist(), strict=True))
 
@@ -158,8 +158,8 @@ class Tier:
         self.progress = 0
         self.full_until = 0.0
         self._full_pause = FULL_PAUSES[0]
-        self._busy_from = {Put: 0.0, Get: 0.0, Ask: 0.0}
-        self._under_way = {Put: 0, Get: 0, Ask: 0}
+        self._busy_from = {Put: 0.0, Get: 0.0, Lookup: 0.0}
+        self._under_way = {Put: 0, Get: 0, Lookup: 0}
         self._numbers = 0
 
     @property

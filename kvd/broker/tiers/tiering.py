@@ -23,16 +23,16 @@ from kvd.cache.namespaces import Namespace
 from kvd.logs import fault_text, fault_trace
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
-    Ask,
-    CloseSpace,
-    Done,
+    BatchResult,
+    CloseNamespace,
     Get,
-    Gone,
-    Held,
+    Lookup,
+    NamespaceOpened,
     NewSalt,
-    OpenSpace,
+    OpenNamespace,
     Put,
-    SpaceOpened,
+    RemovedChunks,
+    ScanResult,
     StopTier,
     TierFailed,
     TierPing,
@@ -50,7 +50,7 @@ START_SECONDS = 120.0
 _CODES = frozenset(map(int, Outcome))
 _BAD = {int(Outcome.FAILED), int(Outcome.LATE)}
 
-_Scanned: TypeAlias = tuple[Tier, Namespace, Held]
+_Scanned: TypeAlias = tuple[Tier, Namespace, ScanResult]
 
 
 class Tiering:
@@ -181,19 +181,19 @@ class Tiering:
     def _on_message(self, tier: Tier, message: Message, now: float) -> list[Effect]:
         effects: list[Effect] = []
         match message:
-            case Done():
+            case BatchResult():
                 effects = self._on_done(tier, message, now)
                 # An answer frees queue space: send the next orders now, not in the next turn.
                 effects += self._work(now)
             case TierPong():
                 self._on_pong(tier, message, now)
-            case Held():
+            case ScanResult():
                 namespace = self._state.namespace(message.namespace)
                 if namespace is not None and (message.keys or message.last):
                     self._scanned.append((tier, namespace, message))
-            case Gone():
+            case RemovedChunks():
                 self._on_gone(tier, message)
-            case SpaceOpened():
+            case NamespaceOpened():
                 self._on_opened(tier, message)
             case TierReady():
                 effects = self._on_ready(tier, message, now)
@@ -237,11 +237,11 @@ class Tiering:
     # ----------------------------------------------------------------- namespaces
 
     def _update_spaces(self, tier: Tier, now: float) -> list[Effect]:
-        """Send `OpenSpace` for namespaces newly in use, `CloseSpace` for those closed."""
+        """Send `OpenNamespace` for namespaces newly in use, `CloseNamespace` for those closed."""
         effects: list[Effect] = []
         for namespace in [each for each in tier.spaces if not self._state.is_open(each)]:
             del tier.spaces[namespace]
-            effects.append(ToTier(tier.index, CloseSpace(namespace=namespace.id)))
+            effects.append(ToTier(tier.index, CloseNamespace(namespace=namespace.id)))
         for namespace in self._state.open_namespaces:
             tiers = namespace.directory.tiers
             # The length of descriptions is known once an engine is attached.
@@ -253,7 +253,7 @@ class Tiering:
                 effects.append(ToTier(tier.index, order, NamespaceFds(namespace.id)))
         return effects
 
-    def _on_opened(self, tier: Tier, message: SpaceOpened) -> None:
+    def _on_opened(self, tier: Tier, message: NamespaceOpened) -> None:
         """Record a namespace as opened, under the broker's salt, or the tier's if it has none."""
         namespace = self._state.namespace(message.namespace)
         opening = tier.spaces.get(namespace) if namespace is not None else None
@@ -264,7 +264,7 @@ class Tiering:
             self._publish()
 
     def reset(self, namespace: Namespace) -> list[Effect]:
-        """Send a namespace's new salt to the tiers, which confirm it with `SpaceOpened`."""
+        """Send a namespace's new salt to the tiers, which confirm it with `NamespaceOpened`."""
         effects: list[Effect] = []
         for tier in self._state.tiers:
             tier.unconfirmed.add(namespace.id)
@@ -295,14 +295,14 @@ class Tiering:
             if held.last:
                 tiers.tell()
 
-    def _on_gone(self, tier: Tier, message: Gone) -> None:
+    def _on_gone(self, tier: Tier, message: RemovedChunks) -> None:
         tier.counts.dropped += len(message.keys)
         namespace = self._state.namespace(message.namespace)
         if namespace is not None and (tiers := namespace.directory.tiers) is not None:
             for key in message.keys:
                 tiers.release(key, tier.index)
 
-    def _on_done(self, tier: Tier, done: Done, now: float) -> list[Effect]:
+    def _on_done(self, tier: Tier, done: BatchResult, now: float) -> list[Effect]:
         outcomes, batch = done.outcomes.tolist(), tier.batches.get(done.number)
         fits = batch is not None and len(outcomes) == len(batch.order.keys)
         if batch is None or not fits or not _CODES.issuperset(outcomes):  # a bug of the backend
@@ -318,7 +318,7 @@ class Tiering:
         tier.breaker.ended(now, failed=2 * bad >= len(outcomes))
         return effects
 
-    def _take(self, tier: Tier, batch: Batch, done: Done, now: float) -> list[Effect]:
+    def _take(self, tier: Tier, batch: Batch, done: BatchResult, now: float) -> list[Effect]:
         if not self._state.is_open(batch.namespace):
             return []
         match batch.order:
@@ -329,7 +329,7 @@ class Tiering:
                 return []
             case Get():
                 return self.promotion.done(tier, batch, batch.order, done, now)
-            case Ask():
+            case Lookup():
                 return self.promotion.answered(tier, batch, batch.order, done, now)
 
     # ---------------------------------------------------------------------- time
@@ -417,7 +417,7 @@ class Tiering:
         return effects
 
     def _probe(self, tier: Tier, now: float) -> list[Effect]:
-        """Probe a tier: a shared one with an Ask, else a get that was given up, else a put."""
+        """Probe a tier: a shared one with an Lookup, else a get that was given up, else a put."""
         effects: list[Effect] = []
         spaces = [each for each, opening in tier.spaces.items() if opening.salt is not None]
         if tier.info.shared and spaces:
@@ -452,9 +452,9 @@ class Tiering:
         return f"<Tiering of {self._state.tiers!r}>"
 
 
-def _open_space(namespace: Namespace, *, reset: bool) -> OpenSpace:
+def _open_space(namespace: Namespace, *, reset: bool) -> OpenNamespace:
     geometry = namespace.geometry
-    return OpenSpace(
+    return OpenNamespace(
         namespace=namespace.id,
         salt=namespace.salt,
         reset=reset,

@@ -27,7 +27,7 @@ from kvd.lane.devices.device import (
     PretouchPresent,
     Transfer,
 )
-from kvd.machine.files import map_pool, size_of
+from kvd.machine.process import map_pool, size_of
 from kvd.pool.geometry import FillOrder
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle, HostHandle

@@ -21,8 +21,8 @@ from pathlib import Path
 from zlib import crc32
 
 from kvd.errors import ConfigError, TierError
-from kvd.machine.files import danger
-from kvd.machine.room import Shortage, written_size
+from kvd.machine.memory import Shortage, written_size
+from kvd.machine.process import danger
 from kvd.tier.contract import Options
 from kvd_proto.errors import SizeError
 from kvd_proto.sizes import format_size, parse_size

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from kvd.errors import TierError
-from kvd.machine.room import Filesystem
+from kvd.machine.memory import Filesystem
 from kvd.tier.contract import Capacity, Chunk, Options, Outcome, Space, Tier
 from kvd.tier.disk.directory import DiskDirectory, DiskOptions, Salts
 from kvd.tier.disk.rebuild import chunks_of, load

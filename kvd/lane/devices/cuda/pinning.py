@@ -37,7 +37,7 @@ from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.driver import Addresses, Context
 from kvd.lane.devices.device import touch
 from kvd.machine import cuda
-from kvd.machine.files import map_pool
+from kvd.machine.process import map_pool
 from kvd.pool.geometry import FillOrder, piece_bytes_for
 
 _log = logging.getLogger(__name__)

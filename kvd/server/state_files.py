@@ -29,10 +29,11 @@ from typing import Annotated
 
 import msgspec
 
+from kvd.cache.resets import PAGE_BYTES, Resets
 from kvd.cache.trailer import HEAD_BYTES, NAME_BYTES, pack_head
-from kvd.errors import AlreadyRunning, ConfigError, PoolError
-from kvd.machine.files import check_place, lock_directory
-from kvd.machine.room import TRAILER_BYTES, Filesystem, area_name, held_bytes
+from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError
+from kvd.machine.memory import TRAILER_BYTES, Filesystem, area_name, held_bytes
+from kvd.machine.process import check_place, lock_directory
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.daemon")
@@ -105,7 +106,7 @@ class PoolFiles:
         own: they have the names by which the next daemon finds them.
 
     Raises:
-        ConfigError, AlreadyRunning: see `KeptPool`.
+        ConfigError, AlreadyRunning: see `PersistentPool`.
     """
 
     def __init__(self, pool_dir: Path, runtime_dir: Path) -> None:
@@ -349,4 +350,101 @@ def _write(file: Path, pool_dirs: list[Path]) -> None:
             " is left",
             file,
             error.strerror,
+        )
+
+
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+
+
+class ResetFile(Resets):
+    """The table of resets, kept in a file; the first reset creates the file.
+
+    Args:
+        path: of the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self._failed = ""  # why the last write failed
+        try:
+            self.load(self._read())
+        except FileNotFoundError:
+            return
+        except (OSError, LedgerDamaged) as error:
+            self.draw_base()
+            log.error(  # noqa: TRY400  # the message names the reason
+                "%s cannot be believed (%s): chunks of before, in memory and in tiers, are not"
+                " used, since some of them may have been dropped by a reset",
+                path,
+                error,
+            )
+            self._save()
+
+    def draw(self, namespace: str) -> str:
+        """Write the new salt to the file before returning; see `Resets.draw`."""
+        super().draw(namespace)
+        return self._save()
+
+    def _read(self) -> bytes:
+        fd = os.open(self._path, os.O_RDONLY | _FLAGS)
+        try:
+            if not is_own_file(os.fstat(fd)):
+                raise LedgerDamaged("it is no file of this user's")
+            return os.read(fd, PAGE_BYTES + 1)
+        finally:
+            os.close(fd)
+
+    def _save(self) -> str:
+        """Write the page; return why that failed, with the remedy; empty if it did not."""
+        try:
+            if self._is_whole():  # overwriting needs no free space
+                self._write(self._path)
+            else:
+                self._replace()
+        except OSError as error:
+            return self._lack(f"{self._path} cannot be written: {error.strerror}")
+        if self._failed:
+            self._failed = ""
+            log.info("%s can be written again", self._path)
+        return ""
+
+    def _is_whole(self) -> bool:
+        """Whether the file exists, is this user's and has the full size."""
+        try:
+            status = self._path.lstat()
+        except FileNotFoundError:
+            return False
+        return is_own_file(status) and status.st_size == PAGE_BYTES
+
+    def _replace(self) -> None:
+        """Replace the file by a rename, so that no partial file is ever read."""
+        draft = self._path.with_name(f"{self._path.name}.new")
+        remove_tree(draft)
+        self._write(draft, os.O_CREAT | os.O_EXCL)
+        if self._path.is_dir() and not self._path.is_symlink():
+            remove_tree(self._path)
+        draft.rename(self._path)
+
+    def _write(self, path: Path, flags: int = 0) -> None:
+        fd = os.open(path, os.O_WRONLY | _FLAGS | flags, 0o600)
+        try:
+            if os.pwrite(fd, self.pack(), 0) != PAGE_BYTES:
+                raise OSError(0, "it was written in part")
+        finally:
+            os.close(fd)
+
+    def _lack(self, why: str) -> str:
+        """Log the reason unless it was logged last time; return the text for the reply."""
+        if why != self._failed:
+            self._failed = why
+            log.error(
+                "%s; until it can be, a reset is answered as failed and tried again, since tiers"
+                " might not know of it after the next start: make room there, or let this user"
+                " write there",
+                why,
+            )
+        return (
+            f"{why}; the chunks are dropped, but a tier might not know of it after the daemon's"
+            " next start: make room there, and try again"
         )

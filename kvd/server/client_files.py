@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvd.errors import Refusal
-from kvd.server.pool_files import is_own_file, remove_tree
+from kvd.server.state_files import is_own_file, remove_tree
 from kvd_proto.descriptions import pack_header, pack_record, place, read_header, room
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size

@@ -27,10 +27,11 @@ from kvd.cache.ledger import MAGIC, Ledger
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.cache.trailer import EPOCH_SHIFT, NAME_BYTES, PoolTrailer
 from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refusal
-from kvd.machine.room import held_bytes
+from kvd.machine.memory import held_bytes
 from kvd.pool.geometry import FillOrder
-from kvd.server.memory import PoolMemory, shortage_remedy
-from kvd.server.pool_files import (
+from kvd.server.client_files import DescriptionFile
+from kvd.server.pool_memory import PoolMemory, shortage_remedy
+from kvd.server.state_files import (
     DESCRIPTIONS,
     LEDGER,
     VERSION,
@@ -41,7 +42,6 @@ from kvd.server.pool_files import (
     purge_command,
     remove_tree,
 )
-from kvd.server.shared import DescriptionFile
 from kvd_proto.messages import ErrorCode
 from kvd_proto.sizes import format_size
 
@@ -55,7 +55,7 @@ MakeNamespaces = Callable[[Keeping | None, FillOrder], Namespaces]
 _Ledgers = dict[Path, mmap.mmap]  # chunks to go on with, by file
 
 
-class KeptPool:
+class PersistentPool:
     """The files of one runtime directory's pool; only its daemon may use this.
 
     Args:

@@ -5,7 +5,7 @@ broker maps. It is in memory before anything else is, so no write to it can fail
 
 Its pages are allocated by a thread of its own, so that a full /dev/shm is an error message
 at start and not a SIGBUS under load, and so that the broker answers meanwhile. What becomes
-of it when the daemon ends is the business of `kvd.server.kept_pool`.
+of it when the daemon ends is the business of `kvd.server.persistent_pool`.
 
 Pages are asked for on the nodes of the GPUs that this machine or container has. Where an engine
 decides the pool's size, each rank's arena goes to the node of the rank's GPU. Where the size is
@@ -30,11 +30,11 @@ from kvd.broker.effects import Event, OpenPool
 from kvd.cache.trailer import HEAD_BYTES
 from kvd.errors import PoolError
 from kvd.machine import numa
-from kvd.machine.files import is_out_of_files, open_files_remedy
+from kvd.machine.memory import TRAILER_BYTES, Filesystem, PoolLimits, held_bytes
 from kvd.machine.numa import GpuNode, Node
-from kvd.machine.room import TRAILER_BYTES, Filesystem, PoolLimits, held_bytes
+from kvd.machine.process import is_out_of_files, open_files_remedy
 from kvd.pool.geometry import FillOrder
-from kvd.server.pool_files import remove_tree
+from kvd.server.state_files import remove_tree
 from kvd_proto.capacity import pinning_lanes, size_pool
 from kvd_proto.sizes import format_size
 
