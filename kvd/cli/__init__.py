@@ -30,7 +30,7 @@ _OWN = {
     "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
     "purge": "kvd.cli.serve:purge",
-    "replay": "kvd.cli.replay:replay",
+    "replay": "kvd.cli.plan:replay",
     "doctor": "kvd.cli.config:doctor",
     "config": "kvd.cli.config:config",
     "help": "kvd.cli:help_command",

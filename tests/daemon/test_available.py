@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.machine import room
+from kvd.machine import memory
 from kvd.machine.memory import (
     TRAILER_BYTES,
     Filesystem,
@@ -229,7 +229,7 @@ def test_memory_set_aside_as_huge_pages_is_not_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other pools cannot have it, and swap does not count."""
-    monkeypatch.setattr(room, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text(
         "MemTotal: 1000 kB\nMemAvailable: 500 kB\nSwapFree: 900 kB\nHugePages_Total: 2\n"
         "Hugetlb: 200 kB\n"
@@ -244,7 +244,7 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("1:name=systemd:/\n0::/outer/inner\n")
     (tmp_path / "outer" / "inner").mkdir(parents=True)
-    monkeypatch.setattr(room, "memory_limit", lambda: memory_limit(None, tmp_path, proc))
+    monkeypatch.setattr(memory, "memory_limit", lambda: memory_limit(None, tmp_path, proc))
     return tmp_path
 
 
@@ -335,9 +335,9 @@ def test_pins_count_where_gpus_may_pin(
     describe(tmp_path, {"0000:17:00.0": "0"}, online="0")
     (tmp_path / "meminfo").write_text("MemTotal: 1048576 kB\nMemAvailable: 65536 kB\n")
     (tmp_path / "sitecustomize.py").write_text(
-        "from pathlib import Path; from kvd.machine import numa, room\n"
+        "from pathlib import Path; from kvd.machine import numa, memory\n"
         f"numa.GPUS = Path({str(tmp_path / 'gpus')!r})\n"
-        f"room._MEMINFO = Path({str(tmp_path / 'meminfo')!r})"
+        f"memory._MEMINFO = Path({str(tmp_path / 'meminfo')!r})"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     largest = 32 * MIB - TRAILER

@@ -26,10 +26,10 @@ from kvd.cli.serve import purge
 from kvd.config.settings import Settings
 from kvd.config.sources import Sources
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refusal
-from kvd.machine import room
+from kvd.machine import memory
 from kvd.machine.memory import TRAILER_BYTES, Filesystem, MemoryLimit, area_name
 from kvd.pool.geometry import FillOrder
-from kvd.server import state_files
+from kvd.server import persistent_pool, state_files
 from kvd.server.client_files import DescriptionFiles, DirectoryMemory
 from kvd.server.persistent_pool import MakeNamespaces, PersistentPool
 from kvd.server.pool_memory import PoolMemory
@@ -308,8 +308,8 @@ def test_a_pool_that_cannot_fit_leaves_what_is_kept(
         start(**(change | {"cpu_bytes": 2**60}))
     assert contents(area(tmp_path)) == before
     limit = MemoryLimit(Path("/sys/fs/cgroup/small"), SIZE, SIZE)
-    monkeypatch.setattr(room, "memory_limit", lambda: limit)
-    monkeypatch.setattr(room, "_mount", lambda directory: ("tmpfs", str(directory)))
+    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
+    monkeypatch.setattr(memory, "_mount", lambda directory: ("tmpfs", str(directory)))
     with pytest.raises(
         PoolError, match=r"control group /sys/fs/cgroup/small: 0 B of 1 MiB are left"
     ):
@@ -1018,9 +1018,9 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     monkeypatch.setattr(os, "statvfs", statvfs)
     mounts = tmp_path / "mounts"
     mounts.write_text(f"tmpfs {tmp_path} tmpfs rw 0 0\nnone {huge} hugetlbfs rw 0 0\n")
-    monkeypatch.setattr(room, "_MOUNTS", mounts)
+    monkeypatch.setattr(memory, "_MOUNTS", mounts)
     monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
-    monkeypatch.setattr(room, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
+    monkeypatch.setattr(memory, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
     monkeypatch.setattr(state_files, "NOTES_DIR", notes)
     found = Filesystem.of(huge)
     assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)

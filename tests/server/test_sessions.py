@@ -11,9 +11,9 @@ import psutil
 import pytest
 
 from kvd.broker.effects import Effect, Notify, Reply
-from kvd.machine import files
 from kvd.server.runtime_dir import AllowList
 from kvd.server.sessions import SessionServer
+from kvd.wire import listener
 from kvd.wire.listener import MAX_STUCK
 from kvd.wire.server import AT_ONCE
 from kvd_proto.channel import close_all
@@ -216,8 +216,8 @@ def test_a_user_whose_closes_are_stuck_gets_no_session(
             answers.wait(PATIENCE)
         close_now(fds)
 
-    monkeypatch.setattr(files, "close_all", close_late)
-    monkeypatch.setattr(files, "STUCK_SECONDS", 0.0)
+    monkeypatch.setattr(listener, "close_all", close_late)
+    monkeypatch.setattr(listener, "STUCK_SECONDS", 0.0)
     with rig.connect() as open_session:
         assert isinstance(rig.ask(open_session, hello()), Welcome)
         for _ in range(MAX_STUCK):
