@@ -18,8 +18,7 @@ import psutil
 
 from kvd.config.settings import Settings
 from kvd.config.values import parse_listen
-from kvd.doctor.gpus import Gpus, ask_gpus
-from kvd.doctor.tiers import CHILD_SECONDS, TierFacts, ask, run_python
+from kvd.doctor.probes import CHILD_SECONDS, Gpus, TierFacts, probe_gpus, probe_tier, run_python
 from kvd.errors import ConfigError, NotRunning, SocketAccessDenied
 from kvd.machine.memory import (
     Filesystem,
@@ -234,7 +233,7 @@ class Facts:
     @cached_property
     def gpus(self) -> Gpus:
         """The GPUs and their driver."""
-        return ask_gpus()
+        return probe_gpus()
 
     @cached_property
     def others(self) -> dict[int, str]:
@@ -254,7 +253,7 @@ class Facts:
     @cached_property
     def tiers(self) -> list[TierFacts]:
         """What lies below the pool."""
-        return [ask(text) for text in self.settings.tier]
+        return [probe_tier(text) for text in self.settings.tier]
 
     @cached_property
     def port_problem(self) -> str:

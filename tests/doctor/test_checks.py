@@ -13,8 +13,7 @@ from kvd.config.values import parse_tier
 from kvd.doctor import Finding, Level
 from kvd.doctor.checks import CHECKS, examine
 from kvd.doctor.facts import Facts, PoolDirectory, RuntimeFacts
-from kvd.doctor.gpus import Gpu, Gpus
-from kvd.doctor.tiers import DiskFacts, StoreFacts, TierFacts
+from kvd.doctor.probes import DiskFacts, Gpu, Gpus, StoreFacts, TierFacts
 from kvd.machine.memory import Filesystem, MachineMemory, MemoryLimit
 
 GIB = 2**30

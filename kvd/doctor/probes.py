@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -25,12 +25,10 @@ from typing import Any
 import msgspec
 
 from kvd.config.values import TierSetting, parse_tier
-from kvd.doctor import Verdict, fail, ok, warn
-from kvd.errors import ConfigError
+from kvd.errors import ConfigError, CudaMissing, LaneError
+from kvd.machine import cuda
 from kvd.machine.memory import Shortage
-from kvd.metrics.words import rate
 from kvd.tier.backends import check_tiers, options_of
-from kvd_proto.sizes import format_size
 
 PATIENCE_SECONDS = 8.0
 CHILD_SECONDS = 20.0  # for a process that looks at no tier
@@ -45,7 +43,7 @@ _MOONCAKE = ("mooncake-transfer-engine", "mooncake-transfer-engine-non-cuda")
 _MOUNTS = Path("/proc/self/mountinfo")
 _BLOCK_DEVICES = Path("/sys/dev/block")
 
-Facts = dict[str, Any]
+ProbeFields = dict[str, Any]
 
 left_behind: list[subprocess.Popen[bytes]] = []
 """Processes that were killed, and have ended or hang in the kernel."""
@@ -102,7 +100,41 @@ class TierFacts:
     store: StoreFacts | None = None
 
 
-def ask(text: str) -> TierFacts:
+@dataclass(frozen=True)
+class Gpu:
+    """One device.
+
+    ipc, descriptors: memory can be shared by handle, and as a descriptor.
+    refusal: why no lane can use it; empty where one can.
+    """
+
+    uuid: str
+    name: str
+    bus: str
+    ipc: bool
+    descriptors: bool
+    refusal: str = ""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """All of them.
+
+    nodes: device files of the NVIDIA driver that are here. kernel: version of its kernel module.
+    cuda: version of the CUDA driver, 1000 * major + 10 * minor, 0 where unknown.
+    missing: what is not there, which is as it should be on a machine without GPUs.
+    problem: how the driver fails.
+    """
+
+    nodes: tuple[str, ...] = ()
+    kernel: str = ""
+    cuda: int = 0
+    devices: tuple[Gpu, ...] = ()
+    missing: str = ""
+    problem: str = ""
+
+
+def probe_tier(text: str) -> TierFacts:
     """Look at a tier, in bounded time.
 
     Raises:
@@ -114,8 +146,10 @@ def ask(text: str) -> TierFacts:
         check_tiers([setting])
     except ConfigError as error:
         return TierFacts(setting=setting, problem=str(error))
-    said, problem, hung = run_python("-m", "kvd.doctor.tiers", text, seconds=PATIENCE_SECONDS)
-    found: Facts = {}
+    said, problem, hung = run_python(
+        "-m", "kvd.doctor.probes", "tier", text, seconds=PATIENCE_SECONDS
+    )
+    found: ProbeFields = {}
     for line in said.decode(errors="replace").splitlines():
         if line.startswith("{"):  # what a library prints is not ours
             found |= json.loads(line)
@@ -125,6 +159,21 @@ def ask(text: str) -> TierFacts:
     return TierFacts(
         setting=setting, problem=problem, hung=doing if hung else "", disk=disk, store=store
     )
+
+
+def probe_gpus() -> Gpus:
+    """What is here; it never hangs."""
+    nodes = tuple(sorted(str(path) for path in Path("/dev").glob("nvidia*")))
+    try:
+        kernel = Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except OSError:
+        kernel = ""
+    said, problem, hung = run_python("-m", "kvd.doctor.probes", "gpus")
+    if hung:
+        problem = f"no answer within {CHILD_SECONDS:g} s"
+    if problem:
+        return Gpus(nodes, kernel, problem=f"asking the CUDA driver failed: {problem}")
+    return replace(msgspec.json.decode(said, type=Gpus), nodes=nodes, kernel=kernel)
 
 
 def size_shortage(setting: TierSetting, disk: DiskFacts) -> Shortage | None:
@@ -165,15 +214,42 @@ def run_python(*arguments: str, seconds: float = CHILD_SECONDS) -> tuple[bytes, 
 
 
 def main() -> None:
-    """Print what is found of the tier that the command line names."""
-    setting = parse_tier(sys.argv[1])
+    """Probe what the command line names, `gpus` or `tier SETTING`; print JSON."""
+    if sys.argv[1] == "gpus":
+        print_gpus()
+    else:
+        print_tier(parse_tier(sys.argv[2]))
+
+
+def print_tier(setting: TierSetting) -> None:
+    """Print what is known of a tier as it becomes known, one JSON object a line."""
     looks = {"disk": look_at_disk, "mooncake": look_at_store}
     for found in looks.get(setting.kind, lambda _: iter(()))(setting):
         sys.stdout.write(json.dumps(found) + "\n")
         sys.stdout.flush()
 
 
-def look_at_disk(setting: TierSetting) -> Iterator[Facts]:
+def print_gpus() -> None:
+    """Print what the CUDA driver says as JSON."""
+    version, found, missing, problem = 0, [], "", ""
+    try:
+        cuda.start()
+        version = cuda.version()
+        for device, uuid in cuda.devices():
+            name, bus = cuda.device_name(device), cuda.pci_bus_id(device)
+            shared = cuda.can_share(device)
+            found.append(Gpu(uuid.hex(), name, bus, *shared, cuda.refusal(device)))
+    except CudaMissing as error:
+        missing = str(error)
+        with contextlib.suppress(LaneError):
+            version = cuda.version()  # of one that is too old
+    except LaneError as error:
+        problem = str(error)
+    said = Gpus(cuda=version, devices=tuple(found), missing=missing, problem=problem)
+    sys.stdout.buffer.write(msgspec.json.encode(said))
+
+
+def look_at_disk(setting: TierSetting) -> Iterator[ProbeFields]:
     """Yield what is so of a directory, piece by piece: names of `DiskFacts`, and `doing`."""
     wanted = Path(setting.target)
     yield {"doing": f"looking at {wanted}"}
@@ -190,10 +266,10 @@ def look_at_disk(setting: TierSetting) -> Iterator[Facts]:
         "doing": f"writing and reading a file in {place}",
     }
     if os.access(place, os.W_OK | os.X_OK):
-        yield probe(place, room.f_bavail * room.f_frsize)
+        yield measure_disk(place, room.f_bavail * room.f_frsize)
 
 
-def _mount(place: Path) -> Facts:
+def _mount(place: Path) -> ProbeFields:
     """The mount that a path lies on, without touching it, and the device below."""
     found: list[str] = []
     for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
@@ -202,7 +278,7 @@ def _mount(place: Path) -> Facts:
         if place.is_relative_to(at) and (not found or len(at) >= len(found[4])):
             found = [*words[:4], at, *words[5:]]
     kind, source = found[found.index("-") + 1 : found.index("-") + 3]
-    told: Facts = {"filesystem": kind, "mounted_at": found[4], "source": source}
+    told: ProbeFields = {"filesystem": kind, "mounted_at": found[4], "source": source}
     if kind in MEMORY:
         return told | {"medium": "memory"}
     if kind in NETWORK:
@@ -214,7 +290,7 @@ def _mount(place: Path) -> Facts:
     return told | _device(_BLOCK_DEVICES / number)
 
 
-def _device(entry: Path) -> Facts:
+def _device(entry: Path) -> ProbeFields:
     """What a block device is; one that is made of others is what its first one is."""
     if not entry.exists():
         return {}
@@ -243,7 +319,7 @@ def _held(place: Path) -> int:
     return total
 
 
-def probe(place: Path, free: int) -> Facts:
+def measure_disk(place: Path, free: int) -> ProbeFields:
     """Write and read a file without a name for a moment, past the page cache, as a tier does."""
     try:
         file = _open_unnamed(place, os.O_DIRECT)
@@ -292,7 +368,7 @@ def _rate(file: int, blocks: int, *, write: bool) -> tuple[int, float]:
     return moved, moved * BLOCK_BYTES / (time.perf_counter() - begin)
 
 
-def look_at_store(setting: TierSetting) -> Iterator[Facts]:
+def look_at_store(setting: TierSetting) -> Iterator[ProbeFields]:
     """Yield what is so of Mooncake's package and master: names of `StoreFacts`, and `doing`."""
     master = setting.options["master"]
     yield {"master": master, "doing": f"connecting to {master}"}
@@ -310,90 +386,6 @@ def look_at_store(setting: TierSetting) -> Iterator[Facts]:
     for name in _MOONCAKE:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield {"package": f"{name} {importlib.metadata.version(name)}"}
-
-
-def said_of_tier(tier: TierFacts) -> Iterator[Verdict]:
-    """Its disk or its store is there, is what it seems, and has room."""
-    name = tier.setting.text
-    if tier.problem:
-        told = tier.problem if name in tier.problem else f"{name}: {tier.problem}"
-        yield fail(told, "until then the daemon serves from memory alone")
-    elif tier.hung:
-        where = f" ({_place_of(tier.disk)})" if tier.disk and tier.disk.mounted_at else ""
-        yield fail(
-            f"{name}: it hangs: no answer within {PATIENCE_SECONDS:g} s of {tier.hung}{where}",
-            "look at dmesg, and at the mount's server if it has one; a tier that hangs is set"
-            " aside, and costs misses",
-        )
-    elif tier.disk:
-        yield from _disk_tier(name, tier.setting, tier.disk)
-    elif tier.store:
-        yield from _store_tier(name, tier.store)
-    else:
-        yield ok(f"{name}: its options are right; there is nothing to look at")
-
-
-def _place_of(disk: DiskFacts) -> str:
-    named = f"{disk.device}, " if disk.device and not disk.source.endswith(disk.device) else ""
-    return f"{disk.filesystem} at {disk.mounted_at} of {disk.source} ({named}{disk.medium})"
-
-
-def _disk_tier(name: str, setting: TierSetting, disk: DiskFacts) -> Iterator[Verdict]:
-    text = f"{name}: {_place_of(disk)}, {format_size(disk.free)} of {format_size(disk.size)} free"
-    if not disk.writable:
-        missing = "" if disk.exists else ", and it is not there yet"
-        yield fail(
-            f"{text}; this user may not write there{missing}",
-            f"mkdir -p {setting.target}, owned by the daemon's user, mode 0700; under systemd"
-            f" ReadWritePaths={setting.target} too, in a container a volume",
-        )
-        return
-    if disk.written and disk.read:
-        text += (
-            f"; {PROBE_THREADS} threads write {rate(disk.written)} and read {rate(disk.read)}"
-            f" in blocks of {format_size(BLOCK_BYTES)}"
-        )
-    problems = list(_disk_problems(setting, disk))
-    for problem, remedy in problems:
-        yield warn(f"{text}; {problem}", remedy)
-        text = name
-    if not problems:
-        yield ok(text)
-
-
-def _disk_problems(setting: TierSetting, disk: DiskFacts) -> Iterator[tuple[str, str]]:
-    if disk.medium == "memory":
-        what = "this is memory: it takes what the pool could have, and does not outlive a reboot"
-        yield what, "a directory on a disk, or a larger cpu_bytes in its place"
-    elif disk.medium in {"network", "rotating"}:
-        over = "a file system over a network" if disk.medium == "network" else "a rotating disk"
-        yield over, "a local NVMe: loading from here is hardly faster than computing"
-    elif disk.mounted_at == "/":
-        remedy = (
-            "if a disk was to be mounted there, it is not (findmnt); else a floor of free space"
-        )
-        yield "this is the root file system", f"{remedy} is left to the system"
-    elif not disk.direct:
-        yield "it takes no I/O past the page cache (O_DIRECT)", "ext4 or xfs on a local disk"
-    if shortage := size_shortage(setting, disk):
-        yield shortage.text, shortage.remedy
-
-
-def _store_tier(name: str, store: StoreFacts) -> Iterator[Verdict]:
-    if store.missing:
-        yield fail(
-            f"{name}: the package cannot be used: {store.missing}",
-            "pip install mooncake-transfer-engine-non-cuda, and of the system libibverbs1,"
-            " librdmacm1 and libnuma1",
-        )
-    if store.refused:
-        yield fail(
-            f"{name}: the master at {store.master} does not answer: {store.refused}",
-            "start mooncake_master, or see whether a firewall or the unit's IPAddressAllow is in"
-            " the way",
-        )
-    if not store.missing and not store.refused:
-        yield ok(f"{name}: {store.package}; the master at {store.master} takes connections")
 
 
 if __name__ == "__main__":
