@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import click
 
 from kvd.cli import AS_JSON
-from kvd.config.settings import KNOWN, Setting
+from kvd.config.settings import SETTINGS, Setting
 from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
 from kvd.errors import SocketAccessDenied
 from kvd_proto.access import explain_denied
@@ -87,8 +87,8 @@ def find_reachable_dir(context: click.Context, parameter: click.Parameter, value
 RUNTIME_DIR: dict[str, Any] = {
     "type": click.Path(file_okay=False, readable=False),  # `SocketAccessDenied` says more
     "callback": _find_runtime_dir,
-    "help": f"The daemon's runtime directory. [default: {KNOWN['runtime_dir'].variable}, else"
-    f" runtime_dir of the configuration file, else {KNOWN['runtime_dir'].default}]",
+    "help": f"The daemon's runtime directory. [default: {SETTINGS['runtime_dir'].variable}, else"
+    f" runtime_dir of the configuration file, else {SETTINGS['runtime_dir'].default}]",
 }
 """Without it the same rules hold as for the daemon: KVD_RUNTIME_DIR, the file, /run/kvd."""
 
@@ -106,7 +106,7 @@ def settings_options(function: F) -> F:
 
     The function gets `config: Path | None`, and the others as text or None, by key.
     """
-    for known in reversed(KNOWN.values()):
+    for known in reversed(SETTINGS.values()):
         function = _option(known)(function)
     return click.option(
         "--config",

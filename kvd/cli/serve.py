@@ -73,14 +73,14 @@ def purge(*, config: Path | None, **options: str | None) -> None:
       kvd purge
       kvd purge --runtime-dir /run/kvd --pool-dir /dev/shm
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    from kvd.machine.memory import area_name  # noqa: PLC0415
+    from kvd.machine.memory import pool_directory_name  # noqa: PLC0415
     from kvd.server.persistent_pool import PersistentPool  # noqa: PLC0415  # serve imports it later
     from kvd.server.state_files import last_pool_dir, purge_command  # noqa: PLC0415
 
     settings = sources(config, options).load().settings
     runtime = RuntimeDir(Path(settings.runtime_dir))
     pool_dir = Path(settings.pool_dir).absolute()
-    area = pool_dir / area_name(runtime.path)
+    area = pool_dir / pool_directory_name(runtime.path)
     try:
         runtime.lock()
     except AlreadyRunning:  # a daemon with another pool_dir does not need this pool

@@ -17,8 +17,8 @@ from kvd.config.values import (
     TIERS_NEED,
     Quota,
     QuotaTable,
-    names_in,
     parse_listen,
+    parse_names,
     parse_quotas,
     parse_tiers,
     quotas_of,
@@ -317,7 +317,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             _WHO,
             "NAMES",
             wants=_NAMES.format("users"),
-            check=names_in,
+            check=parse_names,
         ),
     ] = ""
     allow_groups: Annotated[
@@ -327,7 +327,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
             _WHO,
             "NAMES",
             wants=_NAMES.format("groups"),
-            check=names_in,
+            check=parse_names,
         ),
     ] = ""
     share_between_users: Annotated[
@@ -364,5 +364,5 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return quotas_of(self.quota, cpu_bytes)
 
 
-KNOWN: dict[str, Setting] = {known.key: known for known in known_in(Settings)}
+SETTINGS: dict[str, Setting] = {known.key: known for known in known_in(Settings)}
 """Every setting by its key, in the order of the sample file."""

@@ -61,7 +61,7 @@ def parse_listen(text: str) -> ListenAddress | None:
     )
 
 
-def names_in(text: str) -> list[str]:
+def parse_names(text: str) -> list[str]:
     """Return the items of a list of names or numbers with commas between; none for no text.
 
     Whether the names exist is asked where the daemon runs.
@@ -263,7 +263,9 @@ def parse_tiers(texts: Sequence[str]) -> list[TierSetting]:
     return tiers
 
 
-def misplaced_tiers(tiers: Sequence[TierSetting], runtime_dir: str, pool_dir: str) -> Iterator[str]:
+def tier_directory_conflicts(
+    tiers: Sequence[TierSetting], runtime_dir: str, pool_dir: str
+) -> Iterator[str]:
     """What is wrong with the tiers' directories, a line each.
 
     Paths are compared as they are written; of the daemon's own directories also what symbolic

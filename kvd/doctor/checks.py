@@ -23,7 +23,7 @@ from kvd.doctor.probes import (
     size_shortage,
 )
 from kvd.machine import cuda
-from kvd.machine.process import MAX_DIRECTORY_BYTES, danger
+from kvd.machine.process import MAX_DIRECTORY_BYTES, mode_problem
 from kvd.metrics.words import rate
 from kvd_proto.access import explain_denied
 from kvd_proto.capacity import CONTEXT_GPU_BYTES, pin_gpu_bytes, pin_kernel_bytes
@@ -82,20 +82,22 @@ def memory(facts: Facts) -> Iterator[Verdict]:
         yield ok(f"{text} and taken already")
     elif limits is None:  # "pool directory" says so
         yield ok(text)
-    elif pool is None and (shortage := limits.of_reserve(reserve)):
+    elif pool is None and (shortage := limits.reserve_shortage(reserve)):
         yield warn(shortage.text, shortage.remedy)
-    elif shortage := limits.of_machine(wanted):
+    elif shortage := limits.machine_shortage(wanted):
         yield fail(shortage.text, shortage.remedy)
-    elif limits.filesystem.writable and wanted - limits.held + limits.pin_bytes(wanted) > max(
-        0, memory.available - reserve
-    ):
+    elif limits.filesystem.writable and wanted - limits.existing_bytes + limits.pin_bytes(
+        wanted
+    ) > max(0, memory.available - reserve):
         yield warn(
             f"{text}: less than {format_size(reserve)} is left to other processes",
             "make cpu_bytes smaller: when memory runs out, the kernel kills processes",
         )
     else:
         yield ok(
-            f"{text}; the kept pool has {format_size(limits.held)} of it" if limits.held else text
+            f"{text}; the kept pool has {format_size(limits.existing_bytes)} of it"
+            if limits.existing_bytes
+            else text
         )
 
 
@@ -129,12 +131,12 @@ def control_group(facts: Facts) -> Iterator[Verdict]:
     group, limits = facts.cgroup, facts.limits
     if group is None:
         yield ok(f"no memory limit for {facts.subject}")
-    elif limits is not None and (shortage := limits.of_group(facts.wanted)):
+    elif limits is not None and (shortage := limits.cgroup_shortage(facts.wanted)):
         yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(
-            f"{group.group} may take {format_size(group.limit)} and has {format_size(group.room)}"
-            " left"
+            f"{group.group} may take {format_size(group.limit)} and has"
+            f" {format_size(group.free_bytes)} left"
         )
 
 
@@ -148,16 +150,16 @@ def pool_dir(facts: Facts) -> Iterator[Verdict]:
         return
     filesystem = limits.filesystem
     text = (
-        f"{name}: {filesystem.kind} at {filesystem.mounted_at}, {format_size(filesystem.room)} of"
-        f" {format_size(filesystem.size)} free"
+        f"{name}: {filesystem.kind} at {filesystem.mounted_at},"
+        f" {format_size(filesystem.free_bytes)} of {format_size(filesystem.total_bytes)} free"
     )
-    if shortage := limits.on_disk():
+    if shortage := limits.medium_problem():
         yield fail(shortage.text, shortage.remedy)
     elif not place.writable:
         yield fail(f"{text}: not writable for this user", "run kvd as its own user")
-    elif problem := danger(place.path, place.mode):
+    elif problem := mode_problem(place.path, place.mode):
         yield fail(name, problem)
-    elif filesystem.writable and (shortage := limits.of_filesystem(facts.wanted)):
+    elif filesystem.writable and (shortage := limits.filesystem_shortage(facts.wanted)):
         yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(text)
@@ -175,12 +177,12 @@ def huge_pages(facts: Facts) -> Iterator[Verdict]:
         return
     filesystem = limits.filesystem
     need = 0 if facts.runtime.holder is not None else max(facts.wanted, filesystem.page_bytes)
-    if shortage := limits.of_filesystem(need):
+    if shortage := limits.filesystem_shortage(need):
         yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(
-            f"{filesystem.room // filesystem.page_bytes} of {filesystem.huge_pages} huge pages of"
-            f" {format_size(filesystem.page_bytes)} are free"
+            f"{filesystem.free_bytes // filesystem.page_bytes} of {filesystem.huge_pages} huge"
+            f" pages of {format_size(filesystem.page_bytes)} are free"
         )
 
 
@@ -230,10 +232,10 @@ def numa(facts: Facts) -> Iterator[Verdict]:
 def gpus(facts: Facts) -> Iterator[Verdict]:
     """GPUs, their driver, and how memory can be shared with kvd."""
     found = facts.gpus
-    if 0 < found.cuda < cuda.OLDEST:
+    if 0 < found.cuda < cuda.OLDEST_VERSION:
         yield fail(
-            f"the driver is for CUDA {cuda.shown(found.cuda)}, kernel module"
-            f" {found.kernel or 'unknown'}; kvd needs {cuda.shown(cuda.OLDEST)}",
+            f"the driver is for CUDA {cuda.version_text(found.cuda)}, kernel module"
+            f" {found.kernel or 'unknown'}; kvd needs {cuda.version_text(cuda.OLDEST_VERSION)}",
             "update the NVIDIA driver to 525 or newer; 570 and newer are fast",
         )
     elif not found.devices:
@@ -278,12 +280,12 @@ def gpus(facts: Facts) -> Iterator[Verdict]:
 def gpu_driver(facts: Facts) -> Iterator[Verdict]:
     """Whether the driver copies many fragments in one call."""
     found = facts.gpus
-    version = f"CUDA {cuda.shown(found.cuda)}"
-    if found.devices and found.cuda < cuda.WHOLE:
+    version = f"CUDA {cuda.version_text(found.cuda)}"
+    if found.devices and found.cuda < cuda.BATCHED_COPY_VERSION:
         yield warn(
             f"{version}, kernel module {found.kernel or 'unknown'}",
-            f"drivers from CUDA {cuda.shown(cuda.WHOLE)} on copy many fragments in one call;"
-            " this one works, slower",
+            f"drivers from CUDA {cuda.version_text(cuda.BATCHED_COPY_VERSION)} on copy many"
+            " fragments in one call; this one works, slower",
         )
     elif found.devices:
         yield ok(f"{version}, kernel module {found.kernel or 'unknown'}")
@@ -310,7 +312,7 @@ def runtime_dir(facts: Facts) -> Iterator[Verdict]:
         )
     elif not here.status:
         yield ok(f"{name}: will be made")
-    elif problem := danger(here.path, mode):
+    elif problem := mode_problem(here.path, mode):
         yield fail(name, problem)
     elif mode & stat.S_IRWXO:
         yield warn(

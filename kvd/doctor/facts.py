@@ -25,9 +25,9 @@ from kvd.machine.memory import (
     MachineMemory,
     MemoryLimit,
     PoolLimits,
-    area_name,
-    held_bytes,
+    allocated_bytes,
     memory_limit,
+    pool_directory_name,
 )
 from kvd.machine.numa import gpu_nodes, has_gpus
 from kvd.wire.listener import bind_tcp
@@ -183,8 +183,8 @@ class Facts:
         """Bytes of the pool that a stopped daemon has left, which the next one uses again."""
         if self.runtime.holder is not None:
             return 0
-        area = area_name(Path(self.settings.runtime_dir).absolute())
-        return held_bytes(Path(self.settings.pool_dir) / area / "pool")
+        area = pool_directory_name(Path(self.settings.runtime_dir).absolute())
+        return allocated_bytes(Path(self.settings.pool_dir) / area / "pool")
 
     @property
     def limits(self) -> PoolLimits | None:

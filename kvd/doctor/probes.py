@@ -238,7 +238,7 @@ def print_gpus() -> None:
         for device, uuid in cuda.devices():
             name, bus = cuda.device_name(device), cuda.pci_bus_id(device)
             shared = cuda.can_share(device)
-            found.append(Gpu(uuid.hex(), name, bus, *shared, cuda.refusal(device)))
+            found.append(Gpu(uuid.hex(), name, bus, *shared, cuda.compute_mode_problem(device)))
     except CudaMissing as error:
         missing = str(error)
         with contextlib.suppress(LaneError):

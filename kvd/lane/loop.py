@@ -134,7 +134,7 @@ class LaneService:
     def _serve_workers(self) -> None:
         """Serve what has come from workers, some of it where it is much."""
         for _ in range(REQUESTS_PER_TURN):
-            received = self._server.take()
+            received = self._server.next_request()
             if received is None:
                 return
             if not self._workers.all_bound:  # the order that binds its sender came before it
@@ -162,7 +162,7 @@ class LaneService:
         if stood_still:
             _log.warning("%s", stood_still)
         if ready:
-            self._server.look(ready)
+            self._server.handle_events(ready)
         return link.more or link.fileno() in ready
 
     def _patience(self, nap: float) -> int | None:

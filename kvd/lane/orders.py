@@ -35,7 +35,7 @@ from kvd.wire.link import (
     StopLane,
     UnbindWorker,
 )
-from kvd.wire.server import Client, Received, refusal_of
+from kvd.wire.server import Client, Received, decode_error_reply
 from kvd_proto.channel import close_all
 from kvd_proto.codec import REQUESTS
 from kvd_proto.errors import DecodeError, DescriptorsLost, JobShapeError
@@ -279,7 +279,7 @@ class Requests:
         except Refusal as error:
             self._refuse(client, request_id, error.code, str(error))
         except DecodeError as error:
-            self._reports.reply(client, request_id, refusal_of(error))
+            self._reports.reply(client, request_id, decode_error_reply(error))
         except Exception:  # noqa: BLE001  # one request must not end the other engines' lane
             _log.exception("request %d could not be served", request_id)
             text = "a bug in the lane; its log has the details"

@@ -8,7 +8,7 @@ from kvd.lane.devices.host import HostDevice
 from kvd.lane.loop import LaneService
 from kvd.lane.queue import Limits
 from kvd.logs import configure
-from kvd.machine.process import hold_pool, move_up
+from kvd.machine.process import lock_pool, to_high_number
 from kvd.wire.child_process import serve_broker
 from kvd.wire.link import LINK, BeginLane, LaneFailed
 from kvd_proto.channel import Channel
@@ -35,9 +35,9 @@ def _open(link: Channel, begin: BeginLane, fds: tuple[int, ...]) -> LaneService:
     context = {"lane": begin.device, "incarnation": begin.incarnation}
     configure(begin.log_level, begin.log_style, name, **context)
     _keep_freed_memory()
-    pool_fd, pin_lock = map(move_up, fds)
+    pool_fd, pin_lock = map(to_high_number, fds)
     lifeline = open_lifeline()
-    hold_pool(pool_fd)
+    lock_pool(pool_fd)
     service = LaneService(
         incarnation=begin.incarnation,
         endpoint=begin.endpoint,
@@ -86,7 +86,7 @@ def open_lifeline() -> int:
         PoolError: no descriptor is left.
     """
     read_end, write_end = os.pipe()
-    moved = move_up(read_end)
+    moved = to_high_number(read_end)
     lower = os.dup(write_end)
     if lower > write_end:
         os.close(lower)

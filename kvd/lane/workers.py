@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from kvd.client_names import ClientIdentity
 from kvd.errors import HandleRefused, ImportFailed, LaneError
 from kvd.lane.devices.device import Device, MemoryId
-from kvd.machine.process import size_of
+from kvd.machine.process import sealed_size
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd.wire.server import Client
 from kvd_proto.control import CONTROL_BYTES, ControlWords
@@ -32,7 +32,7 @@ def open_control_page(fd: int) -> ControlWords:
     Raises:
         ImportFailed: it is smaller, not sealed, or cannot be mapped.
     """
-    size = size_of(fd, "the control page (descriptor 0)")
+    size = sealed_size(fd, "the control page (descriptor 0)")
     if size < CONTROL_BYTES:
         raise ImportFailed(f"the control page has {size} bytes, {CONTROL_BYTES} are needed")
     try:

@@ -16,9 +16,9 @@ from kvd.errors import CudaDriverError, CudaMissing, LaneError
 
 _log = logging.getLogger(__name__)
 
-OLDEST = 12000
+OLDEST_VERSION = 12000
 """The oldest driver that serves, 1000 * major + 10 * minor: the bindings find nothing in others."""
-WHOLE = 12080
+BATCHED_COPY_VERSION = 12080
 """From this driver on many fragments are copied by one call."""
 _PROHIBITED, _EXCLUSIVE_PROCESS = 2, 3  # compute modes
 
@@ -47,14 +47,14 @@ def call(attempted: str, name: str, *arguments: object) -> Any:
     Raises:
         CudaDriverError: the call failed, or this driver lacks the function.
     """
-    code, *values = returned_by(attempted, name, *arguments)
+    code, *values = call_raw(attempted, name, *arguments)
     check(code, attempted)
     if len(values) > 1:
         return tuple(values)
     return values[0] if values else None
 
 
-def returned_by(attempted: str, name: str, *arguments: object) -> tuple[Any, ...]:
+def call_raw(attempted: str, name: str, *arguments: object) -> tuple[Any, ...]:
     """What the function returned, its code first."""
     try:
         returned: tuple[Any, ...] = getattr(bindings(), name)(*arguments)
@@ -132,11 +132,11 @@ def start() -> None:
         )
     check(code, "initialising the CUDA driver")
     have = version()
-    if have < OLDEST:
+    if have < OLDEST_VERSION:
         raise CudaMissing(
-            f"the NVIDIA driver is too old: it is for CUDA {shown(have)}, kvd needs"
-            f" {shown(OLDEST)} or newer (driver 525), and is fast from {shown(WHOLE)} on"
-            " (driver 570); update the driver"
+            f"the NVIDIA driver is too old: it is for CUDA {version_text(have)}, kvd needs"
+            f" {version_text(OLDEST_VERSION)} or newer (driver 525), and is fast from"
+            f" {version_text(BATCHED_COPY_VERSION)} on (driver 570); update the driver"
         )
 
 
@@ -145,24 +145,24 @@ def version() -> int:
     return int(call("asking for the driver's version", "cuDriverGetVersion"))
 
 
-def shown(number: int) -> str:
+def version_text(number: int) -> str:
     """A version as people write it: 12.8."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def shortcomings() -> str:
+def version_warning() -> str:
     """What this driver lacks, and the remedy; empty where it lacks nothing.
 
     Raises:
         CudaDriverError: the driver does not report its version.
     """
     have = version()
-    if have >= WHOLE:
+    if have >= BATCHED_COPY_VERSION:
         return ""
     return (
-        f"the NVIDIA driver is old: it is for CUDA {shown(have)}, and only from {shown(WHOLE)} on"
-        " (driver 570) are many fragments copied in one call; kvd works, slower, until the driver"
-        " is updated"
+        f"the NVIDIA driver is old: it is for CUDA {version_text(have)}, and only from"
+        f" {version_text(BATCHED_COPY_VERSION)} on (driver 570) are many fragments copied in one"
+        " call; kvd works, slower, until the driver is updated"
     )
 
 
@@ -186,7 +186,7 @@ def device_name(device: int) -> str:
     return name.split(b"\0")[0].decode(errors="replace")
 
 
-def memory_of(device: int) -> int:
+def total_memory(device: int) -> int:
     """Bytes of memory that it has, free or not."""
     return int(call("asking for a device's memory", "cuDeviceTotalMem", device))
 
@@ -205,7 +205,7 @@ def can_share(device: int) -> tuple[bool, bool]:
     )
 
 
-def refusal(device: int) -> str:
+def compute_mode_problem(device: int) -> str:
     """Why no context may be made on a device, and the remedy; empty where one may.
 
     In mode EXCLUSIVE_PROCESS the context of this process would lock the engine's out, or fail

@@ -49,7 +49,7 @@ class Filesystem:
 
     kind, mounted_at: as the kernel lists it.
     page_bytes: what files in it are multiples of.
-    size, room: its bytes, and how many are left.
+    total_bytes, free_bytes: of the filesystem.
     huge_pages: of hugetlbfs: how many pages of `page_bytes` the machine has set aside.
     """
 
@@ -57,24 +57,26 @@ class Filesystem:
     kind: str
     mounted_at: str
     page_bytes: int
-    size: int
-    room: int
+    total_bytes: int
+    free_bytes: int
     huge_pages: int = 0
 
     @classmethod
     def of(cls, directory: Path) -> Self:
         """Return the filesystem that `directory` is on."""
         found = os.statvfs(directory)
-        size, room = found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+        total_bytes = found.f_blocks * found.f_frsize
+        free_bytes = found.f_bavail * found.f_frsize
         kind, mounted_at = _mount(directory)
         if kind != _HUGETLBFS:
             page = max(4096, mmap.ALLOCATIONGRANULARITY)  # the trailer is mapped by itself
-            return cls(directory, kind, mounted_at, page, size, room)
+            return cls(directory, kind, mounted_at, page, total_bytes, free_bytes)
         page = found.f_bsize
-        pages, free = _huge_pages(page, "nr"), _huge_pages(page, "free") * page
-        if found.f_blocks:  # the mount has a size
-            free = min(free, room)
-        return cls(directory, kind, mounted_at, page, size or pages * page, free, pages)
+        num_pages, free_page_bytes = _huge_pages(page, "nr"), _huge_pages(page, "free") * page
+        if not found.f_blocks:  # the mount has no size option
+            total_bytes, free_bytes = num_pages * page, free_page_bytes
+        free_bytes = min(free_bytes, free_page_bytes)
+        return cls(directory, kind, mounted_at, page, total_bytes, free_bytes, num_pages)
 
     @property
     def writable(self) -> bool:
@@ -148,7 +150,7 @@ class MemoryLimit:
     used: int
 
     @property
-    def room(self) -> int:
+    def free_bytes(self) -> int:
         """Bytes that are left."""
         return max(0, self.limit - self.used)
 
@@ -180,7 +182,7 @@ def memory_limit(
                 in_use = max(0, int(current) - _page_cache(group, prefix))
                 found.append(MemoryLimit(group, int(text), in_use))
             group = group.parent
-    return min(found, key=lambda each: each.room, default=None)
+    return min(found, key=lambda each: each.free_bytes, default=None)
 
 
 def _page_cache(group: Path, prefix: str) -> int:
@@ -194,18 +196,18 @@ def _without_headroom(nbytes: int) -> int:
     return nbytes - min(HEADROOM, nbytes // 2)
 
 
-def written_size(nbytes: int) -> str:
+def size_as_setting(nbytes: int) -> str:
     """Return a size as a setting is written, not above `nbytes`: whole GiB, or MiB below 4 GiB."""
     return f"{nbytes // 2**30}GiB" if nbytes >= 2**32 else f"{nbytes // 2**20}MiB"
 
 
-def area_name(*paths: Path) -> str:
+def pool_directory_name(*paths: Path) -> str:
     """Return the name of the directory that belongs to a runtime directory, or to several paths."""
     digest = hashlib.blake2b(b"\0".join(map(os.fsencode, paths)), digest_size=6).hexdigest()
     return f"kvd-{digest}"
 
 
-def held_bytes(pool_file: Path) -> int:
+def allocated_bytes(pool_file: Path) -> int:
     """Return the memory that a pool's file takes now, which the next daemon uses again."""
     try:
         return pool_file.lstat().st_blocks * 512
@@ -221,7 +223,7 @@ class PoolLimits:
     A pool in huge pages takes none of that memory. To pin a pool takes kernel memory, which counts
     against the machine's memory alone.
 
-    held: bytes that the pool's file takes already. They are used again, so a pool that is no
+    existing_bytes: that the pool's file takes already. They are used again, so a pool that is no
         larger fits in any case.
     pinning_lanes: how many lanes pin all of the pool; those whose arenas divide it are one.
     """
@@ -229,29 +231,31 @@ class PoolLimits:
     filesystem: Filesystem
     memory: MachineMemory
     group: MemoryLimit | None
-    held: int
+    existing_bytes: int
     pinning_lanes: int = 0
 
     @classmethod
-    def of(cls, pool_dir: Path, held: int, pinning_lanes: int | None = None) -> Self:
+    def of(cls, pool_dir: Path, existing_bytes: int, pinning_lanes: int | None = None) -> Self:
         """Return the limits of a pool in `pool_dir`, as they are now, for this process.
 
         Args:
             pool_dir: where it goes.
-            held: bytes that its file takes already.
+            existing_bytes: that its file takes already.
             pinning_lanes: None where the ranks are not known: one where GPUs can be seen.
         """
         lanes = int(has_gpus()) if pinning_lanes is None else pinning_lanes
-        return cls(Filesystem.of(pool_dir), MachineMemory.read(), memory_limit(), held, lanes)
+        return cls(
+            Filesystem.of(pool_dir), MachineMemory.read(), memory_limit(), existing_bytes, lanes
+        )
 
     @property
     def largest(self) -> int:
         """Bytes of the largest pool that fits now, without the trailer of its file."""
-        rooms = [self.filesystem.room]
+        rooms = [self.filesystem.free_bytes]
         if self._counts_as_memory and self.group is not None:
-            rooms.append(_without_headroom(self.group.room))
+            rooms.append(_without_headroom(self.group.free_bytes))
         trailer = self.filesystem.whole_pages(TRAILER_BYTES)
-        held = self.held - trailer
+        held = self.existing_bytes - trailer
         return max(0, held, min(held + min(rooms), self._largest_of_machine(held)))
 
     def _largest_of_machine(self, held: int) -> int:
@@ -269,14 +273,18 @@ class PoolLimits:
 
     def shortage(self, nbytes: int) -> Shortage | None:
         """Return why a pool of `nbytes` does not fit, the machine's memory first."""
-        return self.of_machine(nbytes) or self.of_group(nbytes) or self.of_filesystem(nbytes)
+        return (
+            self.machine_shortage(nbytes)
+            or self.cgroup_shortage(nbytes)
+            or self.filesystem_shortage(nbytes)
+        )
 
-    def of_machine(self, nbytes: int) -> Shortage | None:
+    def machine_shortage(self, nbytes: int) -> Shortage | None:
         """Return why the machine's memory is too small."""
         missing, pins = self._missing(nbytes), self.pin_bytes(nbytes)
         if not missing:
             return None
-        held = self.held
+        held = self.existing_bytes
         if not self._counts_as_memory:
             missing = held = 0
         available = self.memory.available
@@ -295,37 +303,38 @@ class PoolLimits:
             self._remedy(others),
         )
 
-    def of_group(self, nbytes: int) -> Shortage | None:
+    def cgroup_shortage(self, nbytes: int) -> Shortage | None:
         """Return why the control group's limit is too low."""
         group, missing = self.group, self._missing(nbytes)
         if group is None or not missing or not self._counts_as_memory:
             return None
-        room = _without_headroom(group.room)
+        room = _without_headroom(group.free_bytes)
         if missing <= room:
             return None
         raised = ""
-        if self.of_machine(nbytes) is None:
+        if self.machine_shortage(nbytes) is None:
             limit = -(-(group.used + missing + HEADROOM) // 2**20)
             raised = (
                 f"raise the limit to {limit} MiB (memory.max, MemoryMax=, resources.limits.memory)"
             )
         return Shortage(
             f"a pool of {format_size(nbytes)} does not fit the control group {group.group}:"
-            f" {format_size(group.room)} of {format_size(group.limit)} are left{self._and_held},"
-            f" of which {format_size(group.room - room)} are for kvd's own processes",
+            f" {format_size(group.free_bytes)} of {format_size(group.limit)} are"
+            f" left{self._and_held}, of which {format_size(group.free_bytes - room)} are for kvd's"
+            " own processes",
             self._remedy(raised),
         )
 
-    def of_filesystem(self, nbytes: int) -> Shortage | None:
+    def filesystem_shortage(self, nbytes: int) -> Shortage | None:
         """Return why the filesystem is too small."""
         filesystem = self.filesystem
-        missing = self._missing(nbytes) - filesystem.room
+        missing = self._missing(nbytes) - filesystem.free_bytes
         if missing <= 0:
             return None
         return Shortage(
             f"a pool of {format_size(nbytes)} does not fit {filesystem.directory}"
-            f" ({filesystem.kind}): {format_size(filesystem.room)} of"
-            f" {format_size(filesystem.size)} are left{self._and_held}",
+            f" ({filesystem.kind}): {format_size(filesystem.free_bytes)} of"
+            f" {format_size(filesystem.total_bytes)} are left{self._and_held}",
             self._remedy(self._enlarged(nbytes, missing)),
         )
 
@@ -335,10 +344,13 @@ class PoolLimits:
         Args:
             reserve: bytes that `auto` leaves to others; None where the size is fixed.
         """
-        doubts = [self.on_disk(), self.of_reserve(reserve) if reserve is not None else None]
+        doubts = [
+            self.medium_problem(),
+            self.reserve_shortage(reserve) if reserve is not None else None,
+        ]
         return [str(doubt) for doubt in doubts if doubt is not None]
 
-    def on_disk(self) -> Shortage | None:
+    def medium_problem(self) -> Shortage | None:
         """Return why the filesystem is none for a pool."""
         if self.filesystem.is_memory:
             return None
@@ -349,7 +361,7 @@ class PoolLimits:
             "use a tmpfs such as /dev/shm, or a mounted hugetlbfs",
         )
 
-    def of_reserve(self, reserve: int) -> Shortage | None:
+    def reserve_shortage(self, reserve: int) -> Shortage | None:
         """Return why `auto` makes no pool."""
         if reserve < self.largest:
             return None
@@ -370,17 +382,21 @@ class PoolLimits:
             return 0
         filesystem = self.filesystem
         whole = filesystem.whole_pages(nbytes) + filesystem.whole_pages(TRAILER_BYTES)
-        return max(0, whole - self.held)
+        return max(0, whole - self.existing_bytes)
 
     @property
     def _and_held(self) -> str:
-        return f" beside the {format_size(self.held)} of the kept pool" if self.held else ""
+        return (
+            f" beside the {format_size(self.existing_bytes)} of the kept pool"
+            if self.existing_bytes
+            else ""
+        )
 
     def _remedy(self, other: str) -> str:
         """Join the ways out: a smaller pool, where one fits, and `other`, where it is one."""
         ways = [other] if other else []
         if self.largest >= 2**20:
-            ways.insert(0, f"choose --cpu-bytes {written_size(self.largest)} or less")
+            ways.insert(0, f"choose --cpu-bytes {size_as_setting(self.largest)} or less")
         return ", or ".join(ways) or "free memory first: no smaller pool fits either"
 
     def _enlarged(self, nbytes: int, missing: int) -> str:
@@ -398,9 +414,9 @@ class PoolLimits:
             )
         if filesystem.kind != _TMPFS:
             return f"make room at {filesystem.mounted_at}"
-        if self.of_machine(nbytes) is not None:
+        if self.machine_shortage(nbytes) is not None:
             return ""
-        mib = -(-(filesystem.size + missing) // 2**20)
+        mib = -(-(filesystem.total_bytes + missing) // 2**20)
         return (
             f"enlarge it: mount -o remount,size={mib}M {filesystem.mounted_at}; in Docker"
             " --shm-size, in Kubernetes a larger emptyDir with medium: Memory"

@@ -18,7 +18,9 @@ from pathlib import Path
 
 from kvd.errors import ConfigError, ImportFailed, PoolError
 
-HOW = "memfd_create(MFD_ALLOW_SEALING), ftruncate, then fcntl(F_ADD_SEALS, F_SEAL_SHRINK)"
+SEALED_MEMFD_RECIPE = (
+    "memfd_create(MFD_ALLOW_SEALING), ftruncate, then fcntl(F_ADD_SEALS, F_SEAL_SHRINK)"
+)
 MAX_DIRECTORY_BYTES = 107 - len("/lane-host-99999-ffff.sock")
 """Of the runtime directory: sockaddr_un holds 108 with its final zero, the longest name is a lane's
 socket."""
@@ -33,7 +35,7 @@ _SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 _LONG_SLICE_NS = 100_000_000  # the longest that there is
 _GIVING_WAY = 10  # a tenth of the share of others
 _OOM_SCORE = 500
-LONGEST_SECONDS = 1.0  # a turn of a loop takes milliseconds
+MAX_STALL_SECONDS = 1.0  # a turn of a loop takes milliseconds
 _SAMPLE_SECONDS = 0.25  # between looks at the processor time, which are system calls
 
 
@@ -63,7 +65,7 @@ def free_descriptors() -> int:
         return 0
 
 
-def danger(path: Path, mode: int) -> str:
+def mode_problem(path: Path, mode: int) -> str:
     """Return what is wrong with a directory of this mode, and the remedy; empty for nothing.
 
     Where every user may rename and remove files, any user can replace the daemon's by a link or
@@ -77,19 +79,19 @@ def danger(path: Path, mode: int) -> str:
     )
 
 
-def check_place(name: str, path: Path) -> None:
+def check_directory(name: str, path: Path) -> None:
     """Check that only the daemon's user, its group and root can replace its files there.
 
     Raises:
         ConfigError: every user may; with the remedy.
         OSError: it is not there.
     """
-    problem = danger(path, path.stat().st_mode)
+    problem = mode_problem(path, path.stat().st_mode)
     if problem:
         raise ConfigError(f"{name} = {path}: {problem}")
 
 
-def size_of(fd: int, what: str) -> int:
+def sealed_size(fd: int, what: str) -> int:
     """Return the size of a file that a worker shares, and that cannot be shortened.
 
     A file that loses its pages under a mapping ends the process that touches them, and a file of
@@ -102,9 +104,13 @@ def size_of(fd: int, what: str) -> int:
     try:
         seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # answered by the kernel alone
     except OSError:
-        raise ImportFailed(f"{what} is no memory file; make it with {HOW}") from None
+        raise ImportFailed(
+            f"{what} is no memory file; make it with {SEALED_MEMFD_RECIPE}"
+        ) from None
     if not seals & fcntl.F_SEAL_SHRINK:
-        raise ImportFailed(f"{what} could be shortened while it is mapped; make it with {HOW}")
+        raise ImportFailed(
+            f"{what} could be shortened while it is mapped; make it with {SEALED_MEMFD_RECIPE}"
+        )
     return os.fstat(fd).st_size
 
 
@@ -134,7 +140,7 @@ def lock_directory(descriptor: int) -> None:
             return
 
 
-def hold_pool(pool_fd: int) -> None:
+def lock_pool(pool_fd: int) -> None:
     """Lock the pool's file for as long as anything of this process can write to it.
 
     The next daemon waits for that. The lock is on a descriptor of this process's own, opened
@@ -151,7 +157,7 @@ def hold_pool(pool_fd: int) -> None:
         raise PoolError("another daemon is taking the pool over") from error
 
 
-def move_up(descriptor: int) -> int:
+def to_high_number(descriptor: int) -> int:
     """Give a descriptor that will be closed a high number, so that a low one is free.
 
     Raises:
@@ -184,7 +190,7 @@ def map_pool(pool_fd: int, pool_bytes: int) -> memoryview:
         raise PoolError(f"the pool's {pool_bytes} bytes cannot be mapped: {error}") from error
 
 
-def tie_to_parent() -> None:
+def die_with_parent() -> None:
     """Die with the broker, however that ends; ignore signals to end.
 
     Signals that reach the whole process group or cgroup are for the broker,
@@ -199,14 +205,14 @@ def tie_to_parent() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def be_spared_last() -> None:
+def prefer_oom_kill() -> None:
     """Have the kernel end this process before the data path's where memory runs out."""
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Have this thread, from now on, give way to every other that wants its processor.
 
     `nice` alone decides shares: a thread that wakes still waits until the slice of the one that
@@ -225,7 +231,7 @@ def give_way() -> None:
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Collect no garbage meanwhile, and leave out later what there is then: it stays for life.
 
     A collection that looks at all modules takes ten milliseconds, at a start and in a loop.
@@ -273,7 +279,7 @@ class StallDetector:
         self._woke = now
         late = now - self._until if self._until is not None else 0.0
         still = self._waits - woke + (late if late > 0 else 0.0)
-        if still <= LONGEST_SECONDS:
+        if still <= MAX_STALL_SECONDS:
             if now >= self._sampled + _SAMPLE_SECONDS:
                 self._sampled, self._worked = now, self._cpu()
             return ""

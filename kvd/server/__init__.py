@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvd.config.sources import LoadedSettings, Sources
 from kvd.errors import KvdError
-from kvd.machine.process import starting
+from kvd.machine.process import gc_paused
 from kvd.server.child import start_process
 from kvd.server.runtime_dir import RuntimeDir
 
@@ -35,7 +35,7 @@ def serve(loaded: LoadedSettings, sources: Sources, version: str, *, cold: bool)
         # If the daemon fails to start, the lane's process exits with this one.
         with contextlib.suppress(OSError):  # retried once there is a pool
             first_lane = start_process("kvd.lane")
-        with starting():
+        with gc_paused():
             from kvd.server.loop import BrokerService  # noqa: PLC0415
 
             service = BrokerService(loaded, sources, version, runtime, first_lane, cold=cold)

@@ -224,7 +224,7 @@ class BrokerService:
         now = self._polled = time.monotonic()
         if stood_still := self._standstill.woke(now):
             self._note(Event(stood_still, "warning"))
-        sessions.look(ready)
+        sessions.handle_events(ready)
         due = ready or now >= min(self._next_tick, look_at) or busy or self._held_up
         if due:
             for lane in list(self._children.lanes.values()):  # first: they say what is READY
@@ -277,7 +277,7 @@ class BrokerService:
 
     def _pool_limits(self, pinning_lanes: int | None = None) -> PoolLimits:
         pool_dir = Path(self._settings.pool_dir)
-        return PoolLimits.of(pool_dir, self._kept_pool.held_bytes(), pinning_lanes)
+        return PoolLimits.of(pool_dir, self._kept_pool.allocated_bytes(), pinning_lanes)
 
     def _open_pool(self, cpu_bytes: int, engine: OpenPool | None = None) -> Namespaces:
         def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
@@ -315,7 +315,7 @@ class BrokerService:
         registration = self.core.registration
         try:
             cpu_bytes, explanation = auto_size(
-                self._settings, effect.layouts, largest, self._kept_pool.kept_bytes(), lanes
+                self._settings, effect.layouts, largest, self._kept_pool.reusable_cpu_bytes(), lanes
             )
             namespaces = self._open_pool(cpu_bytes, effect)
         except Refusal as refusal:

@@ -27,7 +27,7 @@ from kvd.cache.ledger import MAGIC, Ledger
 from kvd.cache.namespaces import Keeping, Namespaces
 from kvd.cache.trailer import EPOCH_SHIFT, NAME_BYTES, PoolTrailer
 from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refusal
-from kvd.machine.memory import held_bytes
+from kvd.machine.memory import allocated_bytes
 from kvd.pool.geometry import FillOrder
 from kvd.server.client_files import DescriptionFile
 from kvd.server.pool_memory import PoolMemory, shortage_remedy
@@ -86,14 +86,14 @@ class PersistentPool:
 
     # ---------------------------------------------------------------- start
 
-    def kept_bytes(self) -> int | None:
+    def reusable_cpu_bytes(self) -> int | None:
         """Return `cpu_bytes` of the pool that is there and can be used again; None without one."""
         manifest = self._usable
         return manifest.cpu_bytes if manifest is not None else None
 
-    def held_bytes(self) -> int:
+    def allocated_bytes(self) -> int:
         """Return the memory that the pool's file takes now, which this daemon uses or frees."""
-        return held_bytes(self._files.pool)
+        return allocated_bytes(self._files.pool)
 
     def open(
         self, cpu_bytes: int, make_namespaces: MakeNamespaces, engine: OpenPool | None = None
@@ -343,7 +343,7 @@ class PersistentPool:
             chunks: READY in the pool of this daemon.
         """
         try:
-            held = self.held_bytes()
+            held = self.allocated_bytes()
         except OSError as error:
             return f"; {self._files.pool} cannot be looked at: {error.strerror}"
         if not held:
@@ -355,7 +355,7 @@ class PersistentPool:
 
     def remove(self) -> int:
         """Remove all files; return how many bytes the pool had."""
-        held = self.held_bytes()
+        held = self.allocated_bytes()
         self._files.remove()
         return held
 

@@ -30,7 +30,7 @@ from kvd.broker.effects import Event, OpenPool
 from kvd.cache.trailer import HEAD_BYTES
 from kvd.errors import PoolError
 from kvd.machine import numa
-from kvd.machine.memory import TRAILER_BYTES, Filesystem, PoolLimits, held_bytes
+from kvd.machine.memory import TRAILER_BYTES, Filesystem, PoolLimits, allocated_bytes
 from kvd.machine.numa import GpuNode, Node
 from kvd.machine.process import is_out_of_files, open_files_remedy
 from kvd.pool.geometry import FillOrder
@@ -127,7 +127,9 @@ class PoolMemory:
             self._step = max(_STEP, filesystem.page_bytes)
             self.fill = FillOrder.of(self.nbytes, filesystem.page_bytes)
             lanes = pinning_lanes(engine.layouts, engine.devices) if engine is not None else None
-            if shortage := PoolLimits.of(path.parent, held_bytes(path), lanes).shortage(nbytes):
+            if shortage := PoolLimits.of(path.parent, allocated_bytes(path), lanes).shortage(
+                nbytes
+            ):
                 raise PoolError(str(shortage))
             gpus = numa.gpu_nodes(os.sched_getaffinity(0))
             self._parts = place_parts(nbytes, filesystem, gpus, engine)

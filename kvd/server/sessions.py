@@ -21,10 +21,10 @@ from kvd.broker.effects import Effect, Event, Reply
 from kvd.broker.engines.sessions import Session
 from kvd.client_names import Peer
 from kvd.errors import Refusal
-from kvd.machine.process import HOW, open_files_remedy
+from kvd.machine.process import SEALED_MEMFD_RECIPE, open_files_remedy
 from kvd.server.runtime_dir import AllowList
-from kvd.wire.listener import is_harmless
-from kvd.wire.server import Client, Server, refusal_of
+from kvd.wire.listener import closes_at_once
+from kvd.wire.server import Client, Server, decode_error_reply
 from kvd_proto.channel import close_all
 from kvd_proto.codec import MAX_MESSAGE_BYTES, REQUESTS, WIRE, Header
 from kvd_proto.errors import DecodeError, Oversize
@@ -63,7 +63,7 @@ class SessionServer:
     Args:
         path: of the socket.
         core: decides.
-        epoll: of the loop, which gives `look` what is ready.
+        epoll: of the loop, which gives `handle_events` what is ready.
         carry_out: executes effects; replies and notices come back to `reply` and `notify`.
         allowed: who may connect.
         own: whether a peer is a process of this daemon, for which there is always room.
@@ -106,9 +106,9 @@ class SessionServer:
         server = self._server
         return server.pending or bool(server.accepted) or bool(server.ended)
 
-    def look(self, ready: dict[int, int]) -> None:
+    def handle_events(self, ready: dict[int, int]) -> None:
         """Note which sessions can be read; take what was looked at out of `ready`."""
-        self._server.look(ready)
+        self._server.handle_events(ready)
         for fd in ready.keys() & self._by_pidfd.keys():
             del ready[fd]
             connection = self._by_pidfd[fd]
@@ -119,7 +119,7 @@ class SessionServer:
         """Admit peers, serve a batch of requests at most, end sessions."""
         self._admit_accepted()
         for _ in range(_BATCH):
-            received = self._server.take()
+            received = self._server.next_request()
             self._end_sessions()  # first: the request may be for what a session held that is gone
             if received is None:
                 break
@@ -227,7 +227,7 @@ class SessionServer:
             message = REQUESTS.decode_body(header, frame)
         except DecodeError as error:
             _log_unreadable(session, error)
-            return [Reply(session.number, header.request_id, refusal_of(error))]
+            return [Reply(session.number, header.request_id, decode_error_reply(error))]
         try:
             return self._core.request(session, header.request_id, message, now, descriptors)
         except Exception:
@@ -301,11 +301,11 @@ def _check_descriptors(frame: bytes, fds: Sequence[int]) -> None:
         text = "descriptors came with a message that is no Register; only that takes them"
         raise Refusal(ErrorCode.BAD_MESSAGE, text)
     for number, fd in enumerate(fds):
-        if not is_harmless(fd):
+        if not closes_at_once(fd):
             raise Refusal(
                 ErrorCode.BAD_LAYOUT,
                 f"descriptor {number} of those that were sent is neither a memory file nor a"
-                f" device; make memory with {HOW}",
+                f" device; make memory with {SEALED_MEMFD_RECIPE}",
             )
 
 

@@ -32,8 +32,8 @@ import msgspec
 from kvd.cache.resets import PAGE_BYTES, Resets
 from kvd.cache.trailer import HEAD_BYTES, NAME_BYTES, pack_head
 from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError
-from kvd.machine.memory import TRAILER_BYTES, Filesystem, area_name, held_bytes
-from kvd.machine.process import check_place, lock_directory
+from kvd.machine.memory import TRAILER_BYTES, Filesystem, allocated_bytes, pool_directory_name
+from kvd.machine.process import check_directory, lock_directory
 from kvd_proto.sizes import format_size
 
 log = logging.getLogger("kvd.daemon")
@@ -114,15 +114,15 @@ class PoolFiles:
             what = "this is not a directory" if pool_dir.exists() else "no such directory"
             raise ConfigError(f"pool_dir = {pool_dir}: {what}; use a tmpfs such as /dev/shm")
         self.own = True
-        place = notes = pool_dir / area_name(runtime_dir)
+        place = notes = pool_dir / pool_directory_name(runtime_dir)
         filesystem = Filesystem.of(pool_dir)
         self._filesystem = filesystem
         if not filesystem.writable:
             # No other pool's: nothing of a pool that lies in NOTES_DIR is taken for this one's.
-            notes = NOTES_DIR / area_name(runtime_dir, pool_dir.resolve())
-        check_place("pool_dir", pool_dir)
+            notes = NOTES_DIR / pool_directory_name(runtime_dir, pool_dir.resolve())
+        check_directory("pool_dir", pool_dir)
         if notes.parent != pool_dir:
-            check_place("the directory of the pool's manifest", notes.parent)
+            check_directory("the directory of the pool's manifest", notes.parent)
         for area in {place, notes}:
             for litter in area.parent.glob(f"{area.name}-*"):
                 remove_tree(litter)
@@ -295,7 +295,7 @@ def remember_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:
     for other in known:
         held = 0
         with contextlib.suppress(OSError):  # a directory of another user, or of a lost mount
-            held = held_bytes(other / area_name(runtime_dir) / "pool")
+            held = allocated_bytes(other / pool_directory_name(runtime_dir) / "pool")
         if held and other.resolve() != own.resolve():
             others.append(other)
             log.warning(

@@ -6,7 +6,7 @@ import sys
 
 from kvd.config.values import parse_tier
 from kvd.logs import configure
-from kvd.machine.process import hold_pool, map_pool, move_up
+from kvd.machine.process import lock_pool, map_pool, to_high_number
 from kvd.tier.backends import backend, options_of
 from kvd.tier.service import TierService
 from kvd.wire.child_process import serve_broker
@@ -32,8 +32,8 @@ def _open(link: Channel, begin: BeginTier, fds: tuple[int, ...]) -> TierService:
     name = f"tier {begin.index} ({kind})"
     configure(begin.log_level, begin.log_style, f"tier {kind}#{begin.index}", tier=begin.index)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    pool_fd = move_up(fds[0])
-    hold_pool(pool_fd)
+    pool_fd = to_high_number(fds[0])
+    lock_pool(pool_fd)
     setting = parse_tier(begin.setting)
     pool = map_pool(pool_fd, begin.pool_bytes)
     os.close(pool_fd)

@@ -23,8 +23,8 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from kvd.errors import TierError
-from kvd.logs import fault_text
-from kvd.machine.process import give_way
+from kvd.logs import safe_repr
+from kvd.machine.process import lower_priority
 from kvd.tier.batches import Batch, Part
 from kvd.tier.contract import Chunk, Outcome, Space, Tier
 from kvd.tier.seal import Damaged, OtherChunk, check_of, seal, unseal
@@ -116,7 +116,7 @@ class Workers:
         self._work(self._gets, self._get_ready)
 
     def _put(self) -> None:
-        give_way()
+        lower_priority()
         self._work(self._puts, self._put_ready)
 
     def _work(self, queue: deque[Part], ready: threading.Condition) -> None:
@@ -189,7 +189,7 @@ class Transfers:
             batch.fail(Outcome.FAILED, str(error), part.begin, part.end)
             self._say(f"{self._name}: a {batch.kind} of {len(batch.order.keys)} failed: {error}")
         except Exception as error:
-            batch.fail(Outcome.FAILED, fault_text(error), part.begin, part.end)
+            batch.fail(Outcome.FAILED, safe_repr(error), part.begin, part.end)
             log.exception("%s: a bug in the tier failed a %s", self._name, batch.kind)
 
     def _put(self, part: Part, space: Space) -> None:
@@ -305,7 +305,7 @@ class Clerk:
                 return partial(then, error)
             except Exception as error:
                 log.exception("a bug in the tier's backend")
-                return partial(then, TierError(fault_text(error)))
+                return partial(then, TierError(safe_repr(error)))
 
         self._tasks.put(task)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvd.errors import KvdError
-from kvd.logs import fault_text
+from kvd.logs import safe_repr
 from kvd.machine.process import open_files_remedy, raise_descriptor_limit
 from kvd_proto.channel import Channel
 from kvd_proto.codec import Codec
@@ -54,7 +54,7 @@ def serve_broker(
     except Exception as error:
         text = str(error)
         if not isinstance(error, KvdError | OSError):
-            text = fault_text(error)
+            text = safe_repr(error)
             log.exception("it does not start: a bug")
         try:
             link.send(codec.encode(failure(text[:_TEXT_LIMIT])))

@@ -137,7 +137,7 @@ def bind_tcp(listen: ListenAddress) -> socket.socket:
     return listener
 
 
-def is_harmless(fd: int) -> bool:
+def closes_at_once(fd: int) -> bool:
     """Return whether the kernel alone closes the descriptor. No file system is asked.
 
     So it is with memory files, which answer for their seals; devices, such as CUDA's; and objects
@@ -172,7 +172,7 @@ class DescriptorCloser:
 
     def close(self, fds: Sequence[int], uid: int) -> None:
         """Close descriptors that a process of this user has sent. Never waits."""
-        if all(map(is_harmless, fds)):
+        if all(map(closes_at_once, fds)):
             close_all(fds)
         else:
             self._put(tuple(fds), uid)
@@ -186,7 +186,7 @@ class DescriptorCloser:
         else:
             sock.close()
 
-    def is_held_up(self, uid: int) -> bool:
+    def is_stuck(self, uid: int) -> bool:
         """Return whether this user's file systems hold as many threads as they may."""
         since = time.monotonic() - STUCK_SECONDS
         with self._lock:

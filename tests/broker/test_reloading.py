@@ -12,7 +12,7 @@ from kvd.broker.effects import Effect, Event, ToLane
 from kvd.broker.report.status_report import status_report
 from kvd.broker.requests.reloading import take_up
 from kvd.client_names import Peer
-from kvd.config.settings import KNOWN, Settings
+from kvd.config.settings import SETTINGS, Settings
 from kvd.config.sources import LoadedSettings
 from kvd.errors import ConfigError
 from kvd.wire.link import LaneLog
@@ -47,7 +47,7 @@ def ask(broker: Broker, number: int, message: ReloadConfig | ShowConfig) -> list
 def read(**changes: object) -> LoadedSettings:
     """What a reading brings: the settings of the start with these changes."""
     settings = msgspec.structs.replace(START, **changes)
-    origins = {key: "kvd.toml:1" if key in changes else "default" for key in KNOWN}
+    origins = {key: "kvd.toml:1" if key in changes else "default" for key in SETTINGS}
     return LoadedSettings(settings, origins, Path("kvd.toml"))
 
 
@@ -152,7 +152,7 @@ def test_after_any_readings_live_settings_are_the_last_and_others_the_first(
     for changes in readings:
         present, _ = take_up(present, read(**changes))
     last = read(**readings[-1]).settings if readings else START
-    for key, known in KNOWN.items():
+    for key, known in SETTINGS.items():
         wanted = getattr(last if known.live else START, key)
         assert getattr(present.settings, key) == wanted
         assert (key in present.waiting) == (getattr(last, key) != wanted)

@@ -37,12 +37,12 @@ def serving(path: Path, serve: Serve, *, refuses: bool = False) -> Iterator[None
         server = Server(path, max_bytes=2**20)
         listening.set()
         while not ending.wait(0.001):
-            server.look()
+            server.handle_events()
             while server.accepted:
                 client = server.accepted.popleft()
                 if refuses:
                     server.refuse(client, WIRE.encode(REFUSAL))
-            while received := server.take():
+            while received := server.next_request():
                 client, frame, _ = received
                 header, message = WIRE.decode(frame)
                 if isinstance(message, Hello):

@@ -381,14 +381,14 @@ class FakeDaemon:
     def _read(
         self, server: Server, serve: Callable[[Client, bytes, tuple[int, ...]], None]
     ) -> None:
-        server.look()
+        server.handle_events()
         while server.accepted:
             client = server.accepted.popleft()
             if server is self._server:
                 server.adopt(client, FakeSession(client, os.urandom(16)))
                 self.sessions.append(client.owner)
         while server.pending:
-            received = server.take()
+            received = server.next_request()
             if received is not None:
                 serve(*received)
         while server.ended:

@@ -16,7 +16,7 @@ from typing import Any
 from unittest.mock import patch
 
 from kvd.errors import NotRunning
-from kvd.machine.memory import area_name
+from kvd.machine.memory import pool_directory_name
 from kvd.wire.tool import ToolConnection
 from tests.waiting import PATIENCE, PAUSE, eventually
 
@@ -127,7 +127,7 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
         for daemon in daemons:
             daemon.process.wait(timeout=PATIENCE)
         for daemon in daemons:  # several may share a place: now nobody writes there
-            for place in Path("/dev/shm").glob(f"{area_name(daemon.runtime_dir)}*"):
+            for place in Path("/dev/shm").glob(f"{pool_directory_name(daemon.runtime_dir)}*"):
                 shutil.rmtree(place)
 
 

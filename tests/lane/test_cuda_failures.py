@@ -266,7 +266,7 @@ def test_a_driver_that_is_older_than_the_bindings_serves_and_is_named(
     said = fakecuda.check(
         live_on_an_old_driver, str(fakecuda.library), str(tmp_path / "log"), DRIVER_VERSION=version
     )
-    shown = cuda.shown(version)
+    shown = cuda.version_text(version)
     assert f"it is for CUDA {shown}, and only from 12.8 on" in said
     assert "(driver 570) are many fragments copied in one call" in said
 
@@ -280,7 +280,7 @@ def test_a_driver_from_12_8_on_lacks_nothing(fakecuda: FakeCuda, version: int) -
 def start_and_tell() -> None:
     """A process of its own: the version, and what is missing."""
     cuda.start()
-    print(cuda.version(), repr(cuda.shortcomings()))
+    print(cuda.version(), repr(cuda.version_warning()))
 
 
 def live_on_an_old_driver(library: str, log: str) -> None:

@@ -208,8 +208,8 @@ RULES = [
     Rule(
         checks.a_code_that_the_bindings_do_not_know_fails_one_transfer,
         (
-            (cuda, "returned_by", raise_as_the_bindings_do),
-            (driver, "returned_by", raise_as_the_bindings_do),
+            (cuda, "call_raw", raise_as_the_bindings_do),
+            (driver, "call_raw", raise_as_the_bindings_do),
         ),
     ),
     Rule(

@@ -27,7 +27,7 @@ from kvd.config.settings import Settings
 from kvd.config.sources import Sources
 from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refusal
 from kvd.machine import memory
-from kvd.machine.memory import TRAILER_BYTES, Filesystem, MemoryLimit, area_name
+from kvd.machine.memory import TRAILER_BYTES, Filesystem, MemoryLimit, pool_directory_name
 from kvd.pool.geometry import FillOrder
 from kvd.server import persistent_pool, state_files
 from kvd.server.client_files import DescriptionFiles, DirectoryMemory
@@ -229,7 +229,7 @@ def ready_keys(table: ChunkTable) -> set[bytes]:
 
 def area(tmp_path: Path) -> Path:
     """Where it is kept."""
-    return tmp_path / area_name(RUNTIME)
+    return tmp_path / pool_directory_name(RUNTIME)
 
 
 @pytest.mark.parametrize("years", [-100, -57, -1, 79, 81, 100, 10_000])
@@ -1023,24 +1023,24 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     monkeypatch.setattr(memory, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
     monkeypatch.setattr(state_files, "NOTES_DIR", notes)
     found = Filesystem.of(huge)
-    assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)
+    assert (found.page_bytes, found.free_bytes, found.writable) == (2**21, 3 * 2**21, False)
     assert found.whole_pages(2**21 + 1) == 2**22
     kept = PersistentPool(huge, RUNTIME, keeps=True)
     pool, _ = kept.open(2**21 + 1, maker(DirectoryMemory(), 2**21 + 1))
-    assert pool.path == huge / area_name(RUNTIME) / "pool"
+    assert pool.path == huge / pool_directory_name(RUNTIME) / "pool"
     assert pool.nbytes == pool.fill.nbytes == 2**22
     assert pool.fill.piece_bytes % 2**21 == 0
-    assert (notes / area_name(RUNTIME, huge) / "manifest.json").exists()
-    assert kept.kept_bytes() == 2**21 + 1
+    assert (notes / pool_directory_name(RUNTIME, huge) / "manifest.json").exists()
+    assert kept.reusable_cpu_bytes() == 2**21 + 1
     with pytest.raises(
         PoolError, match=r"huge pages of 2 MiB aside: echo \d > /sys/.*/nr_hugepages"
     ):
         PoolMemory(huge / "large", 7 * 2**20)
     pool.close()
     beside = PersistentPool(notes, RUNTIME, keeps=True)  # where the notes of the other lie
-    assert beside.kept_bytes() is None
+    assert beside.reusable_cpu_bytes() is None
     beside.close()
-    assert kept.kept_bytes() == 2**21 + 1
+    assert kept.reusable_cpu_bytes() == 2**21 + 1
     assert kept.remove() == 2**21  # the trailer, in a page of its own
     kept.close()
     assert not list(huge.iterdir())

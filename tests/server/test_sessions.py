@@ -51,13 +51,13 @@ class Rig:
 
     def turn(self) -> None:
         """Look and serve once, as the loop does."""
-        self.sessions.look(dict(self.epoll.poll(0)))
+        self.sessions.handle_events(dict(self.epoll.poll(0)))
         self.sessions.serve(0.0)
 
     def settle(self) -> None:
         """Serve until nothing is left to do."""
         while (ready := dict(self.epoll.poll(0))) or self.sessions.pending:
-            self.sessions.look(ready)
+            self.sessions.handle_events(ready)
             self.sessions.serve(0.0)
 
     def _carry_out(self, effects: list[Effect]) -> None:

@@ -14,7 +14,7 @@ from kvd.broker.effects import Effect, Event, ToLane
 from kvd.broker.engines.sessions import Request
 from kvd.broker.requests.operations import Handler, by, for_tools
 from kvd.broker.state import BrokerState
-from kvd.config.settings import KNOWN
+from kvd.config.settings import SETTINGS
 from kvd.config.sources import LoadedSettings
 from kvd.errors import ConfigError
 from kvd.wire.link import LaneLog
@@ -125,7 +125,7 @@ def take_up(
     Settings that cannot change live keep value and origin; they wait for a restart.
     """
     values, origins, waiting, changes = {}, dict(read.origins), {}, []
-    for key, known in KNOWN.items():
+    for key, known in SETTINGS.items():
         old, new = getattr(present.settings, key), getattr(read.settings, key)
         if old == new:
             continue

@@ -20,7 +20,7 @@ from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
 from kvd.broker.tiers.tier import Batch, Opening, Tier
 from kvd.cache.namespaces import Namespace
-from kvd.logs import fault_text, fault_trace
+from kvd.logs import safe_repr, safe_traceback
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
     BatchResult,
@@ -150,12 +150,12 @@ class Tiering:
         quiet = now - self._resumes_at >= QUIET_SECONDS
         self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE)
         self._resumes_at = now + self._pause
-        why = f"it cannot be handled: {fault_text(error)}"
+        why = f"it cannot be handled: {safe_repr(error)}"
         text = (
-            f"tiers cannot be handled ({fault_text(error)}), a bug in kvd: they are set aside, and"
+            f"tiers cannot be handled ({safe_repr(error)}), a bug in kvd: they are set aside, and"
             " their processes are replaced"
         )
-        effects: list[Effect] = [Event(text, "error", trace=fault_trace(error))]
+        effects: list[Effect] = [Event(text, "error", trace=safe_traceback(error))]
         for tier in self._state.tiers:
             tier.breaker.trip("wrong", now, why)
             tier.seen, tier.child.last_error = tier.breaker.state, why

@@ -180,7 +180,7 @@ class ImportedMemory:
         return address, nbytes - (address - start)
 
     def _open_descriptors(self, segments: Sequence[VmmSegment]) -> tuple[int, int]:
-        nbytes, limit = sum(segment.nbytes for segment in segments), cuda.memory_of(self._device)
+        nbytes, limit = sum(segment.nbytes for segment in segments), cuda.total_memory(self._device)
         self._mapped += nbytes
         if nbytes > limit or self._mapped > _MAPPED_TIMES * limit:
             raise ImportFailed(
@@ -247,10 +247,10 @@ class CudaDevice(Device):
         self._last_id = 0
         self._pool_failures = 0  # after which the context answered
         cuda.start()
-        if lacking := cuda.shortcomings():
+        if lacking := cuda.version_warning():
             _log.warning("%s", lacking)
         self._device = find(name)
-        if refusal := cuda.refusal(self._device):
+        if refusal := cuda.compute_mode_problem(self._device):
             raise CudaMissing(refusal)
         stay_near(cuda.pci_bus_id(self._device))
         self._undo = Undo()

@@ -30,7 +30,7 @@ from kvd.errors import CudaDriverError
 from kvd.lane.devices.cuda import driver
 from kvd.lane.devices.cuda.driver import Addresses, Stream
 from kvd.lane.devices.device import Direction, Ends, Moves
-from kvd.machine.cuda import Undo, bindings, call, check, shown, version
+from kvd.machine.cuda import Undo, bindings, call, check, version, version_text
 from kvd_proto.copies import Copies, Grid, Run
 
 _log = logging.getLogger(__name__)
@@ -211,7 +211,7 @@ class BatchCopy:
         form = next((form for form in _BATCH_FORMS if form[0] <= have), None)
         if form is None:
             attempted = "looking for cuMemcpyBatchAsync"
-            raise CudaDriverError(-1, f"not in a driver for CUDA {shown(have)}", attempted)
+            raise CudaDriverError(-1, f"not in a driver for CUDA {version_text(have)}", attempted)
         since, self.tells_index = form
         self.overlap = overlap
         pointer, size = ctypes.c_void_p, ctypes.c_size_t

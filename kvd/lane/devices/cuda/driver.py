@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import CudaDriverError
-from kvd.machine.cuda import Undo, bindings, call, check, returned_by
+from kvd.machine.cuda import Undo, bindings, call, call_raw, check
 
 Context = NewType("Context", object)
 Stream = NewType("Stream", object)
@@ -102,7 +102,7 @@ def is_reached(event: Event) -> bool:
 
 
 def _reached(attempted: str, name: str, what: object) -> bool:
-    code = returned_by(attempted, name, what)[0]
+    code = call_raw(attempted, name, what)[0]
     if code == _NOT_READY:  # the usual answer, which is no error
         return False
     check(code, attempted)
