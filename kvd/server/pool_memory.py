@@ -50,7 +50,7 @@ def shortage_remedy(error: OSError) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PoolRange:
     """Bytes begin..end - 1 of the pool, and the node that they are to lie on, if any."""
 
     begin: int
@@ -58,9 +58,9 @@ class Part:
     node: Node | None
 
 
-def place_parts(
+def pool_ranges(
     nbytes: int, filesystem: Filesystem, gpus: Sequence[GpuNode], engine: OpenPool | None
-) -> list[Part]:
+) -> list[PoolRange]:
     """Return the parts of a pool, in order; one without a node where no GPU's is known.
 
     Args:
@@ -71,7 +71,7 @@ def place_parts(
             among `gpus` or the ranks share one arena.
     """
     if not gpus:
-        return [Part(0, filesystem.whole_pages(nbytes), None)]
+        return [PoolRange(0, filesystem.whole_pages(nbytes), None)]
     node_of = {gpu.device: gpu.node for gpu in gpus}
     if (
         engine is not None
@@ -86,7 +86,7 @@ def place_parts(
         nodes = [gpu.node for gpu in gpus]
     ends = [filesystem.whole_pages(end) for end in (*ends[:-1], nbytes)]
     return [
-        Part(begin, end, node)
+        PoolRange(begin, end, node)
         for begin, end, node in zip((0, *ends), ends, nodes, strict=False)
         if begin < end
     ]
@@ -132,7 +132,7 @@ class PoolMemory:
             ):
                 raise PoolError(str(shortage))
             gpus = numa.gpu_nodes(os.sched_getaffinity(0))
-            self._parts = place_parts(nbytes, filesystem, gpus, engine)
+            self._parts = pool_ranges(nbytes, filesystem, gpus, engine)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             if anew:
                 remove_tree(path)
