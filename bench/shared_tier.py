@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Chunk, Options
+from kvd.tier.batches import check_of, seal, unseal
+from kvd.tier.contract import BackendOptions, Chunk
 from kvd.tier.mooncake import MooncakeTier
-from kvd.tier.mooncake.client import address_of
-from kvd.tier.seal import check_of, seal, unseal
+from kvd.tier.mooncake_client import address_of
 from tests.tier.areas import Area, keys_of, space_of
 from tests.tier.mooncake_cluster import Cluster, why_not
 
@@ -139,7 +139,9 @@ def main() -> None:
         cluster.add_node("bench").entered(),
     ):
         area = Area(AREA_BYTES)
-        tier = MooncakeTier.open(Options("", {"master": cluster.master_address}), area.memory)
+        tier = MooncakeTier.open(
+            BackendOptions("", {"master": cluster.master_address}), area.memory
+        )
         for chunk_bytes in (2**20, 4 * 2**20, 16 * 2**20):
             sides = Sides(tier, area, chunk_bytes)
             figures = found[f"{chunk_bytes // 2**10}KiB"] = compared(sides, rounds)

@@ -29,7 +29,7 @@ from kvd.doctor import Said, fail, ok, warn
 from kvd.errors import ConfigError
 from kvd.machine.room import Shortage
 from kvd.metrics.words import rate
-from kvd.tier.backends import check_tiers, options_of
+from kvd.tier.contract import backend_options, check_tiers
 from kvd_proto.sizes import format_size
 
 PATIENCE_SECONDS = 8.0
@@ -131,7 +131,7 @@ def size_shortage(setting: TierSetting, disk: DiskFacts) -> Shortage | None:
     """Return why a disk tier's size cannot be reached, as its own process says at its start."""
     from kvd.tier.disk.directory import DiskOptions  # noqa: PLC0415  # few have one
 
-    return DiskOptions.parse(options_of(setting)).shortage(disk.size, disk.free, disk.held)
+    return DiskOptions.parse(backend_options(setting)).shortage(disk.size, disk.free, disk.held)
 
 
 def run_python(*arguments: str, seconds: float = CHILD_SECONDS) -> tuple[bytes, str, bool]:

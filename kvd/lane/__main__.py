@@ -9,7 +9,7 @@ def main() -> int:
     """Serve until the broker is done; the exit status."""
     tie_to_parent()  # before the imports that take long
     with starting():
-        from kvd.lane.process import run  # noqa: PLC0415
+        from kvd.lane.loop import run  # noqa: PLC0415
 
     return run(int(sys.argv[1]))
 

@@ -9,7 +9,7 @@ def main() -> int:
     """Serve until the broker is done; the exit status."""
     tie_to_parent()  # before the imports that take long
     with starting():
-        from kvd.tier.process import run  # noqa: PLC0415
+        from kvd.tier.service import run  # noqa: PLC0415
 
     return run(int(sys.argv[1]))
 

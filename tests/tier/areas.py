@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvd.tier.batches import space_id
-from kvd.tier.contract import Chunk, Space, Tier
-from kvd.tier.seal import HEAD_BYTES, check_of
+from kvd.tier.batches import HEAD_BYTES, check_of, space_id
+from kvd.tier.contract import Chunk, Space, TierBackend
 
 POISON = 0xEE
 AREA_BYTES = 64 * 2**20
@@ -24,7 +23,7 @@ def space_of(
     return Space(space_id(name, salt), share_bytes, HEAD_BYTES + description)
 
 
-def begun(tier: Tier, space: Space) -> Space:
+def begun(tier: TierBackend, space: Space) -> Space:
     """A space that a backend was told to begin."""
     tier.begin(space)
     return space

@@ -19,10 +19,10 @@ import pytest
 from kvd.errors import ConfigError, TierError
 from kvd.machine.room import Filesystem
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Options, Space
+from kvd.tier.batches import Damaged, OtherChunk, check_of, seal, unseal
+from kvd.tier.contract import BackendOptions, Space
 from kvd.tier.disk import DiskTier, directory, slabs
-from kvd.tier.disk.transfer import Alignment, layout_of
-from kvd.tier.seal import Damaged, OtherChunk, check_of, seal, unseal
+from kvd.tier.disk.slot_io import Alignment, layout_of
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import put_all, soon
 from tests.tier.disk_integrity import check_integrity
@@ -51,7 +51,7 @@ class Disks:
 
     def open(self, size: str = "16MiB", floor: str = "0", place: Path | None = None) -> DiskTier:
         """A tier in the folder, the same one each time."""
-        options = Options(str(place or self.folder), {"size": size, "floor": floor})
+        options = BackendOptions(str(place or self.folder), {"size": size, "floor": floor})
         DiskTier.check(options)
         self._opened.append(DiskTier.open(options, self.area.memory))
         return self._opened[-1]
@@ -132,7 +132,7 @@ def disk_bytes(folder: Path) -> int:
 def test_bad_options(target: str, values: dict[str, str], needle: str) -> None:
     """An option that cannot work is named with its value."""
     with pytest.raises(ConfigError, match=needle):
-        DiskTier.check(Options(target, values))
+        DiskTier.check(BackendOptions(target, values))
 
 
 def test_a_second_daemon(disks: Disks) -> None:
@@ -319,7 +319,7 @@ def test_others_fill_the_file_system(
     tmp_path: Path, disks: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room is given back, slab by slab, where the floor is passed by others."""
-    monkeypatch.setattr("kvd.tier.disk.room._PAUSE", 0.0)
+    monkeypatch.setattr("kvd.tier.disk.allocator._PAUSE", 0.0)
     with mounted("tmpfs", "none", tmp_path / "small", "size=16m") as small:
         tier = disks.open("8MiB", "4MiB", small / PLACE)
         space = begun(tier, space_of(65536))
@@ -409,7 +409,7 @@ def test_a_sector_that_cannot_be_read(disks: Disks, monkeypatch: pytest.MonkeyPa
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real(fd, pieces, offset)
 
-        patch.setattr("kvd.tier.disk.transfer.os.preadv", moved)
+        patch.setattr("kvd.tier.disk.slot_io.os.preadv", moved)
         assert disks.got(tier, space, keys) == [OK, OK, FAILED, OK, OK, OK]
         assert tier.take_gone() == [(space.id, [keys[2]])]
         bad = 0
@@ -428,7 +428,7 @@ def test_a_disk_that_cannot_be_written(disks: Disks, monkeypatch: pytest.MonkeyP
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvd.tier.disk.transfer.os.pwritev", refuse)
+        patch.setattr("kvd.tier.disk.slot_io.os.pwritev", refuse)
         with pytest.raises(TierError, match="write: Input/output error"):
             tier.put(disks.area.chunks(space, keys), soon())
         assert tier.capacity().chunks == 0
@@ -440,7 +440,7 @@ def test_a_file_system_that_does_not_say_how_full_it_is(
     disks: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EIO of statvfs fails the put as any error of the medium, and takes no slot away."""
-    monkeypatch.setattr("kvd.tier.disk.room._PAUSE", 0.0)
+    monkeypatch.setattr("kvd.tier.disk.allocator._PAUSE", 0.0)
     tier = disks.open("4MiB")
     space = begun(tier, space_of(16384))
     put_all(tier, disks.area.chunks(space, keys_of("first", 1)))  # makes a slab of more slots

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Options, Space
+from kvd.tier.contract import BackendOptions, Space
 from kvd.tier.disk import DiskTier
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import soon
@@ -21,7 +21,7 @@ def test_any_order_of_calls(tmp_path: Path, seed: int) -> None:
     """Whatever is called in any order, also over restarts, memory and files agree with a model."""
     chance = random.Random(seed)
     area = Area(8 * 2**20)
-    options = Options(str(tmp_path / "tier"), {"size": str(SIZE), "floor": "0"})
+    options = BackendOptions(str(tmp_path / "tier"), {"size": str(SIZE), "floor": "0"})
     tier = DiskTier.open(options, area.memory)
     shares = ((20_000,), (4096, 4096), (60_000, 5))
     spaces = [begun(tier, space_of(*some, name=bytes([i]) * 16)) for i, some in enumerate(shares)]

@@ -20,7 +20,7 @@ index is little-endian: a header page, then one record for each slot::
         40  48 bytes  key, padded with zeros
 
 Records locate chunks and are not checksummed: the seal in a chunk's head decides whether the bytes
-in the slot are the chunk (`kvd.tier.seal`).
+in the slot are the chunk (`kvd.tier.batches`).
 """
 
 import contextlib
