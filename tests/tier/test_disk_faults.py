@@ -744,12 +744,12 @@ def test_a_disk_that_hangs(tmp_path: Path, disks: Disks) -> None:
 
 _WRITER = """
 import sys
-from kvd.tier.contract import Options
+from kvd.tier.contract import BackendOptions
 from kvd.tier.disk import DiskTier
 from tests.tier.areas import Area, begun, keys_of, space_of
 from tests.tier.conformance import soon
 area = Area(4 * 2**20)
-tier = DiskTier.open(Options(sys.argv[1], {"size": "6MiB", "floor": "0"}), area.memory)
+tier = DiskTier.open(BackendOptions(sys.argv[1], {"size": "6MiB", "floor": "0"}), area.memory)
 space = begun(tier, space_of(20480, 500))
 for at in range(10**6):
     keys = keys_of(f"{sys.argv[2]}-{at}", 5)
