@@ -32,7 +32,7 @@ import numpy as np
 from harness import MIB, Figures, median
 
 from kvd.outcomes import Outcome
-from kvd.tier.batches import check_of
+from kvd.tier.batches import checksum_of
 from kvd.tier.contract import BackendOptions, Chunk, Space
 from kvd.tier.disk import DiskTier
 from kvd.tier.disk.slabs import Record, pack_header
@@ -136,7 +136,7 @@ class _Side:
         )
         self.tier = DiskTier.open(options, self.memory)
         self.space = Space(b"n" * 16, (block,), 256)
-        self.tier.begin(self.space)
+        self.tier.open_space(self.space)
         count = nbytes * 7 // 8 // block // batch * batch  # slabs have tails, too
         self.nbytes = count * block
         self.sets = [
@@ -167,7 +167,7 @@ class _Side:
     def _check(self, batch: list[Chunk]) -> None:
         if self.checked:
             for chunk in batch:
-                check_of(chunk.shares)
+                checksum_of(chunk.shares)
 
     def run(self, which: int, work: Callable[[list[Chunk]], list[Outcome]]) -> Taken:
         """All batches of a set."""

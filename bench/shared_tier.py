@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from kvd.outcomes import Outcome
-from kvd.tier.batches import check_of, seal, unseal
+from kvd.tier.batches import checksum_of, seal, unseal
 from kvd.tier.contract import BackendOptions, Chunk
 from kvd.tier.mooncake import MooncakeTier
 from kvd.tier.mooncake_client import address_of
@@ -53,8 +53,8 @@ class Sides:
         """As kvd.tier.service does: checksum, seal, put."""
         chunks = self._chunks[at : at + self._batch]
         for chunk in chunks:
-            chunk.check = check_of(chunk.shares)
-            chunk.head = seal(self._space, chunk.key, (0, 16, 0), chunk.check, DESCRIPTION)
+            chunk.checksum = checksum_of(chunk.shares)
+            chunk.head = seal(self._space, chunk.key, (0, 16, 0), chunk.checksum, DESCRIPTION)
         done = self._tier.put(chunks, time.monotonic() + LATE)
         assert done == [Outcome.OK] * len(chunks), done
 
@@ -64,7 +64,7 @@ class Sides:
         done = self._tier.get(chunks, time.monotonic() + LATE)
         assert done == [Outcome.OK] * len(chunks), done
         for chunk in chunks:
-            assert check_of(chunk.shares) == unseal(chunk.head, self._space, chunk.key).check
+            assert checksum_of(chunk.shares) == unseal(chunk.head, self._space, chunk.key).checksum
 
     def plain_put(self, at: int) -> None:
         """The shares of a chunk are an object."""

@@ -244,16 +244,16 @@ class SealedHead:
 
     Attributes:
         coverage: first block, count of blocks, group.
-        check: xxh3-64 of the shares.
+        checksum: xxh3-64 of the shares.
         description: as the scheduler encoded it; empty: there is none.
     """
 
     coverage: tuple[int, int, int]
-    check: int
+    checksum: int
     description: bytes
 
 
-def check_of(shares: Sequence[memoryview]) -> int:
+def checksum_of(shares: Sequence[memoryview]) -> int:
     """The xxh3-64 of the bytes of all shares, one after the other.
 
     The interpreter lock is let go while a large share is read.
@@ -267,7 +267,7 @@ def check_of(shares: Sequence[memoryview]) -> int:
 
 
 def seal(
-    space: Space, key: bytes, coverage: tuple[int, int, int], check: int, description: bytes
+    space: Space, key: bytes, coverage: tuple[int, int, int], checksum: int, description: bytes
 ) -> bytes:
     """The head of a chunk.
 
@@ -275,7 +275,7 @@ def seal(
         space: its own.
         key: 1 to 48 bytes.
         coverage: first block, count of blocks, group; 16 bits each.
-        check: `check_of` its shares.
+        checksum: `checksum_of` its shares.
         description: empty where there is none.
     """
     head = _HEAD.pack(
@@ -284,7 +284,7 @@ def seal(
         len(key),
         space.id,
         space.chunk_bytes,
-        check,
+        checksum,
         *coverage,
         len(description),
         key,
@@ -297,7 +297,7 @@ def unseal(head: bytes, space: Space, key: bytes) -> SealedHead:
     """What a head says, which must be that of this chunk.
 
     Raises:
-        Damaged: it is not, or not whole. The shares are to be compared with `Sealed.check`.
+        Damaged: it is not, or not whole. The shares are to be compared with `SealedHead.checksum`.
     """
     size = len(head) - _CHECK.size
     if size < _HEAD.size:
@@ -305,8 +305,8 @@ def unseal(head: bytes, space: Space, key: bytes) -> SealedHead:
     body = memoryview(head)[:size]
     if _CHECK.unpack_from(head, size)[0] != xxh3_64_intdigest(body):
         raise Damaged("the head's check word does not fit it")
-    magic, version, key_len, space_id, nbytes, check, *coverage, length, padded = _HEAD.unpack_from(
-        head
+    magic, version, key_len, space_id, nbytes, checksum, *coverage, length, padded = (
+        _HEAD.unpack_from(head)
     )
     if (magic, version) != (MAGIC, VERSION):
         raise Damaged(f"a head of version {magic!r} {version}, this is {VERSION}")
@@ -315,4 +315,4 @@ def unseal(head: bytes, space: Space, key: bytes) -> SealedHead:
     if nbytes != space.chunk_bytes or size - _HEAD.size != length:
         raise Damaged(f"a record of {nbytes} bytes, a chunk has {space.chunk_bytes}")
     first, count, group = coverage
-    return SealedHead((first, count, group), check, bytes(body[_HEAD.size :]))
+    return SealedHead((first, count, group), checksum, bytes(body[_HEAD.size :]))

@@ -64,7 +64,7 @@ class Chunk:
         head: sealed bytes kept with the chunk, at most `space.head_bytes`; a get sets it. It
             identifies the chunk (`kvd.tier.batches`), and is opaque to a backend.
         coverage: first block, count of blocks and group; `scan` returns it.
-        check: xxh3-64 of the shares, for backends that have an index of their own.
+        checksum: xxh3-64 of the shares, for backends that have an index of their own.
     """
 
     space: Space
@@ -72,7 +72,7 @@ class Chunk:
     shares: tuple[memoryview, ...]
     head: bytes = field(default=b"", repr=False)
     coverage: tuple[int, int, int] = (0, 0, 0)
-    check: int = 0
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class TierBackend(ABC):
 
     Attributes:
         shared: other nodes put and remove chunks too, so the broker asks `contains`. Otherwise the
-            broker learns from `scan` and `take_gone` what is there, and never asks.
+            broker learns from `scan` and `take_dropped` what is there, and never asks.
         medium: the name for routers and engines: `disk`, `remote` or `memory`.
         threads: how many batches to process at a time.
         batch_bytes: the preferred size of a batch.
@@ -177,7 +177,7 @@ class TierBackend(ABC):
         del space
 
     @abstractmethod
-    def begin(self, space: Space) -> None:
+    def open_space(self, space: Space) -> None:
         """Start to use a space, with the chunks kept of it."""
 
     @abstractmethod
@@ -185,7 +185,7 @@ class TierBackend(ABC):
         """Yield keys and coverages of all chunks of a space, in pieces; nothing if shared."""
 
     @abstractmethod
-    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
+    def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
         """Return, by space id, the keys that the backend dropped by itself since the last call."""
 
     @abstractmethod

@@ -160,7 +160,7 @@ class MooncakeTier(TierBackend):
             self._salts[namespace] = salt
         return b""
 
-    def begin(self, space: Space) -> None:
+    def open_space(self, space: Space) -> None:
         """See TierBackend."""
 
     def _remind(self) -> None:
@@ -178,7 +178,7 @@ class MooncakeTier(TierBackend):
         """See TierBackend."""
         return iter(())
 
-    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
+    def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
         """See TierBackend."""
         return []
 

@@ -279,7 +279,7 @@ class TierService:
         self._salts[namespace] = salt
         if before not in {b"", salt}:
             tier.drop_space(place.space_of(before))
-        tier.begin(place.space_of(salt))
+        tier.open_space(place.space_of(salt))
         return salt
 
     def _begun(self, place: NamespaceMapping, asked: bytes, salt: bytes | TierError) -> None:
@@ -374,7 +374,7 @@ class TierService:
         self._tidy_again = self._tidying
         if not self._tidying:
             self._tidying = True
-            self._clerk.ask(self._tier.take_gone, self._gone)
+            self._clerk.ask(self._tier.take_dropped, self._gone)
             self._clerk.ask(self._tier.capacity, self._tidied)
 
     def _tidied(self, capacity: Capacity | TierError) -> None:

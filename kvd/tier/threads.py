@@ -25,7 +25,7 @@ from typing import TypeVar
 from kvd.errors import TierError
 from kvd.logs import fault_text
 from kvd.machine.process import give_way
-from kvd.tier.batches import Batch, BatchPart, Damaged, OtherChunk, check_of, seal, unseal
+from kvd.tier.batches import Batch, BatchPart, Damaged, OtherChunk, checksum_of, seal, unseal
 from kvd.tier.contract import Chunk, Outcome, Space, TierBackend
 from kvd.wire.tiering import Ask, Get, Put
 from kvd_proto.directory import SlotState
@@ -201,12 +201,12 @@ class BatchExecutor:
                 continue
             shares = place.shares(slot)
             description = place.description(slot, generation)
-            check = check_of(shares)
+            checksum = checksum_of(shares)
             if not place.holds(slot, generation, SlotState.READY, key):
                 continue
             coverage = batch.coverages[i]
-            head = seal(space, key, coverage, check, description)
-            chunks.append(Chunk(space, key, shares, head, coverage, check))
+            head = seal(space, key, coverage, checksum, description)
+            chunks.append(Chunk(space, key, shares, head, coverage, checksum))
             numbers.append(i)
         outcomes = self._tier.put(chunks, batch.deadline) if chunks else []
         moved_on = []
@@ -236,7 +236,7 @@ class BatchExecutor:
     def _verify(self, batch: Batch, i: int, chunk: Chunk) -> Outcome:
         try:
             sealed = unseal(chunk.head, chunk.space, chunk.key)
-            if check_of(chunk.shares) != sealed.check:
+            if checksum_of(chunk.shares) != sealed.checksum:
                 raise Damaged("the check word does not fit the bytes")
         except OtherChunk as error:
             self._say(f"{self._name}: a record is dropped: {error}")

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvd.tier.batches import HEAD_BYTES, check_of, space_id
+from kvd.tier.batches import HEAD_BYTES, checksum_of, space_id
 from kvd.tier.contract import Chunk, Space, TierBackend
 
 POISON = 0xEE
@@ -25,7 +25,7 @@ def space_of(
 
 def begun(tier: TierBackend, space: Space) -> Space:
     """A space that a backend was told to begin."""
-    tier.begin(space)
+    tier.open_space(space)
     return space
 
 
@@ -71,7 +71,7 @@ class Area:
             share[:] = whole[at : at + len(share)].tobytes()
             at += len(share)
         made = head_of(space, key, salt) if head is None else head
-        return Chunk(space, key, shares, made, coverage_of(key), check_of(shares))
+        return Chunk(space, key, shares, made, coverage_of(key), checksum_of(shares))
 
     def chunks(self, space: Space, keys: Iterable[bytes], *, salt: int = 0) -> list[Chunk]:
         """Chunks to put."""

@@ -256,7 +256,7 @@ class Conformance:
             assert set(outcomes) <= {OK, Outcome.FULL}
             put |= {key for key, out in zip(batch, outcomes, strict=True) if out is OK}
             refused += outcomes.count(Outcome.FULL)
-            for name, dropped in tier.take_gone():
+            for name, dropped in tier.take_dropped():
                 assert name == space.id
                 gone += dropped
             assert tier.capacity().used <= self.small + self.slack
@@ -267,7 +267,7 @@ class Conformance:
         if not self.shared:
             assert there == put - set(gone)
             assert self.scanned(tier, space).keys() == there
-            assert tier.take_gone() == []
+            assert tier.take_dropped() == []
         back = area.empties(space, sorted(there))
         for at in range(0, len(back), 8):
             assert tier.get(back[at : at + 8], soon()) == [OK] * len(back[at : at + 8])

@@ -83,7 +83,7 @@ def test_chunks_go_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             put_all(tier, area.chunks(space, [b"k%d" % number]))
             number += 1
 
-    while not tier.take_gone():
+    while not tier.take_dropped():
         put(1)
     full = tier.capacity().chunks
     erased: list[int] = []
@@ -98,7 +98,7 @@ def test_chunks_go_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sum(erased) >= 100 - full // 256
     assert len(erased) < 25
     assert full - full // 128 <= tier.capacity().chunks <= full + full // 128
-    told = sum(len(keys) for _, keys in tier.take_gone())
+    told = sum(len(keys) for _, keys in tier.take_dropped())
     assert told == sum(erased)
     check_integrity(tier)
     tier.close()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.tier.batches import HEAD_BYTES, Damaged, SealedHead, check_of, seal, unseal
+from kvd.tier.batches import HEAD_BYTES, Damaged, SealedHead, checksum_of, seal, unseal
 from kvd.tier.contract import Space
 
 HALF = st.integers(0, 2**16 - 1)
@@ -23,7 +23,7 @@ SPACE = Space(b"n" * 16, (4096, 100), HEAD_BYTES + 40)
 
 def sealed(space: Space, key: bytes, what: SealedHead) -> bytes:
     """The head that says this."""
-    return seal(space, key, what.coverage, what.check, what.description)
+    return seal(space, key, what.coverage, what.checksum, what.description)
 
 
 @given(SPACES, KEYS, SEALED)
@@ -83,16 +83,16 @@ def test_every_single_bit_of_the_shares_counts() -> None:
     """The check word of shares with any one bit turned is another one."""
     whole = bytearray(range(256)) * 2
     shares = memoryview(whole)[:300], memoryview(whole)[300:]
-    check = check_of(shares)
+    check = checksum_of(shares)
     for bit in range(8 * len(whole)):
         whole[bit // 8] ^= 1 << bit % 8
-        assert check_of(shares) != check
+        assert checksum_of(shares) != check
         whole[bit // 8] ^= 1 << bit % 8
-    assert check_of(shares) == check
+    assert checksum_of(shares) == check
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0, 200))
 def test_shares_are_read_one_after_the_other(whole: bytes, at: int) -> None:
     """Where a chunk is divided does not matter to its check word."""
     view = memoryview(whole)
-    assert check_of((view[:at], view[at:])) == check_of((view,))
+    assert checksum_of((view[:at], view[at:])) == checksum_of((view,))

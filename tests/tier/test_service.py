@@ -600,7 +600,7 @@ def test_the_salts_of_a_backend(asked: bytes) -> None:
         def drop_space(self, space: Space) -> None:
             told.append(("drop", space.id))
 
-        def begin(self, space: Space) -> None:
+        def open_space(self, space: Space) -> None:
             told.append(("begin", space.id))
 
     noted: dict[bytes, bytes] = {}
@@ -660,7 +660,7 @@ def test_long_descriptions_are_bounded() -> None:
     def enlarge(chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             said = unseal(chunk.head, chunk.space, chunk.key)
-            chunk.head = seal(chunk.space, chunk.key, said.coverage, said.check, bytes(400_000))
+            chunk.head = seal(chunk.space, chunk.key, said.coverage, said.checksum, bytes(400_000))
 
     tier.after_get = enlarge
     with FakeBroker(tier) as broker:

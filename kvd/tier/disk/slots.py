@@ -129,7 +129,7 @@ class SlotIndex:
         pairs = [(slab.states.count(HELD), slab.slot_bytes) for slab in self.slabs.values()]
         return sum(n for n, _ in pairs), sum(n * nbytes for n, nbytes in pairs)
 
-    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
+    def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
         """Return, by space id, the keys evicted or lost since the last call."""
         gone, self._gone = self._gone, {}
         return list(gone.items())

@@ -160,7 +160,7 @@ class DiskTier(TierBackend):
         if found is None:
             return False
         slab, slot, record = found
-        if record.check != chunk.check or record.coverage != chunk.coverage:
+        if record.checksum != chunk.checksum or record.coverage != chunk.coverage:
             return False
         slab.visited[slot] = 1
         return True
@@ -300,8 +300,8 @@ class DiskTier(TierBackend):
                 taken = self._slots.release(places[at : at + _PIECE])
             self._room.free(taken)
 
-    def begin(self, space: Space) -> None:
-        """See `TierBackend.begin`."""
+    def open_space(self, space: Space) -> None:
+        """See `TierBackend.open_space`."""
         with self._lock:
             self._slots.held.setdefault(space.id, {})
 
@@ -321,10 +321,10 @@ class DiskTier(TierBackend):
             for at in range(0, len(held), _PIECE):
                 yield held[at : at + _PIECE]
 
-    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
-        """Return the keys evicted or lost; see `TierBackend.take_gone`."""
+    def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
+        """Return the keys evicted or lost; see `TierBackend.take_dropped`."""
         with self._lock:
-            return self._slots.take_gone()
+            return self._slots.take_dropped()
 
     def capacity(self) -> Capacity:
         """Return the budget, bytes in use and chunks."""
@@ -346,4 +346,4 @@ class DiskTier(TierBackend):
 
 
 def _record(chunk: Chunk, sequence: int) -> Record:
-    return Record(sequence, chunk.check, chunk.space.id, chunk.coverage, chunk.key)
+    return Record(sequence, chunk.checksum, chunk.space.id, chunk.coverage, chunk.key)

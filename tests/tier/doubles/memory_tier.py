@@ -129,7 +129,7 @@ class MemoryTier(TierBackend):
             for key in keys:
                 self._drop((space.id, key))
 
-    def begin(self, space: Space) -> None:
+    def open_space(self, space: Space) -> None:
         """See TierBackend."""
         self._hang_while_asked()
         with self._lock:
@@ -152,7 +152,7 @@ class MemoryTier(TierBackend):
                 found = [(key, self._kept.get((space.id, key))) for key in keys[at : at + _PIECE]]
             yield [(key, kept.coverage) for key, kept in found if kept is not None]
 
-    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
+    def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
         """See TierBackend."""
         with self._lock:
             gone, self._gone = self._gone, {}
