@@ -41,7 +41,7 @@ def configured_tiers(texts: list[str]) -> list[Tier]:
     """
     if not texts:
         return []
-    from kvd.tier.backends import check_tiers  # noqa: PLC0415  # most daemons have no tier
+    from kvd.tier.contract import check_tiers  # noqa: PLC0415  # most daemons have no tier
 
     settings = parse_tiers(texts)
     kinds = zip(settings, check_tiers(settings), strict=True)

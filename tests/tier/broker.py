@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Tier
+from kvd.tier.contract import TierBackend
 from kvd.tier.service import TierService
 from kvd.wire.tiering import (
     TIERING,
@@ -189,7 +189,7 @@ class FakeBroker:
         others: messages that nobody has waited for yet.
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: TierBackend) -> None:
         self.pool = memoryview(mmap.mmap(-1, 2 * SLOTS * sum(SHARES)))
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         self.link = Channel(ours, b"ROUTER")

@@ -126,7 +126,7 @@ class Tier:
         index: its place in the order of tiers, from 0.
         name: unique, shown in logs and reports.
         setting: the operator's setting, parsed.
-        medium, shared: see `kvd.tier.contract.Tier`.
+        medium, shared: see `kvd.tier.contract.TierBackend`.
 
     Attributes:
         spaces: namespaces that its process was told to open.

@@ -15,7 +15,7 @@ from kvd.errors import TierError
 from kvd.tier.disk import slabs
 from kvd.tier.disk.directory import DiskDirectory
 from kvd.tier.disk.slabs import MAX_SLOTS, Slab
-from kvd.tier.disk.slots import Slots, Taken
+from kvd.tier.disk.slots import SlotIndex, TakenSlot, rebuild, split
 from kvd_proto.sizes import format_size
 
 _log = logging.getLogger(__name__)
@@ -29,7 +29,67 @@ _PUTS_BETWEEN = 64  # puts and gets before room is looked for again: slow with m
 _PAUSE = 1.0  # seconds after an I/O error, and between checks of the floor
 
 
-class Room:
+def load(directory: DiskDirectory, flags: int) -> tuple[SlotIndex, int]:
+    """Open all slabs and index their chunks; damaged and outdated records are erased.
+
+    Args:
+        directory: of the slabs.
+        flags: flags for opening the slots' files: O_DIRECT or 0.
+
+    Returns:
+        The slots; and how many records were damaged.
+
+    Raises:
+        OSError: I/O error.
+    """
+    started = time.monotonic()
+    loaded = [_load_slab(directory, number, flags) for number in directory.slabs()]
+    found = [slab for slab in loaded if slab is not None]
+    held, wrong, damaged = rebuild(found)
+    slots = SlotIndex(found, held)
+    for place in wrong:
+        number, slot = split(place)
+        slots.slabs[number].erase_records(slot)
+    chunks, nbytes = slots.used()
+    _log.info(
+        "disk:%s: %d chunks in %s found in %.2f s, %d records dropped",
+        directory.path,
+        chunks,
+        format_size(nbytes),
+        time.monotonic() - started,
+        len(wrong),
+    )
+    if damaged:
+        _log.warning(
+            "disk:%s: damaged records in its index: %d; their chunks are dropped. A power loss may"
+            " leave a few; else look at the disk (smartctl -a) and at what writes to the files",
+            directory.path,
+            damaged,
+        )
+    return slots, damaged
+
+
+def _load_slab(directory: DiskDirectory, number: int, flags: int) -> Slab | None:
+    name = f"{directory.path}/{number:06}"
+    try:
+        return slabs.load(directory.fd, number, flags)
+    except FileNotFoundError:  # half-made or half-removed, or a file was deleted by hand
+        slabs.remove(directory.fd, number)
+        _log.info("disk: %s.slab or its index is missing: what is left was removed", name)
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EIO, errno.ELOOP):
+            raise
+        slabs.set_aside(directory.fd, number)
+        _log.error(
+            "disk: %s.slab is damaged (%s): it and its index were renamed to .damaged, count"
+            " against the tier's size, and may be removed",
+            name,
+            error,
+        )
+    return None
+
+
+class SlotAllocator:
     """Allocates and frees slots, and makes and removes slabs.
 
     Args:
@@ -44,7 +104,7 @@ class Room:
     def __init__(
         self,
         directory: DiskDirectory,
-        slots: Slots,
+        slots: SlotIndex,
         lock: threading.Lock,
         *,
         size: int,
@@ -107,7 +167,7 @@ class Room:
                 " size or floor"
             )
 
-    def take(self, slot_bytes: int, count: int) -> list[Taken]:
+    def take(self, slot_bytes: int, count: int) -> list[TakenSlot]:
         """Take up to `count` slots to write to: free ones, of new slabs, of evicted chunks.
 
         Raises:
@@ -126,11 +186,11 @@ class Room:
             raise
         return taken
 
-    def _take_free(self, slot_bytes: int, count: int) -> list[Taken]:
+    def _take_free(self, slot_bytes: int, count: int) -> list[TakenSlot]:
         with self._lock:
             return self._slots.take_free(slot_bytes, count)
 
-    def _evict(self, slot_bytes: int, count: int) -> list[Taken]:
+    def _evict(self, slot_bytes: int, count: int) -> list[TakenSlot]:
         with self._evicting:
             taken = self._take_free(slot_bytes, count)  # another thread may have evicted meanwhile
             lack = count - len(taken)
@@ -145,7 +205,7 @@ class Room:
                     self._slots.not_written(slab, slot)
         return taken + victims[:lack]
 
-    def free(self, taken: Sequence[Taken | None]) -> None:
+    def free(self, taken: Sequence[TakenSlot | None]) -> None:
         """Erase the records of slots that were taken but hold no chunk, and free the slots."""
         slots = [each for each in taken if each is not None]
         if not slots:
@@ -156,7 +216,7 @@ class Room:
                 self._slots.not_written(slab, slot)
 
     @staticmethod
-    def _erase(taken: Sequence[Taken]) -> None:
+    def _erase(taken: Sequence[TakenSlot]) -> None:
         """Erase the slots' records. Errors are ignored: the next write there would fail too."""
         for slab, slot, count in _neighbours(taken):
             with contextlib.suppress(OSError):
@@ -266,7 +326,7 @@ class Room:
             self._said = text
 
 
-def _neighbours(taken: Sequence[Taken]) -> Iterator[tuple[Slab, int, int]]:
+def _neighbours(taken: Sequence[TakenSlot]) -> Iterator[tuple[Slab, int, int]]:
     """Yield runs of adjacent slots: slab, first slot, count."""
     ordered = sorted(taken, key=lambda each: (each[0].number, each[1]))
     at = 0

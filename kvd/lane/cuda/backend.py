@@ -36,12 +36,12 @@ from kvd.errors import (
     ImportFailed,
     LaneError,
 )
-from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.copies import CudaMoves, PoolSide, Runs, choose, prepare
-from kvd.lane.devices.cuda.driver import Addresses
-from kvd.lane.devices.cuda.flow import Flow
-from kvd.lane.devices.cuda.pinning import PinnedPool
-from kvd.lane.devices.device import PIECE_BYTES, Device, Direction, Finished, MemoryId, Transfer
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.copies import CudaRuns, PoolSide, RunSlice, choose, prepare
+from kvd.lane.cuda.driver import Addresses
+from kvd.lane.cuda.pinning import PinnedPool
+from kvd.lane.cuda.streams import TransferStream
+from kvd.lane.device import PIECE_BYTES, CompletedTransfer, Device, Direction, MemoryId, Transfer
 from kvd.machine import cuda
 from kvd.machine.cuda import Undo
 from kvd.machine.numa import numbers
@@ -195,7 +195,7 @@ MOST_IN_FLIGHT = 256  # transfers of each direction
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class CudaOptions:
     """What tests choose about a device.
 
     registration_bytes: of one registration of the pool; see PinnedPool.
@@ -237,10 +237,10 @@ class CudaDevice(Device):
         name: str,
         pool_fd: int,
         pool_bytes: int,
-        options: Options | None = None,
+        options: CudaOptions | None = None,
         pin_lock: int | None = None,
     ) -> None:
-        self._options = options = options or Options()
+        self._options = options = options or CudaOptions()
         self.piece_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, options.piece_bytes)
         self.bulk_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, options.bulk_bytes)
         self._memories: dict[MemoryId, ImportedMemory] = {}
@@ -271,7 +271,9 @@ class CudaDevice(Device):
             trial.add(driver.destroy_stream, stream)
             self.copier = choose(stream)
         self._flows = {
-            way: Flow(way, priority, self.copier, context, undo, inline_runs=options.inline_runs)
+            way: TransferStream(
+                way, priority, self.copier, context, undo, inline_runs=options.inline_runs
+            )
             for way, priority in ((Direction.LOAD, greatest), (Direction.STORE, least))
         }
         self._pool = PinnedPool(pool_fd, pool_bytes, context, options.registration_bytes, pin_lock)
@@ -357,7 +359,7 @@ class CudaDevice(Device):
         direction: Direction,
         pool_base: int,
         copies: Copies,
-    ) -> CudaMoves:
+    ) -> CudaRuns:
         """See Device."""
         if memory not in self._memories:
             raise LaneError(f"memory {memory} is not mapped")
@@ -369,12 +371,12 @@ class CudaDevice(Device):
         """See Device."""
         if transfer.memory not in self._memories:
             raise LaneError(f"memory {transfer.memory} is not mapped")
-        if not isinstance(transfer.moves, CudaMoves):
+        if not isinstance(transfer.moves, CudaRuns):
             raise LaneError(f"{transfer.moves!r} was not prepared by this device")
-        runs = Runs(transfer.moves.columns, transfer.begin, transfer.end)
+        runs = RunSlice(transfer.moves.columns, transfer.begin, transfer.end)
         self._flows[transfer.direction].enqueue(transfer, runs)
 
-    def progress(self) -> list[Finished]:
+    def progress(self) -> list[CompletedTransfer]:
         """See Device.
 
         Raises:

@@ -20,16 +20,16 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from kvd.errors import CudaDriverError, DeviceLost
-from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.copies import Copier, Runs
-from kvd.lane.devices.cuda.driver import Context, Event, Stream
-from kvd.lane.devices.device import Direction, Finished, Transfer
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.copies import Copier, RunSlice
+from kvd.lane.cuda.driver import Context, Event, Stream
+from kvd.lane.device import CompletedTransfer, Direction, Transfer
 from kvd.machine.cuda import Undo
 
 Item = TypeVar("Item")
 
 
-class Feeder(Generic[Item]):
+class EnqueueThread(Generic[Item]):
     """Feeds what it is given, in that order; its thread starts with the first.
 
     What waits for it is bounded by whoever gives.
@@ -127,7 +127,7 @@ class _Enqueued:
     """
 
     transfer: Transfer
-    runs: Runs
+    runs: RunSlice
     since: float
     end: Event | None = None
     fed: bool = False
@@ -138,7 +138,7 @@ class _Enqueued:
         self.error = self.error or f"copy failed: {error}"
 
 
-class Flow:
+class TransferStream:
     """Transfers of one direction; they end in the order in which they were enqueued.
 
     Args:
@@ -170,7 +170,7 @@ class Flow:
         self._undo = undo
         self._copier = copier
         self._inline_runs = inline_runs
-        self._feeder: Feeder[_Enqueued] = Feeder(
+        self._feeder: EnqueueThread[_Enqueued] = EnqueueThread(
             f"copies-{direction}", context, self._feed, self._refuse
         )
         undo.add(self._feeder.stop)
@@ -180,7 +180,7 @@ class Flow:
         self._run_ns = RUN_NS
         self.nbytes = 0
 
-    def enqueue(self, transfer: Transfer, runs: Runs) -> None:
+    def enqueue(self, transfer: Transfer, runs: RunSlice) -> None:
         """Start a transfer. A failure is reported with its end, when nothing of it moves."""
         entry = _Enqueued(transfer, runs, time.monotonic())
         self._enqueued.append(entry)
@@ -195,7 +195,7 @@ class Flow:
         else:
             self._feeder.give(entry)
 
-    def progress(self) -> list[Finished]:
+    def progress(self) -> list[CompletedTransfer]:
         """The transfers that have ended.
 
         Raises:
@@ -271,14 +271,14 @@ class Flow:
                 raise DeviceLost(entry.error) from error
             return False  # asked again; what never ends is noticed by its age
 
-    def _finish(self, entry: _Enqueued) -> Finished:
+    def _finish(self, entry: _Enqueued) -> CompletedTransfer:
         self.nbytes -= entry.transfer.nbytes
         now = time.monotonic()
         took = 0 if entry.error else int((now - max(entry.since, self._last_end)) * 1e9)
         self._last_end = now
         if entry.end is not None:
             self._events.append(entry.end)
-        return Finished(entry.transfer, took, entry.error)
+        return CompletedTransfer(entry.transfer, took, entry.error)
 
     def __len__(self) -> int:
         return len(self._enqueued)

@@ -61,7 +61,7 @@ class Direction(StrEnum):
     LOAD = "load"  # pool -> worker's memory
 
 
-class Moves:
+class PreparedRuns:
     """A job's runs, as a backend has prepared them.
 
     Args:
@@ -96,7 +96,7 @@ class Moves:
         return f"<{type(self).__name__} {len(self)} runs, {nbytes} bytes>"
 
 
-NO_MOVES = Moves([])
+NO_RUNS = PreparedRuns([])
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +109,14 @@ class Transfer:
     job: Any
     memory: MemoryId
     direction: Direction
-    moves: Moves
+    moves: PreparedRuns
     begin: int
     end: int
     nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
+class CompletedTransfer:
     """A transfer that has ended. `error` is empty where every byte has arrived.
 
     nanoseconds: from its submission, or the end of the one before it, until its end was seen.
@@ -216,7 +216,7 @@ class Device(ABC):
     @abstractmethod
     def prepare(
         self, memory: MemoryId, direction: Direction, pool_base: int, copies: Copies
-    ) -> Moves:
+    ) -> PreparedRuns:
         """Put a job's runs into the form that `submit` takes; no run is above `piece_bytes`.
 
         `holds` is true of everything in the pool that they touch.
@@ -240,7 +240,7 @@ class Device(ABC):
         """
 
     @abstractmethod
-    def progress(self) -> list[Finished]:
+    def progress(self) -> list[CompletedTransfer]:
         """The transfers that have ended since the last call; returns soon.
 
         A backend whose processor is the copy engine moves one piece in here.
@@ -271,7 +271,7 @@ def touch(mapping: memoryview, begin: int, end: int, stop: threading.Event) -> b
     return True
 
 
-class Pretouch:
+class PoolPretouch:
     """A thread that reads one byte of every page of a mapping, once.
 
     Args:
@@ -314,7 +314,7 @@ class Pretouch:
             self._fd = -1
 
 
-class PretouchPresent:
+class MemoryPretouch:
     """A thread that reads one byte of every page that mappings have already, once.
 
     Args:

@@ -25,9 +25,8 @@ from typing import TypeVar
 from kvd.errors import TierError
 from kvd.logs import safe_repr
 from kvd.machine.process import lower_priority
-from kvd.tier.batches import Batch, Part
-from kvd.tier.contract import Chunk, Outcome, Space, Tier
-from kvd.tier.seal import Damaged, OtherChunk, check_of, seal, unseal
+from kvd.tier.batches import Batch, BatchPart, Damaged, OtherChunk, checksum_of, seal, unseal
+from kvd.tier.contract import Chunk, Outcome, Space, TierBackend
 from kvd.wire.tiering import Get, Lookup, Put
 from kvd_proto.directory import SlotState
 
@@ -36,7 +35,7 @@ _SAY_AGAIN = 10.0  # seconds after which the same error is logged again
 T = TypeVar("T")
 
 
-class Workers:
+class BatchThreads:
     """The threads that run parts on a backend. Only the loop's thread calls the methods.
 
     Args:
@@ -45,15 +44,15 @@ class Workers:
         ended: called by a thread for each part that has ended.
     """
 
-    def __init__(self, tier: Tier, name: str, ended: Callable[[Part], None]) -> None:
-        self._transfers = Transfers(tier, name)
+    def __init__(self, tier: TierBackend, name: str, ended: Callable[[BatchPart], None]) -> None:
+        self._transfers = BatchExecutor(tier, name)
         self._ended = ended
         self._lock = threading.Lock()
         self._get_ready = threading.Condition(self._lock)
         self._put_ready = threading.Condition(self._lock)
-        self._gets: deque[Part] = deque()
-        self._puts: deque[Part] = deque()
-        self._running: set[Part] = set()
+        self._gets: deque[BatchPart] = deque()
+        self._puts: deque[BatchPart] = deque()
+        self._running: set[BatchPart] = set()
         self._closed = False
         self._most = threads = max(2, tier.threads)
         for number in range(threads):
@@ -77,7 +76,7 @@ class Workers:
         with self._lock:
             return sum(part.nbytes for part in (*self._gets, *self._puts))
 
-    def submit(self, parts: Iterable[Part]) -> None:
+    def submit(self, parts: Iterable[BatchPart]) -> None:
         """Queue parts, in order."""
         with self._lock:
             for part in parts:
@@ -88,13 +87,13 @@ class Workers:
                     self._gets.append(part)
                     self._get_ready.notify()
 
-    def take(self, *, all_parts: bool = False) -> list[Part]:
+    def take(self, *, all_parts: bool = False) -> list[BatchPart]:
         """Remove waiting parts that are late or whose slots were reused, or all; return them.
 
         Their outcomes are set. So no part waits beyond its deadline, even if all threads hang.
         """
         now = math.inf if all_parts else time.monotonic()
-        taken: list[Part] = []
+        taken: list[BatchPart] = []
         with self._lock:
             for queue in (self._gets, self._puts):
                 parts = list(queue)
@@ -119,7 +118,7 @@ class Workers:
         lower_priority()
         self._work(self._puts, self._put_ready)
 
-    def _work(self, queue: deque[Part], ready: threading.Condition) -> None:
+    def _work(self, queue: deque[BatchPart], ready: threading.Condition) -> None:
         while True:
             with self._lock:
                 while not queue or len(self._running) >= self._most:
@@ -136,7 +135,7 @@ class Workers:
             self._ended(part)
 
 
-def _useless(part: Part, now: float) -> bool:
+def _useless(part: BatchPart, now: float) -> bool:
     batch = part.batch
     if now > batch.deadline:
         outcome = Outcome.LATE
@@ -148,7 +147,7 @@ def _useless(part: Part, now: float) -> bool:
     return True
 
 
-def _holds_any(part: Part) -> bool:
+def _holds_any(part: BatchPart) -> bool:
     batch = part.batch
     state = SlotState.READY if isinstance(batch.order, Put) else SlotState.WRITING
     return any(
@@ -157,7 +156,7 @@ def _holds_any(part: Part) -> bool:
     )
 
 
-class Transfers:
+class BatchExecutor:
     """Executes parts on a backend. May be used by several threads at a time.
 
     Args:
@@ -165,13 +164,13 @@ class Transfers:
         name: of the tier, for the log.
     """
 
-    def __init__(self, tier: Tier, name: str) -> None:
+    def __init__(self, tier: TierBackend, name: str) -> None:
         self._tier = tier
         self._name = name
         self._lock = threading.Lock()
         self._said: tuple[str, float] = ("", 0.0)
 
-    def run(self, part: Part) -> None:
+    def run(self, part: BatchPart) -> None:
         """Execute a part, and set the outcome of each of its chunks. Raises nothing."""
         batch = part.batch
         try:
@@ -192,7 +191,7 @@ class Transfers:
             batch.fail(Outcome.FAILED, safe_repr(error), part.begin, part.end)
             log.exception("%s: a bug in the tier failed a %s", self._name, batch.kind)
 
-    def _put(self, part: Part, space: Space) -> None:
+    def _put(self, part: BatchPart, space: Space) -> None:
         batch, place = part.batch, part.batch.place
         chunks, numbers = [], []
         for i in range(part.begin, part.end):
@@ -202,12 +201,12 @@ class Transfers:
                 continue
             shares = place.shares(slot)
             description = place.description(slot, generation)
-            check = check_of(shares)
+            checksum = checksum_of(shares)
             if not place.holds(slot, generation, SlotState.READY, key):
                 continue
             coverage = batch.coverages[i]
-            head = seal(space, key, coverage, check, description)
-            chunks.append(Chunk(space, key, shares, head, coverage, check))
+            head = seal(space, key, coverage, checksum, description)
+            chunks.append(Chunk(space, key, shares, head, coverage, checksum))
             numbers.append(i)
         outcomes = self._tier.put(chunks, batch.deadline) if chunks else []
         moved_on = []
@@ -219,7 +218,7 @@ class Transfers:
         if moved_on:  # the bytes written may be those of the slot's next chunk
             self._remove(space, moved_on)
 
-    def _get(self, part: Part, space: Space) -> None:
+    def _get(self, part: BatchPart, space: Space) -> None:
         batch, place = part.batch, part.batch.place
         chunks, numbers = [], []
         for i in range(part.begin, part.end):
@@ -237,7 +236,7 @@ class Transfers:
     def _verify(self, batch: Batch, i: int, chunk: Chunk) -> Outcome:
         try:
             sealed = unseal(chunk.head, chunk.space, chunk.key)
-            if check_of(chunk.shares) != sealed.check:
+            if checksum_of(chunk.shares) != sealed.checksum:
                 raise Damaged("the check word does not fit the bytes")
         except OtherChunk as error:
             self._say(f"{self._name}: a record is dropped: {error}")
@@ -255,7 +254,7 @@ class Transfers:
         batch.descriptions[i] = sealed.description
         return Outcome.OK
 
-    def _ask(self, part: Part, space: Space) -> None:
+    def _ask(self, part: BatchPart, space: Space) -> None:
         batch = part.batch
         keys = batch.order.keys[part.begin : part.end]
         found = self._tier.contains(space, keys, batch.deadline) if keys else []
@@ -283,7 +282,7 @@ class Transfers:
         log.warning("%s", text)
 
 
-class Clerk:
+class SerialThread:
     """One thread for calls of the backend that must not overtake each other.
 
     Args:

@@ -72,7 +72,7 @@ class Alignment:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class SlotLayout:
     """The layout of a space's chunks in slots.
 
     Attributes:
@@ -89,13 +89,13 @@ class Layout:
 
 
 @functools.lru_cache(maxsize=256)
-def layout_of(space: Space) -> Layout:
+def layout_of(space: Space) -> SlotLayout:
     """Return the layout of a space's chunks in slots."""
     nbytes = space.chunk_bytes
     head_at = -(-nbytes // _SECTOR) * _SECTOR
     end = head_at + _LENGTH.size + space.head_bytes
     pieces = _MOST_PIECES // (len(space.share_bytes) + 1)
-    return Layout(
+    return SlotLayout(
         head_at=head_at,
         slot_bytes=-(-end // ALIGNMENT) * ALIGNMENT,
         run_slots=max(1, min(RUN_BYTES // max(1, nbytes), pieces)),
@@ -104,7 +104,7 @@ def layout_of(space: Space) -> Layout:
 
 
 @dataclass(slots=True)
-class Item:
+class SlotChunk:
     """One chunk of a batch, and its slot.
 
     Attributes:
@@ -119,11 +119,11 @@ class Item:
     record: Record
 
 
-def runs(items: list[Item]) -> Iterator[list[Item]]:
+def runs(items: list[SlotChunk]) -> Iterator[list[SlotChunk]]:
     """Sort `items`, and yield runs that one call can transfer."""
     if len(items) > 1:
         items.sort(key=_place)
-    run: list[Item] = []
+    run: list[SlotChunk] = []
     for item in items:
         if run and not _follows(run, item):
             yield run
@@ -133,11 +133,11 @@ def runs(items: list[Item]) -> Iterator[list[Item]]:
         yield run
 
 
-def _place(item: Item) -> tuple[int, int]:
+def _place(item: SlotChunk) -> tuple[int, int]:
     return item.slab.number, item.slot
 
 
-def _follows(run: list[Item], item: Item) -> bool:
+def _follows(run: list[SlotChunk], item: SlotChunk) -> bool:
     last = run[-1]
     space = item.chunk.space
     return (
@@ -148,7 +148,7 @@ def _follows(run: list[Item], item: Item) -> bool:
     )
 
 
-class Transfer:
+class SlotRunIO:
     """One vectored call for the chunks of a run.
 
     Args:
@@ -156,7 +156,7 @@ class Transfer:
         alignment: what O_DIRECT needs.
     """
 
-    def __init__(self, run: Sequence[Item], alignment: Alignment) -> None:
+    def __init__(self, run: Sequence[SlotChunk], alignment: Alignment) -> None:
         self._chunks = [item.chunk for item in run]
         self._file, slot_bytes = run[0].slab.file, run[0].slab.slot_bytes
         self._at, self._nbytes = run[0].slot * slot_bytes, len(run) * slot_bytes

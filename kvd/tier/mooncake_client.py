@@ -22,7 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvd.errors import ConfigError, TierError
-from kvd.tier.contract import Options
+from kvd.tier.contract import BackendOptions
 from kvd_proto.errors import SizeError
 from kvd_proto.sizes import parse_size
 
@@ -57,7 +57,7 @@ _PIECE_BYTES = 64  # a piece of a buffer begins at a cache line
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class MooncakeOptions:
     """What an operator wrote.
 
     Attributes:
@@ -82,7 +82,7 @@ class Places:
         return f"{self.master[0]}:{self.master[1]}"
 
 
-def parse_places(options: Options) -> Places:
+def parse_places(options: BackendOptions) -> MooncakeOptions:
     """Look at a tier's options, without any I/O.
 
     Raises:
@@ -107,7 +107,7 @@ def parse_places(options: Options) -> Places:
         raise ConfigError(
             f"mooncake: devices={values['devices']} needs protocol=rdma; without it leave it out"
         )
-    return Places(
+    return MooncakeOptions(
         master=_master(values.get("master", "")),
         metadata=values.get("metadata", NO_METADATA_SERVER),
         protocol=protocol,
@@ -160,14 +160,14 @@ def address_of(memory: memoryview) -> int:
     return address
 
 
-class Client:
+class MooncakeClient:
     """A connected client. Thread-safe; calls block, and let the interpreter lock go.
 
     Raises:
         TierError: it cannot be had; names the remedy.
     """
 
-    def __init__(self, places: Places, pool: memoryview) -> None:
+    def __init__(self, places: MooncakeOptions, pool: memoryview) -> None:
         self._master = places.master
         self._away = False
         self._lock = threading.Lock()

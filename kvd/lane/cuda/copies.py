@@ -27,9 +27,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import CudaDriverError
-from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.driver import Addresses, Stream
-from kvd.lane.devices.device import Direction, Ends, Moves
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.driver import Addresses, Stream
+from kvd.lane.device import Direction, Ends, PreparedRuns
 from kvd.machine.cuda import Undo, bindings, call, check, version, version_text
 from kvd_proto.copies import Copies, Grid, Run
 
@@ -62,13 +62,13 @@ class Columns:
         return host + skip, device + skip, nbytes + skip
 
     @property
-    def all(self) -> "Runs":
+    def all(self) -> "RunSlice":
         """All of them."""
-        return Runs(self, 0, self.table.shape[1])
+        return RunSlice(self, 0, self.table.shape[1])
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class RunSlice:
     """Runs begin..end - 1 of these columns."""
 
     columns: Columns
@@ -88,7 +88,7 @@ class Runs:
         return self.end - self.begin
 
 
-class CudaMoves(Moves):
+class CudaRuns(PreparedRuns):
     """Runs by address, none across two registrations of the pool.
 
     ends: see Moves.
@@ -115,7 +115,7 @@ class PoolSide(NamedTuple):
     where: Addresses
 
 
-def prepare(copies: Copies, pool: PoolSide, storages: Addresses, longest: int) -> CudaMoves:
+def prepare(copies: Copies, pool: PoolSide, storages: Addresses, longest: int) -> CudaRuns:
     """Turn runs into addresses; what they touch of the pool is pinned.
 
     Args:
@@ -133,7 +133,7 @@ def prepare(copies: Copies, pool: PoolSide, storages: Addresses, longest: int) -
     return moves or _of_columns(copies.shorten(longest).split(pool.unit, pool.base), pool, starts)
 
 
-def _of_grid(grid: Grid, pool: PoolSide, storages: Ints, longest: int) -> CudaMoves | None:
+def _of_grid(grid: Grid, pool: PoolSide, storages: Ints, longest: int) -> CudaRuns | None:
     """The same runs in each region: additions of what differs by region to what differs by run.
 
     None if one run may have to be cut.
@@ -155,10 +155,10 @@ def _of_grid(grid: Grid, pool: PoolSide, storages: Ints, longest: int) -> CudaMo
     starts = storages[regions.storage] + regions.offset
     np.add(starts[:, np.newaxis], grid.memory, out=table[DEVICE])
     table[NBYTES] = nbytes
-    return CudaMoves(table[NBYTES].cumsum(), table.reshape(3, -1))
+    return CudaRuns(table[NBYTES].cumsum(), table.reshape(3, -1))
 
 
-def _of_few(runs: Sequence[Run], pool: PoolSide, storages: Ints, longest: int) -> CudaMoves | None:
+def _of_few(runs: Sequence[Run], pool: PoolSide, storages: Ints, longest: int) -> CudaRuns | None:
     """One by one; None if one run must be cut."""
     host, device, sizes = [], [], []
     for storage, offset, arena, nbytes in runs:
@@ -169,17 +169,17 @@ def _of_few(runs: Sequence[Run], pool: PoolSide, storages: Ints, longest: int) -
         device.append(int(storages[storage]) + offset)
         sizes.append(nbytes)
     table = np.array([host, device, sizes], np.uint64).view(np.int64)
-    return CudaMoves(list(accumulate(sizes)), table)
+    return CudaRuns(list(accumulate(sizes)), table)
 
 
-def _of_columns(copies: Copies, pool: PoolSide, storages: Ints) -> CudaMoves:
+def _of_columns(copies: Copies, pool: PoolSide, storages: Ints) -> CudaRuns:
     storage, offset, arena, nbytes = copies.columns
     table = np.empty((3, len(nbytes)), np.int64)
     np.add(arena, pool.base, out=table[HOST])
     table[HOST] += pool.where[table[HOST] // pool.unit].view(np.int64)
     np.add(storages[storage], offset, out=table[DEVICE])
     table[NBYTES] = nbytes
-    return CudaMoves(nbytes.cumsum(), table)
+    return CudaRuns(nbytes.cumsum(), table)
 
 
 # Forms of cuMemcpyBatchAsync: the version that brought one, and whether that also tells which copy
@@ -260,7 +260,7 @@ class BatchCopy:
         if code:
             check(code, f"enqueueing {count} copies")
 
-    def copy(self, runs: Runs, direction: Direction, stream: Stream) -> None:
+    def copy(self, runs: RunSlice, direction: Direction, stream: Stream) -> None:
         """Enqueue runs, one at least.
 
         Raises:
@@ -288,7 +288,7 @@ class SingleCopies:
             ctypes.c_int, number, number, ctypes.c_size_t, ctypes.c_void_p
         )(_address_of("cuMemcpyAsync", version()))
 
-    def copy(self, runs: Runs, direction: Direction, stream: Stream) -> None:
+    def copy(self, runs: RunSlice, direction: Direction, stream: Stream) -> None:
         """See BatchCopy."""
         host, device, sizes = runs.table.tolist()
         targets, sources = (device, host) if direction is Direction.LOAD else (host, device)

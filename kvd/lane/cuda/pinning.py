@@ -33,9 +33,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import LaneError
-from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.driver import Addresses, Context
-from kvd.lane.devices.device import touch
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.driver import Addresses, Context
+from kvd.lane.device import touch
 from kvd.machine import cuda
 from kvd.machine.process import map_pool
 from kvd.pool.geometry import FillOrder, piece_bytes_for

@@ -15,16 +15,16 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from kvd.errors import ImportFailed, LaneError
-from kvd.lane.devices.device import (
+from kvd.lane.device import (
     PIECE_BYTES,
+    CompletedTransfer,
     Device,
     Direction,
     Ends,
-    Finished,
     MemoryId,
-    Moves,
-    Pretouch,
-    PretouchPresent,
+    MemoryPretouch,
+    PoolPretouch,
+    PreparedRuns,
     Transfer,
 )
 from kvd.machine.process import map_pool, sealed_size
@@ -35,7 +35,7 @@ from kvd_proto.messages import Handle, HostHandle
 STORE_PIECE_BYTES = 2 * 2**20
 
 
-class HostMoves(Moves):
+class HostRuns(PreparedRuns):
     """Runs between storages and the pool.
 
     Args:
@@ -76,11 +76,11 @@ class HostDevice(Device):
     def __init__(self, pool_fd: int, pool_bytes: int) -> None:
         self._pool = map_pool(pool_fd, pool_bytes)
         fill = FillOrder.of(pool_bytes, os.fstat(pool_fd).st_blksize)
-        self._pretouch = Pretouch(self._pool, pool_fd, fill)
+        self._pretouch = PoolPretouch(self._pool, pool_fd, fill)
         self._memories: dict[MemoryId, list[memoryview]] = {}
-        self._touching: dict[MemoryId, PretouchPresent] = {}
+        self._touching: dict[MemoryId, MemoryPretouch] = {}
         self._last_id = 0
-        self._queue: deque[tuple[Transfer, HostMoves]] = deque()
+        self._queue: deque[tuple[Transfer, HostRuns]] = deque()
 
     @property
     def usable_bytes(self) -> int:
@@ -112,7 +112,7 @@ class HostDevice(Device):
         self._last_id += 1
         memory = MemoryId(self._last_id)
         self._memories[memory] = storages
-        self._touching[memory] = PretouchPresent(tuple(mapped.values()))
+        self._touching[memory] = MemoryPretouch(tuple(mapped.values()))
         return memory
 
     def release_memory(self, memory: MemoryId) -> None:
@@ -137,20 +137,20 @@ class HostDevice(Device):
 
     def prepare(
         self, memory: MemoryId, direction: Direction, pool_base: int, copies: Copies
-    ) -> HostMoves:
+    ) -> HostRuns:
         """See Device."""
         if memory not in self._memories:
             raise LaneError(f"memory {memory} is not mapped")
-        return HostMoves(copies.shorten(self.piece_bytes[direction]), pool_base)
+        return HostRuns(copies.shorten(self.piece_bytes[direction]), pool_base)
 
     def submit(self, transfer: Transfer) -> None:
         """See Device."""
         moves = transfer.moves
-        if transfer.memory not in self._memories or not isinstance(moves, HostMoves):
+        if transfer.memory not in self._memories or not isinstance(moves, HostRuns):
             raise LaneError(f"memory {transfer.memory} is not mapped, or {moves!r} not for it")
         self._queue.append((transfer, moves))
 
-    def progress(self) -> list[Finished]:
+    def progress(self) -> list[CompletedTransfer]:
         """See Device; moves one transfer."""
         if not self._queue:
             return []
@@ -162,7 +162,7 @@ class HostDevice(Device):
         except (ValueError, IndexError) as problem:
             error = f"copy failed: {problem}"
         took = time.perf_counter_ns() - start
-        return [Finished(transfer, took, error)]
+        return [CompletedTransfer(transfer, took, error)]
 
     def close(self) -> None:
         """See Device."""
@@ -173,7 +173,7 @@ class HostDevice(Device):
         self._pretouch.stop()
         self._pool.release()
 
-    def _copy(self, transfer: Transfer, moves: HostMoves) -> None:
+    def _copy(self, transfer: Transfer, moves: HostRuns) -> None:
         if not moves.copies.few:
             self._copy_many(transfer, moves)
             return
@@ -186,7 +186,7 @@ class HostDevice(Device):
             else:
                 side[:] = pool[base + at : base + at + nbytes]
 
-    def _copy_many(self, transfer: Transfer, moves: HostMoves) -> None:
+    def _copy_many(self, transfer: Transfer, moves: HostRuns) -> None:
         pool, storages = self._pool, self._memories[transfer.memory]
         store, piece = transfer.direction is Direction.STORE, slice(transfer.begin, transfer.end)
         numbers, offsets, at, nbytes = (column[piece] for column in moves.copies.columns)

@@ -20,15 +20,15 @@ from contextlib import contextmanager
 from typing import ClassVar, Self
 
 from kvd.errors import TierError
-from kvd.tier.contract import Capacity, Chunk, Options, Outcome, Space, Tier
-from kvd.tier.mooncake.client import (
+from kvd.tier.contract import BackendOptions, Capacity, Chunk, Outcome, Space, TierBackend
+from kvd.tier.mooncake_client import (
     BAD_LENGTH,
     DONE,
     LEASE_EXPIRED,
     NO_ROOM,
     NOT_FOUND,
     NOT_READY,
-    Client,
+    MooncakeClient,
     address_of,
     check_installed,
     only_code,
@@ -51,7 +51,7 @@ _TRIES = 20  # to read a salt that another node is writing
 _TRY_SECONDS = 0.05
 
 
-class MooncakeTier(Tier):
+class MooncakeTier(TierBackend):
     """The backend ``mooncake:master=HOST:PORT,…``; for its other options see `Places`."""
 
     shared: ClassVar[bool] = True
@@ -59,7 +59,7 @@ class MooncakeTier(Tier):
     threads = 2
     batch_bytes = 16 * 2**20
 
-    def __init__(self, client: Client, described: str) -> None:
+    def __init__(self, client: MooncakeClient, described: str) -> None:
         self._client = client
         self.described = described
         self._lock = threading.Lock()
@@ -67,16 +67,16 @@ class MooncakeTier(Tier):
         self._reminded = time.monotonic()
 
     @classmethod
-    def check(cls, options: Options) -> None:
-        """See Tier."""
+    def check(cls, options: BackendOptions) -> None:
+        """See TierBackend."""
         parse_places(options)
         check_installed()
 
     @classmethod
-    def open(cls, options: Options, pool: memoryview) -> Self:
-        """See Tier."""
+    def open(cls, options: BackendOptions, pool: memoryview) -> Self:
+        """See TierBackend."""
         places = parse_places(options)
-        client = Client(places, pool)
+        client = MooncakeClient(places, pool)
         return cls(
             client,
             f"Mooncake Store at {places.master_text} ({package_version()}), {places.protocol},"
@@ -84,7 +84,7 @@ class MooncakeTier(Tier):
         )
 
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """See Tier."""
+        """See TierBackend."""
         if not chunks or time.monotonic() > deadline:
             return [Outcome.LATE] * len(chunks)
         self._remind()
@@ -98,7 +98,7 @@ class MooncakeTier(Tier):
         return [_PUTS.get(code, Outcome.FAILED) for code in codes]
 
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """See Tier."""
+        """See TierBackend."""
         if not chunks or time.monotonic() > deadline:
             return [Outcome.LATE] * len(chunks)
         outcomes = []
@@ -125,13 +125,13 @@ class MooncakeTier(Tier):
         return outcomes
 
     def contains(self, space: Space, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Tier."""
+        """See TierBackend."""
         if not keys or time.monotonic() > deadline:
             return [False] * len(keys)
         return self._client.exist([name_of(space, key) for key in keys])
 
     def remove(self, space: Space, keys: Sequence[bytes]) -> None:
-        """See Tier."""
+        """See TierBackend."""
         if keys:
             self._client.remove([name_of(space, key) for key in keys])
 
@@ -151,7 +151,7 @@ class MooncakeTier(Tier):
         raise TierError("the salt of a namespace is being written and does not come")
 
     def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
-        """See Tier. The cluster evicts chunks of other salts in time."""
+        """See TierBackend. The cluster evicts chunks of other salts in time."""
         with self._lock:
             before = self._salts.get(namespace)
         if before != salt:
@@ -160,8 +160,8 @@ class MooncakeTier(Tier):
             self._salts[namespace] = salt
         return b""
 
-    def begin(self, space: Space) -> None:
-        """See Tier."""
+    def open_space(self, space: Space) -> None:
+        """See TierBackend."""
 
     def _remind(self) -> None:
         """Write salts again that were lost with a store, at most every `_REMIND_SECONDS`."""
@@ -175,19 +175,19 @@ class MooncakeTier(Tier):
             self._client.write_word(_salt_name(namespace), salt, replace=False)
 
     def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:  # noqa: ARG002  # nobody knows
-        """See Tier."""
+        """See TierBackend."""
         return iter(())
 
-    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
-        """See Tier."""
+    def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
+        """See TierBackend."""
         return []
 
     def capacity(self) -> Capacity:
-        """See Tier. Unknown: asking the master would block."""
+        """See TierBackend. Unknown: asking the master would block."""
         return Capacity(0, 0, 0)
 
     def close(self) -> None:
-        """See Tier."""
+        """See TierBackend."""
         self._client.close()
 
     @contextmanager
