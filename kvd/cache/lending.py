@@ -14,11 +14,11 @@ import numpy.typing as npt
 from kvd.cache.slots import Slots
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.pool import Pool
-from kvd_proto.arrays import FEW
-from kvd_proto.labels import Label
+from kvd_proto.jobs import FEW
+from kvd_proto.messages import Label
 
 
-class Uses:
+class UseStamps:
     """The last uses of one namespace's chunks.
 
     Args:
@@ -77,7 +77,9 @@ PARTS_ALONE, PARTS_OF_SEVERAL = 4, 32
 class Lending:
     """Lends the slots of one namespace; `sweep` frees some whose chunks a reset has dropped."""
 
-    def __init__(self, slots: Slots, pool: Pool, uses: Uses, sweep: Callable[[], None]) -> None:
+    def __init__(
+        self, slots: Slots, pool: Pool, uses: UseStamps, sweep: Callable[[], None]
+    ) -> None:
         self._slots = slots
         self._pool = pool
         self._uses = uses
@@ -134,7 +136,7 @@ class Lending:
             slots += self._slots.reserve(need - len(slots), now)
         return slots, self._slots.lend(slots, owner, now)
 
-    def room(self, n: int, now: float, usable: int | None = None) -> list[int]:
+    def take_free(self, n: int, now: float, usable: int | None = None) -> list[int]:
         """Up to `n` FREE slots for chunks that come up from a tier.
 
         First of what is free, then of others' columns, then of chunks of this namespace that no
@@ -179,7 +181,7 @@ class Lending:
 class Loads:
     """What requests use of one namespace's chunks."""
 
-    def __init__(self, slots: Slots, uses: Uses) -> None:
+    def __init__(self, slots: Slots, uses: UseStamps) -> None:
         self._slots = slots
         self._directory = slots.directory
         self._uses = uses
@@ -207,15 +209,15 @@ class Loads:
             policy = self._slots.policy  # a chunk that a fuller store has replaced is not in it
             policy.refresh_all([slot for slot in reversed(used) if slot in policy], now)
             self._uses.mark(used)
-            if self._slots.demotable is not None:
-                self._slots.demotable.pinned(used)
+            if self._slots.demotion_queues is not None:
+                self._slots.demotion_queues.pinned(used)
         counts = self._counts
         counts.asked += len(slots)
         counts.hits += len(pinned)
         counts.pins_late += len(slots) - len(pinned)
         counts.leases += bool(pinned)
 
-    def refuse_pin(self, chunks: int) -> None:
+    def count_refused_pin(self, chunks: int) -> None:
         """Count chunks that are not pinned, because their owner has too many leases."""
         self._counts.asked += chunks
         self._counts.pins_refused += chunks
@@ -228,7 +230,7 @@ class Loads:
         self._slots.unpinned(unpinned)
         return True
 
-    def finished(self, keys: Sequence[bytes], now: float, label: Label = Label.NONE) -> int:
+    def refresh(self, keys: Sequence[bytes], now: float, label: Label = Label.NONE) -> int:
         """A request with these keys has finished, its head first.
 
         Those that are here are as recent as the request, whether their bytes are here already or
@@ -243,8 +245,8 @@ class Loads:
         self._slots.policy.use_all(slots[::-1], now, label)
         self._uses.set_time(now)
         self._uses.mark(slots)
-        if self._slots.demotable is not None:
-            self._slots.demotable.finished(slots)
+        if self._slots.demotion_queues is not None:
+            self._slots.demotion_queues.finished(slots)
         return len(slots)
 
     def relabel(self, keys: Sequence[bytes], label: Label) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol, TypeAlias
 
 from kvd.cache.directory import Blocks, Refs, covers
 from kvd.cache.ghosts import GhostCause, Ghosts
-from kvd.cache.lending import Lending, Uses
+from kvd.cache.lending import Lending, UseStamps
 from kvd.cache.slots import Ints, Slots
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.pool import Pool
@@ -21,7 +21,7 @@ class DescriptionWriter(Protocol):
     """Keeps a description for each slot of a namespace."""
 
     @property
-    def room(self) -> int:
+    def max_bytes(self) -> int:
         """How many bytes a description may have."""
 
     def write(self, slot: int, generation: int, description: bytes) -> bool:
@@ -45,14 +45,14 @@ class Descriptions:
         self.writer: DescriptionWriter | None = None
 
     @property
-    def room(self) -> int:
+    def max_bytes(self) -> int:
         """How many bytes a description may have; 0 where none are kept."""
-        return 0 if self.writer is None else self.writer.room
+        return 0 if self.writer is None else self.writer.max_bytes
 
     def keep(self, slot: int, generation: int, description: bytes) -> None:
         """Keep a description, or count why it is not kept: the store goes on without it."""
         writer, counts = self.writer, self._counts
-        if writer is not None and len(description) > writer.room:
+        if writer is not None and len(description) > writer.max_bytes:
             counts.descriptions_too_long += 1
         elif writer is None or not writer.write(slot, generation, description):
             counts.descriptions_no_room += 1
@@ -67,7 +67,7 @@ class Stores:
     """Begins and ends the stores of one namespace."""
 
     def __init__(
-        self, slots: Slots, pool: Pool, uses: Uses, descriptions: Descriptions, ghosts: Ghosts
+        self, slots: Slots, pool: Pool, uses: UseStamps, descriptions: Descriptions, ghosts: Ghosts
     ) -> None:
         self._slots = slots
         self._directory = slots.directory
@@ -133,8 +133,8 @@ class Stores:
         self._uses.count_evicted(evicted)
         self._slots.started(begun, now + seconds, now)
         self._uses.mark(begun)
-        if self._slots.demotable is not None:
-            self._slots.demotable.begun(begun)
+        if self._slots.demotion_queues is not None:
+            self._slots.demotion_queues.begun(begun)
         counts.offered += len(keys)
         counts.accepted += len(keys)
         counts.stores_lost += lost
@@ -154,7 +154,7 @@ class Stores:
         self._directory.end_loans((slot,))
         self._slots.drop([slot])
 
-    def note_offered(
+    def count_offered(
         self, present: int, pending: int, not_yet: int, refused: int, *, draining: bool
     ) -> None:
         """Count keys that a scheduler has offered and answered by itself."""
@@ -170,7 +170,7 @@ class Stores:
         else:
             counts.full += refused
 
-    def note_unstored(self, keys: Sequence[bytes], now: float) -> None:
+    def remember_unstored(self, keys: Sequence[bytes], now: float) -> None:
         """Remember keys that got no slot and are not offered again."""
         capped = self._pool.is_capped(self._slots.space)
         cause = GhostCause.QUOTA if capped else GhostCause.REFUSED
@@ -224,8 +224,8 @@ class Stores:
                 ready.append(slot)
         for slot in ready:
             self._slots.finish(slot)
-        if ready and self._slots.demotable is not None:
-            self._slots.demotable.ready(ready)
+        if ready and self._slots.demotion_queues is not None:
+            self._slots.demotion_queues.ready(ready)
         self._counts.stored += len(ready)
         self._counts.stale_reports += stale
         return self._slots.refs(ready), self._slots.give_up(list(failed))
@@ -240,11 +240,11 @@ class Stores:
         return self._slots.give_up(list(gone))
 
 
-class Promotions:
+class ChunkPromotions:
     """Begins and ends the promotions of one namespace."""
 
     def __init__(
-        self, slots: Slots, lending: Lending, uses: Uses, descriptions: Descriptions
+        self, slots: Slots, lending: Lending, uses: UseStamps, descriptions: Descriptions
     ) -> None:
         self._slots = slots
         self._directory = slots.directory
@@ -277,7 +277,7 @@ class Promotions:
         missing = [key for key in dict.fromkeys(keys) if directory.find(key) < 0][:most]
         if not missing:
             return []
-        slots = self._lending.room(len(missing), now, usable)
+        slots = self._lending.take_free(len(missing), now, usable)
         found: list[tuple[bytes, int, int]] = []
         unused: list[int] = []
         for key, slot in zip(missing, slots, strict=False):
@@ -316,8 +316,8 @@ class Promotions:
             self._descriptions.keep(slot, generation, description)
         self._slots.finish(slot)
         self._counts.promoted += 1
-        if self._slots.demotable is not None:
-            self._slots.demotable.promoted(slot)
+        if self._slots.demotion_queues is not None:
+            self._slots.demotion_queues.promoted(slot)
         return True
 
     def give_up(self, refs: Refs) -> Refs:

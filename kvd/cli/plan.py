@@ -13,7 +13,7 @@ from kvd.metrics.words import latency, rate
 from kvd.plan.figures import DTYPE_BYTES, SMALL_BYTES, Plan, PlanInputs, describe, make_plan
 from kvd.plan.model import read_model
 from kvd_proto.capacity import DEFAULT_BATCHED_TOKENS
-from kvd_proto.sizes import format_size, parse_size
+from kvd_proto.text import format_size, parse_size
 
 _Count = click.IntRange(min=1)
 

@@ -27,7 +27,7 @@ from kvd.config.values import (
 from kvd.errors import ConfigError
 from kvd_proto.changes import MAX_CHANGES, MIN_CHANGES
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import parse_size
+from kvd_proto.text import parse_size
 
 ENVIRONMENT_PREFIX = "KVD_"
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from kvd.errors import ConfigError
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import format_size, parse_size
+from kvd_proto.text import format_size, parse_size
 
 _MAX_ID = 2**32 - 2
 

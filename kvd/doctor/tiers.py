@@ -30,7 +30,7 @@ from kvd.errors import ConfigError
 from kvd.machine.room import Shortage
 from kvd.metrics.words import rate
 from kvd.tier.backends import check_tiers, options_of
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 PATIENCE_SECONDS = 8.0
 CHILD_SECONDS = 20.0  # for a process that looks at no tier

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from kvd.lane.devices.device import NO_MOVES, Device, Direction, Moves
 from kvd.lane.queue import Queued
 from kvd.lane.workers import Binding, Worker
-from kvd_proto.arrays import Chunks
 from kvd_proto.directory import HEAD_DTYPE, READ_HEADS, SlotState, loan_number
+from kvd_proto.jobs import Chunks
 from kvd_proto.messages import Job, JobStatus, Load, Store
 
 FEW = 8

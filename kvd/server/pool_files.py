@@ -29,11 +29,11 @@ from typing import Annotated
 
 import msgspec
 
-from kvd.cache.trailer import HEAD_BYTES, NAME_BYTES, pack_head
+from kvd.cache.recovery import POOL_NAME_BYTES, TRAILER_HEAD_BYTES, pack_head
 from kvd.errors import AlreadyRunning, ConfigError, PoolError
 from kvd.machine.files import check_place, lock_directory
 from kvd.machine.room import TRAILER_BYTES, Filesystem, area_name, held_bytes
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 
@@ -59,7 +59,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     version: int
-    pool: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{NAME_BYTES}}}$")]
+    pool: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{POOL_NAME_BYTES}}}$")]
     cpu_bytes: int
     bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     inode: int
@@ -88,7 +88,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return f"{pool_file} is another file"
             if status.st_size < self.file_bytes(filesystem):
                 return f"{pool_file} is cut off: it has {status.st_size} bytes"
-            if os.pread(fd, HEAD_BYTES, self.bytes) != pack_head(self.pool):
+            if os.pread(fd, TRAILER_HEAD_BYTES, self.bytes) != pack_head(self.pool):
                 return f"{pool_file} has the chunks of another pool, or none"
         finally:
             os.close(fd)

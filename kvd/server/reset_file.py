@@ -1,4 +1,4 @@
-"""The table of resets (`kvd.cache.resets`) as the file `kvd.resets` in the runtime directory.
+"""The table of resets (`kvd.cache.recovery`) as the file `kvd.resets` in the runtime directory.
 
 A tier may be down, slow or hung during a reset, and the daemon may be killed before the tier has
 noted the reset. So the daemon writes the reset into this file before it answers. The file does not
@@ -14,7 +14,7 @@ import logging
 import os
 from pathlib import Path
 
-from kvd.cache.resets import PAGE_BYTES, Resets
+from kvd.cache.recovery import RESET_BYTES, ResetTable
 from kvd.errors import LedgerDamaged
 from kvd.server.pool_files import is_own_file, remove_tree
 
@@ -22,7 +22,7 @@ log = logging.getLogger("kvd.daemon")
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class ResetFile(Resets):
+class ResetFile(ResetTable):
     """The table of resets, kept in a file; the first reset creates the file.
 
     Args:
@@ -48,7 +48,7 @@ class ResetFile(Resets):
             self._save()
 
     def draw(self, namespace: str) -> str:
-        """Write the new salt to the file before returning; see `Resets.draw`."""
+        """Write the new salt to the file before returning; see `ResetTable.draw`."""
         super().draw(namespace)
         return self._save()
 
@@ -57,7 +57,7 @@ class ResetFile(Resets):
         try:
             if not is_own_file(os.fstat(fd)):
                 raise LedgerDamaged("it is no file of this user's")
-            return os.read(fd, PAGE_BYTES + 1)
+            return os.read(fd, RESET_BYTES + 1)
         finally:
             os.close(fd)
 
@@ -81,7 +81,7 @@ class ResetFile(Resets):
             status = self._path.lstat()
         except FileNotFoundError:
             return False
-        return is_own_file(status) and status.st_size == PAGE_BYTES
+        return is_own_file(status) and status.st_size == RESET_BYTES
 
     def _replace(self) -> None:
         """Replace the file by a rename, so that no partial file is ever read."""
@@ -95,7 +95,7 @@ class ResetFile(Resets):
     def _write(self, path: Path, flags: int = 0) -> None:
         fd = os.open(path, os.O_WRONLY | _FLAGS | flags, 0o600)
         try:
-            if os.pwrite(fd, self.pack(), 0) != PAGE_BYTES:
+            if os.pwrite(fd, self.pack(), 0) != RESET_BYTES:
                 raise OSError(0, "it was written in part")
         finally:
             os.close(fd)

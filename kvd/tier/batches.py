@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from kvd.tier.contract import Outcome, Space
 from kvd.tier.seal import HEAD_BYTES
 from kvd.wire.tiering import Ask, Done, Get, OpenSpace, Put
-from kvd_proto.arrays import IntArray
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView, SlotState
+from kvd_proto.jobs import IntArray
 
 MAX_DESCRIPTIONS_BYTES = 2**20
 """Limit for the descriptions in one answer, so that the broker reads it quickly."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from kvd_proto.errors import SizeError
 from kvd_proto.layout import RankLayout
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 NULL_BLOCKS = 1  # block 0 is never handed out
 DEFAULT_BATCHED_TOKENS = 8192
@@ -44,7 +44,7 @@ def tokens_per_chunk(layout: RankLayout) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSizes:
+class PoolSizes:
     """A pool laid out for one engine: one arena per rank, or one for all if replicated."""
 
     slot_bytes: tuple[int, ...]
@@ -52,7 +52,7 @@ class ChunkSizes:
     num_chunks: int
 
 
-def size_pool(layouts: Sequence[RankLayout], cpu_bytes: int) -> ChunkSizes:
+def size_pool(layouts: Sequence[RankLayout], cpu_bytes: int) -> PoolSizes:
     """Sizes for one engine's ranks, in rank order.
 
     Pipeline stages may hold different layers, so bytes per chunk is the sum of
@@ -72,7 +72,7 @@ def size_pool(layouts: Sequence[RankLayout], cpu_bytes: int) -> ChunkSizes:
             f" {chunk} bytes ({format_size(chunk)}); raise --cpu-bytes to at least"
             f" {chunk}, or lower blocks_per_chunk"
         )
-    return ChunkSizes(arenas, chunk, count)
+    return PoolSizes(arenas, chunk, count)
 
 
 def _shares(layouts: Sequence[RankLayout]) -> Sequence[RankLayout]:

@@ -7,8 +7,8 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.arrays import FEW
 from kvd_proto.errors import JobShapeError
+from kvd_proto.jobs import FEW
 
 Run: TypeAlias = tuple[int, int, int, int]
 """Storage, byte in the storage, byte in the arena, and length."""

@@ -173,7 +173,7 @@ def record_bytes(layout: RankLayout) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def room(record: int) -> int:
+def max_description_bytes(record: int) -> int:
     """Return how many bytes a description may have that fits records of so many bytes."""
     return min(record - RECORD_HEADER_BYTES, MAX_DESCRIPTION_BYTES)
 
@@ -198,13 +198,13 @@ def read_header(fd: int) -> int:
     return record if good and RECORD_HEADER_BYTES < record <= largest else 0
 
 
-def place(slot: int, record: int) -> int:
+def record_offset(slot: int, record: int) -> int:
     """Return where a slot's record begins in the file."""
     return HEADER_BYTES + slot * record
 
 
 def pack_record(slot: int, generation: int, encoded: bytes) -> bytes:
-    """Return the record of a chunk; `encoded` has at most `room` bytes."""
+    """Return the record of a chunk; `encoded` has at most `max_description_bytes` bytes."""
     check = crc32(encoded, crc32(_COVERED.pack(slot, generation, len(encoded))))
     return _RECORD.pack(generation, check, len(encoded)) + encoded
 
@@ -240,7 +240,7 @@ class DescriptionsView:
         if not size or not 0 <= slot < MAX_SLOTS:
             return b""
         try:
-            record = os.pread(self._fd, size, place(slot, size))
+            record = os.pread(self._fd, size, record_offset(slot, size))
         except (OSError, OverflowError):
             return b""
         if len(record) < RECORD_HEADER_BYTES:

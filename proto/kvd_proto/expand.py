@@ -10,8 +10,8 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.copies import Copies, Grid, Regions, Run
+from kvd_proto.jobs import JobBlocks
 from kvd_proto.layout import RankLayout
 
 Ints: TypeAlias = npt.NDArray[np.int64]
@@ -55,7 +55,7 @@ class Expander:
         self._most = max(map(len, self._regions), default=0)
         self._block_bytes = [sum(ref.page_bytes for ref in g.refs) for g in layout.groups]
 
-    def named_bytes(self, blocks: JobBlocks) -> int:
+    def listed_bytes(self, blocks: JobBlocks) -> int:
         """Bytes of all listed blocks of a job that was checked against the layout."""
         return sum(map(operator.mul, blocks.sizes, self._block_bytes))
 

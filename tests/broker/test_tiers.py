@@ -23,8 +23,8 @@ from kvd.wire.tiering import (
     Put,
     SpaceOpened,
 )
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
 from tests.broker.brokers import join, mapped, register
 from tests.broker.fake_tier import STEP, FakeTier, TierBench, done, held, pong

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_proto.arrays import FEW, JobBlocks, chunks_per_group
 from kvd_proto.copies import Copies
 from kvd_proto.errors import JobShapeError, WrongType
 from kvd_proto.expand import Expander
+from kvd_proto.jobs import FEW, JobBlocks, chunks_per_group
 from kvd_proto.layout import (
     GroupSpec,
     RankLayout,

@@ -25,7 +25,7 @@ from kvd.machine.files import danger
 from kvd.machine.room import Shortage, written_size
 from kvd.tier.contract import Options
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import format_size, parse_size
+from kvd_proto.text import format_size, parse_size
 
 THREADS = 4
 MAX_THREADS = 64

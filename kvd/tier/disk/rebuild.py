@@ -15,7 +15,7 @@ from kvd.tier.disk import slabs
 from kvd.tier.disk.directory import DiskDirectory
 from kvd.tier.disk.slabs import FREE, HELD, Slab
 from kvd.tier.disk.slots import Places, Slots, place_of, split
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 _log = logging.getLogger(__name__)
 

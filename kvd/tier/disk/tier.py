@@ -28,7 +28,7 @@ from kvd.tier.disk.rebuild import chunks_of, load
 from kvd.tier.disk.room import Room
 from kvd.tier.disk.slabs import Record, Slab, SlabLost
 from kvd.tier.disk.transfer import Alignment, Item, Transfer, layout_of, runs
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 _log = logging.getLogger(__name__)
 _PIECE = 4096  # chunks that are freed or listed at a time

@@ -17,7 +17,7 @@ MOST = 65_536
 _BEGUN, _STORED, _ASKED = range(3)
 
 
-class Candidates:
+class DemotionQueue:
     """Chunks of one namespace that are to go down, those that came first in front.
 
     Args:
@@ -65,7 +65,7 @@ class Candidates:
         return len(self._refs)
 
 
-class Demotable:
+class DemotionQueues:
     """The queues of one namespace, and what each of its chunks has been used for.
 
     Args:
@@ -80,8 +80,8 @@ class Demotable:
 
     def __init__(self, directory: DirectoryWriter, *, ready: bool, asked: bool) -> None:
         self._directory = directory
-        self.on_ready = Candidates(directory) if ready else None
-        self.on_asked = Candidates(directory) if asked else None
+        self.on_ready = DemotionQueue(directory) if ready else None
+        self.on_asked = DemotionQueue(directory) if asked else None
         marks = np.zeros(directory.num_slots, np.uint8)
         there = directory.slots_in(SlotState.READY)
         for slots in (directory.slots_in(SlotState.WRITING), there):  # who used these nobody knows
@@ -113,7 +113,7 @@ class Demotable:
         if tiers is None or place is None or place.tiers != (1 << tiers.num_tiers) - 1:
             self.ready([slot])
 
-    def not_kept(self, slot: int, generation: int) -> None:
+    def put_failed(self, slot: int, generation: int) -> None:
         """A tier could not keep this chunk: it goes down again when it is asked for once more."""
         if self._directory.generation(slot) == generation:
             self._marks[slot] = _STORED
