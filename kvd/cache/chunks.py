@@ -22,14 +22,13 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from kvd.cache.adaptive import POLICIES
-from kvd.cache.demotion_queues import DemotionQueue, DemotionQueues
 from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.ghosts import GhostCause, Ghosts, MissReasons
 from kvd.cache.ledger import LedgerChunks
-from kvd.cache.lending import Lending, Loads, UseStamps
 from kvd.cache.miss_curve import MissCurve
 from kvd.cache.slots import Slots
-from kvd.cache.stores import ChunkPromotions, Descriptions, Stores
+from kvd.cache.stores import ChunkPromotions, Descriptions, Lending, Stores
+from kvd.cache.uses import ChunkUses, DemotionQueue, DemotionQueues, Loads
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
@@ -81,7 +80,7 @@ class ChunkTable:
         self.counts = ChunkCounts()
         self.descriptions = Descriptions(self.counts)
         self.stamps = np.zeros(geometry.num_slots, np.uint64) if ledger is None else ledger.stamps
-        self.uses = UseStamps(self.stamps, pool, self.counts)
+        self.uses = ChunkUses(self.stamps, pool, self.counts)
         self._pool = pool
         self.space = pool.join(geometry, self, model)
         self.ghosts = Ghosts(GHOSTS_PER_SLOT * geometry.num_slots)
@@ -139,20 +138,20 @@ class ChunkTable:
 
     def queue_demotions(self, *, ready: bool, asked: bool) -> None:
         """From now on note what is to go down: what becomes READY, or what is asked for."""
-        self.slots.demotion_queues = (
+        self.uses.demotion_queues = (
             DemotionQueues(self.directory, ready=ready, asked=asked) if ready or asked else None
         )
 
     @property
     def on_ready(self) -> DemotionQueue | None:
         """Chunks that have become READY, to go down; None where no tier wants them."""
-        demotion_queues = self.slots.demotion_queues
+        demotion_queues = self.uses.demotion_queues
         return demotion_queues.on_ready if demotion_queues is not None else None
 
     @property
     def on_asked(self) -> DemotionQueue | None:
         """Chunks that have been asked for, to go down; None where no tier wants them."""
-        demotion_queues = self.slots.demotion_queues
+        demotion_queues = self.uses.demotion_queues
         return demotion_queues.on_asked if demotion_queues is not None else None
 
     # ------------------------------------------------------------- ends of things

@@ -32,7 +32,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvd.cache.demotion_queues import DemotionQueues
 from kvd.cache.directory import DirectoryWriter, Refs
 from kvd.cache.eviction import EvictionPolicy
 from kvd.errors import IntegrityError
@@ -201,11 +200,7 @@ Ints = Sequence[int] | npt.NDArray[np.integer]
 
 
 class Slots:
-    """The slots of one namespace. `space` is where they come from and go back to.
-
-    Attributes:
-        demotion_queues: which chunks are to go down to tiers; None where no tier wants any.
-    """
+    """The slots of one namespace. `space` is where they come from and go back to."""
 
     def __init__(
         self,
@@ -217,7 +212,6 @@ class Slots:
         self.directory = directory
         self.policy = policy
         self.space = space
-        self.demotion_queues: DemotionQueues | None = None
         self.counts = counts
         self.leases = Leases()
         self.loans = Loans()

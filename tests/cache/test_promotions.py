@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from kvd.cache import demotion_queues
+from kvd.cache import uses
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.demotion_queues import DemotionQueue
 from kvd.cache.directory import Refs
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
 from kvd.cache.recovery import PoolTrailer
+from kvd.cache.uses import DemotionQueue
 from kvd_proto.directory import TIER_OWNER, LookupResult, SlotState
 from tests.cache.tables import (
     PAGE,
@@ -172,7 +172,7 @@ def test_what_came_up_goes_down_only_to_tiers_that_lack_it() -> None:
 
 def test_a_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its oldest go, and are counted; `take` looks at a bounded number."""
-    monkeypatch.setattr(demotion_queues, "MOST", 4)
+    monkeypatch.setattr(uses, "MAX_QUEUED", 4)
     table = make_table(16, tier=ONE)
     table.queue_demotions(ready=True, asked=False)
     store(table, names(6))

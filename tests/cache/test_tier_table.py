@@ -278,7 +278,7 @@ def test_what_is_known_of_a_tier() -> None:
     assert view.health(1) == TierHealth(False, 0, 0, 0)
     status = TierHealth(True, 1200, 3 * 10**9, 2**40)
     table.set_health(1, status)
-    assert (view.health(0), view.status(1)) == (TierHealth(False, 0, 0, 0), status)
+    assert (view.health(0), view.health(1)) == (TierHealth(False, 0, 0, 0), status)
     with pytest.raises(IndexError):
         view.health(2)
 

@@ -215,7 +215,7 @@ class Indexes:
 
     def differences(self, topic: str, expected: Expected) -> dict[str, int]:
         """By kind: blocks that are promised and not there, and that are there and not promised."""
-        plain, llmd = self.plain.held_chunks(topic), self.llmd.held(pod_and_model(topic)[0])
+        plain, llmd = self.plain.held(topic), self.llmd.held(pod_and_model(topic)[0])
         plain_in_tiers = {block for block in plain if block.medium != "CPU"}
         llmd_in_tiers = {entry for entry in llmd if entry[1] != "cpu"}
         plain, llmd = plain - plain_in_tiers, llmd - llmd_in_tiers

@@ -193,7 +193,7 @@ class InterruptedTable(TierTableView):
         super().__init__(whole, offset, capacity, limit, TIERS)
         self._view = view
 
-    def held(self, begin: int, end: int) -> list[tuple[bytes, TierEntry]]:
+    def held_chunks(self, begin: int, end: int) -> list[tuple[bytes, TierEntry]]:
         """The same, place by place."""
         found = []
         for place in reversed(range(begin, end)):

@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from kvd.broker.effects import Effect, ToTier
 from kvd.broker.state import BrokerState
 from kvd.broker.tiers.tier import BATCH_BYTES, Batch, Tier
-from kvd.cache.demotion_queues import DemotionQueue
 from kvd.cache.directory import covers
 from kvd.cache.namespaces import Namespace
+from kvd.cache.uses import DemotionQueue
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import Done, Drop, Put
 from kvd_proto.jobs import IntArray
@@ -147,7 +147,7 @@ class Demotion:
         namespace, counts, unknown = batch.namespace, tier.counts.puts, list[bytes]()
         tiers = namespace.directory.tiers if batch.salt == namespace.salt else None
         nbytes = namespace.geometry.bytes_per_chunk
-        queues = namespace.table.slots.demotion_queues
+        queues = namespace.table.uses.demotion_queues
         columns = (order.first.tolist(), order.count.tolist(), order.groups.tolist())
         rows = zip(order.keys, done.outcomes.tolist(), batch.refs, *columns, strict=True)
         for key, code, ref, first, count, group in rows:
