@@ -109,7 +109,7 @@ class About:
         except msgspec.ValidationError as error:
             raise ConfigError(f"needs {self.needs}") from error
         except SizeError as error:
-            meant = f"; did you mean {error.meant}?" if error.meant else ""
+            meant = f"; did you mean {error.suggestion}?" if error.suggestion else ""
             raise ConfigError(f"needs {self.needs}{meant}") from error
         return result
 

@@ -155,7 +155,7 @@ def _bytes(model: str, key: str, amount: str | int, cpu_bytes: int) -> int:
         if 0 <= percent <= 100:
             return int(cpu_bytes * percent / 100)
     except SizeError as error:
-        meant = f"; did you mean {error.meant}?" if error.meant else ""
+        meant = f"; did you mean {error.suggestion}?" if error.suggestion else ""
     except ValueError:
         pass
     raise ConfigError(

@@ -1,31 +1,26 @@
-"""Integer arrays on the wire, and those of every job: its blocks and the chunks that they lie in.
+"""What a job says: arrays of integers, the blocks that it moves, and the control page.
 
-An array is a declared dtype and little-endian bytes. The bytes are viewed, not copied, on decoding:
+**Arrays.** An array on the wire is a dtype and little-endian bytes. Decoding copies nothing:
 `IntArray.numpy()` is `np.frombuffer` over the received bytes, hence read-only.
 
-The j-th listed block of group g sits at position
-``block_indices[g] % blocks_per_chunk + j``; it belongs to the group's chunk
-number ``position // blocks_per_chunk`` and is block
-``position % blocks_per_chunk`` of it. What is counted is what the job lists:
-at a sliding window's edge a chunk's first blocks are simply not listed. Where the layout has a null
-block, that one stands for a place that is left out: so chunks that are full in part can be in the
-middle of a job.
+**Blocks.** The j-th listed block of group g has position
+``block_indices[g] % blocks_per_chunk + j``. It is block ``position % blocks_per_chunk`` of the
+group's chunk number ``position // blocks_per_chunk``. A chunk may be listed in part: at a sliding
+window's edge its first blocks are not listed, and a null block in `block_ids` leaves out one
+position in the middle.
 
-The control page: numbers in memory that a worker and its lane share.
+**Control page.** Memory that a worker shares with its lane: u64 words, little-endian and aligned,
+so that reads and writes are whole.
 
-All are u64, little-endian and aligned, so that no half of a number is read. Word 0
-is the timeline. Each of those that follow is the epoch of one store at a time: a store
-names its word and the number that stood there when it was sent, and is void as
-soon as another one does; the lane looks after each copy, before it reports. So a
-worker can take a store's blocks back at any moment, without a message that has to
-arrive and without touching its other jobs, and a store that may have read blocks in
-use for something else never becomes READY. A word can serve the next store at once:
-what the lane may still do for the old one carries the old number.
-
-The last words are the only ones that the lane writes: how many layers of a load have arrived, for
-loads that ask for it by the number of such a word. The worker sets it to 0 before it sends the
-load, and reads it while the load is under way. They are never used for stores, whose epochs must
-not come back.
+- Word 0 is the timeline: how far the worker's streams are.
+- An epoch word belongs to one store at a time. The store message carries the word's number and its
+  epoch; the store is void once the word holds another epoch. The lane checks that after each copy,
+  before it reports, so a store that may have read reused blocks never becomes READY. The worker
+  can thus take a store's blocks back at any moment without a message, and use the word for its
+  next store at once.
+- A progress word says how many layers of a load have arrived. The worker sets it to 0 before it
+  sends the load; then only the lane writes it. Progress words are separate, since an epoch must
+  never come back.
 """
 
 import mmap
@@ -42,9 +37,9 @@ from kvd_proto.errors import JobShapeError, Oversize, WrongType
 from kvd_proto.layout import RankLayout
 
 MAX_ARRAY_ITEMS = 65536
-"""Items of an array or a list in one message, at most."""
+"""The most items of an array or a list in one message."""
 FEW = 64
-"""Items up to which plain numbers are faster than numpy, whose every call costs as much as many."""
+"""Up to so many items plain Python is faster than numpy, because of the cost of each numpy call."""
 
 Integers: TypeAlias = Iterable[int] | npt.NDArray[Any]
 DType = Literal["u1", "u2", "u4", "u8"]
@@ -58,8 +53,8 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
     """A one-dimensional integer array: `[dtype, little-endian bytes]`.
 
     Raises:
-        ValueError: the bytes are no whole number of items, or hold above `MAX_ARRAY_ITEMS`; on
-            decoding the codec makes its own errors of it.
+        ValueError: the bytes are no whole number of items, or more than `MAX_ARRAY_ITEMS`; the
+            codec turns it into a DecodeError.
     """
 
     dtype: DType
@@ -79,14 +74,14 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
         """Pack `values`.
 
         Raises:
-            WrongType: a value is no integer or lies outside the dtype's range.
-            Oversize: above `MAX_ARRAY_ITEMS` values.
+            WrongType: a value is no integer or outside the dtype's range.
+            Oversize: there are more than `MAX_ARRAY_ITEMS` values.
         """
-        listed = values.tolist() if isinstance(values, np.ndarray) else values
+        items = values.tolist() if isinstance(values, np.ndarray) else values
         try:
-            # An iterator, lest bytes be taken for the array's own; a list is faster without.
-            given = listed if type(listed) is list else iter(listed)
-            numbers = array(_TYPECODES[dtype], given)
+            # array() takes a bytes object for raw memory, so pass an iterator; lists are faster.
+            source = items if type(items) is list else iter(items)
+            numbers = array(_TYPECODES[dtype], source)
         except (TypeError, OverflowError) as error:
             raise WrongType(f"integers that fit {dtype} are needed: {error}") from error
         if len(numbers) > MAX_ARRAY_ITEMS:
@@ -94,34 +89,31 @@ class IntArray(msgspec.Struct, frozen=True, forbid_unknown_fields=True, array_li
         return cls(dtype, numbers.tobytes())
 
     def numpy(self) -> npt.NDArray[Any]:
-        """The values as a read-only array over the received bytes (no copy)."""
+        """Return the values as a read-only array over the received bytes, without a copy."""
         return np.frombuffer(self.data, _DTYPES[self.dtype])
 
     def array(self) -> "array[int]":
-        """The values, copied; faster than numpy to make, and to add to."""
+        """Return a copy of the values; cheaper to make and to extend than a numpy array."""
         return array(_TYPECODES[self.dtype], self.data)
 
     def tolist(self) -> list[int]:
-        """The values; where they are few, faster than an array is made."""
+        """Return the values as a list; for few of them faster than an array."""
         return memoryview(self.data).cast(_TYPECODES[self.dtype]).tolist()
 
     def extent(self) -> tuple[int, int]:
-        """The smallest and the largest value.
+        """Return the smallest and the largest value.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the array is empty.
         """
         if len(self) <= FEW:
-            values = self.tolist()
-            return min(values), max(values)
-        many = self.numpy()
-        return int(many.min()), int(many.max())
+            items = self.tolist()
+            return min(items), max(items)
+        values = self.numpy()
+        return int(values.min()), int(values.max())
 
     def __len__(self) -> int:
         return len(self.data) // _WIDTHS[self.dtype]
-
-    def __repr__(self) -> str:
-        return f"<IntArray {self.dtype}[{len(self)}]>"
 
 
 def _too_many(count: int) -> str:
@@ -142,10 +134,11 @@ _ZERO = array("H", (0,))
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The chunks that a job names, one item each.
+    """The chunks of a job, one item per chunk in each array.
 
-    slots: u4. generations: u8, of these slots. first, count: u2, the blocks of the chunk that the
-    job lists. group: u2, whose blocks they are.
+    slots, generations: u4 and u8, where the chunks are.
+    first, count: u2, the blocks of each chunk that the job lists.
+    group: u2, the KV-cache group of these blocks.
     """
 
     slots: "array[int]"
@@ -156,7 +149,7 @@ class Chunks:
 
     @property
     def columns(self) -> tuple["array[int]", ...]:
-        """All of it."""
+        """All five arrays."""
         return self.slots, self.generations, self.first, self.count, self.group
 
     def __len__(self) -> int:
@@ -198,11 +191,11 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
         """Pack the arrays of a job.
 
         Raises:
-            WrongType, Oversize: naming the array that is not of integers that fit, or too long.
+            WrongType, Oversize: as `IntArray.of`; the text names the array.
         """
-        given = (block_ids, group_sizes, block_indices, slots, generations)
+        columns = (block_ids, group_sizes, block_indices, slots, generations)
         packed = []
-        for (name, dtype), values in zip(DTYPES.items(), given, strict=True):
+        for (name, dtype), values in zip(DTYPES.items(), columns, strict=True):
             try:
                 packed.append(IntArray.of(values, dtype))
             except (WrongType, Oversize) as error:
@@ -211,47 +204,47 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
 
     @property
     def sizes(self) -> list[int]:
-        """The group sizes."""
-        return self._listed("sizes", self.group_sizes)
+        """The group sizes as a list."""
+        return self._cached_list("sizes", self.group_sizes)
 
     @property
     def indices(self) -> list[int]:
-        """The block indices."""
-        return self._listed("indices", self.block_indices)
+        """The block indices as a list."""
+        return self._cached_list("indices", self.block_indices)
 
-    def _listed(self, name: str, array: IntArray) -> list[int]:
-        """An array's values, kept: functools.cached_property takes a lock every time."""
-        kept: dict[str, list[int]] = self.__dict__
-        if name not in kept:
-            kept[name] = array.tolist()
-        return kept[name]
+    def _cached_list(self, name: str, array: IntArray) -> list[int]:
+        """Return the array's values, cached; functools.cached_property would take a lock."""
+        cache: dict[str, list[int]] = self.__dict__
+        if name not in cache:
+            cache[name] = array.tolist()
+        return cache[name]
 
     def check(self, layout: RankLayout, num_slots: int = 2**32) -> None:
         """Check that the arrays fit each other, the layout and an arena of `num_slots`.
 
         Raises:
-            JobShapeError: they do not; names the figures.
+            JobShapeError: they do not; the text has the figures.
         """
-        sizes, indices, groups = self.sizes, self.indices, len(layout.groups)
-        if not len(sizes) == len(indices) == groups:
+        sizes, indices, num_groups = self.sizes, self.indices, len(layout.groups)
+        if not len(sizes) == len(indices) == num_groups:
             raise JobShapeError(
-                f"{len(sizes)} group_sizes and {len(indices)} block_indices for {groups} groups;"
-                " give one of each per group, 0 for a group without blocks"
+                f"{len(sizes)} group_sizes and {len(indices)} block_indices for {num_groups}"
+                " groups; give one of each per group, 0 for a group without blocks"
             )
-        listed = len(self.block_ids)
-        if sum(sizes) != listed:
+        num_blocks = len(self.block_ids)
+        if sum(sizes) != num_blocks:
             raise JobShapeError(
-                f"group_sizes {sizes} sum to {sum(sizes)}, but {listed} block_ids are"
-                " listed; count what was appended"
+                f"group_sizes {sizes} sum to {sum(sizes)}, but there are {num_blocks} block_ids;"
+                " give as many block_ids as group_sizes add up to"
             )
         factor = layout.blocks_per_chunk
-        chunks = sum(chunks_per_group(sizes, indices, factor))
-        if not len(self.slots) == len(self.generations) == chunks:
+        num_chunks = sum(chunks_per_group(sizes, indices, factor))
+        if not len(self.slots) == len(self.generations) == num_chunks:
             raise JobShapeError(
-                f"these blocks lie in {chunks} chunks (blocks_per_chunk {factor}), given are"
+                f"these blocks lie in {num_chunks} chunks (blocks_per_chunk {factor}), given are"
                 f" {len(self.slots)} slots with {len(self.generations)} generations"
             )
-        if not chunks:
+        if not num_chunks:
             return
         low, high = self.slots.extent()
         if high >= num_slots:
@@ -262,74 +255,74 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
                 f"block_ids {low}..{high} are not within 0..{layout.num_blocks - 1}"
             )
         null_block = layout.null_block
-        within = null_block is not None and low <= null_block <= high
-        named = within and null_block in self.block_ids.array()
-        kept: dict[str, int | None] = self.__dict__
-        kept["null_block"] = null_block if named else None
-        if named:
-            self._check_places(self.chunks(factor), factor)
+        in_range = null_block is not None and low <= null_block <= high
+        is_sparse = in_range and null_block in self.block_ids.array()
+        cache: dict[str, int | None] = self.__dict__
+        cache["null_block"] = null_block if is_sparse else None
+        if is_sparse:
+            self._check_contiguous(self.chunks(factor), factor)
 
     def chunks(self, blocks_per_chunk: int) -> Chunks:
-        """The chunks of a job that was checked."""
+        """Return the job's chunks. Call `check` first."""
         if self.null_block is not None:
             return self._sparse_chunks(blocks_per_chunk)
         first, count, group = array("H"), array("H"), array("H")
         for number, (size, index) in enumerate(zip(self.sizes, self.indices, strict=True)):
             if size:
                 skip = index % blocks_per_chunk
-                chunks = -(-(size + skip) // blocks_per_chunk)
-                if chunks == 1:
+                num_chunks = -(-(size + skip) // blocks_per_chunk)
+                if num_chunks == 1:
                     first.append(skip)
                     count.append(size)
                     group.append(number)
                     continue
                 at = len(count)
-                first += _ZERO * chunks
-                count += array("H", (blocks_per_chunk,)) * chunks
-                group += array("H", (number,)) * chunks
+                first += _ZERO * num_chunks
+                count += array("H", (blocks_per_chunk,)) * num_chunks
+                group += array("H", (number,)) * num_chunks
                 first[at] = skip
                 count[at] -= skip
-                count[-1] -= chunks * blocks_per_chunk - skip - size
+                count[-1] -= num_chunks * blocks_per_chunk - skip - size
         return Chunks(self.slots.array(), self.generations.array(), first, count, group)
 
     @property
     def null_block(self) -> int | None:
-        """Of a job that was checked: the layout's null block, where the job names it."""
-        kept: dict[str, int | None] = self.__dict__
-        return kept.get("null_block")
+        """The layout's null block if `check` found it in `block_ids`, otherwise None."""
+        cache: dict[str, int | None] = self.__dict__
+        return cache.get("null_block")
 
-    def _places(self, factor: int) -> Iterator[tuple[int, Ints, Ints]]:
-        """Of each group: its number, and chunk and place in the chunk of blocks not left out."""
+    def _sparse_positions(self, factor: int) -> Iterator[tuple[int, Ints, Ints]]:
+        """Yield for each group its number, and the non-null blocks' chunks and positions there."""
         ids, at = self.block_ids.numpy(), 0
         for number, (size, index) in enumerate(zip(self.sizes, self.indices, strict=True)):
             skip = index % factor
-            listed = np.flatnonzero(ids[at : at + size] != self.null_block) + skip
-            yield number, listed // factor, listed % factor
+            positions = np.flatnonzero(ids[at : at + size] != self.null_block) + skip
+            yield number, positions // factor, positions % factor
             at += size
 
     def _sparse_chunks(self, factor: int) -> Chunks:
-        """`chunks` where places are left out; a chunk of which all are has count 0."""
+        """`chunks` for a job with null blocks; a chunk of null blocks only has count 0."""
         first, count, group = array("H"), array("H"), array("H")
-        many = chunks_per_group(self.sizes, self.indices, factor)
-        for number, chunk, place in self._places(factor):
-            lowest = np.full(many[number], factor)
-            np.minimum.at(lowest, chunk, place)
+        num_chunks = chunks_per_group(self.sizes, self.indices, factor)
+        for number, chunk, position in self._sparse_positions(factor):
+            lowest = np.full(num_chunks[number], factor)
+            np.minimum.at(lowest, chunk, position)
             first.extend(lowest.tolist())
-            count.extend(np.bincount(chunk, minlength=many[number]).tolist())
-            group += array("H", (number,)) * many[number]
+            count.extend(np.bincount(chunk, minlength=num_chunks[number]).tolist())
+            group += array("H", (number,)) * num_chunks[number]
         return Chunks(self.slots.array(), self.generations.array(), first, count, group)
 
-    def _check_places(self, chunks: Chunks, factor: int) -> None:
-        """Check that the blocks of each chunk follow each other.
+    def _check_contiguous(self, chunks: Chunks, factor: int) -> None:
+        """Check that each chunk lists at least one block, and consecutive ones only.
 
         Raises:
-            JobShapeError: they do not, or there is none.
+            JobShapeError: a chunk does not.
         """
         begin = 0
-        many = chunks_per_group(self.sizes, self.indices, factor)
-        for group, chunk, place in self._places(factor):
+        num_chunks = chunks_per_group(self.sizes, self.indices, factor)
+        for group, chunk, position in self._sparse_positions(factor):
             highest = np.full(int(chunk.max(initial=-1)) + 1, -1)
-            np.maximum.at(highest, chunk, place)
+            np.maximum.at(highest, chunk, position)
             for number, last in enumerate(highest.tolist(), begin):
                 first, count = chunks.first[number], chunks.count[number]
                 if count and last - first + 1 != count:
@@ -337,21 +330,18 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
                         f"block_ids: chunk {number} of the job lists {count} blocks between its"
                         f" places {first} and {last}; those that are moved must follow each other"
                     )
-            begin += many[group]
+            begin += num_chunks[group]
         if 0 in chunks.count:
             raise JobShapeError(
                 f"block_ids: all places of chunk {chunks.count.index(0)} of the job are left out;"
                 " leave the chunk out"
             )
 
-    def __repr__(self) -> str:
-        return f"<JobBlocks {len(self.block_ids)} blocks in {len(self.slots)} chunks>"
-
 
 def chunks_per_group(
     group_sizes: Sequence[int], block_indices: Sequence[int], blocks_per_chunk: int
 ) -> list[int]:
-    """cdiv(size + block_index % factor, factor) for each group, 0 for an empty one."""
+    """Return cdiv(size + block_index % factor, factor) for each group, 0 for an empty one."""
     return [
         -(-(size + index % blocks_per_chunk) // blocks_per_chunk) if size else 0
         for size, index in zip(group_sizes, block_indices, strict=True)
@@ -366,20 +356,20 @@ EPOCH_WORDS = CONTROL_WORDS - PROGRESS_WORDS  # the timeline among them
 
 
 class ControlWords:
-    """The words of a control page, over memory that is shared.
+    """The words of a control page.
 
     Args:
-        memory: at least `CONTROL_BYTES`, writable where words are written.
+        memory: `CONTROL_BYTES` or more of shared memory, writable if words are written.
     """
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
-        # Item access of a "Q" view reads or writes its eight bytes at once.
+        # Access to an item of a "Q" view reads or writes its eight bytes at once.
         self._words = memoryview(memory).cast("Q")
 
     @property
     def timeline(self) -> int:
-        """The number that has been reached."""
+        """The timeline number that the worker's streams have reached."""
         return self._words[TIMELINE_WORD]
 
     @timeline.setter
@@ -387,22 +377,22 @@ class ControlWords:
         self._words[TIMELINE_WORD] = number
 
     def epoch(self, word: int) -> int:
-        """The number at a word; a store that was sent with another one is void."""
+        """Return the epoch at a word; a store sent with another one is void."""
         return self._words[word]
 
     def next_epoch(self, word: int) -> None:
-        """Void the store whose word this is."""
+        """Void the store that uses this word."""
         self._words[word] += 1
 
     def layers(self, number: int) -> int:
-        """How many layers have arrived, at a load's progress word: 1 to `PROGRESS_WORDS`."""
+        """Return how many layers of a load have arrived; `number`: 1 to `PROGRESS_WORDS`."""
         return self._words[EPOCH_WORDS + number - 1]
 
     def set_layers(self, number: int, layers: int) -> None:
-        """Set a progress word: the worker to 0, its lane to what has arrived."""
+        """Set a progress word: the worker to 0, the lane to the layers that have arrived."""
         self._words[EPOCH_WORDS + number - 1] = layers
 
     def unmap(self) -> None:
-        """Unmap the page; its words cannot be used afterwards."""
+        """Unmap the page. Nothing works afterwards."""
         self._words.release()
         self.memory.close()

@@ -22,50 +22,51 @@ _BYTES = {"": 1, "b": 1}
 _BYTES |= {f"{letter}b": 1000 ** (i + 1) for i, letter in enumerate("kmgtp")}
 _BYTES |= {f"{letter}ib": 1024 ** (i + 1) for i, letter in enumerate("kmgtp")}
 _MILLISECONDS = {"": 1000, "ms": 1, "s": 1000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
-_PART = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)\s*", re.IGNORECASE)
+_QUANTITY = re.compile(r"\s*([0-9]{1,18}(?:\.[0-9]{1,18})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes from `64GiB`, `512MiB`, `1.5GB` or a plain number; a fraction of a byte is dropped.
+    """Return bytes from `64GiB`, `512MiB`, `1.5GB` or a plain number, rounded down.
 
     Raises:
-        SizeError: it is none of these, or negative.
+        SizeError: `text` is none of these, or negative.
     """
-    size = _parse(str(text), _BYTES)
-    if size is None and _parse(f"{text}B", _BYTES) is not None:
-        raise SizeError(f"{text!r} is no size", meant=f"{text}B")
-    if size is None:
+    nbytes = _parse(str(text), _BYTES)
+    if nbytes is None and _parse(f"{text}B", _BYTES) is not None:
+        raise SizeError(f"{text!r} is no size", suggestion=f"{text}B")
+    if nbytes is None:
         raise SizeError(f"{text!r} is no size; write bytes or a number with a unit, such as 64GiB")
-    return int(size)
+    return int(nbytes)
 
 
 def parse_duration(text: str) -> float:
-    """Seconds from `90s`, `250ms`, `1h30m`, `1.5h`, `2d` or a plain number.
+    """Return seconds from `90s`, `250ms`, `1h30m`, `1.5h`, `2d` or a plain number.
 
     Raises:
-        SizeError: it is none of these, or negative.
+        SizeError: `text` is none of these, or negative.
     """
-    duration = _parse(text, _MILLISECONDS)
-    if duration is None:
+    milliseconds = _parse(text, _MILLISECONDS)
+    if milliseconds is None:
         raise SizeError(
             f"{text!r} is no duration; write seconds or numbers with units, such as 90s, 1h30m"
             " or 2d"
         )
-    return float(duration / 1000)
+    return float(milliseconds / 1000)
 
 
 def _parse(text: str, units: Mapping[str, int]) -> Fraction | None:
-    """Add up the parts of a text; None where there is something else, or a unit is missing."""
-    parts = list(_PART.finditer(text))
-    names = [part[2].lower() for part in parts]
-    known = all(name in units and (name or len(parts) == 1) for name in names)
-    if not parts or not known or "".join(part[0] for part in parts) != text:
+    """Return the sum of the quantities in `text`; None if any of it has another form or unit."""
+    quantities = list(_QUANTITY.finditer(text))
+    names = [quantity[2].lower() for quantity in quantities]
+    known = all(name in units and (name or len(quantities) == 1) for name in names)
+    if not quantities or not known or "".join(match[0] for match in quantities) != text:
         return None
-    return sum((Fraction(p[1]) * units[n] for p, n in zip(parts, names, strict=True)), Fraction())
+    pairs = zip(quantities, names, strict=True)
+    return sum((Fraction(match[1]) * units[name] for match, name in pairs), Fraction())
 
 
 def format_size(nbytes: int) -> str:
-    """For people: `1.5 GiB`."""
+    """Return a size for people: `1.5 GiB`."""
     power = min(max(abs(nbytes).bit_length() - 1, 0) // 10, len(_BINARY) - 1)
     if power == 0:
         return f"{nbytes} B"
@@ -73,21 +74,21 @@ def format_size(nbytes: int) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """For people, the two largest units: `250 ms`, `12.5 s`, `1 h 30 m`, `2 d 3 h`."""
+    """Return a duration for people, in its two largest units: `250 ms`, `12.5 s`, `1 h 30 m`."""
     if seconds < 1:
         return f"{round(seconds * 1000)} ms"
     if seconds < 60:
         return f"{round(seconds, 1):g} s"
-    parts, left = list[str](), round(seconds)
-    for unit, size in (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1)):
-        number, left = divmod(left, size)
-        if number or parts:
-            parts.append(f"{number} {unit}" if number else "")
-    return " ".join(part for part in parts[:2] if part)
+    words, remaining = list[str](), round(seconds)
+    for unit, unit_seconds in (("d", 86_400), ("h", 3600), ("m", 60), ("s", 1)):
+        number, remaining = divmod(remaining, unit_seconds)
+        if number or words:
+            words.append(f"{number} {unit}" if number else "")
+    return " ".join(word for word in words[:2] if word)
 
 
 def unprintable(text: str) -> str:
-    """The first character that may not stand in a name, such as `U+001B at 1`; empty if none."""
+    """Return the first unprintable character, such as `U+001B at 1`; empty if there is none."""
     for index, character in enumerate(text):
         if not character.isprintable():
             return f"U+{ord(character):04X} at {index}"
@@ -95,7 +96,7 @@ def unprintable(text: str) -> str:
 
 
 def printable(text: str) -> str:
-    r"""The text with `\x1b` and the like in place of what is not printable."""
+    r"""Return `text` with each unprintable character replaced by its escape, such as `\x1b`."""
     if text.isprintable():
         return text
     return "".join(
@@ -107,7 +108,7 @@ def printable(text: str) -> str:
 
 
 def printable_tree(value: Any) -> Any:
-    """Plain data (dict, list, str and numbers) in which every text, keys too, is printable."""
+    """Return plain data (dict, list, str and numbers) with every string, keys too, printable."""
     if isinstance(value, str):
         return printable(value)
     if isinstance(value, dict):
@@ -118,15 +119,16 @@ def printable_tree(value: Any) -> Any:
 
 
 def explain_denied(path: Path) -> str | None:
-    """Return which directory on `path` this process may not enter, and the remedy, in one line.
+    """Return why this process may not use `path`, and the remedy, in one line; None: it may.
 
-    Directories are checked from the root down, because nothing below the first one can be seen.
-    A file at `path` itself must be readable, a socket writable. None where nothing is denied.
+    The process must be able to enter each directory above `path`, to enter `path` if it is a
+    directory, to write a socket there, and to read any other file. Directories are checked from
+    the root down: below one that cannot be entered nothing can be checked.
     """
-    real = Path(os.path.realpath(path))  # where a link cannot be read: as far as it can be
+    real = Path(os.path.realpath(path))  # resolves links up to the first unreadable one
     for directory in reversed(real.parents):
-        if denied := _explain(directory, "enter", os.X_OK):
-            return denied
+        if reason := _explain(directory, "enter", os.X_OK):
+            return reason
     try:
         mode = real.stat().st_mode
     except OSError:
@@ -141,23 +143,23 @@ def explain_denied(path: Path) -> str | None:
 def _explain(path: Path, verb: str, access: int) -> str | None:
     try:
         status = path.stat()
-    except OSError:  # it is not there
+    except OSError:  # it does not exist
         return None
     if os.access(path, access, effective_ids=True):
         return None
     uid, mode = os.geteuid(), stat.S_IMODE(status.st_mode)
     group = _group_name(status.st_gid)
-    denied = f"uid {uid} may not {verb} {path} (mode {mode:04o}, group {group})"
+    reason = f"uid {uid} may not {verb} {path} (mode {mode:04o}, group {group})"
     if status.st_gid == 0 or not mode & (access << 3):
         owner = _user_name(status.st_uid)
-        return f"{denied}: run this as {owner}{'' if owner == 'root' else ' or root'}"
+        return f"{reason}: run this as {owner}{'' if owner == 'root' else ' or root'}"
     if _is_member(uid, status.st_gid):
-        return f"{denied}: {_user_name(uid)} is a member now; log in again, or run: newgrp {group}"
-    return f"{denied}: usermod -aG {group} {_user_name(uid)}, then log in again"
+        return f"{reason}: {_user_name(uid)} is a member now; log in again, or run: newgrp {group}"
+    return f"{reason}: usermod -aG {group} {_user_name(uid)}, then log in again"
 
 
 def _is_member(uid: int, gid: int) -> bool:
-    """Whether the system's files put this user into the group; the process may be older."""
+    """Whether /etc/group puts this user into the group; this process may have started earlier."""
     try:
         user = pwd.getpwuid(uid)
         return gid in os.getgrouplist(user.pw_name, user.pw_gid)

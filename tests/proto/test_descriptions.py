@@ -107,10 +107,10 @@ def test_a_description_survives(description: Description) -> None:
         ({"extra": (None,)}, "extra keys of 1 for 2 blocks"),
         ({"extra": (None, ({},))}, "None or plain values"),
         ({"extra": (None, (((("a",),),),))}, "None or plain values"),
-        ({"extra": (None, (2**64,))}, "pass what the fields are declared as"),
+        ({"extra": (None, (2**64,))}, "pass the declared types"),
         ({"lookahead": bytes(6)}, "6 bytes of lookahead: 4 for each token are needed"),
         ({"lookahead": bytes(260)}, "260 bytes of lookahead: 4 for each token are needed, for 64"),
-        ({"hashes": None}, "pass what the fields are declared as"),
+        ({"hashes": None}, "pass the declared types"),
         ({"kind": "k" * MAX_DESCRIPTION_BYTES}, "a description of 1048"),
     ],
 )
