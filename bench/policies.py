@@ -31,7 +31,7 @@ from kvd.replay.simulate import (
     return_gaps,
 )
 from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
-from kvd_proto.labels import Label
+from kvd_proto.messages import Label
 
 PERCENT = (2, 5, 10, 25)
 LIARS = (0.2, 0.5)  # shares of the conversations

@@ -14,8 +14,7 @@ import numpy as np
 from kvd_client.errors import UsageError
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
 from kvd_proto.directory import MAX_BLOCKS
-from kvd_proto.labels import Label
-from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS
+from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS, Label
 
 MAX_SECONDS = 1e7  # more is a mistake, and above what a lock's timeout may be
 Blocks: TypeAlias = tuple[int, int]

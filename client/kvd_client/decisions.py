@@ -20,7 +20,7 @@ from kvd_client.outbox import Outbox
 from kvd_client.tickets import StoreAnswer
 from kvd_proto.directory import DirectoryView, Entry, SlotState
 from kvd_proto.messages import TierInfo
-from kvd_proto.tier_table import TierStatus, TierTableView
+from kvd_proto.tier_table import TierHealth, TierTableView
 
 _READY = int(SlotState.READY)
 _ACCEPTED, _PRESENT = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT
@@ -309,7 +309,7 @@ class Seeking:
             count = directory.blocks_per_chunk - first
         place = table.find(key)
         if place is None:
-            return UNKNOWN if any(table.status(i).usable for i in self._shared) else NOT_BELOW
+            return UNKNOWN if any(table.health(i).usable for i in self._shared) else NOT_BELOW
         tiers = place.tiers
         if not tiers or not _covers((place.first, place.count), first, count):
             return NOT_BELOW
@@ -317,13 +317,13 @@ class Seeking:
         if there is not None and there[2] == _READY and not _covers(there[3:], first, count):
             return NOT_BELOW
         for number in range(table.num_tiers):
-            if tiers >> number & 1 and table.status(number).usable:
+            if tiers >> number & 1 and table.health(number).usable:
                 return number
         return NOT_BELOW
 
-    def status(self, number: int) -> TierStatus | None:
+    def status(self, number: int) -> TierHealth | None:
         """Return a tier's published status; None if there is no tier of this number."""
-        return self._table.status(number) if 0 <= number < self._table.num_tiers else None
+        return self._table.health(number) if 0 <= number < self._table.num_tiers else None
 
     def due(self, keys: Iterable[bytes], now: float) -> list[bytes]:
         """Return the keys not sent within `SEEK_AGAIN_SECONDS`, and mark them as sent now."""

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvd_proto.labels import MAX_SECONDS, Label, label_for
+from kvd_proto.messages import MAX_SECONDS, Label, label_for
 
 _TTL_SECONDS = {"5m": 300, "1h": 3600}  # Anthropic's and Dynamo's `cache_control`
 _VERSIONS = ("0", "1")  # major numbers of envelopes

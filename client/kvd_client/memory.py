@@ -26,7 +26,7 @@ from kvd_client import cuda_driver
 from kvd_client.arguments import shown, whole
 from kvd_client.errors import UnsupportedMemory, UsageError
 from kvd_proto.channel import close_all
-from kvd_proto.control import CONTROL_BYTES, ControlWords
+from kvd_proto.jobs import CONTROL_BYTES, ControlWords
 from kvd_proto.messages import (
     HOST,
     MAX_SEGMENTS,

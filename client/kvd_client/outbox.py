@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from kvd_client.arguments import Blocks
 from kvd_client.tickets import StoreAnswer
-from kvd_proto.arrays import IntArray
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     MAX_FINISHED,
     MAX_KEYS,

@@ -38,7 +38,7 @@ from kvd_proto.messages import (
     Registered,
     Unregister,
 )
-from kvd_proto.printable import unprintable
+from kvd_proto.text import unprintable
 
 NOTHING = "nothing is registered yet"
 TRANSIENT = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)

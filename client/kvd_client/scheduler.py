@@ -44,12 +44,13 @@ from kvd_client.tickets import LoadTicket, StoreAnswer, StoreTicket
 from kvd_proto.changes import MAX_CHANGES
 from kvd_proto.descriptions import Description
 from kvd_proto.directory import MAX_SLOTS, Entry, LookupResult, SlotState
-from kvd_proto.labels import LABEL_ONLY, Label
 from kvd_proto.messages import (
+    LABEL_ONLY,
     MAX_KEY_BYTES,
     MAX_TIERS,
     Attached,
     Detached,
+    Label,
     Message,
     Ping,
     Reset,
@@ -57,7 +58,7 @@ from kvd_proto.messages import (
     Step,
     TierInfo,
 )
-from kvd_proto.tier_table import TierStatus
+from kvd_proto.tier_table import TierHealth
 
 RESET_SECONDS = 30.0  # timeout; a daemon needs milliseconds for tens of thousands of chunks
 MAX_LEASE_SECONDS = 600.0
@@ -418,7 +419,7 @@ class Scheduler(Session):
             return NOT_BELOW
         return seeking.below(key, first, count)
 
-    def tier_status(self, number: int) -> TierStatus | None:
+    def tier_status(self, number: int) -> TierHealth | None:
         """Return whether a tier is usable, how fast promotions are, and how many bytes wait.
 
         Args:

@@ -27,7 +27,7 @@ from kvd_client.arguments import seconds, shown
 from kvd_client.connection import BUSY_SECONDS, Connection, Notice, socket_path
 from kvd_client.errors import AccessDenied, DaemonLost, Refused, UsageError, get_logger
 from kvd_proto.messages import Error, ErrorCode, Kind, Message, Status, StatusReport
-from kvd_proto.printable import unprintable
+from kvd_proto.text import unprintable
 
 FIRST_BACKOFF_SECONDS = 0.1
 ABSENT_SECONDS = 0.5  # between two tries to connect at most: each costs microseconds

@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from kvd_client.arguments import collection, shown, whole
 from kvd_client.errors import UsageError
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.errors import Oversize, ProtoError
+from kvd_proto.jobs import JobBlocks
 from kvd_proto.layout import RankLayout
 
 Array = npt.NDArray[Any]

@@ -44,7 +44,7 @@ from kvd_proto.messages import (
     Unregister,
     Welcome,
 )
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 SAMPLE_SECONDS = 10.0
 """Between reports that are kept for a minute, to find conditions that are changes."""

@@ -19,7 +19,7 @@ from kvd.machine.process import ProcessUsage
 from kvd.metrics.counts import BrokerCounts, EventCounts, LaneCounts, LookupCounts
 from kvd.metrics.schema import Event
 from kvd.wire.link import Revoke, UnbindWorker
-from kvd_proto.arrays import IntArray
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Detached, ResetDone
 
 MAX_EVENTS = 200

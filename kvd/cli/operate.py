@@ -25,7 +25,7 @@ from kvd_proto.messages import (
     Resume,
     Resumed,
 )
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 _POLL_SECONDS = 0.05
 

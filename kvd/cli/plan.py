@@ -16,7 +16,7 @@ from kvd.plan.model import read_model
 from kvd.replay.simulate import Hits, labels_for, replay_belady, replay_policy, return_gaps
 from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
 from kvd_proto.capacity import DEFAULT_BATCHED_TOKENS
-from kvd_proto.sizes import format_size, parse_size
+from kvd_proto.text import format_size, parse_size
 
 HINTED, BELADY = "adaptive+hints", "belady"
 MULTIPLES = (0.5, 1, 2, 4)  # of --cpu-bytes

@@ -2,7 +2,7 @@
 
 import re
 
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 NOTHING = "\N{EN DASH}"
 NAME_LENGTH = 27

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvd.cache.eviction import EvictionPolicy
 from kvd.cache.ghosts import Ghosts
 from kvd.replay.traces import Trace
-from kvd_proto.labels import Label, label_for
+from kvd_proto.messages import Label, label_for
 
 Hits = npt.NDArray[np.int64]
 """Chunks found, by request."""

@@ -39,7 +39,7 @@ from kvd.broker.effects import (
 )
 from kvd.broker.engines.admission import auto_size
 from kvd.broker.requests.reloading import Reloading
-from kvd.cache.namespaces import Keeping, Namespaces
+from kvd.cache.namespaces import LedgerSetup, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import LoadedSettings, Sources
 from kvd.errors import ConfigError, PoolError, Refusal
@@ -58,7 +58,7 @@ from kvd.server.sessions import SessionServer
 from kvd.server.state_files import ResetFile, forget_pool_dir, remember_pool_dir
 from kvd_proto.capacity import pinning_lanes
 from kvd_proto.messages import HOST, ErrorCode
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 TICK_SECONDS = 0.25
@@ -280,7 +280,7 @@ class BrokerService:
         return PoolLimits.of(pool_dir, self._kept_pool.allocated_bytes(), pinning_lanes)
 
     def _open_pool(self, cpu_bytes: int, engine: OpenPool | None = None) -> Namespaces:
-        def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
+        def make(ledger_setup: LedgerSetup | None, fill: FillOrder) -> Namespaces:
             return Namespaces(
                 cpu_bytes,
                 self._settings,
@@ -288,7 +288,7 @@ class BrokerService:
                 make_buffer=self._directories.make,
                 make_descriptions=self._descriptions.make,
                 drop_buffers=self._drop_buffers,
-                keeping=keeping,
+                ledger_setup=ledger_setup,
                 fill=fill,
                 resets=self._resets,
             )

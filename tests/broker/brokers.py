@@ -30,7 +30,7 @@ from kvd.wire.link import (
     Revoked,
     ShareDone,
 )
-from kvd_proto.arrays import IntArray
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     Error,

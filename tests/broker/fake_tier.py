@@ -21,8 +21,8 @@ from kvd.wire.tiering import (
     TierPong,
     TierReady,
 )
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Message
 from tests.broker.test_steps import Bench, Ref, pin
 from tests.cache.tables import loans_of

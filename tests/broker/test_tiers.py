@@ -23,8 +23,8 @@ from kvd.wire.tiering import (
     Put,
     RemovedChunks,
 )
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
 from tests.broker.brokers import join, mapped, register
 from tests.broker.fake_tier import STEP, FakeTier, TierBench, done, held, pong
@@ -531,12 +531,12 @@ def test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended() 
     disk.hangs = True
     bench.seek(b"a", b"b")
     assert bench.lookup(b"a", b"b") == [PENDING, PENDING]
-    assert bench.namespace.directory.tiers.status(0).usable
+    assert bench.namespace.directory.tiers.health(0).usable
     bench.woken.clear()
     bench.turn(0.2 + 2 * STEP)
     assert disk.tier.breaker.state is State.OPEN
     assert bench.lookup(b"a", b"b") == [MISS, MISS]
-    assert not bench.namespace.directory.tiers.status(0).usable
+    assert not bench.namespace.directory.tiers.health(0).usable
     assert bench.woken == [bench.engine(bench.scheduler).number]
     assert bench.table().slots.stats()["draining"] == 2
     bench.check()

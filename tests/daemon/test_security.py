@@ -13,8 +13,8 @@ import pytest
 from kvd.machine.memory import pool_directory_name
 from kvd.tier.disk.slabs import parse_header
 from kvd_client import LookupResult
-from kvd_proto.arrays import IntArray
 from kvd_proto.codec import HEADER_BYTES, WIRE
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Attached, Error, Step, Stepped
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout, wait_hit

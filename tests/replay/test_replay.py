@@ -19,7 +19,7 @@ from kvd.cli import cli
 from kvd.metrics.words import NOTHING
 from kvd.replay.simulate import NEVER, labels_for, replay_belady, replay_policy, return_gaps
 from kvd.replay.traces import Trace, TracedRequest
-from kvd_proto.labels import Label
+from kvd_proto.messages import Label
 
 
 def trace_of(*prompts: Sequence[int]) -> Trace:

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import ClassVar
 
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 from kvd_tools.demo_vllm.command import Scenario
 from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess
 from kvd_tools.engine_server import Answer

@@ -64,7 +64,7 @@ class Client(kill_loop.Client):
         tiers = self.directory.tiers if self.directory is not None else None
         if tiers is None:
             return set()
-        return {key for key, place in tiers.held(0, tiers.places) if place.tiers}
+        return {key for key, place in tiers.held_chunks(0, tiers.places) if place.tiers}
 
     def bring_up(self, keys: list[bytes], seconds: float) -> list[bytes]:
         """Seek these, and wait until they are hits; those that are not in time are missing."""

@@ -28,7 +28,7 @@ from kvd_client.sglang.coverage import Piece
 from kvd_client.sglang.options import Options
 from kvd_client.sglang.pages import NO_PAGE, PagePool
 from kvd_client.torch_memory import work_so_far
-from kvd_proto.arrays import MAX_ARRAY_ITEMS
+from kvd_proto.jobs import MAX_ARRAY_ITEMS
 
 Rows = npt.NDArray[np.uint32]
 """[chunks, blocks per chunk]: the page of each block; `NO_PAGE` for those that are left out."""

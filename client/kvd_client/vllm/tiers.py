@@ -9,7 +9,7 @@ from vllm.v1.kv_offload.base import Locality, Medium, TierFilter
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_proto.messages import TierInfo
-from kvd_proto.tier_table import TierStatus
+from kvd_proto.tier_table import TierHealth
 
 # What vLLM calls a tier's medium; of others it is not known.
 _PLACES = {
@@ -36,7 +36,7 @@ def source(tier: TierInfo) -> CacheHitSource:
 
 
 def promotion_seconds(
-    status: Sequence[TierStatus | None], coming: Mapping[int, int]
+    status: Sequence[TierHealth | None], coming: Mapping[int, int]
 ) -> float | None:
     """Return how long promotions take: tiers work side by side, the slowest counts.
 

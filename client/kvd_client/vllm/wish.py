@@ -12,7 +12,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvd_client import RankLayout
 from kvd_client.vllm.options import Options
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 BLOCKS_OUTERMOST = "BLHNC"
 SMALL = 28 * 1024  # bytes; below, vLLM's own offloading avoids copy engines (swap_blocks_triton.py)

@@ -11,8 +11,7 @@ from kvd_proto.capacity import auto_cpu_bytes, size_pool
 from kvd_proto.errors import LayoutError
 from kvd_proto.layout import RankLayout, compare_ranks, validate_layout
 from kvd_proto.messages import ErrorCode, IpcHandle, Register, fd_index
-from kvd_proto.printable import unprintable
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size, unprintable
 
 CUDA_DEVICE = re.compile(r"cuda:(MIG-)?[0-9a-f]{32}")
 MAX_CUDA_LANES = 64

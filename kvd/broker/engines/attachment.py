@@ -30,7 +30,7 @@ from kvd_proto.capacity import size_pool, tokens_per_chunk
 from kvd_proto.descriptions import record_bytes
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Attached, LaneUp, Register
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 
 def attach(state: BrokerState, engine: Engine) -> list[Effect]:
@@ -102,7 +102,7 @@ def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
             bytes_per_chunk=sum(geometry.slot_bytes),
             num_chunks=geometry.num_slots,
             reuse_threshold=namespace.reuse_threshold,
-            description_bytes=namespace.table.descriptions.room,
+            description_bytes=namespace.table.descriptions.max_bytes,
             tiers=tuple(tier.info for tier in state.tiers)
             if namespace.directory.tiers is not None
             else (),

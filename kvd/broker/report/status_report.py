@@ -23,7 +23,7 @@ from kvd.metrics.declare import report_of
 from kvd.metrics.history import Report, Span
 from kvd.metrics.schema import Check
 from kvd.metrics.words import duration
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 
 def status_report(

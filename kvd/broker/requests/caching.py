@@ -15,7 +15,7 @@ from kvd.broker.tiers.tiering import Tiering
 from kvd.cache.directory import Blocks, Refs
 from kvd.cache.namespaces import Namespace
 from kvd.errors import Refusal
-from kvd_proto.arrays import IntArray
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     MAX_FINISHED,
     NO_GENERATIONS,
@@ -66,7 +66,7 @@ class Caching:
         table, owner, state = namespace.table, engine.number, self._state
         to_revoke: Refs = []
         if step.missed:
-            table.misses.explain(step.missed, now)
+            table.misses.count(step.missed, now)
         if step.dropped:
             to_revoke += table.stores.drop(step.dropped, owner)
         if step.keys:
@@ -87,9 +87,9 @@ class Caching:
         for keys, prompt, label in uses:
             table.finish_request(keys, prompt, label, now)
         if step.unstored:
-            table.stores.note_unstored(step.unstored, now)
+            table.stores.remember_unstored(step.unstored, now)
         if step.present or step.pending or step.not_yet or step.refused:
-            table.stores.note_offered(
+            table.stores.count_offered(
                 step.present, step.pending, step.not_yet, step.refused, draining=state.draining
             )
         effects: list[Effect] = [request.reply(self._lend(engine, namespace, step, now))]
@@ -103,7 +103,7 @@ class Caching:
         table, settings = namespace.table, self._state.settings
         if table.slots.leases.held_by(owner) >= settings.max_leases:
             self._state.reached("max_leases")
-            table.loads.refuse_pin(len(pin.slots))
+            table.loads.count_refused_pin(len(pin.slots))
             return
         seconds = min(pin.lease_ms / 1000, settings.lease_seconds)
         table.loads.pin(pin.lease, *pinned, owner, now, seconds)

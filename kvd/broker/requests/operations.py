@@ -34,7 +34,7 @@ from kvd_proto.messages import (
     Resume,
     Resumed,
 )
-from kvd_proto.sizes import format_duration, format_size
+from kvd_proto.text import format_duration, format_size
 
 CHECK_SLOTS = 1024  # a piece of a check: about 5 µs for each chunk in them
 WHOLE_CHUNKS = 2048  # at most so many are checked in one moment: some 20 ms
@@ -138,7 +138,7 @@ class Operations:
                 if gone or first % (PIECE_SLOTS * EMPTY_PIECES) == 0:
                     yield []
             else:
-                namespace.table.give_back()
+                namespace.table.release_empty_columns()
         yield _cleared(request, what, chunks, nbytes)
 
     # ---------------------------------------------------------------- check

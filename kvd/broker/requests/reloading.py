@@ -93,7 +93,7 @@ class Reloading:
         state.registry.max_sessions = settings.max_sessions
         state.registry.max_sessions_per_user = settings.max_sessions_per_user
         if state.namespaces is not None:
-            state.namespaces.take_up(settings)
+            state.namespaces.apply_settings(settings)
         effects: list[Effect] = []
         if settings.log_level != old.log_level:
             level = LaneLog(level=settings.log_level)

@@ -21,7 +21,7 @@ from kvd.cache.namespaces import Namespace
 from kvd.cache.tier_table import TierTable
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import BatchResult, Get, Lookup
-from kvd_proto.arrays import IntArray
+from kvd_proto.jobs import IntArray
 
 KEYS_A_TURN = 512  # keys examined in a turn: one or two milliseconds
 SOUGHT_SECONDS = 2.0  # a request older than this is dropped
@@ -266,7 +266,7 @@ class Promotion:
         now: float,
     ) -> list[Effect]:
         piece, table = BATCH_BYTES // namespace.geometry.bytes_per_chunk, namespace.table
-        if room := table.descriptions.room:  # so that all descriptions fit the answer
+        if room := table.descriptions.max_bytes:  # so that all descriptions fit the answer
             piece = min(piece, DESCRIBED_BYTES // (room + 64))
         piece = max(1, min(BATCH_CHUNKS, piece))
         keys, effects = list(wanted), list[Effect]()
@@ -378,7 +378,7 @@ class Promotion:
             if outcome in {Outcome.ABSENT, Outcome.CORRUPT} and tiers is not None:
                 tiers.release(key, tier.index)
                 if tier.info.shared:
-                    tiers.absent(key, now)
+                    tiers.mark_absent(key, now)
             if outcome is Outcome.CORRUPT:
                 text = (
                     f"tier {tier.name}: what came up for slot {ref[0]} of namespace"
@@ -420,7 +420,7 @@ class Promotion:
             effects += self._ask(following, namespace, waiting, unknown, now)
         elif (tiers := namespace.directory.tiers) is not None:
             for key in absent:
-                tiers.absent(key, now)
+                tiers.mark_absent(key, now)
         return [*effects, *map(ChunksReady, sorted(batch.engines))]
 
     def give_up(self, tier: Tier) -> list[Effect]:

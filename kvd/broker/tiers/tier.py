@@ -17,7 +17,7 @@ from kvd.config.values import TierSetting
 from kvd.metrics.counts import TierCounts
 from kvd.wire.tiering import Get, Lookup, Put
 from kvd_proto.messages import TierInfo
-from kvd_proto.tier_table import TierStatus
+from kvd_proto.tier_table import TierHealth
 
 BATCH_BYTES = 4 * 2**20
 BATCH_CHUNKS = 256
@@ -281,9 +281,9 @@ class Tier:
         else:
             self.get_bytes += sign * batch.nbytes
 
-    def status(self, namespace: Namespace, waiting: int) -> TierStatus:
+    def status(self, namespace: Namespace, waiting: int) -> TierHealth:
         """The status in a namespace's directory; `waiting` bytes of requests add to the queue."""
-        return TierStatus(
+        return TierHealth(
             usable=self.serves(namespace),
             latency_us=self.pace.latency_us,
             bytes_per_second=self.pace.bytes_per_second,

@@ -247,7 +247,7 @@ class Tiering:
             # The length of descriptions is known once an engine is attached.
             if namespace in tier.spaces or tiers is None or not namespace.engines:
                 continue
-            if not tiers.is_leaving(tier.index):
+            if not tiers.is_releasing(tier.index):
                 tier.spaces[namespace] = Opening(now)
                 order = _open_space(namespace, reset=namespace.id in tier.unconfirmed)
                 effects.append(ToTier(tier.index, order, NamespaceFds(namespace.id)))
@@ -293,7 +293,7 @@ class Tiering:
             columns = (held.first.numpy(), held.count.numpy(), held.groups.numpy())
             tiers.hold_all(held.keys, tier.index, *columns)
             if held.last:
-                tiers.tell()
+                tiers.request_rescan()
 
     def _on_gone(self, tier: Tier, message: RemovedChunks) -> None:
         tier.counts.dropped += len(message.keys)
@@ -445,8 +445,8 @@ class Tiering:
             waiting = self.promotion.waiting_bytes(namespace)
             for tier in self._state.tiers:
                 status = tier.status(namespace, waiting)
-                if tiers.status(tier.index) != status:
-                    tiers.set_status(tier.index, status)
+                if tiers.health(tier.index) != status:
+                    tiers.set_health(tier.index, status)
 
     def __repr__(self) -> str:
         return f"<Tiering of {self._state.tiers!r}>"
@@ -461,5 +461,5 @@ def _open_space(namespace: Namespace, *, reset: bool) -> OpenNamespace:
         slot_bytes=geometry.slot_bytes,
         arena_bases=tuple(map(geometry.arena_base, range(len(geometry.slot_bytes)))),
         num_slots=geometry.num_slots,
-        description_bytes=namespace.table.descriptions.room,
+        description_bytes=namespace.table.descriptions.max_bytes,
     )

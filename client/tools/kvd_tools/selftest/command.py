@@ -17,7 +17,7 @@ from kvd_client.errors import KvdClientError
 from kvd_client.scheduler import Scheduler
 from kvd_proto.errors import SizeError
 from kvd_proto.messages import HOST
-from kvd_proto.sizes import parse_duration
+from kvd_proto.text import parse_duration
 from kvd_tools.selftest.bench import ANSWER_SECONDS, Bench, visible_devices
 from kvd_tools.selftest.steps import line, look_at_tiers, run
 

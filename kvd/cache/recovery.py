@@ -1,4 +1,6 @@
-"""The trailer of the pool's file: which pool this is, and how far each ledger's chunks are in it.
+"""Which ledgers the next daemon believes: the pool's trailer, the table of resets.
+
+The trailer of the pool's file: which pool this is, and how far each ledger's chunks are in it.
 
 A ledger and the bytes that it speaks of lie in two files, and either may be replaced by an older
 copy while no daemon runs. So every change of a ledger has a number, and both files have the number
@@ -31,10 +33,32 @@ believed, and holds what it held before the change or after it:
 
 After a kill the ledger has one of the entry's two numbers. A copy from before an ended change has
 an older one, and an older pool's entry knows of no newer one.
+
+The table of namespaces that were reset, and their salts; it outlives the daemon and its pool.
+
+A salt is 8 random bytes; each reset of a namespace draws a new one. Chunks that a tier or a ledger
+has under another salt are from before the reset and are not used. The table has `MAX_RESETS`
+entries. If
+it overflows, the namespace reset longest ago loses its entry, and a new `base` is drawn, the salt
+of all namespaces without an entry: that may cost misses, but no dropped chunk is found again.
+
+The table is one page, little-endian, written at once::
+
+    offset  type     what
+         0  8 bytes  magic "kvd-rst" and a zero byte
+         8  u32      version (2)
+        12  u32      number of entries
+        16  8 bytes  base; zeros: none
+        24  u32      zlib.crc32 of the page with this field zero
+        32           entries, the one reset longest ago first: namespace id (16 bytes), salt
+                     (8 bytes); then zeros
 """
 
+import secrets
+import struct
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Self
+from zlib import crc32
 
 import numpy as np
 
@@ -44,22 +68,22 @@ from kvd.machine.memory import TRAILER_BYTES
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-MAGIC = b"kvd-trl\0"
-NAME_BYTES = 32
-HEAD_BYTES = len(MAGIC) + NAME_BYTES
+_TRAILER_MAGIC = b"kvd-trl\0"
+POOL_NAME_BYTES = 32
+TRAILER_HEAD_BYTES = len(_TRAILER_MAGIC) + POOL_NAME_BYTES
 _ID_BYTES = 16
-_ENTRIES_AT = 64
+_TRAILER_ENTRIES_AT = 64
 _ENTRY_BYTES = 32
-_ENTRIES = range((_ENTRIES_AT + _ID_BYTES) // 8, TRAILER_BYTES // 8, _ENTRY_BYTES // 8)
+_PLACES = range((_TRAILER_ENTRIES_AT + _ID_BYTES) // 8, TRAILER_BYTES // 8, _ENTRY_BYTES // 8)
 """An entry is the place of its first number, counted in words of 8 bytes."""
-MOST_LEDGERS = len(_ENTRIES)  # max_namespaces allows fewer
+MOST_LEDGERS = len(_PLACES)  # max_namespaces allows fewer
 EPOCH_SHIFT = 32
 LAST_EPOCH = 2**32 - 2**23  # that is read; above it is room for the epochs of later daemons
 
 
 def pack_head(pool: str) -> bytes:
     """Return the header of the trailer of the pool of this name."""
-    return MAGIC + pool.encode("ascii").ljust(NAME_BYTES, b"\0")
+    return _TRAILER_MAGIC + pool.encode("ascii").ljust(POOL_NAME_BYTES, b"\0")
 
 
 class PoolTrailer:
@@ -77,10 +101,10 @@ class PoolTrailer:
     def __init__(self, buffer: "WriteableBuffer") -> None:
         self._map(buffer)
         words = np.frombuffer(self._bytes, "<u8")
-        begun = words[_ENTRIES.start :: _ENTRIES.step]
-        ended = words[_ENTRIES.start + 1 :: _ENTRIES.step]
+        begun = words[_PLACES.start :: _PLACES.step]
+        ended = words[_PLACES.start + 1 :: _PLACES.step]
         used = (begun > 0) & (begun >> EPOCH_SHIFT <= LAST_EPOCH) & (ended <= begun)
-        entries = (_ENTRIES[place] for place in np.flatnonzero(used).tolist())
+        entries = (_PLACES[place] for place in np.flatnonzero(used).tolist())
         self._entries = {self._id(entry): entry for entry in entries}
         self.number = int(begun[used].max(initial=0))
 
@@ -88,7 +112,7 @@ class PoolTrailer:
     def create(cls, pool: str) -> Self:
         """Make the trailer of a new pool; it lies in ordinary memory until `move`."""
         buffer = bytearray(TRAILER_BYTES)
-        buffer[:HEAD_BYTES] = pack_head(pool)
+        buffer[:TRAILER_HEAD_BYTES] = pack_head(pool)
         return cls(buffer)
 
     def move(self, buffer: "WriteableBuffer") -> None:
@@ -118,7 +142,7 @@ class PoolTrailer:
     def add(self, namespace: str) -> int:
         """Return the entry of a new ledger, whose first change is begun."""
         used = set(self._entries.values())
-        entry = self._entries.get(namespace) or next(e for e in _ENTRIES if e not in used)
+        entry = self._entries.get(namespace) or next(e for e in _PLACES if e not in used)
         self.number += 1
         self._write(entry, namespace, self.number)
         self._entries[namespace] = entry
@@ -161,3 +185,86 @@ class PoolTrailer:
     def _map(self, buffer: "WriteableBuffer") -> None:
         self._bytes = memoryview(buffer).cast("B")[:TRAILER_BYTES]
         self._words = self._bytes.cast("Q")
+
+
+RESET_BYTES = 4096
+SALT_BYTES = 8
+_RESETS_MAGIC = b"kvd-rst\0"
+_RESETS_VERSION = 2
+_HEAD = struct.Struct("<8sII8s")
+_CHECK = struct.Struct("<I")
+_CHECK_AT, _ENTRIES_AT = 24, 32
+_ENTRY = struct.Struct("<16s8s")
+MAX_RESETS = (RESET_BYTES - _ENTRIES_AT) // _ENTRY.size
+
+
+class ResetTable:
+    """The table of resets, by namespace id in hex.
+
+    Attributes:
+        base: the salt of namespaces without an entry; empty if they have none.
+    """
+
+    def __init__(self) -> None:
+        self.base = b""
+        self._salts: dict[str, bytes] = {}  # reset longest ago first
+
+    def salt_of(self, namespace: str) -> bytes:
+        """Return the salt of a namespace; empty if no reset is known."""
+        return self._salts.get(namespace, self.base)
+
+    def draw(self, namespace: str) -> str:
+        """Give a namespace a new salt.
+
+        Returns:
+            Empty if the salt is stored; else why the next daemon will not know it, and the remedy.
+        """
+        self._salts.pop(namespace, None)
+        self._salts[namespace] = secrets.token_bytes(SALT_BYTES)
+        if len(self._salts) > MAX_RESETS:
+            del self._salts[next(iter(self._salts))]
+            self.draw_base()
+        return ""
+
+    def draw_base(self) -> None:
+        """Give all namespaces without an entry a new salt."""
+        self.base = secrets.token_bytes(SALT_BYTES)
+
+    def pack(self) -> bytes:
+        """Return the table as a page."""
+        page = bytearray(RESET_BYTES)
+        _HEAD.pack_into(page, 0, _RESETS_MAGIC, _RESETS_VERSION, len(self._salts), self.base)
+        for i, (namespace, salt) in enumerate(self._salts.items()):
+            _ENTRY.pack_into(page, _ENTRIES_AT + i * _ENTRY.size, bytes.fromhex(namespace), salt)
+        _CHECK.pack_into(page, _CHECK_AT, crc32(page))
+        return bytes(page)
+
+    def load(self, page: bytes) -> None:
+        """Replace the table by that of a page.
+
+        Raises:
+            LedgerDamaged: the page is no such table, or is damaged; nothing has changed.
+        """
+        if len(page) != RESET_BYTES:
+            raise LedgerDamaged(f"it has {len(page)} bytes, not {RESET_BYTES}")
+        magic, version, count, base = _HEAD.unpack_from(page)
+        (check,) = _CHECK.unpack_from(page, _CHECK_AT)
+        if magic != _RESETS_MAGIC:
+            raise LedgerDamaged(f"it starts with {magic!r}")
+        bare = bytearray(page)
+        _CHECK.pack_into(bare, _CHECK_AT, 0)
+        if crc32(bare) != check:
+            raise LedgerDamaged("its check word does not fit")
+        if version != _RESETS_VERSION or count > MAX_RESETS:
+            raise LedgerDamaged(
+                f"version {version} with {count} entries, {_RESETS_VERSION} is needed"
+            )
+        entries = bare[_ENTRIES_AT : _ENTRIES_AT + count * _ENTRY.size]
+        self._salts = {name.hex(): salt for name, salt in _ENTRY.iter_unpack(entries)}
+        self.base = base if any(base) else b""
+
+    def __len__(self) -> int:
+        return len(self._salts)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self._salts)} namespaces>"
