@@ -8,20 +8,19 @@ with its code), or leaves a note in the state that a later event answers.
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvd.broker.background import Background
-from kvd.broker.effects import DropEngine, Effect, Event
-from kvd.broker.engines.admission import check_descriptors, check_names
-from kvd.broker.engines.attachment import attached_notice
-from kvd.broker.engines.lanes import Lane
-from kvd.broker.engines.registration import Registration, freed_text, refused
-from kvd.broker.engines.sessions import Registry, Request, Session
-from kvd.broker.engines.supervision import Supervision
-from kvd.broker.report.measures import event_counts, gained, lookup_counts
-from kvd.broker.report.status_report import status_report
-from kvd.broker.requests.caching import Caching
-from kvd.broker.requests.operations import Handler, Operations
-from kvd.broker.requests.reloading import Reloading
-from kvd.broker.state import BrokerState
+import msgspec
+
+from kvd.broker.admission import check_descriptors, check_names
+from kvd.broker.attachment import attached_notice
+from kvd.broker.caching import Caching
+from kvd.broker.children import Lane
+from kvd.broker.effects import DropEngine, Effect, LogEvent
+from kvd.broker.operations import ConfigReload, Handler, Operations
+from kvd.broker.registration import Registration, freed_text, refused
+from kvd.broker.sessions import Registry, Request, Session
+from kvd.broker.state import BackgroundTasks, BrokerState
+from kvd.broker.status_report import status_report
+from kvd.broker.supervision import LaneSupervisor
 from kvd.broker.tiers.tier import Tiers
 from kvd.broker.tiers.tiering import Tiering
 from kvd.client_names import Peer
@@ -29,12 +28,15 @@ from kvd.config.sources import Loaded
 from kvd.errors import Refused
 from kvd.machine.process import ProcessUsage
 from kvd.metrics import schema
-from kvd.metrics.history import History
+from kvd.metrics.counts import EventCounts, LookupCounts
+from kvd.metrics.reading import History
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     Error,
     ErrorCode,
     Hello,
+    KvEvents,
+    Lookups,
     Message,
     Ping,
     Pong,
@@ -91,11 +93,11 @@ class Broker:
         self._next_sample = 0.0
         self._longest_turn = 0.0  # of the loop, in seconds, since the last tick
         self.pid = pid
-        self.background = Background(self.state)
+        self.background = BackgroundTasks(self.state)
         self.registration = Registration(self.state, self.background)
-        self.supervision = Supervision(self.state, self.registration)
+        self.supervision = LaneSupervisor(self.state, self.registration)
         self.tiering = Tiering(self.state)
-        self.reloading = Reloading(self.state, loaded)
+        self.reloading = ConfigReload(self.state, loaded)
         self._handlers: dict[type[Message], Handler] = {
             Hello: self._hello,
             Register: self.registration.register,
@@ -115,19 +117,19 @@ class Broker:
         before, state.allocated = state.pool_ready, nbytes
         if before or not state.pool_ready:
             return []
-        return [Event(f"all {format_size(nbytes)} of the pool are allocated")]
+        return [LogEvent(f"all {format_size(nbytes)} of the pool are allocated")]
 
     def stop(self) -> list[Effect]:
         """End the daemon: take no new stores, and have lanes finish what they have."""
         self.state.stopping = True
         lanes, tiers = self.supervision.stop(), self.tiering.stop()
-        return [Event("stopping: a signal came"), *lanes, *tiers]
+        return [LogEvent("stopping: a signal came"), *lanes, *tiers]
 
-    def note(self, event: Event, time: float) -> None:
+    def note(self, event: LogEvent, time: float) -> None:
         """Keep an event for reports, numbered from 1 on; `time` in unix seconds."""
         events = self.state.events
         number = events[-1].number + 1 if events else 1
-        events.append(schema.Event(number, time, event.level, event.text))
+        events.append(schema.EventStatus(number, time, event.level, event.text))
 
     def loop_turned(self, seconds: float) -> None:
         """Note for how long a turn of the daemon's loop kept it from polling."""
@@ -168,7 +170,7 @@ class Broker:
             effects += more
             freed += given_up
         if engine is not None:
-            effects.append(Event(f"{who} is gone{freed_text(freed)}", fields=who.fields))
+            effects.append(LogEvent(f"{who} is gone{freed_text(freed)}", fields=who.fields))
         self.state.registry.remove(session)
         if engine is not None and not engine.sessions:
             effects.append(DropEngine(engine.number))
@@ -234,14 +236,14 @@ class Broker:
         session, told = request.session, request.message
         engine = session.engine if session.kind == "scheduler" else None
         if told.lookups is not None and engine is not None:
-            new = gained(session.lookups, lookup_counts(told.lookups))
+            new = session.lookups.catch_up(lookup_counts(told.lookups))
             engine.lookups.add(new)
             self.state.lookups.add(new)
             if engine.namespace is not None and engine.namespace.table.curve is not None:
                 tokens = max(0, new.lookup_tokens - new.detached_tokens)
                 engine.namespace.table.curve.note_lookups(tokens, new.hit_tokens, request.now)
         if told.kv_events is not None and engine is not None:
-            published = gained(session.kv_events, event_counts(told.kv_events))
+            published = session.kv_events.catch_up(event_counts(told.kv_events))
             engine.published.add(published)
             engine.publish_lag.observe(told.kv_events.lag_us / 1e6, request.now)
             self.state.kv_events.add(published)
@@ -277,10 +279,17 @@ class Broker:
                 expired = namespace.table.expire(now)
                 if expired:
                     effects.append(
-                        Event(f"{len(expired)} chunks in writing ran out of time", "warning")
+                        LogEvent(f"{len(expired)} chunks in writing ran out of time", "warning")
                     )
                 effects += self.state.revoke(namespace, expired)
         return effects + self.supervision.watch(now)
 
-    def __repr__(self) -> str:
-        return f"<Broker {self.state.registry!r}, lanes {list(self.state.lanes.values())}>"
+
+def lookup_counts(totals: Lookups) -> LookupCounts:
+    """Return a session's totals as they are counted: the same fields in the same order."""
+    return LookupCounts(*(total or 0 for total in msgspec.structs.astuple(totals)))
+
+
+def event_counts(totals: KvEvents) -> EventCounts:
+    """Return a session's totals as they are counted."""
+    return EventCounts(totals.published, totals.snapshots, totals.overruns)

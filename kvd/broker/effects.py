@@ -137,7 +137,7 @@ class DropEngine(msgspec.Struct, frozen=True):
     engine: int
 
 
-class Event(msgspec.Struct, frozen=True):
+class LogEvent(msgspec.Struct, frozen=True):
     """Something worth a line in the log and a place in the list of recent events.
 
     fields: identifiers in the text, for programs.
@@ -163,5 +163,5 @@ Effect: TypeAlias = (
     | DropFds
     | ChunksReady
     | DropEngine
-    | Event
+    | LogEvent
 )

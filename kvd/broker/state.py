@@ -1,28 +1,37 @@
-"""The broker's state, in one place, for the decision modules that share it."""
+"""What the broker's decision modules share: its state, and the tasks that run in pieces.
+
+A task is a generator for work that takes longer than a turn of the daemon's loop may. It yields
+its effects after each piece of a few milliseconds; engines are served before the next piece. Tasks
+take turns.
+"""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from kvd.broker.children import FatalImports, Lane
 from kvd.broker.effects import Effect, Notify, ToLane
-from kvd.broker.engines.fatal_imports import FatalImports
-from kvd.broker.engines.lanes import Lane
-from kvd.broker.engines.sessions import Engine, Registry, Session
-from kvd.broker.report.measures import Progress, RecentMax
+from kvd.broker.sessions import Engine, Registry, Session
 from kvd.broker.tiers.tier import Tiers
 from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.client_names import Peer
 from kvd.config.settings import Settings
-from kvd.errors import IntegrityError
+from kvd.errors import IntegrityError, Refused
 from kvd.machine.process import ProcessUsage
 from kvd.metrics.counts import BrokerCounts, EventCounts, LaneCounts, LookupCounts
-from kvd.metrics.schema import Event
+from kvd.metrics.declare import Progress, RecentMax
+from kvd.metrics.schema import EventStatus
 from kvd.wire.link import Revoke, UnbindWorker
 from kvd_proto.arrays import IntArray
-from kvd_proto.messages import Detached, ResetDone
+from kvd_proto.messages import Detached, ErrorCode, ResetDone
 
 MAX_EVENTS = 200
+MAX_TASKS = {"sweeps": 16, "checks": 4}
+"""At most so many of these kinds at a time; `sweeps` are evictions."""
+
+Task: TypeAlias = Iterator[list[Effect]]
 REVOKE_AT_ONCE = 4096  # slots in one message, 12 bytes each
 
 
@@ -67,7 +76,7 @@ class BrokerState:
     kv_events: EventCounts = field(default_factory=EventCounts)
     tiers: Tiers = ()
     recent_lag: RecentMax = field(default_factory=RecentMax)
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    events: deque[EventStatus] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     progress: Progress = field(default_factory=Progress)
 
     def reached(self, limit: str) -> None:
@@ -220,3 +229,55 @@ class BrokerState:
         for engine in self.registry.engines.values():
             if engine.namespace is not None and not self.is_open(engine.namespace):
                 raise IntegrityError(f"{engine!r} is attached to a namespace that is gone")
+
+
+class BackgroundTasks:
+    """The tasks that are under way."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self._tasks: deque[tuple[str, Task]] = deque()
+        self._learners: list[Namespace] = []  # what of these there is to learn
+
+    def learn(self) -> None:
+        """Have every namespace learn what is due, piece by piece."""
+        self._learners = self._state.open_namespaces
+
+    def start(self, kind: str, task: Task) -> None:
+        """Begin a task with the next `work`; refused where too many of its kind are under way."""
+        most = MAX_TASKS.get(kind)
+        if most is not None and sum(kind == other for other, _ in self._tasks) >= most:
+            raise Refused(
+                ErrorCode.LIMIT,
+                f"{most} {kind} are under way, no more are allowed; try again when they have ended",
+                limit=kind,
+            )
+        self._tasks.append((kind, task))
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is `work` to do."""
+        return bool(self._tasks) or self._unswept is not None or bool(self._learners)
+
+    def work(self) -> list[Effect]:
+        """Do a piece of the next task, and one of what resets have left."""
+        if (unswept := self._unswept) is not None:
+            unswept.table.sweep()
+        if self._learners and not self._learners[-1].table.learn():
+            self._learners.pop()
+        while self._tasks:
+            kind, task = self._tasks.popleft()
+            effects = next(task, None)
+            if effects is not None:
+                self._tasks.append((kind, task))
+                return effects
+        return []
+
+    @property
+    def _unswept(self) -> Namespace | None:
+        """A namespace that a reset has left something in; looked for in every turn of the loop."""
+        if (namespaces := self._state.namespaces) is not None:
+            for namespace in namespaces:
+                if not namespace.table.is_swept:
+                    return namespace
+        return None

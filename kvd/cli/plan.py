@@ -9,7 +9,7 @@ import click
 
 from kvd.cli.options import json_option
 from kvd.errors import PlanError
-from kvd.metrics.words import latency, rate
+from kvd.metrics.reading import latency, rate
 from kvd.plan.figures import DTYPE_BYTES, SMALL_BYTES, Plan, PlanInputs, describe, make_plan
 from kvd.plan.model import read_model
 from kvd_proto.capacity import DEFAULT_BATCHED_TOKENS

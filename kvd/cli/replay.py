@@ -10,11 +10,20 @@ from kvd.cache.adaptive import POLICIES
 from kvd.cli.options import json_option
 from kvd.cli.plan import load_config
 from kvd.errors import TraceError
-from kvd.metrics.words import duration, number, percent
+from kvd.metrics.reading import duration, number, percent
 from kvd.plan.figures import PlanInputs, make_plan
 from kvd.plan.model import read_model
-from kvd.replay.simulate import Hits, labels_for, replay_belady, replay_policy, return_gaps
-from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
+from kvd.replay import (
+    TOKENS_PER_ID,
+    USERS,
+    Hits,
+    Trace,
+    labels_for,
+    read_trace,
+    replay_belady,
+    replay_policy,
+    return_gaps,
+)
 from kvd_proto.sizes import format_size, parse_size
 
 HINTED, BELADY = "adaptive+hints", "belady"

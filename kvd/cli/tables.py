@@ -12,7 +12,7 @@ from kvd.cli import top_view
 from kvd.config.sources import DEFAULT
 from kvd.metrics.counts import MissReason
 from kvd.metrics.declare import Histogram
-from kvd.metrics.words import NOTHING, duration, latency, number, percent, several, shorten, size
+from kvd.metrics.reading import NOTHING, duration, latency, number, percent, several, shorten, size
 
 _UNLIMITED_COLUMNS = 10_000
 _CHUNK_STATES = ("ready", "lent", "writing", "pinned")

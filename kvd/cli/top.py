@@ -16,7 +16,7 @@ import click
 from kvd.cli.options import runtime_dir_option, wide_option
 from kvd.cli.top_view import picture, waiting
 from kvd.errors import AccessDenied, NotRunning
-from kvd.metrics.history import History
+from kvd.metrics.reading import History
 from kvd.wire.tool import Control
 
 _ANSWER_SECONDS = 2.0

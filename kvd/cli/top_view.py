@@ -10,9 +10,21 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from kvd.metrics import words
 from kvd.metrics.counts import DIRECTIONS, STAGES
-from kvd.metrics.history import History, Report, Span
+from kvd.metrics.reading import (
+    NOTHING,
+    History,
+    Report,
+    Span,
+    duration,
+    latency,
+    number,
+    percent,
+    rate,
+    several,
+    shorten,
+    size,
+)
 
 LINE_CELLS = 80
 BAR_CELLS = 50
@@ -107,11 +119,11 @@ def header(report: Report, restarts: int = 0) -> Text:
         (report["version"], "bold"),
         "  ",
         (state, style),
-        f"  up {words.duration(report['time'] - report['started'])}  pid {report['pid']}",
+        f"  up {duration(report['time'] - report['started'])}  pid {report['pid']}",
         f"  {report['host']}:{report['runtime_dir']}",
     )
     if restarts:
-        text.append(f"  restarted {words.several(restarts, 'time')}", "yellow")
+        text.append(f"  restarted {several(restarts, 'time')}", "yellow")
     return text
 
 
@@ -145,7 +157,7 @@ def pool_use(report: Report) -> str:
         for state, _ in _STATES
     }
     free = total - sum(taken.values())
-    return f"{words.size(taken['ready'])} ready, {words.size(free)} free of {words.size(total)}"
+    return f"{size(taken['ready'])} ready, {size(free)} free of {size(total)}"
 
 
 def _pool(report: Report, rows: int, *, wide: bool) -> RenderableType:
@@ -169,7 +181,7 @@ def _pool(report: Report, rows: int, *, wide: bool) -> RenderableType:
             table.add_row(
                 Text("█", colour),
                 _name(namespace["model"], wide=wide),
-                words.size(namespace["held_bytes"]),
+                size(namespace["held_bytes"]),
                 Text(f"{chunks or nothing}{_more(report['namespaces'], rows, index)}", "dim"),
             )
     bar.truncate(bar_cells)
@@ -182,16 +194,14 @@ def _throughput(history: History, span: Span, *, whole: bool, wide: bool) -> Ren
     table = Table.grid(padding=(0, 2))
     for name, counter in (("in", "store_bytes"), ("out", "load_bytes")):
         rates = history.rates("counters", counter)
-        now = words.rate(rates[-1] if rates else None)
+        now = rate(rates[-1] if rates else None)
         table.add_row(name, now, Text(_spark(rates[-SPARK_CELLS:]), "cyan"))
-    hits = [
-        words.percent(span.share(f"hit_{unit}", f"lookup_{unit}")) for unit in ("tokens", "chunks")
-    ]
+    hits = [percent(span.share(f"hit_{unit}", f"lookup_{unit}")) for unit in ("tokens", "chunks")]
     text = f"of prompt tokens; {hits[1]} of keys looked up"
     table.add_row("hits", hits[0], Text(text, "dim"))
     if events := kv_events(span.now):
         told = span.rate("counters", "kv_events")
-        table.add_row("events", f"{words.number(told)}/s", Text(events, "dim"))
+        table.add_row("events", f"{number(told)}/s", Text(events, "dim"))
     if whole and (sizes := _memory_sizes(span.now, wide=wide)):
         table.add_row("memory", *sizes)
     return table
@@ -204,10 +214,10 @@ def _memory_sizes(report: Report, *, wide: bool) -> tuple[str, Text] | None:
         return None
     busiest = max(known, key=lambda space: int(space["forecast"]["requests"]))
     hits = {each["pool"]: each["hit_ratio"] for each in busiest["forecast"]["sizes"]}
-    text = f"{words.percent(hits['+100%'])} at +100 %, at most {words.percent(hits['unlimited'])}"
+    text = f"{percent(hits['+100%'])} at +100 %, at most {percent(hits['unlimited'])}"
     if len(known) > 1:
         text += f" ({_name(busiest['model'], wide=wide)})"
-    return words.percent(hits["now"]), Text(text, "dim")
+    return percent(hits["now"]), Text(text, "dim")
 
 
 def kv_events(report: Report) -> str:
@@ -219,8 +229,8 @@ def kv_events(report: Report) -> str:
     late = max(lags, default=0.0)
     snapshots, overruns = counters["kv_event_snapshots"], counters["kv_event_overruns"]
     return (
-        f"{words.latency(late)} late at most; {words.several(snapshots, 'snapshot')},"
-        f" {words.several(overruns, 'overrun')}"
+        f"{latency(late)} late at most; {several(snapshots, 'snapshot')},"
+        f" {several(overruns, 'overrun')}"
     )
 
 
@@ -239,9 +249,9 @@ def lanes(found: Sequence[Report], rows: int | None = None, *, wide: bool = Fals
         table.add_row(
             device_name(lane["device"], wide=wide),
             Text(lane["state"], style),
-            words.number(lane["queued_jobs"]),
-            words.latency(lane["oldest_job_seconds"]),
-            f"{words.size(lane['usable_bytes'])} of {words.size(lane['pool_bytes'])}",
+            number(lane["queued_jobs"]),
+            latency(lane["oldest_job_seconds"]),
+            f"{size(lane['usable_bytes'])} of {size(lane['pool_bytes'])}",
             f"{lane['counters']['restarts']}{_more(found, rows, index)}",
         )
     return table
@@ -265,7 +275,7 @@ def _more(items: Sequence[Any], rows: int | None, index: int) -> str:
 
 def _name(name: str, *, wide: bool) -> Text:
     """A name in a column of its own, which must leave room for the figures beside it."""
-    return Text(name if wide else words.shorten(name))
+    return Text(name if wide else shorten(name))
 
 
 def device_name(device: str, *, wide: bool) -> str:
@@ -279,7 +289,7 @@ def _stages(span: Span) -> Table:
         cells = []
         for stage in STAGES:
             histogram = span.histogram("counters", "stages", f"{direction}_{stage}")
-            low, high = (words.latency(histogram.quantile(q)) for q in (0.5, 0.99))
+            low, high = (latency(histogram.quantile(q)) for q in (0.5, 0.99))
             cells.append(f"{low} / {high}")
         table.add_row(direction, *cells)
     return table
@@ -291,13 +301,13 @@ def tiers(span: Span, rows: int | None = None, *, wide: bool = False) -> Table:
     for index, part in enumerate(span.parts("tiers")[:rows]):
         tier = part.now
         gets = part.histogram("counters", "get_latency")
-        low, high = (words.latency(gets.quantile(q)) for q in (0.5, 0.99))
+        low, high = (latency(gets.quantile(q)) for q in (0.5, 0.99))
         table.add_row(
             _name(tier["name"], wide=wide),
             tier_state(tier),
             _used(tier),
-            *(words.rate(part.rate("counters", f"{way}_bytes")) for way in ("put", "get")),
-            words.number(part.rise("counters", "gets", "ok")),
+            *(rate(part.rate("counters", f"{way}_bytes")) for way in ("put", "get")),
+            number(part.rise("counters", "gets", "ok")),
             f"{low} / {high}{_more(span.now['tiers'], rows, index)}",
         )
     return table
@@ -305,12 +315,12 @@ def tiers(span: Span, rows: int | None = None, *, wide: bool = False) -> Table:
 
 def _used(tier: Report) -> str:
     used, total = tier["used_bytes"], tier["total_bytes"]
-    return words.percent(used / total) if total else words.size(used)
+    return percent(used / total) if total else size(used)
 
 
 def tier_state(tier: Report) -> Text:
     """The state of its process, breaker or room, and for how long it has been up or away."""
-    time = words.duration(tier["state_seconds"], units=1)
+    time = duration(tier["state_seconds"], units=1)
     if tier["state"] != "up":
         return Text(f"{tier['state']} {time}", "red" if tier["state"] == "down" else "yellow")
     if tier["breaker"] != "closed":
@@ -335,7 +345,7 @@ def _engines(span: Span, rows: int, *, wide: bool) -> RenderableType:
                 part.share("hit_tokens", "lookup_tokens"),
                 part.share("hit_chunks", "lookup_chunks"),
             ),
-            Text(f"{' '.join(pids) or words.NOTHING}{_more(engines, rows, index)}", "dim"),
+            Text(f"{' '.join(pids) or NOTHING}{_more(engines, rows, index)}", "dim"),
         )
     return table
 
@@ -343,8 +353,8 @@ def _engines(span: Span, rows: int, *, wide: bool) -> RenderableType:
 def found_share(tokens: float | None, keys: float | None) -> str:
     """The share of prompt tokens; of keys looked up, and named so, where none are counted."""
     if tokens is None and keys is not None:
-        return f"{words.percent(keys)} of keys"
-    return words.percent(tokens)
+        return f"{percent(keys)} of keys"
+    return percent(tokens)
 
 
 def _attachment(engine: Report) -> Text:

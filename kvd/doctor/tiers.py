@@ -28,7 +28,7 @@ from kvd.config.values import TierSetting, parse_tier
 from kvd.doctor import Said, fail, ok, warn
 from kvd.errors import ConfigError
 from kvd.machine.room import Shortage
-from kvd.metrics.words import rate
+from kvd.metrics.reading import rate
 from kvd.tier.backends import check_tiers, options_of
 from kvd_proto.sizes import format_size
 

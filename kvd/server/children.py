@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from kvd.broker.broker import Broker
-from kvd.broker.child import ChildState
+from kvd.broker.children import ChildState
 from kvd.broker.effects import Effect, KillTier
-from kvd.broker.tiers.tier import Tier, tiers_of
+from kvd.broker.tiers.tier import TierProcess, tiers_of
 from kvd.config.values import Listen, parse_listen, parse_tiers
 from kvd.server.child import Child, end_all
 from kvd.server.memory import PoolMemory
@@ -33,7 +33,7 @@ _HTTP_AFTER_SECONDS = 2.0
 _HTTP_SILENT_SECONDS = 30.0
 
 
-def configured_tiers(texts: list[str]) -> list[Tier]:
+def configured_tiers(texts: list[str]) -> list[TierProcess]:
     """Return the configured tiers; each backend has checked its options.
 
     Raises:

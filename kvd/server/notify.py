@@ -16,8 +16,8 @@ import socket
 from collections import deque
 from collections.abc import Mapping
 
-from kvd.broker.report.status_report import checks
 from kvd.broker.state import BrokerState
+from kvd.broker.status_report import checks
 from kvd.errors import ConfigError
 
 log = logging.getLogger("kvd.daemon")

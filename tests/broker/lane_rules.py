@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from kvd.broker.broker import Broker
+from kvd.broker.children import EXITED, MOST_ENDS
 from kvd.broker.effects import DropLane, Effect, KillLane, StartLane, ToLane
-from kvd.broker.engines.fatal_imports import MOST_ENDS
-from kvd.broker.engines.lanes import EXITED
 from kvd.wire.link import (
     BindWorker,
     Importing,

@@ -8,9 +8,9 @@ from kvd.broker.tiers.breaker import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     QUIET_SECONDS,
-    TABLE,
+    TRANSITIONS,
     Breaker,
-    State,
+    BreakerState,
 )
 
 LATE = 0.2
@@ -33,7 +33,7 @@ def test_what_is_outstanding_and_does_not_move_opens_it() -> None:
     breaker.look(100.38, outstanding=True)
     assert breaker.closed
     breaker.look(100.4, outstanding=True)
-    assert (breaker.state, breaker.why) == (State.OPEN, "nothing moved for 0.21 s")
+    assert (breaker.state, breaker.why) == (BreakerState.OPEN, "nothing moved for 0.21 s")
     assert breaker.opened == {"late": 1}
 
 
@@ -54,7 +54,7 @@ def test_half_of_the_last_batches_open_it(failed: int, opens: bool) -> None:
         breaker.ended(1.0, failed=False)
     for _ in range(failed):
         breaker.ended(2.0, failed=True)
-    assert (breaker.state is State.OPEN) is opens
+    assert (breaker.state is BreakerState.OPEN) is opens
 
 
 def test_errors_that_are_few_among_many_do_not_open_it() -> None:
@@ -74,7 +74,7 @@ def test_three_corrupt_chunks_in_a_minute_open_it() -> None:
     breaker.corrupt(123.0)
     assert breaker.closed
     breaker.corrupt(124.0)
-    assert (breaker.state, breaker.opened) == (State.OPEN, {"corrupt": 1})
+    assert (breaker.state, breaker.opened) == (BreakerState.OPEN, {"corrupt": 1})
 
 
 def test_it_is_probed_after_the_pause_when_it_is_idle() -> None:
@@ -84,7 +84,7 @@ def test_it_is_probed_after_the_pause_when_it_is_idle() -> None:
     for after, outstanding in ((0.0, True), (-0.1, False), (0.0, False)):
         breaker.look(100.0 + FIRST_PAUSE + after, outstanding=outstanding)
         states.append(breaker.state)
-    assert states == [State.OPEN, State.OPEN, State.HALF_OPEN]
+    assert states == [BreakerState.OPEN, BreakerState.OPEN, BreakerState.HALF_OPEN]
 
 
 def test_the_state_counts_from_when_use_began_or_ceased() -> None:
@@ -97,7 +97,7 @@ def test_the_state_counts_from_when_use_began_or_ceased() -> None:
     breaker.look(102.0, outstanding=False)
     breaker.ended(103.0, failed=True)
     breaker.look(104.0, outstanding=False)
-    assert (breaker.state, breaker.since) == (State.HALF_OPEN, 100.0)
+    assert (breaker.state, breaker.since) == (BreakerState.HALF_OPEN, 100.0)
     breaker.ended(105.0, failed=False)
     assert breaker.since == 105.0
 
@@ -172,12 +172,12 @@ def test_it_is_never_used_but_by_way_of_a_probe(events: list[tuple[str, float]])
         after = breaker.state
         assert breaker.moved_at <= now
         if what == "lost":
-            assert after is State.OPEN
+            assert after is BreakerState.OPEN
         if after is not before:
-            assert (before, after) in {(a, b) for (a, _), b in TABLE.items()}
-            assert breaker.since == now or State.CLOSED not in {before, after}
-        if after is State.HALF_OPEN and before is State.OPEN:
+            assert (before, after) in {(a, b) for (a, _), b in TRANSITIONS.items()}
+            assert breaker.since == now or BreakerState.CLOSED not in {before, after}
+        if after is BreakerState.HALF_OPEN and before is BreakerState.OPEN:
             assert now >= due
-        if after is State.OPEN and before is not State.OPEN:
+        if after is BreakerState.OPEN and before is not BreakerState.OPEN:
             assert FIRST_PAUSE <= breaker.retry_at - now + 1e-9 <= LONGEST_PAUSE + 1e-6
             assert breaker.why

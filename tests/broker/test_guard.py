@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvd.broker.tiers.breaker import State
+from kvd.broker.tiers.breaker import BreakerState
 from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
 from kvd.broker.tiers.tiering import STUCK_SECONDS, Tiering
@@ -102,7 +102,7 @@ def test_a_fault_replaces_the_tiers_processes_and_they_are_used_again(
     for fake in bench.fakes:
         assert fake.tier.counts.opened["wrong"] <= 1
         assert fake.tier.counts.restarts >= 1
-        assert fake.tier.breaker.state is State.CLOSED
+        assert fake.tier.breaker.state is BreakerState.CLOSED
     bench.seek(b"a", b"b")
     live(bench, 2.0)
     assert bench.lookup(b"a", b"b") == [HIT, HIT]
@@ -203,7 +203,7 @@ def test_a_fault_that_comes_again_while_tiers_begin_anew(
     bench = TierBench(DISK)
     live(bench, 1.0)
     fault = Fault(monkeypatch, *place, times=2)
-    bench.fakes[0].tier.pace.bytes_per_second = 5  # so there is something to publish
+    bench.fakes[0].tier.speed.bytes_per_second = 5  # so there is something to publish
     live(bench, 5.0)
     assert fault.left == 0
     assert bench.fakes[0].tier.up

@@ -3,22 +3,22 @@
 import pytest
 from msgspec.structs import replace
 
+from kvd.broker.admission import FAILED_SECONDS, MAX_CUDA_LANES
 from kvd.broker.broker import Broker
+from kvd.broker.children import REMEMBERED_SECONDS
 from kvd.broker.effects import (
     DropFds,
     DropLane,
     Effect,
-    Event,
     KillLane,
+    LogEvent,
     Notify,
     Reply,
     StartLane,
     ToLane,
 )
-from kvd.broker.engines.admission import FAILED_SECONDS, MAX_CUDA_LANES
-from kvd.broker.engines.fatal_imports import REMEMBERED_SECONDS
-from kvd.broker.engines.sessions import Session
-from kvd.broker.report.status_report import status_report
+from kvd.broker.sessions import Session
+from kvd.broker.status_report import status_report
 from kvd.client_names import Peer
 from kvd.wire.link import (
     Importing,
@@ -124,7 +124,7 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words(broker: Broker) -> No
     effects = broker.supervision.lost(CUDA, "exit status 1")
     errors = [r.message for r in replies(effects) if isinstance(r.message, Error)]
     assert [(e.code, e.text) for e in errors] == [(ErrorCode.BAD_LAYOUT, "no such device")] * 2
-    lines = [effect.text for effect in effects if isinstance(effect, Event)]
+    lines = [effect.text for effect in effects if isinstance(effect, LogEvent)]
     assert [line.partition(" (")[0] for line in lines] == ["engine one worker", "engine two worker"]
     assert effects[-1] == DropLane(CUDA)
     assert list(broker.state.lanes) == ["host"]
@@ -312,9 +312,9 @@ def test_a_lane_that_answers_clears_the_worker(broker: Broker) -> None:
         mapped(broker, session, CUDA)
 
 
-def events(effects: list[Effect]) -> list[Event]:
+def events(effects: list[Effect]) -> list[LogEvent]:
     """The events among the effects."""
-    return [effect for effect in effects if isinstance(effect, Event)]
+    return [effect for effect in effects if isinstance(effect, LogEvent)]
 
 
 def watch(broker: Broker, begin: float, end: float) -> list[tuple[float, ToLane | KillLane]]:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, Event, ToLane
-from kvd.broker.report.status_report import status_report
-from kvd.broker.requests.reloading import take_up
+from kvd.broker.effects import Effect, LogEvent, ToLane
+from kvd.broker.operations import take_up
+from kvd.broker.status_report import status_report
 from kvd.client_names import Peer
 from kvd.config.settings import KNOWN, Settings
 from kvd.config.sources import Loaded
@@ -75,7 +75,7 @@ def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
     (reply,) = replies(effects)
     assert isinstance(reply.message, ConfigReloaded)
     assert all(change.live for change in reply.message.changes)
-    (event,) = [effect for effect in effects if isinstance(effect, Event)]
+    (event,) = [effect for effect in effects if isinstance(effect, LogEvent)]
     assert "uid 5 pid 77" in event.text
     assert "lease_seconds = 1.0 (was 60.0)" in event.text
 
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(broker: Broker) -> None:
     assert broker.state.settings == START
     error = refusal(effects)
     assert (error.code, error.text) == (ErrorCode.BAD_CONFIG, "line one\nline two")
-    (event,) = [effect for effect in effects if isinstance(effect, Event)]
+    (event,) = [effect for effect in effects if isinstance(effect, LogEvent)]
     assert event.level == "error"
     assert "uid 5 pid 77" in event.text
 

@@ -13,7 +13,7 @@ from rich.console import Console, RenderableType
 
 from kvd.cli.top_view import picture, shares, tier_state, waiting
 from kvd.metrics.conditions import conditions
-from kvd.metrics.history import History, Span
+from kvd.metrics.reading import History, Span
 from tests.report.reports import (
     GIB,
     START,

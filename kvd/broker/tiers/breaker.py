@@ -24,7 +24,7 @@ RECENT_BATCHES, FEWEST_FAILED = 16, 4
 MOST_CORRUPT, CORRUPT_SECONDS = 3, 60.0
 
 
-class State(StrEnum):
+class BreakerState(StrEnum):
     """Which orders the tier gets."""
 
     CLOSED = "closed"  # all
@@ -32,7 +32,7 @@ class State(StrEnum):
     HALF_OPEN = "probing"  # one probe
 
 
-class Signal(Enum):
+class BreakerSignal(Enum):
     """What changes the state."""
 
     TRIP = auto()  # the tier is late, fails or has ended
@@ -40,11 +40,11 @@ class Signal(Enum):
     PROVEN = auto()  # the probe succeeded
 
 
-TABLE: dict[tuple[State, Signal], State] = {
-    (State.CLOSED, Signal.TRIP): State.OPEN,
-    (State.OPEN, Signal.DUE): State.HALF_OPEN,
-    (State.HALF_OPEN, Signal.TRIP): State.OPEN,
-    (State.HALF_OPEN, Signal.PROVEN): State.CLOSED,
+TRANSITIONS: dict[tuple[BreakerState, BreakerSignal], BreakerState] = {
+    (BreakerState.CLOSED, BreakerSignal.TRIP): BreakerState.OPEN,
+    (BreakerState.OPEN, BreakerSignal.DUE): BreakerState.HALF_OPEN,
+    (BreakerState.HALF_OPEN, BreakerSignal.TRIP): BreakerState.OPEN,
+    (BreakerState.HALF_OPEN, BreakerSignal.PROVEN): BreakerState.CLOSED,
 }
 """The next state by state and signal; for pairs not listed the state stays."""
 
@@ -57,7 +57,7 @@ class Breaker:
         opened: counters by reason, incremented when it opens.
 
     Attributes:
-        state: see `State`.
+        state: see `BreakerState`.
         why: the reason why it opened last; empty if it never did.
         since: when the state last entered or left CLOSED, or the process started while CLOSED.
         retry_at: the earliest time of the next probe.
@@ -67,7 +67,7 @@ class Breaker:
     def __init__(self, late_seconds: float, opened: dict[str, int] | None = None) -> None:
         self.late_seconds = late_seconds
         self.opened = {} if opened is None else opened
-        self.state = State.CLOSED
+        self.state = BreakerState.CLOSED
         self.why = ""
         self.since = self.retry_at = self.moved_at = 0.0
         self._pause = FIRST_PAUSE / 2
@@ -77,7 +77,7 @@ class Breaker:
     @property
     def closed(self) -> bool:
         """Whether the tier gets all orders."""
-        return self.state is State.CLOSED
+        return self.state is BreakerState.CLOSED
 
     # --------------------------------------------------------------- what is seen
 
@@ -92,11 +92,11 @@ class Breaker:
 
     def ended(self, now: float, *, failed: bool) -> None:
         """Record the end of a batch: closed, it counts among the recent ones; a probe decides."""
-        if self.state is State.HALF_OPEN:
+        if self.state is BreakerState.HALF_OPEN:
             if failed:
                 self.trip("failed", now, "its probe failed")
             else:
-                self._signal(Signal.PROVEN, now)
+                self._signal(BreakerSignal.PROVEN, now)
         elif self.closed:  # a batch that ends while open was sent before and does not count
             self._failed.append(failed)
             bad = sum(self._failed)
@@ -113,13 +113,13 @@ class Breaker:
         """Trip if outstanding batches are late; become half-open if idle and the pause is over."""
         if not outstanding:
             if now >= self.retry_at:
-                self._signal(Signal.DUE, now)
+                self._signal(BreakerSignal.DUE, now)
         elif now - self.moved_at >= self.late_seconds:
             self.trip("late", now, f"nothing moved for {now - self.moved_at:.2f} s")
 
     def prove(self, now: float) -> None:
         """Close a half-open breaker without a probe: there was no order to probe it with."""
-        self._signal(Signal.PROVEN, now)
+        self._signal(BreakerSignal.PROVEN, now)
 
     # ------------------------------------------------------------------ the table
 
@@ -132,21 +132,18 @@ class Breaker:
             why: the reason in words, for log and status.
         """
         before, quiet = self.state, self.closed and now - self.since >= QUIET_SECONDS
-        self._signal(Signal.TRIP, now)
+        self._signal(BreakerSignal.TRIP, now)
         if self.state is before:
             return
         self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE)
         self.retry_at, self.why = now + self._pause, why
-        if before is State.CLOSED:  # a failed probe does not count again
+        if before is BreakerState.CLOSED:  # a failed probe does not count again
             self.opened[reason] = self.opened.get(reason, 0) + 1
         self._failed.clear()
         self._corrupt.clear()
 
-    def _signal(self, signal: Signal, now: float) -> None:
-        """Change the state as `TABLE` says."""
-        before, self.state = self.state, TABLE.get((self.state, signal), self.state)
-        if self.state is not before and State.CLOSED in {before, self.state}:
+    def _signal(self, signal: BreakerSignal, now: float) -> None:
+        """Change the state as `TRANSITIONS` says."""
+        before, self.state = self.state, TRANSITIONS.get((self.state, signal), self.state)
+        if self.state is not before and BreakerState.CLOSED in {before, self.state}:
             self.since = now
-
-    def __repr__(self) -> str:
-        return f"<Breaker {self.state}{f', {self.why}' if self.why else ''}>"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from kvd.broker.effects import Effect, ToTier
 from kvd.broker.state import BrokerState
-from kvd.broker.tiers.tier import BATCH_BYTES, Batch, Tier
+from kvd.broker.tiers.tier import BATCH_BYTES, TierBatch, TierProcess
 from kvd.cache.candidates import Candidates
 from kvd.cache.directory import covers
 from kvd.cache.namespaces import Namespace
@@ -99,14 +99,14 @@ class Demotion:
                 if queue:
                     yield namespace, queue, keep
 
-    def _takers(self, namespace: Namespace, keep: str, now: float) -> list[Tier]:
+    def _takers(self, namespace: Namespace, keep: str, now: float) -> list[TierProcess]:
         return [
             tier
             for tier in self._state.tiers
             if tier.setting.keep == keep and tier.serves(namespace) and now >= tier.full_until
         ]
 
-    def probe(self, tier: Tier, now: float) -> list[Effect]:
+    def probe(self, tier: TierProcess, now: float) -> list[Effect]:
         """Probe a tier with a put of one waiting chunk, if there is one."""
         for namespace in self._state.open_namespaces:
             opening = tier.spaces.get(namespace)
@@ -118,7 +118,7 @@ class Demotion:
         return []
 
     def _put(
-        self, tier: Tier, namespace: Namespace, chunks: list[_Chunk], now: float
+        self, tier: TierProcess, namespace: Namespace, chunks: list[_Chunk], now: float
     ) -> list[Effect]:
         new = [chunk for chunk in chunks if not _is_held(tier, namespace, chunk)]
         nbytes = namespace.geometry.bytes_per_chunk
@@ -138,11 +138,13 @@ class Demotion:
                 groups=IntArray.of(groups, "u2"),
                 deadline_ms=int(PUT_SECONDS * 1000),
             )
-            batch = Batch(order, namespace, now, nbytes * len(part), namespace.salt)
+            batch = TierBatch(order, namespace, now, nbytes * len(part), namespace.salt)
             effects.append(tier.send(batch))
         return effects
 
-    def done(self, tier: Tier, batch: Batch, order: Put, done: Done, now: float) -> list[Effect]:
+    def done(
+        self, tier: TierProcess, batch: TierBatch, order: Put, done: Done, now: float
+    ) -> list[Effect]:
         """Process the answer to a put: kept chunks are entered, the others may be put again."""
         namespace, counts, unknown = batch.namespace, tier.counts.puts, list[bytes]()
         tiers = namespace.directory.tiers if batch.salt == namespace.salt else None
@@ -169,11 +171,8 @@ class Demotion:
             return [ToTier(tier.index, Drop(namespace=namespace.id, keys=tuple(unknown)))]
         return []
 
-    def __repr__(self) -> str:
-        return f"<Demotion to {len(self._state.tiers)} tiers>"
 
-
-def _take(queue: Candidates, n: int, takers: list[Tier]) -> list[_Chunk]:
+def _take(queue: Candidates, n: int, takers: list[TierProcess]) -> list[_Chunk]:
     """Take `n` chunks of a queue; count those evicted before as `unkept` of each taker."""
     chunks, unkept = queue.take(n), queue.take_missed()
     for tier in takers:
@@ -191,7 +190,7 @@ def _full(namespace: Namespace) -> int:
     return max(1, min(_piece(namespace), len(namespace.table.slots.policy) // HELD_PART))
 
 
-def _is_held(tier: Tier, namespace: Namespace, chunk: _Chunk) -> bool:
+def _is_held(tier: TierProcess, namespace: Namespace, chunk: _Chunk) -> bool:
     """Whether the tier already has all blocks of the chunk."""
     tiers = namespace.directory.tiers
     place = tiers.find(chunk[0]) if tiers is not None else None

@@ -1,9 +1,9 @@
 """Promotion: gets of chunks from tiers into memory, requested by engines.
 
 A promotion takes a slot first, so the bytes under way are bounded: by what keeps the tier busy
-(`Tier.get_room`), and by a quarter of what the namespace holds plus what is free. Requests without
-room wait for up to two seconds; engines take turns (`PromotionRequests`), and so do namespaces. A
-shared tier is first asked whether it has a chunk; chunks that it has are promoted at once.
+(`TierProcess.get_room`), and by a quarter of what the namespace holds plus what is free. Requests
+without room wait for up to two seconds; engines take turns (`PromotionRequests`), and so do
+namespaces. A shared tier is first asked whether it has a chunk; its chunks are promoted at once.
 
 A slot that a tier was told to fill is reused only after the batch has ended, or the tier's process
 has: until then the medium may still write to the slot.
@@ -14,9 +14,9 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from kvd.broker.effects import ChunksReady, Effect, Event
+from kvd.broker.effects import ChunksReady, Effect, LogEvent
 from kvd.broker.state import BrokerState
-from kvd.broker.tiers.tier import BATCH_BYTES, BATCH_CHUNKS, Batch, Tier, first_of
+from kvd.broker.tiers.tier import BATCH_BYTES, BATCH_CHUNKS, TierBatch, TierProcess, first_of
 from kvd.cache.namespaces import Namespace
 from kvd.cache.tier_table import TierTable
 from kvd.outcomes import Outcome
@@ -47,7 +47,7 @@ class PromotionRequest(NamedTuple):
     key: bytes
     engines: frozenset[int]
     since: float
-    tier: Tier | None = None
+    tier: TierProcess | None = None
 
     def joined(self, other: "PromotionRequest | None") -> "PromotionRequest":
         """Return this request, also for the engines of another request for the same key."""
@@ -115,16 +115,13 @@ class PromotionRequests:
     def __len__(self) -> int:
         return self._count
 
-    def __repr__(self) -> str:
-        return f"<PromotionRequests {self._count} of {len(self._queues)} engines>"
-
 
 class _Waiting:
     """Requests, unanswered Asks and bytes under way of one namespace."""
 
     def __init__(self) -> None:
         self.keys = PromotionRequests()
-        self.asked: dict[bytes, Batch] = {}
+        self.asked: dict[bytes, TierBatch] = {}
         self.under_way = 0  # bytes of gets
 
 
@@ -134,7 +131,7 @@ class Promotion:
     def __init__(self, state: BrokerState) -> None:
         self._state = state
         self._waiting: OrderedDict[Namespace, _Waiting] = OrderedDict()
-        self._filling: dict[tuple[Namespace, int], Batch] = {}  # by slot
+        self._filling: dict[tuple[Namespace, int], TierBatch] = {}  # by slot
         self.blocked = False  # requests cannot go on before a get has ended or slots are free
 
     @property
@@ -196,7 +193,7 @@ class Promotion:
         now: float,
         *,
         ask: bool,
-    ) -> tuple[dict[Tier, dict[bytes, PromotionRequest]], dict[bytes, PromotionRequest]]:
+    ) -> tuple[dict[TierProcess, dict[bytes, PromotionRequest]], dict[bytes, PromotionRequest]]:
         """Take requests from the queues and sort them by tier, as far as there is room.
 
         Requests that have expired, are in memory or no usable tier can serve are consumed.
@@ -207,7 +204,7 @@ class Promotion:
         keys, find = waiting.keys, namespace.directory.find
         nbytes, coming = namespace.geometry.bytes_per_chunk, waiting.under_way
         most = max(nbytes, self._reach(namespace) // REACH_PART)
-        wanted: dict[Tier, dict[bytes, PromotionRequest]] = {}
+        wanted: dict[TierProcess, dict[bytes, PromotionRequest]] = {}
         unknown: dict[bytes, PromotionRequest] = {}
         set_aside: list[PromotionRequest] = []  # their tier is busy; other tiers may have room
         for _ in range(min(KEYS_A_TURN, len(keys))):
@@ -250,7 +247,7 @@ class Promotion:
         free = namespaces.pool.free_bytes if namespaces is not None else 0
         return namespace.table.held_bytes + free
 
-    def _shared(self, namespace: Namespace, after: int = -1) -> Tier | None:
+    def _shared(self, namespace: Namespace, after: int = -1) -> TierProcess | None:
         """The first shared tier after index `after` that serves the namespace."""
         for tier in self._state.tiers:
             if tier.index > after and tier.info.shared and tier.serves(namespace):
@@ -259,7 +256,7 @@ class Promotion:
 
     def _get_all(
         self,
-        tier: Tier,
+        tier: TierProcess,
         namespace: Namespace,
         waiting: _Waiting,
         wanted: dict[bytes, PromotionRequest],
@@ -287,7 +284,7 @@ class Promotion:
 
     def get(
         self,
-        tier: Tier,
+        tier: TierProcess,
         namespace: Namespace,
         keys: Sequence[bytes],
         engines: Collection[int],
@@ -311,14 +308,14 @@ class Promotion:
             deadline_ms=max(1, int(tier.deadline(size) * 1000)),
         )
         alone = not tier.get_bytes
-        batch = Batch(order, namespace, now, size, alone=alone, engines=set(engines))
+        batch = TierBatch(order, namespace, now, size, alone=alone, engines=set(engines))
         self._filling.update(((namespace, slot), batch) for slot in slots)
         self._waiting.setdefault(namespace, _Waiting()).under_way += size
         return [tier.send(batch)]
 
     def _ask(
         self,
-        tier: Tier,
+        tier: TierProcess,
         namespace: Namespace,
         waiting: _Waiting,
         unknown: dict[bytes, PromotionRequest],
@@ -327,7 +324,7 @@ class Promotion:
         effects, keys = list[Effect](), list(unknown)
         for begin in range(0, len(keys), ASK_KEYS):
             part = keys[begin : begin + ASK_KEYS]
-            seconds = max(4 * tier.pace.seconds(0), tier.setting.late_seconds)
+            seconds = max(4 * tier.speed.seconds(0), tier.setting.late_seconds)
             order = Ask(
                 number=tier.number(),
                 namespace=namespace.id,
@@ -335,12 +332,12 @@ class Promotion:
                 deadline_ms=max(1, int(seconds * 1000)),
             )
             engines = set[int]().union(*(unknown[key].engines for key in part))
-            batch = Batch(order, namespace, now, engines=engines)
+            batch = TierBatch(order, namespace, now, engines=engines)
             waiting.asked.update(dict.fromkeys(part, batch))
             effects.append(tier.send(batch))
         return effects
 
-    def probe(self, tier: Tier, namespace: Namespace, now: float) -> list[Effect]:
+    def probe(self, tier: TierProcess, namespace: Namespace, now: float) -> list[Effect]:
         """Probe a shared tier: ask it for a random key."""
         order = Ask(
             number=tier.number(),
@@ -348,11 +345,13 @@ class Promotion:
             keys=(os.urandom(16),),
             deadline_ms=int(tier.setting.late_seconds * 1000),
         )
-        return [tier.send(Batch(order, namespace, now))]
+        return [tier.send(TierBatch(order, namespace, now))]
 
     # ---------------------------------------------------------------------- up
 
-    def done(self, tier: Tier, batch: Batch, order: Get, done: Done, now: float) -> list[Effect]:
+    def done(
+        self, tier: TierProcess, batch: TierBatch, order: Get, done: Done, now: float
+    ) -> list[Effect]:
         """Process the answer to a get: chunks that are OK become READY, other slots are freed."""
         self._settle(batch)
         namespace, counts = batch.namespace, tier.counts
@@ -383,18 +382,18 @@ class Promotion:
                     f" {namespace.id.hex()[:8]} is not what was put there; it is dropped and"
                     " computed again"
                 )
-                effects.append(Event(text, "error", {"tier": tier.name}))
+                effects.append(LogEvent(text, "error", {"tier": tier.name}))
                 tier.breaker.corrupt(now)
         table.promotions.give_up(failed)
         _free(tier, batch)
         if ready:
-            tier.pace.observe(ready * nbytes, now, batch.sent if batch.alone else None)
+            tier.speed.observe(ready * nbytes, now, batch.sent if batch.alone else None)
         else:
-            tier.pace.begin(now)
+            tier.speed.begin(now)
         return [*effects, *map(ChunksReady, sorted(batch.engines))]
 
     def answered(
-        self, tier: Tier, batch: Batch, order: Ask, done: Done, now: float
+        self, tier: TierProcess, batch: TierBatch, order: Ask, done: Done, now: float
     ) -> list[Effect]:
         """Process the answer to an Ask: get what the tier has, ask the next one for the rest."""
         namespace = batch.namespace
@@ -421,7 +420,7 @@ class Promotion:
                 tiers.absent(key, now)
         return [*effects, *map(ChunksReady, sorted(batch.engines))]
 
-    def give_up(self, tier: Tier) -> list[Effect]:
+    def give_up(self, tier: TierProcess) -> list[Effect]:
         """End all waiting for a tier that is set aside; its gets keep slots until they end."""
         engines: set[int] = set()
         for batch in tier.batches.values():
@@ -437,20 +436,17 @@ class Promotion:
             batch.engines = set()
         return [*map(ChunksReady, sorted(engines))]
 
-    def late(self, tier: Tier, batch: Batch) -> None:
+    def late(self, tier: TierProcess, batch: TierBatch) -> None:
         """Free the slots of a get that was given up and has ended now."""
         _free(tier, batch)
 
-    def _settle(self, batch: Batch) -> None:
+    def _settle(self, batch: TierBatch) -> None:
         """Remove a get from the slots being filled and from the bytes under way."""
         for slot, _ in batch.refs:
             if self._filling.get((batch.namespace, slot)) is batch:
                 del self._filling[batch.namespace, slot]
         if (waiting := self._waiting.get(batch.namespace)) is not None:
             waiting.under_way -= batch.nbytes
-
-    def __repr__(self) -> str:
-        return f"<Promotion: {len(self._filling)} slots are being filled>"
 
 
 _ASKED = {
@@ -464,7 +460,7 @@ def _drop(namespace: Namespace, waiting: _Waiting) -> None:
     namespace.table.counts.sought_dropped += waiting.keys.clear()
 
 
-def _free(tier: Tier, batch: Batch) -> None:
+def _free(tier: TierProcess, batch: TierBatch) -> None:
     """Free the draining slots of a get that has ended."""
     slots, generations = zip(*batch.refs, strict=True)
     batch.namespace.table.slots.revoked(tier.process, slots, generations)

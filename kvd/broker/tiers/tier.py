@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeAlias
 
-from kvd.broker.child import ChildState
-from kvd.broker.effects import Effect, Event, ToTier
+from kvd.broker.children import ChildState
+from kvd.broker.effects import Effect, LogEvent, ToTier
 from kvd.broker.tiers.breaker import Breaker
 from kvd.cache.namespaces import Namespace
 from kvd.config.values import TierSetting
@@ -35,7 +35,7 @@ Order: TypeAlias = Put | Get | Ask
 
 
 @dataclass(slots=True, eq=False)
-class Batch:
+class TierBatch:
     """An order without an answer yet.
 
     Attributes:
@@ -65,7 +65,7 @@ class Batch:
 
 
 @dataclass(slots=True)
-class Opening:
+class TierSpace:
     """A namespace that a tier's process was told to open.
 
     Attributes:
@@ -77,7 +77,7 @@ class Opening:
     salt: bytes | None = None
 
 
-class Pace:
+class GetSpeed:
     """The measured rate and latency of gets; 0 before the first measurement."""
 
     def __init__(self) -> None:
@@ -115,11 +115,8 @@ class Pace:
             took = now - alone_since - nbytes / self.bytes_per_second
             self._alone.append(max(0.0, took))
 
-    def __repr__(self) -> str:
-        return f"<Pace {self.bytes_per_second} B/s after {self.latency_us} µs>"
 
-
-class Tier:
+class TierProcess:
     """One tier.
 
     Args:
@@ -144,10 +141,10 @@ class Tier:
         self.info = TierInfo(name=name, medium=medium, shared=shared)
         self.counts = TierCounts()
         self.breaker = Breaker(setting.late_seconds, self.counts.opened)
-        self.pace = Pace()
-        self.batches: dict[int, Batch] = {}
+        self.speed = GetSpeed()
+        self.batches: dict[int, TierBatch] = {}
         self.put_bytes = self.get_bytes = 0
-        self.spaces: dict[Namespace, Opening] = {}
+        self.spaces: dict[Namespace, TierSpace] = {}
         self.unconfirmed: set[bytes] = set()
         self.seen = self.breaker.state  # the last state that was acted upon
         self.trial: tuple[Namespace, bytes] | None = None  # a chunk to probe the tier with
@@ -187,11 +184,11 @@ class Tier:
         waiting = (now - each.since for each in self.spaces.values() if each.salt is None)
         return max(waiting, default=0.0)
 
-    def event(self, text: str, level: str = "info") -> Event:
+    def event(self, text: str, level: str = "info") -> LogEvent:
         """A log line about this tier."""
-        return Event(f"tier {self.name} {text}", level, {"tier": self.name})
+        return LogEvent(f"tier {self.name} {text}", level, {"tier": self.name})
 
-    def gets(self) -> Iterator[Batch]:
+    def gets(self) -> Iterator[TierBatch]:
         """The gets under way."""
         return (batch for batch in self.batches.values() if isinstance(batch.order, Get))
 
@@ -213,7 +210,7 @@ class Tier:
         wait in its queue, ahead of later requests of other engines.
         """
         before += self.get_bytes
-        busy = 2 * self.pace.bytes_per_second * (self.pace.latency_us / 1e6 + GET_SECONDS)
+        busy = 2 * self.speed.bytes_per_second * (self.speed.latency_us / 1e6 + GET_SECONDS)
         most = min(self.setting.queue_bytes, max(GET_BYTES, GET_CHUNKS * nbytes, int(busy)))
         return not before or before + nbytes <= most
 
@@ -229,7 +226,7 @@ class Tier:
 
     def deadline(self, nbytes: int) -> float:
         """Seconds that a get of `nbytes` may take, including the gets ahead of it."""
-        return max(4 * self.pace.seconds(self.get_bytes + nbytes), self.setting.late_seconds)
+        return max(4 * self.speed.seconds(self.get_bytes + nbytes), self.setting.late_seconds)
 
     # ------------------------------------------------------------------- orders
 
@@ -238,7 +235,7 @@ class Tier:
         self._numbers += 1
         return self._numbers
 
-    def send(self, batch: Batch) -> Effect:
+    def send(self, batch: TierBatch) -> Effect:
         """Record a new order; return the effect that sends it."""
         kind, now = type(batch.order), batch.sent
         if not self.batches:
@@ -246,13 +243,13 @@ class Tier:
         if not self._under_way[kind]:
             self._busy_from[kind] = now
             if kind is Get:
-                self.pace.begin(now)
+                self.speed.begin(now)
         self._under_way[kind] += 1
         self.batches[batch.order.number] = batch
         self._count(batch, 1)
         return ToTier(self.index, batch.order)
 
-    def ended(self, batch: Batch, now: float) -> None:
+    def ended(self, batch: TierBatch, now: float) -> None:
         """Record that an order was answered."""
         del self.batches[batch.order.number]
         kind, seconds = type(batch.order), now - batch.sent
@@ -275,7 +272,7 @@ class Tier:
         self.child.ended()
         self.progress = 0
 
-    def _count(self, batch: Batch, sign: int) -> None:
+    def _count(self, batch: TierBatch, sign: int) -> None:
         if isinstance(batch.order, Put):
             self.put_bytes += sign * batch.nbytes
         else:
@@ -285,32 +282,26 @@ class Tier:
         """The status in a namespace's directory; `waiting` bytes of requests add to the queue."""
         return TierStatus(
             usable=self.serves(namespace),
-            latency_us=self.pace.latency_us,
-            bytes_per_second=self.pace.bytes_per_second,
+            latency_us=self.speed.latency_us,
+            bytes_per_second=self.speed.bytes_per_second,
             queued_bytes=self.get_bytes + waiting,
         )
 
-    def __repr__(self) -> str:
-        return (
-            f"<Tier {self.index} {self.name} {'up' if self.up else 'down'}, {self.breaker!r},"
-            f" {len(self.batches)} batches>"
-        )
+
+Tiers: TypeAlias = Sequence[TierProcess]
 
 
-Tiers: TypeAlias = Sequence[Tier]
-
-
-def tiers_of(settings: Iterable[tuple[TierSetting, str, bool]]) -> list[Tier]:
+def tiers_of(settings: Iterable[tuple[TierSetting, str, bool]]) -> list[TierProcess]:
     """Return the tiers of these settings, each with its medium and whether it is shared."""
-    tiers: list[Tier] = []
+    tiers: list[TierProcess] = []
     for setting, medium, shared in settings:
         same = 1 + sum(tier.setting.kind == setting.kind for tier in tiers)
         name = setting.kind if same == 1 else f"{setting.kind}-{same}"
-        tiers.append(Tier(len(tiers), name, setting, medium, shared=shared))
+        tiers.append(TierProcess(len(tiers), name, setting, medium, shared=shared))
     return tiers
 
 
-def first_of(tiers: Tiers, bits: int, namespace: Namespace) -> Tier | None:
+def first_of(tiers: Tiers, bits: int, namespace: Namespace) -> TierProcess | None:
     """Return the first tier whose bit is set and that serves the namespace."""
     for tier in tiers:
         if bits >> tier.index & 1 and tier.serves(namespace):

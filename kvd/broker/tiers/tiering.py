@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from kvd.broker.effects import ChunksReady, Effect, Event, KillTier, NamespaceFds, ToTier
+from kvd.broker.effects import ChunksReady, Effect, KillTier, LogEvent, NamespaceFds, ToTier
 from kvd.broker.state import BrokerState
-from kvd.broker.tiers.breaker import FIRST_PAUSE, LONGEST_PAUSE, QUIET_SECONDS, State
+from kvd.broker.tiers.breaker import FIRST_PAUSE, LONGEST_PAUSE, QUIET_SECONDS, BreakerState
 from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
-from kvd.broker.tiers.tier import Batch, Opening, Tier
+from kvd.broker.tiers.tier import TierBatch, TierProcess, TierSpace
 from kvd.cache.namespaces import Namespace
 from kvd.logs import fault_text, fault_trace
 from kvd.outcomes import Outcome
@@ -50,7 +50,7 @@ START_SECONDS = 120.0
 _CODES = frozenset(map(int, Outcome))
 _BAD = {int(Outcome.FAILED), int(Outcome.LATE)}
 
-_Scanned: TypeAlias = tuple[Tier, Namespace, Held]
+_Scanned: TypeAlias = tuple[TierProcess, Namespace, Held]
 
 
 class Tiering:
@@ -155,7 +155,7 @@ class Tiering:
             f"tiers cannot be handled ({fault_text(error)}), a bug in kvd: they are set aside, and"
             " their processes are replaced"
         )
-        effects: list[Effect] = [Event(text, "error", trace=fault_trace(error))]
+        effects: list[Effect] = [LogEvent(text, "error", trace=fault_trace(error))]
         for tier in self._state.tiers:
             tier.breaker.trip("wrong", now, why)
             tier.seen, tier.child.last_error = tier.breaker.state, why
@@ -168,7 +168,7 @@ class Tiering:
         engines = self._state.registry.engines.values()
         return effects + [ChunksReady(engine.number) for engine in engines]
 
-    def _give_up_slots(self, tier: Tier) -> None:
+    def _give_up_slots(self, tier: TierProcess) -> None:
         """Give up all slots that its process fills, by the slot tables and not by orders."""
         for namespace in self._state.open_namespaces:
             slots = namespace.table.slots
@@ -178,7 +178,7 @@ class Tiering:
 
     # ------------------------------------------------------------------ processes
 
-    def _on_message(self, tier: Tier, message: Message, now: float) -> list[Effect]:
+    def _on_message(self, tier: TierProcess, message: Message, now: float) -> list[Effect]:
         effects: list[Effect] = []
         match message:
             case Done():
@@ -206,7 +206,7 @@ class Tiering:
                 return [tier.event(f"sent {type(message).__name__}", "error")]
         return effects + self._on_breaker_change(tier, now)
 
-    def _on_ready(self, tier: Tier, message: TierReady, now: float) -> list[Effect]:
+    def _on_ready(self, tier: TierProcess, message: TierReady, now: float) -> list[Effect]:
         tier.child.serves(message.pid)
         tier.described = message.described
         tier.breaker.process_changed(now)
@@ -216,7 +216,7 @@ class Tiering:
         text = f"is up (pid {message.pid}): {message.described or tier.setting.text}"
         return [tier.event(text), *self._update_spaces(tier, now)]
 
-    def _on_pong(self, tier: Tier, message: TierPong, now: float) -> None:
+    def _on_pong(self, tier: TierProcess, message: TierPong, now: float) -> None:
         if message.progress > tier.progress:
             tier.breaker.moved_at = now
         tier.progress = message.progress
@@ -224,7 +224,7 @@ class Tiering:
         tier.chunks = message.chunks
         tier.child.last_error = message.error or tier.child.last_error
 
-    def _on_end(self, tier: Tier, reason: str, now: float) -> list[Effect]:
+    def _on_end(self, tier: TierProcess, reason: str, now: float) -> list[Effect]:
         tier.breaker.trip("lost", now, f"its process ended: {reason}")
         effects = self._on_breaker_change(tier, now)
         self._scanned = deque(each for each in self._scanned if each[0] is not tier)
@@ -236,7 +236,7 @@ class Tiering:
 
     # ----------------------------------------------------------------- namespaces
 
-    def _update_spaces(self, tier: Tier, now: float) -> list[Effect]:
+    def _update_spaces(self, tier: TierProcess, now: float) -> list[Effect]:
         """Send `OpenSpace` for namespaces newly in use, `CloseSpace` for those closed."""
         effects: list[Effect] = []
         for namespace in [each for each in tier.spaces if not self._state.is_open(each)]:
@@ -248,12 +248,12 @@ class Tiering:
             if namespace in tier.spaces or tiers is None or not namespace.engines:
                 continue
             if not tiers.is_leaving(tier.index):
-                tier.spaces[namespace] = Opening(now)
+                tier.spaces[namespace] = TierSpace(now)
                 order = _open_space(namespace, reset=namespace.id in tier.unconfirmed)
                 effects.append(ToTier(tier.index, order, NamespaceFds(namespace.id)))
         return effects
 
-    def _on_opened(self, tier: Tier, message: SpaceOpened) -> None:
+    def _on_opened(self, tier: TierProcess, message: SpaceOpened) -> None:
         """Record a namespace as opened, under the broker's salt, or the tier's if it has none."""
         namespace = self._state.namespace(message.namespace)
         opening = tier.spaces.get(namespace) if namespace is not None else None
@@ -295,14 +295,14 @@ class Tiering:
             if held.last:
                 tiers.tell()
 
-    def _on_gone(self, tier: Tier, message: Gone) -> None:
+    def _on_gone(self, tier: TierProcess, message: Gone) -> None:
         tier.counts.dropped += len(message.keys)
         namespace = self._state.namespace(message.namespace)
         if namespace is not None and (tiers := namespace.directory.tiers) is not None:
             for key in message.keys:
                 tiers.release(key, tier.index)
 
-    def _on_done(self, tier: Tier, done: Done, now: float) -> list[Effect]:
+    def _on_done(self, tier: TierProcess, done: Done, now: float) -> list[Effect]:
         outcomes, batch = done.outcomes.tolist(), tier.batches.get(done.number)
         fits = batch is not None and len(outcomes) == len(batch.order.keys)
         if batch is None or not fits or not _CODES.issuperset(outcomes):  # a bug of the backend
@@ -318,7 +318,7 @@ class Tiering:
         tier.breaker.ended(now, failed=2 * bad >= len(outcomes))
         return effects
 
-    def _take(self, tier: Tier, batch: Batch, done: Done, now: float) -> list[Effect]:
+    def _take(self, tier: TierProcess, batch: TierBatch, done: Done, now: float) -> list[Effect]:
         if not self._state.is_open(batch.namespace):
             return []
         match batch.order:
@@ -377,7 +377,7 @@ class Tiering:
             self.demotion.watch(namespace)
         return bool(new)
 
-    def _check_liveness(self, tier: Tier, now: float) -> list[Effect]:
+    def _check_liveness(self, tier: TierProcess, now: float) -> list[Effect]:
         """Trip the breaker of a late tier, kill a stuck process, ping, or start a probe."""
         breaker, child = tier.breaker, tier.child
         if why := child.check(now, STUCK_SECONDS if child.up else START_SECONDS):
@@ -394,29 +394,29 @@ class Tiering:
             return [ToTier(tier.index, TierPing())]
         return []
 
-    def _on_breaker_change(self, tier: Tier, now: float) -> list[Effect]:
+    def _on_breaker_change(self, tier: TierProcess, now: float) -> list[Effect]:
         """Act on a changed state of the breaker: give up, probe, log, and publish the status."""
         before, tier.seen = tier.seen, tier.breaker.state
         if before is tier.seen:
             return []
         effects: list[Effect] = []
-        if tier.seen is State.OPEN:
+        if tier.seen is BreakerState.OPEN:
             gets = (batch for batch in tier.gets() if not batch.given_up)
             for batch in gets:
                 tier.trial = batch.namespace, batch.order.keys[0]
                 break
             effects = self.promotion.give_up(tier)
-            if before is State.CLOSED:
+            if before is BreakerState.CLOSED:
                 text = f"is set aside: {tier.breaker.why}; engines miss what it holds meanwhile"
                 effects.append(tier.event(text, "warning"))
-        elif tier.seen is State.HALF_OPEN:
+        elif tier.seen is BreakerState.HALF_OPEN:
             effects = self._probe(tier, now)
         else:
             effects.append(tier.event("is used again"))
         self._publish()
         return effects
 
-    def _probe(self, tier: Tier, now: float) -> list[Effect]:
+    def _probe(self, tier: TierProcess, now: float) -> list[Effect]:
         """Probe a tier: a shared one with an Ask, else a get that was given up, else a put."""
         effects: list[Effect] = []
         spaces = [each for each, opening in tier.spaces.items() if opening.salt is not None]
@@ -432,7 +432,7 @@ class Tiering:
             effects += self._on_breaker_change(tier, now)
         return effects
 
-    def _kill(self, tier: Tier, why: str) -> list[Effect]:
+    def _kill(self, tier: TierProcess, why: str) -> list[Effect]:
         """Kill a tier's process without waiting; its slots stay unused until it has ended."""
         tier.child.killed = True
         return [tier.event(f"is killed: {why}", "error"), KillTier(tier.index, why)]
@@ -447,9 +447,6 @@ class Tiering:
                 status = tier.status(namespace, waiting)
                 if tiers.status(tier.index) != status:
                     tiers.set_status(tier.index, status)
-
-    def __repr__(self) -> str:
-        return f"<Tiering of {self._state.tiers!r}>"
 
 
 def _open_space(namespace: Namespace, *, reset: bool) -> OpenSpace:

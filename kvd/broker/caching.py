@@ -8,8 +8,8 @@ from itertools import accumulate
 from typing import TypeAlias
 
 from kvd.broker.effects import Effect
-from kvd.broker.engines.sessions import Engine, Request, Session
-from kvd.broker.requests.operations import Handler
+from kvd.broker.operations import Handler
+from kvd.broker.sessions import Engine, Request, Session
 from kvd.broker.state import BrokerState
 from kvd.broker.tiers.tiering import Tiering
 from kvd.cache.directory import Blocks, Refs

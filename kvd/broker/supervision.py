@@ -12,11 +12,11 @@ A lane that was told to end finishes its jobs and unpins the pool piece by piece
 meanwhile, and takes no workers.
 """
 
+from kvd.broker.admission import MAX_CUDA_LANES
+from kvd.broker.children import EXITED, Lane
 from kvd.broker.effects import ChunksReady, DropLane, Effect, KillLane, Notify, ToLane
-from kvd.broker.engines.admission import MAX_CUDA_LANES
-from kvd.broker.engines.lanes import EXITED, Lane
-from kvd.broker.engines.registration import Registration, freed_text
-from kvd.broker.engines.sessions import RegisterStep, Session
+from kvd.broker.registration import Registration, freed_text
+from kvd.broker.sessions import RegisterStep, Session
 from kvd.broker.state import BrokerState
 from kvd.errors import Refused
 from kvd.wire.link import (
@@ -39,7 +39,7 @@ UNPIN_SECONDS_PER_GIB = 0.1
 """Allowed to unpin. An H200 takes 0.016 to 0.019 s; lanes pause as long, and take turns."""
 
 
-class Supervision:
+class LaneSupervisor:
     """Decisions about lanes; `registration` goes on with what they have done."""
 
     def __init__(self, state: BrokerState, registration: Registration) -> None:
@@ -287,6 +287,3 @@ class Supervision:
             for use in (session.registration, session.pending, session.releasing)
             if use is not None
         }
-
-    def __repr__(self) -> str:
-        return f"<Supervision of {list(self._state.lanes.values())}>"

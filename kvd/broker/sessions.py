@@ -6,12 +6,12 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from kvd.broker.effects import Event, Reply
-from kvd.broker.report.measures import RecentMax
+from kvd.broker.effects import LogEvent, Reply
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import Peer, Who
 from kvd.errors import IntegrityError, Refused
 from kvd.metrics.counts import EventCounts, LookupCounts
+from kvd.metrics.declare import RecentMax
 from kvd_proto.messages import ErrorCode, Message, Register, Unregister
 
 M = TypeVar("M", bound=Message)
@@ -60,7 +60,7 @@ class Session:
     registration: Register | None = None
     imported: bool = False
     attempt: int = 0  # how many registrations were given up while a lane mapped the memory
-    releasing: "Releasing | None" = None
+    releasing: "PendingUnregister | None" = None
     since: float = 0.0  # when HELLO came, monotonic seconds
     lookups: LookupCounts = field(default_factory=LookupCounts)  # as last reported
     kv_events: EventCounts = field(default_factory=EventCounts)  # as last reported
@@ -90,12 +90,9 @@ class Session:
         rank = self.registration.rank if self.registration is not None else None
         return Who(self.number, self.peer.pid, engine, self.kind, rank)
 
-    def event(self, text: str, level: str = "info") -> Event:
+    def event(self, text: str, level: str = "info") -> LogEvent:
         """Return an event that carries this session's identifiers."""
-        return Event(text, level, self.who.fields)
-
-    def __repr__(self) -> str:
-        return f"<Session {self.number} {self.state}: {self.who}>"
+        return LogEvent(text, level, self.who.fields)
 
 
 class Request(msgspec.Struct, Generic[M], frozen=True):
@@ -112,7 +109,7 @@ class Request(msgspec.Struct, Generic[M], frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Releasing:
+class PendingUnregister:
     """An Unregister that is answered when the lane of `device` has let go of the memory."""
 
     request: Request[Unregister]
@@ -172,10 +169,6 @@ class Engine:
     def missing_ranks(self) -> tuple[int, ...]:
         """Ranks that have not registered."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.workers)
-
-    def __repr__(self) -> str:
-        state = "attached" if self.attached else f"missing ranks {list(self.missing_ranks)}"
-        return f"<Engine {self.number} {self.name!r}: {len(self.sessions)} sessions, {state}>"
 
 
 class Registry:
@@ -254,6 +247,3 @@ class Registry:
                     raise IntegrityError(f"{worker!r} is a worker, not a session, of {engine!r}")
             if engine.attached and engine.missing_ranks:
                 raise IntegrityError(f"{engine!r} is attached and lacks {engine.missing_ranks}")
-
-    def __repr__(self) -> str:
-        return f"<Registry {len(self.sessions)} sessions, {len(self.engines)} engines>"

@@ -12,17 +12,17 @@ from typing import Any
 
 import msgspec
 
+from kvd.broker.children import Lane
 from kvd.broker.effects import (
     DirectoryFd,
     Effect,
-    Event,
     LifelineFd,
+    LogEvent,
     Notify,
     SessionFds,
     ToLane,
 )
-from kvd.broker.engines.lanes import Lane
-from kvd.broker.engines.sessions import Engine, Session
+from kvd.broker.sessions import Engine, Session
 from kvd.broker.state import BrokerState
 from kvd.errors import KvdError
 from kvd.wire.link import BindWorker, ImportWorker
@@ -72,7 +72,7 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     return [
         *(bind(state, worker) for worker in workers if worker.imported),
         *tell_served(state, engine),
-        Event(
+        LogEvent(
             f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
             f" {sizes.num_chunks} chunks of {format_size(sizes.bytes_per_chunk)}",
             fields={"engine": engine.name, "namespace": namespace.id.hex()},

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvd.cache.miss_curve import MissCurve
 from kvd.cache.namespaces import Namespace
 from kvd.metrics import schema
-from kvd.metrics.words import number, percent, size
+from kvd.metrics.reading import number, percent, size
 from kvd.pool.pool import Pool
 
 SIZES: tuple[tuple[str, float], ...] = (
@@ -93,7 +93,7 @@ class Forecast:
 
 def forecast(
     namespace: Namespace, pool: Pool, prefill_seconds: float | None
-) -> schema.Forecast | None:
+) -> schema.ForecastStatus | None:
     """Return a namespace's forecast as the report shows it; None where too little is known.
 
     In a pool of another size the namespace is given the same part as now. `prefill_seconds` are
@@ -113,7 +113,7 @@ def forecast(
         *((name, int(factor * pool.cpu_bytes)) for name, factor in SIZES),
         ("unlimited", None),
     ]
-    return schema.Forecast(
+    return schema.ForecastStatus(
         requests=int(curve.requests),
         first_time=curve.first_time,
         ceiling=known.ceiling,
@@ -140,7 +140,7 @@ def _reachable_chunks(namespace: Namespace, pool: Pool) -> int:
     return min((pool.held_bytes(space) + free) // geometry.bytes_per_chunk, geometry.num_slots)
 
 
-def advice(forecast: schema.Forecast) -> str:
+def advice(forecast: schema.ForecastStatus) -> str:
     """One sentence for people: buy memory, add a tier, or neither; with the figures.
 
     1. Without limit fewer than `WORTHWHILE` more tokens would be found: neither.

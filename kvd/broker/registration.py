@@ -9,26 +9,25 @@ then refused with the reason::
                               └───────lane lost─────────┘
 """
 
-from kvd.broker.background import Background, Task
-from kvd.broker.effects import DropFds, Effect, Event, Notify, OpenPool, StartLane, ToLane
-from kvd.broker.engines.admission import (
+from kvd.broker.admission import (
     check_device,
     check_layout,
     check_names,
     check_rank,
     names_of,
 )
-from kvd.broker.engines.attachment import attach, bind, import_worker, lane_up, tell_served
-from kvd.broker.engines.lanes import Lane
-from kvd.broker.engines.sessions import (
+from kvd.broker.attachment import attach, bind, import_worker, lane_up, tell_served
+from kvd.broker.children import Lane
+from kvd.broker.effects import DropFds, Effect, LogEvent, Notify, OpenPool, StartLane, ToLane
+from kvd.broker.sessions import (
     Engine,
     PendingRegister,
+    PendingUnregister,
     RegisterStep,
-    Releasing,
     Request,
     Session,
 )
-from kvd.broker.state import BrokerState
+from kvd.broker.state import BackgroundTasks, BrokerState, Task
 from kvd.cache.namespaces import Namespaces
 from kvd.config.values import quota_contradictions
 from kvd.errors import KvdError, Refused
@@ -52,7 +51,7 @@ AT_ONCE = 1024  # a layout with more tensors and groups is checked in a turn of 
 class Registration:
     """Decisions about workers' memory; `background` checks large layouts."""
 
-    def __init__(self, state: BrokerState, background: Background) -> None:
+    def __init__(self, state: BrokerState, background: BackgroundTasks) -> None:
         self._state = state
         self._background = background
         self._opening: Engine | None = None  # whose ranks decide the pool's size
@@ -71,8 +70,8 @@ class Registration:
         if self._opening is not None:
             self._opening = None
             wrong = quota_contradictions(state.settings.quotas(nbytes), nbytes)
-            effects.append(Event(f"cpu_bytes auto: {explanation}"))
-            effects += [Event(f"quota: {text}", "warning") for text in wrong]
+            effects.append(LogEvent(f"cpu_bytes auto: {explanation}"))
+            effects += [LogEvent(f"quota: {text}", "warning") for text in wrong]
         for session in state.registry.sessions.values():
             effects += self.advance(session)
         return effects
@@ -170,8 +169,8 @@ class Registration:
             raise Refused(ErrorCode.BAD_STATE, "nothing is registered by this session")
         who = session.who
         effects, freed = self._leave(session, "unregistered")
-        effects.append(Event(f"{who} has unregistered{freed_text(freed)}", fields=who.fields))
-        session.releasing = Releasing(request, registration.device)
+        effects.append(LogEvent(f"{who} has unregistered{freed_text(freed)}", fields=who.fields))
+        session.releasing = PendingUnregister(request, registration.device)
         release = self._release(session, registration.device)
         return effects + (release or self.released(session))
 

@@ -9,20 +9,19 @@ from typing import Any
 
 import msgspec
 
-from kvd.broker.engines.lanes import Lane
-from kvd.broker.engines.sessions import Engine
-from kvd.broker.report.forecast import advice, forecast
-from kvd.broker.requests.operations import by, in_flight
+from kvd.broker.children import Lane
+from kvd.broker.forecast import advice, forecast
+from kvd.broker.operations import by, in_flight
+from kvd.broker.sessions import Engine
 from kvd.broker.state import BrokerState, OperatorDrain
-from kvd.broker.tiers.tier import Tier
+from kvd.broker.tiers.tier import TierProcess
 from kvd.cache.namespaces import Namespace
 from kvd.metrics import schema
 from kvd.metrics.conditions import conditions
 from kvd.metrics.counts import ChunkCounts
 from kvd.metrics.declare import report_of
-from kvd.metrics.history import Report, Span
-from kvd.metrics.schema import Check
-from kvd.metrics.words import duration
+from kvd.metrics.reading import Report, Span, duration
+from kvd.metrics.schema import CheckStatus
 from kvd_proto.sizes import format_size
 
 
@@ -50,7 +49,7 @@ def status_report(
         lanes=[_lane(state, lane, now) for lane in state.lanes.values()],
         tiers=[_tier(tier, now) for tier in state.tiers],
         broker=report_of(
-            schema.Broker,
+            schema.BrokerStatus,
             *(state.counts, usage),
             loop_lag_max_seconds=state.recent_lag.get(now),
         ),
@@ -66,7 +65,7 @@ def status_report(
 def _drain(state: BrokerState, drain: OperatorDrain, now: float) -> dict[str, Any]:
     stores, leases = in_flight(state, drain.since)
     return report_of(
-        schema.Drain,
+        schema.DrainStatus,
         drain.by,
         seconds=round(now - drain.since, 3),
         stores_in_flight=stores,
@@ -76,17 +75,17 @@ def _drain(state: BrokerState, drain: OperatorDrain, now: float) -> dict[str, An
 
 def _pool(state: BrokerState) -> dict[str, Any]:
     if state.namespaces is None:
-        return asdict(schema.Pool(0, 0, state.allocated, []))
+        return asdict(schema.PoolStatus(0, 0, state.allocated, []))
     pool = state.namespaces.pool
     quotas = [
         report_of(
-            schema.Quota,
+            schema.QuotaStatus,
             *(group, group.quota),
             held_bytes=sum(map(pool.held_bytes, group.spaces)),
         )
         for group in pool.quotas
     ]
-    return report_of(schema.Pool, pool, allocated_bytes=state.allocated, quotas=quotas)
+    return report_of(schema.PoolStatus, pool, allocated_bytes=state.allocated, quotas=quotas)
 
 
 def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
@@ -95,7 +94,7 @@ def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
     states = ("ready", "writing", "draining")
     foreseen = _forecast(state, namespace)
     return report_of(
-        schema.Namespace,
+        schema.NamespaceStatus,
         *(namespace, geometry, table),
         id=namespace.id.hex(),
         model=namespace.label,
@@ -114,7 +113,7 @@ def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
     )
 
 
-def _forecast(state: BrokerState, namespace: Namespace) -> schema.Forecast | None:
+def _forecast(state: BrokerState, namespace: Namespace) -> schema.ForecastStatus | None:
     if state.namespaces is None:
         return None
     engines = [one for one in state.registry.engines.values() if one.namespace is namespace]
@@ -124,13 +123,13 @@ def _forecast(state: BrokerState, namespace: Namespace) -> schema.Forecast | Non
 
 def _engine(engine: Engine, now: float) -> dict[str, Any]:
     return report_of(
-        schema.Engine,
+        schema.EngineStatus,
         engine,
         namespace=engine.namespace.id.hex() if engine.namespace else None,
         missing_ranks=list(engine.missing_ranks),
         sessions=[
             report_of(
-                schema.SessionOfEngine,
+                schema.SessionStatus,
                 *(session, session.peer, session.registration),
                 seconds=round(now - session.since, 3),
             )
@@ -138,14 +137,14 @@ def _engine(engine: Engine, now: float) -> dict[str, Any]:
         ],
         counters=engine.lookups,
         published=report_of(
-            schema.Published, engine.published, lag_max_seconds=engine.publish_lag.get(now)
+            schema.PublishedStatus, engine.published, lag_max_seconds=engine.publish_lag.get(now)
         ),
     )
 
 
 def _lane(state: BrokerState, lane: Lane, now: float) -> dict[str, Any]:
     return report_of(
-        schema.Lane,
+        schema.LaneStatus,
         *(lane, lane.child, lane.pong),
         seconds_since_heard=round(now - lane.child.heard_at, 3) if lane.up else None,
         oldest_job_seconds=lane.pong.oldest_job_ns / 1e9,
@@ -155,10 +154,10 @@ def _lane(state: BrokerState, lane: Lane, now: float) -> dict[str, Any]:
     )
 
 
-def _tier(tier: Tier, now: float) -> dict[str, Any]:
+def _tier(tier: TierProcess, now: float) -> dict[str, Any]:
     breaker = tier.breaker
     return report_of(
-        schema.Tier,
+        schema.TierReport,
         *(tier, tier.setting, tier.info),
         setting=tier.setting.text,
         state="up" if tier.up else "down" if tier.child.pid else "starting",
@@ -172,8 +171,8 @@ def _tier(tier: Tier, now: float) -> dict[str, Any]:
         last_error=tier.child.last_error or breaker.why,
         queued_put_bytes=tier.put_bytes,
         queued_get_bytes=tier.get_bytes,
-        latency_seconds=tier.pace.latency_us / 1e6,
-        bytes_per_second=float(tier.pace.bytes_per_second),
+        latency_seconds=tier.speed.latency_us / 1e6,
+        bytes_per_second=float(tier.speed.bytes_per_second),
         counters=tier.counts,
     )
 
@@ -193,7 +192,7 @@ def _totals(state: BrokerState) -> dict[str, Any]:
 _UNSIZED = "its size is decided by the first engine (cpu_bytes = auto)"
 
 
-def checks(state: BrokerState, now: float) -> list[Check]:
+def checks(state: BrokerState, now: float) -> list[CheckStatus]:
     """Return the readiness checks, in the order in which they become ok.
 
     All are ok exactly if `BrokerState.ready`. An absent engine fails none: neither that of a pool
@@ -202,24 +201,24 @@ def checks(state: BrokerState, now: float) -> list[Check]:
     return [
         _pool_check(state),
         *(_lane_check(state, lane, now) for lane in state.lanes.values()),
-        Check("drain", not state.draining, _drain_text(state)),
+        CheckStatus("drain", not state.draining, _drain_text(state)),
     ]
 
 
-def _pool_check(state: BrokerState) -> Check:
+def _pool_check(state: BrokerState) -> CheckStatus:
     total = state.pool_bytes
     if total is None:
-        return Check("pool", ok=True, text=_UNSIZED)
+        return CheckStatus("pool", ok=True, text=_UNSIZED)
     pinning = state.pinning
     pinned = f" and pinned by {len(pinning)} lanes" if len(pinning) > 1 else " and pinned"
     if state.pool_usable:
         text = f"{format_size(total)} are allocated{pinned if pinning else ''}"
-        return Check("pool", ok=True, text=text, percent=100.0)
+        return CheckStatus("pool", ok=True, text=text, percent=100.0)
     percent = min(100.0 * state.pinned_bytes / total, 99.9)
     failed = [lane for lane in pinning if lane.pool_error]
     if failed:
         text = f"lane {failed[0].device}: {failed[0].pool_error}"
-        return Check("pool", ok=False, text=text, percent=percent)
+        return CheckStatus("pool", ok=False, text=text, percent=percent)
     if not state.pool_ready:
         text = f"{format_size(state.allocated)} of {format_size(total)} are allocated"
     else:
@@ -230,7 +229,9 @@ def _pool_check(state: BrokerState) -> Check:
         )
     left = state.progress.seconds_left(total)
     estimate = f", about {duration(left)} left" if left else ""
-    return Check("pool", ok=False, text=f"{text} ({percent:.0f} %{estimate})", percent=percent)
+    return CheckStatus(
+        "pool", ok=False, text=f"{text} ({percent:.0f} %{estimate})", percent=percent
+    )
 
 
 def _drain_text(state: BrokerState) -> str:
@@ -241,8 +242,10 @@ def _drain_text(state: BrokerState) -> str:
     return "not draining"
 
 
-def _lane_check(state: BrokerState, lane: Lane, now: float) -> Check:
-    return Check(f"lane {lane.device}", not state.is_missing(lane), _lane_text(state, lane, now))
+def _lane_check(state: BrokerState, lane: Lane, now: float) -> CheckStatus:
+    return CheckStatus(
+        f"lane {lane.device}", not state.is_missing(lane), _lane_text(state, lane, now)
+    )
 
 
 def _lane_text(state: BrokerState, lane: Lane, now: float) -> str:

@@ -1,29 +1,38 @@
-"""What operators' tools ask for: drain and resume, clear and evict, check.
+"""What operators' tools ask for: drain and resume, clear and evict, check, explain, reload.
 
 File rights and the settings allow_users and allow_groups decide who may connect at all; of
 those that may, only sessions of kind `tool` are served here, so that an engine cannot ask by
 mistake. Each becomes a line of the log with the peer's uid and pid.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from kvd.broker.background import Background, Task
-from kvd.broker.effects import Effect, Event
-from kvd.broker.engines.sessions import Request
-from kvd.broker.state import BrokerState, OperatorDrain
+import msgspec
+
+from kvd.broker.effects import Effect, LogEvent, ToLane
+from kvd.broker.sessions import Request
+from kvd.broker.state import BackgroundTasks, BrokerState, OperatorDrain, Task
 from kvd.broker.tiers.tiering import Tiering
 from kvd.cache.chunks import EMPTY_PIECES, PIECE_SLOTS
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import Peer
-from kvd.errors import IntegrityError, Refused
+from kvd.config.settings import KNOWN
+from kvd.config.sources import Loaded
+from kvd.errors import ConfigError, IntegrityError, Refused
 from kvd.metrics.counts import MissReason
+from kvd.wire.link import LaneLog
 from kvd_proto.messages import (
+    MAX_TEXT,
     Check,
     Checked,
     ChunkFate,
     Clear,
     Cleared,
+    ConfigChange,
+    ConfigReloaded,
+    ConfigShown,
     Drain,
     Drained,
     Error,
@@ -31,8 +40,10 @@ from kvd_proto.messages import (
     Explain,
     Explained,
     Message,
+    ReloadConfig,
     Resume,
     Resumed,
+    ShowConfig,
 )
 from kvd_proto.sizes import format_duration, format_size
 
@@ -45,7 +56,7 @@ Handler = Callable[[Request[Any]], list[Effect]]
 class Operations:
     """Decisions about operators' requests; `background` does what takes long."""
 
-    def __init__(self, state: BrokerState, background: Background, tiering: Tiering) -> None:
+    def __init__(self, state: BrokerState, background: BackgroundTasks, tiering: Tiering) -> None:
         self._state = state
         self._tiering = tiering
         self._background = background
@@ -173,7 +184,7 @@ class Operations:
         except IntegrityError as error:
             text = f"what the broker believes contradicts itself: {error}"
             wrong = Checked(violation=str(error)[:1000], chunks=chunks, whole=False)
-            yield [request.reply(wrong), Event(text, "error")]
+            yield [request.reply(wrong), LogEvent(text, "error")]
         else:
             yield [request.reply(Checked(violation="", chunks=chunks, whole=whole))]
 
@@ -205,7 +216,7 @@ def _cleared(
     if deferred:
         text += f"; {deferred} more go when their leases end"
     reply = Cleared(chunks=chunks, bytes=nbytes, deferred=deferred)
-    return [request.reply(reply), Event(text)]
+    return [request.reply(reply), LogEvent(text)]
 
 
 def _fate(namespace: Namespace, key: bytes, now: float, tier_names: Sequence[str]) -> ChunkFate:
@@ -264,3 +275,111 @@ def for_tools(handler: Handler) -> Handler:
         return handler(request)
 
     return guarded
+
+
+Asked = tuple[str, Request[ReloadConfig] | None]
+"""Who wants the configuration read, and the request; a signal has none."""
+
+
+class ConfigReload:
+    """Decisions about the configuration; `loaded` is what holds, with its origins."""
+
+    def __init__(self, state: BrokerState, loaded: Loaded) -> None:
+        self._state = state
+        self.loaded = loaded
+        self._asked: list[Asked] = []
+        self._served: list[Asked] = []  # by the reading that is under way
+
+    def handlers(self) -> dict[type[Message], Handler]:
+        """Return who serves which request."""
+        return {ReloadConfig: for_tools(self._reload), ShowConfig: for_tools(self._show)}
+
+    def sighup(self) -> None:
+        """Have the configuration read again, as SIGHUP asks."""
+        self._asked.append(("SIGHUP", None))
+
+    @property
+    def under_way(self) -> bool:
+        """The configuration is being read."""
+        return bool(self._served)
+
+    def begin(self) -> bool:
+        """Whether the configuration is to be read now; `read` must follow."""
+        if self._served or not self._asked:
+            return False
+        self._served, self._asked = self._asked, []
+        return True
+
+    def read(self, outcome: Loaded | ConfigError) -> list[Effect]:
+        """The configuration as it is now, or why it cannot be used."""
+        served, self._served = self._served, []
+        who = ", ".join(who for who, _ in served)
+        if isinstance(outcome, ConfigError):
+            problems = "; ".join(str(outcome).splitlines())
+            text = f"reload by {who} refused, the old settings hold: {problems}"
+            answer: Message = Error.of(ErrorCode.BAD_CONFIG, str(outcome))
+            effects: list[Effect] = [LogEvent(text, "error")]
+        else:
+            effects, answer = self._take_up(outcome, who)
+        effects += [request.reply(answer) for _, request in served if request is not None]
+        return effects
+
+    # --------------------------------------------------------------- helpers
+
+    def _reload(self, request: Request[ReloadConfig]) -> list[Effect]:
+        self._asked.append((by(request.session.peer), request))
+        return []
+
+    def _show(self, request: Request[ShowConfig]) -> list[Effect]:
+        return [request.reply(ConfigShown(config=self.loaded.as_json()))]
+
+    def _take_up(self, read: Loaded, who: str) -> tuple[list[Effect], ConfigReloaded]:
+        old, state = self.loaded.settings, self._state
+        self.loaded, changes = take_up(self.loaded, read)
+        settings = state.settings = self.loaded.settings
+        state.registry.max_sessions = settings.max_sessions
+        state.registry.max_sessions_per_user = settings.max_sessions_per_user
+        if state.namespaces is not None:
+            state.namespaces.take_up(settings)
+        effects: list[Effect] = []
+        if settings.log_level != old.log_level:
+            level = LaneLog(level=settings.log_level)
+            effects += [ToLane(device, level) for device in state.lanes]
+        effects.append(LogEvent(f"configuration reloaded by {who}: {_words(changes)}"))
+        effects += [LogEvent(text, "warning") for text in read.warnings]
+        answer = ConfigReloaded(
+            file=str(read.file or ""),
+            changes=tuple(changes),
+            warnings=read.warnings,
+        )
+        return effects, answer
+
+
+def _words(changes: Iterable[ConfigChange]) -> str:
+    parts = []
+    for live, when in ((True, ""), (False, "at the next restart: ")):
+        told = [f"{it.key} = {it.new} (was {it.old})" for it in changes if it.live is live]
+        if told:
+            parts.append(when + ", ".join(told))
+    return "; ".join(parts) or "nothing changed"
+
+
+def take_up(present: Loaded, read: Loaded) -> tuple[Loaded, list[ConfigChange]]:
+    """Return what holds for a daemon with `present` after it read `read`, and the changes.
+
+    Settings that cannot change live keep value and origin; they wait for a restart.
+    """
+    values, origins, waiting, changes = {}, dict(read.origins), {}, []
+    for key, known in KNOWN.items():
+        old, new = getattr(present.settings, key), getattr(read.settings, key)
+        if old == new:
+            continue
+        live, origin = known.live, read.origins[key][:MAX_TEXT]
+        changes.append(ConfigChange(key=key, old=str(old), new=str(new), origin=origin, live=live))
+        if live:
+            values[key] = new
+        else:
+            waiting[key] = (new, origins[key])
+            origins[key] = present.origins[key]
+    settings = msgspec.structs.replace(present.settings, **values)
+    return replace(read, settings=settings, origins=origins, waiting=waiting), changes

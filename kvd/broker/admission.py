@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from kvd.broker.engines.sessions import Engine, Session
+from kvd.broker.sessions import Engine, Session
 from kvd.broker.state import BrokerState
 from kvd.config.settings import Settings
 from kvd.errors import Refused
