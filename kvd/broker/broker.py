@@ -125,7 +125,7 @@ class Broker:
         lanes, tiers = self.supervision.stop(), self.tiering.stop()
         return [LogEvent("stopping: a signal came"), *lanes, *tiers]
 
-    def note(self, event: LogEvent, time: float) -> None:
+    def record_event(self, event: LogEvent, time: float) -> None:
         """Keep an event for reports, numbered from 1 on; `time` in unix seconds."""
         events = self.state.events
         number = events[-1].number + 1 if events else 1

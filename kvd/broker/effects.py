@@ -79,15 +79,15 @@ class ToTier(msgspec.Struct, frozen=True):
 
 
 class KillTier(msgspec.Struct, frozen=True):
-    """End a tier's process; its end is reported back as lost, when it has ended.
+    """Kill a tier's process; `Tiering.lost` follows when it has ended.
 
-    why: for the log, after "killed by kvd: ".
-    wrong: it was of no use, so the next is started after a pause that grows.
+    reason: for the log, after "killed by kvd: ".
+    back_off: the process was useless: the next one starts after a pause that grows.
     """
 
     tier: int
-    why: str
-    wrong: bool = False
+    reason: str
+    back_off: bool = False
 
 
 class StartLane(msgspec.Struct, frozen=True):
@@ -103,10 +103,10 @@ class DropLane(msgspec.Struct, frozen=True):
 
 
 class KillLane(msgspec.Struct, frozen=True):
-    """End a lane process; its end is reported back as lost, with `why` as the reason."""
+    """Kill a lane's process; `LaneSupervisor.lost` follows with this reason."""
 
     device: str
-    why: str
+    reason: str
 
 
 class OpenPool(msgspec.Struct, frozen=True):

@@ -310,7 +310,7 @@ class ConfigReload:
         self._served, self._asked = self._asked, []
         return True
 
-    def read(self, outcome: Loaded | ConfigError) -> list[Effect]:
+    def finish(self, outcome: Loaded | ConfigError) -> list[Effect]:
         """The configuration as it is now, or why it cannot be used."""
         served, self._served = self._served, []
         who = ", ".join(who for who, _ in served)
@@ -335,7 +335,7 @@ class ConfigReload:
 
     def _take_up(self, read: Loaded, who: str) -> tuple[list[Effect], ConfigReloaded]:
         old, state = self.loaded.settings, self._state
-        self.loaded, changes = take_up(self.loaded, read)
+        self.loaded, changes = apply_live_settings(self.loaded, read)
         settings = state.settings = self.loaded.settings
         state.registry.max_sessions = settings.max_sessions
         state.registry.max_sessions_per_user = settings.max_sessions_per_user
@@ -364,7 +364,7 @@ def _words(changes: Iterable[ConfigChange]) -> str:
     return "; ".join(parts) or "nothing changed"
 
 
-def take_up(present: Loaded, read: Loaded) -> tuple[Loaded, list[ConfigChange]]:
+def apply_live_settings(present: Loaded, read: Loaded) -> tuple[Loaded, list[ConfigChange]]:
     """Return what holds for a daemon with `present` after it read `read`, and the changes.
 
     Settings that cannot change live keep value and origin; they wait for a restart.

@@ -91,7 +91,7 @@ class BrokerState:
 
     @property
     def ready(self) -> bool:
-        """New work is served: memory is there and every lane is up. See `status_report.checks`."""
+        """Whether engines can store and load now, as `status_report.readiness_checks` says."""
         missing = any(map(self.is_missing, self.lanes.values()))
         return self.pool_usable and not missing and not self.draining
 

@@ -41,7 +41,7 @@ def status_report(
         boot_id=state.boot_id.hex(),
         pid=pid,
         drain=None if state.drain is None else _drain(state, state.drain, now),
-        checks=checks(state, now),
+        checks=readiness_checks(state, now),
         conditions=[],
         pool=_pool(state),
         namespaces=[_namespace(state, namespace) for namespace in namespaces],
@@ -192,7 +192,7 @@ def _totals(state: BrokerState) -> dict[str, Any]:
 _UNSIZED = "its size is decided by the first engine (cpu_bytes = auto)"
 
 
-def checks(state: BrokerState, now: float) -> list[CheckStatus]:
+def readiness_checks(state: BrokerState, now: float) -> list[CheckStatus]:
     """Return the readiness checks, in the order in which they become ok.
 
     All are ok exactly if `BrokerState.ready`. An absent engine fails none: neither that of a pool

@@ -152,7 +152,7 @@ class Children:
 
     def _begin_tier(self, index: int, tier: Child, pool: PoolMemory, now: float) -> None:
         state = self._core.state
-        self._core.tiering.begun(index, tier.pid, now)
+        self._core.tiering.process_started(index, tier.pid, now)
         begin = BeginTier(
             index=index,
             setting=state.tiers[index].setting.text,
@@ -194,8 +194,8 @@ class Children:
     def kill_tier(self, effect: KillTier) -> None:
         """Kill a tier's process; if it was at fault (`wrong`), its restart is backed off."""
         tier = self.tiers[effect.tier]
-        tier.served &= not effect.wrong
-        tier.kill(effect.why)
+        tier.served &= not effect.back_off
+        tier.kill(effect.reason)
 
     def close(self) -> None:
         """Stop all processes: lanes at once, tiers after a grace period; abandon hung tiers."""

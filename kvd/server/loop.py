@@ -87,7 +87,7 @@ class ConfigReader:
         effects: list[Effect] = []
         outcome, self._outcome = self._outcome, None
         if outcome is not None:
-            effects += core.read(outcome)
+            effects += core.finish(outcome)
             set_level(core.loaded.settings.log_level)
         if self._hung_up:
             self._hung_up = False
@@ -351,7 +351,7 @@ class Service:
                 case DropLane():
                     del self._children.lanes[effect.device]  # which has ended
                 case KillLane():
-                    self._children.lanes[effect.device].kill(effect.why)
+                    self._children.lanes[effect.device].kill(effect.reason)
                 case _:
                     self._account(effect)
 
@@ -372,7 +372,7 @@ class Service:
                 self._note(effect)
 
     def _note(self, event: LogEvent) -> None:
-        self.core.note(event, time.time())
+        self.core.record_event(event, time.time())
         level = logging.getLevelNamesMapping()[event.level.upper()]
         text = f"{event.text}\n{event.trace}" if event.trace else event.text
         log.log(level, text, extra=event.fields)

@@ -56,7 +56,7 @@ class FakeTier:
     def start(self, damaged_records: int = 0) -> None:
         """A process begins, and serves."""
         pid = 100 + self.index
-        self.bench.broker.tiering.begun(self.index, pid, self.bench.now)
+        self.bench.broker.tiering.process_started(self.index, pid, self.bench.now)
         ready = TierReady(
             pid=pid,
             described="",

@@ -239,7 +239,7 @@ def test_a_slow_broker_still_notices_a_silent_lane(broker: Broker) -> None:
     """However long each turn of the broker takes, a lane that never answers is killed."""
     effects = [effect for turn in range(20) for effect in broker.tick(turn * 100.0)]
     (killed,) = [effect for effect in effects if isinstance(effect, KillLane)]
-    assert killed.why.startswith("did not report for ")
+    assert killed.reason.startswith("did not report for ")
 
 
 def importing(broker: Broker, session: Session) -> None:

@@ -59,7 +59,7 @@ def test_events_are_numbered_and_bounded() -> None:
     """The last ones are kept, with numbers that tell how many there were."""
     broker = make_broker()
     for i in range(MAX_EVENTS + 5):
-        broker.note(LogEvent(f"event {i}", "warning"), float(i))
+        broker.record_event(LogEvent(f"event {i}", "warning"), float(i))
     recent = broker.state.events
     assert [event.number for event in recent] == list(range(6, MAX_EVENTS + 6))
     last = MAX_EVENTS + 4

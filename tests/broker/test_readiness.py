@@ -4,7 +4,7 @@ from typing import Any
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Reply
-from kvd.broker.status_report import checks, status_report
+from kvd.broker.status_report import readiness_checks, status_report
 from kvd.metrics.schema import CheckStatus
 from kvd.wire.link import PoolUsable
 from kvd_proto.messages import Status, StatusReport
@@ -30,7 +30,7 @@ def engine_comes(broker: Broker, device: str) -> None:
 
 def named(broker: Broker, name: str, now: float = 1.0) -> CheckStatus:
     """One of the checks."""
-    (found,) = [check for check in checks(broker.state, now) if check.name == name]
+    (found,) = [check for check in readiness_checks(broker.state, now) if check.name == name]
     return found
 
 
@@ -43,7 +43,7 @@ def test_a_daemon_that_waits_for_the_size_of_its_pool_is_ready() -> None:
     """With auto, the absence of the first engine fails nothing: it waits for readiness itself."""
     broker = make_broker("auto")
     assert broker.state.ready
-    assert all(check.ok for check in checks(broker.state, 0.0))
+    assert all(check.ok for check in readiness_checks(broker.state, 0.0))
     assert "first engine" in named(broker, "pool").text
     assert named(broker, "pool").percent is None
     assert report(broker)["ready"]

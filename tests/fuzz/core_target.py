@@ -105,7 +105,7 @@ class CorePlay(DrivenBroker):
             self.request(session, header.request_id, message, descriptors)
             if self.broker.reloading.begin():
                 loaded = self.broker.reloading.loaded
-                self.carry_out(self.broker.reloading.read(loaded))
+                self.carry_out(self.broker.reloading.finish(loaded))
 
     def _job(self, step: Act) -> None:
         """The lane gets a job."""

@@ -72,7 +72,7 @@ class Tiering:
 
     # ----------------------------------------------------------------- entrances
 
-    def begun(self, index: int, pid: int, now: float) -> None:
+    def process_started(self, index: int, pid: int, now: float) -> None:
         """Record that a tier's process was started."""
         tier = self._state.tiers[index]
         tier.child.started(now)
@@ -160,7 +160,7 @@ class Tiering:
             tier.breaker.trip("wrong", now, why)
             tier.seen, tier.child.last_error = tier.breaker.state, why
             tier.child.killed = True
-            effects.append(KillTier(tier.index, why, wrong=True))  # an earlier order may be lost
+            effects.append(KillTier(tier.index, why, back_off=True))  # an earlier order may be lost
             self._give_up_slots(tier)
         self._forget()
         with contextlib.suppress(Exception):
