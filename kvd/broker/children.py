@@ -20,9 +20,9 @@ from kvd_proto.messages import Register
 NO_REPORT = LanePong()
 """The figures of a lane that has not answered yet."""
 EXITED = "exit status 0"
-"""The reason that a lost lane's process gives where it ended as it was told."""
-MOST_ENDS = 2
-REMEMBERED_SECONDS = 600.0
+"""The reason of a lost lane whose process exited as it was told."""
+MAX_FATAL_IMPORTS = 2
+FATAL_IMPORT_SECONDS = 600.0
 MAX_WORKERS = 1024
 
 
@@ -32,9 +32,9 @@ class ChildState:
 
     pid: of the process that served last; 0 before the first.
     up: the current process has reported that it serves.
-    killed: the current process is to be killed, and has not ended yet.
+    killed: the current process is being killed and has not ended yet.
     last_error: how the last process ended, or what the current one has reported.
-    heard_at: when the last message came.
+    heard_at: time of the last message.
     owes_since: since when the process has owed a message; None if it owes none.
     """
 
@@ -66,7 +66,7 @@ class ChildState:
             self.owes_since = now
 
     def ping_due(self, now: float, seconds: float) -> bool:
-        """Whether to ping now, once every `seconds`; if True, the process owes a message."""
+        """Return whether to ping now: once every `seconds`. If so, the process owes a message."""
         if now - self._pinged_at < seconds:
             return False
         self._pinged_at = now
@@ -74,21 +74,20 @@ class ChildState:
         return True
 
     def silent(self, now: float) -> float:
-        """Seconds for which the process has owed a message."""
+        """Return the seconds for which the process has owed a message."""
         return 0.0 if self.owes_since is None else now - self.owes_since
 
     def check(self, now: float, limit: float) -> str:
         """Return why the process must be killed, once; empty while it may live.
 
-        At most a quarter of `limit` counts between two checks: a broker that was suspended has
-        received nothing meanwhile.
+        Between two checks at most a quarter of `limit` counts: a suspended broker receives nothing.
         """
-        stood_still = now - self._checked_at - limit / 4
+        suspended = now - self._checked_at - limit / 4
         self._checked_at = now
         if self.owes_since is None or self.killed:
             return ""
-        if stood_still > 0:
-            self.owes_since = min(now, self.owes_since + stood_still)
+        if suspended > 0:
+            self.owes_since = min(now, self.owes_since + suspended)
         silent = now - self.owes_since
         if silent <= limit:
             return ""
@@ -103,20 +102,20 @@ class ChildState:
 
 @dataclass(slots=True)
 class Lane:
-    """One device's lane: its process, and what that last reported.
+    """One device's lane: its process, and what the process last reported.
 
     on_demand: started for the first worker of its device; removed when its process has ended and
         no worker is left.
-    pins: it can use the pool only where it has pinned it.
-    failure: why the present process cannot serve, as it reports.
-    done: what the present process has done, as `pong` has it.
-    past: what the processes before the present one have done.
-    reported_bytes: of the pool, which it could copy when it had executed `bindings_done` of the
-        `bindings` orders that bind a worker.
-    pool_error: why that will never be all of it.
+    pins: the lane can use the pool only where it has pinned it.
+    failure: why the current process cannot serve, as it reports.
+    done: counts of the current process, as `pong` has them.
+    past: counts of the processes before the current one.
+    reported_bytes: of the pool, which the lane could copy when it had executed `bindings_done` of
+        the `bindings` orders that bind a worker.
+    pool_error: why the lane will never be able to copy all of the pool.
     importing: the session whose memory it is mapping; 0 for none.
     last_used: when a session last had memory on the device, or wanted to; monotonic seconds.
-    ending: it was told to finish its jobs and exit.
+    ending: the process was told to finish its jobs and exit.
     """
 
     device: str
@@ -139,38 +138,38 @@ class Lane:
 
     @property
     def up(self) -> bool:
-        """Its process serves."""
+        """Whether its process serves."""
         return self.child.up
 
     @property
     def state(self) -> str:
-        """One of "up", "ending", "starting" (it never was up), "down" (lost, or cannot start)."""
+        """One of "up", "ending", "starting" (was never up), "down" (lost, or cannot start)."""
         if self.up:
             return "ending" if self.ending else "up"
         return "down" if self.child.last_error else "starting"
 
     @property
     def serves(self) -> bool:
-        """It takes workers."""
+        """Whether it takes workers."""
         return self.up and not self.ending
 
     @property
     def usable_bytes(self) -> int:
-        """How much of the pool it can copy, in the order of `kvd.pool.geometry`.
+        """Bytes of the pool that it can copy, in the order of `kvd.pool.geometry`.
 
-        A worker that was just bound may need memory that is not pinned: until the lane has answered
-        that order, none is known to be usable.
+        A newly bound worker may need memory that is not pinned yet: no byte counts as usable until
+        the lane has answered that order.
         """
         return 0 if self.pins and self.bindings_done < self.bindings else self.reported_bytes
 
     @property
     def has_jobs(self) -> bool:
-        """Its last report says that jobs wait or are being copied."""
+        """Whether jobs waited or were being copied at its last report."""
         return bool(self.pong.queued_jobs or self.pong.bytes_in_flight)
 
     @property
     def fields(self) -> Fields:
-        """Identifiers of its present or last process, for events."""
+        """Identifiers of its current or last process, for events."""
         return {"lane": self.device, "incarnation": self.incarnation, "pid": self.child.pid}
 
     @property
@@ -183,10 +182,10 @@ class Lane:
         return LogEvent(text, level, self.fields)
 
     def reported(self, pong: LanePong) -> None:
-        """Take in what it holds and has done.
+        """Record the figures and counters of a pong.
 
         Raises:
-            DecodeError: its counters are those of another version of kvd.
+            DecodeError: the counters are those of another version of kvd.
         """
         try:
             self.done = msgspec.convert(pong.counters, LaneCounts)
@@ -195,9 +194,9 @@ class Lane:
         self.pong = pong
 
     def process_ended(self, error: str) -> None:
-        """Forget what held for its process alone; what that has done stays counted.
+        """Reset the state of the ended process; its counts are added to `past`.
 
-        error: how it ended; empty where it ended because it was told to.
+        error: how it ended; empty if it was told to end.
         """
         self.past.add(self.done)
         self.past.restarts += bool(error)
@@ -209,11 +208,11 @@ class Lane:
         self.failure = ""
 
 
-# ---- fatal imports
+# ------------------------------------------------------------- fatal imports
 
 
 class WorkerKey(NamedTuple):
-    """What one worker is known by."""
+    """Identifies a worker, also if it registers again in another session."""
 
     pid: int
     engine: str
@@ -222,14 +221,14 @@ class WorkerKey(NamedTuple):
 
     @classmethod
     def of(cls, session: Session, message: Register) -> "WorkerKey":
-        """The key of the worker that registers, or has registered, with this message."""
+        """Return the key of the worker that registers, or has registered, with this message."""
         engine = session.engine.name if session.engine is not None else ""
         return cls(session.peer.pid, engine, message.rank, message.device)
 
 
 @dataclass(slots=True)
 class LaneEnds:
-    """How many lanes ended while they mapped one worker's memory; when and how the last one did."""
+    """Ends of lanes that were mapping one worker's memory: how many, and time and error of the last."""
 
     count: int = 0
     last: float = 0.0
@@ -237,36 +236,46 @@ class LaneEnds:
 
 
 class FatalImports:
-    """The ends of lanes by worker, those of the last 10 minutes."""
+    """Workers whose memory was being mapped when lanes ended, in the last 10 minutes.
+
+    Mapping foreign memory may end a lane's process: by a fault in the driver, or by a call that
+    hangs until the lane is killed. The next process would map the same memory again, forever. So
+    each end is counted against the worker, and after `MAX_FATAL_IMPORTS` its memory is not mapped
+    any more; the device's other workers are served. Any answer of a lane clears the count.
+    """
 
     def __init__(self) -> None:
         self._ends: dict[WorkerKey, LaneEnds] = {}
 
     def lane_ended(self, session: Session, error: str, now: float) -> None:
         """Count the end of a lane that was mapping this session's memory."""
-        if session.stated is None:
+        if session.register_message is None:
             return
-        key = WorkerKey.of(session, session.stated)
+        key = WorkerKey.of(session, session.register_message)
         ends = self._ends.pop(key, None)
-        if ends is None or now >= ends.last + REMEMBERED_SECONDS:
+        if ends is None or now >= ends.last + FATAL_IMPORT_SECONDS:
             ends = LaneEnds()
         self._ends[key] = LaneEnds(ends.count + 1, now, error)
         if len(self._ends) > MAX_WORKERS:
             del self._ends[next(iter(self._ends))]  # the oldest
 
     def answered(self, session: Session) -> None:
-        """A lane has mapped this session's memory, or refused it, and lives."""
-        if session.stated is not None:
-            self._ends.pop(WorkerKey.of(session, session.stated), None)
+        """Clear the count: a lane has mapped this session's memory or refused it, and lives."""
+        if session.register_message is not None:
+            self._ends.pop(WorkerKey.of(session, session.register_message), None)
 
     def refusal(self, session: Session, message: Register, now: float) -> str:
-        """Return why this worker's memory is not to be mapped; empty where it is."""
+        """Return why this worker's memory must not be mapped; empty if it may be."""
         ends = self._ends.get(WorkerKey.of(session, message))
-        if ends is None or ends.count < MOST_ENDS or now >= ends.last + REMEMBERED_SECONDS:
+        if (
+            ends is None
+            or ends.count < MAX_FATAL_IMPORTS
+            or now >= ends.last + FATAL_IMPORT_SECONDS
+        ):
             return ""
         return (
             f"lane {message.device} ended {ends.count} times while it mapped the memory of pid"
             f" {session.peer.pid} (last: {ends.error}), so it is not mapped again for"
-            f" {REMEMBERED_SECONDS:.0f} s; restart the engine, and if that ends lanes too, update"
+            f" {FATAL_IMPORT_SECONDS:.0f} s; restart the engine, and if that ends lanes too, update"
             " the GPU's driver or run the engine without kvd"
         )

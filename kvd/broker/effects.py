@@ -1,8 +1,7 @@
-"""What the broker's decisions ask the outside to do.
+"""Effects: what the broker's decisions order; `kvd.server.loop` executes them in order.
 
-The core returns lists of these; `kvd.server.loop` carries them out in order.
-Descriptors are named, not held: the core has no file descriptors. They are structures of
-msgspec's, which are made in a tenth of a dataclass's time: every reply is one.
+Effects name descriptors: the broker holds none. They are msgspec structs because each reply is one,
+and a struct is made in a tenth of a dataclass's time.
 """
 
 from typing import TypeAlias
@@ -17,8 +16,8 @@ from kvd_proto.messages import Message
 class DirectoryFd(msgspec.Struct, frozen=True):
     """The read-only descriptor of a namespace's directory.
 
-    With an engine's number also that of the namespace's descriptions, where there are some, and of
-    the pipe that tells of the engine's READY chunks.
+    With an engine's number two more follow: the namespace's descriptions, if kept, and the pipe
+    that signals the engine's READY chunks.
     """
 
     namespace: bytes
@@ -71,7 +70,7 @@ class ToLane(msgspec.Struct, frozen=True):
 
 
 class ToTier(msgspec.Struct, frozen=True):
-    """Send a message over the link of a tier's process, by the tier's place in the order."""
+    """Send a message over the link of a tier's process; `tier` is its index."""
 
     tier: int
     message: Message
@@ -97,7 +96,7 @@ class StartLane(msgspec.Struct, frozen=True):
 
 
 class DropLane(msgspec.Struct, frozen=True):
-    """Nobody needs the lane of `device`, whose process has ended."""
+    """Forget the lane of `device`: its process has ended and no worker needs it."""
 
     device: str
 
@@ -110,9 +109,9 @@ class KillLane(msgspec.Struct, frozen=True):
 
 
 class OpenPool(msgspec.Struct, frozen=True):
-    """Open a pool for an engine of these ranks; `pool_opened` or `pool_refused` follows.
+    """Open a pool for an engine; `Registration.pool_opened` or `pool_refused` follows.
 
-    layouts, devices: of each rank, in the order of ranks.
+    layouts, devices: of the engine's ranks, in order.
     """
 
     layouts: tuple[RankLayout, ...]
@@ -138,10 +137,10 @@ class DropEngine(msgspec.Struct, frozen=True):
 
 
 class LogEvent(msgspec.Struct, frozen=True):
-    """Something worth a line in the log and a place in the list of recent events.
+    """A line for the log and the list of recent events.
 
-    fields: identifiers in the text, for programs.
-    trace: of an exception, for the log alone.
+    fields: the identifiers in the text, for programs.
+    trace: of an exception, for the log only.
     """
 
     text: str

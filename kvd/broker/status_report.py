@@ -131,7 +131,7 @@ def _engine(engine: Engine, now: float) -> dict[str, Any]:
             report_of(
                 schema.SessionStatus,
                 *(session, session.peer, session.registration),
-                seconds=round(now - session.since, 3),
+                seconds=round(now - session.hello_at, 3),
             )
             for session in engine.sessions.values()
         ],

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from kvd.broker.admission import FAILED_SECONDS, MAX_CUDA_LANES
 from kvd.broker.broker import Broker
-from kvd.broker.children import REMEMBERED_SECONDS
+from kvd.broker.children import FATAL_IMPORT_SECONDS
 from kvd.broker.effects import (
     DropFds,
     DropLane,
@@ -274,7 +274,7 @@ def test_memory_that_ended_two_lanes_is_not_mapped_again(broker: Broker) -> None
     for session in (bad, anew):
         assert refusal(broker.request(session, 3, register(CUDA), 1.0, 2)) == error
     assert imports(broker.request(other, 2, register(CUDA), 1.0, 2)) == [other.number]
-    later = REMEMBERED_SECONDS + 1.0
+    later = FATAL_IMPORT_SECONDS + 1.0
     assert imports(broker.request(anew, 4, register(CUDA), later, 2)) == [anew.number]
 
 
