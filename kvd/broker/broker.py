@@ -210,9 +210,10 @@ class Broker:
             return handler(request)
         except Refused as refusal:
             self.state.reached(refusal.limit)
-            is_register = isinstance(message, Register)
-            events = log_refusal(session, message, str(refusal)) if is_register else []
-            return [*events, request.reply(Error.of(refusal.code, str(refusal)))]
+            effects: list[Effect] = []
+            if isinstance(message, Register):
+                effects = log_refusal(session, message, str(refusal))
+            return [*effects, request.reply(Error.of(refusal.code, str(refusal)))]
 
     def _hello(self, request: Request[Hello]) -> list[Effect]:
         session, message = request.session, request.message

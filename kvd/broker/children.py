@@ -228,7 +228,7 @@ class WorkerKey(NamedTuple):
 
 @dataclass(slots=True)
 class LaneEnds:
-    """Ends of lanes that were mapping one worker's memory: how many, and time and error of the last."""
+    """The lanes that ended while mapping one worker's memory: number, and the last one's error."""
 
     count: int = 0
     last: float = 0.0
@@ -267,11 +267,9 @@ class FatalImports:
     def refusal(self, session: Session, message: Register, now: float) -> str:
         """Return why this worker's memory must not be mapped; empty if it may be."""
         ends = self._ends.get(WorkerKey.of(session, message))
-        if (
-            ends is None
-            or ends.count < MAX_FATAL_IMPORTS
-            or now >= ends.last + FATAL_IMPORT_SECONDS
-        ):
+        if ends is None or ends.count < MAX_FATAL_IMPORTS:
+            return ""
+        if now >= ends.last + FATAL_IMPORT_SECONDS:
             return ""
         return (
             f"lane {message.device} ended {ends.count} times while it mapped the memory of pid"

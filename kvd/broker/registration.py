@@ -167,9 +167,8 @@ class Registration:
             raise Refused(ErrorCode.BAD_STATE, "nothing is registered by this session")
         who = session.who
         effects, num_freed = self._unregister(session, "unregistered")
-        effects.append(
-            LogEvent(f"{who} has unregistered{freed_text(num_freed)}", fields=who.fields)
-        )
+        text = f"{who} has unregistered{freed_text(num_freed)}"
+        effects.append(LogEvent(text, fields=who.fields))
         session.releasing = PendingUnregister(request, registration.device)
         release = self._release(session, registration.device)
         return effects + (release or self.released(session))
@@ -309,8 +308,8 @@ class Registration:
                 code = ErrorCode.NOT_READY
                 text = (
                     "cpu_bytes is auto: the pool gets its size when all ranks of an engine ask for"
-                    f" registration; missing: {_missing_ranks(session.engine)}; try again when they have"
-                    " come"
+                    f" registration; missing: {_missing_ranks(session.engine)}; try again when they"
+                    " have come"
                 )
             elif pending.step is RegisterStep.IMPORTING:
                 text = f"lane {lane.device} did not map the memory in time; try again"

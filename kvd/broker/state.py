@@ -251,7 +251,8 @@ class BackgroundTasks:
         if limit is not None and sum(kind == other for other, _ in self._tasks) >= limit:
             raise Refused(
                 ErrorCode.LIMIT,
-                f"{limit} {kind} are under way, no more are allowed; try again when they have ended",
+                f"{limit} {kind} are under way, no more are allowed; try again when they have"
+                " ended",
                 limit=kind,
             )
         self._tasks.append((kind, task))

@@ -152,11 +152,9 @@ class LaneRules(DrivenBroker):
     def attempt(self, order: ImportWorker) -> int | None:
         """Which answer of a lane about this memory counts; None where it is wanted no more."""
         session = self.broker.state.registry.sessions.get(order.session)
-        return (
-            session.attempt
-            if session is not None and session.register_message is not None
-            else None
-        )
+        if session is None or session.register_message is None:
+            return None
+        return session.attempt
 
     @rule(likely=st.sampled_from([True, False, False]))
     def lane_cannot_pin(self, likely: bool) -> None:

@@ -9,7 +9,7 @@ from kvd.broker.admission import check_layout, check_rank
 from kvd.broker.attachment import namespace_id
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, LogEvent, Notify, OpenPool, Reply, ToLane
-from kvd.broker.registration import AT_ONCE
+from kvd.broker.registration import MAX_CHECKED_AT_ONCE
 from kvd.broker.sessions import Engine, Registry, Session
 from kvd.cache.namespaces import Namespaces
 from kvd.client_names import Peer
@@ -158,10 +158,17 @@ def large(rank: int = 0, world_size: int = 1) -> Register:
     """A rank with so many tensors that its layout is looked at in a turn of its own."""
     message = register(rank, world_size)
     tensors = tuple(
-        TensorSpec(storage=0, offset=number * PAGE, page_bytes=PAGE, block_stride=PAGE * AT_ONCE)
-        for number in range(AT_ONCE)
+        TensorSpec(
+            storage=0,
+            offset=number * PAGE,
+            page_bytes=PAGE,
+            block_stride=PAGE * MAX_CHECKED_AT_ONCE,
+        )
+        for number in range(MAX_CHECKED_AT_ONCE)
     )
-    layout = replace(message.layout, storages=(BLOCKS * PAGE * AT_ONCE,), tensors=tensors)
+    layout = replace(
+        message.layout, storages=(BLOCKS * PAGE * MAX_CHECKED_AT_ONCE,), tensors=tensors
+    )
     return replace(message, layout=layout)
 
 
