@@ -168,7 +168,7 @@ def _tier(tier: TierProcess, now: float) -> dict[str, Any]:
         unopened_seconds=round(tier.unopened_seconds(now), 3),
         set_aside_seconds=0.0 if breaker.closed else round(now - breaker.since, 3),
         full=now < tier.full_until,
-        last_error=tier.child.last_error or breaker.why,
+        last_error=tier.child.last_error or breaker.reason,
         queued_put_bytes=tier.put_bytes,
         queued_get_bytes=tier.get_bytes,
         latency_seconds=tier.speed.latency_us / 1e6,

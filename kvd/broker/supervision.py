@@ -4,10 +4,10 @@ A lane's message advances a registration, a chunk or a slot. A lane that is sile
 killed. A lane that has ended writes nowhere: what it alone was writing is given up.
 
 The lane of a CUDA device starts for the device's first worker. If no session has used it for
-`lane_idle_seconds`, it is told to end: it finishes its jobs, unpins the pool piece by piece, answers
-pings, and takes no workers. It starts again for the next worker. A lane that cannot start refuses
-the registrations that wait for it, and those of the next seconds, with its own reason; it restarts
-by itself only for workers that were served before.
+`lane_idle_seconds`, it is told to end: it finishes its jobs, unpins the pool piece by piece,
+answers pings, and takes no workers. It starts again for the next worker. A lane that cannot start
+refuses the registrations that wait for it, and those of the next seconds, with its own reason; it
+restarts by itself only for workers that were served before.
 """
 
 from kvd.broker.admission import MAX_CUDA_LANES
@@ -34,7 +34,7 @@ from kvd_proto.messages import MAX_TEXT, Detached, ErrorCode, Message
 
 PING_SECONDS = 0.5
 UNPIN_SECONDS_PER_GIB = 0.1
-"""Limit of the time to unpin. An H200 takes 0.016 to 0.019 s; lanes take turns and pause as long."""
+"""The time allowed to unpin. An H200 takes 0.016 to 0.019 s; they take turns and pause as long."""
 
 
 class LaneSupervisor:

@@ -67,8 +67,8 @@ def faults_told(bench: TierBench) -> list[str]:
 
 
 PLACES: dict[str, tuple[type, str]] = {
-    "a get's answer": (Promotion, "done"),
-    "a put's answer": (Demotion, "done"),
+    "a get's answer": (Promotion, "get_ended"),
+    "a put's answer": (Demotion, "put_ended"),
     "what is sought": (Promotion, "_sorted"),
     "orders of gets": (Promotion, "_get_all"),
     "orders of puts": (Demotion, "_put"),
@@ -112,7 +112,7 @@ def test_a_fault_replaces_the_tiers_processes_and_they_are_used_again(
     stats = bench.table().slots.stats()
     assert (stats["writing"], stats["draining"]) == (0, 0)
     assert tiering.promotion._filling == {}
-    assert all(not waiting.under_way for waiting in tiering.promotion._waiting.values())
+    assert all(not state.get_bytes for state in tiering.promotion._states.values())
     bench.check()
 
 
@@ -168,10 +168,10 @@ def test_what_is_told_of_a_fault_shows_no_key(monkeypatch: pytest.MonkeyPatch) -
         raise KeyError(b"SECRET")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Promotion, "done", fault)
+        patch.setattr(Promotion, "get_ended", fault)
         bench.seek(b"a")
         bench.run(0.2)
-    disk_told = [disk.tier.child.last_error, disk.tier.breaker.why]
+    disk_told = [disk.tier.child.last_error, disk.tier.breaker.reason]
     live(bench, 8.0)
     unknown = Ask(number=99, namespace=bench.namespace.id, keys=(b"SECRET",), deadline_ms=1)
     disk.say(replace(done(unknown, [Outcome.OK]), descriptions=(b"SECRET",)))

@@ -158,7 +158,7 @@ def test_a_full_batch_waits_for_nothing_and_a_turn_sends_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is left of it waits as ever."""
-    monkeypatch.setattr("kvd.broker.tiers.demotion.CHUNKS_A_TURN", 8)
+    monkeypatch.setattr("kvd.broker.tiers.demotion.CHUNKS_PER_TURN", 8)
     bench, disk = bench_of(DISK, chunks=400)
     refs = bench.store(*names(200))
     bench.load(refs[:19])
@@ -185,7 +185,7 @@ def test_chunks_do_not_wait_where_they_are_much_of_what_memory_holds() -> None:
 def test_what_no_tier_takes_at_present_keeps_nobody_awake() -> None:
     """Chunks that have waited long enough for a tier that is full wait on, and the loop sleeps."""
     bench, disk = bench_of(DISK)
-    disk.tier.full(bench.now)
+    disk.tier.on_full(bench.now)
     bench.load(bench.store(b"a"))
     bench.turn(2 * GATHER_SECONDS)
     assert puts(disk) == []
@@ -387,16 +387,16 @@ def test_gets_are_as_many_as_keep_a_tier_busy() -> None:
     """More would wait in its queue, ahead of what other engines request meanwhile."""
     _, disk = bench_of(DISK)
     tier = disk.tier
-    assert tier.get_room(0, 2 * GET_BYTES)
-    assert tier.get_room(GET_BYTES - 1, 1)
-    assert not tier.get_room(GET_BYTES, 1)
+    assert tier.has_get_room(0, 2 * GET_BYTES)
+    assert tier.has_get_room(GET_BYTES - 1, 1)
+    assert not tier.has_get_room(GET_BYTES, 1)
     tier.speed.observe(100_000_000, 0.02, 0.0)
     fast = tier.speed.bytes_per_second * 0.01
     assert GET_BYTES < fast < tier.setting.queue_bytes
-    assert tier.get_room(int(fast) - 1, 1)
-    assert not tier.get_room(int(fast), 1)
+    assert tier.has_get_room(int(fast) - 1, 1)
+    assert not tier.has_get_room(int(fast), 1)
     tier.speed.observe(100_000_000_000, 0.03, 0.0)
-    assert not tier.get_room(tier.setting.queue_bytes, 1)
+    assert not tier.has_get_room(tier.setting.queue_bytes, 1)
 
 
 def test_what_was_sought_and_nobody_asked_for_is_counted() -> None:
