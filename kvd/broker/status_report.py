@@ -11,7 +11,7 @@ import msgspec
 
 from kvd.broker.children import Lane
 from kvd.broker.forecast import advice, forecast
-from kvd.broker.operations import by, in_flight
+from kvd.broker.operations import in_flight, peer_text
 from kvd.broker.sessions import Engine
 from kvd.broker.state import BrokerState, OperatorDrain
 from kvd.broker.tiers.tier import TierProcess
@@ -30,8 +30,8 @@ def status_report(
 ) -> dict[str, Any]:
     """Return the report as `kvd status --json` prints it.
 
-    Values that have the name of their declaration are read from their owners (`report_of`); those
-    derived or under other names are given here. Conditions on changes compare with `before`.
+    `report_of` reads the values that have the name of their declaration from their owners; the
+    others are passed here. Conditions on changes compare with `before`.
     """
     namespaces, usage = state.open_namespaces, state.usage()
     report = report_of(
@@ -92,7 +92,7 @@ def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
     table, directory, geometry = namespace.table, namespace.directory, namespace.geometry
     chunks, tokens = table.slots.stats(), namespace.tokens_per_chunk
     states = ("ready", "writing", "draining")
-    foreseen = _forecast(state, namespace)
+    forecast_status = _forecast(state, namespace)
     return report_of(
         schema.NamespaceStatus,
         *(namespace, geometry, table),
@@ -101,11 +101,11 @@ def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
         num_chunks=geometry.num_slots,
         tier_chunks=0 if directory.tiers is None else len(directory.tiers),
         directory_bytes=directory.header.total_bytes,
-        **{f"{each}_bytes": chunks[each] * geometry.bytes_per_chunk for each in states},
+        **{f"{name}_bytes": chunks[name] * geometry.bytes_per_chunk for name in states},
         changes=directory.changes.head,
         chunks=chunks,
-        forecast=foreseen,
-        advice=None if foreseen is None else advice(foreseen),
+        forecast=forecast_status,
+        advice=None if forecast_status is None else advice(forecast_status),
         counters=table.counts,
         missed_tokens={}
         if tokens is None
@@ -116,8 +116,8 @@ def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
 def _forecast(state: BrokerState, namespace: Namespace) -> schema.ForecastStatus | None:
     if state.namespaces is None:
         return None
-    engines = [one for one in state.registry.engines.values() if one.namespace is namespace]
-    seconds = [one.prefill_seconds for one in engines if one.prefill_seconds is not None]
+    engines = [e for e in state.registry.engines.values() if e.namespace is namespace]
+    seconds = [e.prefill_seconds for e in engines if e.prefill_seconds is not None]
     return forecast(namespace, state.namespaces.pool, mean(seconds) if seconds else None)
 
 
@@ -195,8 +195,8 @@ _UNSIZED = "its size is decided by the first engine (cpu_bytes = auto)"
 def readiness_checks(state: BrokerState, now: float) -> list[CheckStatus]:
     """Return the readiness checks, in the order in which they become ok.
 
-    All are ok exactly if `BrokerState.ready`. An absent engine fails none: neither that of a pool
-    whose size the first engine decides, nor that of a lane that starts with its first worker.
+    All are ok exactly if `BrokerState.ready`. A missing engine fails none: a pool whose size the
+    first engine decides is ok, and so is a lane that starts with its first worker.
     """
     return [
         _pool_check(state),
@@ -238,7 +238,7 @@ def _drain_text(state: BrokerState) -> str:
     if state.stopping:
         return "stopping"
     if state.drain is not None:
-        return f"drained by {by(state.drain.by)}; kvd resume undoes that"
+        return f"drained by {peer_text(state.drain.by)}; kvd resume undoes that"
     return "not draining"
 
 

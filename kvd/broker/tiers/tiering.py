@@ -161,9 +161,8 @@ class Tiering:
             tier.breaker.trip("wrong", now, reason)
             tier.acted_state, tier.child.last_error = tier.breaker.state, reason
             tier.child.killed = True
-            effects.append(
-                KillTier(tier.index, reason, back_off=True)
-            )  # an earlier order may be lost
+            # Also if it was ordered before: that order may be lost.
+            effects.append(KillTier(tier.index, reason, back_off=True))
             self._give_up_slots(tier)
         self._forget()
         with contextlib.suppress(Exception):
@@ -308,12 +307,10 @@ class Tiering:
     def _on_done(self, tier: TierProcess, done: Done, now: float) -> list[Effect]:
         outcomes, batch = done.outcomes.tolist(), tier.batches.get(done.number)
         is_complete = batch is not None and len(outcomes) == len(batch.order.keys)
-        if (
-            batch is None or not is_complete or not _OUTCOMES.issuperset(outcomes)
-        ):  # a bug of the backend
-            return self._kill(
-                tier, f"its answer {done.number}, of {len(outcomes)} chunks, fits no order"
-            )
+        is_valid = is_complete and _OUTCOMES.issuperset(outcomes)
+        if batch is None or not is_valid:  # a bug of the backend
+            text = f"its answer {done.number}, of {len(outcomes)} chunks, fits no order"
+            return self._kill(tier, text)
         tier.batch_ended(batch, now)
         tier.breaker.moved_at = now
         if done.error:
