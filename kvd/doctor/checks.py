@@ -24,7 +24,7 @@ from kvd.doctor.probes import (
 )
 from kvd.machine import cuda
 from kvd.machine.process import MAX_DIRECTORY_BYTES, mode_problem
-from kvd.metrics.words import rate
+from kvd.metrics.reading import rate
 from kvd_proto.capacity import CONTEXT_GPU_BYTES, pin_gpu_bytes, pin_kernel_bytes
 from kvd_proto.text import explain_denied, format_size
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from kvd.broker.effects import Event, OpenPool
+from kvd.broker.effects import LogEvent, OpenPool
 from kvd.cache.recovery import TRAILER_HEAD_BYTES
 from kvd.errors import PoolError
 from kvd.machine import numa
@@ -118,7 +118,7 @@ class PoolMemory:
         self.path = path
         self.allocated = 0  # bytes in the order of filling
         self.error = ""
-        self.place: Event | None = None
+        self.place: LogEvent | None = None
         try:
             filesystem = Filesystem.of(path.parent)
             self.nbytes = filesystem.whole_pages(nbytes)
@@ -239,7 +239,7 @@ class PoolMemory:
             self.place = self._where()
             wake()
 
-    def _where(self) -> Event:
+    def _where(self) -> LogEvent:
         """On which nodes the pool lies, and what to do where its parts lie far from their GPUs."""
         bytes_on: dict[int, float] = defaultdict(float)  # by node
         far_bytes = 0.0
@@ -252,8 +252,8 @@ class PoolMemory:
         shares = {node: nbytes / self.nbytes for node, nbytes in sorted(bytes_on.items())}
         text = f"the pool's memory: {numa.described(shares) or 'its nodes are not known'}"
         if far_bytes <= _FAR * self.nbytes:
-            return Event(text)
-        return Event(
+            return LogEvent(text)
+        return LogEvent(
             f"{text}; {100 * far_bytes / self.nbytes:.0f} % of it is on another node than the GPU"
             " that it is for, and copies from there are slower: choose a smaller --cpu-bytes or end"
             " what fills the node, then kvd purge, for a pool that is kept stays where it is",

@@ -1,9 +1,9 @@
-"""What a namespace's engines would find in a pool of another size, and what to buy.
+"""Forecasts of hits in a pool of another size, and advice on what to buy.
 
-The miss-ratio curve is that of an LRU cache, and of engine and pool together: a request's chunks
-are in it whether the engine had them in its own memory or not. So the share that engines did not
-look up is taken off, and the rest is anchored at the measured share of hits: smaller pools in
-proportion to it, larger ones in proportion to what is left up to the ceiling.
+The miss-ratio curve is that of an LRU cache, and of engine and pool together: it counts a request's
+chunks even if the engine had them in its own memory. So the share that engines did not look up is
+taken off, and the rest is scaled to the measured hit ratio: smaller pools in proportion to it,
+larger pools in proportion to the rest up to the ceiling.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvd.cache.miss_curve import MissCurve
 from kvd.cache.namespaces import Namespace
 from kvd.metrics import schema
-from kvd.metrics.words import number, percent, size
+from kvd.metrics.reading import number, percent, size
 from kvd.pool.pool import Pool
 
 SIZES: tuple[tuple[str, float], ...] = (
@@ -32,7 +32,7 @@ class Forecast:
 
     Args:
         curve: of the namespace.
-        chunks: that it can hold now.
+        chunks: the number that the namespace can hold now.
     """
 
     def __init__(self, curve: MissCurve, chunks: float) -> None:
@@ -54,11 +54,11 @@ class Forecast:
         return enough and (self._curve_now > 0 or not self.hit_ratio_now)
 
     def _beyond_engine(self, hit_ratio: float) -> float:
-        """Turn a share of whole prompts into one of what engines look up."""
+        """Convert a share of whole prompts into a share of what engines look up."""
         return max(0.0, hit_ratio - self._engine_share) / (1.0 - self._engine_share)
 
     def hit_ratio(self, chunks: float) -> float:
-        """Share of looked-up tokens that a pool of so many chunks would find."""
+        """Return the share of looked-up tokens that a pool of this many chunks would find."""
         by_curve = self._beyond_engine(self._curve.hit_ratio(chunks))
         if by_curve <= self._curve_now:
             return self.hit_ratio_now * by_curve / self._curve_now if self._curve_now else 0.0
@@ -66,7 +66,7 @@ class Forecast:
         return self.hit_ratio_now + gained * (self.ceiling - self.hit_ratio_now)
 
     def prefill_seconds(self, chunks: Sequence[float], per_token: float) -> list[float]:
-        """Seconds an hour in which engines compute what pools of these sizes would miss.
+        """Return the seconds per hour in which engines compute what pools of these sizes miss.
 
         Args:
             chunks: ascending.
@@ -82,48 +82,52 @@ class Forecast:
             * (self._relative_cost(size) / now)
             for size in chunks
         ]
-        # Scaled hits and unscaled positions: make sure that more memory never costs time.
-        return [min(seconds[: place + 1]) for place in range(len(seconds))]
+        # Hits are scaled and positions are not: make sure that more memory never costs time.
+        return [min(seconds[: index + 1]) for index in range(len(seconds))]
 
     def _relative_cost(self, chunks: float) -> float:
-        """Mean cost of a missed token, in that of a prompt's first token."""
+        """Return the mean cost of a missed token, relative to a prompt's first token."""
         depth = self._curve.missed_depth(chunks) * (self._curve.tokens_per_key or 0.0)
         return 1.0 + depth / DEEP_TOKENS
 
 
 def forecast(
     namespace: Namespace, pool: Pool, prefill_seconds: float | None
-) -> schema.Forecast | None:
-    """Return a namespace's forecast as the report shows it; None where too little is known.
+) -> schema.ForecastStatus | None:
+    """Return a namespace's forecast for the report; None if too little is model.
 
-    In a pool of another size the namespace is given the same part as now. `prefill_seconds` are
-    those in which its engines compute a token that they miss; None: not known.
+    In a pool of another size the namespace gets the same part as now.
+
+    Args:
+        namespace: whose forecast.
+        pool: its pool.
+        prefill_seconds: in which its engines compute a missed token; None if not model.
     """
     curve = namespace.table.curve
     if curve is None:
         return None
-    known = Forecast(curve, chunks := _reachable_chunks(namespace, pool))
-    if not known.is_known:
+    model = Forecast(curve, chunks := _reachable_chunks(namespace, pool))
+    if not model.is_known:
         return None
     capacities = [*(factor * chunks for _, factor in SIZES), float("inf")]
     seconds: Sequence[float | None] = [None] * len(capacities)
     if prefill_seconds is not None and curve.tokens and curve.seconds:
-        seconds = known.prefill_seconds(capacities, prefill_seconds)
+        seconds = model.prefill_seconds(capacities, prefill_seconds)
     names = [
         *((name, int(factor * pool.cpu_bytes)) for name, factor in SIZES),
         ("unlimited", None),
     ]
-    return schema.Forecast(
+    return schema.ForecastStatus(
         requests=int(curve.requests),
         first_time=curve.first_time,
-        ceiling=known.ceiling,
-        hit_ratio=known.hit_ratio_now,
+        ceiling=model.ceiling,
+        hit_ratio=model.hit_ratio_now,
         prefill_seconds_per_token=prefill_seconds,
         sizes=[
             schema.ForecastSize(
                 pool=name,
                 bytes=nbytes,
-                hit_ratio=known.hit_ratio(capacity),
+                hit_ratio=model.hit_ratio(capacity),
                 prefill_seconds_per_hour=per_hour,
             )
             for (name, nbytes), capacity, per_hour in zip(names, capacities, seconds, strict=True)
@@ -132,7 +136,7 @@ def forecast(
 
 
 def _reachable_chunks(namespace: Namespace, pool: Pool) -> int:
-    """Chunks that a namespace can hold while others keep what they have."""
+    """Return the number of chunks that a namespace can hold while others keep theirs."""
     space, geometry = namespace.table.space, namespace.geometry
     free = pool.free_bytes
     if (group := pool.quotas.of(space)) is not None:
@@ -140,34 +144,35 @@ def _reachable_chunks(namespace: Namespace, pool: Pool) -> int:
     return min((pool.held_bytes(space) + free) // geometry.bytes_per_chunk, geometry.num_slots)
 
 
-def advice(forecast: schema.Forecast) -> str:
-    """One sentence for people: buy memory, add a tier, or neither; with the figures.
+def advice(forecast: schema.ForecastStatus) -> str:
+    """Return one sentence that advises to buy memory, a tier or neither, with the figures.
 
-    1. Without limit fewer than `WORTHWHILE` more tokens would be found: neither.
-    2. Sizes beyond +200 % bring more than +200 % does: a tier.
+    1. A pool without limit would find less than `WORTHWHILE` more: neither.
+    2. Sizes beyond +200 % gain more than +200 % does: a tier.
     3. Otherwise memory: the smallest size with half of the gain of +200 %.
     """
-    sizes = {each.pool: each for each in forecast.sizes}
-    now, most, unlimited = (sizes[pool] for pool in ("now", BIGGER[-1], "unlimited"))
-    found, at_most = percent(now.hit_ratio), percent(unlimited.hit_ratio)
+    sizes = {entry.pool: entry for entry in forecast.sizes}
+    now, largest, unlimited = (sizes[pool] for pool in ("now", BIGGER[-1], "unlimited"))
+    now_text, limit_text = percent(now.hit_ratio), percent(unlimited.hit_ratio)
     if unlimited.hit_ratio - now.hit_ratio < WORTHWHILE:
         if now.hit_ratio - sizes["-50%"].hit_ratio < EQUAL:
-            return f"Buy neither: half of the pool would also find {found} of the prompt tokens."
+            return f"Buy neither: half of the pool would also find {now_text} of the prompt tokens."
         return (
-            f"Buy neither memory nor a tier: {found} of the prompt tokens are found, {at_most}"
-            " would be without limit."
+            f"Buy neither memory nor a tier: {now_text} of the prompt tokens are found,"
+            f" {limit_text} would be without limit."
         )
-    gain, beyond = most.hit_ratio - now.hit_ratio, unlimited.hit_ratio - most.hit_ratio
+    gain, beyond = largest.hit_ratio - now.hit_ratio, unlimited.hit_ratio - largest.hit_ratio
     if gain < WORTHWHILE or beyond > gain:
         return (
-            f"Add a tier, or enlarge it: without limit {at_most} of the prompt tokens would be"
-            f" found instead of {found}, with three times the memory {percent(most.hit_ratio)}."
+            f"Add a tier, or enlarge it: without limit {limit_text} of the prompt tokens would be"
+            f" found instead of {now_text}, with three times the memory"
+            f" {percent(largest.hit_ratio)}."
         )
     least = now.hit_ratio + max(WORTHWHILE, gain / 2)
     bigger = next(sizes[pool] for pool in BIGGER if sizes[pool].hit_ratio >= least)
     return (
         f"Buy memory: +{size((bigger.bytes or 0) - (now.bytes or 0))} would {_saving(now, bigger)}"
-        f"find {percent(bigger.hit_ratio)} of the prompt tokens instead of {found}."
+        f"find {percent(bigger.hit_ratio)} of the prompt tokens instead of {now_text}."
     )
 
 

@@ -1,22 +1,20 @@
-"""What follows when a lane reports, falls silent or ends.
+"""Decisions about lanes: their messages, liveness, ends and idle time.
 
-A lane's report moves a registration, a chunk or a slot on. One that is silent for too long is
-killed, and one that has ended writes nowhere: what it alone was writing is given up.
+A lane's message advances a registration, a chunk or a slot. A lane that is silent for too long is
+killed. A lane that has ended writes nowhere: what it alone was writing is given up.
 
-Lanes of CUDA devices start for the first worker of a device. One that no session has used for
-`lane_idle_seconds` is told to end, and starts again for the next worker. One that cannot start
+The lane of a CUDA device starts for the device's first worker. If no session has used it for
+`lane_idle_seconds`, it is told to end: it finishes its jobs, unpins the pool piece by piece,
+answers pings, and takes no workers. It starts again for the next worker. A lane that cannot start
 refuses the registrations that wait for it, and those of the next seconds, with its own reason; it
-is started again by itself only for workers that were served before.
-
-A lane that was told to end finishes its jobs and unpins the pool piece by piece. It answers pings
-meanwhile, and takes no workers.
+restarts by itself only for workers that were served before.
 """
 
+from kvd.broker.admission import MAX_CUDA_LANES
+from kvd.broker.children import EXITED, Lane
 from kvd.broker.effects import ChunksReady, DropLane, Effect, KillLane, Notify, ToLane
-from kvd.broker.engines.admission import MAX_CUDA_LANES
-from kvd.broker.engines.lanes import EXITED, Lane
-from kvd.broker.engines.registration import Registration, freed_text
-from kvd.broker.engines.sessions import RegisterStep, Session
+from kvd.broker.registration import Registration, freed_text
+from kvd.broker.sessions import RegisterStep, Session
 from kvd.broker.state import BrokerState
 from kvd.errors import Refusal
 from kvd.wire.link import (
@@ -36,18 +34,18 @@ from kvd_proto.messages import MAX_TEXT, Detached, ErrorCode, Message
 
 PING_SECONDS = 0.5
 UNPIN_SECONDS_PER_GIB = 0.1
-"""Allowed to unpin. An H200 takes 0.016 to 0.019 s; lanes pause as long, and take turns."""
+"""The time allowed to unpin. An H200 takes 0.016 to 0.019 s; they take turns and pause as long."""
 
 
-class Supervision:
-    """Decisions about lanes; `registration` goes on with what they have done."""
+class LaneSupervisor:
+    """Decisions about lanes; `registration` continues registrations."""
 
     def __init__(self, state: BrokerState, registration: Registration) -> None:
         self._state = state
         self._registration = registration
 
     def received(self, device: str, message: Message, now: float) -> list[Effect]:
-        """A lane has sent a message."""
+        """Process a message from a lane."""
         lane = self._state.lanes[device]
         lane.child.heard(now)
         match message:
@@ -89,22 +87,22 @@ class Supervision:
         return [lane.event(text), *self._registration.lane_serves(lane)]
 
     def _pool_usable(self, lane: Lane, message: PoolUsable) -> list[Effect]:
-        """It can copy more of the pool, or less, or knows that it never will copy all.
+        """Record how much of the pool the lane can copy.
 
-        With an error, engines of this lane are detached and their memory is released: the next
-        process of the lane gets it again. This one refuses to map any.
+        With an error the lane will never copy all of it: its engines are detached and their memory
+        is released, for the next process to map. This process refuses to map any.
         """
         lane.reported_bytes, lane.bindings_done = message.usable_bytes, message.bindings
         if message.error in {"", lane.pool_error}:
             return []
         lane.pool_error = message.error
         text = f"lane {lane.device}: {message.error}"
-        effects, freed = self._give_up_writes(lane, text)
-        released = self._registration.release_all(lane)
-        return [lane.event(f"{text}{freed_text(freed)}", "error"), *effects, *released]
+        effects, num_freed = self._give_up_writes(lane, text)
+        releases = self._registration.release_all(lane)
+        return [lane.event(f"{text}{freed_text(num_freed)}", "error"), *effects, *releases]
 
     def _failed(self, lane: Lane, message: LaneFailed, now: float) -> list[Effect]:
-        """It cannot serve, or cannot go on, and tells why; the rest follows with its end."""
+        """Kill a lane that reports that it cannot serve; `lost` follows with its end."""
         lane.failure = message.error
         if lane.up:  # the next process may serve
             return [KillLane(lane.device, message.error)]
@@ -119,8 +117,8 @@ class Supervision:
         session = self._state.registry.sessions.get(message.session)
         engine = session.engine if session is not None else None
         if engine is None or engine.namespace is None or engine.namespace.id != message.namespace:
-            return []  # its engine is gone, and with it these writes
-        ready, dropped = engine.namespace.table.stores.share_done(
+            return []  # the engine is gone, and these writes with it
+        num_ready, dropped = engine.namespace.table.stores.share_done(
             engine.number,
             message.rank,
             message.slots.tolist(),
@@ -131,12 +129,20 @@ class Supervision:
             ok=message.ok,
         )
         effects = self._state.revoke(engine.namespace, dropped)
-        return [*effects, ChunksReady(engine.number)] if ready else effects
+        return [*effects, ChunksReady(engine.number)] if num_ready else effects
 
     # ------------------------------------------------------------------ end
 
     def lost(self, device: str, reason: str) -> list[Effect]:
-        """A lane process has ended: what it was writing is lost, nothing else is."""
+        """Process the end of a lane's process.
+
+        1. Reset the lane's state; slots stop waiting for it.
+        2. Give up the writes of its engines and notify them.
+        3. Log the end, unless the refused registrations of step 5 give its reason.
+        4. Registrations that it was mapping wait again; pending Unregisters are answered.
+        5. If it never served, refuse the registrations that wait for it.
+        6. Drop it if it was started on demand and no worker is left.
+        """
         state = self._state
         lane = state.lanes[device]
         served, failure = lane.up, lane.failure
@@ -147,19 +153,18 @@ class Supervision:
         for namespace in state.open_namespaces:
             namespace.table.slots.lane_lost(device)
         if as_told:
-            why = f"lane {device} has ended: the daemon stops"
+            notice = f"lane {device} has ended: the daemon stops"
         else:
-            why = f"lane {device} is lost ({error}), until another one serves"
-        effects, freed = self._give_up_writes(lane, why)
+            notice = f"lane {device} is lost ({error}), until another one serves"
+        effects, num_freed = self._give_up_writes(lane, notice)
         waiting = self._waiting_for(device)
         if as_told:
-            effects += self._idle_end(lane)
+            effects += self._log_idle_end(lane)
         elif served or not failure or not waiting:
             during = f" while it mapped the memory of {importing.identity}" if importing else ""
-            text = f"lane {device} is lost{during}: {error}{freed_text(freed)}"
+            text = f"lane {device} is lost{during}: {error}{freed_text(num_freed)}"
             effects.append(lane.event(text, "error"))
-        # Else the registrations that are refused for it give the reason.
-        effects += self._unmapped(device)
+        effects += self._unmap(device)
         if importing is not None:
             effects += self._registration.lane_ended_importing(importing, lane)
         if lane.on_demand and not served and not as_told:
@@ -171,8 +176,8 @@ class Supervision:
             effects.append(self._drop(lane))
         return effects
 
-    def _idle_end(self, lane: Lane) -> list[Effect]:
-        """Return the log's line on a lane that ended because no session could use it."""
+    def _log_idle_end(self, lane: Lane) -> list[Effect]:
+        """Return the log line on a lane that ended for lack of use; none while stopping."""
         if self._state.stopping:
             return []
         seconds = self._state.settings.lane_idle_seconds
@@ -181,8 +186,8 @@ class Supervision:
             text += ", for it could not pin the pool; the next one tries again"
         return [lane.event(text)]
 
-    def _unmapped(self, device: str) -> list[Effect]:
-        """No memory is mapped by this device's lane any more: the next process maps it again."""
+    def _unmap(self, device: str) -> list[Effect]:
+        """Mark the device's memory as unmapped: the next process of the lane maps it again."""
         effects: list[Effect] = []
         for session in self._waiting_for(device):
             if session.pending is not None and session.pending.step is RegisterStep.IMPORTING:
@@ -195,9 +200,13 @@ class Supervision:
         return effects
 
     def _give_up_writes(self, lane: Lane, reason: str) -> tuple[list[Effect], int]:
-        """Give up what engines of this lane were writing, and notify them that nothing is found."""
+        """Give up what engines of this lane hold and were writing; notify the served ones.
+
+        Returns:
+            The effects, and the number of chunks in writing that were given up.
+        """
         effects: list[Effect] = []
-        freed = 0
+        num_freed = 0
         for engine in self._state.registry.engines.values():
             devices = {w.registration.device for w in engine.workers.values() if w.registration}
             if engine.namespace is None or lane.device not in devices:
@@ -205,10 +214,10 @@ class Supervision:
             if engine.served:
                 notice = Detached(reason=reason[:MAX_TEXT])
                 effects += [Notify(number, notice) for number in engine.sessions]
-            more, given_up = self._state.drop_owner(engine, engine.namespace)
-            effects += more
-            freed += given_up
-        return effects, freed
+            revocations, num_writing = self._state.drop_owner(engine, engine.namespace)
+            effects += revocations
+            num_freed += num_writing
+        return effects, num_freed
 
     def _drop(self, lane: Lane) -> Effect:
         del self._state.lanes[lane.device]
@@ -231,19 +240,21 @@ class Supervision:
 
     @property
     def unpin_seconds(self) -> float:
-        """How long the lanes may take from their last job to their exit."""
+        """Seconds that the lanes may take from their last job to their exit."""
         pinned = sum(lane.pong.pinned_bytes for lane in self._state.lanes.values())
         return UNPIN_SECONDS_PER_GIB * pinned / 2**30 + 10.0
 
     def end_drain(self) -> list[Effect]:
-        """Kill the lanes that still have jobs, so that the others go on to unpin."""
+        """Kill the lanes that still have jobs, so that the others can unpin."""
         effects: list[Effect] = []
         for lane in self._state.lanes.values():
             if lane.up and lane.has_jobs and not lane.child.killed:
                 lane.child.killed = True
-                why = f"not drained after {self._state.settings.drain_seconds:g} s"
-                text = f"lane {lane.device} is killed: {why}, {lane.pong.queued_jobs} jobs queued"
-                effects += [lane.event(text, "warning"), KillLane(lane.device, why)]
+                reason = f"not drained after {self._state.settings.drain_seconds:g} s"
+                text = (
+                    f"lane {lane.device} is killed: {reason}, {lane.pong.queued_jobs} jobs queued"
+                )
+                effects += [lane.event(text, "warning"), KillLane(lane.device, reason)]
         return effects
 
     @staticmethod
@@ -257,36 +268,32 @@ class Supervision:
     # ---------------------------------------------------------------- watch
 
     def watch(self, now: float) -> list[Effect]:
-        """Ask lanes whether they are alive; kill those that have not answered for too long.
+        """Ping lanes, kill silent ones, and end unused ones that were started on demand.
 
-        Lanes that came on demand and that no session has used for long are told to end. A lane
-        that cannot pin the pool is of no use: the next process tries again.
+        A lane that cannot pin the pool counts as unused: the next process tries again.
         """
         effects: list[Effect] = []
-        used = self._devices_in_use()
+        devices_in_use = self._devices_in_use()
         timeout = self._state.settings.lane_timeout_seconds
         for lane in self._state.lanes.values():
             if not lane.up or lane.child.killed:
                 continue
-            if why := lane.child.check(now, timeout):
-                text = f"lane {lane.device} is killed: {why}"
-                effects += [lane.event(text, "error"), KillLane(lane.device, why)]
+            if reason := lane.child.check(now, timeout):
+                text = f"lane {lane.device} is killed: {reason}"
+                effects += [lane.event(text, "error"), KillLane(lane.device, reason)]
             elif lane.child.ping_due(now, PING_SECONDS):
                 effects.append(ToLane(lane.device, LanePing()))
-            if lane.device in used and not lane.pool_error:
+            if lane.device in devices_in_use and not lane.pool_error:
                 lane.last_used = now
             elif lane.on_demand and now > lane.last_used + self._state.settings.lane_idle_seconds:
                 effects += self._end(lane)
         return effects
 
     def _devices_in_use(self) -> set[str]:
-        """Return the devices of sessions that have memory there, want to, or are leaving."""
+        """The devices on which sessions have memory, register some, or release some."""
         return {
             use.device
             for session in self._state.registry.sessions.values()
             for use in (session.registration, session.pending, session.releasing)
             if use is not None
         }
-
-    def __repr__(self) -> str:
-        return f"<Supervision of {list(self._state.lanes.values())}>"

@@ -9,20 +9,19 @@ from typing import Any
 
 import msgspec
 
-from kvd.broker.engines.lanes import Lane
-from kvd.broker.engines.sessions import Engine
-from kvd.broker.report.forecast import advice, forecast
-from kvd.broker.requests.operations import by, in_flight
+from kvd.broker.children import Lane
+from kvd.broker.forecast import advice, forecast
+from kvd.broker.operations import in_flight, peer_text
+from kvd.broker.sessions import Engine
 from kvd.broker.state import BrokerState, OperatorDrain
-from kvd.broker.tiers.tier import Tier
+from kvd.broker.tiers.tier import TierProcess
 from kvd.cache.namespaces import Namespace
 from kvd.metrics import schema
 from kvd.metrics.conditions import conditions
 from kvd.metrics.counts import ChunkCounts
 from kvd.metrics.declare import report_of
-from kvd.metrics.history import Report, Span
-from kvd.metrics.schema import Check
-from kvd.metrics.words import duration
+from kvd.metrics.reading import Report, Span, duration
+from kvd.metrics.schema import CheckStatus
 from kvd_proto.text import format_size
 
 
@@ -31,8 +30,8 @@ def status_report(
 ) -> dict[str, Any]:
     """Return the report as `kvd status --json` prints it.
 
-    Values that have the name of their declaration are read from their owners (`report_of`); those
-    derived or under other names are given here. Conditions on changes compare with `before`.
+    `report_of` reads the values that have the name of their declaration from their owners; the
+    others are passed here. Conditions on changes compare with `before`.
     """
     namespaces, usage = state.open_namespaces, state.usage()
     report = report_of(
@@ -42,7 +41,7 @@ def status_report(
         boot_id=state.boot_id.hex(),
         pid=pid,
         drain=None if state.drain is None else _drain(state, state.drain, now),
-        checks=checks(state, now),
+        checks=readiness_checks(state, now),
         conditions=[],
         pool=_pool(state),
         namespaces=[_namespace(state, namespace) for namespace in namespaces],
@@ -50,7 +49,7 @@ def status_report(
         lanes=[_lane(state, lane, now) for lane in state.lanes.values()],
         tiers=[_tier(tier, now) for tier in state.tiers],
         broker=report_of(
-            schema.Broker,
+            schema.BrokerStatus,
             *(state.counts, usage),
             loop_lag_max_seconds=state.recent_lag.get(now),
         ),
@@ -66,7 +65,7 @@ def status_report(
 def _drain(state: BrokerState, drain: OperatorDrain, now: float) -> dict[str, Any]:
     stores, leases = in_flight(state, drain.since)
     return report_of(
-        schema.Drain,
+        schema.DrainStatus,
         drain.by,
         seconds=round(now - drain.since, 3),
         stores_in_flight=stores,
@@ -76,37 +75,37 @@ def _drain(state: BrokerState, drain: OperatorDrain, now: float) -> dict[str, An
 
 def _pool(state: BrokerState) -> dict[str, Any]:
     if state.namespaces is None:
-        return asdict(schema.Pool(0, 0, state.allocated, []))
+        return asdict(schema.PoolStatus(0, 0, state.allocated, []))
     pool = state.namespaces.pool
     quotas = [
         report_of(
-            schema.Quota,
+            schema.QuotaStatus,
             *(group, group.quota),
             held_bytes=sum(map(pool.held_bytes, group.spaces)),
         )
         for group in pool.quotas
     ]
-    return report_of(schema.Pool, pool, allocated_bytes=state.allocated, quotas=quotas)
+    return report_of(schema.PoolStatus, pool, allocated_bytes=state.allocated, quotas=quotas)
 
 
 def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
     table, directory, geometry = namespace.table, namespace.directory, namespace.geometry
     chunks, tokens = table.slots.stats(), namespace.tokens_per_chunk
     states = ("ready", "writing", "draining")
-    foreseen = _forecast(state, namespace)
+    forecast_status = _forecast(state, namespace)
     return report_of(
-        schema.Namespace,
+        schema.NamespaceStatus,
         *(namespace, geometry, table),
         id=namespace.id.hex(),
         model=namespace.label,
         num_chunks=geometry.num_slots,
         tier_chunks=0 if directory.tiers is None else len(directory.tiers),
         directory_bytes=directory.header.total_bytes,
-        **{f"{each}_bytes": chunks[each] * geometry.bytes_per_chunk for each in states},
+        **{f"{name}_bytes": chunks[name] * geometry.bytes_per_chunk for name in states},
         changes=directory.changes.head,
         chunks=chunks,
-        forecast=foreseen,
-        advice=None if foreseen is None else advice(foreseen),
+        forecast=forecast_status,
+        advice=None if forecast_status is None else advice(forecast_status),
         counters=table.counts,
         missed_tokens={}
         if tokens is None
@@ -114,38 +113,38 @@ def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
     )
 
 
-def _forecast(state: BrokerState, namespace: Namespace) -> schema.Forecast | None:
+def _forecast(state: BrokerState, namespace: Namespace) -> schema.ForecastStatus | None:
     if state.namespaces is None:
         return None
-    engines = [one for one in state.registry.engines.values() if one.namespace is namespace]
-    seconds = [one.prefill_seconds for one in engines if one.prefill_seconds is not None]
+    engines = [e for e in state.registry.engines.values() if e.namespace is namespace]
+    seconds = [e.prefill_seconds for e in engines if e.prefill_seconds is not None]
     return forecast(namespace, state.namespaces.pool, mean(seconds) if seconds else None)
 
 
 def _engine(engine: Engine, now: float) -> dict[str, Any]:
     return report_of(
-        schema.Engine,
+        schema.EngineStatus,
         engine,
         namespace=engine.namespace.id.hex() if engine.namespace else None,
         missing_ranks=list(engine.missing_ranks),
         sessions=[
             report_of(
-                schema.SessionOfEngine,
+                schema.SessionStatus,
                 *(session, session.peer, session.registration),
-                seconds=round(now - session.since, 3),
+                seconds=round(now - session.hello_at, 3),
             )
             for session in engine.sessions.values()
         ],
         counters=engine.lookups,
         published=report_of(
-            schema.Published, engine.published, lag_max_seconds=engine.publish_lag.get(now)
+            schema.PublishedStatus, engine.published, lag_max_seconds=engine.publish_lag.get(now)
         ),
     )
 
 
 def _lane(state: BrokerState, lane: Lane, now: float) -> dict[str, Any]:
     return report_of(
-        schema.Lane,
+        schema.LaneStatus,
         *(lane, lane.child, lane.pong),
         seconds_since_heard=round(now - lane.child.heard_at, 3) if lane.up else None,
         oldest_job_seconds=lane.pong.oldest_job_ns / 1e9,
@@ -155,10 +154,10 @@ def _lane(state: BrokerState, lane: Lane, now: float) -> dict[str, Any]:
     )
 
 
-def _tier(tier: Tier, now: float) -> dict[str, Any]:
+def _tier(tier: TierProcess, now: float) -> dict[str, Any]:
     breaker = tier.breaker
     return report_of(
-        schema.Tier,
+        schema.TierReport,
         *(tier, tier.setting, tier.info),
         setting=tier.setting.text,
         state="up" if tier.up else "down" if tier.child.pid else "starting",
@@ -169,11 +168,11 @@ def _tier(tier: Tier, now: float) -> dict[str, Any]:
         unopened_seconds=round(tier.unopened_seconds(now), 3),
         set_aside_seconds=0.0 if breaker.closed else round(now - breaker.since, 3),
         full=now < tier.full_until,
-        last_error=tier.child.last_error or breaker.why,
+        last_error=tier.child.last_error or breaker.reason,
         queued_put_bytes=tier.put_bytes,
         queued_get_bytes=tier.get_bytes,
-        latency_seconds=tier.pace.latency_us / 1e6,
-        bytes_per_second=float(tier.pace.bytes_per_second),
+        latency_seconds=tier.speed.latency_us / 1e6,
+        bytes_per_second=float(tier.speed.bytes_per_second),
         counters=tier.counts,
     )
 
@@ -193,33 +192,33 @@ def _totals(state: BrokerState) -> dict[str, Any]:
 _UNSIZED = "its size is decided by the first engine (cpu_bytes = auto)"
 
 
-def checks(state: BrokerState, now: float) -> list[Check]:
+def readiness_checks(state: BrokerState, now: float) -> list[CheckStatus]:
     """Return the readiness checks, in the order in which they become ok.
 
-    All are ok exactly if `BrokerState.ready`. An absent engine fails none: neither that of a pool
-    whose size the first engine decides, nor that of a lane that starts with its first worker.
+    All are ok exactly if `BrokerState.ready`. A missing engine fails none: a pool whose size the
+    first engine decides is ok, and so is a lane that starts with its first worker.
     """
     return [
         _pool_check(state),
         *(_lane_check(state, lane, now) for lane in state.lanes.values()),
-        Check("drain", not state.draining, _drain_text(state)),
+        CheckStatus("drain", not state.draining, _drain_text(state)),
     ]
 
 
-def _pool_check(state: BrokerState) -> Check:
+def _pool_check(state: BrokerState) -> CheckStatus:
     total = state.pool_bytes
     if total is None:
-        return Check("pool", ok=True, text=_UNSIZED)
+        return CheckStatus("pool", ok=True, text=_UNSIZED)
     pinning = state.pinning
     pinned = f" and pinned by {len(pinning)} lanes" if len(pinning) > 1 else " and pinned"
     if state.pool_usable:
         text = f"{format_size(total)} are allocated{pinned if pinning else ''}"
-        return Check("pool", ok=True, text=text, percent=100.0)
+        return CheckStatus("pool", ok=True, text=text, percent=100.0)
     percent = min(100.0 * state.pinned_bytes / total, 99.9)
     failed = [lane for lane in pinning if lane.pool_error]
     if failed:
         text = f"lane {failed[0].device}: {failed[0].pool_error}"
-        return Check("pool", ok=False, text=text, percent=percent)
+        return CheckStatus("pool", ok=False, text=text, percent=percent)
     if not state.pool_ready:
         text = f"{format_size(state.allocated)} of {format_size(total)} are allocated"
     else:
@@ -230,19 +229,23 @@ def _pool_check(state: BrokerState) -> Check:
         )
     left = state.progress.seconds_left(total)
     estimate = f", about {duration(left)} left" if left else ""
-    return Check("pool", ok=False, text=f"{text} ({percent:.0f} %{estimate})", percent=percent)
+    return CheckStatus(
+        "pool", ok=False, text=f"{text} ({percent:.0f} %{estimate})", percent=percent
+    )
 
 
 def _drain_text(state: BrokerState) -> str:
     if state.stopping:
         return "stopping"
     if state.drain is not None:
-        return f"drained by {by(state.drain.by)}; kvd resume undoes that"
+        return f"drained by {peer_text(state.drain.by)}; kvd resume undoes that"
     return "not draining"
 
 
-def _lane_check(state: BrokerState, lane: Lane, now: float) -> Check:
-    return Check(f"lane {lane.device}", not state.is_missing(lane), _lane_text(state, lane, now))
+def _lane_check(state: BrokerState, lane: Lane, now: float) -> CheckStatus:
+    return CheckStatus(
+        f"lane {lane.device}", not state.is_missing(lane), _lane_text(state, lane, now)
+    )
 
 
 def _lane_text(state: BrokerState, lane: Lane, now: float) -> str:

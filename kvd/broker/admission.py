@@ -1,9 +1,9 @@
-"""Whether a registration can be served at all, or why not; and the size of a pool for it."""
+"""Checks that refuse a registration, and the size of the pool with ``cpu_bytes = auto``."""
 
 import re
 from collections.abc import Mapping, Sequence
 
-from kvd.broker.engines.sessions import Engine, Session
+from kvd.broker.sessions import Engine, Session
 from kvd.broker.state import BrokerState
 from kvd.config.settings import Settings
 from kvd.errors import Refusal
@@ -15,12 +15,12 @@ from kvd_proto.text import format_size, unprintable
 
 CUDA_DEVICE = re.compile(r"cuda:(MIG-)?[0-9a-f]{32}")
 MAX_CUDA_LANES = 64
-KEPT_PART = 10  # a kept pool is used where its size differs by no more than one part in so many
-FAILED_SECONDS = 10.0  # clients ask every 2 s: not each of them is worth a process
+KEPT_PART = 10  # a kept pool is used if its size differs by at most one part in so many
+FAILED_SECONDS = 10.0  # clients retry every 2 s: do not start a process for each try
 
 
 def check_rank(engine: Engine, message: Register, others: Mapping[int, Session]) -> None:
-    """Refuse a rank that is taken or contradicts the engine's `others`; with both figures."""
+    """Refuse a rank that is taken or that contradicts the engine's other ranks."""
     holder = others.get(message.rank)
     if holder is not None:
         raise Refusal(
@@ -34,21 +34,21 @@ def check_rank(engine: Engine, message: Register, others: Mapping[int, Session])
             f"rank {message.rank} in a world of {message.world_size}; ranks count from 0",
         )
     for session in others.values():
-        other = session.stated
+        other = session.register_message
         if other is None:
             continue
         for field in ("world_size", "temporary", "fingerprint"):
-            mine, theirs = getattr(message, field), getattr(other, field)
-            if mine != theirs:
+            value, other_value = getattr(message, field), getattr(other, field)
+            if value != other_value:
                 raise Refusal(
                     ErrorCode.BAD_LAYOUT,
-                    f"rank {message.rank} has {field} = {mine}, the engine's other ranks have"
-                    f" {theirs}",
+                    f"rank {message.rank} has {field} = {value}, the engine's other ranks have"
+                    f" {other_value}",
                 )
 
 
 def check_device(state: BrokerState, device: str, now: float) -> None:
-    """Refuse a device that no lane serves or could, or whose lane could not start a moment ago."""
+    """Refuse a device that no lane can serve, or whose lane failed to start a moment ago."""
     if device in state.lanes:
         return
     failed_at, failure = state.failed_lanes.get(device, (-FAILED_SECONDS, ""))
@@ -71,9 +71,10 @@ def check_device(state: BrokerState, device: str, now: float) -> None:
 
 
 def check_descriptors(message: Register, count: int) -> None:
-    """Refuse a registration without a descriptor: its control page's, or one a handle names.
+    """Refuse a registration that came with too few descriptors.
 
-    A worker whose handles name none may send none, and has no control page then.
+    They are the control page's and those that handles name. A worker whose handles name none may
+    send none; it has no control page then.
     """
     if not count and all(isinstance(handle, IpcHandle) for handle in message.handles):
         return
@@ -87,12 +88,12 @@ def check_descriptors(message: Register, count: int) -> None:
 
 
 def check_names(code: ErrorCode, names: Mapping[str, str]) -> None:
-    """Refuse, with `code`, a name that cannot be shown anywhere; `names` are by their field."""
+    """Refuse, with `code`, names (by field) with unprintable characters."""
     for field, name in names.items():
-        if found := unprintable(name):
+        if character := unprintable(name):
             raise Refusal(
                 code,
-                f"{field} {name!r} has a character that cannot be shown, {found}; names are"
+                f"{field} {name!r} has a character that cannot be shown, {character}; names are"
                 " letters, digits, punctuation, symbols and spaces",
             )
 
@@ -110,17 +111,18 @@ def names_of(message: Register) -> dict[str, str]:
 
 
 def check_layout(message: Register, others: Mapping[int, Session], budget: int | None) -> None:
-    """Refuse a layout that is unsound, contradicts `others`, or whose chunk exceeds `budget`.
+    """Refuse a layout that is unsound or contradicts `others`, or whose chunk exceeds `budget`.
 
-    A budget of None is not known yet.
+    budget: the pool's size in bytes; None while it is not known.
     """
     if len(message.handles) != len(message.layout.storages):
         raise Refusal(
             ErrorCode.BAD_LAYOUT,
             f"{len(message.handles)} handles for {len(message.layout.storages)} storages",
         )
-    said = {rank: session.stated for rank, session in others.items()} | {message.rank: message}
-    registrations = {rank: each for rank, each in said.items() if each is not None}
+    messages = {rank: session.register_message for rank, session in others.items()}
+    messages[message.rank] = message
+    registrations = {rank: known for rank, known in messages.items() if known is not None}
     try:
         validate_layout(message.layout)
         compare_ranks(
@@ -140,18 +142,17 @@ def auto_size(
     kept: int | None,
     lanes: int = 0,
 ) -> tuple[int, str]:
-    """Return the size of a pool for an engine of these ranks, in bytes, and how it came about.
+    """Return the size of a pool with ``cpu_bytes = auto``, in bytes, and the explanation.
 
-    Where ``cpu_bytes`` is ``auto`` the first engine of which every rank asks for registration
-    decides, by what all of its ranks report together, in whatever order they came. Until then
-    their registrations wait; a rank whose engine never completes decides nothing.
+    The first engine whose ranks have all asked for registration decides the size, by the layouts
+    of all its ranks. Registrations wait until then; an engine that never completes decides nothing.
 
     Args:
         settings: of the daemon.
         layouts: of the ranks.
-        available: bytes of the largest pool that fits, beside what pinning it takes.
-        kept: size of the pool that the daemon before left, if it can be used.
-        lanes: how many times it is pinned, see `pinning_lanes`.
+        available: bytes of the largest pool that fits, beside the memory that pinning it takes.
+        kept: size of the pool that the previous daemon left, if it can be used.
+        lanes: how many times the pool is pinned, see `pinning_lanes`.
 
     Raises:
         Refusal: such a pool would hold no chunk.

@@ -1,15 +1,15 @@
-"""What schedulers ask of the cache: where chunks may be written, where they lie, forget them all.
+"""Requests of schedulers: steps and resets.
 
-Each is decided by the table of the namespace that the engine is attached to; slots that the
-table gives up while lanes may be writing there are called back from the lanes.
+The table of the namespace that the engine is attached to decides. Slots that the table gives up
+while lanes may be writing into them are revoked from the lanes.
 """
 
 from itertools import accumulate
 from typing import TypeAlias
 
 from kvd.broker.effects import Effect
-from kvd.broker.engines.sessions import Engine, Request, Session
-from kvd.broker.requests.operations import Handler
+from kvd.broker.operations import Handler
+from kvd.broker.sessions import Engine, Request, Session
 from kvd.broker.state import BrokerState
 from kvd.broker.tiers.tiering import Tiering
 from kvd.cache.directory import Blocks, Refs
@@ -31,21 +31,21 @@ from kvd_proto.messages import (
     Stepped,
 )
 
-UNUSED_SECONDS = 0.25  # of others' loans, until they end where an engine gets too few
+UNUSED_SECONDS = 0.25  # loans of others that are unused for this long end if slots lack
 _NOTHING = Stepped(slots=NO_SLOTS, generations=NO_GENERATIONS)
 
 _Slots: TypeAlias = tuple[list[int], list[int]]  # with their generations
 
 
 class Caching:
-    """Decisions about engines' chunks."""
+    """Decisions about steps and resets."""
 
     def __init__(self, state: BrokerState, tiering: Tiering) -> None:
         self._state = state
         self._tiering = tiering
 
     def handlers(self) -> dict[type[Message], Handler]:
-        """Return who serves which request; each refuses engines that are not complete."""
+        """Return the handler of each request; it refuses engines that are not complete."""
         return {
             Step: self._step,
             Reset: self._reset,
@@ -54,15 +54,16 @@ class Caching:
     def _step(self, request: Request[Step]) -> list[Effect]:
         """Serve one scheduler's Step: book what it has decided, then lend it slots.
 
-        Checks come first. After them nothing is refused: what cannot be had is lost, and counted.
-        The reply says what was lent; then lanes are told which slots to leave, and tiers what to
-        bring up.
+        1. Check the message: only these checks refuse it.
+        2. Book drops, stores, pins and uses. What cannot be booked is lost, and counted.
+        3. Lend slots; the reply carries them.
+        4. Revoke dropped slots from lanes, and request promotions from tiers.
         """
         step, now = request.message, request.now
         engine, namespace = _served_scheduler(request.session)
         slots, generations, pins = _checked_slots(step)
         blocks = _checked_blocks(step, namespace)
-        uses = _checked_uses(step)
+        finished = _checked_finished_requests(step)
         table, owner, state = namespace.table, engine.number, self._state
         to_revoke: Refs = []
         if step.missed:
@@ -82,10 +83,10 @@ class Caching:
             )
         for pin, pinned in zip(step.pins, pins, strict=True):
             self._pin(pin, pinned, namespace, owner, now)
-        for number in step.unpinned:
-            table.loads.unpin(number, owner)
-        for keys, prompt, label in uses:
-            table.finish_request(keys, prompt, label, now)
+        for lease in step.unpinned:
+            table.loads.unpin(lease, owner)
+        for keys, num_prompt_keys, label in finished:
+            table.finish_request(keys, num_prompt_keys, label, now)
         if step.unstored:
             table.stores.remember_unstored(step.unstored, now)
         if step.present or step.pending or step.not_yet or step.refused:
@@ -100,6 +101,7 @@ class Caching:
         return effects
 
     def _pin(self, pin: Pin, pinned: _Slots, namespace: Namespace, owner: int, now: float) -> None:
+        """Pin slots under a lease, unless the engine has `max_leases`."""
         table, settings = namespace.table, self._state.settings
         if table.slots.leases.held_by(owner) >= settings.max_leases:
             self._state.reached("max_leases")
@@ -109,48 +111,50 @@ class Caching:
         table.loads.pin(pin.lease, *pinned, owner, now, seconds)
 
     def _lend(self, engine: Engine, namespace: Namespace, step: Step, now: float) -> Stepped:
-        """Lend slots ahead of need, and as many as were refused for want of a loan.
+        """Lend an engine slots ahead of need, and as many as it lacked a loan for.
 
-        Only an engine that stores evicts other namespaces' chunks, and not with its first step, so
-        that what a daemon has kept is there for the first request. Where it gets too few, loans end
-        that other engines have not used for a while.
+        1. An engine that stores may evict other namespaces' chunks for its loans, but not with its
+           first step: chunks that the daemon has kept stay for the first request.
+        2. A step that only wants slots asks for them in bulk.
+        3. If an engine that stores gets too few, other engines' unused loans end.
         """
         state, table, owner = self._state, namespace.table, engine.number
-        first, engine.stepped = not engine.stepped, True
-        engines, lending = max(1, namespace.engines), table.lending
-        # A step that says nothing else asks for slots in bulk.
-        bulk = not first and step == Step(wanted=step.wanted)
-        have, share = table.slots.loans.count(owner), lending.share(engines)
-        wanted = step.wanted if bulk else min(step.wanted, lending.most_ahead(engines))
-        need = min(wanted, share) - have if 2 * have < wanted else 0
-        need = max(need, min(step.refused, share) - have)
+        is_first, engine.stepped = not engine.stepped, True
+        num_engines, lending = max(1, namespace.engines), table.lending
+        is_bulk = not is_first and step == Step(wanted=step.wanted)
+        num_lent, share = table.slots.loans.count(owner), lending.share(num_engines)
+        target = step.wanted if is_bulk else min(step.wanted, lending.most_ahead(num_engines))
+        need = min(target, share) - num_lent if 2 * num_lent < target else 0
+        need = max(need, min(step.refused, share) - num_lent)
         if need <= 0 or state.draining or not state.allocated:
             return _NOTHING
-        stores = bool(step.keys or step.refused or bulk)
-        slots, generations = lending.lend(
-            owner, need, engines, now, state.usable_bytes(engine), evict=stores
-        )
-        if stores and len(slots) < need:
-            for each in state.open_namespaces:
-                each.table.lending.end_unused_loans(now - UNUSED_SECONDS, but=owner)
+        is_storing = bool(step.keys or step.refused or is_bulk)
+        usable = state.usable_bytes(engine)
+        slots, generations = lending.lend(owner, need, num_engines, now, usable, evict=is_storing)
+        if is_storing and len(slots) < need:
+            for other in state.open_namespaces:
+                other.table.lending.end_unused_loans(now - UNUSED_SECONDS, but=owner)
         if not slots:
             return _NOTHING
         return Stepped(slots=IntArray.of(slots, "u4"), generations=IntArray.of(generations, "u8"))
 
     def _reset(self, request: Request[Reset]) -> list[Effect]:
-        """Answer at once: nothing of before is found any more; slots are freed afterwards."""
+        """Drop all chunks: none is found from now on; their slots are freed afterwards.
+
+        If the reset could not be recorded, the reply is NOT_READY: the scheduler tries again, and
+        finds nothing until then.
+        """
         _, namespace = _attached(request.session)
-        done, slots, lack = self._state.reset(namespace)
-        # It asks again, and finds nothing until it has its answer.
-        reply = Error.of(ErrorCode.NOT_READY, lack) if lack else done
+        done, to_revoke, problem = self._state.reset(namespace)
+        reply = Error.of(ErrorCode.NOT_READY, problem) if problem else done
         effects: list[Effect] = [request.reply(reply)]
-        if not namespace.temporary:  # that of a self-test concerns nobody else
+        if not namespace.temporary:  # a self-test's reset is not logged
             text = f"{request.session.identity} reset its namespace: {done.dropped} chunks dropped"
             if done.deferred:
                 text += f"; {done.deferred} more go when their leases end"
             effects.append(request.session.event(text))
         effects += self._tiering.reset(namespace)
-        return [*effects, *self._state.revoke(namespace, slots)]
+        return [*effects, *self._state.revoke(namespace, to_revoke)]
 
 
 def _attached(session: Session) -> tuple[Engine, Namespace]:
@@ -160,15 +164,15 @@ def _attached(session: Session) -> tuple[Engine, Namespace]:
         raise Refusal(ErrorCode.BAD_STATE, "this session belongs to no engine")
     if engine.namespace is None:
         missing = engine.missing_ranks
-        lacks = f"ranks {list(missing)} have not" if missing else "no rank has"
-        raise Refusal(ErrorCode.NOT_READY, f"engine {engine.name!r}: {lacks} registered yet")
+        ranks = f"ranks {list(missing)} have not" if missing else "no rank has"
+        raise Refusal(ErrorCode.NOT_READY, f"engine {engine.name!r}: {ranks} registered yet")
     return engine, engine.namespace
 
 
 def _served_scheduler(session: Session) -> tuple[Engine, Namespace]:
-    """Return a scheduler's engine and namespace, or refuse a session that may send no steps.
+    """Return a scheduler's engine and namespace, or refuse the step.
 
-    Those are sessions of another kind, and of an engine with a rank whose lane is not there.
+    Refused are sessions of another kind, and engines with a rank whose lane is being replaced.
     """
     if session.kind != "scheduler":
         raise Refusal(ErrorCode.BAD_STATE, f"STEP by a {session.kind}, only schedulers may")
@@ -184,7 +188,7 @@ def _served_scheduler(session: Session) -> tuple[Engine, Namespace]:
 
 
 def _checked_slots(step: Step) -> tuple[list[int], list[int], list[_Slots]]:
-    """A step's slots and generations, and those of its pins; refused where they do not fit."""
+    """Return a step's slots and generations, and those of its pins; refuse unequal numbers."""
     slots, generations = step.slots.tolist(), step.generations.tolist()
     if not len(step.keys) == len(slots) == len(generations):
         raise Refusal(
@@ -197,39 +201,43 @@ def _checked_slots(step: Step) -> tuple[list[int], list[int], list[_Slots]]:
             f"{len(step.descriptions)} descriptions for {len(slots)} keys",
         )
     pins = [(pin.slots.tolist(), pin.generations.tolist()) for pin in step.pins]
-    for pinned, of in pins:
-        if len(pinned) != len(of):
+    for pin_slots, pin_generations in pins:
+        if len(pin_slots) != len(pin_generations):
             raise Refusal(
                 ErrorCode.BAD_MESSAGE,
-                f"{len(of)} generations for the {len(pinned)} slots of a pin",
+                f"{len(pin_generations)} generations for the {len(pin_slots)} slots of a pin",
             )
     return slots, generations, pins
 
 
 def _checked_blocks(step: Step, namespace: Namespace) -> list[Blocks]:
-    """Return what of each chunk is meant; nothing where it is all of every chunk."""
-    first, count, keys = step.first, step.count, len(step.keys)
+    """Return the first block and the count of blocks of each stored chunk, or refuse them.
+
+    Empty if every chunk is complete.
+    """
+    first, count, num_keys = step.first, step.count, len(step.keys)
     if first is NO_ITEMS and count is NO_ITEMS:
         return []
-    if not len(first) == len(count) in {0, keys}:
+    if not len(first) == len(count) in {0, num_keys}:
         raise Refusal(
             ErrorCode.BAD_MESSAGE,
-            f"{len(first)} first blocks and {len(count)} counts for {keys} keys",
+            f"{len(first)} first blocks and {len(count)} counts for {num_keys} keys",
         )
     if not len(first):
         return []
     blocks = list(zip(first.tolist(), count.tolist(), strict=True))
-    whole = namespace.geometry.blocks_per_chunk
-    for begin, number in blocks:
-        if number < 1 or begin + number > whole:
+    blocks_per_chunk = namespace.geometry.blocks_per_chunk
+    for begin, num_blocks in blocks:
+        if num_blocks < 1 or begin + num_blocks > blocks_per_chunk:
             raise Refusal(
-                ErrorCode.BAD_MESSAGE, f"{number} blocks from {begin} on of a chunk of {whole}"
+                ErrorCode.BAD_MESSAGE,
+                f"{num_blocks} blocks from {begin} on of a chunk of {blocks_per_chunk}",
             )
     return blocks
 
 
-def _checked_uses(step: Step) -> list[tuple[Keys, int, int]]:
-    """Return keys, count of keys of the prompt, and label of each request that has finished."""
+def _checked_finished_requests(step: Step) -> list[tuple[Keys, int, int]]:
+    """Return keys, number of prompt keys, and label of each finished request, or refuse them."""
     if not step.used:
         return []
     counts = step.used_counts.tolist() or [len(step.used)]

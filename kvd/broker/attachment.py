@@ -1,9 +1,8 @@
-"""An engine whose ranks are all registered gets its namespace.
+"""Attaching an engine whose ranks are all registered to its namespace.
 
-The namespace's id is a hash over everything that decides what the bytes of a chunk mean:
-the fingerprint as the engine states it, and the layout as its registration shows it. The
-number of GPU blocks, strides and addresses do not matter: an engine with more GPU memory
-reads the same chunks.
+The namespace's id is a hash of everything that decides the meaning of a chunk's bytes: the
+fingerprint that the engine states, and the layout that its registration shows. It excludes the
+number of GPU blocks, strides and addresses: an engine with more GPU memory reads the same chunks.
 """
 
 import hashlib
@@ -12,17 +11,17 @@ from typing import Any
 
 import msgspec
 
+from kvd.broker.children import Lane
 from kvd.broker.effects import (
     DirectoryFd,
     Effect,
-    Event,
     LifelineFd,
+    LogEvent,
     Notify,
     SessionFds,
     ToLane,
 )
-from kvd.broker.engines.lanes import Lane
-from kvd.broker.engines.sessions import Engine, Session
+from kvd.broker.sessions import Engine, Session
 from kvd.broker.state import BrokerState
 from kvd.errors import KvdError
 from kvd.wire.link import BindWorker, ImportWorker
@@ -34,9 +33,11 @@ from kvd_proto.text import format_size
 
 
 def attach(state: BrokerState, engine: Engine) -> list[Effect]:
-    """Open the namespace of a complete engine, bind its workers, tell its sessions.
+    """Attach an engine; do nothing while ranks are missing or the pool has no size.
 
-    Nothing happens while ranks are missing.
+    1. Open its namespace.
+    2. Bind the workers whose memory is mapped.
+    3. Notify its sessions, if all of them are.
 
     Raises:
         LayoutError: the ranks' layouts make no pool.
@@ -64,15 +65,15 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     )
     namespace.tokens_per_chunk = tokens = tokens_per_chunk(layouts[0])
     if namespace.table.curve is not None:
-        keys = len(layouts[0].groups)  # that each token has
+        keys = len(layouts[0].groups)  # of each token
         namespace.table.curve.tokens_per_key = None if tokens is None else tokens / keys
     state.namespaces.attach_engine(namespace)
     engine.namespace, engine.stepped = namespace, False
-    # The others are bound when their lane, which was lost meanwhile, has mapped their memory.
+    # A worker whose lane was lost meanwhile is bound when the next lane has mapped its memory.
     return [
         *(bind(state, worker) for worker in workers if worker.imported),
-        *tell_served(state, engine),
-        Event(
+        *notify_attached(state, engine),
+        LogEvent(
             f"engine {engine.name} attached to namespace {namespace.id.hex()[:8]}:"
             f" {sizes.num_chunks} chunks of {format_size(sizes.bytes_per_chunk)}",
             fields={"engine": engine.name, "namespace": namespace.id.hex()},
@@ -80,20 +81,20 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
     ]
 
 
-def tell_served(state: BrokerState, engine: Engine) -> list[Effect]:
-    """Tell an engine's sessions that chunks can be found, if they can be loaded."""
+def notify_attached(state: BrokerState, engine: Engine) -> list[Effect]:
+    """Notify a served engine's sessions that it is attached; do nothing if it is not served."""
     if not engine.served:
         return []
     return [attached_notice(state, engine, number) for number in engine.sessions]
 
 
 def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
-    """Return the notice that a served engine's sessions get."""
+    """Return ATTACHED for a session of an attached engine."""
     namespace = engine.namespace
     if namespace is None:
-        raise KvdError(f"{engine!r} is not attached")
+        raise KvdError(f"engine {engine.name!r} is not attached")
     geometry = namespace.geometry
-    schedules = engine.sessions[session].kind == "scheduler"
+    is_scheduler = engine.sessions[session].kind == "scheduler"
     return Notify(
         session,
         Attached(
@@ -107,15 +108,15 @@ def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
             if namespace.directory.tiers is not None
             else (),
         ),
-        DirectoryFd(namespace.id, engine.number if schedules else None),
+        DirectoryFd(namespace.id, engine.number if is_scheduler else None),
     )
 
 
 def bind(state: BrokerState, worker: Session) -> ToLane:
-    """Tell the worker's lane where its chunks live, and count that order."""
+    """Order the worker's lane to bind it to its namespace's slots, and count the order."""
     engine, registration = worker.engine, worker.registration
     if engine is None or registration is None or engine.namespace is None:
-        raise KvdError(f"{worker!r} cannot be bound")
+        raise KvdError(f"{worker.identity} cannot be bound")
     geometry = engine.namespace.geometry
     arena = 0 if registration.layout.replicated else registration.rank
     state.lanes[registration.device].bindings += 1
@@ -133,7 +134,7 @@ def bind(state: BrokerState, worker: Session) -> ToLane:
 
 
 def import_worker(session: Session, registration: Register) -> ToLane:
-    """Ask the lane to map the worker's memory."""
+    """Order the lane to map the worker's memory."""
     session.imported = False
     return ToLane(
         registration.device,
@@ -154,7 +155,7 @@ def import_worker(session: Session, registration: Register) -> ToLane:
 
 
 def lane_up(session: Session, lane: Lane) -> Notify:
-    """Tell a worker which process has mapped its memory."""
+    """Return the notice that names the lane's process that has mapped a worker's memory."""
     message = LaneUp(
         device=lane.device,
         incarnation=lane.incarnation,
@@ -179,7 +180,7 @@ def _shape(layout: RankLayout) -> list[Any]:
 def namespace_id(registrations: Sequence[Register], uid: int | None = None) -> bytes:
     """Return the 16-byte id for one engine's registrations, ordered by rank.
 
-    With `uid`, only engines of that user have it.
+    With `uid`, engines of other users get other ids.
     """
     first = registrations[0]
     parts: list[Any] = [

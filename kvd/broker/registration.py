@@ -1,34 +1,32 @@
-"""A worker's memory: register, import, attach the engine, and let go again.
+"""Registration of a worker's memory: check, import, attach the engine, release.
 
-A registration is answered once a lane has mapped the memory. It may have to wait for the
-pool's size (``auto``), or for a lane that is being restarted; it waits to a deadline and is
-then refused with the reason::
+A registration is answered once a lane has mapped the memory. Until then it may wait for the pool's
+size (``auto``) or for a lane that is being restarted; at its deadline it is refused::
 
     UNCHECKED ──checked──▶ WAITING ──lane serves──▶ IMPORTING ──mapped──▶ registered
                               ▲                         │
                               └───────lane lost─────────┘
 """
 
-from kvd.broker.background import Background, Task
-from kvd.broker.effects import DropFds, Effect, Event, Notify, OpenPool, StartLane, ToLane
-from kvd.broker.engines.admission import (
+from kvd.broker.admission import (
     check_device,
     check_layout,
     check_names,
     check_rank,
     names_of,
 )
-from kvd.broker.engines.attachment import attach, bind, import_worker, lane_up, tell_served
-from kvd.broker.engines.lanes import Lane
-from kvd.broker.engines.sessions import (
+from kvd.broker.attachment import attach, bind, import_worker, lane_up, notify_attached
+from kvd.broker.children import Lane
+from kvd.broker.effects import DropFds, Effect, LogEvent, Notify, OpenPool, StartLane, ToLane
+from kvd.broker.sessions import (
     Engine,
     PendingRegister,
+    PendingUnregister,
     RegisterStep,
-    Releasing,
     Request,
     Session,
 )
-from kvd.broker.state import BrokerState
+from kvd.broker.state import BackgroundTasks, BrokerState, Task
 from kvd.cache.namespaces import Namespaces
 from kvd.config.values import quota_contradictions
 from kvd.errors import KvdError, Refusal
@@ -46,56 +44,58 @@ from kvd_proto.messages import (
 )
 
 REGISTER_SECONDS = 20.0
-AT_ONCE = 1024  # a layout with more tensors and groups is checked in a turn of its own
+MAX_CHECKED_AT_ONCE = 1024  # tensors and groups; a larger layout is checked in the next turn
 
 
 class Registration:
     """Decisions about workers' memory; `background` checks large layouts."""
 
-    def __init__(self, state: BrokerState, background: Background) -> None:
+    def __init__(self, state: BrokerState, background: BackgroundTasks) -> None:
         self._state = state
         self._background = background
-        self._opening: Engine | None = None  # whose ranks decide the pool's size
+        self._sizing_engine: Engine | None = None  # its ranks decide the size of the opening pool
 
     # ---------------------------------------------------------------- pool
 
     def pool_opened(self, namespaces: Namespaces, explanation: str = "") -> list[Effect]:
-        """Go on with a pool that is open; its memory is being allocated.
+        """Advance registrations: the pool is open, and its memory is being allocated.
 
         Args:
             namespaces: over the pool.
-            explanation: of the size, where `OpenPool` asked for it.
+            explanation: of the size, if `OpenPool` opened the pool.
         """
         state, effects = self._state, list[Effect]()
         state.namespaces, nbytes = namespaces, namespaces.cpu_bytes
-        if self._opening is not None:
-            self._opening = None
-            wrong = quota_contradictions(state.settings.quotas(nbytes), nbytes)
-            effects.append(Event(f"cpu_bytes auto: {explanation}"))
-            effects += [Event(f"quota: {text}", "warning") for text in wrong]
+        if self._sizing_engine is not None:
+            self._sizing_engine = None
+            contradictions = quota_contradictions(state.settings.quotas(nbytes), nbytes)
+            effects.append(LogEvent(f"cpu_bytes auto: {explanation}"))
+            effects += [LogEvent(f"quota: {text}", "warning") for text in contradictions]
         for session in state.registry.sessions.values():
             effects += self.advance(session)
         return effects
 
     def pool_refused(self, refusal: Refusal) -> list[Effect]:
-        """Refuse who waits for the pool that `OpenPool` asked for: it cannot be had."""
-        engine, self._opening = self._opening, None
-        ranks = engine.waiting.values() if engine is not None else ()
-        return [effect for rank in ranks for effect in self.give_up(rank, refusal)]
+        """Refuse the registrations that wait for the pool that `OpenPool` could not open."""
+        engine, self._sizing_engine = self._sizing_engine, None
+        sessions = engine.waiting.values() if engine is not None else ()
+        return [effect for session in sessions for effect in self.give_up(session, refusal)]
 
     def _open_pool(self, engine: Engine) -> list[Effect]:
-        """With ``auto``, the first engine of which all ranks have come decides the pool's size."""
-        if self._opening is not None or _missing(engine):
+        """Open a pool sized for the first engine whose ranks have all come (``auto``)."""
+        if self._sizing_engine is not None or _missing_ranks(engine):
             return []
-        self._opening = engine
-        ranks = sorted(engine.waiting.items())
-        stated = [session.stated for _, session in ranks if session.stated is not None]
-        return [OpenPool(tuple(s.layout for s in stated), tuple(s.device for s in stated))]
+        self._sizing_engine = engine
+        messages = _waiting_messages(engine)
+        return [OpenPool(tuple(m.layout for m in messages), tuple(m.device for m in messages))]
 
     # ------------------------------------------------------------ requests
 
     def register(self, request: Request[Register]) -> list[Effect]:
-        """Check what can be checked at once, or refuse; the rest happens when it can."""
+        """Begin a registration: check it and have a lane map the memory, or refuse it.
+
+        It is answered later: by `imported`, `expire`, or `give_up`.
+        """
         session, message, state = request.session, request.message, self._state
         engine = session.engine
         if engine is None or session.registration is not None:
@@ -115,19 +115,20 @@ class Registration:
                 " decide; register another engine first",
             )
         pending = session.pending = PendingRegister(request, request.now + REGISTER_SECONDS)
-        if len(message.layout.tensors) + len(message.layout.groups) > AT_ONCE:
+        if len(message.layout.tensors) + len(message.layout.groups) > MAX_CHECKED_AT_ONCE:
             self._background.start("registrations", self._check(session, engine, pending))
-            return self._want_lane(message.device)
+            return self._ensure_lane(message.device)
         return next(self._check(session, engine, pending))
 
     def _check(self, session: Session, engine: Engine, pending: PendingRegister) -> Task:
-        """Check the layout, and move the registration on.
+        """Check the layout, then advance the registration.
 
-        A large layout comes here in the next turn: to decode it was enough for its own.
+        A large layout is checked in the turn after the one that decoded it.
         """
         if session.pending is not pending:
             return
-        others, unsized = self._others(engine), self._state.namespaces is None
+        has_size = self._state.namespaces is not None
+        others = engine.workers if has_size else engine.waiting
         try:
             check_rank(engine, pending.message, others)
             check_layout(pending.message, others, self._state.settings.pool_bytes)
@@ -135,24 +136,20 @@ class Registration:
             yield self.give_up(session, refusal)
             return
         pending.step = RegisterStep.WAITING
-        effects = self._want_lane(pending.device)
-        yield effects + (self._open_pool(engine) if unsized else self.advance(session))
+        effects = self._ensure_lane(pending.device)
+        yield effects + (self.advance(session) if has_size else self._open_pool(engine))
 
-    def _others(self, engine: Engine) -> dict[int, Session]:
-        """Return the ranks that a new one is held against."""
-        return engine.waiting if self._state.namespaces is None else engine.workers
-
-    def _want_lane(self, device: str) -> list[Effect]:
-        """Have a lane for `device`, which `check_device` has passed."""
+    def _ensure_lane(self, device: str) -> list[Effect]:
+        """Start a lane for `device`, which `check_device` has passed, if there is none."""
         if device in self._state.lanes:
             return []
         lane = self._state.lanes[device] = Lane(device, on_demand=True)
-        if device in self._state.failed_lanes:  # it was logged before
+        if device in self._state.failed_lanes:  # logged before
             return [StartLane(device)]
         return [lane.event(f"lane {device} is wanted"), StartLane(device)]
 
     def advance(self, session: Session) -> list[Effect]:
-        """Move a pending registration on if what it waited for is there."""
+        """Have the lane map a waiting worker's memory, if lane and pool are ready."""
         pending = session.pending
         if pending is None or pending.step is not RegisterStep.WAITING:
             return []
@@ -163,15 +160,16 @@ class Registration:
         return [import_worker(session, pending.message)]
 
     def unregister(self, request: Request[Unregister]) -> list[Effect]:
-        """Let go of the session's memory; answered when nothing touches it."""
+        """Release the session's memory; the reply comes when no lane touches it any more."""
         session = request.session
         registration = session.registration
         if registration is None:
             raise Refusal(ErrorCode.BAD_STATE, "nothing is registered by this session")
         who = session.identity
-        effects, freed = self._leave(session, "unregistered")
-        effects.append(Event(f"{who} has unregistered{freed_text(freed)}", fields=who.fields))
-        session.releasing = Releasing(request, registration.device)
+        effects, num_freed = self._unregister(session, "unregistered")
+        text = f"{who} has unregistered{freed_text(num_freed)}"
+        effects.append(LogEvent(text, fields=who.fields))
+        session.releasing = PendingUnregister(request, registration.device)
         release = self._release(session, registration.device)
         return effects + (release or self.released(session))
 
@@ -189,12 +187,12 @@ class Registration:
         return effects
 
     def lane_ended_importing(self, session: Session, lane: Lane) -> list[Effect]:
-        """A lane's process ended while it mapped this session's memory: it may be tried once more.
+        """Count the end of a lane's process that was mapping this session's memory.
 
-        After that the registration is refused. One that holds, and that the lane was to map again
-        after its restart, stays without a lane, and its engine detached.
+        At `MAX_FATAL_IMPORTS` a registration under way is refused. One that holds and was being
+        mapped again stays without a lane, and its engine is told that it is detached.
         """
-        fatal, message, engine = self._state.fatal_imports, session.stated, session.engine
+        fatal, message, engine = self._state.fatal_imports, session.register_message, session.engine
         if message is None or engine is None:
             return []
         fatal.lane_ended(session, lane.child.last_error, lane.child.heard_at)
@@ -208,12 +206,18 @@ class Registration:
         return [session.event(f"{session.identity}: {text}", "error"), *notices]
 
     def release_all(self, lane: Lane) -> list[Effect]:
-        """Have a lane let go of every worker's memory; what is registered holds for the next."""
+        """Have a lane release every worker's memory; registrations hold for its next process."""
         workers = self._state.workers_of(lane.device)
         return [effect for worker in workers for effect in self._release(worker, lane.device)]
 
     def imported(self, message: Imported) -> list[Effect]:
-        """A lane has mapped a worker's memory, or could not."""
+        """Finish a registration: a lane has mapped the memory, or could not.
+
+        1. Ignore the answer to an attempt that was given up.
+        2. If the registration was complete before, the lane was restarted: bind the worker again.
+        3. Refuse it on an error, or if it contradicts the other ranks by now.
+        4. Register the rank; attach its engine if it was the last one.
+        """
         session = self._state.registry.sessions.get(message.session)
         if session is None or message.attempt != session.attempt:
             return []
@@ -240,7 +244,7 @@ class Registration:
             release = self._release(session, pending.device)
             return [*release, *self.give_up(session, refusal)]
         session.pending = None
-        session.refusal = ""
+        session.last_refusal = ""
         missing = engine.missing_ranks
         text = f"{session.identity} registered; missing ranks: {list(missing) or 'none'}"
         return [
@@ -251,7 +255,7 @@ class Registration:
         ]
 
     def _imported_again(self, session: Session, message: Imported) -> list[Effect]:
-        """After a lane's restart."""
+        """Bind a registered worker again: a restarted lane has mapped its memory, or could not."""
         if session.registration is None:
             return []
         if message.error:
@@ -261,12 +265,12 @@ class Registration:
         effects: list[Effect] = [lane_up(session, self._state.lanes[session.registration.device])]
         engine = session.engine
         if engine is not None and engine.attached:
-            effects += [bind(self._state, session), *tell_served(self._state, engine)]
+            effects += [bind(self._state, session), *notify_attached(self._state, engine)]
         return effects
 
     @staticmethod
     def released(session: Session) -> list[Effect]:
-        """A lane touches a worker's memory no more: nobody has it once the worker is told."""
+        """Answer an Unregister: no lane touches the worker's memory any more."""
         releasing, session.releasing = session.releasing, None
         if releasing is None:
             return []
@@ -275,24 +279,24 @@ class Registration:
     # ------------------------------------------------------------- departure
 
     def session_lost(self, session: Session) -> tuple[list[Effect], int]:
-        """Let go of the memory of a session whose process is gone.
+        """Release the memory of a session whose process is gone.
 
         Returns:
-            What is to be done, and how many chunks in writing were given up.
+            The effects, and the number of chunks in writing that were given up.
         """
         effects: list[Effect] = []
-        freed = 0
+        num_freed = 0
         registration, pending = session.registration, session.pending
         session.pending = None
         if registration is not None:
-            effects, freed = self._leave(session, f"rank {registration.rank} is gone")
+            effects, num_freed = self._unregister(session, f"rank {registration.rank} is gone")
             effects += self._release(session, registration.device)
         elif pending is not None and pending.step is RegisterStep.IMPORTING:
             effects += self._release(session, pending.device)
-        return effects, freed
+        return effects, num_freed
 
     def expire(self, now: float) -> list[Effect]:
-        """Refuse registrations that have waited too long, saying for what."""
+        """Refuse registrations past their deadline; the text says what they waited for."""
         effects: list[Effect] = []
         for session in self._state.registry.sessions.values():
             pending = session.pending
@@ -304,8 +308,8 @@ class Registration:
                 code = ErrorCode.NOT_READY
                 text = (
                     "cpu_bytes is auto: the pool gets its size when all ranks of an engine ask for"
-                    f" registration; missing: {_missing(session.engine)}; try again when they have"
-                    " come"
+                    f" registration; missing: {_missing_ranks(session.engine)}; try again when they"
+                    " have come"
                 )
             elif pending.step is RegisterStep.IMPORTING:
                 text = f"lane {lane.device} did not map the memory in time; try again"
@@ -317,53 +321,60 @@ class Registration:
         return effects
 
     def give_up(self, session: Session, refusal: Refusal) -> list[Effect]:
-        """A pending registration comes to nothing; what a lane has mapped of it is released."""
+        """Refuse a registration under way, if there is one; close its descriptors."""
         pending, session.pending = session.pending, None
         if pending is None:
             return []
         self._state.reached(refusal.limit)
         return [
-            *refused(session, pending.message, str(refusal)),
+            *log_refusal(session, pending.message, str(refusal)),
             pending.request.reply(Error.of(refusal.code, str(refusal))),
             DropFds(session.number),
         ]
 
     def _release(self, session: Session, device: str) -> list[Effect]:
-        """Have a lane that may have mapped the session's memory let go of it."""
+        """Have a lane that may have mapped the session's memory release it."""
         session.imported = False
         if not self._state.lanes[device].up:
             return []
         return [ToLane(device, ReleaseWorker(session=session.number))]
 
-    def _leave(self, session: Session, reason: str) -> tuple[list[Effect], int]:
+    def _unregister(self, session: Session, reason: str) -> tuple[list[Effect], int]:
+        """Detach the engine and remove the session's registration."""
         engine, registration = session.engine, session.registration
         if engine is None or registration is None:
             return [], 0
-        effects, freed = self._state.detach(engine, reason)
+        effects, num_freed = self._state.detach(engine, reason)
         engine.workers.pop(registration.rank, None)
         session.registration = None
-        return effects, freed
+        return effects, num_freed
 
 
-def refused(session: Session, message: Register, text: str) -> list[Effect]:
-    """Return the log's line on a registration that is refused: one, however often it is tried."""
-    if session.refusal == text:
+def log_refusal(session: Session, message: Register, text: str) -> list[Effect]:
+    """Return a log line on a refused registration; none if the session's last one was the same."""
+    if session.last_refusal == text:
         return []
-    session.refusal = text
-    what = f"rank {message.rank} on {message.device!r} is refused: {text}"
-    return [session.event(f"{session.identity}: {what}", "warning")]
+    session.last_refusal = text
+    refusal = f"rank {message.rank} on {message.device!r} is refused: {text}"
+    return [session.event(f"{session.identity}: {refusal}", "warning")]
 
 
-def freed_text(freed: int) -> str:
+def freed_text(num_freed: int) -> str:
     """Return what an event adds about chunks in writing that were given up, if any were."""
-    return f"; {freed} {'chunk' if freed == 1 else 'chunks'} in writing freed" if freed else ""
+    if not num_freed:
+        return ""
+    return f"; {num_freed} {'chunk' if num_freed == 1 else 'chunks'} in writing freed"
 
 
-def _missing(engine: Engine) -> list[int]:
-    """Return the ranks that have not asked for registration, as those that have count them."""
+def _waiting_messages(engine: Engine) -> list[Register]:
+    """The registrations under way, in the order of ranks."""
+    sessions = [session for _, session in sorted(engine.waiting.items())]
+    messages = (session.register_message for session in sessions)
+    return [message for message in messages if message is not None]
+
+
+def _missing_ranks(engine: Engine) -> list[int]:
+    """The ranks without a registration under way, by the world size of those that have one."""
+    world_size = max((m.world_size for m in _waiting_messages(engine)), default=0)
     waiting = engine.waiting
-    world_size = max(
-        (s.stated.world_size for s in waiting.values() if s.stated is not None),
-        default=0,
-    )
     return [rank for rank in range(world_size) if rank not in waiting]

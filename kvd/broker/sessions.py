@@ -1,4 +1,4 @@
-"""Sessions and engines: who is connected, and what each has registered."""
+"""Sessions, engines, and the registry of both."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -6,12 +6,12 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from kvd.broker.effects import Event, Reply
-from kvd.broker.report.measures import RecentMax
+from kvd.broker.effects import LogEvent, Reply
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import ClientIdentity, Peer
 from kvd.errors import IntegrityError, Refusal
 from kvd.metrics.counts import EventCounts, LookupCounts
+from kvd.metrics.declare import RecentMax
 from kvd_proto.messages import ErrorCode, Message, Register, Unregister
 
 M = TypeVar("M", bound=Message)
@@ -20,7 +20,7 @@ M = TypeVar("M", bound=Message)
 class RegisterStep(StrEnum):
     """How far a registration has come."""
 
-    UNCHECKED = "unchecked"  # its layout is large, and is checked in a turn of its own
+    UNCHECKED = "unchecked"  # the layout is not checked yet
     WAITING = "waiting"  # for the pool's size, or for a lane that serves
     IMPORTING = "importing"  # a lane maps the memory
 
@@ -35,71 +35,74 @@ class PendingRegister:
 
     @property
     def message(self) -> Register:
-        """What the rank asks for."""
+        """The REGISTER message."""
         return self.request.message
 
     @property
     def device(self) -> str:
-        """Whose lane is to map the memory."""
+        """The device whose lane is to map the memory."""
         return self.request.message.device
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Session:
-    """One connection, until its end of file.
+    """One connection to the broker, until its end of file.
 
-    token: 16 bytes, with which its connection to a lane says that it is this worker's.
+    token: 16 bytes that the worker's connection to a lane begins with.
+    kind: from HELLO; empty before it.
+    imported: a living lane has mapped the registered memory.
+    attempt: number of registrations that were given up while a lane mapped the memory.
+    hello_at: when HELLO came, in monotonic seconds.
+    lookups, kv_events: the totals last reported.
+    last_refusal: why its registration was refused last.
     """
 
     number: int
     token: bytes
     peer: Peer
-    kind: str = ""  # what it said with HELLO
+    kind: str = ""
     engine: "Engine | None" = None
     pending: PendingRegister | None = None
     registration: Register | None = None
     imported: bool = False
-    attempt: int = 0  # how many registrations were given up while a lane mapped the memory
-    releasing: "Releasing | None" = None
-    since: float = 0.0  # when HELLO came, monotonic seconds
-    lookups: LookupCounts = field(default_factory=LookupCounts)  # as last reported
-    kv_events: EventCounts = field(default_factory=EventCounts)  # as last reported
-    refusal: str = ""  # why its registration was refused last
+    attempt: int = 0
+    releasing: "PendingUnregister | None" = None
+    hello_at: float = 0.0
+    lookups: LookupCounts = field(default_factory=LookupCounts)
+    kv_events: EventCounts = field(default_factory=EventCounts)
+    last_refusal: str = ""
 
     @property
     def state(self) -> str:
-        """Where the session stands, as docs/protocol.md draws it."""
+        """The session's state in the life cycle of docs/protocol.md."""
         if self.registration is not None:
             return "registered"
         return "welcomed" if self.kind else "connected"
 
     @property
-    def stated(self) -> Register | None:
-        """What the rank has registered, or wants to."""
+    def register_message(self) -> Register | None:
+        """The REGISTER that holds, or else the one under way."""
         return self.registration or (self.pending.message if self.pending is not None else None)
 
     @property
     def holds_memory(self) -> bool:
-        """Whether the descriptors of a registration, or of what is left of one, are needed."""
-        return self.stated is not None or self.releasing is not None
+        """Whether the descriptors of a registration are needed, or those of one being undone."""
+        return self.register_message is not None or self.releasing is not None
 
     @property
     def identity(self) -> ClientIdentity:
-        """How logs and events name this session."""
+        """The session's name in logs and events."""
         engine = self.engine.name if self.engine is not None else None
         rank = self.registration.rank if self.registration is not None else None
         return ClientIdentity(self.number, self.peer.pid, engine, self.kind, rank)
 
-    def event(self, text: str, level: str = "info") -> Event:
+    def event(self, text: str, level: str = "info") -> LogEvent:
         """Return an event that carries this session's identifiers."""
-        return Event(text, level, self.identity.fields)
-
-    def __repr__(self) -> str:
-        return f"<Session {self.number} {self.state}: {self.identity}>"
+        return LogEvent(text, level, self.identity.fields)
 
 
 class Request(msgspec.Struct, Generic[M], frozen=True):
-    """What a session asks for, at `now` in monotonic seconds."""
+    """A session's request; `now`: when it came, in monotonic seconds."""
 
     session: Session
     id: int
@@ -107,25 +110,25 @@ class Request(msgspec.Struct, Generic[M], frozen=True):
     now: float
 
     def reply(self, message: Message) -> Reply:
-        """Return the answer to this request."""
+        """Return the reply to this request."""
         return Reply(self.session.number, self.id, message)
 
 
 @dataclass(frozen=True, slots=True)
-class Releasing:
+class PendingUnregister:
     """An Unregister that is answered when the lane of `device` has let go of the memory."""
 
     request: Request[Unregister]
     device: str
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class Engine:
     """One inference server instance: its scheduler and its ranks.
 
-    uid: the user whose processes they are; no other user may join under this name.
-    stepped: its scheduler has sent a step since it was attached.
-    lookups, published: in all its sessions together; publish_lag: in seconds.
+    uid: the user of its processes; sessions of other users may not join.
+    stepped: its scheduler has sent a step since the engine was attached.
+    lookups, published: totals of all its sessions; publish_lag: in seconds.
     prefill_seconds: in which it computes a token of a prompt, as last reported; None: not known.
     """
 
@@ -143,26 +146,26 @@ class Engine:
 
     @property
     def attached(self) -> bool:
-        """Every rank is registered and bound to a namespace."""
+        """Whether every rank is registered and bound to a namespace."""
         return self.namespace is not None
 
     @property
     def waiting(self) -> dict[int, Session]:
-        """The sessions whose registration is under way, by rank; of several the first."""
-        found: dict[int, Session] = {}
+        """Sessions with a checked registration under way, by rank; of several the first."""
+        by_rank: dict[int, Session] = {}
         for session in self.sessions.values():
             if session.pending is not None and session.pending.step is not RegisterStep.UNCHECKED:
-                found.setdefault(session.pending.message.rank, session)
-        return found
+                by_rank.setdefault(session.pending.message.rank, session)
+        return by_rank
 
     @property
     def served(self) -> bool:
-        """It is attached, and a lane that lives has mapped the memory of every rank."""
+        """Whether it is attached and living lanes have mapped the memory of every rank."""
         return self.attached and all(worker.imported for worker in self.workers.values())
 
     @property
     def world_size(self) -> int:
-        """As its workers registered it; 0 before the first."""
+        """The world size that its workers registered; 0 before the first."""
         for worker in self.workers.values():
             if worker.registration:
                 return worker.registration.world_size
@@ -172,10 +175,6 @@ class Engine:
     def missing_ranks(self) -> tuple[int, ...]:
         """Ranks that have not registered."""
         return tuple(rank for rank in range(self.world_size) if rank not in self.workers)
-
-    def __repr__(self) -> str:
-        state = "attached" if self.attached else f"missing ranks {list(self.missing_ranks)}"
-        return f"<Engine {self.number} {self.name!r}: {len(self.sessions)} sessions, {state}>"
 
 
 class Registry:
@@ -190,18 +189,19 @@ class Registry:
         self._next_engine = 1
 
     def check_room(self, peer: Peer) -> None:
-        """Refuse one process more of this user than there is room for; with the setting."""
-        of_user = sum(session.peer.uid == peer.uid for session in self.sessions.values())
-        for whose, count, limit, most in (
+        """Refuse another session of this user at `max_sessions` or `max_sessions_per_user`."""
+        num_of_user = sum(session.peer.uid == peer.uid for session in self.sessions.values())
+        of_user = f" of uid {peer.uid}"
+        for owner, count, setting, limit in (
             ("", len(self.sessions), "max_sessions", self.max_sessions),
-            (f" of uid {peer.uid}", of_user, "max_sessions_per_user", self.max_sessions_per_user),
+            (of_user, num_of_user, "max_sessions_per_user", self.max_sessions_per_user),
         ):
-            if count >= most:
+            if count >= limit:
                 raise Refusal(
                     ErrorCode.LIMIT,
-                    f"{count} sessions{whose} are open: raise {limit} (now {most}), or end engines"
-                    " that are not needed",
-                    limit=limit,
+                    f"{count} sessions{owner} are open: raise {setting} (now {limit}), or end"
+                    " engines that are not needed",
+                    limit=setting,
                 )
 
     def connect(self, token: bytes, peer: Peer) -> Session:
@@ -212,9 +212,9 @@ class Registry:
         return session
 
     def join(self, session: Session, name: str) -> Engine:
-        """Put the session into the engine `name`, made if need be; or refuse another user's.
+        """Add the session to the engine `name`, which is made if it does not exist.
 
-        Its chunks and leases could be named from within.
+        A session of another user is refused: it could name the engine's chunks and leases.
         """
         engine = self.engines.get(name)
         if engine is None:
@@ -231,7 +231,7 @@ class Registry:
         return engine
 
     def remove(self, session: Session) -> None:
-        """Forget a session, and its engine with the last of them."""
+        """Remove a session, and its engine if it was the last one."""
         del self.sessions[session.number]
         engine = session.engine
         if engine is not None:
@@ -240,20 +240,20 @@ class Registry:
                 del self.engines[engine.name]
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where an index names other objects."""
+        """Raise IntegrityError if an index names other objects."""
         for name, engine in self.engines.items():
+            title = f"engine {engine.number} {engine.name!r}"
             if engine.name != name or not engine.sessions:
-                raise IntegrityError(f"{engine!r} is filed under {name!r} or empty")
+                raise IntegrityError(f"{title} is filed under {name!r} or empty")
             for session in engine.sessions.values():
                 if self.sessions.get(session.number) is not session:
-                    raise IntegrityError(f"{session!r} of {engine!r} is not a session")
+                    raise IntegrityError(f"{session.identity} of {title} is not a session")
             for rank, worker in engine.workers.items():
                 if worker.registration is None or worker.registration.rank != rank:
-                    raise IntegrityError(f"{worker!r} is filed as rank {rank}")
+                    raise IntegrityError(f"{worker.identity} is filed as rank {rank}")
                 if worker.number not in engine.sessions:
-                    raise IntegrityError(f"{worker!r} is a worker, not a session, of {engine!r}")
+                    raise IntegrityError(
+                        f"{worker.identity} is a worker, not a session, of {title}"
+                    )
             if engine.attached and engine.missing_ranks:
-                raise IntegrityError(f"{engine!r} is attached and lacks {engine.missing_ranks}")
-
-    def __repr__(self) -> str:
-        return f"<Registry {len(self.sessions)} sessions, {len(self.engines)} engines>"
+                raise IntegrityError(f"{title} is attached and lacks {engine.missing_ranks}")

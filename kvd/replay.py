@@ -1,6 +1,6 @@
-"""Traces of requests: what each prompt consisted of, and when it came.
+"""Replay a trace of requests through eviction policies: what each request finds in a pool.
 
-Three forms, told apart by the name and the first line of a file:
+`read_trace` reads three forms, recognized by a file's name and its first line:
 
 - Mooncake's: a line of JSON a request, with `timestamp` (ms), `input_length` (tokens) and
   `hash_ids`, one id for each `tokens_per_id` tokens, the last one for what is left.
@@ -16,7 +16,7 @@ the files' names, each user beginning the next when its last one has ended.
 import heapq
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Annotated, NamedTuple, TypeVar
 
@@ -24,14 +24,21 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvd.cache.eviction import EvictionPolicy
+from kvd.cache.ghosts import Ghosts
 from kvd.errors import TraceError
+from kvd_proto.messages import Label, label_for
 
 TOKENS_PER_ID = 512
 USERS = 20
+GHOSTS_PER_SLOT = 2.0
+NEVER = math.inf
 _PIECE_CHARACTERS, _PIECE_TOKENS = 256, 64  # of a prompt's text: four characters a token
 _LINE_FORMS = 'a line is {"timestamp": ms, "input_length": tokens, "hash_ids": [...]}'
 
 Chunks = npt.NDArray[np.int32]
+Hits = npt.NDArray[np.int64]
+"""Chunks found, by request."""
 _Time = Annotated[float, msgspec.Meta(ge=0)]
 _Tokens = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -71,22 +78,22 @@ class _TextLine(msgspec.Struct):
     input: str
 
 
-class _Entry(msgspec.Struct):
+class _ConversationRequest(msgspec.Struct):
     """A request of a conversation, or a sub-agent with `requests` of its own."""
 
     t: _Time
     tokens: _Tokens = msgspec.field(default=0, name="in")
     hash_ids: list[int] = []
-    requests: list["_Entry"] | None = None
+    requests: list["_ConversationRequest"] | None = None
 
 
-class _Conversation(msgspec.Struct):
+class _ConversationFile(msgspec.Struct):
     block_size: Annotated[int, msgspec.Meta(ge=1)]
-    requests: list[_Entry]
+    requests: list[_ConversationRequest]
     hash_id_scope: str = "local"
 
 
-_Json = TypeVar("_Json", _IdsLine, _TextLine, _Conversation)
+_Json = TypeVar("_Json", _IdsLine, _TextLine, _ConversationFile)
 
 
 def read_trace(
@@ -108,7 +115,7 @@ def read_trace(
     Raises:
         TraceError: names the file, the line, what is wrong there, and the remedy.
     """
-    reader = _Reader(tokens_per_id, ids_per_chunk)
+    reader = _TraceReader(tokens_per_id, ids_per_chunk)
     try:
         if path.is_dir():
             files = sorted(file for file in path.rglob("*.json*") if file.stat().st_size)
@@ -125,7 +132,7 @@ def read_trace(
     return Trace(requests, len(reader.numbers), reader.tokens_per_id * ids_per_chunk)
 
 
-class _Reader:
+class _TraceReader:
     """Reads files of one trace, and numbers its chunks."""
 
     def __init__(self, tokens_per_id: int, ids_per_chunk: int) -> None:
@@ -183,12 +190,14 @@ class _Reader:
         return TracedRequest(request.timestamp / 1e6, tokens, self._chain(pieces, -1))
 
     def _conversation(self, path: Path) -> list[TracedRequest]:
-        conversation = _decode(str(path), path.read_bytes(), _Conversation)
+        conversation = _decode(str(path), path.read_bytes(), _ConversationFile)
         self._set_form(path, "blocks", conversation.block_size)
         root = -1 if conversation.hash_id_scope == "global" else next(self._roots)
         return sorted(self._entries(conversation.requests, 0.0, root), key=lambda r: r.time)
 
-    def _entries(self, entries: list[_Entry], start: float, root: int) -> Iterator[TracedRequest]:
+    def _entries(
+        self, entries: list[_ConversationRequest], start: float, root: int
+    ) -> Iterator[TracedRequest]:
         for entry in entries:
             time = start + entry.t
             if entry.requests is not None:
@@ -216,7 +225,7 @@ def _decode(place: str, data: bytes, form: type[_Json]) -> _Json:
     except msgspec.DecodeError as error:
         remedy = (
             "a conversation is a file of kv-cache-tester; name other traces *.jsonl"
-            if form is _Conversation
+            if form is _ConversationFile
             else _LINE_FORMS
         )
         raise TraceError(f"{place}: {error}; {remedy}") from error
@@ -235,3 +244,125 @@ def _overlapped(conversations: Iterator[list[TracedRequest]], users: int) -> lis
         shift = begin - min(times)
         requests += [request._replace(time=request.time + shift) for request in conversation]
     return requests
+
+
+# ----------------------------------------------------------------- simulation
+
+
+def replay_policy(
+    trace: Trace,
+    policy_type: type[EvictionPolicy],
+    num_slots: int,
+    *,
+    labels: Sequence[Label] | None = None,
+    ghosts_per_slot: float = GHOSTS_PER_SLOT,
+) -> Hits:
+    """Play a trace through a policy of the broker; chunks that each request finds.
+
+    Args:
+        trace: what to play.
+        policy_type: one of `kvd.cache.eviction.POLICIES`.
+        num_slots: chunks that the pool holds, at least 1.
+        labels: one for each request; none without.
+        ghosts_per_slot: evicted keys that the policy remembers, by slot of the pool.
+    """
+    keys = [number.to_bytes(8, "little") for number in range(trace.num_chunks)]
+    chunk_in = np.zeros(num_slots, np.int32)
+    slot_of = np.full(trace.num_chunks, -1, np.int64)
+    free = list(range(min(num_slots, trace.num_chunks)))  # more are never needed
+    pinned: set[int] = set()
+    ghosts = Ghosts(int(ghosts_per_slot * num_slots))
+    policy = policy_type(num_slots, lambda slot: keys[chunk_in[slot]], ghosts)
+    hits = np.zeros(len(trace.requests), np.int64)
+
+    def may_evict(slot: int) -> bool:
+        return slot not in pinned
+
+    for index, request in enumerate(trace.requests):
+        now, chunks = request.time, request.chunks[:num_slots]
+        slots = slot_of[chunks]
+        missing = np.flatnonzero(slots < 0)
+        hits[index] = missing[0] if len(missing) else len(slots)
+        if hits[index]:
+            policy.refresh_all(slots[: hits[index]][::-1].tolist(), now)
+        if len(missing) > len(free):
+            pinned.clear()
+            pinned.update(slots[slots >= 0].tolist())
+            victims = policy.reserve(len(missing) - len(free), may_evict, now)
+            policy.evict(victims, now)
+            slot_of[chunk_in[victims]] = -1
+            free += victims
+        if len(missing):
+            new = [free.pop() for _ in range(len(missing))]
+            slots[missing] = new
+            chunk_in[new] = chunks[missing]
+            slot_of[chunks[missing]] = new
+            policy.insert_all(new[::-1], now)
+        if len(slots):
+            policy.use_all(slots[::-1].tolist(), now, labels[index] if labels else Label.NONE)
+        while policy.learn():
+            pass
+    return hits
+
+
+def next_uses(trace: Trace) -> list[npt.NDArray[np.int64]]:
+    """For each chunk of each request, the index of the next request with it; else their number."""
+    upcoming = np.full(trace.num_chunks, len(trace.requests), np.int64)
+    uses = []
+    for index in range(len(trace.requests) - 1, -1, -1):
+        chunks = trace.requests[index].chunks
+        uses.append(upcoming[chunks])
+        upcoming[chunks] = index
+    return uses[::-1]
+
+
+def replay_belady(trace: Trace, num_slots: int) -> Hits:
+    """What could be found at most: the chunk that is used again last goes first.
+
+    A chunk that is never used again is not kept. The next request with a chunk has all chunks
+    before it, too, so of a request's chunks the deepest are used again last.
+    """
+    never = len(trace.requests)
+    present = np.zeros(trace.num_chunks, bool)
+    held = 0
+    runs: list[tuple[int, int, int, int]] = []  # (-next use, -end, begin, request): chunks of it
+    hits = np.zeros(never, np.int64)
+    for index, (request, uses) in enumerate(zip(trace.requests, next_uses(trace), strict=True)):
+        chunks = request.chunks
+        found = present[chunks]
+        hits[index] = len(found) if found.all() else int(np.argmin(found))
+        keep = uses < never
+        held += int(np.count_nonzero(keep)) - int(np.count_nonzero(found))
+        present[chunks] = keep
+        bounds = [0, *(np.flatnonzero(np.diff(uses)) + 1).tolist(), len(uses)]
+        for begin, end in pairwise(bounds):
+            if begin < end and uses[begin] < never:
+                heapq.heappush(runs, (-int(uses[begin]), -end, begin, index))
+        while held > num_slots:
+            use, end, begin, owner = heapq.heappop(runs)
+            cut = max(begin, -end - (held - num_slots))
+            present[trace.requests[owner].chunks[cut:-end]] = False
+            held -= -end - cut
+            if begin < cut:
+                heapq.heappush(runs, (use, -cut, begin, owner))
+    return hits
+
+
+def continuations(trace: Trace) -> list[int]:
+    """For each request the index of the next one with its last whole chunk, or their number."""
+    following = []
+    for request, uses in zip(trace.requests, next_uses(trace), strict=True):
+        whole = min(len(uses), request.tokens // trace.tokens_per_chunk)
+        following.append(int(uses[whole - 1]) if whole else len(trace.requests))
+    return following
+
+
+def return_gaps(trace: Trace) -> list[float]:
+    """Seconds until each request is continued, or NEVER."""
+    times = [*(request.time for request in trace.requests), NEVER]
+    return [times[after] - times[i] for i, after in enumerate(continuations(trace))]
+
+
+def labels_for(gaps: Sequence[float]) -> list[Label]:
+    """The labels of requests that are continued after so many seconds."""
+    return [Label.DONE if gap == NEVER else label_for(gap) for gap in gaps]
