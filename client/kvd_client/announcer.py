@@ -27,11 +27,11 @@ from typing import TypeAlias
 
 from kvd_client.block_chains import (
     MAX_HOLDERS_READ,
+    AnnouncedChunk,
     Announcement,
     Block,
     BlockChains,
     BlockId,
-    Chunk,
     ChunkContents,
     GroupBlocks,
     MediumBlocks,
@@ -45,7 +45,7 @@ from kvd_client.block_chains import (
     runs,
     stored_blocks,
 )
-from kvd_client.change_reader import Differences, Place
+from kvd_client.changes import ChunkLocation, Differences
 from kvd_proto.descriptions import Description, decode, encode
 from kvd_proto.errors import DescriptionError
 
@@ -67,7 +67,7 @@ REMOVALS_PER_CHUNK = 16
 _VISITS_PER_CHUNK = 8  # of chunks that one part looks at, for each chunk that it may repeat
 
 
-Describe: TypeAlias = Callable[[Place], Description | None]
+Describe: TypeAlias = Callable[[ChunkLocation], Description | None]
 
 
 class Announcer:
@@ -85,8 +85,8 @@ class Announcer:
         self.has_tiers = False
         self._describe = describe
         self._tier_groups = tier_groups
-        self._memory: dict[bytes, Chunk] = {}  # by key
-        self._tiers: dict[bytes, Chunk] = {}
+        self._memory: dict[bytes, AnnouncedChunk] = {}  # by key
+        self._tiers: dict[bytes, AnnouncedChunk] = {}
         self._departed: OrderedDict[bytes, bytes] = OrderedDict()  # descriptions, newest last
         self._chains = BlockChains()
         self._removals: OrderedDict[BlockId, None] = OrderedDict()  # newest last
@@ -117,12 +117,12 @@ class Announcer:
         differences, too, while it is `waiting`.
         """
         announcements: list[Announcement] = []
-        dropped: list[Chunk] = []
-        if differences.stored or differences.kept:
+        dropped: list[AnnouncedChunk] = []
+        if differences.stored or differences.stored_in_tiers:
             for contents in self._parents_first(self._read_differences(differences)):
                 self._store(contents, announcements, dropped)
         tiers, memory = self._tiers, self._memory
-        dropped += [tiers.pop(key) for key in differences.released if key in tiers]
+        dropped += [tiers.pop(key) for key in differences.removed_from_tiers if key in tiers]
         for key in differences.removed:
             if key in memory:
                 chunk = memory.pop(key)
@@ -200,7 +200,7 @@ class Announcer:
         return removed_blocks(removed)
 
     def _repeat_chunk(
-        self, chunk: Chunk, repeat_round: RepeatRound, announcements: list[Announcement]
+        self, chunk: AnnouncedChunk, repeat_round: RepeatRound, announcements: list[Announcement]
     ) -> bool:
         """Announce the blocks of a chunk again that are not repeated; return whether there are."""
         missing = [block.repeat_round != repeat_round.number for block in chunk.blocks]
@@ -228,24 +228,29 @@ class Announcer:
             for key, place in differences.stored.items()
         }
         kept: list[ChunkContents] = []
-        for key, place in differences.kept.items():
+        for key, place in differences.stored_in_tiers.items():
             description = stored[key].description if key in stored else None
             if description is None:
-                description = self._known_description(key, differences.left.get(key))
+                description = self._known_description(key, differences.last_locations.get(key))
             contents = chunk_contents(key, place, description, in_tiers=True)
             if self._is_announced_in_tiers(contents):
                 kept.append(contents)
         for key, contents in stored.items() if tiers else ():
             chunk, description = tiers.get(key), contents.description
             is_by_key = chunk is not None and chunk.description is None
-            if chunk and is_by_key and description is not None and key not in differences.kept:
+            if (
+                chunk
+                and is_by_key
+                and description is not None
+                and key not in differences.stored_in_tiers
+            ):
                 kept.append(chunk_contents(key, chunk.place, description, in_tiers=True))
         return [*stored.values(), *kept]
 
     def _is_announced_in_tiers(self, contents: ChunkContents) -> bool:
         return self._tier_groups is None or contents.group in self._tier_groups
 
-    def _known_description(self, key: bytes, left: Place | None) -> Description | None:
+    def _known_description(self, key: bytes, left: ChunkLocation | None) -> Description | None:
         """Return the description of a chunk that came into tiers; None: nothing is known.
 
         In order: of its chunk in memory, in tiers, of one that has left memory before, and that of
@@ -258,7 +263,7 @@ class Announcer:
             return decode(self._departed[key])
         return None if left is None else self._describe(left)
 
-    def _description(self, chunk: Chunk) -> Description | None:
+    def _description(self, chunk: AnnouncedChunk) -> Description | None:
         """Return what is remembered of a chunk, or what can be read at its place."""
         if chunk.description is None:
             return None
@@ -292,11 +297,14 @@ class Announcer:
                     yield chunks[path.pop()]
 
     def _store(
-        self, contents: ChunkContents, announcements: list[Announcement], dropped: list[Chunk]
+        self,
+        contents: ChunkContents,
+        announcements: list[Announcement],
+        dropped: list[AnnouncedChunk],
     ) -> None:
         """Announce the new blocks of a chunk; `dropped` gets the chunk that it replaces."""
         key, in_tiers, place, _, group, hashes, parent = contents
-        chunk = Chunk(place, self._remembered(contents))
+        chunk = AnnouncedChunk(place, self._remembered(contents))
         group_blocks = self._chains.group(group)
         blocks: list[Block] = []
         is_announced: list[bool] = []
@@ -374,7 +382,7 @@ class Announcer:
 
     # ----------------------------------------------------------------- removed
 
-    def _drop(self, chunks: list[Chunk], announcements: list[Announcement]) -> None:
+    def _drop(self, chunks: list[AnnouncedChunk], announcements: list[Announcement]) -> None:
         """Announce that the blocks are removed that these chunks alone had."""
         chains, removals, removed = self._chains, self._removals, MediumBlocks()
         for chunk in chunks:
@@ -434,7 +442,7 @@ class Announcer:
                         self._round.note_announced(chunk, chunk.blocks[begin:end])
                     break
 
-    def _read_chunk(self, chunk: Chunk) -> ChunkContents | None:
+    def _read_chunk(self, chunk: AnnouncedChunk) -> ChunkContents | None:
         """Return a chunk as it was announced; None: its description cannot be read any more."""
         first, place = chunk.blocks[0], chunk.place
         hashes = tuple(block.hash for block in chunk.blocks)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from kvd_client.change_reader import Place
+from kvd_client.changes import ChunkLocation
 from kvd_proto.descriptions import TOKEN_BYTES, Description
 
 _GROUP_BYTES = 4  # of a key, its last ones, where it has more: the index of the group
@@ -27,7 +27,7 @@ OneOrMore: TypeAlias = T | dict[T, None] | None
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
+class AnnouncedChunk:
     """An announced chunk, in memory or in tiers.
 
     place: where it lies, and which of its blocks it has.
@@ -37,7 +37,7 @@ class Chunk:
         again. None: the chunk is known by its key alone.
     """
 
-    place: Place
+    place: ChunkLocation
     description: bytes | None
     blocks: tuple["Block", ...] = ()
 
@@ -75,7 +75,7 @@ class Block:
     parent: bytes | None
     repeat_round: int
     in_tiers: bool
-    holders: OneOrMore[Chunk] = None
+    holders: OneOrMore[AnnouncedChunk] = None
     chained: bool = False
 
     @property
@@ -156,11 +156,11 @@ class BlockChains:
         self._unlink(block)
         block.parent = None
 
-    def add_holder(self, block: Block, chunk: Chunk) -> None:
+    def add_holder(self, block: Block, chunk: AnnouncedChunk) -> None:
         """Note that the chunk has the block."""
         block.holders = _with(block.holders, chunk)
 
-    def remove_holder(self, block: Block, chunk: Chunk) -> bool:
+    def remove_holder(self, block: Block, chunk: AnnouncedChunk) -> bool:
         """Return whether no chunk has the block any more, so that it is removed."""
         block.holders = _without(block.holders, chunk)
         if block.holders is not None:
@@ -223,14 +223,18 @@ class RepeatRound:
         unreadable: chunks whose descriptions could not be read; they are left out.
     """
 
-    def __init__(self, number: int, *media: dict[bytes, Chunk]) -> None:
+    def __init__(self, number: int, *media: dict[bytes, AnnouncedChunk]) -> None:
         self.number = number
-        self.unreadable: set[Chunk] = set()
+        self.unreadable: set[AnnouncedChunk] = set()
         self._media = list(media)
-        self._chunks: deque[Chunk] = deque()  # of the first of the media
-        self._added: deque[Chunk] = deque()  # announced since, before blocks that they follow
-        self._by_key: deque[Chunk] = deque()  # known by their keys alone
-        self._path: dict[Chunk, None] = {}  # the last one is next, and those before it wait for it
+        self._chunks: deque[AnnouncedChunk] = deque()  # of the first of the media
+        self._added: deque[AnnouncedChunk] = (
+            deque()
+        )  # announced since, before blocks that they follow
+        self._by_key: deque[AnnouncedChunk] = deque()  # known by their keys alone
+        self._path: dict[
+            AnnouncedChunk, None
+        ] = {}  # the last one is next, and those before it wait for it
 
     @property
     def num_left(self) -> int:
@@ -243,7 +247,7 @@ class RepeatRound:
         """Whether no chunk is left."""
         return not (self._path or self._chunks or self._media or self._added or self._by_key)
 
-    def visit(self) -> Chunk | None:
+    def visit(self) -> AnnouncedChunk | None:
         """Return the next chunk; None: another one comes first, or none is left."""
         if not self._chunks and self._media:
             # One medium at a time: a copy of a million chunks takes some 15 ms.
@@ -267,7 +271,7 @@ class RepeatRound:
         del self._path[chunk]
         return chunk
 
-    def note_announced(self, chunk: Chunk, blocks: Iterable[Block]) -> None:
+    def note_announced(self, chunk: AnnouncedChunk, blocks: Iterable[Block]) -> None:
         """Note that blocks of a chunk were announced during the round.
 
         They are repeated, too, if their chain is not repeated yet: routers may not know it.
@@ -284,7 +288,7 @@ class RepeatRound:
             parent.chained and parent.repeat_round == self.number for parent in block.parents
         )
 
-    def _parent_holder(self, chunk: Chunk) -> Chunk | None:
+    def _parent_holder(self, chunk: AnnouncedChunk) -> AnnouncedChunk | None:
         """Return a chunk that is to be repeated before this one: it has the parent's block."""
         first = chunk.blocks[0] if chunk.blocks else None
         if first is None or first.repeat_round == self.number or self._follows_repeated(first):
@@ -379,7 +383,7 @@ class ChunkContents(NamedTuple):
 
     key: bytes
     in_tiers: bool
-    place: Place
+    place: ChunkLocation
     description: Description | None
     group: int
     hashes: tuple[bytes, ...]
@@ -387,7 +391,7 @@ class ChunkContents(NamedTuple):
 
 
 def chunk_contents(
-    key: bytes, place: Place, description: Description | None, *, in_tiers: bool
+    key: bytes, place: ChunkLocation, description: Description | None, *, in_tiers: bool
 ) -> ChunkContents:
     """Return the blocks that the chunk has at its place; without description the key's block."""
     if description is not None:

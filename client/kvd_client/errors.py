@@ -1,7 +1,8 @@
-"""Errors of the client, and its loggers: an engine prints their lines among its own.
+"""The client's errors, checks of arguments that raise `UsageError`, and loggers.
 
-Only a caller's own mistakes and registration raise; on the serving path a
-daemon that is absent, slow or broken shows as a miss, never as an exception.
+Only invalid arguments and registration raise. On the serving path a daemon that is absent, slow or
+broken is a miss, never an exception. Arguments are checked before anything is done: a refused call
+has changed nothing, and no background thread meets a value that it cannot send.
 
 ::
 
@@ -18,8 +19,11 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
 """
 
 import logging
-from collections.abc import MutableMapping
+import reprlib
+from collections.abc import Iterable, MutableMapping
 from typing import Any
+
+import numpy as np
 
 from kvd_proto.messages import ErrorCode
 
@@ -90,6 +94,47 @@ def cause(error: BaseException) -> str:
     """What a log line says of an error: the first line of its text, after its type if not ours."""
     text = str(error).partition("\n")[0]
     return text if isinstance(error, KvdClientError) else f"{type(error).__name__}: {text}"
+
+
+# ------------------------------------------------------------------- arguments
+
+MAX_SECONDS = 1e7  # more is a mistake, and above what a lock's timeout may be
+
+shown = reprlib.repr  # short enough for a message
+
+
+def seconds(
+    name: str, value: object, highest: float = MAX_SECONDS, *, positive: bool = False
+) -> float:
+    """Check a duration."""
+    if not isinstance(value, (int, float)) or not 0 <= value <= highest or (positive and not value):
+        lowest = "above 0" if positive else "0"
+        raise UsageError(f"{name}={shown(value)}: seconds are needed, {lowest} to {highest:g}")
+    return float(value)
+
+
+def whole(name: str, value: object, low: int, high: int = 2**63 - 1) -> int:
+    """Check an integer; as on the wire a truth value is none."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise UsageError(f"{name}={shown(value)}: a whole number is needed, {low} to {high}")
+    return value
+
+
+def flag(name: str, value: object) -> bool:
+    """Check a truth value."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise UsageError(f"{name}={shown(value)}: True or False is needed")
+    return bool(value)
+
+
+def collection(name: str, value: object, of: str) -> tuple[Any, ...]:
+    """Return the items of an iterable as a tuple; text and bytes are no collections."""
+    if isinstance(value, (bytes, bytearray, memoryview, str)) or not isinstance(value, Iterable):
+        raise UsageError(f"{name}={shown(value)}: a collection of {of} is needed, such as a list")
+    try:
+        return tuple(value)
+    except TypeError as error:  # such as an array without dimensions
+        raise UsageError(f"{name}={shown(value)}: a collection of {of} is needed") from error
 
 
 # ------------------------------------------------------------------------ logs

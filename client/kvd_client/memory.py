@@ -11,7 +11,6 @@ after another, each of which is exported as a descriptor where its allocator ask
 made it. What is given away must stay mapped: an engine that remaps its memory registers anew.
 """
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -23,10 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client import cuda_driver
-from kvd_client.arguments import shown, whole
-from kvd_client.errors import UnsupportedMemory, UsageError
+from kvd_client.errors import UnsupportedMemory, UsageError, shown, whole
 from kvd_proto.channel import close_all
-from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.messages import (
     HOST,
     MAX_SEGMENTS,
@@ -100,27 +97,6 @@ def seal(fd: int) -> None:
             f" against that ({error.strerror}): use HostMemory.allocate, or a descriptor of"
             " memfd_create with MFD_ALLOW_SEALING"
         ) from error
-
-
-class ControlPage(ControlWords):
-    """A worker's control page, which only this process and its CUDA streams write."""
-
-    nbytes = CONTROL_BYTES
-
-    def __init__(self) -> None:
-        self.fd = sealed_file("kvd-control", CONTROL_BYTES)
-        super().__init__(mmap.mmap(self.fd, CONTROL_BYTES))
-
-    @property
-    def address(self) -> int:
-        """Where word 0 is in this process."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-    def close(self) -> None:
-        """Close the descriptor; a lane that has mapped the page keeps it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
 
 
 class Descriptors:

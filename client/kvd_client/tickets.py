@@ -17,12 +17,17 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.arguments import collection, shown, whole
-from kvd_client.errors import UsageError
+from kvd_client.errors import UsageError, collection, shown, whole
 from kvd_proto.arrays import JobBlocks
+from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
+from kvd_proto.directory import MAX_BLOCKS
 from kvd_proto.errors import Oversize, ProtoError
+from kvd_proto.labels import Label
 from kvd_proto.layout import RankLayout
+from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS
 
+BlockRange: TypeAlias = tuple[int, int]
+"""Consecutive blocks of a chunk: index of the first in the chunk, and their number."""
 Array = npt.NDArray[Any]
 _Arrays: TypeAlias = tuple[list[int], list[int], list[int], list[int], list[int]]
 
@@ -206,3 +211,88 @@ def _add(
         generations.append(place[1])
     group_sizes.append(len(block_ids) - before)
     block_indices.append(start or 0)
+
+
+# -------------------------------------------------- arguments of a scheduler
+
+
+def request_label(value: object) -> Label:
+    """Check a label."""
+    try:
+        return Label(value)  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        names = ", ".join(label.name for label in Label)
+        raise UsageError(f"label={shown(value)}: one of kvd_client.Label, {names}") from None
+
+
+def check_key(key: object) -> None:
+    """Check a chunk's key."""
+    if not isinstance(key, bytes):
+        raise UsageError(f"a key is bytes, not {type(key).__name__}")
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise UsageError(
+            f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} are possible; hash longer ones"
+        )
+
+
+def request_keys(values: object) -> tuple[bytes, ...]:
+    """Check the keys of one request."""
+    wanted = collection("keys", values, "keys")
+    if len(wanted) > MAX_KEYS:
+        raise UsageError(f"{len(wanted)} keys in one call: {MAX_KEYS} at most; split the call")
+    for key in wanted:
+        check_key(key)
+    return wanted
+
+
+def check_blocks(first: object, count: object) -> None:
+    """Check a range of blocks within a chunk; without a count it has all that follow."""
+    begin = whole("first", first, 0, MAX_BLOCKS - 1)
+    if count is not None:
+        whole("count", count, 1, MAX_BLOCKS - begin)
+
+
+def block_ranges(blocks: object, number: int) -> list[BlockRange] | None:
+    """Check the blocks of each of so many keys; None: all blocks of all."""
+    if blocks is None:
+        return None
+    pairs = collection("blocks", blocks, "pairs (first block, count)")
+    if len(pairs) != number:
+        raise UsageError(f"{len(pairs)} blocks with {number} keys: one pair for each is needed")
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise UsageError(f"blocks={shown(pair)}: a pair (first block, count) is needed")
+        check_blocks(pair[0], whole("count", pair[1], 1, MAX_BLOCKS))
+    return [(first, count) for first, count in pairs]
+
+
+def no_description(number: int) -> bytes:
+    """Describe no chunk."""
+    del number
+    return b""
+
+
+def chunk_descriptions(values: object, number: int) -> tuple[Callable[[int], bytes], int | None]:
+    """Check the descriptions of so many keys' chunks; None: of none.
+
+    Returns:
+        What tells that of the i-th one; how many bytes they have in all, None where that is not
+        known.
+    """
+    if values is None:
+        return no_description, 0
+    if callable(values):
+        return values, None
+    found = collection("descriptions", values, "bytes or None")
+    if len(found) != number:
+        raise UsageError(f"{len(found)} descriptions with {number} keys: one for each is needed")
+    for each in found:
+        if each is not None and not (
+            isinstance(each, bytes) and len(each) <= MAX_DESCRIPTION_BYTES
+        ):
+            raise UsageError(
+                f"descriptions={shown(each)}: what kvd_proto.descriptions.encode returned is"
+                f" needed, {MAX_DESCRIPTION_BYTES} bytes at most, or None"
+            )
+    described = [each or b"" for each in found]
+    return described.__getitem__, sum(map(len, described))

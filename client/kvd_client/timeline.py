@@ -5,14 +5,38 @@ order, whatever streams they were asked for on; the host waits for nothing.
 """
 
 import contextlib
+import ctypes
+import mmap
+import os
 import threading
 
 from kvd_client import cuda_driver
-from kvd_client.arguments import shown
-from kvd_client.errors import KvdClientError, UnsupportedMemory, UsageError
-from kvd_client.memory import ControlPage
+from kvd_client.errors import KvdClientError, UnsupportedMemory, UsageError, shown
+from kvd_client.memory import sealed_file
+from kvd_proto.control import CONTROL_BYTES, ControlWords
 
 _KEPT: list[object] = []
+
+
+class ControlPage(ControlWords):
+    """A worker's control page, which only this process and its CUDA streams write."""
+
+    nbytes = CONTROL_BYTES
+
+    def __init__(self) -> None:
+        self.fd = sealed_file("kvd-control", CONTROL_BYTES)
+        super().__init__(mmap.mmap(self.fd, CONTROL_BYTES))
+
+    @property
+    def address(self) -> int:
+        """Where word 0 is in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def close(self) -> None:
+        """Close the descriptor; a lane that has mapped the page keeps it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class StreamSignals:
@@ -162,17 +186,14 @@ class Timeline:
             self._signals.signal(stream, self._last)
             return self._last
 
-    def follow(self, signals: StreamSignals | None) -> None:
-        """Let streams signal from now on, or, with None, the host again; close what was before."""
+    def set_signals(self, signals: StreamSignals | None) -> None:
+        """Let streams signal from now on, or the host (None); close the signals set before."""
         with self._lock:
-            before, self._signals = self._signals, signals
-            if before is not None:
-                before.close()
+            replaced, self._signals = self._signals, signals
+            if replaced is not None:
+                replaced.close()
 
     def abandon(self) -> None:
         """In a forked child: the driver's things are the parent's."""
         self._lock = threading.Lock()
         self._signals = None
-
-    def __repr__(self) -> str:
-        return f"<Timeline reached {self.reached}, reserved {self.reserved}>"

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from kvd_client.arguments import collection, shown, whole
-from kvd_client.errors import UnsupportedMemory, UsageError
+from kvd_client.errors import UnsupportedMemory, UsageError, collection, shown, whole
 from kvd_client.memory import DeviceMemory, HostMemory, Memory, is_sealed, sealed_file
 from kvd_client.worker import Worker
 from kvd_proto.layout import TensorSpec

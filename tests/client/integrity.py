@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 from kvd_client.announcer import MAX_REMEMBERED_REMOVALS, Announcer
 from kvd_client.block_chains import BlockChains, each
-from kvd_client.change_reader import ChangeReader, Place, PublishedState
+from kvd_client.changes import ChangeReader, ChunkLocation, PublishedState
 
 
-def published_in(state: PublishedState) -> Mapping[bytes, Place]:
+def published_in(state: PublishedState) -> Mapping[bytes, ChunkLocation]:
     """All that is published of one medium."""
     return ChainMap(state.confirmed, state.unconfirmed, state.gone)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_client import Label
-from kvd_client.hints import Hint, read_hint
+from kvd_client.adapters import Hint, read_hint
 
 
 def envelope(*actions: tuple[str, str, Any], version: str = "0.1") -> SimpleNamespace:

@@ -158,7 +158,7 @@ def test_a_step_gives_away_no_slot_of_a_chunk_that_it_pins(daemon: Daemon, loadi
     with scheduler.prepare_load(pinned) as found:
         assert found.keys == tuple(pinned)
         assert not scheduler.prepare_store(NEW).keys
-        assert not attachment.line.has_replies
+        assert not attachment.connection.has_replies
         scheduler.end_step()
         chunks = dict(zip(pinned, zip(found.slots, found.generations, strict=True), strict=True))
         assert read(loading, chunks) == (True, 0)
