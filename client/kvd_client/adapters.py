@@ -128,13 +128,13 @@ class Hint:
 
     Attributes:
         label: of the request.
-        given: whether the request has a hint, valid or not.
+        is_present: whether the request has a hint, valid or not.
         ignored: fields and actions that are not known, of an unknown version, or of a wrong type.
         cut: numbers that were out of range.
     """
 
     label: Label = Label.NONE
-    given: bool = False
+    is_present: bool = False
     ignored: int = 0
     cut: int = 0
 
@@ -150,10 +150,10 @@ def read_hint(transfer_params: object, envelope: object = None) -> Hint:
     params = transfer_params.get("kvd") if isinstance(transfer_params, dict) else None
     labels = []
     if params is not None:
-        hint.given = True
+        hint.is_present = True
         labels.append(_read_fields(params, hint))
     if envelope is not None:
-        hint.given = True
+        hint.is_present = True
         labels.append(_read_envelope(envelope, hint))
     hint.label = next((label for label in labels if label is not Label.NONE), Label.NONE)
     return hint

@@ -288,7 +288,7 @@ class ClientSession:
         # If a warning reported the loss of the connection, a warning reports its return.
         log.log(
             logging.WARNING if self._has_warned else logging.INFO,
-            "connected to %s pid %d",
+            "connected: %s, pid %d",
             connection.daemon,
             connection.pid,
         )

@@ -10,6 +10,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from kvd_client import changes as module
 from kvd_client.changes import ChangeReader, ChunkLocation, Differences
 from tests.client.integrity import check_reader, published_in
 from tests.proto.changing import KEYS, RING, Changing, InterruptedView, Operation, operations

@@ -296,7 +296,7 @@ def test_more_stores_than_there_are_words_are_shed(daemon: FakeDaemon, worker: W
     assert worker.submit(Load, 4, JOB)
     (shed,) = worker.get_finished()
     assert (shed.job_id, shed.status) == (3, JobStatus.SHED)
-    assert "stores are under way already" in shed.text
+    assert "stores are running already" in shed.text
     worker.wait([1], timeout=0)
     assert worker.submit(Store, 3, JOB)
 

@@ -31,7 +31,7 @@ def daemon(start_daemon: StartDaemon) -> Daemon:
 @pytest.fixture
 def loading(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine that sends a step at its end; its chunks fill the pool."""
-    monkeypatch.setattr(attachment, "LEFT_BEHIND_SECONDS", LONG)
+    monkeypatch.setattr(attachment, "OVERDUE_SECONDS", LONG)
     with Engine(daemon.runtime_dir, "loading", 1, deadline=LONG, steps=True) as engine:
         engine.wait_attached()
         assert engine.scheduler.num_chunks == CHUNKS

@@ -110,7 +110,7 @@ class KvdOffloadingManager(OffloadingManager):
         if req_context.req_id in self.refused:  # of an earlier request with the same name
             self.give_up(req_context.req_id)
         hint = read_hint(req_context.kv_transfer_params, req_context.kv_hints)
-        if hint.given:
+        if hint.is_present:
             self.scheduler.count_hints(1, hint.ignored, hint.cut)
             req_context.set_state(hint.label)
         return RequestOffloadingContext()
