@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client import cuda_driver
-from kvd_client.errors import UnsupportedMemory, UsageError, shown, whole
+from kvd_client.errors import UnsupportedMemory, UsageError, check_int, shown
 from kvd_proto.channel import close_all
 from kvd_proto.messages import (
     HOST,
@@ -178,8 +178,8 @@ class HostMemory(Memory):
     """
 
     def __init__(self, fd: int, nbytes: int, offset: int = 0) -> None:
-        whole("nbytes", nbytes, 0)
-        whole("offset", offset, 0)
+        check_int("nbytes", nbytes, 0)
+        check_int("offset", offset, 0)
         try:
             file = os.fstat(fd)
         except (OSError, OverflowError, TypeError) as error:
@@ -201,7 +201,7 @@ class HostMemory(Memory):
             UsageError: not a size above 0.
             UnsupportedMemory: the system has no room for it.
         """
-        whole("nbytes", nbytes, 1)
+        check_int("nbytes", nbytes, 1)
         fd = -1
         try:
             fd = sealed_file("kvd-memory", nbytes)
@@ -281,7 +281,7 @@ class DeviceMemory(Memory):
         """
         if not isinstance(address, int) or not 0 < address < 2**64:
             raise UsageError(f"address={shown(address)}: a device pointer is needed")
-        whole("nbytes", nbytes, 1)
+        check_int("nbytes", nbytes, 1)
         with cuda_driver.beside_captures():
             with cuda_driver.any_context():
                 ordinal = cuda_driver.device_of(address)

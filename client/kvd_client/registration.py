@@ -185,8 +185,8 @@ def register_message(
         UsageError: the memory does not fit the layout, or an argument is invalid.
         UnsupportedMemory: the limit of open files leaves no room for the descriptors.
     """
-    layout = checked_fields("layout", layout, RankLayout)
-    fingerprint = checked_fields("fingerprint", fingerprint, Fingerprint)
+    layout = check_fields("layout", layout, RankLayout)
+    fingerprint = check_fields("fingerprint", fingerprint, Fingerprint)
     for field in fingerprint.__struct_fields__:
         name = getattr(fingerprint, field)
         if character := unprintable(name):
@@ -262,7 +262,7 @@ def _handles(memory: Sequence[Memory], layout: RankLayout) -> tuple[list[Handle]
     return handles, fds
 
 
-def checked_fields(name: str, value: object, kind: type[T]) -> T:
+def check_fields(name: str, value: object, kind: type[T]) -> T:
     """Check that all fields of a struct have the types that they are declared with."""
     if not isinstance(value, kind):
         raise UsageError(f"{name}={shown(value)}: a {kind.__name__} is needed")

@@ -13,7 +13,14 @@ import numpy as np
 
 from kvd_client.attachment import Attachment
 from kvd_client.decisions import NO_TIER
-from kvd_client.errors import UsageError, collection, flag, seconds, shown, whole
+from kvd_client.errors import (
+    UsageError,
+    check_collection,
+    check_flag,
+    check_int,
+    check_seconds,
+    shown,
+)
 from kvd_client.outbox import Outbox
 from kvd_client.scheduler_session import SchedulerSession
 from kvd_client.tickets import (
@@ -21,13 +28,13 @@ from kvd_client.tickets import (
     LoadTicket,
     StoreAnswer,
     StoreTicket,
-    block_ranges,
+    check_block_ranges,
     check_blocks,
+    check_descriptions,
     check_key,
-    chunk_descriptions,
+    check_keys,
+    check_label,
     no_description,
-    request_keys,
-    request_label,
 )
 from kvd_proto.directory import LookupResult, SlotState
 from kvd_proto.labels import LABEL_ONLY, Label
@@ -77,7 +84,7 @@ class Scheduler(SchedulerSession):
     def lookup_many(self, keys: Collection[bytes]) -> list[LookupResult]:
         """Return `lookup` of every key, in order."""
         if keys.__class__ is not list and keys.__class__ is not tuple:
-            keys = collection("keys", keys, "keys")
+            keys = check_collection("keys", keys, "keys")
         for key in keys:
             check_key(key)
         results = list(map(self._lookup, keys))
@@ -117,8 +124,8 @@ class Scheduler(SchedulerSession):
 
         Sends nothing itself: counts are sent with the next report, at most once a second.
         """
-        whole("asked", asked, 0, MAX_TOKENS)
-        whole("found", found, 0, asked)
+        check_int("asked", asked, 0, MAX_TOKENS)
+        check_int("found", found, 0, asked)
         self._totals.counts["tokens"] += asked
         self._totals.counts["hit_tokens"] += found
         if not self.attached:
@@ -126,17 +133,17 @@ class Scheduler(SchedulerSession):
 
     def count_aborted(self, requests: int) -> None:
         """Count requests that the engine aborts because a load failed; sent as `count_tokens`."""
-        self._totals.counts["aborted_requests"] += whole("requests", requests, 0, MAX_TOKENS)
+        self._totals.counts["aborted_requests"] += check_int("requests", requests, 0, MAX_TOKENS)
 
     def count_hints(self, hints: int = 0, ignored: int = 0, cut: int = 0) -> None:
         """Count requests with a hint, hint fields ignored, and hint numbers that were clamped."""
-        self._totals.counts["hints"] += whole("hints", hints, 0)
-        self._totals.counts["hints_ignored"] += whole("ignored", ignored, 0)
-        self._totals.counts["hints_cut"] += whole("cut", cut, 0)
+        self._totals.counts["hints"] += check_int("hints", hints, 0)
+        self._totals.counts["hints_ignored"] += check_int("ignored", ignored, 0)
+        self._totals.counts["hints_cut"] += check_int("cut", cut, 0)
 
     def set_prefill_seconds(self, seconds_per_token: float) -> None:
         """Report the measured time that the engine takes to compute one token of a prompt."""
-        value = seconds("seconds_per_token", seconds_per_token)
+        value = check_seconds("seconds_per_token", seconds_per_token)
         self._totals.prefill_ns = round(value * 1e9)
 
     # ----------------------------------------------------------------- stores
@@ -161,9 +168,9 @@ class Scheduler(SchedulerSession):
                 4 MiB: keys beyond are FULL. Or a function that returns the i-th key's description,
                 b"" for none; it is called only for keys that may be accepted.
         """
-        keys = request_keys(keys)
-        ranges = block_ranges(blocks, len(keys))
-        describe, described_bytes = chunk_descriptions(descriptions, len(keys))
+        keys = check_keys(keys)
+        ranges = check_block_ranges(blocks, len(keys))
+        describe, described_bytes = check_descriptions(descriptions, len(keys))
         self._check_open()
         with self._attachments.lock:
             attachment = self._attachments.serving
@@ -202,9 +209,9 @@ class Scheduler(SchedulerSession):
         """
         serial = 0
         if isinstance(stored, StoreTicket):
-            serial, stored = whole("ticket.serial", stored.serial, 0), stored.keys
-        keys = request_keys(stored)
-        succeeded = flag("success", success)
+            serial, stored = check_int("ticket.serial", stored.serial, 0), stored.keys
+        keys = check_keys(stored)
+        succeeded = check_flag("success", success)
         self._check_open()
         if succeeded or not keys:
             return
@@ -234,9 +241,9 @@ class Scheduler(SchedulerSession):
             blocks: the blocks of each key's chunk that will be loaded, as pairs (first block,
                 count); None: all of them. A chunk that lacks some of them is not found.
         """
-        keys = request_keys(keys)
-        lease_s = seconds("lease_seconds", lease_seconds, MAX_LEASE_SECONDS, positive=True)
-        ranges = block_ranges(blocks, len(keys))
+        keys = check_keys(keys)
+        lease_s = check_seconds("lease_seconds", lease_seconds, MAX_LEASE_SECONDS, positive=True)
+        ranges = check_block_ranges(blocks, len(keys))
         self._check_open()
         with self._attachments.lock:
             attachment = self._attachments.serving
@@ -266,7 +273,7 @@ class Scheduler(SchedulerSession):
         """End a ticket's lease; no effect if it has none, or its session has ended."""
         if not isinstance(ticket, LoadTicket):
             raise UsageError(f"ticket={shown(ticket)}: pass what prepare_load returned")
-        lease = whole("ticket.lease", ticket.lease, 0)
+        lease = check_int("ticket.lease", ticket.lease, 0)
         self._check_open()
         if not lease:
             return
@@ -327,7 +334,7 @@ class Scheduler(SchedulerSession):
         Returns:
             The status; None if there is no such tier now.
         """
-        index = whole("number", number, 0, MAX_TIERS - 1)
+        index = check_int("number", number, 0, MAX_TIERS - 1)
         promotions = self._promotions
         return None if promotions is None else promotions.tier_status(index)
 
@@ -345,7 +352,7 @@ class Scheduler(SchedulerSession):
         Returns:
             How many keys are sent.
         """
-        keys = request_keys(keys)
+        keys = check_keys(keys)
         self._check_open()
         with self._attachments.lock:
             attachment = self._attachments.serving
@@ -375,9 +382,9 @@ class Scheduler(SchedulerSession):
             prompt: how many of them, from the first on, are of the prompt; None: all.
             label: when the next request with these chunks is expected; see `label`.
         """
-        used = request_keys(keys)
-        num_prompt = len(used) if prompt is None else whole("prompt", prompt, 0, len(used))
-        self._add_to_step(Outbox.use, used, num_prompt, request_label(label))
+        used = check_keys(keys)
+        num_prompt = len(used) if prompt is None else check_int("prompt", prompt, 0, len(used))
+        self._add_to_step(Outbox.use, used, num_prompt, check_label(label))
 
     def label(self, keys: Collection[bytes], label: Label) -> None:
         """Replace the label of a request that was reported before.
@@ -387,7 +394,7 @@ class Scheduler(SchedulerSession):
             label: when the next request with these chunks is expected. A hint: the daemon learns
                 how far to trust it.
         """
-        self._add_to_step(Outbox.use, request_keys(keys), 0, LABEL_ONLY | request_label(label))
+        self._add_to_step(Outbox.use, check_keys(keys), 0, LABEL_ONLY | check_label(label))
 
     def report_missed(self, keys: Collection[bytes]) -> None:
         """Report the keys that a prompt's lookup has missed, once it has ended, for statistics.
@@ -396,11 +403,11 @@ class Scheduler(SchedulerSession):
             keys: of the prompt's chunks that must be computed; of one group only, if each token
                 has keys in several.
         """
-        self._add_to_step(Outbox.miss, request_keys(keys))
+        self._add_to_step(Outbox.miss, check_keys(keys))
 
     def give_up(self, keys: Collection[bytes]) -> None:
         """Report keys that were answered FULL and are not offered again, for statistics."""
-        self._add_to_step(Outbox.leave_out, request_keys(keys))
+        self._add_to_step(Outbox.leave_out, check_keys(keys))
 
     def _add_to_step(
         self, add: Callable[..., None], keys: Collection[bytes], *arguments: int

@@ -17,7 +17,7 @@ from kvd_client.attachment import Attachment, Attachments
 from kvd_client.changes import DEFAULT_LIMIT, ChangeReader, ChunkLocation, Differences
 from kvd_client.connection import Connection, Notice
 from kvd_client.decisions import PromotionRequests
-from kvd_client.errors import UsageError, flag, get_logger, seconds, shown, whole
+from kvd_client.errors import UsageError, check_flag, check_int, check_seconds, get_logger, shown
 from kvd_client.outbox import SchedulerTotals
 from kvd_client.readiness import SchedulerReadiness
 from kvd_client.session import ClientSession
@@ -76,9 +76,9 @@ class SchedulerSession(ClientSession):
         steps: bool = False,
         events: bool = False,
     ) -> None:
-        self._ends_steps = flag("steps", steps)
-        self._publishes_events = flag("events", events)
-        self._totals = SchedulerTotals(with_tokens=flag("counts_tokens", counts_tokens))
+        self._ends_steps = check_flag("steps", steps)
+        self._publishes_events = check_flag("events", events)
+        self._totals = SchedulerTotals(with_tokens=check_flag("counts_tokens", counts_tokens))
         super().__init__(runtime_dir, engine, deadline)
         self._readiness = SchedulerReadiness()
         self._changes = PublishedChanges()
@@ -140,8 +140,8 @@ class SchedulerSession(ClientSession):
         Returns:
             The number of loans now: fewer, as many or more. 0 if the engine is not attached.
         """
-        num_needed = whole("slots", slots, 0, MAX_SLOTS)
-        timeout_s = self.deadline if timeout is None else seconds("timeout", timeout)
+        num_needed = check_int("slots", slots, 0, MAX_SLOTS)
+        timeout_s = self.deadline if timeout is None else check_seconds("timeout", timeout)
         self._check_open()
         end, requested_at = time.monotonic() + timeout_s, 0.0
         while True:
@@ -187,7 +187,7 @@ class SchedulerSession(ClientSession):
             How many chunks were dropped, and how many will be at the end of their leases; None if
             the daemon has not answered yet.
         """
-        timeout_s = self.deadline if timeout is None else seconds("timeout", timeout)
+        timeout_s = self.deadline if timeout is None else check_seconds("timeout", timeout)
         self._check_open()
         with self._changed:
             answers = self._attachments.begin_reset()
@@ -242,7 +242,7 @@ class SchedulerSession(ClientSession):
         Args:
             limit: the largest number of changes to read; for the rest see `changes_waiting`.
         """
-        max_changes = whole("limit", limit, 1, MAX_CHANGES)
+        max_changes = check_int("limit", limit, 1, MAX_CHANGES)
         self._check_open()
         return self._changes.take(max_changes)
 

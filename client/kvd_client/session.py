@@ -28,8 +28,8 @@ from kvd_client.errors import (
     DaemonLost,
     Refused,
     UsageError,
+    check_seconds,
     get_logger,
-    seconds,
     shown,
 )
 from kvd_proto.messages import Error, ErrorCode, Kind, Message, Status, StatusReport
@@ -85,7 +85,7 @@ class ClientSession:
         self.runtime_dir = _directory(runtime_dir)
         socket_path(self.runtime_dir, "broker.sock")
         self.engine = engine
-        self.deadline = seconds("deadline", deadline, 3600.0, positive=True)
+        self.deadline = check_seconds("deadline", deadline, 3600.0, positive=True)
         self._changed = threading.Condition()  # the connection, or a state that messages change
         self._connection: Connection | None = None
         self._unreachable = f"no daemon has answered in {self.runtime_dir} yet"  # why not connected
@@ -127,7 +127,7 @@ class ClientSession:
         Returns at once if this process may not connect to the daemon.
         """
         self._check_open()
-        timeout_s = seconds("timeout", timeout)
+        timeout_s = check_seconds("timeout", timeout)
         with self._changed:
             self._changed.wait_for(
                 lambda: self.attached or self._closed or self._is_denied, timeout_s

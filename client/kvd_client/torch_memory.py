@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kvd_client.errors import UnsupportedMemory, UsageError, collection, shown, whole
+from kvd_client.errors import UnsupportedMemory, UsageError, check_collection, check_int, shown
 from kvd_client.memory import DeviceMemory, HostMemory, Memory, is_sealed, sealed_file
 from kvd_client.worker import Worker
 from kvd_proto.layout import TensorSpec
@@ -91,7 +91,7 @@ def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
     passed: object = tensors
     if isinstance(passed, torch.Tensor):  # which would be taken for a sequence of its rows
         raise UsageError(f"tensors has shape {tuple(passed.shape)}: give a list of tensors")
-    several = collection("tensors", passed, "tensors")
+    several = check_collection("tensors", passed, "tensors")
     given = [t if isinstance(t, BlockTensor) else BlockTensor(t) for t in several]
     if not given:
         raise UsageError("no tensors: give the engine's KV-cache tensors")
@@ -151,7 +151,7 @@ def _check(name: str, item: BlockTensor) -> None:
 
     for what, number in (("page_bytes", item.page_bytes), ("block_stride", item.block_stride)):
         if number is not None:
-            whole(f"{name}: {what}", number, 1)
+            check_int(f"{name}: {what}", number, 1)
     ends = tensor.storage_offset() + 1
     ends += sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     have = tensor.untyped_storage().nbytes()

@@ -12,12 +12,12 @@ from kvd_client.errors import (
     RegistrationError,
     Unavailable,
     UsageError,
-    collection,
-    flag,
+    check_collection,
+    check_flag,
+    check_int,
+    check_seconds,
     get_logger,
-    seconds,
     shown,
-    whole,
 )
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
@@ -79,9 +79,9 @@ class Worker(ClientSession):
         deadline: float = 1.0,
         job_timeout: float = 30.0,
     ) -> None:
-        whole("world_size", world_size, 1, MAX_RANKS)
-        whole("rank", rank, 0, world_size - 1)
-        self.job_timeout = seconds("job_timeout", job_timeout, MAX_JOB_SECONDS, positive=True)
+        check_int("world_size", world_size, 1, MAX_RANKS)
+        check_int("rank", rank, 0, world_size - 1)
+        self.job_timeout = check_seconds("job_timeout", job_timeout, MAX_JOB_SECONDS, positive=True)
         self.rank = rank
         self.world_size = world_size
         super().__init__(runtime_dir, engine, deadline)
@@ -131,7 +131,7 @@ class Worker(ClientSession):
             CudaError: the CUDA driver failed.
         """
         self._check_open()
-        memory = collection("memory", memory, "memories")
+        memory = check_collection("memory", memory, "memories")
         message, descriptors = register_message(
             memory,
             layout,
@@ -139,10 +139,10 @@ class Worker(ClientSession):
             rank=self.rank,
             world_size=self.world_size,
             stage=stage,
-            temporary=flag("temporary", temporary),
+            temporary=check_flag("temporary", temporary),
         )
-        required = flag("required", required)
-        timeout_s = seconds("timeout", timeout)
+        required = check_flag("required", required)
+        timeout_s = check_seconds("timeout", timeout)
         with self._changed:
             registration = self._registration
             if registration.message is not None or registration.is_refused:
@@ -202,7 +202,7 @@ class Worker(ClientSession):
             UsageError: closed.
         """
         self._check_open()
-        timeout_s = seconds("timeout", timeout)
+        timeout_s = check_seconds("timeout", timeout)
         with self._changed:
             connection, registration = self._connection, self._registration
             registration.drop()
@@ -315,12 +315,12 @@ class Worker(ClientSession):
             raise UsageError(
                 f"kind={shown(kind)}, blocks={shown(blocks)}: a job and its blocks are needed"
             )
-        whole("job_id", job_id, 0)
+        check_int("job_id", job_id, 0)
         if after is None:
             # A number that is reached already means "now". To signal a new number would also signal
             # the numbers reserved before it, whose work may not have finished.
             after = self.timeline.reached
-        elif whole("after", after, 0) > self.timeline.reserved:
+        elif check_int("after", after, 0) > self.timeline.reserved:
             raise UsageError(
                 f"after={after}: numbers up to {self.timeline.reserved} are reserved; take one from"
                 " timeline.reserve(), or None"
@@ -334,7 +334,7 @@ class Worker(ClientSession):
         return self._jobs.submit(
             kind,
             is_registered=self._registration.is_registered,
-            layerwise=flag("layerwise", layerwise) and kind is Load,
+            layerwise=check_flag("layerwise", layerwise) and kind is Load,
             job=job_id,
             blocks=blocks,
             after=after,
@@ -386,7 +386,7 @@ class Worker(ClientSession):
             Loads that have not ended, whose blocks must not be touched yet; usually empty.
         """
         self._check_open()
-        return self._jobs.wait(_job_ids(job_ids), seconds("timeout", timeout))
+        return self._jobs.wait(_job_ids(job_ids), check_seconds("timeout", timeout))
 
     def cancel(self, job_ids: Iterable[int]) -> None:
         """Request the lane to stop these jobs; each is still reported when it has ended."""
@@ -484,5 +484,5 @@ class Worker(ClientSession):
 
 
 def _job_ids(job_ids: Iterable[int]) -> frozenset[int]:
-    numbers = collection("job_ids", job_ids, "job numbers")
-    return frozenset(whole("job_ids", number, 0) for number in numbers)
+    numbers = check_collection("job_ids", job_ids, "job numbers")
+    return frozenset(check_int("job_ids", number, 0) for number in numbers)
