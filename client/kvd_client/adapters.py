@@ -1,4 +1,16 @@
-"""What every engine's adapter needs: its settings, and which weights the engine has loaded."""
+"""What the adapters of all engines share: options, the model's identity, and a request's hints.
+
+A request may carry hints in two places:
+
+- `kvd` in its `kv_transfer_params`, an object with any of `continues`, `resume_in_s`, `one_shot`,
+  `session_final` and `cache_control`;
+- an envelope of KV hints, as vLLM and SGLang define it: `protocol_version`, `message_id` and
+  `actions`, each with `action_type`, `action_version` and `payload`. Two types of action are known:
+  `kv.retain` (how long to keep) and `kv.deref` (no longer needed).
+
+The `kvd` object counts first, and "done" before any time. Unknown fields and values of a wrong type
+are ignored and counted; numbers out of range are clamped and counted. Reading hints never raises.
+"""
 
 import hashlib
 import json
@@ -27,18 +39,18 @@ _DAEMON_KEYS = {
 
 
 class OptionsError(ValueError):
-    """An invalid setting; the engine prints the sentence and does not start."""
+    """An invalid option; the engine prints the text and does not start."""
 
 
 class EngineOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An engine's settings about its daemon.
+    """An engine's options for kvd.
 
     Attributes:
         runtime_dir: the daemon's runtime directory; default: that of KVD_RUNTIME_DIR.
-        required: fail at start where the daemon is not there or cannot serve this memory;
-            otherwise the engine runs without offload until it can.
-        deadline: seconds that the daemon may take for an answer; then it is treated as absent
-            until it answers again.
+        required: fail at start if there is no daemon, or it cannot serve this memory; otherwise
+            the engine runs without offload until it can.
+        deadline: seconds to wait for an answer of the daemon; then it counts as absent until it
+            answers again.
         label: engines with different labels never share chunks.
     """
 
@@ -54,27 +66,27 @@ OptionsT = TypeVar("OptionsT", bound=EngineOptions)
 def convert_options(
     kind: type[OptionsT],
     extra: Mapping[str, Any],
-    place: str,
+    section: str,
     foreign: Collection[str] = (),
     environment: Mapping[str, str] = os.environ,
 ) -> OptionsT:
-    """Return the options of an engine's configuration.
+    """Return the options in an engine's configuration.
 
     Args:
-        kind: what the options are.
+        kind: the type of options to return.
         extra: the configuration.
-        place: its name, for messages.
-        foreign: keys that are the engine's own to read.
-        environment: of the process, for what is not configured.
+        section: its name, for messages.
+        foreign: keys that the engine itself reads.
+        environment: of the process, for options that are not configured.
 
     Raises:
-        OptionsError: naming the key, its value and what is possible.
+        OptionsError: an invalid option; the text has the key, its value and what is possible.
     """
-    for key, where in _DAEMON_KEYS.items():
+    for key, daemon_option in _DAEMON_KEYS.items():
         if key in extra:
             raise OptionsError(
-                f"{place}: {key}={extra[key]!r} is the daemon's to decide;"
-                f" give it to {where} and remove it here"
+                f"{section}: {key}={extra[key]!r} is the daemon's to decide;"
+                f" give it to {daemon_option} and remove it here"
             )
     own = {key: value for key, value in extra.items() if key not in foreign}
     if environment.get(RUNTIME_DIR):  # empty is not set, as for the daemon
@@ -83,7 +95,7 @@ def convert_options(
         return msgspec.convert(own, kind, strict=True)
     except msgspec.ValidationError as error:
         known = ", ".join(sorted({*kind.__struct_fields__, *foreign}))
-        raise OptionsError(f"{place} {own!r}: {error}; known keys: {known}") from error
+        raise OptionsError(f"{section} {own!r}: {error}; known keys: {known}") from error
 
 
 # ------------------------------------------------------------------- identity
@@ -101,7 +113,7 @@ def weight_files(model: str) -> list[Any]:
 
 
 def hub_commits(model: str, revision: str | None, download_dir: str | None) -> list[str]:
-    """Return the commits of a hub's model in the caches that its files were read from."""
+    """Return the commits of a hub's model in the caches from which its files were read."""
     from huggingface_hub.constants import HF_HUB_CACHE  # noqa: PLC0415  # engines have it
 
     caches = {HF_HUB_CACHE, download_dir or HF_HUB_CACHE}
@@ -111,7 +123,7 @@ def hub_commits(model: str, revision: str | None, download_dir: str | None) -> l
 
 
 def digest(*parts: Any) -> str:
-    """Return 32 hex digits that are equal where all parts are."""
+    """Return 32 hex digits, which are equal if all parts are equal."""
     text = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -124,13 +136,14 @@ _VERSIONS = ("0", "1")  # major numbers of envelopes
 
 @dataclass(slots=True)
 class Hint:
-    """What a request's hints say.
+    """The hints of one request.
 
     Attributes:
         label: of the request.
         is_present: whether the request has a hint, valid or not.
-        ignored: fields and actions that are not known, of an unknown version, or of a wrong type.
-        cut: numbers that were out of range.
+        ignored: number of fields and actions that are unknown, of an unknown version, or of a wrong
+            type.
+        cut: number of values that were clamped.
     """
 
     label: Label = Label.NONE
@@ -143,7 +156,7 @@ def read_hint(transfer_params: object, envelope: object = None) -> Hint:
     """Return the hint of a request.
 
     Args:
-        transfer_params: its `kv_transfer_params`; other keys than `kvd` are others' business.
+        transfer_params: its `kv_transfer_params`; only the key `kvd` is read.
         envelope: its KV hints, an object with the attributes above; None: none.
     """
     hint = Hint()
@@ -160,7 +173,7 @@ def read_hint(transfer_params: object, envelope: object = None) -> Hint:
 
 
 def _read_fields(params: object, hint: Hint) -> Label:
-    """Return the label that the fields of a `kvd` object say."""
+    """Return the label of the fields of a `kvd` object."""
     if not isinstance(params, dict):
         hint.ignored += 1
         return Label.NONE
@@ -171,7 +184,7 @@ def _read_fields(params: object, hint: Hint) -> Label:
 
 
 def _read_envelope(envelope: object, hint: Hint) -> Label:
-    """Return the label that the envelope's actions say."""
+    """Return the label of the envelope's actions."""
     actions = getattr(envelope, "actions", None)
     if not _known_version(getattr(envelope, "protocol_version", None), _VERSIONS):
         hint.ignored += 1
@@ -195,7 +208,7 @@ def _known_version(version: object, majors: tuple[str, ...]) -> bool:
 
 
 def _strongest(labels: list[Label]) -> Label:
-    """Of several labels DONE counts, else the first that says anything."""
+    """Return DONE if it is among the labels, else the first that is not NONE."""
     if Label.DONE in labels:
         return Label.DONE
     return next((label for label in labels if label is not Label.NONE), Label.NONE)
@@ -210,13 +223,13 @@ def _unknown(value: object, hint: Hint) -> Label:
     return Label.NONE
 
 
-def _done_if(wanted: bool) -> Callable[[object, Hint], Label]:
-    """Return the reader of a flag that means DONE where it has this value."""
+def _done_if(expected: bool) -> Callable[[object, Hint], Label]:
+    """Return the reader of a flag that means DONE if it has this value."""
 
     def read(value: object, hint: Hint) -> Label:
         if not isinstance(value, bool):
             return _unknown(value, hint)
-        return Label.DONE if value is wanted else Label.NONE
+        return Label.DONE if value is expected else Label.NONE
 
     return read
 
@@ -227,9 +240,9 @@ def _seconds(value: object, hint: Hint) -> Label:
         return _unknown(value, hint)
     if isinstance(value, float) and math.isnan(value):
         return _unknown(value, hint)
-    inside = min(max(value, 0), MAX_SECONDS)
-    hint.cut += inside != value
-    return label_for(inside)
+    clamped = min(max(value, 0), MAX_SECONDS)
+    hint.cut += clamped != value
+    return label_for(clamped)
 
 
 def _cache_control(value: object, hint: Hint) -> Label:

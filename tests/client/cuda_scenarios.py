@@ -143,7 +143,7 @@ def has_marked(timeline: Timeline) -> bool:
     """Whether the event after the last number has happened, too: a page that is closed goes."""
     assert timeline._signals is not None
     with cuda_driver.beside_captures():
-        return cuda_driver.has_happened(timeline._signals._last)
+        return cuda_driver.has_happened(timeline._signals._event)
 
 
 def stays(timeline: Timeline, number: int) -> None:
@@ -345,7 +345,7 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
     opened = open_files()
     for name in sorted(functions & calls.keys()):
         for number, failure in itertools.product(range(1, calls[name] + 1), FAILURES):
-            kept = len(timelines._KEPT)
+            kept = len(timelines._NOT_CLOSED)
             with failing(name, number, failure):
                 errors = life(plain, exported, streams)
             if failure == 999:
@@ -357,8 +357,8 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
             assert all(text.endswith(cause) for text in errors), (name, errors)
             # A page of which it is not known that nothing writes to it stays, without a word; its
             # mapping holds a descriptor.
-            assert errors or name in HARMLESS or len(timelines._KEPT) > kept, name
-            assert open_files() <= opened + len(timelines._KEPT), name
+            assert errors or name in HARMLESS or len(timelines._NOT_CLOSED) > kept, name
+            assert open_files() <= opened + len(timelines._NOT_CLOSED), name
     assert life(plain, exported, streams) == []
 
 
@@ -446,7 +446,7 @@ def a_capture_in_another_thread_goes_on() -> None:
     eventually(lambda: has_marked(timeline))
     timeline.set_signals(None)
     page.close()
-    assert not timelines._KEPT
+    assert not timelines._NOT_CLOSED
     calls = harness.calls(Path(os.environ["FAKECUDA_LOG"]))
     assert "cuMemHostUnregister" in calls
     assert "@broken-capture" not in calls
@@ -611,7 +611,7 @@ def the_stream_writes_the_number_at_its_turn() -> None:
 
 def a_write_counts_when_it_is_marked() -> None:
     """Else the event says that nothing will write while a stream has yet to."""
-    StreamSignals._marked = property(lambda _: True, lambda _, __: None)  # type: ignore[assignment]  # as its stand-in
+    StreamSignals._is_recorded = property(lambda _: True, lambda _, __: None)  # type: ignore[assignment]  # as its stand-in
 
 
 def a_page_is_let_go_when_nothing_will_write_to_it() -> None:
@@ -626,8 +626,8 @@ def an_address_is_asked_about_with_a_context_current() -> None:
 
 def segments_keep_their_order() -> None:
     """Else a block is taken for another."""
-    exported = memory_module._exported
-    memory_module._exported = lambda allocations: exported(allocations[::-1])
+    exported = memory_module._export
+    memory_module._export = lambda allocations: exported(allocations[::-1])
 
 
 def memory_that_is_not_wanted_is_let_go() -> None:
