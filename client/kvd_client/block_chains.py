@@ -161,7 +161,7 @@ class BlockChains:
         block.holders = _adding(block.holders, chunk)
 
     def remove_holder(self, block: Block, chunk: AnnouncedChunk) -> bool:
-        """Record that the chunk lost the block; return whether no chunk has it, so it is removed."""
+        """Record that the chunk lost the block; return whether the block is removed with it."""
         block.holders = _removing(block.holders, chunk)
         if block.holders is not None:
             return False

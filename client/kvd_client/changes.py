@@ -33,7 +33,7 @@ DEFAULT_LIMIT = 1000
 _READY, _REMOVED, _CLEARED = map(int, (ChangeKind.READY, ChangeKind.REMOVED, ChangeKind.CLEARED))
 _KEPT, _RELEASED = int(ChangeKind.KEPT), int(ChangeKind.RELEASED)
 
-_new_tuple = tuple.__new__  # skips the constructor's argument parsing
+_new = tuple.__new__  # skips the constructor's argument parsing
 
 NO_SLOT: Final = 0xFFFF_FFFF
 """The slot, with generation 0, of a chunk in tiers."""
@@ -76,16 +76,9 @@ class Differences:
     removed_from_tiers: list[bytes] = field(default_factory=list)
     last_locations: dict[bytes, ChunkLocation] = field(default_factory=dict)
 
-    def __bool__(self) -> bool:
-        return bool(self.stored or self.removed or self.stored_in_tiers or self.removed_from_tiers)
-
     def __len__(self) -> int:
-        return (
-            len(self.stored)
-            + len(self.removed)
-            + len(self.stored_in_tiers)
-            + len(self.removed_from_tiers)
-        )
+        num_stored = len(self.stored) + len(self.stored_in_tiers)
+        return num_stored + len(self.removed) + len(self.removed_from_tiers)
 
 
 @dataclass(slots=True)
@@ -311,8 +304,7 @@ class ChangeReader:
                 if old is None and (memory.unconfirmed or memory.gone):
                     old = memory.pop_doubtful(key)
                 touch(key, old)
-                new = _new_tuple(ChunkLocation, (slot, generation, first, count, time_ns))
-                confirmed[key] = new
+                confirmed[key] = _new(ChunkLocation, (slot, generation, first, count, time_ns))
             elif kind == _REMOVED:
                 old = confirmed.get(key)
                 if old is None and (memory.unconfirmed or memory.gone):
@@ -324,8 +316,7 @@ class ChangeReader:
                     last_locations[key] = old
             elif kind == _KEPT:
                 tiers.before.setdefault(key, tiers.confirmed.get(key) or tiers.pop_doubtful(key))
-                new = _new_tuple(ChunkLocation, (NO_SLOT, 0, first, count, time_ns))
-                tiers.confirmed[key] = new
+                tiers.confirmed[key] = _new(ChunkLocation, (NO_SLOT, 0, first, count, time_ns))
             elif kind == _RELEASED:
                 old = tiers.confirmed.pop(key, None) or tiers.pop_doubtful(key)
                 if old is not None:
