@@ -31,19 +31,11 @@ log = get_logger()
 
 
 class Attachment:
-    """One attachment of a scheduler, announced by `attached`. For one thread at a time.
+    """One attachment of a scheduler, announced by the notice `attached`. For one thread at a time.
 
-    Args:
-        attached: the notice that announced it.
-        directory, descriptions: the namespace's, in shared memory.
-        connection: over which the notice came.
-        loans, reuse: shared by all attachments of the scheduler.
-        answer: the daemon's answer to the first step.
-        wake: wakes the keeper to check the connection.
-
-    Attributes:
-        decisions: the decisions since the attachment or the last reset began.
-        promotions: None without tiers.
+    `loans` and `reuse` are shared by all attachments of the scheduler; `answer` is the daemon's to
+    the first step; `wake` wakes the keeper to check the connection. `decisions` begin anew with
+    each reset; `promotions` is None without tiers.
 
     Raises:
         DaemonLost: the first step was refused.

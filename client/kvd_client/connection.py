@@ -86,15 +86,8 @@ def socket_path(runtime_dir: Path, name: str) -> Path:
 class Connection:
     """The connection of one session, welcomed by the daemon.
 
-    Args:
-        runtime_dir: the daemon's.
-        kind, engine: of the session.
-        stop_fd: readable when the session is being closed.
-        on_notice: called by the thread that has received a notice.
-
-    Attributes:
-        daemon, pid: the daemon's name with its version, and its process.
-        failure: why the connection cannot be used any more; empty while it can.
+    `stop_fd` is readable when the session is being closed. The thread that has received a notice
+    calls `on_notice`. `failure` says why the connection cannot be used any more.
 
     Raises:
         OSError: there is no daemon.

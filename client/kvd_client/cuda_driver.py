@@ -3,7 +3,7 @@
 `cuda-bindings` is imported at the first call, so that a client of host memory needs neither the
 package nor a driver. Devices are ordinals of this process; streams and events are the driver's
 handles as integers. Any thread may make the calls. A call that fails raises `CudaError`, whether
-the driver or its bindings failed.
+the driver or its bindings failed; without a driver it raises `UnsupportedMemory`.
 """
 
 import ctypes
@@ -57,28 +57,17 @@ def _bindings_error(name: str, attempted: str, error: Exception) -> CudaError:
 
 
 def _try(attempted: str, function: str, *arguments: Any) -> tuple[Any, list[Any]]:
-    """Call a driver function; return its code, which may be an error's, and its results.
-
-    Raises:
-        CudaError: the bindings failed: they raise ValueError for a code that they do not know,
-            RuntimeError or AttributeError for a function that the driver or they do not have.
-        UnsupportedMemory: there is no driver.
-    """
+    """Call a driver function; return its code, which may be an error's, and its results."""
     driver = _bindings()
     try:
         code, *results = getattr(driver, function)(*arguments)
-    except Exception as error:
+    except Exception as error:  # ValueError: unknown code; Runtime- or AttributeError: no function
         raise _bindings_error(function, attempted, error) from error
     return code, results
 
 
 def _call(attempted: str, function: str, *arguments: Any) -> Any:
-    """Call a driver function; return its one result, or a tuple of several.
-
-    Raises:
-        CudaError: it failed.
-        UnsupportedMemory: there is no driver.
-    """
+    """Call a driver function; return its one result, or a tuple of several."""
     code, results = _try(attempted, function, *arguments)
     if int(code):
         raise CudaError(int(code), _name(_bindings(), code), attempted)
@@ -86,12 +75,7 @@ def _call(attempted: str, function: str, *arguments: Any) -> Any:
 
 
 def _constant(name: str) -> Any:
-    """Return a constant of the bindings, such as "CUevent_flags.CU_EVENT_DISABLE_TIMING".
-
-    Raises:
-        CudaError: the bindings do not have it.
-        UnsupportedMemory: there is no driver.
-    """
+    """Return a constant of the bindings, such as "CUevent_flags.CU_EVENT_DISABLE_TIMING"."""
     driver = _bindings()
     try:
         return operator.attrgetter(name)(driver)
@@ -150,11 +134,7 @@ def streams_can_write(device: int) -> bool:
 
 
 class PrimaryContext:
-    """A device's primary context, which torch uses too; retained until `release`.
-
-    Raises:
-        CudaError: it cannot be retained.
-    """
+    """A device's primary context, which torch uses too; retained until `release`."""
 
     def __init__(self, device: int) -> None:
         self._attempted = f"use device {device}"
@@ -185,10 +165,8 @@ def any_context() -> Iterator[None]:
     """Make some context current within the block, as needed to look up the device of an address.
 
     It is the thread's own, or the primary context of a device that this process uses already. A new
-    one would take memory of a device that another process may use.
-
-    Raises:
-        UnsupportedMemory: this process uses no device.
+    one would take memory of a device that another process may use. If this process uses no device,
+    this raises `UnsupportedMemory`.
     """
     if int(_call("get this thread's context", "cuCtxGetCurrent")):
         yield

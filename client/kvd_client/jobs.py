@@ -68,12 +68,8 @@ class _RunningJob:
 class JobTable:
     """The unfinished jobs of one worker. May be used by any thread.
 
-    Args:
-        control: the worker's control page; its words void stores and count loaded layers.
-        store_seconds: after which a store is voided.
-
-    Attributes:
-        readiness: readable when `take_finished` has work to do.
+    Words of the control page void stores and count loaded layers. A store is voided after
+    `store_seconds`. `readiness` is readable when `take_finished` has work to do.
     """
 
     def __init__(self, control: ControlPage, store_seconds: float) -> None:

@@ -104,12 +104,7 @@ class Outbox:
         self._num_items += num_items
 
     def start_store(
-        self,
-        key: bytes,
-        slot: int,
-        generation: int,
-        blocks: BlockRange,
-        description: bytes = b"",
+        self, key: bytes, slot: int, generation: int, blocks: BlockRange, description: bytes
     ) -> None:
         """Add the start of a store of a chunk's blocks. Call it for a prompt's head first."""
         self._count_items(1)

@@ -48,7 +48,7 @@ def test_a_chunk_is_pinned_until_the_latest_step_that_pins_it_is_answered() -> N
 def test_a_store_given_up_in_the_step_that_begins_it_is_dropped_by_the_next_message() -> None:
     """In one message the drop would come before the beginning."""
     box = outbox()
-    box.start_store(b"a", 3, 30, WHOLE)
+    box.start_store(b"a", 3, 30, WHOLE, b"")
     box.drop([b"a"])
     assert b"a" in box.started_stores
     first = sent(box, 1)
