@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from kvd.cache.directory import DirectoryWriter
 from kvd.wire.server import Client, Server
-from kvd_client.session import Session
+from kvd_client.session import ClientSession
 from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.descriptions import max_description_bytes
 from kvd_proto.directory import DirectoryHeader, SlotState
@@ -197,7 +197,7 @@ class FakeDaemon:
             assert self._seen.wait_for(lambda: len(those()) >= count, SECONDS), kind
             return those()
 
-    def attach(self, *sessions: Session) -> None:
+    def attach(self, *sessions: ClientSession) -> None:
         """Tell every session that the engine is attached, and wait until these ones know it."""
         fd, self.directory = make_directory(self.boot_id, len(self.tiers))
         message = Attached(

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_client.arguments import Blocks
 from kvd_client.sglang.coverage import Piece, chunk_keys, covered, cut, prefix, windows
+from kvd_client.tickets import BlockRange
 
 PAGES = 40
 KEYS = [bytes([page]) * 32 for page in range(PAGES)]
@@ -18,7 +18,7 @@ class Store:
 
     def __init__(self, factor: int) -> None:
         self.factor = factor
-        self.blocks: dict[bytes, Blocks] = {}
+        self.blocks: dict[bytes, BlockRange] = {}
         self.content: dict[tuple[bytes, int], int] = {}
 
     def put(self, first: int, end: int) -> None:

@@ -10,9 +10,9 @@ many pages it has, or at which page a lookup starts; equal hashes mean equal pag
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from kvd_client.arguments import Blocks
+from kvd_client.tickets import BlockRange
 
-Held = Callable[[bytes], Blocks | None]
+Held = Callable[[bytes], BlockRange | None]
 """The blocks of a key's chunk that are in the pool: the first, and how many; None: no chunk."""
 
 
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
     block: int
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockRange:
         """The chunk's blocks that are needed."""
         return self.block, self.pages
 
@@ -95,6 +95,6 @@ def windows(found: Sequence[bool], size: int) -> set[int]:
     return ends
 
 
-def _holds(blocks: Blocks | None, first: int, factor: int) -> bool:
+def _holds(blocks: BlockRange | None, first: int, factor: int) -> bool:
     """Whether a chunk has its blocks from `first` to the last."""
     return blocks is not None and blocks[0] <= first and blocks[0] + blocks[1] == factor

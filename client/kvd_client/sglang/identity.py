@@ -11,7 +11,7 @@ from typing import Any
 import sglang
 
 from kvd_client import Fingerprint
-from kvd_client.engine_options import digest, hub_commits, weight_files
+from kvd_client.adapters import digest, hub_commits, weight_files
 from kvd_client.sglang.pages import PagePool
 
 

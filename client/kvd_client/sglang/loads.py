@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from kvd_client import LoadTicket
-from kvd_client.arguments import Blocks
 from kvd_client.errors import get_logger
 from kvd_client.sglang.coverage import Piece
 from kvd_client.sglang.pool_cache import PoolCache, Rows, failed
+from kvd_client.tickets import BlockRange
 
 TRIES = 5  # that a lane has taken and not done
 AGAIN_SECONDS = 0.01
@@ -54,7 +54,7 @@ class Part:
 
     cache: PoolCache
     keys: list[bytes]
-    blocks: list[Blocks]
+    blocks: list[BlockRange]
     rows: Rows
     slots: Any
     generations: Any

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from kvd_client.engine_options import EngineOptions, OptionsError, Seconds, convert_options
+from kvd_client.adapters import EngineOptions, OptionsError, Seconds, convert_options
 
 PLACE = "--unified-cache-external-linker-config: linker_extra_config"
 

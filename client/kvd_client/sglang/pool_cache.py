@@ -22,11 +22,11 @@ from kvd_client import (
     StoreTicket,
     Worker,
 )
-from kvd_client.arguments import Blocks
 from kvd_client.errors import cause, get_logger
 from kvd_client.sglang.coverage import Piece
 from kvd_client.sglang.options import Options
 from kvd_client.sglang.pages import NO_PAGE, PagePool
+from kvd_client.tickets import BlockRange
 from kvd_client.torch_memory import work_so_far
 from kvd_proto.jobs import MAX_ARRAY_ITEMS
 
@@ -86,7 +86,7 @@ class PoolCache:
         except BaseException:
             self.worker.close()
             raise
-        self.held = self.scheduler.held
+        self.held = self.scheduler.cached_blocks
 
     # ----------------------------------------------------------------- loads
 
@@ -94,7 +94,9 @@ class PoolCache:
         """Pin chunks for a request; None where one of them is not there any more."""
         return self.pin_blocks([p.key for p in pieces], [p.blocks for p in pieces])
 
-    def pin_blocks(self, keys: Collection[bytes], blocks: Collection[Blocks]) -> LoadTicket | None:
+    def pin_blocks(
+        self, keys: Collection[bytes], blocks: Collection[BlockRange]
+    ) -> LoadTicket | None:
         """`pin`, of chunks and their blocks."""
         try:
             ticket = self.scheduler.prepare_load(keys, self._options.lease, blocks)

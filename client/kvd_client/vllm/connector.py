@@ -41,7 +41,7 @@ from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
-from kvd_client.engine_options import OptionsError
+from kvd_client.adapters import OptionsError
 from kvd_client.errors import get_logger
 from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.events import PoolEvents, groups_in_tiers

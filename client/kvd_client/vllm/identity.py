@@ -12,7 +12,7 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvd_client import Fingerprint
-from kvd_client.engine_options import digest, hub_commits, weight_files
+from kvd_client.adapters import digest, hub_commits, weight_files
 from kvd_client.vllm.upstream import attention_backends
 from kvd_client.vllm.versions import release
 

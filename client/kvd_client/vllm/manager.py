@@ -31,8 +31,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client import LoadTicket, Scheduler, StoreAnswer
 from kvd_client import LookupResult as Found
-from kvd_client.arguments import Blocks
-from kvd_client.hints import read_hint
+from kvd_client.adapters import read_hint
+from kvd_client.tickets import BlockRange
 from kvd_client.vllm import metrics
 from kvd_client.vllm.descriptions import ChunkDescriber
 from kvd_client.vllm.promotions import Promotions
@@ -100,7 +100,7 @@ class KvdOffloadingManager(OffloadingManager):
         self._reports = RequestReports(scheduler)
         self.refused: dict[str, dict[tuple[int, int], OffloadKey]] = {}
         self._lacking: set[OffloadKey] = set()
-        self._needed: dict[str, Mapping[OffloadKey, Blocks]] = {}
+        self._needed: dict[str, Mapping[OffloadKey, BlockRange]] = {}
         self._stats = OffloadingConnectorStats()
 
     # -------------------------------------------------------------- requests
@@ -110,7 +110,7 @@ class KvdOffloadingManager(OffloadingManager):
         if req_context.req_id in self.refused:  # of an earlier request with the same name
             self.give_up(req_context.req_id)
         hint = read_hint(req_context.kv_transfer_params, req_context.kv_hints)
-        if hint.given:
+        if hint.is_present:
             self.scheduler.count_hints(1, hint.ignored, hint.cut)
             req_context.set_state(hint.label)
         return RequestOffloadingContext()
@@ -165,7 +165,7 @@ class KvdOffloadingManager(OffloadingManager):
         waiting = now - since < self._pending_timeout
         return LookupResult.HIT_PENDING if waiting else LookupResult.MISS
 
-    def lacking(self, needed: Mapping[OffloadKey, Blocks]) -> set[OffloadKey]:
+    def lacking(self, needed: Mapping[OffloadKey, BlockRange]) -> set[OffloadKey]:
         """Return the chunks that lack some of the blocks that are needed of them."""
         lookup, rehearsed = self.scheduler.lookup, self.promotions.rehearsed
         return {
@@ -187,7 +187,7 @@ class KvdOffloadingManager(OffloadingManager):
 
     # ----------------------------------------------------------------- loads
 
-    def need(self, req_id: str, needed: Mapping[OffloadKey, Blocks]) -> None:
+    def need(self, req_id: str, needed: Mapping[OffloadKey, BlockRange]) -> None:
         """Set the blocks that the request's coming load needs of its chunks."""
         self._needed[req_id] = needed
 

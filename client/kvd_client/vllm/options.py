@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from kvd_client.engine_options import EngineOptions, OptionsError, Seconds, convert_options
+from kvd_client.adapters import EngineOptions, OptionsError, Seconds, convert_options
 
 # Settings of vLLM's own scheduler logic, which it reads and checks itself.
 VLLM_KEYS = frozenset(

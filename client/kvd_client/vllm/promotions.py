@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client import NOT_BELOW, UNKNOWN, Scheduler
+from kvd_client import NO_TIER, TIER_UNKNOWN, Scheduler
 from kvd_client import LookupResult as Found
-from kvd_client.arguments import Blocks
+from kvd_client.tickets import BlockRange
 from kvd_client.vllm import metrics
 from kvd_client.vllm.prefill import PrefillSpeed
 from kvd_client.vllm.tiers import allowed, patience, promotion_seconds, source
@@ -31,7 +31,7 @@ Search = Callable[[], int | None]
 """vLLM's search for what a request can load: tokens, or None where it is to be asked again."""
 
 _HIT_PENDING = Found.HIT_PENDING
-_REFUSED = -3  # beside NOT_BELOW and UNKNOWN
+_REFUSED = -3  # beside NO_TIER and TIER_UNKNOWN
 
 
 @dataclass(slots=True)
@@ -89,7 +89,7 @@ class Promotions:
         if found is not None or not self._met:
             return found
         met, waiting = self._met, self._waiting.get(request.req_id)
-        asking = UNKNOWN in met.values()
+        asking = TIER_UNKNOWN in met.values()
         if waiting is None or (waiting.asking and not asking):
             seconds = self._decide(request, search)
             if seconds is None:
@@ -101,7 +101,7 @@ class Promotions:
             else:  # now it is known what is there
                 waiting.seconds, waiting.asking = seconds, False
             if not seconds:
-                self._try(request, [key for key, number in met.items() if number != UNKNOWN])
+                self._try(request, [key for key, number in met.items() if number != TIER_UNKNOWN])
                 return self._search(search)
         self._seek(request, list(met), MAX_KEYS)
         return None
@@ -110,7 +110,7 @@ class Promotions:
         """Seek these, a prompt's head first."""
         ends = [request.get_offload_key_position(key) or 0 for key in keys]
         order = sorted(range(len(keys)), key=ends.__getitem__)[:most]
-        self._scheduler.seek([keys[at] for at in order])
+        self._scheduler.request_promotion([keys[at] for at in order])
 
     def _try(self, request: ReqContext, keys: list[OffloadKey]) -> None:
         """Seek some chunks, now and then, that nobody waits for.
@@ -163,14 +163,14 @@ class Promotions:
         shared = self._askable(request)
         sizes: dict[int, int] = {}
         for number in self._met.values():
-            tier = shared if number == UNKNOWN else number
+            tier = shared if number == TIER_UNKNOWN else number
             sizes[tier] = sizes.get(tier, 0) + self._scheduler.bytes_per_chunk
         return sizes
 
     # ----------------------------------------------------------------- lookups
 
     def lookup(
-        self, key: OffloadKey, blocks: Blocks | tuple[()], found: Found, request: ReqContext
+        self, key: OffloadKey, blocks: BlockRange | tuple[()], found: Found, request: ReqContext
     ) -> LookupResult | None:
         """Return how a chunk that is no hit counts; None: as if there were no tiers.
 
@@ -184,56 +184,56 @@ class Promotions:
         if number == _REFUSED:
             return LookupResult.MISS
         if self._rehearsing is not None:
-            if number == NOT_BELOW:
+            if number == NO_TIER:
                 return LookupResult.HIT if found is _HIT_PENDING else None
             self._met[key] = number
             return LookupResult.HIT if self._rehearsing else LookupResult.MISS
-        if number == NOT_BELOW:
+        if number == NO_TIER:
             return None
         waiting = self._waiting.get(request.req_id)
         if waiting is not None:
-            most = self._seek_timeout if number == UNKNOWN else self._pending_timeout
+            most = self._seek_timeout if number == TIER_UNKNOWN else self._pending_timeout
             if not waiting.lasts(time.monotonic(), most):
                 return LookupResult.MISS
         self._met[key] = number
         self._sources.setdefault(request.req_id, {})[key] = number
-        return LookupResult.RETRY if number == UNKNOWN else LookupResult.HIT_PENDING
+        return LookupResult.RETRY if number == TIER_UNKNOWN else LookupResult.HIT_PENDING
 
     def _tier(
-        self, key: OffloadKey, blocks: Blocks | tuple[()], found: Found, request: ReqContext
+        self, key: OffloadKey, blocks: BlockRange | tuple[()], found: Found, request: ReqContext
     ) -> int:
         """Return the tier from which the chunk would come, or comes.
 
-        Or `NOT_BELOW`, `UNKNOWN`, or `_REFUSED` where the request may not load from that tier.
+        Or `NO_TIER`, `TIER_UNKNOWN`, or `_REFUSED` where the request may not load from that tier.
         """
-        number = self._scheduler.below(key, *blocks)
+        number = self._scheduler.find_tier(key, *blocks)
         if found is _HIT_PENDING and number < 0:  # a store, or the promotion of what was unknown
-            number = self._sources.get(request.req_id, {}).get(key, NOT_BELOW)
-            return self._askable(request) if number == UNKNOWN else number
-        if number == UNKNOWN:
-            return number if self._askable(request) != NOT_BELOW else NOT_BELOW
+            number = self._sources.get(request.req_id, {}).get(key, NO_TIER)
+            return self._askable(request) if number == TIER_UNKNOWN else number
+        if number == TIER_UNKNOWN:
+            return number if self._askable(request) != NO_TIER else NO_TIER
         tiers = self._scheduler.tiers
-        if number == NOT_BELOW or number >= len(tiers):
-            return NOT_BELOW
+        if number == NO_TIER or number >= len(tiers):
+            return NO_TIER
         return number if allowed(tiers[number], request.load_tier_filter) else _REFUSED
 
     def _askable(self, request: ReqContext) -> int:
-        """Return the first shared tier that the request may load from, or `NOT_BELOW`."""
+        """Return the first shared tier that the request may load from, or `NO_TIER`."""
         for number, tier in enumerate(self._scheduler.tiers):
             if tier.shared and allowed(tier, request.load_tier_filter):
                 return number
-        return NOT_BELOW
+        return NO_TIER
 
-    def rehearsed(self, key: OffloadKey, blocks: Blocks) -> bool:
+    def rehearsed(self, key: OffloadKey, blocks: BlockRange) -> bool:
         """Whether, in a search as if chunks in tiers were in memory, these blocks are."""
-        return bool(self._rehearsing) and self._scheduler.below(key, *blocks) != NOT_BELOW
+        return bool(self._rehearsing) and self._scheduler.find_tier(key, *blocks) != NO_TIER
 
     def source(self, key: OffloadKey, request: ReqContext) -> CacheHitSource:
         """Return where the chunk came from: memory, or the tier that the request waited for."""
         number = self._sources.get(request.req_id, {}).get(key)
         if number is None:
             return CacheHitSource.HOST
-        if number == UNKNOWN:
+        if number == TIER_UNKNOWN:
             number = self._askable(request)
         tiers = self._scheduler.tiers
         known = 0 <= number < len(tiers)

@@ -17,7 +17,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 
-from kvd_client.arguments import Blocks
+from kvd_client.tickets import BlockRange
 
 
 class BlockRanges:
@@ -41,13 +41,13 @@ class BlockRanges:
         self._requests = requests
         self._size = config.blocks_per_chunk
         self._last = (config.blocks_per_chunk - 1, 1)
-        self.whole: Blocks = (0, config.blocks_per_chunk)
+        self.whole: BlockRange = (0, config.blocks_per_chunk)
         self.parts = any(
             group.requires_cow_source or group.sliding_window_size_in_chunks is not None
             for group in config.kv_group_configs
         )
 
-    def least(self, key: OffloadKey) -> Blocks | tuple[()]:
+    def least(self, key: OffloadKey) -> BlockRange | tuple[()]:
         """Return what any load needs of the chunk: of a window's chunk at least the last block.
 
         Nothing where that are all of its blocks.
@@ -107,7 +107,7 @@ class BlockRanges:
                 return list(state.group_states[number].offload_keys[found // size : prompt // size])
         return []
 
-    def offered(self, key: OffloadKey, request: ReqContext) -> Blocks:
+    def offered(self, key: OffloadKey, request: ReqContext) -> BlockRange:
         """Return which blocks the request has of a chunk that it offers, up to the chunk's end."""
         number, group = self._groups[get_offload_group_idx(key)]
         if group.requires_cow_source:
@@ -121,12 +121,12 @@ class BlockRanges:
         missing = next((i for i in range(len(block_ids), 0, -1) if not block_ids[i - 1]), 0)
         return (missing, self._size - missing) if missing < self._size else self._last
 
-    def needed(self, req_id: str, tokens: int) -> dict[OffloadKey, Blocks]:
+    def needed(self, req_id: str, tokens: int) -> dict[OffloadKey, BlockRange]:
         """Return what to load of windows' chunks for this many tokens more."""
         state = self._requests[req_id]
         computed = state.num_locally_computed_tokens
         end = computed + tokens
-        needed: dict[OffloadKey, Blocks] = {}
+        needed: dict[OffloadKey, BlockRange] = {}
         for number, group in self._groups.values():
             if group.sliding_window_size_in_chunks is None:
                 continue

@@ -19,7 +19,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvd_client import RankLayout, Scheduler, Worker
-from kvd_client.engine_options import OptionsError
+from kvd_client.adapters import OptionsError
 from kvd_client.errors import get_logger, log_no_offload
 from kvd_client.vllm import metrics
 from kvd_client.vllm.identity import fingerprint

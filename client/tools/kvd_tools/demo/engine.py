@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from kvd_client.arguments import Blocks
-from kvd_client.decisions import NOT_BELOW
+from kvd_client.decisions import NO_TIER
 from kvd_client.scheduler import Scheduler
-from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
+from kvd_client.tickets import BlockRange, ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
 from kvd_proto.directory import LookupResult
 from kvd_tools.demo.memory import chunk_key
 from kvd_tools.demo.processes import Finished, Ranks, Step
@@ -54,14 +53,14 @@ def bring_up(scheduler: Scheduler, prompt: Prompt) -> None:
     for piece in prompt:
         full, window = (chunk_key(piece, group) for group in (FULL, WINDOW))
         if scheduler.lookup(full) is LookupResult.MISS:
-            if scheduler.below(full) == NOT_BELOW:
+            if scheduler.find_tier(full) == NO_TIER:
                 break
             wanted.append(full)
-        if scheduler.lookup(window) is LookupResult.MISS and scheduler.below(window) != NOT_BELOW:
+        if scheduler.lookup(window) is LookupResult.MISS and scheduler.find_tier(window) != NO_TIER:
             wanted.append(window)
     if not wanted:
         return
-    scheduler.seek(wanted)
+    scheduler.request_promotion(wanted)
     scheduler.end_step()
     begun = time.monotonic()
     while (waited := time.monotonic() - begun) < SEEK_SECONDS:
@@ -75,7 +74,7 @@ def bring_up(scheduler: Scheduler, prompt: Prompt) -> None:
 
 def _may_begin(scheduler: Scheduler, keys: list[bytes], found: list[LookupResult]) -> bool:
     missing = (key for key, result in zip(keys, found, strict=True) if result is LookupResult.MISS)
-    return any(scheduler.below(key) != NOT_BELOW for key in missing)
+    return any(scheduler.find_tier(key) != NO_TIER for key in missing)
 
 
 def settled_figures(scheduler: Scheduler) -> Figures:
@@ -318,7 +317,7 @@ class Engine:
         self._leave(job.request)
 
 
-def _offer(groups: Sequence[ChunkBlocks]) -> tuple[list[bytes], list[Blocks]]:
+def _offer(groups: Sequence[ChunkBlocks]) -> tuple[list[bytes], list[BlockRange]]:
     """Return the groups' keys, and the blocks that are named of each chunk."""
     keys, blocks = [], []
     for group in groups:
