@@ -13,8 +13,8 @@ INTRODUCTION = """\
 # `kvd status --json`: fields and metrics
 
 For scripts and dashboards: every field of the report that `kvd status --json`, `/status` and the
-status page show, and the [metric](http.md#metrics) with the same figure. Names and units are stable;
-fields may be added.
+status page show, and the [metric](http.md#metrics) with the same figure. Names and units are
+stable; fields may be added.
 
 - Times are seconds, `time` and `started` since 1970; sizes are bytes.
 - `[]` stands for each item of a list, `*` for each key of a map.
