@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_client.arguments import Blocks
-from kvd_client.sglang.coverage import Piece, chunk_keys, covered, cut, prefix, windows
+from kvd_client.sglang.pages import Piece, chunk_keys, covered, cut, prefix, windows
 
 PAGES = 40
 KEYS = [bytes([page]) * 32 for page in range(PAGES)]

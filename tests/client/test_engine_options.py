@@ -3,7 +3,7 @@
 import pytest
 
 from kvd_client.engine_options import OptionsError
-from kvd_client.sglang.options import Options, read_options
+from kvd_client.sglang.pool_cache import Options, read_options
 
 
 def test_what_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,9 @@ import torch
 
 from kvd_client import Fingerprint
 from kvd_client.sglang import pool_cache
-from kvd_client.sglang.coverage import prefix
-from kvd_client.sglang.loads import Batch, LayerCounter, Wanted
-from kvd_client.sglang.offloads import Offload, Offloads
-from kvd_client.sglang.options import Options
-from kvd_client.sglang.pages import LayerPages, PagePool
-from kvd_client.sglang.pool_cache import PoolCache
+from kvd_client.sglang.pages import LayerPages, PagePool, prefix
+from kvd_client.sglang.pool_cache import Options, PoolCache
+from kvd_client.sglang.transfers import Batch, LayerCounter, Offload, Offloads, Wanted
 from tests.conftest import Daemon, StartDaemon
 from tests.waiting import DEADLINE, PATIENCE, eventually
 

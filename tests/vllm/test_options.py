@@ -13,8 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
 from kvd_client.vllm import KvdConnector, Options, OptionsError
-from kvd_client.vllm.options import VLLM_KEYS, read_options
-from kvd_client.vllm.versions import TESTED, release, untested
+from kvd_client.vllm.options import TESTED, VLLM_KEYS, read_options, release, untested
 from tests.vllm.configs import configured
 from tests.vllm.support import ROOT
 

@@ -31,8 +31,7 @@ from vllm.v1.kv_offload.cpu.swap_blocks_triton import THRESHOLD_BYTES
 from docs import generate_models
 from kvd.plan.figures import BLOCKS, HEADS_OUTSIDE, PAGES, SMALL_BYTES
 from kvd.plan.model import Model, read_model
-from kvd_client.vllm.layout import share_caches
-from kvd_client.vllm.wish import SMALL
+from kvd_client.vllm.layout import SMALL, share_caches
 from tests.vllm.configs import allocated, engine_config
 
 MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))

@@ -12,7 +12,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
-from kvd_client.vllm.ranges import BlockRanges, skipped_tokens
+from kvd_client.vllm.chunks import BlockRanges, skipped_tokens
 
 BLOCK, SIZE = 16, 4  # tokens of a block, blocks of a chunk
 CHUNK = BLOCK * SIZE

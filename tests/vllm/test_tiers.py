@@ -9,8 +9,16 @@ from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client import TierInfo, TierStatus
-from kvd_client.vllm.prefill import MOST_OPEN, SAMPLES, PrefillSpeed, prompt_tokens
-from kvd_client.vllm.tiers import allowed, patience, promotion_seconds, source
+from kvd_client.vllm.promotions import (
+    MOST_OPEN,
+    SAMPLES,
+    PrefillSpeed,
+    allowed,
+    patience,
+    promotion_seconds,
+    prompt_tokens,
+    source,
+)
 
 DISK = TierInfo(name="disk", medium="disk", shared=False)
 REMOTE = TierInfo(name="mooncake", medium="remote", shared=True)
@@ -92,7 +100,7 @@ class Engine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         fake_time = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr("kvd_client.vllm.prefill.time", fake_time)
+        monkeypatch.setattr("kvd_client.vllm.promotions.time", fake_time)
         self.speed = PrefillSpeed()
 
     def schedule(self, prompt: int, decoded: int = 0) -> None:

@@ -11,19 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.unified_cache.unified_cache_linker import UnifiedCacheLinker
 
 from kvd_client import LoadTicket
 from kvd_client.errors import cause, get_logger, log_no_offload
-from kvd_client.sglang.coverage import Piece, chunk_keys, covered, cut, prefix, windows
-from kvd_client.sglang.identity import fingerprint
-from kvd_client.sglang.loads import Batch, LayerCounter, Wanted
-from kvd_client.sglang.offloads import Offload, Offloads
-from kvd_client.sglang.options import read_options
-from kvd_client.sglang.pool_cache import PoolCache
-from kvd_client.sglang.pools import Pools, find_pools
-from kvd_client.sglang.ranks import Ranks
+from kvd_client.sglang.pages import Piece, chunk_keys, covered, cut, prefix, windows
+from kvd_client.sglang.pool_cache import PoolCache, read_options
+from kvd_client.sglang.pools import Pools, find_pools, fingerprint
+from kvd_client.sglang.transfers import Batch, LayerCounter, Offload, Offloads, Wanted
 from kvd_proto.messages import MAX_KEYS
 
 MAX_COUNTED = 4096
@@ -352,3 +350,37 @@ class KvdLinker(UnifiedCacheLinker):
 
     def __repr__(self) -> str:
         return f"<KvdLinker {self._ranks!r}, pools {', '.join(self._caches) or 'none'}>"
+
+
+# TODO ranks.py
+# """What the ranks of one engine must decide alike."""
+
+
+class Ranks:
+    """The processes that serve the same requests in step.
+
+    Args:
+        params: SGLang's `CacheInitParams`, with the groups that its tree agrees in.
+    """
+
+    def __init__(self, params: Any) -> None:
+        groups = [params.attn_cp_cache_group, params.attn_tp_cache_group]
+        self._groups = [g for g in groups if g is not None and dist.get_world_size(group=g) > 1]
+        whole = params.tp_cache_group
+        if not self._groups and whole is not None and dist.get_world_size(group=whole) > 1:
+            self._groups = [whole]
+        tensor = params.attn_tp_cache_group or whole
+        self.rank = 0 if tensor is None else dist.get_rank(group=tensor)
+        self.size = 1 if tensor is None else dist.get_world_size(group=tensor)
+
+    def all(self, yes: bool) -> bool:
+        """Whether all ranks say yes; each must ask as often, in the same order."""
+        if not self._groups:
+            return yes
+        word = torch.tensor([int(yes)], dtype=torch.int)
+        for group in self._groups:
+            dist.all_reduce(word, op=dist.ReduceOp.MIN, group=group)
+        return bool(word.item())
+
+    def __repr__(self) -> str:
+        return f"<Ranks {self.rank} of {self.size}>"

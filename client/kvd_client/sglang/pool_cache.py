@@ -2,12 +2,13 @@
 
 import itertools
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from kvd_client import (
     Fingerprint,
@@ -23,10 +24,9 @@ from kvd_client import (
     Worker,
 )
 from kvd_client.arguments import Blocks
+from kvd_client.engine_options import EngineOptions, OptionsError, Seconds, convert_options
 from kvd_client.errors import cause, get_logger
-from kvd_client.sglang.coverage import Piece
-from kvd_client.sglang.options import Options
-from kvd_client.sglang.pages import NO_PAGE, PagePool
+from kvd_client.sglang.pages import NO_PAGE, PagePool, Piece
 from kvd_client.torch_memory import work_so_far
 from kvd_proto.arrays import MAX_ARRAY_ITEMS
 
@@ -219,3 +219,48 @@ class PoolCache:
 def failed(result: JobResult) -> str:
     """Why a job came to nothing; empty where it did not."""
     return "" if result.status is JobStatus.OK else f"{result.status}: {result.text}"
+
+
+# TODO options.py
+# """The settings under `linker_extra_config`, checked before the engine starts."""
+
+PLACE = "--unified-cache-external-linker-config: linker_extra_config"
+
+
+class Options(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """An engine's settings about its daemon; those of every engine are in `EngineOptions`.
+
+    Attributes:
+        chunk_tokens: tokens of a chunk where SGLang's pages have fewer; larger pages are a chunk
+            each. Engines that are to share chunks need the same.
+        lease: seconds for which what a lookup has found stays pinned for its request.
+        layerwise: false: a request's forward pass begins when all of its load is in, and a load
+            that fails is computed instead. true: it begins with the first layer, and SGLang aborts
+            the requests of a load that fails.
+        load_timeout: seconds in which a load must be in; the engine's scheduler waits so long for
+            it, or with `layerwise` its forward pass, also while the daemon is restarted.
+        store_timeout: seconds after which a store is given up; until then the tree keeps its pages.
+        loan_timeout: seconds that a store waits for room in the pool.
+    """
+
+    chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 16
+    lease: Seconds = 60.0
+    layerwise: bool = False
+    load_timeout: Seconds = 10.0
+    store_timeout: Seconds = 30.0
+    loan_timeout: Seconds = 0.5
+
+
+def read_options(extra: Mapping[str, Any] | None) -> Options:
+    """Return the options of an engine.
+
+    Raises:
+        OptionsError: naming the key, its value and what is possible.
+    """
+    options = convert_options(Options, extra or {}, PLACE)
+    if options.lease < 2 * options.load_timeout:  # a pin must outlast its load
+        raise OptionsError(
+            f"{PLACE}: lease={options.lease:g} is below twice load_timeout="
+            f"{options.load_timeout:g}; raise lease, or lower load_timeout"
+        )
+    return options

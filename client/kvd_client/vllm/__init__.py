@@ -17,7 +17,7 @@ Raises:
 
 import vllm
 
-from kvd_client.vllm.versions import unsupported
+from kvd_client.vllm.options import unsupported
 
 try:
     from kvd_client.engine_options import OptionsError

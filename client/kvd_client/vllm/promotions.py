@@ -8,21 +8,29 @@ then it loads what has come by then. A request waits once, until it is admitted.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    TierFilter,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client import NOT_BELOW, UNKNOWN, Scheduler
 from kvd_client import LookupResult as Found
 from kvd_client.arguments import Blocks
 from kvd_client.vllm import metrics
-from kvd_client.vllm.prefill import PrefillSpeed
-from kvd_client.vllm.tiers import allowed, patience, promotion_seconds, source
-from kvd_proto.messages import MAX_KEYS
+from kvd_proto.messages import MAX_KEYS, TierInfo
+from kvd_proto.tier_table import TierStatus
 
 TRY_SECONDS = 1.0  # between chunks that are sought to see whether a tier has become faster
 TRIED_CHUNKS = 16
@@ -269,3 +277,160 @@ class Promotions:
 
     def __repr__(self) -> str:
         return f"<Promotions {len(self._waiting)} requests waiting, {self.speed!r}>"
+
+
+# TODO prefill.py
+# """How long this engine takes to compute a prompt, measured from its own steps.
+#
+# A step's time goes from when it was scheduled, or the step before it had ended, whichever is later,
+# to its own end. So neither idle time nor that of other steps counts, also where vLLM schedules the
+# next step while one is running.
+# """
+
+SAMPLES = 9  # of each size, of which the median counts: one slow step changes nothing
+MOST_OPEN = 32  # steps under way; more than vLLM has, so that a lost one cannot stay
+
+
+class PrefillSpeed:
+    """Measured times of steps, by the number of prompt tokens in them.
+
+    A step has a fixed cost, so small ones say little about large ones: sizes are kept apart by
+    powers of two.
+    """
+
+    def __init__(self) -> None:
+        self._open: deque[tuple[int, float]] = deque()  # prompt tokens of a step, and when it began
+        self._ended = 0.0  # the latest step
+        self._sizes: dict[int, deque[float]] = {}  # by bits of the size: seconds a token
+
+    def scheduled(self, output: SchedulerOutput) -> None:
+        """A step is scheduled.
+
+        Of one without tokens vLLM reports the end only where it has something to report: whose the
+        next end is cannot be told then, so what is under way is not measured.
+        """
+        if not output.total_num_scheduled_tokens or len(self._open) >= MOST_OPEN:
+            self._open.clear()
+        if output.total_num_scheduled_tokens:
+            self._open.append((prompt_tokens(output), time.monotonic()))
+
+    def ended(self) -> None:
+        """The oldest step under way has ended."""
+        if not self._open:
+            return
+        now = time.monotonic()
+        tokens, began = self._open.popleft()
+        if tokens:
+            size = self._sizes.setdefault(tokens.bit_length(), deque(maxlen=SAMPLES))
+            size.append((now - max(began, self._ended)) / tokens)
+        self._ended = now
+
+    def seconds(self, tokens: int) -> float | None:
+        """Return how long it takes to compute so many tokens of a prompt; None: not measured yet.
+
+        By the steps of the same size, or else by smaller ones, as large as there are: a long prompt
+        is computed in several steps. Where all were larger, by the smallest.
+        """
+        if not self._sizes:
+            return None
+        bits = tokens.bit_length()
+        size = max((known for known in self._sizes if known <= bits), default=min(self._sizes))
+        return tokens * median(self._sizes[size])
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """How long a token of a long prompt takes; None: not measured yet.
+
+        By the largest steps: a long prompt fills them.
+        """
+        return median(self._sizes[max(self._sizes)]) if self._sizes else None
+
+    def __repr__(self) -> str:
+        sizes = (
+            f"{1 << bits - 1}+: {median(self._sizes[bits]) * 1e6:.0f}"
+            for bits in sorted(self._sizes)
+        )
+        return f"<PrefillSpeed us a token by tokens a step: {', '.join(sizes)}>"
+
+
+def prompt_tokens(output: SchedulerOutput) -> int:
+    """Return how many tokens of prompts are computed in a step."""
+    scheduled = output.num_scheduled_tokens
+    tokens: int = sum(scheduled.get(new.req_id, 0) for new in output.scheduled_new_reqs)
+    cached = output.scheduled_cached_reqs
+    for req_id, answered in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+        if not answered:
+            tokens += scheduled.get(req_id, 0)
+    return tokens
+
+
+# TODO tiers.py
+# """Whether a request waits for chunks that are below the daemon's memory, and for how long.
+#
+# Pure: from what a tier's promotions take, and what computing takes.
+# """
+
+# What vLLM calls a tier's medium; of others it is not known.
+_PLACES = {
+    "memory": (Medium.CPU, Locality.LOCAL),
+    "disk": (Medium.STORAGE, Locality.LOCAL),
+    "remote": (Medium.STORAGE, Locality.REMOTE),
+}
+_SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+
+
+def allowed(tier: TierInfo, wanted: TierFilter) -> bool:
+    """Whether a request loads from this tier: its `kv_load_tiers`.
+
+    As in vLLM's own tiers they are about what is below the memory, not about the memory.
+    """
+    medium, locality = _PLACES.get(tier.medium, (None, None))
+    allows: bool = wanted.allows(medium, locality)
+    return allows
+
+
+def source(tier: TierInfo) -> CacheHitSource:
+    """Return where vLLM's metrics say that tokens from this tier come from."""
+    return _SOURCES.get(tier.medium, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+
+def promotion_seconds(
+    status: Sequence[TierStatus | None], coming: Mapping[int, int]
+) -> float | None:
+    """Return how long promotions take: tiers work side by side, the slowest counts.
+
+    A tier's latency, and what waits there and what comes now by its speed.
+
+    Args:
+        status: of every tier.
+        coming: bytes by the tier's number.
+
+    Returns:
+        Seconds; None where a tier has not measured anything yet.
+    """
+    longest = 0.0
+    for number, size in coming.items():
+        tier = status[number]
+        if tier is None or not tier.bytes_per_second:
+            return None
+        copying = (tier.queued_bytes + size) / tier.bytes_per_second
+        longest = max(longest, tier.latency_us / 1e6 + copying)
+    return longest
+
+
+def patience(promoting: float | None, computing: float | None, limit: float) -> float:
+    """Return for how many seconds a request waits; 0: it does not.
+
+    It waits where promoting is faster than computing, or where one of them is not known, and
+    never longer than computing takes.
+
+    Args:
+        promoting: seconds.
+        computing: seconds that the same tokens take.
+        limit: seconds at the most.
+    """
+    if computing is None:
+        return limit
+    if promoting is not None and promoting >= computing:
+        return 0.0
+    return min(computing, limit)

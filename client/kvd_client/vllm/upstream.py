@@ -37,7 +37,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor, UniformType
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvd_client.vllm.versions import unsupported
+from kvd_client.vllm.options import unsupported
 
 # Methods that are overridden, and functions, called with just these parameters (after `self`).
 METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
