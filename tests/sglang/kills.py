@@ -215,7 +215,7 @@ def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
         load.wait_found()
         said = log.read_text(errors="replace")
         tally.failed_loads = said.count(" were not loaded in ")
-        tally.begun_anew = said.count(" is begun anew")
+        tally.begun_anew = said.count(" is submitted again")
     return tally
 
 

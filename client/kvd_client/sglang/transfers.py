@@ -1,9 +1,9 @@
-"""Loads that were begun together, as few jobs as can be, and the layers of them that are in.
+"""Loads and stores of SGLang's requests and tree nodes, as jobs of their pools.
 
-A load that is reported layer by layer and fails aborts its requests in SGLang; they are not
-computed. So where its lane or daemon has gone it is begun anew with the daemon that follows, which
-has kept the chunks, until the deadline. Nothing here waits longer, but for a copy that may still
-write: pages must not be given to other requests before it has ended.
+With `layerwise`, SGLang aborts the requests of a load that fails; it does not compute them. So a
+load that fails because its lane or daemon has gone is submitted again to the next one, which has
+kept the chunks, until the deadline. Only a running copy is waited for longer: its pages must not be
+given to other requests while it may write.
 """
 
 import queue
@@ -19,385 +19,380 @@ import numpy as np
 from kvd_client import LoadTicket, StoreAnswer, StoreTicket
 from kvd_client.arguments import Blocks
 from kvd_client.errors import get_logger
-from kvd_client.sglang.pages import Piece, cut
-from kvd_client.sglang.pool_cache import PoolCache, Rows, failed
+from kvd_client.sglang.pages import PageRun, split_into_chunks
+from kvd_client.sglang.pool_cache import PageRows, PoolCache, failure_reason
 
-TRIES = 5  # that a lane has taken and not done
-AGAIN_SECONDS = 0.01
-SHORTEST_NAP, LONGEST_NAP = 20e-6, 500e-6
-SAY_SECONDS = 5.0
+MAX_TRIES = 5  # failures of jobs that a lane has accepted
+RETRY_SECONDS = 0.01
+MIN_NAP, MAX_NAP = 20e-6, 500e-6
+LOG_SECONDS = 5.0
 
 log = get_logger("kvd_client.sglang")
 
 
 @dataclass(slots=True)
-class Wanted:
-    """Pinned chunks of one request in one pool, and where they go."""
+class PoolLoad:
+    """The pinned chunks of one request in one pool, and the pages to load them into."""
 
     cache: PoolCache
-    pieces: Sequence[Piece]
-    rows: Rows
+    runs: Sequence[PageRun]
+    rows: PageRows
     ticket: LoadTicket
 
-    def drop(self) -> None:
-        """It is loaded, or will not be."""
+    def unpin(self) -> None:
+        """End the pins."""
         self.cache.unpin(self.ticket)
 
 
 @dataclass(slots=True)
-class Part:
-    """What a batch loads in one pool, as far as one job can have it.
+class LoadJob:
+    """One job of a batch, with its retries.
 
-    slots, generations: of the chunks, pinned.
-    ticket: of the pins that were made when it was begun anew.
-    job: under way; None while none is.
-    done: every byte is in.
-    why: it has failed for good; empty while there is hope.
+    Attributes:
+        slots, generations: of the pinned chunks.
+        ticket: the job's own pins, made by a retry; None: those of its `PoolLoad`s hold.
+        job: id of the running job; None: none is running.
+        done: all bytes are loaded.
+        failure: why it failed for good; empty: it has not.
+        next_try: by time.monotonic.
+        last_failure: why the last try failed.
     """
 
     cache: PoolCache
     keys: list[bytes]
     blocks: list[Blocks]
-    rows: Rows
+    rows: PageRows
     slots: Any
     generations: Any
     stream: Any
     ticket: LoadTicket | None = None
     job: int | None = None
     done: bool = False
-    why: str = ""
-    tries: int = 0
-    again: float = 0.0
-    last: str = field(default="no lane takes the job")
+    failure: str = ""
+    num_failures: int = 0
+    next_try: float = 0.0
+    last_failure: str = field(default="no lane takes the job")
 
     @classmethod
-    def of(cls, wanted: Sequence[Wanted], stream: Any) -> "list[Part]":
-        """Of one pool."""
-        cache = wanted[0].cache
-        pieces = [piece for each in wanted for piece in each.pieces]
-        rows = np.concatenate([each.rows for each in wanted])
-        slots = np.concatenate([each.ticket.slots for each in wanted])
-        generations = np.concatenate([each.ticket.generations for each in wanted])
+    def of(cls, loads: Sequence[PoolLoad], stream: Any) -> "list[LoadJob]":
+        """Return the jobs of loads in one pool."""
+        cache = loads[0].cache
+        runs = [run for load in loads for run in load.runs]
+        rows = np.concatenate([load.rows for load in loads])
+        slots = np.concatenate([load.ticket.slots for load in loads])
+        generations = np.concatenate([load.ticket.generations for load in loads])
         return [
             cls(
                 cache=cache,
-                keys=[piece.key for piece in pieces[some]],
-                blocks=[piece.blocks for piece in pieces[some]],
-                rows=rows[some],
-                slots=slots[some],
-                generations=generations[some],
+                keys=[run.key for run in runs[chunks]],
+                blocks=[run.blocks for run in runs[chunks]],
+                rows=rows[chunks],
+                slots=slots[chunks],
+                generations=generations[chunks],
                 stream=stream,
             )
-            for some in cache.jobs(len(pieces))
+            for chunks in cache.job_slices(len(runs))
         ]
 
     @property
-    def settled(self) -> bool:
-        """Whether it has ended, well or badly, and nothing of it writes any more."""
-        return self.done or bool(self.why)
+    def ended(self) -> bool:
+        """Whether it is done or failed for good; then nothing of it writes any more."""
+        return self.done or bool(self.failure)
 
     @property
-    def layers(self) -> int:
-        """How many layers are in, while it has not ended."""
+    def num_layers(self) -> int:
+        """How many layers the running job has loaded."""
         return 0 if self.job is None else self.cache.layers_loaded(self.job)
 
-    def begin(self) -> None:
-        """Submit what is pinned."""
+    def submit(self) -> None:
+        """Submit a job for the pinned chunks."""
         self.job = self.cache.load(self.rows, self.slots, self.generations, self.stream)
-        self.again = time.monotonic() + AGAIN_SECONDS
+        self.next_try = time.monotonic() + RETRY_SECONDS
 
-    def look(self, deadline: float, tries: int) -> None:
-        """Take in how the job has ended; begin again where that may help, up to `tries` times."""
-        if self.settled:
+    def update(self, deadline: float, max_tries: int) -> None:
+        """Process the job's result. Retry a failure, up to `max_tries` times, until `deadline`."""
+        if self.ended:
             return
         if self.job is not None:
             result = self.cache.result(self.job)
             if result is None:
                 return
             self.job = None
-            if not (reason := failed(result)):
+            if not (reason := failure_reason(result)):
                 self.done = True
                 return
-            self.last = reason
-            self.tries += 1
+            self.last_failure = reason
+            self.num_failures += 1
         now = time.monotonic()
-        if now >= deadline or self.tries >= tries:
-            self.why = self.last
-        elif now >= self.again:
-            self._try_again()
+        if now >= deadline or self.num_failures >= max_tries:
+            self.failure = self.last_failure
+        elif now >= self.next_try:
+            self._retry()
 
-    def _try_again(self) -> None:
-        """Pin the chunks at the daemon that is there now, and load them from it."""
-        self.again = time.monotonic() + AGAIN_SECONDS
+    def _retry(self) -> None:
+        """Pin the chunks at the present daemon and submit the job again."""
+        self.next_try = time.monotonic() + RETRY_SECONDS
         if not (self.cache.scheduler.attached and self.cache.worker.registered):
-            self.last = "no daemon serves this engine"
+            self.last_failure = "no daemon serves this engine"
             return
         ticket = self.cache.pin_blocks(self.keys, self.blocks)
         if ticket is None:
-            self.why = f"{self.last}; the chunks are not in the cache any more"
+            self.failure = f"{self.last_failure}; the chunks are not in the cache any more"
             return
-        log.info("a load of %d chunks is begun anew: %s", len(self.keys), self.last)
-        self.release()
+        log.info("a load of %d chunks is submitted again: %s", len(self.keys), self.last_failure)
+        self.unpin()
         self.ticket = ticket
         self.slots, self.generations = ticket.slots, ticket.generations
-        self.begin()
+        self.submit()
 
-    def release(self) -> None:
-        """End the pins of its own."""
+    def unpin(self) -> None:
+        """End the job's own pins."""
         if self.ticket is not None:
             self.cache.unpin(self.ticket)
         self.ticket = None
 
 
-class Batch:
-    """Loads that SGLang has started together.
+class LoadBatch:
+    """Loads that SGLang starts together, in as few jobs as possible.
 
     Args:
-        wanted: at least one.
-        stream: on which the pages were used last; None for host memory.
-        timeout: seconds in which all of it must be in.
-        again: begin anew what has failed, as long as there is time.
+        loads: at least one.
+        stream: that used the pages last; None for host memory.
+        timeout: seconds for the whole batch.
+        retry: whether failed jobs are submitted again, while there is time.
     """
 
     def __init__(
-        self, wanted: Sequence[Wanted], stream: Any, timeout: float, *, again: bool = True
+        self, loads: Sequence[PoolLoad], stream: Any, timeout: float, *, retry: bool = True
     ) -> None:
-        by_pool: dict[PoolCache, list[Wanted]] = {}
-        for each in wanted:
-            by_pool.setdefault(each.cache, []).append(each)
-        self._wanted = wanted
-        self._parts = [part for several in by_pool.values() for part in Part.of(several, stream)]
-        self._begun = time.monotonic()
-        self._deadline = self._begun + timeout
-        self._tries = TRIES if again else 0
-        for part in self._parts:
-            part.begin()
+        by_pool: dict[PoolCache, list[PoolLoad]] = {}
+        for load in loads:
+            by_pool.setdefault(load.cache, []).append(load)
+        self._loads = loads
+        self._jobs = [job for same in by_pool.values() for job in LoadJob.of(same, stream)]
+        self._started = time.monotonic()
+        self._deadline = self._started + timeout
+        self._max_tries = MAX_TRIES if retry else 0
+        for job in self._jobs:
+            job.submit()
 
     def wait_for(self, layer: int) -> None:
-        """Return when this layer is in, or will not be.
-
-        Args:
-            layer: from 0.
-        """
-        self._wait(lambda part: part.settled or part.layers > layer)
+        """Wait until this layer (from 0) is loaded, or the load has failed."""
+        self._wait(lambda job: job.ended or job.num_layers > layer)
 
     def finish(self) -> bool:
-        """Return when nothing of it writes any more: whether every byte is in."""
-        said = self._deadline
+        """Wait until nothing of the batch writes any more; return whether all bytes are loaded.
+
+        At the deadline the running jobs are cancelled. Then only their lane can end the wait.
+        """
+        next_log = self._deadline
         cancelled: set[int] = set()
-        while not self._wait(lambda part: part.settled, until=said):
-            jobs = [(part.cache, part.job) for part in self._parts if part.job is not None]
-            for cache, job in jobs:
-                if job not in cancelled:
-                    cancelled.add(job)
-                    cache.cancel(job)
-                elif time.monotonic() > self._deadline + SAY_SECONDS:
+        while not self._wait(lambda job: job.ended, until=next_log):
+            running = [(job.cache, job.job) for job in self._jobs if job.job is not None]
+            for cache, job_id in running:
+                if job_id not in cancelled:
+                    cancelled.add(job_id)
+                    cache.cancel(job_id)
+                elif time.monotonic() > self._deadline + LOG_SECONDS:
                     log.error(
                         "load %d was stopped %.0f s ago and its lane has not answered; the engine"
                         " waits, for the lane may still write: see `kvd status`, or kill the lane",
-                        job,
+                        job_id,
                         time.monotonic() - self._deadline,
                     )
-            said = max(said, time.monotonic()) + SAY_SECONDS
-        for each in self._wanted:
-            each.drop()
-        for part in self._parts:
-            part.release()
-            if not part.done:
+            next_log = max(next_log, time.monotonic()) + LOG_SECONDS
+        for load in self._loads:
+            load.unpin()
+        for job in self._jobs:
+            job.unpin()
+            if not job.done:
                 log.warning(
                     "%d chunks of pool %s were not loaded in %.1f s: %s",
-                    len(part.keys),
-                    part.cache.pool.name,
-                    time.monotonic() - self._begun,
-                    part.why,
+                    len(job.keys),
+                    job.cache.pool.name,
+                    time.monotonic() - self._started,
+                    job.failure,
                 )
-        return all(part.done for part in self._parts)
+        return all(job.done for job in self._jobs)
 
-    def _wait(self, over: Callable[[Part], bool], until: float = float("inf")) -> bool:
-        """Look at the jobs until all parts are over; false where the time is up before."""
-        nap = SHORTEST_NAP
+    def _wait(self, condition: Callable[[LoadJob], bool], until: float = float("inf")) -> bool:
+        """Poll until the condition holds for all jobs; False: not before `until`."""
+        nap = MIN_NAP
         while True:
-            for part in self._parts:
-                part.look(self._deadline, self._tries)
-            if all(over(part) for part in self._parts):
+            for job in self._jobs:
+                job.update(self._deadline, self._max_tries)
+            if all(condition(job) for job in self._jobs):
                 return True
             now = time.monotonic()
             if now >= until:
                 return False
             time.sleep(nap)
-            nap = min(2 * nap, LONGEST_NAP)
-
-    def __repr__(self) -> str:
-        return f"<Batch of {len(self._parts)} pools, {sum(p.settled for p in self._parts)} settled>"
+            nap = min(2 * nap, MAX_NAP)
 
 
 class LayerCounter:
-    """What SGLang's pools wait for before they read a layer.
+    """What SGLang's pools wait for before they read a layer. Method names are SGLang's.
 
     Attributes:
-        consumer_index: the batch that the forward pass reads now; -1: none.
+        consumer_index: number of the batch that the forward pass reads; -1: none.
     """
 
     def __init__(self) -> None:
         self.consumer_index = -1
         self._last = -1
-        self._batches: dict[int, Batch] = {}
+        self._batches: dict[int, LoadBatch] = {}
 
-    def add(self, batch: Batch) -> int:
-        """Return the number of a batch that was begun."""
+    def add(self, batch: LoadBatch) -> int:
+        """Add a started batch; return its number."""
         self._last += 1
         self._batches[self._last] = batch
         return self._last
 
     def set_consumer(self, index: int) -> None:
-        """Say which batch the next forward pass reads."""
+        """Set the number of the batch that the next forward pass reads."""
         self.consumer_index = index
 
     def wait_until(self, threshold: int) -> None:
-        """Return when a layer of that batch is in, or will not be; `finish` tells."""
+        """Wait until this layer of that batch is loaded, or the load has failed."""
         batch = self._batches.get(self.consumer_index)
         if batch is not None:
             batch.wait_for(threshold)
 
     def finish(self, index: int) -> bool:
-        """Return when a batch does not write any more: whether all of it is in."""
+        """Wait until a batch writes no more; return whether all bytes are loaded."""
         batch = self._batches.pop(index, None)
         return batch is None or batch.finish()
 
     def finish_all(self) -> None:
-        """Return when no batch writes any more."""
+        """Wait until no batch writes any more."""
         for index in list(self._batches):
             self.finish(index)
         self.consumer_index = -1
 
 
-# TODO offloads.py
-# """Stores of the tree's nodes: begun by a thread of their own, told in the order of their beginning.
-#
-# The thread waits for the events after which pages have been written and their numbers are known,
-# and for room in the pool; SGLang's own thread waits for nothing.
-# """
+# ------------------------------------------------------------------- stores
 
-_THERE = (StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.PENDING)
-QUIET_SECONDS = 5.0
-
-log = get_logger("kvd_client.sglang")
+_IN_POOL = (StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.PENDING)
+VOID_SECONDS = 5.0
 
 
 @dataclass(slots=True)
-class _Job:
+class _StoreJob:
     cache: PoolCache
-    number: int
+    job: int
     ticket: StoreTicket
 
 
 @dataclass(slots=True)
-class Offload:
-    """One node's store.
+class NodeStore:
+    """The store of one tree node.
 
-    parts: of each pool its cache, keys and SGLang's indices.
-    events: after which the pages are written, and the indices known.
-    begun: its jobs are submitted.
-    whole: nothing of it was refused or has failed.
+    Attributes:
+        parts: for each pool its cache, the pages' keys and SGLang's indices.
+        events: after which the pages are written and the indices known.
+        submitted: set when all jobs are submitted.
+        complete: nothing was refused, nothing has failed.
     """
 
     parts: Sequence[tuple[PoolCache, list[bytes], Any]]
     events: Sequence[Any]
-    begun: threading.Event = field(default_factory=threading.Event)
-    whole: bool = True
-    jobs: list[_Job] = field(default_factory=list)
+    submitted: threading.Event = field(default_factory=threading.Event)
+    complete: bool = True
+    jobs: list[_StoreJob] = field(default_factory=list)
 
-    def begin(self) -> None:
-        """Submit its jobs."""
+    def submit(self) -> None:
+        """Wait for the events, then submit the jobs."""
         for event in self.events:
             event.synchronize()
         for cache, keys, indices in self.parts:
-            self._store(cache, cut(keys, cache.factor), indices)
+            runs = split_into_chunks(keys, cache.pages_per_chunk)
+            rows = cache.rows(runs, indices)  # before the offer: raises for invalid pages
+            for chunks in cache.job_slices(len(runs)):
+                self._submit_job(cache, runs[chunks], rows[chunks])
 
-    def _store(self, cache: PoolCache, pieces: Sequence[Piece], indices: Any) -> None:
-        rows = cache.rows(pieces, indices)  # before slots are asked for: it may refuse pages
-        for some in cache.jobs(len(pieces)):
-            self._store_some(cache, pieces[some], rows[some])
-
-    def _store_some(self, cache: PoolCache, pieces: Sequence[Piece], rows: Rows) -> None:
-        ticket = cache.offer(pieces)
-        self.whole &= ticket.served and all(answer in _THERE for answer in ticket.answers)
-        answers = zip(pieces, ticket.answers, strict=False)
-        if refused := [piece.key for piece, answer in answers if answer is StoreAnswer.FULL]:
+    def _submit_job(self, cache: PoolCache, runs: Sequence[PageRun], rows: PageRows) -> None:
+        ticket = cache.offer(runs)
+        self.complete &= ticket.served and all(answer in _IN_POOL for answer in ticket.answers)
+        answers = zip(runs, ticket.answers, strict=False)
+        if refused := [run.key for run, answer in answers if answer is StoreAnswer.FULL]:
             cache.scheduler.give_up(refused)  # SGLang does not offer a node again
         if not len(ticket):
             return
         accepted = set(ticket.keys)
-        number = cache.store(rows[[piece.key in accepted for piece in pieces]], ticket)
-        if number is None:
-            self.whole = False
+        job = cache.store(rows[[run.key in accepted for run in runs]], ticket)
+        if job is None:
+            self.complete = False
             cache.end_store(ticket, success=False)
         else:
-            self.jobs.append(_Job(cache, number, ticket))
+            self.jobs.append(_StoreJob(cache, job, ticket))
 
-    def ended(self) -> bool:
-        """Whether nothing of it reads pages any more."""
-        if not self.begun.is_set():
+    def update(self) -> bool:
+        """Process the results of jobs; return whether all have ended."""
+        if not self.submitted.is_set():
             return False
         for job in tuple(self.jobs):
-            result = job.cache.result(job.number)
+            result = job.cache.result(job.job)
             if result is None:
                 continue
             self.jobs.remove(job)
-            reason = failed(result)
+            reason = failure_reason(result)
             job.cache.end_store(job.ticket, success=not reason)
             if reason:
-                self.whole = False
-                log.warning("a store of %d chunks came to nothing: %s", len(job.ticket), reason)
+                self.complete = False
+                log.warning("a store of %d chunks failed: %s", len(job.ticket), reason)
         return not self.jobs
 
 
-class Offloads:
-    """Stores that have not been told yet."""
+class StoreQueue:
+    """Stores of tree nodes, reported to SGLang in the order in which it offloaded the nodes.
+
+    A thread submits them: it waits for the events after which pages are written, and for slots in
+    the pool. SGLang's own thread waits for neither.
+    """
 
     def __init__(self) -> None:
-        self._waiting: queue.SimpleQueue[Offload | None] = queue.SimpleQueue()
-        self._told: deque[Offload] = deque()
+        self._to_submit: queue.SimpleQueue[NodeStore | None] = queue.SimpleQueue()
+        self._unreported: deque[NodeStore] = deque()
         self._thread = threading.Thread(target=self._run, name="kvd-offload", daemon=True)
         self._thread.start()
 
-    def add(self, offload: Offload) -> None:
-        """Begin a store as soon as its pages are written."""
-        self._told.append(offload)
-        self._waiting.put(offload)
+    def add(self, store: NodeStore) -> None:
+        """Queue a store."""
+        self._unreported.append(store)
+        self._to_submit.put(store)
 
-    def completed(self) -> int:
-        """How many have ended, from the oldest on."""
+    def num_ended(self) -> int:
+        """Return how many stores have ended, counted from the oldest up to the first running."""
         count = 0
-        for offload in self._told:
-            if not offload.ended():
+        for store in self._unreported:
+            if not store.update():
                 break
             count += 1
         return count
 
     def pop(self) -> bool:
-        """Take the oldest one, which has ended: whether all of it is stored."""
-        return self._told.popleft().whole
+        """Remove the oldest store, which has ended; return whether it is complete."""
+        return self._unreported.popleft().complete
 
-    def quiesce(self) -> None:
-        """Return when nothing reads pages any more, and forget all of them."""
-        for offload in self._told:
-            offload.begun.wait()
-            for job in offload.jobs:
-                job.cache.worker.wait([job.number], QUIET_SECONDS)  # voids it then
-                job.cache.forget(job.number)
-        self._told.clear()
+    def discard_all(self) -> None:
+        """Wait until no store reads pages any more, and drop all of them."""
+        for store in self._unreported:
+            store.submitted.wait()
+            for job in store.jobs:
+                job.cache.worker.wait([job.job], VOID_SECONDS)  # voids the store at its end
+                job.cache.abandon(job.job)
+        self._unreported.clear()
 
     def close(self) -> None:
         """End the thread."""
-        self._waiting.put(None)
+        self._to_submit.put(None)
         self._thread.join()
 
     def _run(self) -> None:
-        while (offload := self._waiting.get()) is not None:
+        while (store := self._to_submit.get()) is not None:
             try:
-                offload.begin()
+                store.submit()
             except Exception:  # a store that fails is a miss later
                 log.exception("pages could not be stored")
-                offload.whole = False
-            offload.begun.set()
+                store.complete = False
+            store.submitted.set()
