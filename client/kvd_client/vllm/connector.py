@@ -1,7 +1,7 @@
 """KvdConnector: vLLM's offloading connector, changed so that jobs may fail.
 
-vLLM's own worker asserts that every job succeeds. Here a failed store is given
-up, and a failed load is reported for its request, which vLLM then computes.
+vLLM's own worker asserts that every job succeeds. Here a failed store is given up, and a failed
+load is reported for its request, which vLLM then computes.
 """
 
 import logging
@@ -24,11 +24,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvd_client.engine_options import OptionsError
 from kvd_client.errors import get_logger
-from kvd_client.vllm.layout import wanted_layout
+from kvd_client.vllm.layout import requested_layout
 from kvd_client.vllm.manager import KvdOffloadingManager
-from kvd_client.vllm.options import read_options, untested
+from kvd_client.vllm.options import read_options, untested_warning
 from kvd_client.vllm.scheduler import KvdConnectorScheduler, KvdWorkerMetadata
-from kvd_client.vllm.spec import KvdOffloadingSpec, random_hash_seed
+from kvd_client.vllm.spec import KvdOffloadingSpec, hash_seed_warning
 from kvd_client.vllm.upstream import check, require
 from kvd_client.vllm.worker import KvdOffloadingWorker
 
@@ -48,35 +48,35 @@ class KvdConnectorWorker(OffloadingConnectorWorker):
         self._connector_worker_meta = KvdWorkerMetadata()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Register the layers' views as they are.
+        """Register the layers' views unchanged.
 
-        vLLM's own way takes a state's padded page for the distance of its blocks, and whole blocks
-        for the pages of every group where blocks hold all layers.
+        vLLM's own method misreads two layouts: it takes a state's padded page for the distance
+        between blocks, and whole blocks for every group's pages if blocks hold all layers.
         """
-        self.worker = self.spec.serve(kv_caches)
+        self.worker = self.spec.make_worker(kv_caches)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
-        """Collect the ended jobs; a failed load is both finished and failed."""
+        """Collect the ended jobs. A failed load is both finished and failed."""
         assert self.worker is not None  # noqa: S101  # made by register_kv_caches
         results = KVConnectorTransferResults()
         meta: KvdWorkerMetadata = self._connector_worker_meta
-        for ended in self.worker.get_finished():
-            meta.mark_completed(ended.job_id)
-            request = self._load_jobs.pop(ended.job_id, None)
+        for result in self.worker.get_finished():
+            meta.mark_completed(result.job_id)
+            request = self._load_jobs.pop(result.job_id, None)
             if request is not None:
                 results.finished_recving.add(request)
-            if not ended.success:
-                meta.failed_jobs.add(ended.job_id)
+            if not result.success:
+                meta.failed_jobs.add(result.job_id)
                 if request is not None:
                     results.failed_recving.add(request)
-            elif ended.transfer_size is not None and ended.transfer_time is not None:
+            elif result.transfer_size is not None and result.transfer_time is not None:
                 stats = meta.transfer_stats
                 direction = stats.load if request is not None else stats.store
-                direction.record(ended.transfer_size, ended.transfer_time)
+                direction.record(result.transfer_size, result.transfer_time)
         return results
 
     def build_connector_worker_meta(self) -> KvdWorkerMetadata | None:
-        """Return what has ended since the last call, for the scheduler."""
+        """Return the jobs that ended since the last call, for the scheduler."""
         meta: KvdWorkerMetadata = self._connector_worker_meta
         if not meta.completed_jobs:
             return None
@@ -96,7 +96,8 @@ class KvdConnector(OffloadingConnector):
         self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> None:
         check(type(self), KvdOffloadingSpec, KvdOffloadingManager, KvdOffloadingWorker)
-        # Not OffloadingConnector's: in the halves that it makes a failed job stops the engine.
+        # OffloadingConnector.__init__ is skipped: it makes halves in which a failed job stops the
+        # engine.
         KVConnectorBase_V1.__init__(self, vllm_config, role, kv_cache_config)
         self.connector_scheduler: KvdConnectorScheduler | None = None
         self.connector_worker: KvdConnectorWorker | None = None
@@ -105,7 +106,7 @@ class KvdConnector(OffloadingConnector):
         config = build_offloading_config(vllm_config, kv_cache_config)
         spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
         if role == KVConnectorRole.SCHEDULER:
-            for warning in (untested(vllm.__version__), random_hash_seed(vllm_config)):
+            for warning in (untested_warning(vllm.__version__), hash_seed_warning(vllm_config)):
                 if warning:
                     log.warning(warning)
             self.connector_scheduler = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)
@@ -114,21 +115,21 @@ class KvdConnector(OffloadingConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: VllmConfig) -> str | None:
-        """Return the layout that the KV cache should have; vLLM drops it where it cannot be."""
-        if vllm_config.attention_config.hisparse_config is not None:  # it knows one only
+        """Return the layout to request for the KV cache; vLLM drops it if it cannot use it."""
+        if vllm_config.attention_config.hisparse_config is not None:  # supports one layout only
             required: str | None = super().get_required_kvcache_layout(vllm_config)
             return required
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-        return wanted_layout(vllm_config, read_options(extra))
+        return requested_layout(vllm_config, read_options(extra))
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Watch the engine's own prefix cache for resets, which routers take for the pool's."""
-        half = self.connector_scheduler
-        if half is not None and half.events is not None:
-            half.events.watch(gpu_block_pool)
+        scheduler = self.connector_scheduler
+        if scheduler is not None and scheduler.events is not None:
+            scheduler.events.watch(gpu_block_pool)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Return loads that have ended since the last step, with those that failed."""
+        """Return the loads that ended since the last step, and which of them failed."""
         del finished_req_ids
         assert self.connector_worker is not None  # noqa: S101  # a rank's connector has one
         return self.connector_worker.get_transfer_results()
@@ -160,10 +161,10 @@ def _check_failure_policy(vllm_config: VllmConfig) -> None:
 
 
 def _log_as_vllm_does() -> None:
-    """Print kvd's log lines where vLLM's are printed, in its format."""
-    ours, theirs = logging.getLogger("kvd_client"), logging.getLogger("vllm")
-    if not ours.handlers:
-        for handler in theirs.handlers:
-            ours.addHandler(handler)
-        ours.setLevel(theirs.level)
-        ours.propagate = False
+    """Send kvd's log lines to vLLM's handlers."""
+    kvd_log, vllm_log = logging.getLogger("kvd_client"), logging.getLogger("vllm")
+    if not kvd_log.handlers:
+        for handler in vllm_log.handlers:
+            kvd_log.addHandler(handler)
+        kvd_log.setLevel(vllm_log.level)
+        kvd_log.propagate = False

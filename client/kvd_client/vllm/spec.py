@@ -1,4 +1,7 @@
-"""What vLLM's offloading logic gets: a manager for the scheduler, a worker for a rank."""
+"""The offloading spec: makes the manager of a scheduler and the worker of a rank.
+
+It also makes the engine's fingerprint, which decides with which engines it shares chunks.
+"""
 
 import os
 from collections.abc import Mapping
@@ -24,11 +27,11 @@ from kvd_client import Fingerprint, RankLayout, Scheduler, Worker
 from kvd_client.engine_options import OptionsError, digest, hub_commits, weight_files
 from kvd_client.errors import get_logger, log_no_offload
 from kvd_client.vllm import metrics
-from kvd_client.vllm.layout import layout_line, share_caches, wanted_layout
+from kvd_client.vllm.layout import layout_line, requested_layout, share_caches
 from kvd_client.vllm.manager import KvdOffloadingManager
 from kvd_client.vllm.options import read_options, release
 from kvd_client.vllm.upstream import attention_backends
-from kvd_client.vllm.worker import KvdOffloadingWorker, tell
+from kvd_client.vllm.worker import KvdOffloadingWorker, notify_of_sleep
 from kvd_proto.messages import HOST
 
 log = get_logger("kvd_client.vllm")
@@ -40,12 +43,12 @@ _OWN_CONNECTOR = (
 
 
 class KvdOffloadingSpec(OffloadingSpec):
-    """kvd as an offloading medium of one engine. `KvdConnector` makes it.
+    """kvd as the offloading medium of one engine. `KvdConnector` makes it.
 
     Args:
         config: vLLM's view of groups, chunks and ranks.
-        vllm_config: the rest of the configuration, which tells engines apart.
-        kv_cache_config: the KV cache as it was sized.
+        vllm_config: vLLM's whole configuration.
+        kv_cache_config: sizes and planned places of the KV cache.
 
     Raises:
         OptionsError: invalid settings.
@@ -72,13 +75,13 @@ class KvdOffloadingSpec(OffloadingSpec):
             raise OptionsError(_OWN_CONNECTOR)
         self.options = read_options(self.extra_config)
         self.publishes = self.options.events and self.kv_events_config.enable_kv_cache_events
-        # vLLM's own way to such events would keep all that it is told of, and not be asked for it.
+        # With self-describing events vLLM would collect descriptions that kvd never takes.
         self.kv_events_config = replace(self.kv_events_config, self_describing_kv_events=False)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
 
     def get_manager(self) -> OffloadingManager:
-        """Return the scheduler's side, with a session of its own."""
+        """Return the scheduler's side, with its own session."""
         scheduler = Scheduler(
             self.options.runtime_dir,
             self.config.engine_id,
@@ -99,23 +102,23 @@ class KvdOffloadingSpec(OffloadingSpec):
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Not used: kvd's connector hands over the layers' views, see `serve`."""
+        """Raise: kvd's connector passes the layers' views to `make_worker` instead."""
         del kv_caches
         raise OptionsError(_OWN_CONNECTOR)
 
-    def serve(self, views: Mapping[str, torch.Tensor]) -> KvdOffloadingWorker:
-        """Return a rank's side. The KV cache's memory is shared with the daemon, in place.
+    def make_worker(self, views: Mapping[str, torch.Tensor]) -> KvdOffloadingWorker:
+        """Return a rank's side, with the KV cache's memory registered at the daemon.
 
         Args:
             views: of each layer's pages, as vLLM hands them to a connector.
 
         Raises:
-            KvdClientError: with `required`, where the daemon is absent or cannot serve this memory.
-            Exception: with `required`, what torch or the driver raised. Without `required` nothing
-                is raised.
+            KvdClientError: with `required`: the daemon is absent or cannot serve this memory.
+            Exception: with `required`: what torch or the driver raised. Without `required` nothing
+                is raised, and the rank runs without offload.
         """
         try:
-            worker = self._register(views)
+            worker = self._connect_and_register(views)
         except Exception as error:
             if self.options.required:
                 raise
@@ -126,12 +129,12 @@ class KvdOffloadingSpec(OffloadingSpec):
             tuple(group.group_id for group in self.config.groups),
             self.config.cache.blocks_per_chunk,
             self.options,
-            share=partial(self._share, views=views),
+            register=partial(self._register, views=views),
         )
-        tell(rank, self._vllm_config.model_config)
+        notify_of_sleep(rank, self._vllm_config.model_config)
         return rank
 
-    def _register(self, views: Mapping[str, torch.Tensor]) -> Worker:
+    def _connect_and_register(self, views: Mapping[str, torch.Tensor]) -> Worker:
         parallel = self.config.parallel
         worker = Worker(
             self.options.runtime_dir,
@@ -142,16 +145,16 @@ class KvdOffloadingSpec(OffloadingSpec):
             job_timeout=self.options.store_timeout,
         )
         try:
-            self._share(worker, views, required=self.options.required)
+            self._register(worker, views, required=self.options.required)
         except BaseException:
             worker.close()
             raise
         return worker
 
-    def _share(
+    def _register(
         self, worker: Worker, views: Mapping[str, torch.Tensor], *, required: bool = False
     ) -> None:
-        """Register the KV caches' memory as it is now."""
+        """Share the KV cache's present memory and register it."""
         parallel = self.config.parallel
         shared, layout = share_caches(views, self.config, self._kv_cache_config)
         try:
@@ -167,26 +170,22 @@ class KvdOffloadingSpec(OffloadingSpec):
             shared.close()
 
     def _log_layout(self, layout: RankLayout, device: str) -> None:
-        """Say how large copies are, once for the ranks that have the same layers."""
+        """Log the layout, once for all ranks with the same layers."""
         if self.config.parallel.rank % self.config.parallel.tp_size:
             return
-        wanted = wanted_layout(self._vllm_config, self.options)
-        backends = attention_backends(self._vllm_config, without=wanted) if wanted else []
-        taken = self._vllm_config.cache_config.get_resolved_kv_cache_layout().name
-        log.info("%s", layout_line(layout, taken, wanted, backends, host=device == HOST))
-
-
-# TODO identity.py
-# """Which vLLM engines may share chunks: everything that the KV's bytes depend on.
-#
-# Prompt tokens, LoRA, images and cache salts are in vLLM's block hashes; layers,
-# pages and ranks are in the registered layout. The rest is here. A difference too many
-# costs misses, a difference too few wrong tokens.
-# """
+        requested = requested_layout(self._vllm_config, self.options)
+        backends = attention_backends(self._vllm_config, without=requested) if requested else []
+        actual = self._vllm_config.cache_config.get_resolved_kv_cache_layout().name
+        log.info("%s", layout_line(layout, actual, requested, backends, host=device == HOST))
 
 
 def fingerprint(config: OffloadingConfig, vllm_config: VllmConfig, label: str) -> Fingerprint:
-    """Return the fingerprint of one engine, the same in all its ranks."""
+    """Return the fingerprint of an engine, the same in all its ranks: all that KV bytes depend on.
+
+    vLLM's block hashes cover prompt tokens, LoRA, images and cache salts; the registered layout
+    covers layers, pages and ranks. The fingerprint covers the rest. What it has in excess costs
+    misses; what it lacks costs wrong tokens.
+    """
     model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
     speculative = vllm_config.speculative_config
     parallel = config.parallel
@@ -220,8 +219,8 @@ def fingerprint(config: OffloadingConfig, vllm_config: VllmConfig, label: str) -
     )
 
 
-def random_hash_seed(vllm_config: VllmConfig) -> str:
-    """Return a warning where block hashes differ from process to process, else ""."""
+def hash_seed_warning(vllm_config: VllmConfig) -> str:
+    """Return a warning if block hashes differ from process to process, else ""."""
     algorithm = vllm_config.cache_config.prefix_caching_hash_algo
     if not algorithm.startswith("xxhash") or os.environ.get("PYTHONHASHSEED") is not None:
         return ""
