@@ -20,7 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client import Scheduler, attachment
 from kvd_client.vllm import KvdOffloadingManager, metrics
-from kvd_client.vllm.descriptions import ChunkDescriber
+from kvd_client.vllm.chunks import ChunkDescriber
 from kvd_client.vllm.manager import ChunkSlots
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from kvd_proto.messages import (

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from kvd_client import NO_TIER, TIER_UNKNOWN, LookupResult, TierHealth, TierInfo
 from kvd_client.vllm import metrics
-from kvd_client.vllm.promotions import TRIED_CHUNKS, TRY_SECONDS
+from kvd_client.vllm.promotions import PROBE_CHUNKS, PROBE_SECONDS
 from tests.vllm.configs import BLOCK, window
 from tests.vllm.stepping import Lender, Stepping
 
@@ -93,7 +93,7 @@ class Engine:
         def seconds(tokens: int) -> float | None:
             return None if self.computing is None else tokens * self.computing
 
-        monkeypatch.setattr(self.manager.promotions.speed, "seconds", seconds)
+        monkeypatch.setattr(self.manager.tier_waits.speed, "seconds", seconds)
         self.now = 100.0
         fake_time = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr("kvd_client.vllm.promotions.time", fake_time)
@@ -223,10 +223,10 @@ def test_a_tier_that_is_too_slow_is_tried_now_and_then(make: MakeEngine) -> None
     names = "first", "second", "third"
     keys = [engine.add(name, 40) for name in names]
     engine.session.held = {key: 0 for own in keys for key in own}
-    for name, later in zip(names, (0.0, TRY_SECONDS - 0.1, 0.1), strict=True):
+    for name, later in zip(names, (0.0, PROBE_SECONDS - 0.1, 0.1), strict=True):
         engine.now += later
         assert engine.ask(name) == hits(0)
-    assert engine.session.sought == [keys[0][:TRIED_CHUNKS], keys[2][:TRIED_CHUNKS]]
+    assert engine.session.sought == [keys[0][:PROBE_CHUNKS], keys[2][:PROBE_CHUNKS]]
 
 
 def test_what_waits_at_the_tier_counts_also_that_of_the_same_step(make: MakeEngine) -> None:
@@ -425,4 +425,4 @@ def test_a_request_that_was_preempted_may_wait_again(make: MakeEngine) -> None:
     engine.admit("r")
     assert engine.ask("r") == WAITS
     engine.manager.on_request_finished(engine._half._req_status["r"].req_context)
-    assert repr(engine.manager.promotions).startswith("<Promotions 0 requests waiting")
+    assert repr(engine.manager.tier_waits).startswith("<Promotions 0 requests waiting")

@@ -1,4 +1,4 @@
-"""One lane under test: a small engine of one rank, in a temporary namespace, and its memory."""
+"""The engine of the self-test: one rank on one lane, in a temporary namespace, and its memory."""
 
 import os
 import random
@@ -28,15 +28,17 @@ _NO_DEVICE = "CUDA_ERROR_NO_DEVICE"
 
 
 class CudaRows:
-    """Blocks of `size` bytes at a device's address, u8[size] each, as rows of an array."""
+    """Blocks of CUDA memory as rows of an array, u8[size] each."""
 
     def __init__(self, context: cuda_driver.PrimaryContext, address: int, size: int) -> None:
         self._context, self._address, self._size = context, address, size
 
     def __setitem__(self, block: int, data: Bytes) -> None:
-        whole = np.ascontiguousarray(data)
+        contiguous = np.ascontiguousarray(data)
         with self._context.current():
-            cuda_driver.copy_in(self._address + block * self._size, whole.ctypes.data, self._size)
+            cuda_driver.copy_in(
+                self._address + block * self._size, contiguous.ctypes.data, self._size
+            )
 
     def __getitem__(self, block: int) -> Bytes:
         data = np.empty(self._size, np.uint8)
@@ -52,12 +54,12 @@ Rows = Bytes | CudaRows
 def blocks_on(
     device: str, count: int, size: int
 ) -> Iterator[tuple[HostMemory | DeviceMemory, Rows]]:
-    """Yield the memory of new blocks, one storage, and its rows; given back with the context.
+    """Yield new memory of one storage, and its blocks as rows; free it with the context.
 
     Raises:
         StepFailed: this process does not see the device.
         CudaError: the driver refuses.
-        UnsupportedMemory: there is no driver, or it lets nobody share memory.
+        UnsupportedMemory: there is no driver, or it cannot share memory.
     """
     if device == HOST:
         memory = HostMemory.allocate(count * size)
@@ -82,7 +84,7 @@ def blocks_on(
 
 
 def visible_devices() -> dict[str, int]:
-    """CUDA devices of this process, name to ordinal; none without a driver or a device.
+    """Return the ordinals of this process's CUDA devices, by name.
 
     Raises:
         CudaError: there is a driver, and it refuses.
@@ -103,32 +105,35 @@ MAX_CHUNK_BYTES = 2**20
 MIN_CHUNK_BYTES = 4096
 POISON = 0xA5
 ANSWER_SECONDS = 5.0
-PATIENCE_SECONDS = 5.0  # until what was asked for can be seen
-LEND_SECONDS = 0.5  # for more slots than one
-_LOOK_SECONDS = 0.005
+PATIENCE_SECONDS = 5.0  # for an effect to become visible
+LEND_SECONDS = 0.5  # for more slots than the first
+_POLL_SECONDS = 0.005
 
 
 def chunk_bytes_for(pool_bytes: int) -> int:
-    """A thousandth of the pool, so that it takes next to nothing away, within bounds."""
+    """Return the size of a chunk: 1/1024 of the pool, within bounds."""
     return min(max(pool_bytes // 1024 // 4096 * 4096, MIN_CHUNK_BYTES), MAX_CHUNK_BYTES)
 
 
-class Bench:
-    """What the steps of one lane share; leaves the daemon and frees its memory with the context.
+class SelftestEngine:
+    """An engine on one lane, for the steps of the self-test.
+
+    Leaving the context ends its sessions and frees its memory.
 
     Args:
-        runtime_dir: the daemon's.
-        device: the lane's, "host" or a CUDA device's name.
-        observer: a scheduler's session without an engine, to ask for the daemon's status.
-        pool_bytes: the size of the daemon's pool.
-        timeout: seconds that the lane may take for anything.
+        runtime_dir: the daemon's runtime directory.
+        device: of the lane: "host" or the name of a CUDA device.
+        observer: another session, to request the daemon's status.
+        pool_bytes: size of the daemon's pool.
+        timeout: seconds that the lane may take for each request.
 
     Attributes:
-        memory, rows: the blocks, once they are allocated.
-        content: u8[blocks, block_bytes], what is stored: new bytes each time.
-        namespace_id: in hexadecimal, once it is registered.
-        stored: keys of the chunks that were stored, but for those that were evicted since.
-        samples: jobs by kind, each with the seconds from its submission to its end.
+        source, destination: block ids to store from and to load into.
+        memory, rows: all blocks, once they are allocated.
+        content: u8[blocks, block_bytes], the random bytes that are stored.
+        namespace_id: in hexadecimal, once registered.
+        stored: keys of the stored chunks that have not been evicted.
+        samples: by kind, results of jobs and the seconds from submission to end.
     """
 
     memory: HostMemory | DeviceMemory
@@ -152,7 +157,7 @@ class Bench:
         seed = int.from_bytes(os.urandom(8))
         self.source = list(range(blocks))
         self.destination = list(range(blocks, self.num_blocks))
-        random.Random(seed).shuffle(self.destination)  # so that no pattern helps
+        random.Random(seed).shuffle(self.destination)  # no regular order of blocks
         self._row_of = {
             block: row for side in (self.source, self.destination) for row, block in enumerate(side)
         }
@@ -169,7 +174,7 @@ class Bench:
         self.stored: tuple[bytes, ...] = ()
         self.samples: dict[str, list[tuple[JobResult, float]]] = {"store": [], "load": []}
         self._observer = observer
-        self._told: set[bytes] = set()  # READY by what the daemon's changes say
+        self._announced: set[bytes] = set()  # keys that are READY by the ring of changes
         self._job = 0
         self._stack = ExitStack()
         name = f"selftest-{os.getpid()}-{device}"
@@ -179,95 +184,95 @@ class Bench:
     # --------------------------------------------------------------- memory
 
     def allocate(self) -> None:
-        """Make the blocks on the device."""
-        found = blocks_on(self.device, self.num_blocks, self.block_bytes)
-        self.memory, self.rows = self._stack.enter_context(found)
+        """Allocate the blocks on the device."""
+        blocks = blocks_on(self.device, self.num_blocks, self.block_bytes)
+        self.memory, self.rows = self._stack.enter_context(blocks)
 
     def write(self, blocks: Sequence[int], content: Iterable[Bytes]) -> None:
-        """Put these bytes into these blocks."""
+        """Write these bytes into these blocks."""
         for block, data in zip(blocks, content, strict=True):
             self.rows[block] = data
 
     def poison(self, blocks: Sequence[int]) -> None:
-        """Overwrite blocks with bytes that nobody stores."""
+        """Overwrite blocks with POISON."""
         self.write(blocks, [np.full(self.block_bytes, POISON, np.uint8)] * len(blocks))
 
     def unpoisoned(self, blocks: Sequence[int]) -> list[int]:
-        """Return for each of the blocks how many of its bytes are not poison."""
+        """Return how many bytes of each block are not poison."""
         return [int((self.rows[block] != POISON).sum()) for block in blocks]
 
     def differences(self, blocks: Sequence[int]) -> int:
-        """Bytes of blocks of source or destination that are not what was to be stored."""
+        """Return how many bytes of these blocks differ from the content to store."""
         rows, content, row_of = self.rows, self.content, self._row_of
         return sum(int((rows[block] != content[row_of[block]]).sum()) for block in blocks)
 
-    def used(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Return those of the source or destination blocks whose chunks were stored."""
+    def stored_blocks(self, blocks: Sequence[int]) -> Sequence[int]:
+        """Return those of the source or destination blocks whose chunks are stored."""
         keys, stored = self.keys, self.stored
         return [b for n, b in enumerate(blocks) if keys[n // BLOCKS_PER_CHUNK] in stored]
 
     # --------------------------------------------------------------- engine
 
     def store(self) -> None:
-        """Store the source blocks as chunks; as many as the daemon lends slots for."""
+        """Store the source blocks, as many chunks as the daemon lends slots for."""
         if self.scheduler.reserve(1, PATIENCE_SECONDS):
             self.scheduler.reserve(len(self.keys), LEND_SECONDS)
         ticket = self.scheduler.prepare_store(self.keys)
         if not ticket.keys:
-            raise StepFailed(self._why_not_one(ticket.answers))
+            raise StepFailed(self._refusal_reason(ticket.answers))
         self.stored = ticket.keys
         with ticket:
-            self._move("store", ticket, self.used(self.source))
+            self._move("store", ticket, self.stored_blocks(self.source))
 
     def load(self) -> None:
         """Load the stored chunks into the destination blocks."""
         with self.scheduler.prepare_load(self.stored) as ticket:
             if len(ticket) != len(self.stored):
                 raise StepFailed(f"{len(ticket)} of {len(self.stored)} stored chunks are there")
-            self._move("load", ticket, self.used(self.destination))
+            self._move("load", ticket, self.stored_blocks(self.destination))
 
-    def wait_until(self, what: Callable[[], bool]) -> bool:
-        """Ask again and again, for some seconds; whether it came true."""
+    def wait_until(self, condition: Callable[[], bool]) -> bool:
+        """Poll for PATIENCE_SECONDS; return whether the condition became true."""
         end = time.monotonic() + PATIENCE_SECONDS
-        while not (true := what()) and time.monotonic() < end:
-            time.sleep(_LOOK_SECONDS)
-        return true
+        while not (is_true := condition()) and time.monotonic() < end:
+            time.sleep(_POLL_SECONDS)
+        return is_true
 
-    def count(self, *answers: LookupResult) -> int:
-        """Return for how many of the keys a lookup gives one of these answers."""
-        return sum(answer in answers for answer in self.scheduler.lookup_many(self.keys))
+    def count(self, *results: LookupResult) -> int:
+        """Return the number of keys whose lookup gives one of these results."""
+        return sum(result in results for result in self.scheduler.lookup_many(self.keys))
 
     def ready(self) -> bool:
-        """Whether every stored chunk is found and told; those that were evicted are left out."""
-        self.scheduler.end_step()  # takes in what the daemon has answered
-        found = zip(self.stored, self.scheduler.lookup_many(self.stored), strict=True)
-        self.stored = tuple(key for key, answer in found if answer is not LookupResult.MISS)
+        """Whether all stored chunks are READY in directory and ring. Drops evicted ones."""
+        self.scheduler.end_step()  # processes the daemon's replies
+        pairs = zip(self.stored, self.scheduler.lookup_many(self.stored), strict=True)
+        self.stored = tuple(key for key, result in pairs if result is not LookupResult.MISS)
         changes = self.scheduler.take_changes()
-        self._told = (self._told | changes.stored.keys()).difference(changes.removed)
+        self._announced = (self._announced | changes.stored.keys()).difference(changes.removed)
         all_ready = 0 < len(self.stored) == self.count(LookupResult.HIT)
-        return all_ready and self._told.issuperset(self.stored)
+        return all_ready and self._announced.issuperset(self.stored)
 
     def own_namespace(self) -> dict[str, Any] | None:
-        """The temporary namespace as the daemon reports it, while it is there."""
+        """Return the daemon's status of the temporary namespace; None: there is none."""
         namespaces = self._status()["namespaces"]
-        return next((space for space in namespaces if space["id"] == self.namespace_id), None)
+        return next((entry for entry in namespaces if entry["id"] == self.namespace_id), None)
 
     def _status(self) -> dict[str, Any]:
-        report = self._observer.status()
-        if not report:
+        status = self._observer.status()
+        if not status:
             raise StepFailed("the daemon does not answer any more")
-        return report
+        return status
 
-    def _why_not_one(self, answers: Sequence[StoreAnswer]) -> str:
+    def _refusal_reason(self, answers: Sequence[StoreAnswer]) -> str:
         if answers and set(answers) != {StoreAnswer.FULL}:
             return f"the daemon takes no chunk: {', '.join(sorted({a.name for a in answers}))}"
-        report = self._status()
-        failed = "; ".join(f"{c['name']}: {c['text']}" for c in report["checks"] if not c["ok"])
-        if report["draining"]:
+        status = self._status()
+        failed = "; ".join(f"{c['name']}: {c['text']}" for c in status["checks"] if not c["ok"])
+        if status["draining"]:
             return f"the daemon is draining and refuses stores: {failed or 'no reason given'}"
         if not answers:
             return f"the daemon does not serve the engine: {failed or 'no reason given'}"
-        if not report["ready"]:
+        if not status["ready"]:
             return f"there is no room yet: {failed}"
         return (
             "the pool is full, and everything in it is pinned or being written, so that not even"
@@ -275,7 +280,7 @@ class Bench:
         )
 
     def leave(self) -> None:
-        """End the engine: the daemon drops its namespace and lets go of the memory."""
+        """End both sessions. The daemon then drops the namespace and unmaps the memory."""
         self.worker.close()
         self.scheduler.close()
 

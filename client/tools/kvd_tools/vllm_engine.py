@@ -1,4 +1,4 @@
-"""vLLM's HTTP server on a CPU; vLLM is not imported here."""
+"""vLLM's HTTP server on a CPU, as a child process. vLLM is not imported here."""
 
 import json
 import os
@@ -11,22 +11,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvd_tools.engine_server import LOOK_SECONDS, Answer, EngineServer
+from kvd_tools.engine_server import POLL_SECONDS, Completion, EngineServer
 from kvd_tools.errors import DemoError
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How to start an engine.
+class VllmServerOptions:
+    """How to start vLLM.
 
-    model: a folder that `write_model` made.
-    num_gpu_blocks: blocks of KV memory that the engine has.
-    max_model_len: tokens of the longest prompt with its answer.
-    threads: of every worker, on any core. A model of few layers computes fastest with one:
-        several wait longer for each other.
-    kv_transfer: vLLM's --kv-transfer-config, see `kvd_transfer`; None for none.
-    env: environment variables, on top of those an engine needs here.
-    args: further arguments of the server.
+    Attributes:
+        model: a folder made by `write_model`.
+        num_gpu_blocks: size of the engine's KV memory.
+        max_model_len: tokens of the longest prompt with its answer.
+        threads: of each worker, on any core. A model of few layers computes fastest with one.
+        kv_transfer: vLLM's --kv-transfer-config, see `kvd_transfer`; None: no connector.
+        env: environment variables beside those that every engine gets here.
+        args: further arguments of the server.
     """
 
     model: Path
@@ -41,11 +41,11 @@ class EngineOptions:
     args: Sequence[str] = ()
 
     def environment(self) -> dict[str, str]:
-        """The environment of the engine's process."""
+        """Return the environment variables of the engine's process."""
         return {
             **os.environ,
-            # The same with and without a connector: vLLM's own choice of cores is not, and with
-            # another number of threads answers would not be comparable.
+            # vLLM's own choice of cores depends on whether there is a connector. With another
+            # number of threads, answers would not be comparable.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": str(self.threads),
             "HF_HUB_OFFLINE": "1",
@@ -53,16 +53,16 @@ class EngineOptions:
             "DO_NOT_TRACK": "1",
             "VLLM_LOGGING_LEVEL": "INFO",
             "VLLM_SERVER_DEV_MODE": "1",  # for `reset`
-            # A limit in GiB, not what is allocated; with it vLLM need not measure by a trial run.
+            # A limit in GiB, which spares vLLM a trial run. Less is allocated.
             "VLLM_CPU_KVCACHE_SPACE": "2",
-            # Without it vLLM's processes wait for each other in a loop of sched_yield, which on
-            # some kernels (Linux 6.18 was seen) keeps all others off two cores for minutes.
+            # Without it vLLM's processes wait for each other with sched_yield in a loop, which
+            # on some kernels, such as Linux 6.18, blocks two cores for minutes.
             "VLLM_USE_SPINLOOP_EXT": "1",
             **self.env,
         }
 
     def arguments(self) -> list[str]:
-        """The server's command line, from the model's folder on."""
+        """Return the server's command line, beginning with the model's folder."""
         arguments = f"{self.model} --skip-tokenizer-init --enforce-eager --seed 0".split()
         arguments += f"--dtype {self.dtype} --block-size {self.block_size}".split()
         arguments += f"--num-gpu-blocks-override {self.num_gpu_blocks}".split()
@@ -75,10 +75,10 @@ class EngineOptions:
 
 
 def kvd_transfer(runtime_dir: Path | str, **extra: Any) -> dict[str, Any]:
-    """What makes an engine use the kvd daemon at `runtime_dir`.
+    """Return the --kv-transfer-config of an engine that uses the daemon at `runtime_dir`.
 
     Args:
-        runtime_dir: the daemon's.
+        runtime_dir: the daemon's runtime directory.
         extra: further settings of kvd's connector.
     """
     return {
@@ -90,43 +90,43 @@ def kvd_transfer(runtime_dir: Path | str, **extra: Any) -> dict[str, Any]:
     }
 
 
-RESET_SECONDS = 10.0  # blocks of ended requests are held until their stores have ended
-SERVER = ("kvd_tools.demo_vllm.server", "--model")
+RESET_SECONDS = 10.0  # blocks of ended requests stay in use until their stores have ended
+SERVER = ("kvd_tools.forked_server", "vllm", "--model")
 
 
-class EngineProcess(EngineServer):
-    """vLLM.
+class VllmServer(EngineServer):
+    """A running vLLM.
 
     Args:
         options: how to start it.
-        log: the file that takes what it prints.
-        python: of an environment with vLLM.
-        server: the module and its arguments up to the model's folder.
+        log: file for its output.
+        python: interpreter of an environment with vLLM.
+        server: the server's module and its arguments before the model's folder.
     """
 
     def __init__(
         self,
-        options: EngineOptions,
+        options: VllmServerOptions,
         log: Path,
         python: str = sys.executable,
         server: Sequence[str] = SERVER,
     ) -> None:
-        # Paths of sockets are short.
+        # In /tmp: the path of a socket must be short.
         self._folder = tempfile.TemporaryDirectory(prefix="kvd-vllm-", ignore_cleanup_errors=True)
         self._socket = f"{self._folder.name}/http"
         module = [*server, *options.arguments(), "--uds", self._socket]
         super().__init__(module, options.environment(), log, python)
 
     def kill(self) -> None:
-        """Kill all its processes, as a crash would; returns when none is left."""
+        """Kill all processes of the engine, as a crash would, and wait for their end."""
         super().kill()
         self._folder.cleanup()
 
     def reset(self, *, external: bool = False) -> None:
-        """Drop the GPU's prefix cache, and what the connector has if asked.
+        """Drop the GPU's prefix cache, with `external` also the connector's chunks.
 
         Raises:
-            DemoError: blocks are still in use, by a running request or its stores.
+            DemoError: a running request or its stores still use blocks.
         """
         end = time.monotonic() + RESET_SECONDS
         path = f"/reset_prefix_cache?reset_external={external}"
@@ -136,30 +136,30 @@ class EngineProcess(EngineServer):
                     f"blocks are still in use after {RESET_SECONDS:g} s;"
                     " reset when no request is running"
                 )
-            time.sleep(LOOK_SECONDS)
+            time.sleep(POLL_SECONDS)
 
     def metric(self, name: str, **labels: str) -> float:
-        """Return the sum of a metric of vLLM's, over all labels but these."""
+        """Return a metric of vLLM, summed over its series that have these labels."""
         total = 0.0
         for line in self._text("GET", "/metrics").splitlines():
             key, _, value = line.rpartition(" ")
-            wanted = all(f'{label}="{text}"' in key for label, text in labels.items())
-            if wanted and key.partition("{")[0] in {name, f"{name}_total"}:
+            matches = all(f'{label}="{text}"' in key for label, text in labels.items())
+            if matches and key.partition("{")[0] in {name, f"{name}_total"}:
                 total += float(value)
         return total
 
     def _connect(self) -> socket.socket:
-        connected = socket.socket(socket.AF_UNIX)
+        connection = socket.socket(socket.AF_UNIX)
         try:
-            connected.connect(self._socket)
+            connection.connect(self._socket)
         except OSError:
-            connected.close()
+            connection.close()
             raise
-        return connected
+        return connection
 
-    def _answer(
+    def _complete(
         self, prompt: list[int], max_tokens: int, logprobs: int, fields: dict[str, Any]
-    ) -> Answer:
+    ) -> Completion:
         request = {
             **fields,
             "prompt": prompt,
@@ -173,22 +173,23 @@ class EngineProcess(EngineServer):
         }
         started = time.perf_counter()
         tokens: list[int] = []
-        likely: list[dict[int, float]] = []
-        first, cached = 0.0, 0
+        top_logprobs: list[dict[int, float]] = []
+        first_token_seconds, cached_tokens = 0.0, 0
         for event in self._events("/v1/completions", request):
-            first = first or time.perf_counter() - started
+            first_token_seconds = first_token_seconds or time.perf_counter() - started
             for choice in event["choices"]:
-                tokens += map(_token, choice["logprobs"]["tokens"])
-                likely += [
-                    {_token(name): value for name, value in top.items()}
+                tokens += map(_token_id, choice["logprobs"]["tokens"])
+                top_logprobs += [
+                    {_token_id(name): value for name, value in top.items()}
                     for top in choice["logprobs"]["top_logprobs"]
                 ]
             if usage := event.get("usage"):
-                cached = usage["prompt_tokens_details"]["cached_tokens"]
+                cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
         if len(tokens) != max_tokens:
             raise DemoError(f"the engine ended the request after {len(tokens)} tokens")
-        return Answer(tokens, likely, cached, first, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return Completion(tokens, top_logprobs, cached_tokens, first_token_seconds, seconds)
 
 
-def _token(name: str) -> int:
+def _token_id(name: str) -> int:
     return int(name.removeprefix("token_id:"))

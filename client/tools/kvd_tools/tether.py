@@ -1,8 +1,7 @@
-"""Run a module in place of this process, and end with the process that started it.
+"""Run a module that gets SIGTERM when its parent dies, even by SIGKILL.
 
-`python -m kvd_tools.demo.tether PARENT_PID MODULE ARGUMENT...`: the kernel
-sends SIGTERM when the parent is gone, even if it was killed and could not
-clean up. The setting survives exec.
+`python -m kvd_tools.tether PARENT_PID MODULE ARGUMENT...` asks the kernel for the signal, which
+survives exec, and then replaces itself with the module.
 """
 
 import ctypes
@@ -17,7 +16,7 @@ def main() -> None:
     """Entry point."""
     parent = int(sys.argv[1])
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent:  # it died before the kernel was asked
+    if os.getppid() != parent:  # the parent died before prctl
         sys.exit(1)
     os.execv(sys.executable, [sys.executable, "-m", *sys.argv[2:]])  # noqa: S606  # no shell is the point
 

@@ -1,4 +1,4 @@
-"""SGLang's HTTP server on a CPU; SGLang is not imported here."""
+"""SGLang's HTTP server on a CPU, as a child process. SGLang is not imported here."""
 
 import contextlib
 import json
@@ -12,23 +12,24 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from kvd_tools.engine_server import LOOK_SECONDS, Answer, EngineServer
+from kvd_tools.engine_server import POLL_SECONDS, Completion, EngineServer
 from kvd_tools.errors import DemoError, RequestAborted
 
 
 @dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How to start an engine.
+class SglangServerOptions:
+    """How to start SGLang.
 
-    model: a folder that `write_model` made.
-    max_tokens: of the KV memory that the engine has on its device.
-    page_size: tokens of a page.
-    tensor_parallel: number of ranks.
-    chunked_prefill: tokens of a prompt that one step computes at the most.
-    threads: of every rank, on any core.
-    linker: `linker_extra_config` of kvd's linker; None: no external cache.
-    env: environment variables, on top of those an engine needs here.
-    args: further arguments of the server.
+    Attributes:
+        model: a folder made by `write_model`.
+        max_tokens: size of the engine's KV memory.
+        page_size: tokens of a page.
+        tensor_parallel: number of ranks.
+        chunked_prefill: prompt tokens that one step computes at most.
+        threads: of each rank, on any core.
+        linker: `linker_extra_config` of kvd's linker; None: no external cache.
+        env: environment variables beside those that every engine gets here.
+        args: further arguments of the server.
     """
 
     model: Path
@@ -43,27 +44,27 @@ class EngineOptions:
     args: Sequence[str] = ()
 
     def environment(self) -> dict[str, str]:
-        """The environment of the engine's process."""
+        """Return the environment variables of the engine's process."""
         cores = sorted(os.sched_getaffinity(0))
         ranks = range(self.tensor_parallel)
         return {
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": str(self.threads),
-            # Without it each rank needs a NUMA node of its own. Without SGLang's kernels, which
-            # have no CPU wheel, none is bound.
+            # Without it SGLang refuses more ranks than NUMA nodes. It binds no threads here, for
+            # its kernels, which do that, have no CPU wheel.
             "SGLANG_CPU_OMP_THREADS_BIND": "|".join(str(cores[r % len(cores)]) for r in ranks),
             "TOKENIZERS_PARALLELISM": "false",
             **self.env,
         }
 
     def arguments(self, port: int) -> list[str]:
-        """The server's command line."""
+        """Return the server's command line."""
         arguments = f"--model-path {self.model} --host 127.0.0.1 --port {port}".split()
         arguments += ["--device", "cpu", "--attention-backend", "torch_native"]
         arguments += ["--skip-tokenizer-init", "--skip-server-warmup", "--sleep-on-idle"]
         arguments += f"--random-seed 0 --dtype {self.dtype} --page-size {self.page_size}".split()
-        # The first is what it gets; the second is a share of the machine that others may use too.
+        # The size is max-total-tokens. The share of memory is low, as others use the machine too.
         arguments += f"--max-total-tokens {self.max_tokens} --mem-fraction-static 0.5".split()
         arguments += f"--chunked-prefill-size {self.chunked_prefill}".split()
         arguments += f"--tp-size {self.tensor_parallel}".split()
@@ -73,7 +74,7 @@ class EngineOptions:
 
 
 def kvd_linker(**extra: Any) -> list[str]:
-    """The arguments that make an engine use a kvd daemon.
+    """Return the arguments of an engine that uses a kvd daemon.
 
     Args:
         extra: settings of kvd's linker, such as runtime_dir.
@@ -90,34 +91,36 @@ def kvd_linker(**extra: Any) -> list[str]:
     ]
 
 
-# Below what the system gives to connections (32768 on) and SGLang to its ranks (22000 on).
+# Below the kernel's ephemeral ports (from 32768) and the ports of SGLang's ranks (from 22000).
 PORTS = range(10_000, 22_000)
-RESET_SECONDS = 30.0  # pages of ended requests are held until their stores have ended
+RESET_SECONDS = 30.0  # pages of ended requests stay in use until their stores have ended
 
 
-class EngineProcess(EngineServer):
-    """SGLang.
+class SglangServer(EngineServer):
+    """A running SGLang.
 
     Args:
         options: how to start it.
-        log: the file that takes what it prints.
-        python: of an environment with SGLang.
+        log: file for its output.
+        python: interpreter of an environment with SGLang.
 
     Attributes:
-        url: of its server.
+        url: the server's URL.
     """
 
-    def __init__(self, options: EngineOptions, log: Path, python: str = sys.executable) -> None:
+    def __init__(
+        self, options: SglangServerOptions, log: Path, python: str = sys.executable
+    ) -> None:
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
-        module = ["kvd_tools.demo_sglang.server", *options.arguments(self._port)]
+        module = ["kvd_tools.forked_server", "sglang", *options.arguments(self._port)]
         super().__init__(module, options.environment(), log, python)
 
     def reset(self) -> None:
         """Drop the engine's own cache.
 
         Raises:
-            DemoError: a request is running, or its store.
+            DemoError: a running request or its stores still use pages.
         """
         end = time.monotonic() + RESET_SECONDS
         while True:
@@ -126,16 +129,16 @@ class EngineProcess(EngineServer):
             except DemoError:
                 if not self.running or time.monotonic() > end:
                     raise
-                time.sleep(LOOK_SECONDS)
+                time.sleep(POLL_SECONDS)
             else:
                 return
 
     def _connect(self) -> socket.socket:
         return socket.create_connection(("127.0.0.1", self._port))
 
-    def _answer(
+    def _complete(
         self, prompt: list[int], max_tokens: int, logprobs: int, fields: dict[str, Any]
-    ) -> Answer:
+    ) -> Completion:
         request = {
             **fields,
             "input_ids": prompt,
@@ -149,36 +152,36 @@ class EngineProcess(EngineServer):
             "stream": True,
         }
         started = time.perf_counter()
-        first = 0.0
-        last: dict[str, Any] = {}
-        for event in self._events("/generate", request):
-            first = first or time.perf_counter() - started
-            last = event
-        meta = last.get("meta_info", {})
+        first_token_seconds = 0.0
+        answer: dict[str, Any] = {}
+        for event in self._events("/generate", request):  # each one repeats the previous ones
+            first_token_seconds = first_token_seconds or time.perf_counter() - started
+            answer = event
+        meta = answer.get("meta_info", {})
         reason = meta.get("finish_reason") or {}
         if reason.get("type") == "abort":
             raise RequestAborted(f"the engine aborted the request: {reason.get('message')}")
-        tokens: list[int] = last.get("output_ids", [])
+        tokens: list[int] = answer.get("output_ids", [])
         if len(tokens) != max_tokens:
             raise DemoError(f"the engine ended the request after {len(tokens)} tokens")
-        likely = [
+        top_logprobs = [
             {token: value for value, token, _ in (*top, own)}
             for top, own in zip(
                 meta["output_top_logprobs"], meta["output_token_logprobs"], strict=True
             )
         ]
         seconds = time.perf_counter() - started
-        return Answer(tokens, likely, meta["cached_tokens"], first, seconds)
+        return Completion(tokens, top_logprobs, meta["cached_tokens"], first_token_seconds, seconds)
 
 
 def free_port() -> int:
-    """Return a port that is still free when the server takes it, some seconds later.
+    """Return a port that is probably still free when the server binds it, some seconds later.
 
-    Of two servers with one port the second ends. A port that `bind` chooses may be chosen again, by
-    any other process, as soon as it is closed.
+    It is a random one: the kernel may give a port that `bind` chose to any other process once it is
+    closed, and of two servers with one port the second one ends.
     """
     while True:
         port = random.choice(PORTS)
-        with socket.socket() as free, contextlib.suppress(OSError):
-            free.bind(("127.0.0.1", port))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
             return port
