@@ -98,7 +98,7 @@ def offloading(
 ) -> KvdOffloadingWorker:
     """The worker under test."""
     worker = cast("Worker | None", lane)
-    return KvdOffloadingWorker(worker, groups, factor, OPTIONS, share=lambda _: None)
+    return KvdOffloadingWorker(worker, groups, factor, OPTIONS, register=lambda _: None)
 
 
 @pytest.fixture
