@@ -98,7 +98,7 @@ def wrong(cache: PoolCache, keys: list[bytes], pages: list[int], layers: int = L
         for key, page in zip(keys, pages, strict=True):
             where = slice(page * part.rows, (page + 1) * part.rows)
             right = content(key, number, part.tensor[where].shape)
-            bad += part.layer < layers and not torch.equal(part.tensor[where], right)
+            bad += part.number < layers and not torch.equal(part.tensor[where], right)
     return bad
 
 

@@ -348,22 +348,22 @@ class KvdLinker(UnifiedCacheLinker):
         """Queue the store of a tree node; `pop_completed_offload` returns its result.
 
         Always True: ranks must agree on which stores are in flight. One that fails here is queued
-        without parts.
+        without pages.
         """
         del session_id
         events: Sequence[Any] = ()
         try:
-            parts = [
+            pages = [
                 (cache, chunk_keys(transfer.keys or ()), transfer.device_indices)
                 for transfer in transfers
                 if (cache := self._caches.get(transfer.name)) is not None and transfer.keys
             ]
-            if any(cache.pool.device.type != "cpu" for cache, _, _ in parts):
+            if any(cache.pool.device.type != "cpu" for cache, _, _ in pages):
                 events = self.record_offload_ready()
         except Exception as error:  # noqa: BLE001  # keys that are no hashes, a lost device
             log.warning("a node cannot be stored: %s", cause(error))
-            parts = []
-        self._stores.add(NodeStore(parts, events, complete=bool(parts)))
+            pages = []
+        self._stores.add(NodeStore(pages, events, complete=bool(pages)))
         return True
 
     def num_completed_offloads(self) -> int:

@@ -27,12 +27,12 @@ class LayerPages:
     """The pages of one layer in one tensor.
 
     Attributes:
-        layer: number in the order of the forward pass.
+        number: in the order of the forward pass.
         tensor: its first dimension is rows.
         rows: rows of a page.
     """
 
-    layer: int
+    number: int
     tensor: torch.Tensor
     rows: int
 
@@ -56,7 +56,7 @@ class LayerPages:
         has_gaps = self.rows > 1 and self.stride != self.row_bytes * self.rows
         if not row.is_contiguous() or has_gaps:
             raise UnsupportedMemory(
-                f"layer {self.layer}: a page of a tensor of shape {tuple(self.tensor.shape)} and"
+                f"layer {self.number}: a page of a tensor of shape {tuple(self.tensor.shape)} and"
                 f" strides {self.tensor.stride()} is not one run of bytes; kvd cannot offload this"
                 " KV-cache layout"
             )
@@ -79,7 +79,7 @@ class PagePool:
     @property
     def num_pages(self) -> int:
         """Number of pages, the padding page included."""
-        return min(int(part.tensor.shape[0]) // part.rows for part in self.layers)
+        return min(int(layer.tensor.shape[0]) // layer.rows for layer in self.layers)
 
     @property
     def device(self) -> torch.device:
@@ -89,11 +89,11 @@ class PagePool:
     @property
     def contents(self) -> str:
         """Digest of what the bytes of a page are, in order."""
-        parts = [
-            (part.layer, part.rows, tuple(part.tensor.shape[1:]), str(part.tensor.dtype))
-            for part in self.layers
+        forms = [
+            (layer.number, layer.rows, tuple(layer.tensor.shape[1:]), str(layer.tensor.dtype))
+            for layer in self.layers
         ]
-        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
+        return hashlib.blake2b(json.dumps(forms).encode(), digest_size=16).hexdigest()
 
     def share(self, blocks_per_chunk: int) -> tuple[SharedTensors, RankLayout]:
         """Make the memory mappable by other processes, and describe it.
@@ -103,19 +103,19 @@ class PagePool:
         Raises:
             UnsupportedMemory: the memory cannot be mapped, or a page is not one run of bytes.
         """
-        for part in self.layers:
-            part.check()
+        for layer in self.layers:
+            layer.check()
         shared = share_torch(
             [
                 BlockTensor(
-                    part.tensor, page_bytes=part.row_bytes * part.rows, block_stride=part.stride
+                    layer.tensor, page_bytes=layer.row_bytes * layer.rows, block_stride=layer.stride
                 )
-                for part in self.layers
+                for layer in self.layers
             ]
         )
         refs = tuple(
-            TensorRef(tensor, part.row_bytes * part.rows, layer=part.layer)
-            for part, (tensor,) in zip(self.layers, shared.parts, strict=True)
+            TensorRef(tensor, layer.row_bytes * layer.rows, layer=layer.number)
+            for layer, (tensor,) in zip(self.layers, shared.parts, strict=True)
         )
         group = GroupSpec(
             refs=refs, block_size=self.page_tokens, kind=self.name, contents=self.contents

@@ -39,13 +39,11 @@ class DevicePools:
 
     Attributes:
         by_name: by SGLang's names.
-        num_layers: of the forward pass, by which loads are reported.
         replicated: all ranks of tensor parallelism hold the same bytes.
         entries: SGLang's descriptions.
     """
 
     by_name: dict[str, PagePool]
-    num_layers: int
     replicated: bool
     entries: dict[PoolName, DevicePoolEntry]
 
@@ -85,7 +83,6 @@ def find_pools(params: Any, components: set[Any]) -> DevicePools:
         raise UnsupportedMemory("the KV cache of this model's draft cannot be offloaded")
     return DevicePools(
         {name: _page_pool(name, group) for name in dict.fromkeys(group.sources.values())},
-        group.num_layers,
         group.rank_replicated,
         group.entry_map,
     )
@@ -104,10 +101,15 @@ def _plain_group(cache: Any, params: Any, page_tokens: int) -> DevicePoolGroup:
         if len(draft_classes) > 1 or not draft_classes <= PLAIN_POOLS:
             raise UnsupportedMemory("the KV cache of this model's draft cannot be offloaded")
         layers = _identity(sum(pool.layer_num for pool in drafts))
-        first, *rest = drafts
+        first, *others = drafts
         entries.append(
             _entry(
-                PoolName.DRAFT, first, layers, page_tokens, numbered_as=PoolName.KV, same_class=rest
+                PoolName.DRAFT,
+                first,
+                layers,
+                page_tokens,
+                numbered_as=PoolName.KV,
+                same_class=others,
             )
         )
     replicated = {type(cache), *draft_classes} == {MLATokenToKVPool}
@@ -200,9 +202,9 @@ def _identity(num_layers: int) -> dict[int, int]:
 def _page_pool(name: PoolName, group: DevicePoolGroup) -> PagePool:
     """Return the pages of all pools with the numbering of pool `name`."""
     entries = [entry for entry in group.entries if entry.indices_from_pool == name]
-    parts = [part for entry in entries for part in _layer_pages(entry)]
+    layers = [layer for entry in entries for layer in _layer_pages(entry)]
     return PagePool(
-        name.value, entries[0].page_size, tuple(sorted(parts, key=lambda part: part.layer))
+        name.value, entries[0].page_size, tuple(sorted(layers, key=lambda layer: layer.number))
     )
 
 

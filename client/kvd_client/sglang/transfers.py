@@ -52,7 +52,7 @@ class LoadJob:
         slots, generations: of the pinned chunks.
         ticket: the job's own pins, made by a retry; None: those of its `PoolLoad`s hold.
         job: id of the running job; None: none is running.
-        done: all bytes are loaded.
+        complete: all bytes are loaded.
         failure: why it failed for good; empty: it has not.
         next_try: by time.monotonic.
         last_failure: why the last try failed.
@@ -67,7 +67,7 @@ class LoadJob:
     stream: Any
     ticket: LoadTicket | None = None
     job: int | None = None
-    done: bool = False
+    complete: bool = False
     failure: str = ""
     num_failures: int = 0
     next_try: float = 0.0
@@ -96,8 +96,8 @@ class LoadJob:
 
     @property
     def ended(self) -> bool:
-        """Whether it is done or failed for good; then nothing of it writes any more."""
-        return self.done or bool(self.failure)
+        """Whether it is complete or failed for good; then nothing of it writes any more."""
+        return self.complete or bool(self.failure)
 
     @property
     def num_layers(self) -> int:
@@ -119,7 +119,7 @@ class LoadJob:
                 return
             self.job = None
             if not (reason := failure_reason(result)):
-                self.done = True
+                self.complete = True
                 return
             self.last_failure = reason
             self.num_failures += 1
@@ -205,7 +205,7 @@ class LoadBatch:
             load.unpin()
         for job in self._jobs:
             job.unpin()
-            if not job.done:
+            if not job.complete:
                 log.warning(
                     "%d chunks of pool %s were not loaded in %.1f s: %s",
                     len(job.keys),
@@ -213,7 +213,7 @@ class LoadBatch:
                     time.monotonic() - self._started,
                     job.failure,
                 )
-        return all(job.done for job in self._jobs)
+        return all(job.complete for job in self._jobs)
 
     def _wait(self, condition: Callable[[LoadJob], bool], until: float = float("inf")) -> bool:
         """Poll until the condition holds for all jobs; False: not before `until`."""
@@ -288,13 +288,13 @@ class NodeStore:
     """The store of one tree node.
 
     Attributes:
-        parts: for each pool its cache, the pages' keys and SGLang's indices.
+        pages: for each pool its cache, the keys of the pages and SGLang's indices.
         events: after which the pages are written and the indices known.
         submitted: set when all jobs are submitted.
         complete: nothing was refused, nothing has failed.
     """
 
-    parts: Sequence[tuple[PoolCache, list[bytes], Any]]
+    pages: Sequence[tuple[PoolCache, list[bytes], Any]]
     events: Sequence[Any]
     submitted: threading.Event = field(default_factory=threading.Event)
     complete: bool = True
@@ -304,7 +304,7 @@ class NodeStore:
         """Wait for the events, then submit the jobs."""
         for event in self.events:
             event.synchronize()
-        for cache, keys, indices in self.parts:
+        for cache, keys, indices in self.pages:
             runs = split_into_chunks(keys, cache.pages_per_chunk)
             rows = cache.rows(runs, indices)  # before the offer: raises for invalid pages
             for chunks in cache.job_slices(len(runs)):

@@ -225,11 +225,7 @@ class KvCachePages:
 def _check_placement(
     layer: str, tensor: KVCacheTensor, index: int, view: torch.Tensor, stride: int
 ) -> None:
-    """Check that a layer lies where vLLM's configuration says.
-
-    Raises:
-        UnsupportedMemory: it does not.
-    """
+    """Check that a layer lies where vLLM's configuration says; raise UnsupportedMemory if not."""
     offset = view.storage_offset() * view.element_size()
     planned = (tensor.offset + index * tensor.layer_stride, tensor.block_stride)
     if (offset, stride) != planned or tensor.host_resident:

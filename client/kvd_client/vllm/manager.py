@@ -269,10 +269,6 @@ class KvdOffloadingManager(OffloadingManager):
             self.refused.setdefault(req_context.req_id, {}).update(refused)
         self._report_given_up(given_up)
 
-    def loans(self) -> int | None:
-        """Return the number of slots on loan; None: none, and the daemon's reply is due."""
-        return self.scheduler.loans
-
     def give_up(self, req_id: str, chunks: AbstractSet[tuple[int, int]] | None = None) -> None:
         """Remove these refused chunks of the request, by default all: they are not stored."""
         refused = self.refused[req_id]

@@ -104,7 +104,7 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         self.events = PoolEvents(self.manager.scheduler, tier_groups, repeat_seconds)
         core = calling_engine_core()
         if core is not None:
-            take_idle_events = partial(self._take_events, idle=True)
+            take_idle_events = partial(self.take_events, idle=True)
             self._idle_publisher = IdlePublisher(core, self.events.is_due, take_idle_events)
 
     def shutdown(self) -> None:
@@ -263,11 +263,8 @@ class KvdConnectorScheduler(OffloadingConnectorScheduler):
         pending: bool = super().has_pending_push_work()
         return pending
 
-    def take_events(self) -> Iterable[KVCacheEvent]:
-        """Return events for the pool's changes since the last call."""
-        return self._take_events()
-
-    def _take_events(self, *, idle: bool = False) -> Iterable[KVCacheEvent]:
+    def take_events(self, *, idle: bool = False) -> Iterable[KVCacheEvent]:
+        """Return events for the pool's changes since the last call; vLLM passes no `idle`."""
         if self.events is None:
             return ()
         try:
@@ -328,7 +325,7 @@ class RefusedChunks:
         Returns:
             The output to show to vLLM: with ended requests among those that finished in this step.
         """
-        refused, loans = self._manager.refused, self._manager.loans()
+        refused, loans = self._manager.refused, self._manager.scheduler.loans
         for req_id, chunks in list(refused.items()):
             status = self._status(req_id)
             if loans == 0 or status is None:

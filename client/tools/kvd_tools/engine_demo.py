@@ -222,24 +222,24 @@ def _print_verdict(cold: Round, warm: Sequence[Round], console: Console) -> bool
     Returns:
         Whether all warm rounds had hits and the same tokens.
     """
-    good = True
+    ok = True
     for served in warm:
         pairs = zip(served.completions, cold.completions, strict=True)
-        changed = sum(one.tokens != other.tokens for one, other in pairs)
+        changed = sum(warm_one.tokens != cold_one.tokens for warm_one, cold_one in pairs)
         if changed or not served.hits:
-            good = False
+            ok = False
             console.print(
                 f"[bold red]{served.name}: {served.hits:,} tokens found in kvd, {changed} of"
                 f" {len(served.completions)} answers have other tokens than in the cold round.[/]"
             )
-    if good:
+    if ok:
         same_engine, new_engine = (cold.seconds / served.seconds for served in warm)
         console.print(
             f"[bold green]First token: cold takes {same_engine:.1f} times as long as warm,"
             f" {new_engine:.1f} times as long as after the restart."
             f" Every answer has the same {ANSWER_TOKENS} tokens in all rounds.[/]"
         )
-    return good
+    return ok
 
 
 # --------------------------------------------------------------------- vLLM
@@ -378,69 +378,56 @@ class SglangDemo(EngineDemo[SglangServer]):
 
 # ----------------------------------------------------------------- commands
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+# \b is click's mark for text that is not rewrapped.
+HELP = """Show what kvd does for {engine}: time to first token of new prompts and of known ones.
+
+Starts a private daemon and {engine} on the CPU with a generated model and a {cache}
+too small for the prompts. Serves them, serves them again, starts {engine} anew, and again.
+Exit status 1 if nothing was found or an answer changed.
+
+\b
+Examples:
+  kvd {command}
+  kvd {command} --prompts 10 --prompt-tokens 1000
+"""
 
 
-def workload_options(command: Command) -> Command:
-    """Add the options `prompts`, `prompt_tokens` and `layers` to a command."""
-    for option in (
-        click.option(
-            "--layers",
-            type=click.IntRange(2, 32),
-            default=18,
-            show_default=True,
-            help="Of the model; fewer are faster.",
-        ),
-        click.option(
-            "--prompt-tokens",
-            type=click.IntRange(128, 4096),
-            default=2000,
-            show_default=True,
-            help="Length of a prompt.",
-        ),
-        click.option(
-            "--prompts",
-            type=click.IntRange(MIN_PROMPTS, 32),
-            default=6,
-            show_default=True,
-            help="How many prompts are served in each round.",
-        ),
-    ):
-        command = option(command)
+def _command(
+    engine: str, demo_class: type[EngineDemo[Any]], workload_class: type[Workload]
+) -> click.Command:
+    """Return the command of a demo."""
+
+    @click.command(
+        demo_class.COMMAND,
+        help=HELP.format(engine=engine, cache=demo_class.CACHE, command=demo_class.COMMAND),
+    )
+    @click.option(
+        "--prompts",
+        type=click.IntRange(MIN_PROMPTS, 32),
+        default=6,
+        show_default=True,
+        help="How many prompts are served in each round.",
+    )
+    @click.option(
+        "--prompt-tokens",
+        type=click.IntRange(128, 4096),
+        default=2000,
+        show_default=True,
+        help="Length of a prompt.",
+    )
+    @click.option(
+        "--layers",
+        type=click.IntRange(2, 32),
+        default=18,
+        show_default=True,
+        help="Of the model; fewer are faster.",
+    )
+    def command(*, prompts: int, prompt_tokens: int, layers: int) -> None:
+        workload = workload_class(layers, prompts, prompt_tokens)
+        demo_class(workload, Console(highlight=False, soft_wrap=True)).show()
+
     return command
 
 
-@click.command("demo-vllm")
-@workload_options
-def demo_vllm(*, prompts: int, prompt_tokens: int, layers: int) -> None:
-    """Show what kvd does for vLLM: time to first token of new prompts and of known ones.
-
-    Starts a private daemon and vLLM on the CPU with a generated model and a GPU cache too
-    small for the prompts. Serves them, serves them again, starts vLLM anew, and again.
-    Exit status 1 if nothing was found or an answer changed.
-
-    \b
-    Examples:
-      kvd demo-vllm
-      kvd demo-vllm --prompts 10 --prompt-tokens 1000
-    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    workload = VllmWorkload(layers, prompts, prompt_tokens)
-    VllmDemo(workload, Console(highlight=False, soft_wrap=True)).show()
-
-
-@click.command("demo-sglang")
-@workload_options
-def demo_sglang(*, prompts: int, prompt_tokens: int, layers: int) -> None:
-    """Show what kvd does for SGLang: time to first token of new prompts and of known ones.
-
-    Starts a private daemon and SGLang on the CPU with a generated model and a device cache
-    too small for the prompts. Serves them, serves them again, starts SGLang anew, and again.
-    Exit status 1 if nothing was found or an answer changed.
-
-    \b
-    Examples:
-      kvd demo-sglang
-      kvd demo-sglang --prompts 10 --prompt-tokens 1000
-    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    workload = SglangWorkload(layers, prompts, prompt_tokens)
-    SglangDemo(workload, Console(highlight=False, soft_wrap=True)).show()
+demo_vllm = _command("vLLM", VllmDemo, VllmWorkload)
+demo_sglang = _command("SGLang", SglangDemo, SglangWorkload)
