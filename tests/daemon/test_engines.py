@@ -45,14 +45,3 @@ def test_replicated_shares_are_stored_once(daemon: Daemon) -> None:
         assert engine.scheduler.bytes_per_chunk == 2 * 2 * 4096
     # The lane's counters come with its next heartbeats.
     eventually(lambda: daemon.status()["counters"]["store_bytes"], (9 * 2 * 2 * 4096).__eq__)
-
-
-def test_a_request_of_a_hundred_thousand_tokens_is_one_job(make_engine: MakeEngine) -> None:
-    """6,250 blocks of 16 tokens are stored by one job, loaded by another, and are all right."""
-    blocks, page = 6_250, 512
-    layout = make_layout(blocks=2 * blocks + 1, page=page)
-    keys = keys_of("long", blocks // layout.blocks_per_chunk)
-    with make_engine(world_size=1, layout=layout).wait_attached() as engine:
-        assert len(engine.store(keys)) == len(keys)
-        wait_hit(engine, keys)
-        assert engine.load(keys, first_block=blocks + 1) == (len(keys), 0)

@@ -1,18 +1,14 @@
 """Who is let in by a running daemon, and what users cannot do to each other."""
 
-import logging
 from pathlib import Path
 
 import pytest
 
-from kvd_client import Fingerprint, HostMemory, Worker
-from kvd_client.errors import Unavailable
 from kvd_proto.messages import ErrorCode, Ping, Pong
 from tests.conftest import StartDaemon
-from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
+from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.users import OTHER_UID, as_user, needs_root
 from tests.raw_client import RawClient, code_of, text_of
-from tests.waiting import DEADLINE, eventually
 
 
 @pytest.fixture(autouse=True)
@@ -38,25 +34,6 @@ def test_a_user_who_is_not_on_the_list_is_refused_with_one_error(
     assert daemon.status()["broker"]["refusals"][ErrorCode.FORBIDDEN.value] == 1
     assert daemon.stop() == 0
     assert daemon.log.read_text().count(f"uid {OTHER_UID}, gid 0 may not use this daemon") == 1
-
-
-@needs_root
-def test_an_engine_that_is_refused_logs_why_and_goes_on(
-    start_daemon: StartDaemon, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The reason is in the engine's log once, and in the error of a registration that must be."""
-    daemon = start_daemon("--allow-users", "4711")
-    layout = make_layout()
-    memory = [HostMemory.allocate(size) for size in layout.storages]
-    with caplog.at_level(logging.WARNING), as_user():
-        worker = Worker(daemon.runtime_dir, "stranger", 0, 1, deadline=DEADLINE)
-        eventually(lambda: "may not use" in worker.wait_attached(0.0).why)
-        with pytest.raises(Unavailable, match="may not use this daemon"):
-            worker.register(memory, layout, Fingerprint(model="m"), timeout=1.0, required=True)
-        worker.close()
-    assert sum("may not use this daemon" in record.message for record in caplog.records) == 1
-    for part in memory:
-        part.close()
 
 
 @needs_root

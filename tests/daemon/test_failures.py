@@ -67,22 +67,6 @@ def test_a_killed_worker_frees_what_was_in_writing(
         daemon.wait_log(f"rank 1 (pid {rank_process.pid}) is gone; 5 chunks in writing freed")
 
 
-def test_a_lost_rank_that_comes_back_completes_the_engine(
-    daemon: Daemon, rank_process: subprocess.Popen[str]
-) -> None:
-    """After its rank is back the engine stores and hits again, without a restart of the others."""
-    with Engine(daemon.runtime_dir, ranks=[0]).wait_attached() as engine:
-        rank_process.kill()
-        rank_process.wait()
-        eventually(lambda: not engine.workers[0].attached and not engine.scheduler.attached)
-        engine.add(1)
-        engine.wait_attached()
-        keys = keys_of("back", 4)
-        assert engine.store(keys) == keys
-        wait_hit(engine, keys)
-        assert engine.load(keys) == (4, 0)
-
-
 LATE_LANE = """
 import os, sys, time
 while "kvd.lane" in sys.orig_argv and os.path.exists(os.environ["NO_LANE"]):
@@ -152,26 +136,3 @@ def test_a_stop_waits_for_jobs_as_long_as_it_may(
         assert daemon.stop() == 0
     killed = f"lane host is killed: not drained after {drain_seconds} s, 1 jobs queued"
     assert (killed in daemon.log.read_text()) == (signals == 1)
-
-
-def test_a_load_that_begins_after_its_lease_is_served_while_the_chunks_are_there(
-    start_daemon: StartDaemon, tmp_path: Path
-) -> None:
-    """A lease keeps chunks from being evicted; a load is judged by the chunks alone."""
-    config = tmp_path / "kvd.toml"
-    config.write_text("lease_seconds = 0.5\n")
-    daemon = start_daemon("--config", str(config))
-    with Engine(daemon.runtime_dir).wait_attached() as engine:
-        keys = keys_of("queued", 3)
-        engine.store(keys)
-        wait_hit(engine, keys)
-        ticket = engine.scheduler.prepare_load(keys, lease_seconds=600.0)
-        eventually(lambda: daemon.status()["counters"]["leases_expired"])
-        wait_state(daemon, pinned=0, ready=3)
-        blocks = list(range(33, 39))
-        engine.poison(blocks)
-        jobs = engine.submit("load", [0, 1], blocks, ticket.slots, ticket.generations)
-        assert all(result.success for result in engine.results(jobs).values())
-        assert engine.wrong_bytes(keys, blocks) == 0
-        engine.scheduler.complete_load(ticket)  # of a lease that has run out: nothing happens
-        assert engine.load(keys) == (3, 0)

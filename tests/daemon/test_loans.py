@@ -1,16 +1,15 @@
 """Slots on loan: every one has an owner, and comes back however that ends."""
 
-import signal
 from collections.abc import Iterator, Sequence
 
 import pytest
 
 from kvd.wire.tool import ToolConnection
-from kvd_client import LookupResult, StoreAnswer, attachment
+from kvd_client import StoreAnswer, attachment
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import Drain, Resume
 from tests.asked import Asked
-from tests.conftest import Daemon, StartDaemon
+from tests.conftest import Daemon
 from tests.daemon.engines import Engine, keys_of, lend, wait_hit
 from tests.daemon.slots import Slots, slots_of
 from tests.processes import LONG
@@ -67,22 +66,6 @@ def test_two_engines_store_the_same_keys_at_once(daemon: Daemon, engine: Engine)
         wait_slots(daemon, ready=4, at_hand=both)
 
 
-def test_a_store_that_came_late_is_not_in_the_way(daemon: Daemon, engine: Engine) -> None:
-    """It loses against chunks that are READY by then: nothing is written, its slots are free."""
-    with Engine(daemon.runtime_dir, "rival", world_size=1).wait_attached() as rival:
-        keys = keys_of("late", 3)
-        ticket = engine.begin(keys)
-        rival.store(keys)
-        wait_hit(rival, keys)
-        engine.scheduler.end_step()
-        eventually(lambda: daemon.status()["counters"]["stores_raced"] == 3)
-        blocks = engine.fill(keys, 1)
-        jobs = engine.submit("store", [0], blocks, ticket.slots, ticket.generations)
-        assert not engine.results(jobs)[0].success
-        wait_slots(daemon, ready=3, at_hand=(engine, rival))
-        assert engine.load(keys) == (3, 0)
-
-
 def test_loans_of_a_killed_engine_come_back(daemon: Daemon, engine: Engine) -> None:
     """SIGKILL of an engine with slots at hand, some of them given to keys: all are free."""
     doomed = Asked(Engine, daemon.runtime_dir, "doomed", 1)
@@ -117,22 +100,6 @@ def test_a_drain_takes_loans_back(daemon: Daemon, engine: Engine) -> None:
             stores_and_loads(one, f"of {one.name}")
 
 
-def test_a_reset_takes_loans_back(daemon: Daemon, engine: Engine) -> None:
-    """Also those of the engines that share the namespace; both store on, and find it."""
-    with Engine(daemon.runtime_dir, "other", world_size=1).wait_attached() as other:
-        for one in (engine, other):
-            stores_and_loads(one, f"before {one.name}")
-            lend(one.scheduler, 8)
-        begun = engine.begin(keys_of("begun", 2))
-        assert other.scheduler.reset(PATIENCE) is not None
-        blocks = engine.fill(begun.keys, 1)
-        jobs = engine.submit("store", [0], blocks, begun.slots, begun.generations)
-        assert not engine.results(jobs)[0].success
-        for one in (engine, other):
-            assert set(one.scheduler.lookup_many(keys_of("before other", 2))) == {LookupResult.MISS}
-            stores_and_loads(one, f"after {one.name}")
-
-
 def stores_and_loads(engine: Engine, name: str) -> None:
     """Two chunks, with right bytes."""
     keys = keys_of(name, 2)
@@ -141,36 +108,3 @@ def stores_and_loads(engine: Engine, name: str) -> None:
     wait_hit(engine, keys)
     assert engine.load(keys) == (2, 0)
     engine.scheduler.end_step()
-
-
-def test_the_next_daemon_has_lent_slots_free(start_daemon: StartDaemon) -> None:
-    """SIGKILL of the daemon with slots on loan and in writing: what was READY is all there is."""
-    first = start_daemon(*KEEP)
-    keys = keys_of("kept", 5)
-    with Engine(first.runtime_dir, world_size=1, steps=True).wait_attached() as engine:
-        stores_and_loads(engine, "kept")
-        engine.begin(keys_of("begun", 3))
-        engine.scheduler.end_step()
-        engine.begin(keys_of("not told", 3))
-        first.stop(signal.SIGKILL)
-    second = start_daemon(*KEEP)
-    with Engine(second.runtime_dir, "other", world_size=1, steps=True).wait_attached() as engine:
-        wait_slots(second, "other", ready=2, at_hand=(engine,))
-        assert engine.load(keys[:2]) == (2, 0)
-        for name in ("begun", "not told"):
-            stores_and_loads(engine, name)
-
-
-def test_an_idle_engine_gives_way(start_daemon: StartDaemon) -> None:
-    """It has all slots of a small pool on loan and uses none: another one gets some of them."""
-    daemon = start_daemon(cpu_bytes="512KiB")
-    with Engine(daemon.runtime_dir, "idle", world_size=1).wait_attached() as idle:
-        slots = idle.scheduler.num_chunks
-        lend(idle.scheduler, slots)
-        with Engine(daemon.runtime_dir, "busy", world_size=1).wait_attached() as busy:
-            for turn in range(8):
-                keys = keys_of(f"turn-{turn}", slots // 2)
-                assert busy.store(keys) == keys
-                wait_hit(busy, keys)
-                assert busy.load(keys[:8]) == (8, 0)
-        stores_and_loads(idle, "after all")

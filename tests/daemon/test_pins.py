@@ -1,17 +1,14 @@
 """Pins that leave without an answer: they keep chunks, and hardly ever come too late."""
 
 import itertools
-import random
 import threading
 
-from kvd_client import LookupResult
 from tests.conftest import StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import wait_state
 
 POOL = "1MiB"  # 64 chunks
 BATCH = 4
-LOADED = 1000  # chunks
 
 
 def flood(engine: Engine, ended: threading.Event) -> None:
@@ -45,33 +42,3 @@ def test_chunks_of_requests_that_wait_are_kept(start_daemon: StartDaemon) -> Non
         report = daemon.status()
         assert report["counters"]["evicted"] > 64
         assert report["counters"]["pins_late"] == 0
-
-
-def test_pins_hardly_ever_come_too_late(start_daemon: StartDaemon) -> None:
-    """An engine loads what it finds while another one stores without end; no load brings others."""
-    daemon = start_daemon(cpu_bytes="8MiB")  # 512 chunks
-    ended = threading.Event()
-    chance = random.Random(1)
-    pinned = 0
-    with (
-        Engine(daemon.runtime_dir, world_size=1).wait_attached() as engine,
-        Engine(daemon.runtime_dir, "other", world_size=1).wait_attached() as other,
-    ):
-        keys: list[bytes] = []
-        flooding = threading.Thread(target=flood, args=(other, ended))
-        flooding.start()
-        try:
-            while pinned < LOADED or not daemon.status()["counters"]["evicted"]:
-                # An engine that stands still between decision and job has its loans taken back.
-                keys += engine.store(keys_of(f"mine-{len(keys)}", BATCH), must=False)
-                answers = engine.scheduler.lookup_many(keys)
-                hits = list(itertools.compress(keys, map(LookupResult.HIT.__eq__, answers)))
-                found = chance.sample(hits, min(BATCH, len(hits)))
-                assert engine.load(found)[1] == 0
-                pinned += len(found)
-        finally:
-            ended.set()
-            flooding.join()
-        late = daemon.status()["counters"]["pins_late"]
-    print(f"{pinned} chunks pinned, {late} too late")
-    assert late < pinned / 4  # hardly any, as a rule; the machine may stand still, too

@@ -10,7 +10,6 @@ from kvd_client import LookupResult
 from kvd_proto.messages import Drain, Resume
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout
-from tests.daemon.serving import wait_state
 from tests.waiting import PATIENCE, eventually
 
 REFUSED = ("present", "pending", "full", "quota", "not_yet", "draining")
@@ -108,20 +107,3 @@ def test_figures_agree(daemon: Daemon, engine: Engine) -> None:
     assert 0 < longest <= report["broker"]["loop_lag"]["sum"]
     assert report["started"] < report["time"]
     assert report["broker"]["open_fds"] > 0
-
-
-def test_events_tell_of_engines_and_ranks(daemon: Daemon, engine: Engine) -> None:
-    """Who came, attached and went is in the report, numbered, with names for people."""
-    pid = engine.scheduler.status()["engines"][0]["sessions"][0]["pid"]
-    assert len(engine.begin(keys_of("half", 3)).keys) == 3
-    wait_state(daemon, writing=3)
-    engine.workers[1].close()
-    report = eventually(daemon.status, lambda report: not report["engines"][0]["attached"])
-    texts = [event["text"] for event in report["events"]]
-    assert f"engine engine rank 1 (pid {pid}) has unregistered; 3 chunks in writing freed" in texts
-    assert any(text.startswith("engine engine attached to namespace") for text in texts)
-    numbers = [event["number"] for event in report["events"]]
-    assert numbers == list(range(1, len(numbers) + 1))
-    times = [event["time"] for event in report["events"]]
-    assert times == sorted(times)
-    assert report["started"] <= times[0] <= report["time"]

@@ -13,13 +13,6 @@ from tests.daemon.users import OTHER_UID, as_user, needs_root
 from tests.waiting import PATIENCE
 
 
-def test_status_without_a_daemon_says_how_to_start_one(tmp_path: Path) -> None:
-    """No daemon: exit status not 0, and the command to start one."""
-    done = run_kvd("status", "--runtime-dir", str(tmp_path))
-    assert done.returncode == 1
-    assert f"kvd serve --runtime-dir {tmp_path}" in done.stderr
-
-
 @pytest.mark.parametrize(
     "command",
     ["status", "engines", "namespaces", "config reload", "config show --running", "selftest"],
@@ -68,13 +61,6 @@ def test_a_directory_that_may_not_be_entered_is_named_at_once(
     denied = f"uid {OTHER_UID + 1} may not enter {runtime_dir} (mode 0750, group {OTHER_UID}): "
     assert f"{denied}usermod -aG {OTHER_UID} {OTHER_UID + 1}" in done.stderr
     assert "kvd serve" not in done.stderr
-
-
-def test_status_takes_seconds_and_durations(tmp_path: Path) -> None:
-    """`--wait 0.1`, as before there were units, and `--wait 100ms` wait alike."""
-    for wait in ("0.1", "100ms"):
-        done = run_kvd("status", "--runtime-dir", str(tmp_path), "--wait", wait)
-        assert "no daemon answers" in done.stderr
 
 
 def test_sigterm_drains_and_leaves_nothing(daemon: Daemon) -> None:

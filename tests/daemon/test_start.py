@@ -10,7 +10,6 @@ import pytest
 from tests.conftest import StartDaemon
 from tests.daemon.engines import Engine
 from tests.daemon.serving import run_kvd
-from tests.nodes import describe
 from tests.processes import children_running, has_ended, kill_and_wait, python
 from tests.waiting import PATIENCE, eventually
 
@@ -80,19 +79,3 @@ def test_a_start_that_may_open_no_file_says_so(tmp_path: Path, files: int) -> No
     assert done.returncode == 1
     assert "raise LimitNOFILE" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_the_report_says_on_which_nodes_the_pool_lies(
-    start_daemon: StartDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On a machine of several nodes, once the pool is there; in the log too."""
-    describe(tmp_path / "sys", {})
-    (tmp_path / "sitecustomize.py").write_text(
-        "from pathlib import Path; from kvd.machine import numa\n"
-        f"numa.SYSFS = Path({str(tmp_path / 'sys')!r})"
-    )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    daemon = start_daemon()
-    daemon.wait_log("the pool's memory: ")
-    events = [event["text"] for event in daemon.status()["events"]]
-    assert [text for text in events if text.startswith("the pool's memory: ")]

@@ -8,7 +8,7 @@ import pytest
 
 from kvd.metrics.reading import size
 from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.serving import DOUBLES, Daemon, daemon_left_clean, run_kvd
+from tests.daemon.serving import Daemon, daemon_left_clean, run_kvd
 from tests.waiting import eventually
 
 TIER = "memory:,size=64MiB,late=30"
@@ -39,23 +39,6 @@ def tier_of(daemon: Daemon) -> dict[str, Any]:
     return found
 
 
-def test_the_report_has_a_tiers_state_and_figures(daemon: Daemon) -> None:
-    """Bytes and chunks add up, the breaker is closed, and the setting is as it was written."""
-    report = eventually(
-        daemon.status, lambda report: report["ready"] and report["tiers"][0]["usable"]
-    )
-    (tier,) = report["tiers"]
-    (space,) = report["namespaces"]
-    assert (tier["name"], tier["setting"], tier["medium"]) == ("memory", TIER, "memory")
-    assert (tier["state"], tier["breaker"], tier["usable"]) == ("up", "closed", True)
-    assert tier["counters"]["put_bytes"] == CHUNKS * space["bytes_per_chunk"]
-    assert tier["counters"]["put_seconds"] > 0
-    assert sum(tier["counters"]["put_latency"]["counts"]) > 0
-    assert space["tier_chunks"] == CHUNKS
-    assert tier["total_bytes"] == 64 * 2**20
-    assert not [each for each in report["conditions"] if each["name"].startswith("tier")]
-
-
 def test_the_commands_tell_of_a_tier(daemon: Daemon) -> None:
     """A row in status, a section in top, a line of the self-test."""
     told = run_kvd("status", "--runtime-dir", str(daemon.runtime_dir)).stdout
@@ -69,15 +52,3 @@ def test_the_commands_tell_of_a_tier(daemon: Daemon) -> None:
     tested = eventually(lambda: run_kvd(*command), lambda tested: tested.returncode == 0)
     (tier,) = json.loads(tested.stdout)["tiers"]
     assert (tier["name"], tier["ok"], tier["stored"]) == ("memory", True, CHUNKS)
-
-
-def test_the_doctor_knows_a_tier_without_a_disk(
-    daemon: Daemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A tier in memory has nothing to look at; it is said that its options are right."""
-    monkeypatch.syspath_prepend(DOUBLES)
-    told = ("--runtime-dir", str(daemon.runtime_dir), "--tier", TIER)
-    found = json.loads(run_kvd("doctor", "--json", *told).stdout)["findings"]
-    (tier,) = [each for each in found if each["name"] == "tier"]
-    assert tier["level"] == "ok"
-    assert tier["text"].startswith(TIER)
