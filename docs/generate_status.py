@@ -5,8 +5,8 @@ Run `make docs` after a change there. A test compares the file with what this mo
 
 from pathlib import Path
 
-from kvd.metrics.declare import Items, Row
-from kvd.metrics.schema import ROWS
+from kvd.metrics.declare import ItemLabels, ReportField
+from kvd.metrics.schema import REPORT_FIELDS
 
 PAGE = Path(__file__).with_name("status.md")
 INTRODUCTION = """\
@@ -43,8 +43,8 @@ HEAD = "| field | meaning | metric |\n|---|---|---|\n"
 
 def tables() -> str:
     """Return every table under its heading; the sums are described in the introduction."""
-    sections: dict[str, list[Row]] = {}
-    for row in ROWS:
+    sections: dict[str, list[ReportField]] = {}
+    for row in REPORT_FIELDS:
         first = row.path[0]
         if first != "counters":
             sections.setdefault(SECTIONS.get(str(first), "The daemon"), []).append(row)
@@ -53,18 +53,18 @@ def tables() -> str:
     )
 
 
-def _line(row: Row) -> str:
-    items = {name for step in row.path if isinstance(step, Items) for name in step.names}
-    fixed = dict(row.shown.labels)
+def _line(row: ReportField) -> str:
+    items = {name for step in row.path if isinstance(step, ItemLabels) for name in step.names}
+    fixed = dict(row.declaration.labels)
     labels = [
         f'{name}="{fixed[name]}"' if name in fixed else name
-        for name in row.names
+        for name in row.label_names
         if name not in items
     ]
     metric = f"`{row.metric}{{{', '.join(labels)}}}`" if labels else f"`{row.metric}`"
     steps = "".join(f".{step}" if isinstance(step, str) else "[]" for step in row.path)
-    name = steps.removeprefix(".") + (".*" if row.shown.keys else "")
-    return f"| `{name}` | {row.shown.text} | {metric if row.metric else ''} |\n"
+    name = steps.removeprefix(".") + (".*" if row.declaration.keys else "")
+    return f"| `{name}` | {row.declaration.text} | {metric if row.metric else ''} |\n"
 
 
 def page() -> str:

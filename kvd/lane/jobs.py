@@ -21,8 +21,8 @@ import numpy.typing as npt
 from kvd.lane.device import NO_RUNS, Device, Direction, PreparedRuns
 from kvd.lane.queue import QueuedJob
 from kvd.lane.workers import Binding, LaneWorker
-from kvd_proto.arrays import Chunks
 from kvd_proto.directory import HEAD_DTYPE, READ_HEADS, SlotState, loan_number
+from kvd_proto.jobs import Chunks
 from kvd_proto.messages import Job, JobStatus, Load, Store
 
 FEW = 8

@@ -82,7 +82,7 @@ class Runner:
             engine=binding.order.owner,
             worker=worker,
             load=load,
-            nbytes=worker.expander.named_bytes(request.blocks),
+            nbytes=worker.expander.listed_bytes(request.blocks),
             binding=binding,
             request=request,
             request_id=request_id,

@@ -16,10 +16,10 @@ from kvd.lane.device import Device, MemoryId
 from kvd.machine.process import sealed_size
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd.wire.server import Client
-from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError
 from kvd_proto.expand import Expander
+from kvd_proto.jobs import CONTROL_BYTES, ControlWords
 from kvd_proto.layout import RankLayout
 
 

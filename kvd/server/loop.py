@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
 from kvd.broker.effects import (
     ChunksReady,
@@ -23,11 +24,11 @@ from kvd.broker.effects import (
     DropFds,
     DropLane,
     Effect,
-    Event,
     FdName,
     KillLane,
     KillTier,
     LifelineFd,
+    LogEvent,
     NamespaceFds,
     Notify,
     OpenPool,
@@ -37,9 +38,8 @@ from kvd.broker.effects import (
     ToLane,
     ToTier,
 )
-from kvd.broker.engines.admission import auto_size
-from kvd.broker.requests.reloading import Reloading
-from kvd.cache.namespaces import Keeping, Namespaces
+from kvd.broker.operations import ConfigReload
+from kvd.cache.namespaces import LedgerSetup, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import LoadedSettings, Sources
 from kvd.errors import ConfigError, PoolError, Refusal
@@ -58,7 +58,7 @@ from kvd.server.sessions import SessionServer
 from kvd.server.state_files import ResetFile, forget_pool_dir, remember_pool_dir
 from kvd_proto.capacity import pinning_lanes
 from kvd_proto.messages import HOST, ErrorCode
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 TICK_SECONDS = 0.25
@@ -81,12 +81,12 @@ class ConfigReader:
         del number, frame
         self._hung_up = True
 
-    def turn(self, core: Reloading) -> list[Effect]:
+    def turn(self, core: ConfigReload) -> list[Effect]:
         """One turn of the loop: pass on what was read, begin to read where that is wanted."""
         effects: list[Effect] = []
         outcome, self._outcome = self._outcome, None
         if outcome is not None:
-            effects += core.read(outcome)
+            effects += core.finish(outcome)
             set_level(core.loaded.settings.log_level)
         if self._hung_up:
             self._hung_up = False
@@ -172,7 +172,7 @@ class BrokerService:
         )
         reserve = settings.reserve_bytes if settings.pool_bytes is None else None
         for warning in self._pool_limits().warnings(reserve):
-            self._note(Event(warning, "warning"))
+            self._note(LogEvent(warning, "warning"))
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
         self._children = Children(self._runtime.path, self.core, self._poller, self._carry_out)
@@ -223,7 +223,7 @@ class BrokerService:
         ready = dict(self._poller.poll(patience))
         now = self._polled = time.monotonic()
         if stood_still := self._standstill.woke(now):
-            self._note(Event(stood_still, "warning"))
+            self._note(LogEvent(stood_still, "warning"))
         sessions.handle_events(ready)
         due = ready or now >= min(self._next_tick, look_at) or busy or self._held_up
         if due:
@@ -280,7 +280,7 @@ class BrokerService:
         return PoolLimits.of(pool_dir, self._kept_pool.allocated_bytes(), pinning_lanes)
 
     def _open_pool(self, cpu_bytes: int, engine: OpenPool | None = None) -> Namespaces:
-        def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
+        def make(ledger_setup: LedgerSetup | None, fill: FillOrder) -> Namespaces:
             return Namespaces(
                 cpu_bytes,
                 self._settings,
@@ -288,7 +288,7 @@ class BrokerService:
                 make_buffer=self._directories.make,
                 make_descriptions=self._descriptions.make,
                 drop_buffers=self._drop_buffers,
-                keeping=keeping,
+                ledger_setup=ledger_setup,
                 fill=fill,
                 resets=self._resets,
             )
@@ -350,7 +350,7 @@ class BrokerService:
                 case DropLane():
                     del self._children.lanes[effect.device]  # which has ended
                 case KillLane():
-                    self._children.lanes[effect.device].kill(effect.why)
+                    self._children.lanes[effect.device].kill(effect.reason)
                 case _:
                     self._account(effect)
 
@@ -367,11 +367,11 @@ class BrokerService:
                 self._ready_pipes.tell(effect.engine)
             case DropEngine():
                 self._ready_pipes.drop(effect.engine)
-            case Event():
+            case LogEvent():
                 self._note(effect)
 
-    def _note(self, event: Event) -> None:
-        self.core.note(event, time.time())
+    def _note(self, event: LogEvent) -> None:
+        self.core.record_event(event, time.time())
         level = logging.getLevelNamesMapping()[event.level.upper()]
         text = f"{event.text}\n{event.trace}" if event.trace else event.text
         log.log(level, text, extra=event.fields)

@@ -1,6 +1,6 @@
 """The pool's file on tmpfs, which lanes map and clients never see.
 
-Behind the chunks' bytes it has a trailer in pages of its own (`kvd.cache.trailer`), which only the
+Behind the chunks' bytes it has a trailer in pages of its own (`kvd.cache.recovery`), which only the
 broker maps. It is in memory before anything else is, so no write to it can fail later.
 
 Its pages are allocated by a thread of its own, so that a full /dev/shm is an error message
@@ -26,8 +26,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from kvd.broker.effects import Event, OpenPool
-from kvd.cache.trailer import HEAD_BYTES
+from kvd.broker.effects import LogEvent, OpenPool
+from kvd.cache.recovery import TRAILER_HEAD_BYTES
 from kvd.errors import PoolError
 from kvd.machine import numa
 from kvd.machine.memory import TRAILER_BYTES, Filesystem, PoolLimits, allocated_bytes
@@ -36,7 +36,7 @@ from kvd.machine.process import is_out_of_files, open_files_remedy
 from kvd.pool.geometry import FillOrder
 from kvd.server.state_files import remove_tree
 from kvd_proto.capacity import pinning_lanes, size_pool
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 _STEP = 16 * 2**20
 _FAR = 0.05  # of the pool; less may be a sample's error
@@ -118,7 +118,7 @@ class PoolMemory:
         self.path = path
         self.allocated = 0  # bytes in the order of filling
         self.error = ""
-        self.place: Event | None = None
+        self.place: LogEvent | None = None
         try:
             filesystem = Filesystem.of(path.parent)
             self.nbytes = filesystem.whole_pages(nbytes)
@@ -180,7 +180,7 @@ class PoolMemory:
             PoolError: it cannot be mapped now, and nothing is changed.
         """
         with self._map_trailer(offset) as mapped:
-            mapped[:HEAD_BYTES] = bytes(HEAD_BYTES)
+            mapped[:TRAILER_HEAD_BYTES] = bytes(TRAILER_HEAD_BYTES)
 
     def _map_trailer(self, offset: int) -> mmap.mmap:
         try:
@@ -239,7 +239,7 @@ class PoolMemory:
             self.place = self._where()
             wake()
 
-    def _where(self) -> Event:
+    def _where(self) -> LogEvent:
         """On which nodes the pool lies, and what to do where its parts lie far from their GPUs."""
         bytes_on: dict[int, float] = defaultdict(float)  # by node
         far_bytes = 0.0
@@ -252,8 +252,8 @@ class PoolMemory:
         shares = {node: nbytes / self.nbytes for node, nbytes in sorted(bytes_on.items())}
         text = f"the pool's memory: {numa.described(shares) or 'its nodes are not known'}"
         if far_bytes <= _FAR * self.nbytes:
-            return Event(text)
-        return Event(
+            return LogEvent(text)
+        return LogEvent(
             f"{text}; {100 * far_bytes / self.nbytes:.0f} % of it is on another node than the GPU"
             " that it is for, and copies from there are slower: choose a smaller --cpu-bytes or end"
             " what fills the node, then kvd purge, for a pool that is kept stays where it is",

@@ -29,12 +29,22 @@ from typing import Annotated
 
 import msgspec
 
-from kvd.cache.resets import PAGE_BYTES, Resets
-from kvd.cache.trailer import HEAD_BYTES, NAME_BYTES, pack_head
+from kvd.cache.recovery import (
+    POOL_NAME_BYTES,
+    RESET_BYTES,
+    TRAILER_HEAD_BYTES,
+    ResetTable,
+    pack_head,
+)
 from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError
-from kvd.machine.memory import TRAILER_BYTES, Filesystem, allocated_bytes, pool_directory_name
+from kvd.machine.memory import (
+    TRAILER_BYTES,
+    Filesystem,
+    allocated_bytes,
+    pool_directory_name,
+)
 from kvd.machine.process import check_directory, lock_directory
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 
@@ -60,7 +70,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     version: int
-    pool: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{NAME_BYTES}}}$")]
+    pool: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{POOL_NAME_BYTES}}}$")]
     cpu_bytes: int
     bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     inode: int
@@ -89,7 +99,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return f"{pool_file} is another file"
             if status.st_size < self.file_bytes(filesystem):
                 return f"{pool_file} is cut off: it has {status.st_size} bytes"
-            if os.pread(fd, HEAD_BYTES, self.bytes) != pack_head(self.pool):
+            if os.pread(fd, TRAILER_HEAD_BYTES, self.bytes) != pack_head(self.pool):
                 return f"{pool_file} has the chunks of another pool, or none"
         finally:
             os.close(fd)
@@ -356,7 +366,7 @@ def _write(file: Path, pool_dirs: list[Path]) -> None:
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class ResetFile(Resets):
+class ResetFile(ResetTable):
     """The table of resets, kept in a file; the first reset creates the file.
 
     Args:
@@ -382,7 +392,7 @@ class ResetFile(Resets):
             self._save()
 
     def draw(self, namespace: str) -> str:
-        """Write the new salt to the file before returning; see `Resets.draw`."""
+        """Write the new salt to the file before returning; see `ResetTable.draw`."""
         super().draw(namespace)
         return self._save()
 
@@ -391,7 +401,7 @@ class ResetFile(Resets):
         try:
             if not is_own_file(os.fstat(fd)):
                 raise LedgerDamaged("it is no file of this user's")
-            return os.read(fd, PAGE_BYTES + 1)
+            return os.read(fd, RESET_BYTES + 1)
         finally:
             os.close(fd)
 
@@ -415,7 +425,7 @@ class ResetFile(Resets):
             status = self._path.lstat()
         except FileNotFoundError:
             return False
-        return is_own_file(status) and status.st_size == PAGE_BYTES
+        return is_own_file(status) and status.st_size == RESET_BYTES
 
     def _replace(self) -> None:
         """Replace the file by a rename, so that no partial file is ever read."""
@@ -429,7 +439,7 @@ class ResetFile(Resets):
     def _write(self, path: Path, flags: int = 0) -> None:
         fd = os.open(path, os.O_WRONLY | _FLAGS | flags, 0o600)
         try:
-            if os.pwrite(fd, self.pack(), 0) != PAGE_BYTES:
+            if os.pwrite(fd, self.pack(), 0) != RESET_BYTES:
                 raise OSError(0, "it was written in part")
         finally:
             os.close(fd)

@@ -20,9 +20,9 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 from kvd.errors import TierError
 from kvd.tier.contract import Outcome, Space
 from kvd.wire.tiering import BatchResult, Get, Lookup, OpenNamespace, Put
-from kvd_proto.arrays import IntArray
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import KEY_BYTES, DirectoryView, SlotState
+from kvd_proto.jobs import IntArray
 
 MAX_DESCRIPTIONS_BYTES = 2**20
 """Limit for the descriptions in one answer, so that the broker reads it quickly."""

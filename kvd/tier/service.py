@@ -43,8 +43,8 @@ from kvd.wire.tiering import (
     TierPong,
     TierReady,
 )
-from kvd_proto.arrays import IntArray
 from kvd_proto.channel import Channel
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.tier")

@@ -23,7 +23,7 @@ from kvd_proto.capacity import (
     size_pool,
 )
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import format_size, parse_size
+from kvd_proto.text import format_size, parse_size
 from tests.layouts import flat_layout
 
 GIB = 1024**3

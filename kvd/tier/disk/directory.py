@@ -25,7 +25,7 @@ from kvd.machine.memory import Shortage, size_as_setting
 from kvd.machine.process import mode_problem
 from kvd.tier.contract import BackendOptions
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import format_size, parse_size
+from kvd_proto.text import format_size, parse_size
 
 THREADS = 4
 MAX_THREADS = 64

@@ -28,7 +28,7 @@ from kvd.tier.disk.directory import DiskDirectory, DiskOptions, Salts
 from kvd.tier.disk.slabs import Record, Slab, SlabLost
 from kvd.tier.disk.slot_io import Alignment, SlotChunk, SlotRunIO, layout_of, runs
 from kvd.tier.disk.slots import chunks_of
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 _log = logging.getLogger(__name__)
 _PIECE = 4096  # chunks that are freed or listed at a time
