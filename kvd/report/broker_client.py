@@ -90,8 +90,8 @@ class BrokerClient:
             silent = time.time() - (self.silent_since or time.time())
             raise NotRunning(
                 f"the broker has not answered {type(message).__name__} within {seconds:g} s; it has"
-                f" been silent for {max(silent, seconds):.1f} s. Its log says what it does; if it stays"
-                " silent, restart the daemon"
+                f" been silent for {max(silent, seconds):.1f} s. Its log says what it does; if it"
+                " stays silent, restart the daemon"
             ) from None
 
     async def _exchange(self, message: Message, reply_type: type[Message]) -> Message:
