@@ -227,8 +227,8 @@ def _pool_check(state: BrokerState) -> CheckStatus:
             f"lane {slowest.device} has pinned {format_size(slowest.usable_bytes)} of"
             f" {format_size(total)}"
         )
-    left = state.progress.seconds_left(total)
-    estimate = f", about {duration(left)} left" if left else ""
+    seconds_left = state.progress.seconds_left(total)
+    estimate = f", about {duration(seconds_left)} left" if seconds_left else ""
     return CheckStatus(
         "pool", ok=False, text=f"{text} ({percent:.0f} %{estimate})", percent=percent
     )

@@ -89,7 +89,7 @@ def make_groups(
 def rank_layout(
     groups: list[ModelGroup], hash_block_size: int, blocks_per_chunk: int, *, replicated: bool
 ) -> RankLayout:
-    """Return the layout of one rank with a single block, which leaves the chunk's size as it is."""
+    """Return the layout that a worker registers, with one block: their number changes no chunk."""
     page = groups[0].layers.page_bytes[0]
     tensors = max(len(group.layers.page_bytes) for group in groups)
     return RankLayout(
