@@ -34,7 +34,7 @@ from kvd.replay import (
     replay_policy,
     return_gaps,
 )
-from kvd_proto.labels import Label
+from kvd_proto.messages import Label
 
 PERCENT = (2, 5, 10, 25)
 LIARS = (0.2, 0.5)  # shares of the conversations

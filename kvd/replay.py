@@ -31,7 +31,7 @@ import numpy.typing as npt
 from kvd.cache.eviction import EvictionPolicy
 from kvd.cache.ghosts import Ghosts
 from kvd.errors import TraceError
-from kvd_proto.labels import Label, label_for
+from kvd_proto.messages import Label, label_for
 
 TOKENS_PER_ID = 512
 USERS = 20

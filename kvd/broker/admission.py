@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from kvd.broker.sessions import Engine, Session
 from kvd.broker.state import BrokerState
 from kvd.config.settings import Settings
-from kvd.errors import Refused
+from kvd.errors import Refusal
 from kvd_proto.capacity import auto_cpu_bytes, size_pool
 from kvd_proto.errors import LayoutError
 from kvd_proto.layout import RankLayout, compare_ranks, validate_layout
 from kvd_proto.messages import ErrorCode, IpcHandle, Register, fd_index
-from kvd_proto.printable import unprintable
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size, unprintable
 
 CUDA_DEVICE = re.compile(r"cuda:(MIG-)?[0-9a-f]{32}")
 MAX_CUDA_LANES = 64
@@ -24,13 +23,13 @@ def check_rank(engine: Engine, message: Register, others: Mapping[int, Session])
     """Refuse a rank that is taken or that contradicts the engine's other ranks."""
     holder = others.get(message.rank)
     if holder is not None:
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_STATE,
             f"rank {message.rank} of engine {engine.name!r} is held by pid {holder.peer.pid};"
             " give each engine instance a name of its own",
         )
     if message.rank >= message.world_size:
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_LAYOUT,
             f"rank {message.rank} in a world of {message.world_size}; ranks count from 0",
         )
@@ -41,7 +40,7 @@ def check_rank(engine: Engine, message: Register, others: Mapping[int, Session])
         for field in ("world_size", "temporary", "fingerprint"):
             value, other_value = getattr(message, field), getattr(other, field)
             if value != other_value:
-                raise Refused(
+                raise Refusal(
                     ErrorCode.BAD_LAYOUT,
                     f"rank {message.rank} has {field} = {value}, the engine's other ranks have"
                     f" {other_value}",
@@ -54,16 +53,16 @@ def check_device(state: BrokerState, device: str, now: float) -> None:
         return
     failed_at, failure = state.failed_lanes.get(device, (-FAILED_SECONDS, ""))
     if failure and now < failed_at + FAILED_SECONDS:
-        raise Refused(ErrorCode.BAD_LAYOUT, failure)
+        raise Refusal(ErrorCode.BAD_LAYOUT, failure)
     if not CUDA_DEVICE.fullmatch(device):
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_LAYOUT,
             f"device {device!r} is not served here; served: host, and CUDA devices by their UUID"
             " without dashes, cuda:<32 hex digits> or cuda:MIG-<32 hex digits>, which"
             " `nvidia-smi -L` shows",
         )
     if sum(lane.on_demand for lane in state.lanes.values()) >= MAX_CUDA_LANES:
-        raise Refused(
+        raise Refusal(
             ErrorCode.LIMIT,
             f"lanes of {MAX_CUDA_LANES} CUDA devices run already, {device} would be one more;"
             " those that no engine uses end after lane_idle_seconds",
@@ -81,7 +80,7 @@ def check_descriptors(message: Register, count: int) -> None:
         return
     needed = 1 + max((fd_index(handle) for handle in message.handles), default=0)
     if count < needed:
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_LAYOUT,
             f"{count} descriptors came with the registration, its handles name {needed}; send it"
             " with all of them",
@@ -92,7 +91,7 @@ def check_names(code: ErrorCode, names: Mapping[str, str]) -> None:
     """Refuse, with `code`, names (by field) with unprintable characters."""
     for field, name in names.items():
         if character := unprintable(name):
-            raise Refused(
+            raise Refusal(
                 code,
                 f"{field} {name!r} has a character that cannot be shown, {character}; names are"
                 " letters, digits, punctuation, symbols and spaces",
@@ -117,7 +116,7 @@ def check_layout(message: Register, others: Mapping[int, Session], budget: int |
     budget: the pool's size in bytes; None while it is not known.
     """
     if len(message.handles) != len(message.layout.storages):
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_LAYOUT,
             f"{len(message.handles)} handles for {len(message.layout.storages)} storages",
         )
@@ -133,7 +132,7 @@ def check_layout(message: Register, others: Mapping[int, Session], budget: int |
         if budget is not None:  # refused at once, not when the last rank comes
             size_pool([message.layout] * message.world_size, budget)
     except LayoutError as error:
-        raise Refused(ErrorCode.BAD_LAYOUT, str(error)) from error
+        raise Refusal(ErrorCode.BAD_LAYOUT, str(error)) from error
 
 
 def auto_size(
@@ -156,7 +155,7 @@ def auto_size(
         lanes: how many times the pool is pinned, see `pinning_lanes`.
 
     Raises:
-        Refused: such a pool would hold no chunk.
+        Refusal: such a pool would hold no chunk.
     """
     cpu_bytes, explanation = auto_cpu_bytes(
         layouts,
@@ -172,5 +171,5 @@ def auto_size(
     try:
         size_pool(layouts, cpu_bytes)
     except LayoutError as error:
-        raise Refused(ErrorCode.BAD_LAYOUT, f"cpu_bytes auto: {explanation}: {error}") from error
+        raise Refusal(ErrorCode.BAD_LAYOUT, f"cpu_bytes auto: {explanation}: {error}") from error
     return cpu_bytes, explanation

@@ -29,7 +29,7 @@ from kvd_proto.capacity import size_pool, tokens_per_chunk
 from kvd_proto.descriptions import record_bytes
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Attached, LaneUp, Register
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 
 def attach(state: BrokerState, engine: Engine) -> list[Effect]:
@@ -41,7 +41,7 @@ def attach(state: BrokerState, engine: Engine) -> list[Effect]:
 
     Raises:
         LayoutError: the ranks' layouts make no pool.
-        Refused: the namespace cannot be opened.
+        Refusal: the namespace cannot be opened.
     """
     if engine.missing_ranks or state.namespaces is None:
         return []
@@ -103,7 +103,7 @@ def attached_notice(state: BrokerState, engine: Engine, session: int) -> Notify:
             bytes_per_chunk=sum(geometry.slot_bytes),
             num_chunks=geometry.num_slots,
             reuse_threshold=namespace.reuse_threshold,
-            description_bytes=namespace.table.descriptions.room,
+            description_bytes=namespace.table.descriptions.max_bytes,
             tiers=tuple(tier.info for tier in state.tiers)
             if namespace.directory.tiers is not None
             else (),
@@ -116,7 +116,7 @@ def bind(state: BrokerState, worker: Session) -> ToLane:
     """Order the worker's lane to bind it to its namespace's slots, and count the order."""
     engine, registration = worker.engine, worker.registration
     if engine is None or registration is None or engine.namespace is None:
-        raise KvdError(f"{worker.who} cannot be bound")
+        raise KvdError(f"{worker.identity} cannot be bound")
     geometry = engine.namespace.geometry
     arena = 0 if registration.layout.replicated else registration.rank
     state.lanes[registration.device].bindings += 1

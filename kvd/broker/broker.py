@@ -1,7 +1,7 @@
 """The broker's decisions: one message or event in, a list of effects out.
 
 Only this package changes the broker's state. A client gets exactly one reply to each request: a
-handler returns it, raises `Refused` (answered as ERROR with its code), or records the request in
+handler returns it, raises `Refusal` (answered as ERROR with its code), or records the request in
 the state until a later event answers it.
 """
 
@@ -24,8 +24,8 @@ from kvd.broker.supervision import LaneSupervisor
 from kvd.broker.tiers.tier import Tiers
 from kvd.broker.tiers.tiering import Tiering
 from kvd.client_names import Peer
-from kvd.config.sources import Loaded
-from kvd.errors import Refused
+from kvd.config.sources import LoadedSettings
+from kvd.errors import Refusal
 from kvd.machine.process import ProcessUsage
 from kvd.metrics import schema
 from kvd.metrics.counts import EventCounts, LookupCounts
@@ -46,7 +46,7 @@ from kvd_proto.messages import (
     Unregister,
     Welcome,
 )
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 SAMPLE_SECONDS = 10.0
 """Interval of the reports that are kept for a minute: some conditions are changes."""
@@ -68,7 +68,7 @@ class Broker:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedSettings,
         *,
         boot_id: bytes,
         version: str,
@@ -153,7 +153,7 @@ class Broker:
         if not own:
             try:
                 registry.check_room(peer)
-            except Refused as refusal:
+            except Refusal as refusal:
                 self.state.reached(refusal.limit)
                 raise
         return registry.connect(token, peer)
@@ -167,7 +167,7 @@ class Broker:
         """
         if session.number not in self.state.registry.sessions:
             return []
-        who = session.who  # while it has its rank
+        who = session.identity  # while it has its rank
         effects, num_freed = self.registration.session_lost(session)
         engine = session.engine
         if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
@@ -200,15 +200,15 @@ class Broker:
         handler = self._handlers.get(type(message))
         try:
             if handler is None:
-                raise Refused(
+                raise Refusal(
                     ErrorCode.BAD_STATE, f"{type(message).__name__} is no request to the broker"
                 )
             if not session.kind and type(message) not in (Hello, Ping):
-                raise Refused(ErrorCode.BAD_STATE, "HELLO must come first")
+                raise Refusal(ErrorCode.BAD_STATE, "HELLO must come first")
             if isinstance(message, Register):
                 check_descriptors(message, descriptors)
             return handler(request)
-        except Refused as refusal:
+        except Refusal as refusal:
             self.state.reached(refusal.limit)
             effects: list[Effect] = []
             if isinstance(message, Register):
@@ -218,9 +218,9 @@ class Broker:
     def _hello(self, request: Request[Hello]) -> list[Effect]:
         session, message = request.session, request.message
         if session.kind:
-            raise Refused(ErrorCode.BAD_STATE, f"HELLO in state {session.state}")
+            raise Refusal(ErrorCode.BAD_STATE, f"HELLO in state {session.state}")
         if not message.protocol_min <= PROTOCOL_VERSION <= message.protocol_max:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_VERSION,
                 f"the client speaks protocol {message.protocol_min}..{message.protocol_max}, this"
                 f" daemon {PROTOCOL_VERSION}; update the older of the two",
@@ -234,7 +234,7 @@ class Broker:
         welcome = Welcome(protocol=PROTOCOL_VERSION, daemon=self.version, pid=self.pid)
         effects: list[Effect] = [request.reply(welcome)]
         if (engine := session.engine) is not None:
-            effects.append(session.event(f"{session.who} is here"))
+            effects.append(session.event(f"{session.identity} is here"))
             if engine.served:
                 effects.append(attached_notice(self.state, engine, session.number))
         return effects

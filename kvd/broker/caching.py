@@ -14,8 +14,8 @@ from kvd.broker.state import BrokerState
 from kvd.broker.tiers.tiering import Tiering
 from kvd.cache.directory import Blocks, Refs
 from kvd.cache.namespaces import Namespace
-from kvd.errors import Refused
-from kvd_proto.arrays import IntArray
+from kvd.errors import Refusal
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     MAX_FINISHED,
     NO_GENERATIONS,
@@ -67,7 +67,7 @@ class Caching:
         table, owner, state = namespace.table, engine.number, self._state
         to_revoke: Refs = []
         if step.missed:
-            table.misses.explain(step.missed, now)
+            table.misses.count(step.missed, now)
         if step.dropped:
             to_revoke += table.stores.drop(step.dropped, owner)
         if step.keys:
@@ -88,9 +88,9 @@ class Caching:
         for keys, num_prompt_keys, label in finished:
             table.finish_request(keys, num_prompt_keys, label, now)
         if step.unstored:
-            table.stores.note_unstored(step.unstored, now)
+            table.stores.remember_unstored(step.unstored, now)
         if step.present or step.pending or step.not_yet or step.refused:
-            table.stores.note_offered(
+            table.stores.count_offered(
                 step.present, step.pending, step.not_yet, step.refused, draining=state.draining
             )
         effects: list[Effect] = [request.reply(self._lend(engine, namespace, step, now))]
@@ -105,7 +105,7 @@ class Caching:
         table, settings = namespace.table, self._state.settings
         if table.slots.leases.held_by(owner) >= settings.max_leases:
             self._state.reached("max_leases")
-            table.loads.refuse_pin(len(pin.slots))
+            table.loads.count_refused_pin(len(pin.slots))
             return
         seconds = min(pin.lease_ms / 1000, settings.lease_seconds)
         table.loads.pin(pin.lease, *pinned, owner, now, seconds)
@@ -149,7 +149,7 @@ class Caching:
         reply = Error.of(ErrorCode.NOT_READY, problem) if problem else done
         effects: list[Effect] = [request.reply(reply)]
         if not namespace.temporary:  # a self-test's reset is not logged
-            text = f"{request.session.who} reset its namespace: {done.dropped} chunks dropped"
+            text = f"{request.session.identity} reset its namespace: {done.dropped} chunks dropped"
             if done.deferred:
                 text += f"; {done.deferred} more go when their leases end"
             effects.append(request.session.event(text))
@@ -161,11 +161,11 @@ def _attached(session: Session) -> tuple[Engine, Namespace]:
     """Return the session's engine and its namespace, or refuse one that is not complete."""
     engine = session.engine
     if engine is None:
-        raise Refused(ErrorCode.BAD_STATE, "this session belongs to no engine")
+        raise Refusal(ErrorCode.BAD_STATE, "this session belongs to no engine")
     if engine.namespace is None:
         missing = engine.missing_ranks
         ranks = f"ranks {list(missing)} have not" if missing else "no rank has"
-        raise Refused(ErrorCode.NOT_READY, f"engine {engine.name!r}: {ranks} registered yet")
+        raise Refusal(ErrorCode.NOT_READY, f"engine {engine.name!r}: {ranks} registered yet")
     return engine, engine.namespace
 
 
@@ -175,11 +175,11 @@ def _served_scheduler(session: Session) -> tuple[Engine, Namespace]:
     Refused are sessions of another kind, and engines with a rank whose lane is being replaced.
     """
     if session.kind != "scheduler":
-        raise Refused(ErrorCode.BAD_STATE, f"STEP by a {session.kind}, only schedulers may")
+        raise Refusal(ErrorCode.BAD_STATE, f"STEP by a {session.kind}, only schedulers may")
     engine, namespace = _attached(session)
     for rank, worker in engine.workers.items():
         if not worker.imported and worker.registration is not None:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.LANE_LOST,
                 f"engine {engine.name!r}: lane {worker.registration.device} of rank {rank} is"
                 " being replaced; try again later",
@@ -191,19 +191,19 @@ def _checked_slots(step: Step) -> tuple[list[int], list[int], list[_Slots]]:
     """Return a step's slots and generations, and those of its pins; refuse unequal numbers."""
     slots, generations = step.slots.tolist(), step.generations.tolist()
     if not len(step.keys) == len(slots) == len(generations):
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"{len(slots)} slots and {len(generations)} generations for {len(step.keys)} keys",
         )
     if len(step.descriptions) not in {0, len(slots)}:
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"{len(step.descriptions)} descriptions for {len(slots)} keys",
         )
     pins = [(pin.slots.tolist(), pin.generations.tolist()) for pin in step.pins]
     for pin_slots, pin_generations in pins:
         if len(pin_slots) != len(pin_generations):
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_MESSAGE,
                 f"{len(pin_generations)} generations for the {len(pin_slots)} slots of a pin",
             )
@@ -219,7 +219,7 @@ def _checked_blocks(step: Step, namespace: Namespace) -> list[Blocks]:
     if first is NO_ITEMS and count is NO_ITEMS:
         return []
     if not len(first) == len(count) in {0, num_keys}:
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"{len(first)} first blocks and {len(count)} counts for {num_keys} keys",
         )
@@ -229,7 +229,7 @@ def _checked_blocks(step: Step, namespace: Namespace) -> list[Blocks]:
     blocks_per_chunk = namespace.geometry.blocks_per_chunk
     for begin, num_blocks in blocks:
         if num_blocks < 1 or begin + num_blocks > blocks_per_chunk:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_MESSAGE,
                 f"{num_blocks} blocks from {begin} on of a chunk of {blocks_per_chunk}",
             )
@@ -242,13 +242,13 @@ def _checked_finished_requests(step: Step) -> list[tuple[Keys, int, int]]:
         return []
     counts = step.used_counts.tolist() or [len(step.used)]
     if len(counts) > MAX_FINISHED:
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"{len(counts)} finished requests in one step: {MAX_FINISHED} at most; name the others"
             " in the next step",
         )
     if 0 in counts:
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"used_counts[{counts.index(0)}] is 0: leave out requests without keys",
         )
@@ -258,7 +258,7 @@ def _checked_finished_requests(step: Step) -> list[tuple[Keys, int, int]]:
         and sum(counts) == len(step.used)
         and all(prompt <= count for prompt, count in zip(prompts, counts, strict=True))
     ):
-        raise Refused(
+        raise Refusal(
             ErrorCode.BAD_MESSAGE,
             f"{len(step.used)} used keys, {sum(counts)} of {len(counts)} requests with"
             f" {len(prompts)} prompts and {len(labels)} labels",

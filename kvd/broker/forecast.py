@@ -140,7 +140,7 @@ def _reachable_chunks(namespace: Namespace, pool: Pool) -> int:
     space, geometry = namespace.table.space, namespace.geometry
     free = pool.free_bytes
     if (group := pool.quotas.of(space)) is not None:
-        free = min(free, max(0, group.room) * pool.extents.size)
+        free = min(free, max(0, group.num_left) * pool.extents.size)
     return min((pool.held_bytes(space) + free) // geometry.bytes_per_chunk, geometry.num_slots)
 
 

@@ -18,9 +18,9 @@ from kvd.broker.tiers.tiering import Tiering
 from kvd.cache.chunks import EMPTY_PIECES, PIECE_SLOTS
 from kvd.cache.namespaces import Namespace
 from kvd.client_names import Peer
-from kvd.config.settings import KNOWN
-from kvd.config.sources import Loaded
-from kvd.errors import ConfigError, IntegrityError, Refused
+from kvd.config.settings import SETTINGS
+from kvd.config.sources import LoadedSettings
+from kvd.errors import ConfigError, IntegrityError, Refusal
 from kvd.metrics.counts import MissReason
 from kvd.wire.link import LaneLog
 from kvd_proto.messages import (
@@ -45,7 +45,7 @@ from kvd_proto.messages import (
     Resumed,
     ShowConfig,
 )
-from kvd_proto.sizes import format_duration, format_size
+from kvd_proto.text import format_duration, format_size
 
 CHECK_SLOTS = 1024  # a piece of a check: about 5 µs for each chunk in them
 WHOLE_CHUNKS = 2048  # up to this number all is checked at once: some 20 ms
@@ -75,7 +75,7 @@ class Operations:
         """Take no new stores; loads go on. All loans end."""
         state, session = self._state, request.session
         if state.stopping:
-            raise Refused(ErrorCode.DRAINING, "the daemon is stopping and takes no stores already")
+            raise Refusal(ErrorCode.DRAINING, "the daemon is stopping and takes no stores already")
         effects: list[Effect] = []
         if state.drain is None:
             state.drain = OperatorDrain(session.peer, request.now)
@@ -89,7 +89,7 @@ class Operations:
     def _resume(self, request: Request[Resume]) -> list[Effect]:
         state, session = self._state, request.session
         if state.stopping:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.DRAINING,
                 "the daemon is stopping, which cannot be undone; start it again instead",
             )
@@ -151,7 +151,7 @@ class Operations:
                 if num_removed or first % (PIECE_SLOTS * EMPTY_PIECES) == 0:
                     yield []
             else:
-                namespace.table.give_back()
+                namespace.table.release_empty_columns()
         yield list(_cleared(request, text, num_chunks, nbytes))
 
     # ---------------------------------------------------------------- check
@@ -205,7 +205,7 @@ class Operations:
             return self._state.open_namespaces, "all namespaces"
         namespace = self._state.namespace(ns_id)
         if namespace is None:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_STATE,
                 f"no namespace {ns_id.hex()} is open; `kvd namespaces` lists those that are",
             )
@@ -270,7 +270,7 @@ def for_tools(handler: Handler) -> Handler:
 
     def guarded(request: Request[Any]) -> list[Effect]:
         if request.session.kind != "tool":
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_STATE,
                 f"{type(request.message).__name__} by a {request.session.kind}: this is for"
                 " operators' tools only, such as the kvd command",
@@ -295,7 +295,7 @@ class ConfigReload:
         loaded: the configuration in effect, with origins.
     """
 
-    def __init__(self, state: BrokerState, loaded: Loaded) -> None:
+    def __init__(self, state: BrokerState, loaded: LoadedSettings) -> None:
         self._state = state
         self.loaded = loaded
         self._waiting: list[ReloadRequest] = []
@@ -321,7 +321,7 @@ class ConfigReload:
         self._reading, self._waiting = self._waiting, []
         return True
 
-    def finish(self, outcome: Loaded | ConfigError) -> list[Effect]:
+    def finish(self, outcome: LoadedSettings | ConfigError) -> list[Effect]:
         """Apply the configuration read, or report why it cannot be used; answer the requests."""
         requests, self._reading = self._reading, []
         origin = ", ".join(name for name, _ in requests)
@@ -342,14 +342,14 @@ class ConfigReload:
     def _show(self, request: Request[ShowConfig]) -> list[Effect]:
         return [request.reply(ConfigShown(config=self.loaded.as_json()))]
 
-    def _apply(self, loaded: Loaded, origin: str) -> tuple[list[Effect], ConfigReloaded]:
+    def _apply(self, loaded: LoadedSettings, origin: str) -> tuple[list[Effect], ConfigReloaded]:
         old, state = self.loaded.settings, self._state
         self.loaded, changes = apply_live_settings(self.loaded, loaded)
         settings = state.settings = self.loaded.settings
         state.registry.max_sessions = settings.max_sessions
         state.registry.max_sessions_per_user = settings.max_sessions_per_user
         if state.namespaces is not None:
-            state.namespaces.take_up(settings)
+            state.namespaces.apply_settings(settings)
         effects: list[Effect] = []
         if settings.log_level != old.log_level:
             level = LaneLog(level=settings.log_level)
@@ -373,13 +373,15 @@ def _changes_text(changes: Iterable[ConfigChange]) -> str:
     return "; ".join(parts) or "nothing changed"
 
 
-def apply_live_settings(current: Loaded, loaded: Loaded) -> tuple[Loaded, list[ConfigChange]]:
+def apply_live_settings(
+    current: LoadedSettings, loaded: LoadedSettings
+) -> tuple[LoadedSettings, list[ConfigChange]]:
     """Return the configuration in effect after `loaded` was read, and the changes.
 
     Settings that cannot change live keep their value and origin until a restart.
     """
     values, origins, waiting, changes = {}, dict(loaded.origins), {}, []
-    for key, known in KNOWN.items():
+    for key, known in SETTINGS.items():
         old, new = getattr(current.settings, key), getattr(loaded.settings, key)
         if old == new:
             continue

@@ -29,7 +29,7 @@ from kvd.broker.sessions import (
 from kvd.broker.state import BackgroundTasks, BrokerState, Task
 from kvd.cache.namespaces import Namespaces
 from kvd.config.values import quota_contradictions
-from kvd.errors import KvdError, Refused
+from kvd.errors import KvdError, Refusal
 from kvd.wire.link import Imported, ReleaseWorker
 from kvd_proto.errors import LayoutError
 from kvd_proto.messages import (
@@ -75,7 +75,7 @@ class Registration:
             effects += self.advance(session)
         return effects
 
-    def pool_refused(self, refusal: Refused) -> list[Effect]:
+    def pool_refused(self, refusal: Refusal) -> list[Effect]:
         """Refuse the registrations that wait for the pool that `OpenPool` could not open."""
         engine, self._sizing_engine = self._sizing_engine, None
         sessions = engine.waiting.values() if engine is not None else ()
@@ -99,17 +99,17 @@ class Registration:
         session, message, state = request.session, request.message, self._state
         engine = session.engine
         if engine is None or session.registration is not None:
-            raise Refused(ErrorCode.BAD_STATE, f"REGISTER in state {session.state}")
+            raise Refusal(ErrorCode.BAD_STATE, f"REGISTER in state {session.state}")
         if session.kind != "worker":
-            raise Refused(ErrorCode.BAD_STATE, f"REGISTER by a {session.kind}, only workers may")
+            raise Refusal(ErrorCode.BAD_STATE, f"REGISTER by a {session.kind}, only workers may")
         if session.pending is not None or session.releasing is not None:
-            raise Refused(ErrorCode.BAD_STATE, "a registration of this session is under way")
+            raise Refusal(ErrorCode.BAD_STATE, "a registration of this session is under way")
         check_names(ErrorCode.BAD_LAYOUT, names_of(message))
         if fatal := state.fatal_imports.refusal(session, message, request.now):
-            raise Refused(ErrorCode.BAD_LAYOUT, fatal)
+            raise Refusal(ErrorCode.BAD_LAYOUT, fatal)
         check_device(state, message.device, request.now)
         if state.namespaces is None and message.temporary:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_STATE,
                 "cpu_bytes is auto and the pool has no size yet, which a temporary engine must not"
                 " decide; register another engine first",
@@ -132,7 +132,7 @@ class Registration:
         try:
             check_rank(engine, pending.message, others)
             check_layout(pending.message, others, self._state.settings.pool_bytes)
-        except Refused as refusal:
+        except Refusal as refusal:
             yield self.give_up(session, refusal)
             return
         pending.step = RegisterStep.WAITING
@@ -164,8 +164,8 @@ class Registration:
         session = request.session
         registration = session.registration
         if registration is None:
-            raise Refused(ErrorCode.BAD_STATE, "nothing is registered by this session")
-        who = session.who
+            raise Refusal(ErrorCode.BAD_STATE, "nothing is registered by this session")
+        who = session.identity
         effects, num_freed = self._unregister(session, "unregistered")
         text = f"{who} has unregistered{freed_text(num_freed)}"
         effects.append(LogEvent(text, fields=who.fields))
@@ -200,10 +200,10 @@ class Registration:
         if not text:
             return []
         if session.pending is not None:
-            return self.give_up(session, Refused(ErrorCode.BAD_LAYOUT, text))
+            return self.give_up(session, Refusal(ErrorCode.BAD_LAYOUT, text))
         notice = Detached(reason=text[:MAX_TEXT])
         notices = [Notify(number, notice) for number in engine.sessions]
-        return [session.event(f"{session.who}: {text}", "error"), *notices]
+        return [session.event(f"{session.identity}: {text}", "error"), *notices]
 
     def release_all(self, lane: Lane) -> list[Effect]:
         """Have a lane release every worker's memory; registrations hold for its next process."""
@@ -227,7 +227,7 @@ class Registration:
             return self._imported_again(session, message)
         if message.error:
             code = ErrorCode.LIMIT if message.out_of_files else ErrorCode.BAD_LAYOUT
-            return self.give_up(session, Refused(code, message.error))
+            return self.give_up(session, Refusal(code, message.error))
         try:  # another session may have taken the rank while the lane was busy
             check_rank(engine, pending.message, engine.workers)
             check_layout(pending.message, engine.workers, self._state.settings.pool_bytes)
@@ -239,14 +239,14 @@ class Registration:
             if session.registration is not None:
                 del engine.workers[pending.message.rank]
                 session.registration = None
-            refusal = error if isinstance(error, Refused) else None
-            refusal = refusal or Refused(ErrorCode.BAD_LAYOUT, str(error))
+            refusal = error if isinstance(error, Refusal) else None
+            refusal = refusal or Refusal(ErrorCode.BAD_LAYOUT, str(error))
             release = self._release(session, pending.device)
             return [*release, *self.give_up(session, refusal)]
         session.pending = None
         session.last_refusal = ""
         missing = engine.missing_ranks
-        text = f"{session.who} registered; missing ranks: {list(missing) or 'none'}"
+        text = f"{session.identity} registered; missing ranks: {list(missing) or 'none'}"
         return [
             lane_up(session, self._state.lanes[pending.device]),
             pending.request.reply(Registered(missing_ranks=missing)),
@@ -259,7 +259,7 @@ class Registration:
         if session.registration is None:
             return []
         if message.error:
-            text = f"{session.who}: memory lost to the new lane: {message.error}"
+            text = f"{session.identity}: memory lost to the new lane: {message.error}"
             return [session.event(text, "error")]
         session.imported = True
         effects: list[Effect] = [lane_up(session, self._state.lanes[session.registration.device])]
@@ -317,10 +317,10 @@ class Registration:
                 session.attempt += 1
             else:
                 text = f"lane {lane.device} is {lane.state}; try again"
-            effects += self.give_up(session, Refused(code, text))
+            effects += self.give_up(session, Refusal(code, text))
         return effects
 
-    def give_up(self, session: Session, refusal: Refused) -> list[Effect]:
+    def give_up(self, session: Session, refusal: Refusal) -> list[Effect]:
         """Refuse a registration under way, if there is one; close its descriptors."""
         pending, session.pending = session.pending, None
         if pending is None:
@@ -356,7 +356,7 @@ def log_refusal(session: Session, message: Register, text: str) -> list[Effect]:
         return []
     session.last_refusal = text
     refusal = f"rank {message.rank} on {message.device!r} is refused: {text}"
-    return [session.event(f"{session.who}: {refusal}", "warning")]
+    return [session.event(f"{session.identity}: {refusal}", "warning")]
 
 
 def freed_text(num_freed: int) -> str:

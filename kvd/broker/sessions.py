@@ -8,8 +8,8 @@ import msgspec
 
 from kvd.broker.effects import LogEvent, Reply
 from kvd.cache.namespaces import Namespace
-from kvd.client_names import Peer, Who
-from kvd.errors import IntegrityError, Refused
+from kvd.client_names import ClientIdentity, Peer
+from kvd.errors import IntegrityError, Refusal
 from kvd.metrics.counts import EventCounts, LookupCounts
 from kvd.metrics.declare import RecentMax
 from kvd_proto.messages import ErrorCode, Message, Register, Unregister
@@ -90,15 +90,15 @@ class Session:
         return self.register_message is not None or self.releasing is not None
 
     @property
-    def who(self) -> Who:
+    def identity(self) -> ClientIdentity:
         """The session's name in logs and events."""
         engine = self.engine.name if self.engine is not None else None
         rank = self.registration.rank if self.registration is not None else None
-        return Who(self.number, self.peer.pid, engine, self.kind, rank)
+        return ClientIdentity(self.number, self.peer.pid, engine, self.kind, rank)
 
     def event(self, text: str, level: str = "info") -> LogEvent:
         """Return an event that carries this session's identifiers."""
-        return LogEvent(text, level, self.who.fields)
+        return LogEvent(text, level, self.identity.fields)
 
 
 class Request(msgspec.Struct, Generic[M], frozen=True):
@@ -197,7 +197,7 @@ class Registry:
             (of_user, num_of_user, "max_sessions_per_user", self.max_sessions_per_user),
         ):
             if count >= limit:
-                raise Refused(
+                raise Refusal(
                     ErrorCode.LIMIT,
                     f"{count} sessions{owner} are open: raise {setting} (now {limit}), or end"
                     " engines that are not needed",
@@ -221,7 +221,7 @@ class Registry:
             engine = self.engines[name] = Engine(self._next_engine, name, session.peer.uid)
             self._next_engine += 1
         elif engine.uid != session.peer.uid:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.FORBIDDEN,
                 f"engine {name!r} belongs to uid {engine.uid}, this process to uid"
                 f" {session.peer.uid}; give each engine instance a name of its own",
@@ -247,11 +247,13 @@ class Registry:
                 raise IntegrityError(f"{title} is filed under {name!r} or empty")
             for session in engine.sessions.values():
                 if self.sessions.get(session.number) is not session:
-                    raise IntegrityError(f"{session.who} of {title} is not a session")
+                    raise IntegrityError(f"{session.identity} of {title} is not a session")
             for rank, worker in engine.workers.items():
                 if worker.registration is None or worker.registration.rank != rank:
-                    raise IntegrityError(f"{worker.who} is filed as rank {rank}")
+                    raise IntegrityError(f"{worker.identity} is filed as rank {rank}")
                 if worker.number not in engine.sessions:
-                    raise IntegrityError(f"{worker.who} is a worker, not a session, of {title}")
+                    raise IntegrityError(
+                        f"{worker.identity} is a worker, not a session, of {title}"
+                    )
             if engine.attached and engine.missing_ranks:
                 raise IntegrityError(f"{title} is attached and lacks {engine.missing_ranks}")

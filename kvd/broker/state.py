@@ -18,13 +18,13 @@ from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.client_names import Peer
 from kvd.config.settings import Settings
-from kvd.errors import IntegrityError, Refused
+from kvd.errors import IntegrityError, Refusal
 from kvd.machine.process import ProcessUsage
 from kvd.metrics.counts import BrokerCounts, EventCounts, LaneCounts, LookupCounts
 from kvd.metrics.declare import Progress, RecentMax
 from kvd.metrics.schema import EventStatus
 from kvd.wire.link import Revoke, UnbindWorker
-from kvd_proto.arrays import IntArray
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Detached, ErrorCode, ResetDone
 
 MAX_EVENTS = 200
@@ -249,7 +249,7 @@ class BackgroundTasks:
         """Begin a task with the next `work`; refuse it at the limit of its kind."""
         limit = MAX_TASKS.get(kind)
         if limit is not None and sum(kind == other for other, _ in self._tasks) >= limit:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.LIMIT,
                 f"{limit} {kind} are under way, no more are allowed; try again when they have"
                 " ended",

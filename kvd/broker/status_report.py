@@ -22,7 +22,7 @@ from kvd.metrics.counts import ChunkCounts
 from kvd.metrics.declare import report_of
 from kvd.metrics.reading import Report, Span, duration
 from kvd.metrics.schema import CheckStatus
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 
 def status_report(

@@ -16,7 +16,7 @@ from kvd.broker.effects import ChunksReady, DropLane, Effect, KillLane, Notify, 
 from kvd.broker.registration import Registration, freed_text
 from kvd.broker.sessions import RegisterStep, Session
 from kvd.broker.state import BrokerState
-from kvd.errors import Refused
+from kvd.errors import Refusal
 from kvd.wire.link import (
     Imported,
     Importing,
@@ -161,7 +161,7 @@ class LaneSupervisor:
         if as_told:
             effects += self._log_idle_end(lane)
         elif served or not failure or not waiting:
-            during = f" while it mapped the memory of {importing.who}" if importing else ""
+            during = f" while it mapped the memory of {importing.identity}" if importing else ""
             text = f"lane {device} is lost{during}: {error}{freed_text(num_freed)}"
             effects.append(lane.event(text, "error"))
         effects += self._unmap(device)
@@ -171,7 +171,7 @@ class LaneSupervisor:
             text = f"lane {device} did not start: {error}; the daemon's log says more"
             code = ErrorCode.BAD_LAYOUT if failure else ErrorCode.LANE_LOST
             for session in waiting:
-                effects += self._registration.give_up(session, Refused(code, failure or text))
+                effects += self._registration.give_up(session, Refusal(code, failure or text))
         if lane.on_demand and not state.workers_of(device) and not self._waiting_for(device):
             effects.append(self._drop(lane))
         return effects

@@ -11,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from kvd.metrics.declare import Histogram
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 Report = Mapping[str, Any]
 _ID_FIELDS = {"lanes": "device", "engines": "name", "namespaces": "id", "tiers": "name"}

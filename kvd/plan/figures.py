@@ -41,8 +41,8 @@ from kvd_proto.capacity import (
     size_pool,
 )
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, validate_layout
-from kvd_proto.sizes import format_size
-from kvd_proto.tier_table import ENTRY_BYTES, entries_for
+from kvd_proto.text import format_size
+from kvd_proto.tier_table import ENTRY_BYTES, tier_table_capacity
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +319,7 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
         pool_tokens=sizes.num_chunks // len(groups) * tokens_per_chunk,
         tier_chunks=tier_chunks,
         tier_tokens=tier_chunks // len(groups) * tokens_per_chunk,
-        tier_table_bytes=entries_for(tier_chunks) * ENTRY_BYTES if tier_chunks else 0,
+        tier_table_bytes=tier_table_capacity(tier_chunks) * ENTRY_BYTES if tier_chunks else 0,
         promotion_seconds=chunk_bytes / bandwidth if bandwidth else None,
         tier_tokens_per_second=(
             bandwidth / (chunk_bytes * len(groups)) * tokens_per_chunk if bandwidth else None

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.logs import configure_child
-from kvd.machine.process import be_spared_last, tie_to_parent
+from kvd.machine.process import die_with_parent, prefer_oom_kill
 from kvd_proto.channel import Channel
 
 log = logging.getLogger("kvd.report")
@@ -29,10 +29,10 @@ def main() -> int:
     parser.add_argument("--tcp-fd", type=int)
     parser.add_argument("--host", default="localhost")
     options = parser.parse_args()
-    tie_to_parent()
+    die_with_parent()
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.nice(_NICE)  # the data path goes first
-    be_spared_last()
+    prefer_oom_kill()
     configure_child("http")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # no errors of clients
     with contextlib.suppress(EOFError):  # the broker has just ended

@@ -33,7 +33,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route, Router
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from kvd.config.values import Listen
+from kvd.config.values import ListenAddress
 from kvd.errors import NotRunning
 from kvd.metrics.declare import ReportField
 from kvd.metrics.schema import REPORT_FIELDS, CheckStatus
@@ -138,7 +138,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, host: str, routes: Collection[str]) -> None:
         self._app = app
-        names = ["localhost", socket.gethostname() if Listen(host, 0).everywhere else host]
+        names = ["localhost", socket.gethostname() if ListenAddress(host, 0).everywhere else host]
         self._checked_app = TrustedHostMiddleware(app, names, www_redirect=False)
         self._routes = routes
 

@@ -16,9 +16,9 @@ from kvd.broker.broker import Broker
 from kvd.broker.children import ChildState
 from kvd.broker.effects import Effect, KillTier
 from kvd.broker.tiers.tier import TierProcess, tiers_of
-from kvd.config.values import Listen, parse_listen, parse_tiers
+from kvd.config.values import ListenAddress, parse_listen, parse_tiers
 from kvd.server.child import Child, end_all
-from kvd.server.memory import PoolMemory
+from kvd.server.pool_memory import PoolMemory
 from kvd.wire.link import LINK, BeginLane, LaneReady, StopLane, lane_socket
 from kvd.wire.listener import Listener, bind_tcp
 from kvd.wire.tiering import TIERING, BeginTier, TierReady
@@ -41,7 +41,7 @@ def configured_tiers(texts: list[str]) -> list[TierProcess]:
     """
     if not texts:
         return []
-    from kvd.tier.backends import check_tiers  # noqa: PLC0415  # most daemons have no tier
+    from kvd.tier.contract import check_tiers  # noqa: PLC0415  # most daemons have no tier
 
     settings = parse_tiers(texts)
     kinds = zip(settings, check_tiers(settings), strict=True)
@@ -246,7 +246,7 @@ class HttpProcess:
         self._watched: list[int] = []
         if self._tcp is not None:
             host, port = self._tcp.getsockname()[:2]
-            bound = Listen(host, port)
+            bound = ListenAddress(host, port)
             log.info("HTTP on http://%s", bound)
             if bound.everywhere:
                 log.warning(

@@ -12,7 +12,7 @@ from kvd.broker.tiers.tiering import STUCK_SECONDS, Tiering
 from kvd.cache.tier_table import TierTable
 from kvd.errors import IntegrityError
 from kvd.outcomes import Outcome
-from kvd.wire.tiering import Ask, Get
+from kvd.wire.tiering import Get, Lookup
 from kvd_proto.directory import LookupResult
 from tests.broker.fake_tier import TierBench, done
 from tests.daemon.hidden import assert_hidden
@@ -173,7 +173,7 @@ def test_what_is_told_of_a_fault_shows_no_key(monkeypatch: pytest.MonkeyPatch) -
         bench.run(0.2)
     disk_told = [disk.tier.child.last_error, disk.tier.breaker.reason]
     live(bench, 8.0)
-    unknown = Ask(number=99, namespace=bench.namespace.id, keys=(b"SECRET",), deadline_ms=1)
+    unknown = Lookup(number=99, namespace=bench.namespace.id, keys=(b"SECRET",), deadline_ms=1)
     disk.say(replace(done(unknown, [Outcome.OK]), descriptions=(b"SECRET",)))
     told = [f"{event.text}\n{event.trace}" for event in bench.events]
     assert any("KeyError(b'…')" in text for text in disk_told)

@@ -15,8 +15,8 @@ from kvd.broker.state import MAX_TASKS
 from kvd.cache.chunks import PIECE_SLOTS
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.client_names import Peer
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     Check,
     Checked,
@@ -262,7 +262,7 @@ def test_evict_drops_what_was_of_no_use_for_so_long(bench: Bench) -> None:
     bench.broker.tick(bench.now)
     tables.pin(table, [b"loaded"], bench.now, number=2)
     table.loads.unpin(2, OWNER)
-    table.loads.finished([b"used"], bench.now)
+    table.loads.refresh([b"used"], bench.now)
     bench.now += 10
     evict = Clear(unused_seconds=30.0, namespace=namespace.id)
     assert bench.ask(evict) == Cleared(chunks=1, bytes=4096, deferred=0)

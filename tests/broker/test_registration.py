@@ -13,7 +13,7 @@ from kvd.broker.registration import MAX_CHECKED_AT_ONCE
 from kvd.broker.sessions import Engine, Registry, Session
 from kvd.cache.namespaces import Namespaces
 from kvd.client_names import Peer
-from kvd.errors import Refused
+from kvd.errors import Refusal
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import (
@@ -227,7 +227,7 @@ def test_ranks_of_one_engine_agree_on_being_temporary() -> None:
     engine = Engine(1, "e", 0)
     first = Session(1, bytes(16), Peer(1, 0, 0), registration=register())
     message = replace(register(), rank=1, temporary=True)
-    with pytest.raises(Refused, match="temporary = True, the engine's other ranks have False"):
+    with pytest.raises(Refusal, match="temporary = True, the engine's other ranks have False"):
         check_rank(engine, message, {0: first})
 
 
@@ -259,7 +259,7 @@ def test_an_engines_name_belongs_to_one_user() -> None:
     )
     engine = registry.join(mine, "llama")
     assert registry.join(also_mine, "llama") is engine
-    with pytest.raises(Refused, match="belongs to uid 5, this process to uid 6") as refused:
+    with pytest.raises(Refusal, match="belongs to uid 5, this process to uid 6") as refused:
         registry.join(other, "llama")
     assert refused.value.code is ErrorCode.FORBIDDEN
     assert registry.join(other, "another") is not engine
@@ -271,7 +271,7 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
 
     def make_buffer(_: str, size: int) -> bytearray:
         if missing:
-            raise Refused(ErrorCode.NOT_READY, missing.pop())
+            raise Refusal(ErrorCode.NOT_READY, missing.pop())
         return bytearray(size)
 
     broker = make_broker("auto", max_namespaces=1)

@@ -12,8 +12,8 @@ from kvd.broker.effects import Effect, LogEvent, ToLane
 from kvd.broker.operations import apply_live_settings
 from kvd.broker.status_report import status_report
 from kvd.client_names import Peer
-from kvd.config.settings import KNOWN, Settings
-from kvd.config.sources import Loaded
+from kvd.config.settings import SETTINGS, Settings
+from kvd.config.sources import LoadedSettings
 from kvd.errors import ConfigError
 from kvd.wire.link import LaneLog
 from kvd_proto.messages import (
@@ -44,14 +44,14 @@ def ask(broker: Broker, number: int, message: ReloadConfig | ShowConfig) -> list
     return broker.request(broker.state.registry.sessions[number], 9, message, 0.0)
 
 
-def read(**changes: object) -> Loaded:
+def read(**changes: object) -> LoadedSettings:
     """What a reading brings: the settings of the start with these changes."""
     settings = msgspec.structs.replace(START, **changes)
-    origins = {key: "kvd.toml:1" if key in changes else "default" for key in KNOWN}
-    return Loaded(settings, origins, Path("kvd.toml"))
+    origins = {key: "kvd.toml:1" if key in changes else "default" for key in SETTINGS}
+    return LoadedSettings(settings, origins, Path("kvd.toml"))
 
 
-def reload(broker: Broker, outcome: Loaded | ConfigError) -> list[Effect]:
+def reload(broker: Broker, outcome: LoadedSettings | ConfigError) -> list[Effect]:
     """What a tool's order brings whose reading ends so."""
     assert ask(broker, tool(broker), ReloadConfig()) == []
     assert broker.reloading.begin()
@@ -148,11 +148,11 @@ def test_after_any_readings_live_settings_are_the_last_and_others_the_first(
     readings: list[dict[str, object]],
 ) -> None:
     """Live settings follow the file, the others stay, and exactly what differs waits."""
-    present = Loaded(START)
+    present = LoadedSettings(START)
     for changes in readings:
         present, _ = apply_live_settings(present, read(**changes))
     last = read(**readings[-1]).settings if readings else START
-    for key, known in KNOWN.items():
+    for key, known in SETTINGS.items():
         wanted = getattr(last if known.live else START, key)
         assert getattr(present.settings, key) == wanted
         assert (key in present.waiting) == (getattr(last, key) != wanted)

@@ -14,14 +14,15 @@ from kvd.cache.chunks import ChunkTable
 from kvd.cache.ghosts import GhostCause
 from kvd.metrics.counts import MissReason
 from kvd.wire.link import Revoke, Revoked, ShareDone
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
-from kvd_proto.labels import LABEL_ONLY, Label
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
+    LABEL_ONLY,
     MAX_FINISHED,
     Drain,
     ErrorCode,
     Fingerprint,
+    Label,
     Pin,
     Resume,
     Step,

@@ -13,18 +13,18 @@ from kvd.broker.tiers.tier import GET_BYTES
 from kvd.broker.tiers.tiering import STUCK_SECONDS
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
-    Ask,
-    CloseSpace,
+    CloseNamespace,
     Drop,
     Get,
-    Gone,
+    Lookup,
+    NamespaceOpened,
     NewSalt,
-    OpenSpace,
+    OpenNamespace,
     Put,
-    SpaceOpened,
+    RemovedChunks,
 )
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
 from tests.broker.brokers import join, mapped, register
 from tests.broker.fake_tier import STEP, FakeTier, TierBench, done, held, pong
@@ -46,7 +46,7 @@ def bench_of(*tiers: str, chunks: int = 64) -> tuple[TierBench, FakeTier]:
     return bench, bench.fakes[0]
 
 
-def keys_told(fake: FakeTier, kind: type[Put | Get | Ask]) -> list[bytes]:
+def keys_told(fake: FakeTier, kind: type[Put | Get | Lookup]) -> list[bytes]:
     """Keys of all orders of this kind that a tier was given."""
     return [key for order in fake.told if isinstance(order, kind) for key in order.keys]
 
@@ -263,7 +263,7 @@ def test_what_is_here_or_nowhere_is_not_asked_of_a_tier() -> None:
     bench.keep(b"a")
     bench.seek(b"a", b"x")
     bench.run()
-    assert keys_told(disk, Get) == keys_told(disk, Ask) == []
+    assert keys_told(disk, Get) == keys_told(disk, Lookup) == []
 
 
 def test_a_key_that_is_coming_is_asked_for_once_and_wakes_all_who_seek_it() -> None:
@@ -481,9 +481,9 @@ def test_a_shared_tier_is_asked_and_what_is_there_comes_up_at_once() -> None:
     salt = shared.salts[bench.namespace.id]
     shared.kept[bench.namespace.id, salt, b"a"] = 0, 1, 0, b""
     bench.seek(b"a", b"x")
-    assert keys_told(shared, Ask) == [b"a", b"x"]
+    assert keys_told(shared, Lookup) == [b"a", b"x"]
     bench.seek(b"a", b"x")
-    assert keys_told(shared, Ask) == [b"a", b"x"]
+    assert keys_told(shared, Lookup) == [b"a", b"x"]
     shared.answer()
     assert bench.lookup(b"a", b"x") == [PENDING, MISS]
     assert bench.below(b"x") == 0
@@ -531,12 +531,12 @@ def test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended() 
     disk.hangs = True
     bench.seek(b"a", b"b")
     assert bench.lookup(b"a", b"b") == [PENDING, PENDING]
-    assert bench.namespace.directory.tiers.status(0).usable
+    assert bench.namespace.directory.tiers.health(0).usable
     bench.woken.clear()
     bench.turn(0.2 + 2 * STEP)
     assert disk.tier.breaker.state is BreakerState.OPEN
     assert bench.lookup(b"a", b"b") == [MISS, MISS]
-    assert not bench.namespace.directory.tiers.status(0).usable
+    assert not bench.namespace.directory.tiers.health(0).usable
     assert bench.woken == [bench.engine(bench.scheduler).number]
     assert bench.table().slots.stats()["draining"] == 2
     bench.check()
@@ -706,7 +706,7 @@ def test_a_scan_of_before_a_reset_is_nothing() -> None:
     bench.turn(0.5)
     assert disk.tier.spaces[bench.namespace].salt is None
     bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
-    disk.say(SpaceOpened(namespace=identity, salt=before))
+    disk.say(NamespaceOpened(namespace=identity, salt=before))
     disk.say(held(identity, before, {b"a": (0, 1, 0, b"")}))
     bench.turn(STEP)
     assert bench.below(b"a") is None
@@ -724,7 +724,7 @@ def test_what_a_tier_has_dropped_is_not_found() -> None:
     """It makes room by itself, and says so."""
     bench, disk = bench_of(DISK)
     bench.keep(b"a")
-    disk.say(Gone(namespace=bench.namespace.id, keys=(b"a", b"x")))
+    disk.say(RemovedChunks(namespace=bench.namespace.id, keys=(b"a", b"x")))
     assert bench.below(b"a") is None
     assert disk.tier.counts.dropped == 2
 
@@ -843,10 +843,10 @@ def test_tiers_are_told_of_namespaces_that_close() -> None:
     (namespace,) = namespaces.closable()
     namespaces.close(namespace)
     bench.turn(0.5)
-    assert disk.told[-1] == CloseSpace(namespace=identity)
+    assert disk.told[-1] == CloseNamespace(namespace=identity)
     bench.scheduler = bring_up(bench.broker)
     bench.turn(0.5)
-    assert isinstance(disk.told[-1], OpenSpace)
+    assert isinstance(disk.told[-1], OpenNamespace)
     assert bench.below(b"a") == 1
 
 
@@ -900,7 +900,7 @@ def test_a_reset_is_marked_until_the_tier_confirms_it() -> None:
         disk.end()
         disk.start()
         bench.turn(0.5)
-        return [order for order in disk.told if isinstance(order, OpenSpace)][-1].reset
+        return [order for order in disk.told if isinstance(order, OpenNamespace)][-1].reset
 
     assert not begun_anew()
     disk.hangs = True

@@ -26,7 +26,7 @@ from kvd.replay import (
     replay_policy,
     return_gaps,
 )
-from kvd_proto.labels import Label
+from kvd_proto.messages import Label
 
 
 def trace_of(*prompts: Sequence[int]) -> Trace:

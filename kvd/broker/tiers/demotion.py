@@ -14,12 +14,12 @@ from collections.abc import Iterator
 from kvd.broker.effects import Effect, ToTier
 from kvd.broker.state import BrokerState
 from kvd.broker.tiers.tier import BATCH_BYTES, TierBatch, TierProcess
-from kvd.cache.candidates import Candidates
 from kvd.cache.directory import covers
 from kvd.cache.namespaces import Namespace
+from kvd.cache.uses import DemotionQueue
 from kvd.outcomes import Outcome
-from kvd.wire.tiering import Done, Drop, Put
-from kvd_proto.arrays import IntArray
+from kvd.wire.tiering import BatchResult, Drop, Put
+from kvd_proto.jobs import IntArray
 
 CHUNKS_PER_TURN = 64  # of all namespaces: 0.2 ms, and 0.4 ms for the answer
 PUT_SECONDS = 10.0
@@ -43,7 +43,7 @@ class Demotion:
     def watch(self, namespace: Namespace) -> None:
         """Have a namespace's table queue the chunks that tiers are to keep."""
         keeps = {tier.setting.keep for tier in self._state.tiers}
-        namespace.table.watch(ready="all" in keeps, asked="asked" in keeps)
+        namespace.table.queue_demotions(ready="all" in keeps, asked="asked" in keeps)
 
     def due(self, now: float) -> float:
         """Return the seconds until `work` has something to do, unless events come; may be inf.
@@ -91,7 +91,7 @@ class Demotion:
             self._flush_at = None
         return effects
 
-    def _queues(self) -> Iterator[tuple[Namespace, Candidates, str]]:
+    def _queues(self) -> Iterator[tuple[Namespace, DemotionQueue, str]]:
         """Non-empty queues, each with the `keep` setting of the tiers that take its chunks."""
         for namespace in self._state.open_namespaces:
             table = namespace.table
@@ -144,7 +144,7 @@ class Demotion:
         return effects
 
     def put_ended(
-        self, tier: TierProcess, batch: TierBatch, order: Put, done: Done, now: float
+        self, tier: TierProcess, batch: TierBatch, order: Put, done: BatchResult, now: float
     ) -> list[Effect]:
         """Process the answer to a put.
 
@@ -154,7 +154,7 @@ class Demotion:
         namespace, counts, unlisted = batch.namespace, tier.counts.puts, list[bytes]()
         tiers = namespace.directory.tiers if batch.salt == namespace.salt else None
         nbytes = namespace.geometry.bytes_per_chunk
-        demotable = namespace.table.slots.demotable
+        queues = namespace.table.uses.demotion_queues
         columns = (order.first.tolist(), order.count.tolist(), order.groups.tolist())
         rows = zip(order.keys, done.outcomes.tolist(), batch.refs, *columns, strict=True)
         for key, code, ref, first, count, group in rows:
@@ -169,14 +169,14 @@ class Demotion:
                 tier.on_full(now)
             elif outcome in {Outcome.GONE, Outcome.LATE}:
                 tier.counts.unkept += 1
-            if outcome is not Outcome.OK and demotable is not None:
-                demotable.not_kept(*ref)
+            if outcome is not Outcome.OK and queues is not None:
+                queues.put_failed(*ref)
         if unlisted and not tier.info.shared:
             return [ToTier(tier.index, Drop(namespace=namespace.id, keys=tuple(unlisted)))]
         return []
 
 
-def _take(queue: Candidates, n: int, takers: list[TierProcess]) -> list[_Chunk]:
+def _take(queue: DemotionQueue, n: int, takers: list[TierProcess]) -> list[_Chunk]:
     """Take `n` chunks of a queue; count those evicted meanwhile as `unkept` of each taker."""
     chunks, unkept = queue.take(n), queue.take_missed()
     for tier in takers:

@@ -26,8 +26,8 @@ from kvd.broker.tiers.tier import (
 from kvd.cache.namespaces import Namespace
 from kvd.cache.tier_table import TierTable
 from kvd.outcomes import Outcome
-from kvd.wire.tiering import Ask, Done, Get
-from kvd_proto.arrays import IntArray
+from kvd.wire.tiering import BatchResult, Get, Lookup
+from kvd_proto.jobs import IntArray
 
 KEYS_PER_TURN = 512  # keys examined in a turn: one or two milliseconds
 REQUEST_SECONDS = 2.0  # a request older than this is dropped
@@ -263,7 +263,7 @@ class Promotion:
     ) -> list[Effect]:
         """Order these chunks in batches; those without a slot are put back and wait."""
         batch_size, table = BATCH_BYTES // namespace.geometry.bytes_per_chunk, namespace.table
-        if room := table.descriptions.room:
+        if room := table.descriptions.max_bytes:
             batch_size = min(batch_size, DESCRIPTION_BYTES // (room + 64))
         batch_size = max(1, min(BATCH_CHUNKS, batch_size))
         keys, effects = list(requests), list[Effect]()
@@ -326,7 +326,7 @@ class Promotion:
         for begin in range(0, len(keys), ASK_KEYS):
             batch_keys = keys[begin : begin + ASK_KEYS]
             seconds = max(4 * tier.speed.seconds(0), tier.setting.late_seconds)
-            order = Ask(
+            order = Lookup(
                 number=tier.next_number(),
                 namespace=namespace.id,
                 keys=tuple(batch_keys),
@@ -340,7 +340,7 @@ class Promotion:
 
     def probe(self, tier: TierProcess, namespace: Namespace, now: float) -> list[Effect]:
         """Probe a shared tier: ask it for a random key."""
-        order = Ask(
+        order = Lookup(
             number=tier.next_number(),
             namespace=namespace.id,
             keys=(os.urandom(16),),
@@ -351,7 +351,7 @@ class Promotion:
     # ----------------------------------------------------------------- answers
 
     def get_ended(
-        self, tier: TierProcess, batch: TierBatch, order: Get, done: Done, now: float
+        self, tier: TierProcess, batch: TierBatch, order: Get, done: BatchResult, now: float
     ) -> list[Effect]:
         """Process the answer to a get.
 
@@ -381,7 +381,7 @@ class Promotion:
             if outcome in {Outcome.ABSENT, Outcome.CORRUPT} and tiers is not None:
                 tiers.release(key, tier.index)
                 if tier.info.shared:
-                    tiers.absent(key, now)
+                    tiers.mark_absent(key, now)
             if outcome is Outcome.CORRUPT:
                 effects.append(_corrupt_event(tier, namespace, ref[0]))
                 tier.breaker.chunk_corrupt(now)
@@ -394,9 +394,9 @@ class Promotion:
         return [*effects, *map(ChunksReady, sorted(batch.engines))]
 
     def ask_ended(
-        self, tier: TierProcess, batch: TierBatch, order: Ask, done: Done, now: float
+        self, tier: TierProcess, batch: TierBatch, order: Lookup, done: BatchResult, now: float
     ) -> list[Effect]:
-        """Process the answer to an Ask: get what the tier has, ask the next one for the rest."""
+        """Process the answer to an Lookup: get what the tier has, ask the next one for the rest."""
         namespace = batch.namespace
         state = self._states.setdefault(namespace, _NamespaceState())
         for key in order.keys:
@@ -418,7 +418,7 @@ class Promotion:
             effects += self._ask(next_shared, namespace, state, requests, now)
         elif (tiers := namespace.directory.tiers) is not None:
             for key in absent:
-                tiers.absent(key, now)
+                tiers.mark_absent(key, now)
         return [*effects, *map(ChunksReady, sorted(batch.engines))]
 
     def give_up(self, tier: TierProcess) -> list[Effect]:
@@ -428,7 +428,7 @@ class Promotion:
         """
         engines: set[int] = set()
         for batch in tier.batches.values():
-            if isinstance(batch.order, Ask):
+            if isinstance(batch.order, Lookup):
                 if (state := self._states.get(batch.namespace)) is not None:
                     for key in batch.order.keys:
                         state.asks.pop(key, None)

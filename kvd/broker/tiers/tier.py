@@ -15,9 +15,9 @@ from kvd.broker.tiers.breaker import Breaker
 from kvd.cache.namespaces import Namespace
 from kvd.config.values import TierSetting
 from kvd.metrics.counts import TierCounts
-from kvd.wire.tiering import Ask, Get, Put
+from kvd.wire.tiering import Get, Lookup, Put
 from kvd_proto.messages import TierInfo
-from kvd_proto.tier_table import TierStatus
+from kvd_proto.tier_table import TierHealth
 
 BATCH_BYTES = 4 * 2**20
 BATCH_CHUNKS = 256
@@ -32,7 +32,7 @@ RATE_BYTES, RATE_SECONDS = 16 * 2**20, 0.25
 UNKNOWN_RATE = 100e6
 """The rate in bytes per second that is assumed before the first measurement."""
 
-Order: TypeAlias = Put | Get | Ask
+Order: TypeAlias = Put | Get | Lookup
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class TierBatch:
 
     Attributes:
         sent: monotonic seconds.
-        nbytes: of its chunks; 0 for an Ask.
+        nbytes: of its chunks; 0 for a Lookup.
         salt: for a Put, the namespace's salt when it was sent.
         alone: a Get that was sent while no other was under way.
         engines: numbers of the engines that wait for it.
@@ -59,8 +59,8 @@ class TierBatch:
 
     @property
     def refs(self) -> list[tuple[int, int]]:
-        """Slots and generations; empty for an Ask."""
-        if isinstance(self.order, Ask):
+        """Slots and generations; empty for a Lookup."""
+        if isinstance(self.order, Lookup):
             return []
         return list(zip(self.order.slots.tolist(), self.order.generations.tolist(), strict=True))
 
@@ -124,7 +124,7 @@ class TierProcess:
         index: its position in the order of tiers, from 0.
         name: unique, shown in logs and reports.
         setting: the operator's setting, parsed.
-        medium, shared: see `kvd.tier.contract.Tier`.
+        medium, shared: see `kvd.tier.contract.TierBackend`.
 
     Attributes:
         spaces: namespaces that its process was told to open.
@@ -159,8 +159,8 @@ class TierProcess:
         self.progress = 0
         self.full_until = 0.0
         self._full_pause = FULL_PAUSES[0]
-        self._busy_since = {Put: 0.0, Get: 0.0, Ask: 0.0}
-        self._num_under_way = {Put: 0, Get: 0, Ask: 0}
+        self._busy_since = {Put: 0.0, Get: 0.0, Lookup: 0.0}
+        self._num_under_way = {Put: 0, Get: 0, Lookup: 0}
         self._last_number = 0
 
     @property
@@ -283,9 +283,9 @@ class TierProcess:
         else:
             self.get_bytes += sign * batch.nbytes
 
-    def status(self, namespace: Namespace, waiting_bytes: int) -> TierStatus:
+    def status(self, namespace: Namespace, waiting_bytes: int) -> TierHealth:
         """Return the status for a namespace's directory; waiting requests add to the queue."""
-        return TierStatus(
+        return TierHealth(
             usable=self.serves(namespace),
             latency_us=self.speed.latency_us,
             bytes_per_second=self.speed.bytes_per_second,

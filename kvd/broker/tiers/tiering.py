@@ -20,19 +20,19 @@ from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
 from kvd.broker.tiers.tier import TierBatch, TierProcess, TierSpace
 from kvd.cache.namespaces import Namespace
-from kvd.logs import fault_text, fault_trace
+from kvd.logs import safe_repr, safe_traceback
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
-    Ask,
-    CloseSpace,
-    Done,
+    BatchResult,
+    CloseNamespace,
     Get,
-    Gone,
-    Held,
+    Lookup,
+    NamespaceOpened,
     NewSalt,
-    OpenSpace,
+    OpenNamespace,
     Put,
-    SpaceOpened,
+    RemovedChunks,
+    ScanResult,
     StopTier,
     TierFailed,
     TierPing,
@@ -50,7 +50,7 @@ START_SECONDS = 120.0
 _OUTCOMES = frozenset(map(int, Outcome))
 _FAILURES = {int(Outcome.FAILED), int(Outcome.LATE)}
 
-_ScanResult: TypeAlias = tuple[TierProcess, Namespace, Held]
+_ScanResult: TypeAlias = tuple[TierProcess, Namespace, ScanResult]
 
 
 class Tiering:
@@ -151,12 +151,12 @@ class Tiering:
         quiet = now - self._resumes_at >= QUIET_SECONDS
         self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE)
         self._resumes_at = now + self._pause
-        reason = f"it cannot be handled: {fault_text(error)}"
+        reason = f"it cannot be handled: {safe_repr(error)}"
         text = (
-            f"tiers cannot be handled ({fault_text(error)}), a bug in kvd: they are set aside, and"
+            f"tiers cannot be handled ({safe_repr(error)}), a bug in kvd: they are set aside, and"
             " their processes are replaced"
         )
-        effects: list[Effect] = [LogEvent(text, "error", trace=fault_trace(error))]
+        effects: list[Effect] = [LogEvent(text, "error", trace=safe_traceback(error))]
         for tier in self._state.tiers:
             tier.breaker.trip("wrong", now, reason)
             tier.acted_state, tier.child.last_error = tier.breaker.state, reason
@@ -183,19 +183,19 @@ class Tiering:
     def _on_message(self, tier: TierProcess, message: Message, now: float) -> list[Effect]:
         effects: list[Effect] = []
         match message:
-            case Done():
+            case BatchResult():
                 effects = self._on_done(tier, message, now)
                 # An answer frees queue space: send the next orders now, not in the next turn.
                 effects += self._work(now)
             case TierPong():
                 self._on_pong(tier, message, now)
-            case Held():
+            case ScanResult():
                 namespace = self._state.namespace(message.namespace)
                 if namespace is not None and (message.keys or message.last):
                     self._scan_results.append((tier, namespace, message))
-            case Gone():
+            case RemovedChunks():
                 self._on_gone(tier, message)
-            case SpaceOpened():
+            case NamespaceOpened():
                 self._on_opened(tier, message)
             case TierReady():
                 effects = self._on_ready(tier, message, now)
@@ -239,23 +239,23 @@ class Tiering:
     # ----------------------------------------------------------------- namespaces
 
     def _update_spaces(self, tier: TierProcess, now: float) -> list[Effect]:
-        """Send `OpenSpace` for namespaces newly in use, `CloseSpace` for those closed."""
+        """Send `OpenNamespace` for namespaces newly in use, `CloseNamespace` for those closed."""
         effects: list[Effect] = []
         for namespace in [known for known in tier.spaces if not self._state.is_open(known)]:
             del tier.spaces[namespace]
-            effects.append(ToTier(tier.index, CloseSpace(namespace=namespace.id)))
+            effects.append(ToTier(tier.index, CloseNamespace(namespace=namespace.id)))
         for namespace in self._state.open_namespaces:
             tiers = namespace.directory.tiers
             # The length of descriptions is unknown until an engine is attached.
             if namespace in tier.spaces or tiers is None or not namespace.engines:
                 continue
-            if not tiers.is_leaving(tier.index):
+            if not tiers.is_releasing(tier.index):
                 tier.spaces[namespace] = TierSpace(now)
                 order = _open_space(namespace, reset=namespace.id in tier.unconfirmed)
                 effects.append(ToTier(tier.index, order, NamespaceFds(namespace.id)))
         return effects
 
-    def _on_opened(self, tier: TierProcess, message: SpaceOpened) -> None:
+    def _on_opened(self, tier: TierProcess, message: NamespaceOpened) -> None:
         """Record a namespace as opened, under the broker's salt, or the tier's if it has none."""
         namespace = self._state.namespace(message.namespace)
         space = tier.spaces.get(namespace) if namespace is not None else None
@@ -266,7 +266,7 @@ class Tiering:
             self._publish()
 
     def reset(self, namespace: Namespace) -> list[Effect]:
-        """Send a namespace's new salt to the tiers, which confirm it with `SpaceOpened`."""
+        """Send a namespace's new salt to the tiers, which confirm it with `NamespaceOpened`."""
         effects: list[Effect] = []
         for tier in self._state.tiers:
             tier.unconfirmed.add(namespace.id)
@@ -295,16 +295,16 @@ class Tiering:
             columns = (scan.first.numpy(), scan.count.numpy(), scan.groups.numpy())
             tiers.hold_all(scan.keys, tier.index, *columns)
             if scan.last:
-                tiers.tell()
+                tiers.request_rescan()
 
-    def _on_gone(self, tier: TierProcess, message: Gone) -> None:
+    def _on_gone(self, tier: TierProcess, message: RemovedChunks) -> None:
         tier.counts.dropped += len(message.keys)
         namespace = self._state.namespace(message.namespace)
         if namespace is not None and (tiers := namespace.directory.tiers) is not None:
             for key in message.keys:
                 tiers.release(key, tier.index)
 
-    def _on_done(self, tier: TierProcess, done: Done, now: float) -> list[Effect]:
+    def _on_done(self, tier: TierProcess, done: BatchResult, now: float) -> list[Effect]:
         outcomes, batch = done.outcomes.tolist(), tier.batches.get(done.number)
         is_complete = batch is not None and len(outcomes) == len(batch.order.keys)
         is_valid = is_complete and _OUTCOMES.issuperset(outcomes)
@@ -321,7 +321,7 @@ class Tiering:
         return effects
 
     def _dispatch_answer(
-        self, tier: TierProcess, batch: TierBatch, done: Done, now: float
+        self, tier: TierProcess, batch: TierBatch, done: BatchResult, now: float
     ) -> list[Effect]:
         if not self._state.is_open(batch.namespace):
             return []
@@ -333,7 +333,7 @@ class Tiering:
                 return []
             case Get():
                 return self.promotion.get_ended(tier, batch, batch.order, done, now)
-            case Ask():
+            case Lookup():
                 return self.promotion.ask_ended(tier, batch, batch.order, done, now)
 
     # ---------------------------------------------------------------------- time
@@ -421,7 +421,7 @@ class Tiering:
         return effects
 
     def _probe(self, tier: TierProcess, now: float) -> list[Effect]:
-        """Probe a tier: a shared one with an Ask, else a get that was given up, else a put."""
+        """Probe a tier: a shared one with an Lookup, else a get that was given up, else a put."""
         effects: list[Effect] = []
         opened = [namespace for namespace, space in tier.spaces.items() if space.salt is not None]
         if tier.info.shared and opened:
@@ -449,18 +449,18 @@ class Tiering:
             waiting_bytes = self.promotion.waiting_bytes(namespace)
             for tier in self._state.tiers:
                 status = tier.status(namespace, waiting_bytes)
-                if tiers.status(tier.index) != status:
-                    tiers.set_status(tier.index, status)
+                if tiers.health(tier.index) != status:
+                    tiers.set_health(tier.index, status)
 
 
-def _open_space(namespace: Namespace, *, reset: bool) -> OpenSpace:
+def _open_space(namespace: Namespace, *, reset: bool) -> OpenNamespace:
     geometry = namespace.geometry
-    return OpenSpace(
+    return OpenNamespace(
         namespace=namespace.id,
         salt=namespace.salt,
         reset=reset,
         slot_bytes=geometry.slot_bytes,
         arena_bases=tuple(map(geometry.arena_base, range(len(geometry.slot_bytes)))),
         num_slots=geometry.num_slots,
-        description_bytes=namespace.table.descriptions.room,
+        description_bytes=namespace.table.descriptions.max_bytes,
     )
