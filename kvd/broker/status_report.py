@@ -157,7 +157,7 @@ def _lane(state: BrokerState, lane: Lane, now: float) -> dict[str, Any]:
 def _tier(tier: TierProcess, now: float) -> dict[str, Any]:
     breaker = tier.breaker
     return report_of(
-        schema.TierReport,
+        schema.TierStatus,
         *(tier, tier.setting, tier.info),
         setting=tier.setting.text,
         state="up" if tier.up else "down" if tier.child.pid else "starting",

@@ -301,7 +301,7 @@ class LaneStatus:
 
 
 @dataclass(slots=True, kw_only=True)
-class TierReport:
+class TierStatus:
     """What keeps chunks below memory, in the order of the setting `tier`."""
 
     name: str = plain("Its kind, such as `disk`; the second of one kind is `disk-2`")
@@ -417,7 +417,7 @@ class Report:
         "kvd_engines",
     )
     lanes: list[LaneStatus] = listed(ItemLabels(("device",), lambda lane: (lane["device"],)))
-    tiers: list[TierReport] = listed(ItemLabels(("tier",), lambda tier: (tier["name"],)))
+    tiers: list[TierStatus] = listed(ItemLabels(("tier",), lambda tier: (tier["name"],)))
     broker: BrokerStatus = part()
     sessions: SessionLimit = part()
     leases: int = gauge("Leases that have not ended: groups of chunks pinned", "kvd_leases")
