@@ -61,9 +61,9 @@ class Tiering:
         self._checked_at = self._next_namespaces = self._next_publish = 0.0
         self._resumes_at = 0.0  # no decisions before this time, after an exception
         self._pause = FIRST_PAUSE
-        self._forget()
+        self._reset_decisions()
 
-    def _forget(self) -> None:
+    def _reset_decisions(self) -> None:
         """Drop all requests, queues and scan results."""
         self.demotion = Demotion(self._state)
         self.promotion = Promotion(self._state)
@@ -164,7 +164,7 @@ class Tiering:
             # Also if it was ordered before: that order may be lost.
             effects.append(KillTier(tier.index, reason, back_off=True))
             self._give_up_slots(tier)
-        self._forget()
+        self._reset_decisions()
         with contextlib.suppress(Exception):
             self._publish()
         engines = self._state.registry.engines.values()
@@ -194,7 +194,7 @@ class Tiering:
                 if namespace is not None and (message.keys or message.last):
                     self._pending_scans.append((tier, namespace, message))
             case RemovedChunks():
-                self._on_gone(tier, message)
+                self._on_removed(tier, message)
             case NamespaceOpened():
                 self._on_opened(tier, message)
             case TierReady():
@@ -229,9 +229,7 @@ class Tiering:
     def _on_end(self, tier: TierProcess, reason: str, now: float) -> list[Effect]:
         tier.breaker.trip("lost", now, f"its process ended: {reason}")
         effects = self._on_breaker_change(tier, now)
-        self._pending_scans = deque(
-            result for result in self._pending_scans if result[0] is not tier
-        )
+        self._pending_scans = deque(scan for scan in self._pending_scans if scan[0] is not tier)
         if not tier.info.shared:
             for namespace in self._state.open_namespaces:
                 if (tiers := namespace.directory.tiers) is not None:
@@ -262,9 +260,8 @@ class Tiering:
         namespace = self._state.namespace(message.namespace)
         tier_namespace = tier.namespaces.get(namespace) if namespace is not None else None
         if namespace is not None and tier_namespace is not None:
-            tier_namespace.salt = (
-                namespace.salt or message.salt
-            )  # the message may be older than a reset
+            # The message may be older than the last reset.
+            tier_namespace.salt = namespace.salt or message.salt
             if message.salt == namespace.salt:
                 tier.unconfirmed.discard(namespace.id)
             self._publish()
@@ -301,7 +298,7 @@ class Tiering:
             if scan.last:
                 tiers.request_rescan()
 
-    def _on_gone(self, tier: TierProcess, message: RemovedChunks) -> None:
+    def _on_removed(self, tier: TierProcess, message: RemovedChunks) -> None:
         tier.counts.dropped += len(message.keys)
         namespace = self._state.namespace(message.namespace)
         if namespace is not None and (tiers := namespace.directory.tiers) is not None:
@@ -403,16 +400,19 @@ class Tiering:
         return []
 
     def _on_breaker_change(self, tier: TierProcess, now: float) -> list[Effect]:
-        """Act on a changed state of the breaker: give up, probe, log, and publish the status."""
+        """Act on a changed state of the breaker.
+
+        OPEN: give up what waits for the tier; remember a chunk to probe with. HALF_OPEN: probe.
+        CLOSED: log that it is used again. Always publish the tier's health.
+        """
         before, tier.acted_state = tier.acted_state, tier.breaker.state
         if before is tier.acted_state:
             return []
         effects: list[Effect] = []
         if tier.acted_state is BreakerState.OPEN:
-            gets = (batch for batch in tier.gets() if not batch.given_up)
-            for batch in gets:
-                tier.trial = batch.namespace, batch.order.keys[0]
-                break
+            get = next((batch for batch in tier.gets() if not batch.given_up), None)
+            if get is not None:
+                tier.trial = get.namespace, get.order.keys[0]
             effects = self.promotion.give_up(tier)
             if before is BreakerState.CLOSED:
                 text = f"is set aside: {tier.breaker.reason}; engines miss what it holds meanwhile"
