@@ -224,8 +224,8 @@ class SessionStatus:
     rank: int | None = plain("Of a registered worker, else null", default=None)
     device: str | None = plain("Of a registered worker, else null", default=None)
     state: str = plain("See the life cycles in `docs/protocol.md`")
-    pid: int = plain("As the kernel has it")
-    uid: int = plain("As the kernel has it")
+    pid: int = plain("As the kernel reports it")
+    uid: int = plain("As the kernel reports it")
     seconds: float = plain("Since its HELLO")
 
 
@@ -390,7 +390,7 @@ class Report:
     version: str = info("Name and version of the daemon", "kvd_build_info")
     boot_id: str = plain("32 hex digits, new at every start")
     pid: int = plain("The broker's process id")
-    host: str = plain("The machine's name, as the kernel has it")
+    host: str = plain("The machine's name, as the kernel reports it")
     time: float = plain("When this report was made")
     started: float = gauge("When the daemon started", "process_start_time_seconds")
     runtime_dir: str = plain("Where its sockets are")

@@ -71,8 +71,8 @@ class PromotionRequests:
     def extend(self, engine: int, keys: Sequence[bytes], now: float) -> int:
         """Append an engine's keys as far as there is room; return the number of the others."""
         queue = self._queues.get(engine, deque())
-        engines = len(self._queues.keys() | {engine})
-        accepted = keys[: max(0, MAX_REQUESTS // engines - len(queue))]
+        num_engines = len(self._queues.keys() | {engine})
+        accepted = keys[: max(0, MAX_REQUESTS // num_engines - len(queue))]
         if accepted:
             requesters = frozenset({engine})
             self._queues[engine] = queue
