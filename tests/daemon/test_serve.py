@@ -78,8 +78,8 @@ def test_a_directory_that_may_not_be_entered_is_named_at_once(
 
 def test_sigterm_drains_and_leaves_nothing(daemon: Daemon) -> None:
     """SIGTERM ends the daemon with 0; sockets, lock and pool are gone."""
-    said = daemon.wait_log("pool of 64 MiB at ")
-    pool = Path(said.split("pool of 64 MiB at ")[1].split()[0])
+    said = daemon.wait_log("pool of 8 MiB at ")
+    pool = Path(said.split("pool of 8 MiB at ")[1].split()[0])
     assert pool.exists()
     assert daemon.stop() == 0
     assert not pool.exists()
