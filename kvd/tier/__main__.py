@@ -6,7 +6,7 @@ from kvd.machine.process import starting, tie_to_parent
 
 
 def main() -> int:
-    """Serve until the broker is done; the exit status."""
+    """Serve until the broker stops the process; return the exit status."""
     tie_to_parent()  # before the imports that take long
     with starting():
         from kvd.tier.service import run  # noqa: PLC0415
