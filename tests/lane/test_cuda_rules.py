@@ -105,7 +105,7 @@ def one_priority() -> Callable[[int], Stream]:
 
 
 Taken = tuple[object, str, object]  # whose attribute is replaced, and by what
-NO_TIMELINE: Taken = (runner, "_reached", lambda _now: lambda _job: True)
+NO_TIMELINE: Taken = (runner, "_start_check", lambda _now: lambda _job: True)
 NO_SPLIT: Taken = (Copies, "split", lambda copies, _unit, _base: copies)
 NO_PROBE: Taken = (driver, "is_alive", lambda _stream: False)
 NO_SECOND_LOOK: Taken = (LaneJob, "check_slots", look_only_before_the_copy())
@@ -224,7 +224,7 @@ RULES = [
     ),
     Rule(
         pins.one_process_pins_at_a_time,
-        ((PinnedPool, "_acquire", lambda _self: True),),
+        ((PinnedPool, "_acquire_lock", lambda _self: True),),
         pinned=False,
     ),
     Rule(
@@ -263,12 +263,12 @@ RULES = [
     ),
     Rule(
         checks.a_device_that_hangs_is_given_up,
-        ((CudaDevice, "_check_pulse", lambda _self: None),),
+        ((CudaDevice, "_check_liveness", lambda _self: None),),
         checks.options(stuck_seconds=0.05),
     ),
     Rule(
         checks.a_thread_that_hangs_is_given_up,
-        ((CudaDevice, "_check_pulse", lambda _self: None),),
+        ((CudaDevice, "_check_liveness", lambda _self: None),),
         checks.options(stuck_seconds=0.05, inline_runs=0),
     ),
     Rule(checks.a_store_is_void_when_its_blocks_were_taken_back, (NO_SECOND_LOOK,)),
