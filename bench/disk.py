@@ -36,7 +36,7 @@ from kvd.tier.batches import checksum_of
 from kvd.tier.contract import BackendOptions, Chunk, Space
 from kvd.tier.disk import DiskTier
 from kvd.tier.disk.slabs import Record, pack_header
-from kvd_proto.sizes import parse_size
+from kvd_proto.text import parse_size
 
 THREADS = 4
 POOL = 64 * MIB

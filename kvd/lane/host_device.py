@@ -26,7 +26,7 @@ from kvd.lane.device import (
     PreparedRuns,
     Transfer,
 )
-from kvd.machine.files import map_pool, size_of
+from kvd.machine.process import map_pool, sealed_size
 from kvd.pool.geometry import FillOrder
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle, HostHandle
@@ -212,7 +212,7 @@ class HostDevice(Device):
 
 
 def _map(fd: int, name: str) -> memoryview:
-    size = size_of(fd, name)
+    size = sealed_size(fd, name)
     if size == 0:
         raise ImportFailed(f"{name} of 0 bytes holds no memory")
     try:

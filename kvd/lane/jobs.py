@@ -20,8 +20,8 @@ import numpy.typing as npt
 from kvd.lane.device import NO_RUNS, Device, Direction, PreparedRuns
 from kvd.lane.queue import QueuedJob
 from kvd.lane.workers import Binding, LaneWorker
-from kvd_proto.arrays import Chunks
 from kvd_proto.directory import HEAD_DTYPE, READ_HEADS, SlotState, loan_number
+from kvd_proto.jobs import Chunks
 from kvd_proto.messages import Job, JobStatus, Load, Store
 
 SMALL_BATCH = 8
@@ -147,7 +147,7 @@ class JobState(StrEnum):
     ENDED = "ended"  # nothing moves any more; its Done is sent next
 
 
-Refusal = tuple[JobStatus, str]
+JobOutcome = tuple[JobStatus, str]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ class LaneJob(QueuedJob):
     stream_wait_ns: int = 0
     started_ns: int = 0
     ended_ns: int = 0
-    outcome: Refusal = (JobStatus.OK, "")
+    outcome: JobOutcome = (JobStatus.OK, "")
     direction: Direction = field(init=False)
     _chunks: Chunks | None = None
     _own_indices: Sequence[int] = ()
@@ -272,7 +272,7 @@ class LaneJob(QueuedJob):
             self._own_slots = _select(self.chunks.slots, self._own_indices)
             self._own_generations = _select(self.chunks.generations, self._own_indices)
 
-    def check_slots(self) -> Refusal | None:
+    def check_slots(self) -> JobOutcome | None:
         """Return why the job may not move its chunks now; None if it may.
 
         Called before the first byte and after the last one: any change of a slot in between has
@@ -344,7 +344,7 @@ class LaneJob(QueuedJob):
 
     def __repr__(self) -> str:
         return (
-            f"<LaneJob {self.direction} {self.request.job} of {self.worker.who}: {self.state},"
+            f"<LaneJob {self.direction} {self.request.job} of {self.worker.identity}: {self.state},"
             f" {self.num_submitted} of {len(self.runs)} runs submitted,"
             f" {self.pieces_in_flight} pieces in flight>"
         )
@@ -357,7 +357,7 @@ def needs_control_page(request: Job) -> bool:
     return bool(request.after or (isinstance(request, Load) and request.progress))
 
 
-def check_pinned(job: LaneJob, device: Device) -> Refusal | None:
+def check_pinned(job: LaneJob, device: Device) -> JobOutcome | None:
     """Return why a job may not start if a slot of it is not pinned yet; None if all are.
 
     Pinned slots stay pinned, so one check is enough.

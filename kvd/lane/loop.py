@@ -23,8 +23,7 @@ from kvd.lane.reports import SHARES_WAIT_MS, TEXT_LIMIT, Reporter
 from kvd.lane.runner import Runner
 from kvd.lane.workers import WorkerTable
 from kvd.logs import configure
-from kvd.machine.files import hold_pool, move_up
-from kvd.machine.process import Standstill
+from kvd.machine.process import StallDetector, lock_pool, to_high_number
 from kvd.wire.child_process import serve_broker
 from kvd.wire.link import LINK, BeginLane, LaneFailed, LaneReady, PoolUsable
 from kvd.wire.server import Server
@@ -85,7 +84,7 @@ class LaneService:
         self._pool_bytes = pool_bytes
         self._lifeline = lifeline
         self._last_usable = PoolUsable(usable_bytes=0, error="")
-        self._standstill = Standstill("lane")
+        self._standstill = StallDetector("lane")
         self._workers = WorkerTable(device)
         self._runner = Runner(device, limits)
         self._reporter = Reporter(self._server, link, self._runner)
@@ -143,7 +142,7 @@ class LaneService:
     def _serve_workers(self) -> None:
         """Serve the requests that have come, at most `REQUESTS_PER_TURN`."""
         for _ in range(REQUESTS_PER_TURN):
-            received = self._server.take()
+            received = self._server.next_request()
             if received is None:
                 return
             if not self._workers.all_bound:  # the order that binds the sender came before it
@@ -171,7 +170,7 @@ class LaneService:
         if stood_still:
             _log.warning("%s", stood_still)
         if ready:
-            self._server.look(ready)
+            self._server.handle_events(ready)
         return link.more or link.fileno() in ready
 
     def _wait_ms(self, nap: float) -> int | None:
@@ -248,9 +247,9 @@ def _open(link: Channel, begin: BeginLane, fds: tuple[int, ...]) -> LaneService:
     context = {"lane": begin.device, "incarnation": begin.incarnation}
     configure(begin.log_level, begin.log_style, name, **context)
     _retain_freed_memory()
-    pool_fd, pin_lock = map(move_up, fds)
+    pool_fd, pin_lock = map(to_high_number, fds)
     lifeline = open_lifeline()
-    hold_pool(pool_fd)
+    lock_pool(pool_fd)
     service = LaneService(
         incarnation=begin.incarnation,
         endpoint=begin.endpoint,
@@ -299,7 +298,7 @@ def open_lifeline() -> int:
         PoolError: no descriptor is left.
     """
     read_end, write_end = os.pipe()
-    moved_read_end = move_up(read_end)
+    moved_read_end = to_high_number(read_end)
     lower = os.dup(write_end)
     if lower > write_end:
         os.close(lower)

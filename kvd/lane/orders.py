@@ -11,13 +11,13 @@ affects only its sender: a frame that is no request is dropped, an invalid reque
 import logging
 import os
 
-from kvd.errors import ImportFailed, LaneError, Refused
+from kvd.errors import ImportFailed, LaneError, Refusal
 from kvd.lane.device import Device, Direction
 from kvd.lane.jobs import JobState, LaneJob, abandoned_chunks
 from kvd.lane.reports import TEXT_LIMIT, Reporter
 from kvd.lane.workers import Binding, LaneWorker, WorkerTable, identity_of
 from kvd.logs import set_level
-from kvd.machine.files import is_out_of_files, open_files_remedy
+from kvd.machine.process import is_out_of_files, open_files_remedy
 from kvd.wire.link import (
     LINK,
     BindWorker,
@@ -34,7 +34,7 @@ from kvd.wire.link import (
     StopLane,
     UnbindWorker,
 )
-from kvd.wire.server import Client, Received, refusal_of
+from kvd.wire.server import Client, Received, decode_error_reply
 from kvd_proto.channel import close_all
 from kvd_proto.codec import REQUESTS
 from kvd_proto.errors import DecodeError, DescriptorsLost, JobShapeError
@@ -158,7 +158,7 @@ class OrderHandler:
             else:
                 self._report_import_error(message, str(error))
             return
-        _log.info("imported the memory of %s", worker.who, extra=worker.who.fields)
+        _log.info("imported the memory of %s", worker.identity, extra=worker.identity.fields)
         answer = Imported(session=message.session, error="", attempt=message.attempt)
         self._reporter.send_to_broker(answer)
 
@@ -190,7 +190,7 @@ class OrderHandler:
             binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
         except LaneError:
             # The worker stays unbound, so its jobs are refused.
-            _log.exception("%s cannot be bound", worker.who, extra=worker.who.fields)
+            _log.exception("%s cannot be bound", worker.identity, extra=worker.identity.fields)
             return
         worker.binding = binding
         end = message.arena_base + binding.slot_bytes * message.num_slots
@@ -210,7 +210,9 @@ class OrderHandler:
             ):  # not released by an earlier order
                 self._reporter.detach(worker)
                 self._workers.release(worker)
-                _log.info("released the memory of %s", worker.who, extra=worker.who.fields)
+                _log.info(
+                    "released the memory of %s", worker.identity, extra=worker.identity.fields
+                )
             self._reporter.send_to_broker(Released(session=message.session))
 
         self._runner.when_ended(jobs, release)
@@ -281,10 +283,10 @@ class RequestHandler:
                 self._join(client, request_id, message)
             else:
                 self._execute(worker, client, request_id, message)
-        except Refused as error:
+        except Refusal as error:
             self._refuse(client, request_id, error.code, str(error))
         except DecodeError as error:
-            self._reporter.reply(client, request_id, refusal_of(error))
+            self._reporter.reply(client, request_id, decode_error_reply(error))
         except Exception:  # noqa: BLE001  # one request must not end the lane of all engines
             _log.exception("request %d could not be served", request_id)
             text = "a bug in the lane; its log has the details"
@@ -302,10 +304,10 @@ class RequestHandler:
         """
         if not isinstance(message, Join):
             text = "this connection belongs to no worker; send Join with the token of LaneUp first"
-            raise Refused(ErrorCode.BAD_SESSION, text)
+            raise Refusal(ErrorCode.BAD_SESSION, text)
         worker = self._workers.by_token(message.token)
         if worker is None:
-            raise Refused(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
+            raise Refusal(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
         self._reporter.attach(client, worker)
         jobs = self._runner.jobs_of(worker)
         for job in jobs:
@@ -332,10 +334,10 @@ class RequestHandler:
                 reply = self._reporter.reply
                 self._runner.when_ended(jobs, lambda: reply(client, request_id, Ok()))
             case Join():
-                raise Refused(ErrorCode.BAD_STATE, "this connection belongs to a worker already")
+                raise Refusal(ErrorCode.BAD_STATE, "this connection belongs to a worker already")
             case _:
                 text = f"a lane serves jobs, not {type(message).__name__}"
-                raise Refused(ErrorCode.BAD_STATE, text)
+                raise Refusal(ErrorCode.BAD_STATE, text)
 
     def _submit(self, worker: LaneWorker, request: Job, request_id: int) -> None:
         try:

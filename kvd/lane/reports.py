@@ -21,9 +21,9 @@ from kvd.lane.workers import Binding, LaneWorker
 from kvd.metrics.counts import STAGES, LaneCounts
 from kvd.wire.link import LINK, ShareDone
 from kvd.wire.server import Client, Server
-from kvd_proto.arrays import Chunks, IntArray
 from kvd_proto.channel import Channel
 from kvd_proto.codec import WIRE
+from kvd_proto.jobs import Chunks, IntArray
 from kvd_proto.messages import Done, Job, JobStatus, Load, Message
 
 TEXT_LIMIT = 1000

@@ -82,7 +82,7 @@ class Runner:
             engine=binding.order.owner,
             worker=worker,
             load=load,
-            nbytes=worker.expander.named_bytes(request.blocks),
+            nbytes=worker.expander.listed_bytes(request.blocks),
             binding=binding,
             request=request,
             request_id=request_id,
@@ -263,7 +263,7 @@ class Runner:
         job.moved_bytes += completed.nbytes
         job.copy_ns += completed.nanoseconds
         if completed.error:
-            fields = {**job.worker.who.fields, "job": job.request.job}
+            fields = {**job.worker.identity.fields, "job": job.request.job}
             _log.error("%r failed: %s", job, completed.error, extra=fields)
             self.stop(job, JobStatus.FAILED, completed.error)
         elif job.layer_ends:

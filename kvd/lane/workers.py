@@ -10,16 +10,16 @@ import pwd
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvd.client_names import Who
+from kvd.client_names import ClientIdentity
 from kvd.errors import HandleRefused, ImportFailed, LaneError
 from kvd.lane.device import Device, MemoryId
-from kvd.machine.files import size_of
+from kvd.machine.process import sealed_size
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd.wire.server import Client
-from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError
 from kvd_proto.expand import Expander
+from kvd_proto.jobs import CONTROL_BYTES, ControlWords
 from kvd_proto.layout import RankLayout
 
 
@@ -32,7 +32,7 @@ def map_control_page(fd: int) -> ControlWords:
     Raises:
         ImportFailed: the file is smaller, not sealed, or cannot be mapped.
     """
-    size = size_of(fd, "the control page (descriptor 0)")
+    size = sealed_size(fd, "the control page (descriptor 0)")
     if size < CONTROL_BYTES:
         raise ImportFailed(f"the control page has {size} bytes, {CONTROL_BYTES} are needed")
     try:
@@ -93,7 +93,7 @@ class LaneWorker:
     """
 
     order: ImportWorker
-    who: Who
+    identity: ClientIdentity
     memory: MemoryId
     control: ControlWords
     has_control_page: bool
@@ -108,9 +108,9 @@ class LaneWorker:
         return self.order.layout
 
 
-def identity_of(message: ImportWorker) -> Who:
+def identity_of(message: ImportWorker) -> ClientIdentity:
     """Return the identity of the worker that a message describes, for logs."""
-    return Who(message.session, message.pid, message.engine, "worker", message.rank)
+    return ClientIdentity(message.session, message.pid, message.engine, "worker", message.rank)
 
 
 def _other_user_hint(uid: int) -> str:
@@ -165,8 +165,8 @@ class WorkerTable:
         except HandleRefused as error:
             raise ImportFailed(f"{error}{_other_user_hint(message.uid)}") from error
         expander = Expander(message.layout)
-        who, has_page = identity_of(message), bool(descriptors)
-        worker = LaneWorker(message, who, memory, control, has_page, expander)
+        identity, has_page = identity_of(message), bool(descriptors)
+        worker = LaneWorker(message, identity, memory, control, has_page, expander)
         self._by_session[message.session] = self._by_token[message.token] = worker
         return worker
 

@@ -20,10 +20,10 @@ from xxhash import xxh3_64, xxh3_64_intdigest
 
 from kvd.errors import TierError
 from kvd.tier.contract import Outcome, Space
-from kvd.wire.tiering import Ask, Done, Get, OpenSpace, Put
-from kvd_proto.arrays import IntArray
+from kvd.wire.tiering import BatchResult, Get, Lookup, OpenNamespace, Put
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import KEY_BYTES, DirectoryView, SlotState
+from kvd_proto.jobs import IntArray
 
 MAX_DESCRIPTIONS_BYTES = 2**20
 """Limit for the descriptions in one reply, so that the broker reads it quickly."""
@@ -41,7 +41,7 @@ class NamespaceMapping:
     The mappings are released with the last reference: threads may still read after a close.
 
     Args:
-        order: the broker's `OpenSpace`.
+        order: the broker's `OpenNamespace`.
         fds: of the directory and, if any, the descriptions; owned by this object.
         pool: all of the pool.
 
@@ -55,7 +55,7 @@ class NamespaceMapping:
         retry_at: when to try again, in monotonic seconds.
     """
 
-    def __init__(self, order: OpenSpace, fds: Sequence[int], pool: memoryview) -> None:
+    def __init__(self, order: OpenNamespace, fds: Sequence[int], pool: memoryview) -> None:
         for fd in fds:
             weakref.finalize(self, os.close, fd)
         directory = mmap.mmap(fds[0], os.fstat(fds[0]).st_size, prot=mmap.PROT_READ)
@@ -105,8 +105,8 @@ class BatchPart:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to transfer; 0 for an Ask."""
-        if isinstance(self.batch.order, Ask):
+        """Bytes to transfer; 0 for a Lookup."""
+        if isinstance(self.batch.order, Lookup):
             return 0
         return (self.end - self.begin) * self.batch.namespace.chunk_bytes
 
@@ -115,7 +115,7 @@ class BatchPart:
 class Batch:
     """An order of the broker, and its outcomes.
 
-    Columns have one item for each key; for an Ask, `slots` and `generations` are empty.
+    Columns have one item for each key; for a Lookup, `slots` and `generations` are empty.
 
     Attributes:
         space: in which it runs; None before the namespace's space is open.
@@ -128,7 +128,7 @@ class Batch:
             started, its last part ended.
     """
 
-    order: Put | Get | Ask
+    order: Put | Get | Lookup
     namespace: NamespaceMapping
     space: Space | None = None
     slots: Sequence[int] = ()
@@ -146,7 +146,7 @@ class Batch:
 
     def __post_init__(self) -> None:
         order, count = self.order, len(self.order.keys)
-        if not isinstance(order, Ask):
+        if not isinstance(order, Lookup):
             self.slots, self.generations = order.slots.tolist(), order.generations.tolist()
         self.coverages = [(0, 0, 0)] * count
         if isinstance(order, Put):
@@ -160,7 +160,7 @@ class Batch:
         """Split it into parts of at most `part_bytes`, or one chunk; one part if it is empty."""
         count = len(self.order.keys)
         step = max(1, count)
-        if not isinstance(self.order, Ask):
+        if not isinstance(self.order, Lookup):
             step = max(1, part_bytes // self.namespace.chunk_bytes)
         parts = [
             BatchPart(self, begin, min(count, begin + step))
@@ -199,7 +199,7 @@ class Batch:
         self.outcomes[begin:end] = [outcome] * (end - begin)
         self.error = error[:TEXT_LIMIT] or self.error
 
-    def reply(self) -> Done:
+    def reply(self) -> BatchResult:
         """Return the reply. Descriptions beyond `MAX_DESCRIPTIONS_BYTES` are left out."""
         room = MAX_DESCRIPTIONS_BYTES  # bytes
         coverages, descriptions = [(0, 0, 0)] * len(self.outcomes), []
@@ -215,7 +215,7 @@ class Batch:
         first, count, groups = (
             IntArray.of([coverage[i] for coverage in coverages], "u2") for i in range(3)
         )
-        return Done(
+        return BatchResult(
             number=self.order.number,
             outcomes=IntArray.of(map(int, self.outcomes), "u1"),
             first=first,

@@ -22,7 +22,7 @@ import numpy as np
 from kvd.errors import ConfigError, TierError
 from kvd.tier.contract import BackendOptions
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import parse_size
+from kvd_proto.text import parse_size
 
 PROTOCOLS = ("tcp", "rdma")
 NO_METADATA_SERVER = "P2PHANDSHAKE"

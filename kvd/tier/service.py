@@ -19,32 +19,32 @@ from typing import TypeAlias
 from kvd.config.values import parse_tier
 from kvd.errors import TierError
 from kvd.logs import configure
-from kvd.machine.files import hold_pool, map_pool, move_up
+from kvd.machine.process import lock_pool, map_pool, to_high_number
 from kvd.tier.batches import Batch, BatchPart, NamespaceMapping
 from kvd.tier.contract import Capacity, Outcome, Space, TierBackend, backend_class, backend_options
 from kvd.tier.threads import BatchThreads, SerialThread
 from kvd.wire.child_process import serve_broker
 from kvd.wire.tiering import (
     TIERING,
-    Ask,
     BeginTier,
-    CloseSpace,
+    CloseNamespace,
     Drop,
     Get,
-    Gone,
-    Held,
+    Lookup,
+    NamespaceOpened,
     NewSalt,
-    OpenSpace,
+    OpenNamespace,
     Put,
-    SpaceOpened,
+    RemovedChunks,
+    ScanResult,
     StopTier,
     TierFailed,
     TierPing,
     TierPong,
     TierReady,
 )
-from kvd_proto.arrays import IntArray
 from kvd_proto.channel import Channel
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.tier")
@@ -79,7 +79,7 @@ class TierService:
         self._scans: deque[_Scan] = deque()  # those whose next rows can be requested
         self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # space ids and keys
         self._batches: set[Batch] = set()  # submitted to threads
-        self._delayed_reports: dict[Batch, list[Gone]] = {}
+        self._delayed_reports: dict[Batch, list[RemovedChunks]] = {}
         self._capacity = tier.capacity()
         self._progress = 0
         self._refreshing = self._refresh_again = self._stopping = False
@@ -168,20 +168,20 @@ class TierService:
 
     def _execute(self, order: Message, fds: tuple[int, ...]) -> None:
         match order:
-            case Put() | Get() | Ask():
+            case Put() | Get() | Lookup():
                 self._accept(Batch(order, self._namespaces[order.namespace]))
             case Drop():
                 self._drop(order)
             case TierPing():
                 self._answer_ping()
-            case OpenSpace():
+            case OpenNamespace():
                 self._close(order.namespace)
                 namespace = NamespaceMapping(order, fds, self._pool)
                 self._namespaces[order.namespace] = namespace
                 self._open(namespace)
             case NewSalt():
                 self._reset(order)
-            case CloseSpace():
+            case CloseNamespace():
                 self._close(order.namespace)
             case StopTier():
                 self._stop()
@@ -324,7 +324,7 @@ class TierService:
         namespace.error = ""
         namespace.salt, namespace.space = salt, namespace.space_of(salt)
         self._refresh()  # dropping chunks has freed capacity
-        self._send(SpaceOpened(namespace=id_, salt=salt))
+        self._send(NamespaceOpened(namespace=id_, salt=salt))
         self._scans.append((namespace, namespace.space, self._scan(namespace.space)))
         batches, namespace.pending_batches = namespace.pending_batches, []
         for batch in batches:
@@ -361,7 +361,7 @@ class TierService:
                 IntArray.of([coverage[i] for _, coverage in some], "u2") for i in range(3)
             )
             self._send(
-                Held(
+                ScanResult(
                     namespace=namespace.order.namespace,
                     salt=namespace.salt,
                     keys=tuple(key for key, _ in some),
@@ -432,9 +432,9 @@ class TierService:
             if isinstance(order, Put) and batch.started_ns and order.namespace == namespace_id:
                 common = tuple(set(keys).intersection(order.keys))
                 if common:
-                    report = Gone(namespace=namespace_id, keys=common)
+                    report = RemovedChunks(namespace=namespace_id, keys=common)
                     self._delayed_reports.setdefault(batch, []).append(report)
-        self._send(Gone(namespace=namespace_id, keys=tuple(keys)))
+        self._send(RemovedChunks(namespace=namespace_id, keys=tuple(keys)))
 
 
 def run(link_fd: int) -> int:
@@ -452,8 +452,8 @@ def _open_tier(link: Channel, begin: BeginTier, fds: tuple[int, ...]) -> TierSer
     name = f"tier {begin.index} ({kind})"
     configure(begin.log_level, begin.log_style, f"tier {kind}#{begin.index}", tier=begin.index)
     sys.setswitchinterval(_SWITCH_SECONDS)
-    pool_fd = move_up(fds[0])
-    hold_pool(pool_fd)
+    pool_fd = to_high_number(fds[0])
+    lock_pool(pool_fd)
     setting = parse_tier(begin.setting)
     pool = map_pool(pool_fd, begin.pool_bytes)
     os.close(pool_fd)

@@ -23,11 +23,11 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from kvd.errors import TierError
-from kvd.logs import fault_text
-from kvd.machine.process import give_way
+from kvd.logs import safe_repr
+from kvd.machine.process import lower_priority
 from kvd.tier.batches import Batch, BatchPart, Damaged, OtherChunk, checksum_of, seal, unseal
 from kvd.tier.contract import Chunk, Outcome, Space, TierBackend
-from kvd.wire.tiering import Ask, Get, Put
+from kvd.wire.tiering import Get, Lookup, Put
 from kvd_proto.directory import SlotState
 
 log = logging.getLogger("kvd.tier")
@@ -115,7 +115,7 @@ class BatchThreads:
         self._run(self._gets, self._get_ready)
 
     def _run_puts(self) -> None:
-        give_way()
+        lower_priority()
         self._run(self._puts, self._put_ready)
 
     def _run(self, queue: deque[BatchPart], ready: threading.Condition) -> None:
@@ -140,7 +140,7 @@ def _expire(part: BatchPart, now: float) -> bool:
     batch = part.batch
     if now > batch.deadline:
         outcome = Outcome.LATE
-    elif batch.is_stale or (not isinstance(batch.order, Ask) and not _holds_any(part)):
+    elif batch.is_stale or (not isinstance(batch.order, Lookup) and not _holds_any(part)):
         outcome = Outcome.GONE
     else:
         return False
@@ -190,7 +190,7 @@ class BatchExecutor:
             batch.set_outcome(Outcome.FAILED, str(error), part.begin, part.end)
             self._warn(f"{self._name}: a {batch.kind} of {len(batch.order.keys)} failed: {error}")
         except Exception as error:
-            batch.set_outcome(Outcome.FAILED, fault_text(error), part.begin, part.end)
+            batch.set_outcome(Outcome.FAILED, safe_repr(error), part.begin, part.end)
             log.exception("%s: a bug in the tier failed a %s", self._name, batch.kind)
 
     def _put(self, part: BatchPart, space: Space) -> None:
@@ -319,7 +319,7 @@ class SerialThread:
                 return partial(on_result, error)
             except Exception as error:
                 log.exception("a bug in the tier's backend")
-                return partial(on_result, TierError(fault_text(error)))
+                return partial(on_result, TierError(safe_repr(error)))
 
         self._tasks.put(task)
 

@@ -17,8 +17,8 @@ from kvd.lane.cuda.backend import CudaOptions
 from kvd.lane.device import Direction, MemoryId
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, WorkerTable
-from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import SlotState
+from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import IpcHandle, Job, JobStatus, Load, Store
 from tests.lane.cuda_memory import CudaWorkers

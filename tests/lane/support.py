@@ -35,11 +35,10 @@ from kvd.wire.link import (
     ShareDone,
     lane_socket,
 )
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.channel import Channel, close_all
 from kvd_proto.codec import Header
-from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryHeader, SlotState
+from kvd_proto.jobs import CONTROL_BYTES, JobBlocks
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import (
     HOST,

@@ -15,7 +15,7 @@ from kvd.lane.cuda.copies import BatchCopy
 from kvd.lane.device import Direction
 from kvd.lane.workers import WorkerTable
 from kvd.pool.geometry import FillOrder
-from kvd_proto.control import CONTROL_BYTES
+from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.messages import HostHandle, VmmHandle, VmmSegment
 from tests.fakecuda.cudatensor import GRANULARITY
 from tests.lane.cuda_checks import PAGE, options

@@ -22,7 +22,7 @@ from kvd.lane.cuda.backend import CudaDevice, CudaOptions
 from kvd.lane.cuda.copies import BatchCopy
 from kvd.lane.cuda.driver import Event, Stream
 from kvd.lane.cuda.pinning import PinnedPool
-from kvd.lane.jobs import JobState, LaneJob, Refusal
+from kvd.lane.jobs import JobOutcome, JobState, LaneJob
 from kvd.machine import cuda
 from kvd_proto.copies import Copies
 from tests.fakecuda.harness import FakeCuda
@@ -73,7 +73,7 @@ def reported_at_once() -> Callable[[streams.TransferStream, Any], bool]:
     return lambda self, entry: bool(entry.error) or has_ended(self, entry)
 
 
-def look_only_before_the_copy() -> Callable[[LaneJob], Refusal | None]:
+def look_only_before_the_copy() -> Callable[[LaneJob], JobOutcome | None]:
     """A job that was good when it started is good."""
     check_slots = LaneJob.check_slots
     return lambda job: check_slots(job) if job.state is JobState.QUEUED else None
@@ -208,8 +208,8 @@ RULES = [
     Rule(
         checks.a_code_that_the_bindings_do_not_know_fails_one_transfer,
         (
-            (cuda, "returned_by", raise_as_the_bindings_do),
-            (driver, "returned_by", raise_as_the_bindings_do),
+            (cuda, "call_raw", raise_as_the_bindings_do),
+            (driver, "call_raw", raise_as_the_bindings_do),
         ),
     ),
     Rule(

@@ -13,7 +13,7 @@ from kvd.lane.host_device import HostDevice
 from kvd.lane.workers import map_control_page
 from kvd_client.memory import sealed_file
 from kvd_proto import copies
-from kvd_proto.arrays import FEW
+from kvd_proto.jobs import FEW
 from kvd_proto.messages import HostHandle
 from tests.lane.device_contract import Bytes, DeviceContract, Rig, Source, drain
 from tests.lane.support import Memory

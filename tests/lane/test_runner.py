@@ -21,12 +21,11 @@ from kvd.lane.reports import Reporter
 from kvd.lane.runner import Runner
 from kvd.lane.workers import Binding, LaneWorker, WorkerTable
 from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
-from kvd_proto.arrays import IntArray
 from kvd_proto.channel import Channel
-from kvd_proto.control import EPOCH_WORDS
 from kvd_proto.copies import Copies
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import DescriptorsLost, JobShapeError
+from kvd_proto.jobs import EPOCH_WORDS, IntArray
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Handle, Job, JobStatus, Load, Message, Store
 from tests.lane.support import (

@@ -10,7 +10,7 @@ from kvd.outcomes import Outcome
 from kvd.tier.batches import HEAD_BYTES, space_id
 from kvd.tier.contract import BackendOptions, Space
 from kvd.tier.mooncake import MooncakeTier
-from kvd_proto.descriptions import record_bytes, room
+from kvd_proto.descriptions import max_description_bytes, record_bytes
 from tests.daemon.engines import FACTOR, PAGE, TENSORS, make_layout
 from tests.tier.areas import Area
 from tests.tier.conformance import put_all, soon
@@ -31,7 +31,7 @@ def main(master: str, namespace: str, *keys: str) -> None:
 
     tier = eventually(opened, lambda found: isinstance(found, MooncakeTier))
     assert isinstance(tier, MooncakeTier)
-    head_bytes = HEAD_BYTES + room(record_bytes(make_layout()))
+    head_bytes = HEAD_BYTES + max_description_bytes(record_bytes(make_layout()))
     name = bytes.fromhex(namespace)
     space = Space(space_id(name, tier.salt(name)), SHARES, head_bytes)
     wanted = [bytes.fromhex(key) for key in keys]

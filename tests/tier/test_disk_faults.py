@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import ConfigError, TierError
-from kvd.machine.room import Filesystem
+from kvd.machine.memory import Filesystem
 from kvd.outcomes import Outcome
 from kvd.tier.batches import Damaged, OtherChunk, checksum_of, seal, unseal
 from kvd.tier.contract import BackendOptions, Space

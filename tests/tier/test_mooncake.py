@@ -143,7 +143,7 @@ class TestCluster:
         salt = tier.salt(ID)
         tier.note_salt(ID, salt)
         tier._client._store.remove_all(True)
-        tier._reminded -= 3600
+        tier._last_rewrite -= 3600
         put_all(tier, openers.area.chunks(space_of(4096, salt=salt), keys_of("remind", 1)))
         tier._salts.clear()
         assert tier.salt(ID) == salt

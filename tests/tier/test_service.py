@@ -14,14 +14,14 @@ from kvd.outcomes import Outcome
 from kvd.tier.batches import seal, space_id, unseal
 from kvd.tier.contract import BackendOptions, Capacity, Chunk, Space
 from kvd.wire.tiering import (
-    Ask,
-    CloseSpace,
-    Done,
+    BatchResult,
+    CloseNamespace,
     Drop,
-    Gone,
-    Held,
+    Lookup,
+    NamespaceOpened,
     NewSalt,
-    SpaceOpened,
+    RemovedChunks,
+    ScanResult,
     StopTier,
     TierReady,
 )
@@ -113,7 +113,7 @@ def test_without_descriptions(broker: FakeBroker) -> None:
     """A namespace without descriptions has empty ones."""
     space = broker.spaces[1]
     broker.send(space.order(), (space.fd,))
-    broker.wait_for(SpaceOpened)
+    broker.wait_for(NamespaceOpened)
     row = (b"k", 0, space.store(0, b"k"))
     assert broker.outcomes(space.put(1, [row])) == [OK]
     done = broker.done(space.get(2, [(b"k", 1, space.expect(1, b"k"))]))
@@ -266,10 +266,10 @@ def test_it_says_how_many_records_were_damaged(tier: MemoryTier) -> None:
 
 
 def test_asking(broker: FakeBroker) -> None:
-    """An Ask says for each key whether it is there."""
+    """A Lookup says for each key whether it is there."""
     space = broker.spaces[0]
     assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
-    ask = Ask(number=2, namespace=space.name, keys=(b"x", b"k", b"y"), deadline_ms=60_000)
+    ask = Lookup(number=2, namespace=space.name, keys=(b"x", b"k", b"y"), deadline_ms=60_000)
     assert broker.outcomes(ask) == [ABSENT, OK, ABSENT]
 
 
@@ -294,7 +294,7 @@ def test_what_is_held_is_told() -> None:
         keys = [bytes((2, i)) for i in range(10)]
         rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
         assert broker.outcomes(space.put(1, rows)) == [OK] * 10
-        broker.send(CloseSpace(namespace=space.name))
+        broker.send(CloseNamespace(namespace=space.name))
         assert space.open(b"") == b"5"
         assert broker.held() == {key: coverage(key) for key in keys}
 
@@ -341,7 +341,7 @@ def test_what_is_evicted_is_told() -> None:
             assert broker.outcomes(space.put(slot, [(key, slot, space.store(slot, key))])) == [OK]
         gone: set[bytes] = set()
         while len(gone) < 4:
-            message = broker.wait_for(Gone)
+            message = broker.wait_for(RemovedChunks)
             assert message.namespace == space.name
             gone |= set(message.keys)
         assert gone == set(keys[:4])
@@ -370,7 +370,7 @@ def test_what_is_evicted_while_evictions_are_asked_for_is_told() -> None:
         inside.wait()
         assert broker.outcomes(space.put(2, [(b"b", 1, space.store(1, b"b"))])) == [OK]
         go_on.set()
-        assert broker.wait_for(Gone).keys == (b"a",)
+        assert broker.wait_for(RemovedChunks).keys == (b"a",)
 
 
 def test_another_salt(broker: FakeBroker, tier: MemoryTier) -> None:
@@ -406,7 +406,7 @@ def test_a_reset_while_batches_run() -> None:
         broker.send(NewSalt(namespace=space.name, salt=b"7"))
         broker.pong()
         go_on.set()
-        dones = [broker.wait_for(Done) for _ in range(2)]
+        dones = [broker.wait_for(BatchResult) for _ in range(2)]
         ends = {done.number: done.outcomes.tolist() for done in dones}
         assert ends[2] == [GONE]
         assert ends[3] in ([GONE], [ABSENT])
@@ -439,7 +439,7 @@ def test_puts_leave_a_thread_for_gets() -> None:
         assert pong.busy == tier.threads - 1
         assert pong.queued_bytes == (7 - pong.busy) * sum(SHARES)
         go_on.set()
-        assert [broker.wait_for(Done).outcomes.tolist() for _ in range(7)] == [[OK]] * 7
+        assert [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(7)] == [[OK]] * 7
         assert broker.pong().progress == 9
 
 
@@ -472,7 +472,7 @@ def test_a_batch_has_one_end(tier: MemoryTier) -> None:
         rows[4] = (b"\5other", 4, rows[4][2])
         assert broker.outcomes(space.put(1, rows)) == [OK] * 4 + [GONE] + [OK] * 4
         assert broker.pong().progress == 9
-        assert broker.others == [] or not any(isinstance(m, Done) for m in broker.others)
+        assert broker.others == [] or not any(isinstance(m, BatchResult) for m in broker.others)
 
 
 def test_while_everything_hangs(tmp_path: Path) -> None:
@@ -492,11 +492,11 @@ def test_while_everything_hangs(tmp_path: Path) -> None:
         given_up = space.expect(11, b"m")
         broker.send(space.get(51, [(b"m", 11, given_up)]))
         space.set(11, SlotState.DRAINING, b"m", given_up)
-        done = broker.wait_for(Done)
+        done = broker.wait_for(BatchResult)
         assert (done.number, done.outcomes.tolist()) == (51, [GONE])
         assert broker.pong().progress == 2
         hang.unlink()
-        ends = {broker.wait_for(Done).number for _ in held}
+        ends = {broker.wait_for(BatchResult).number for _ in held}
         assert ends == set(range(tier.threads))
 
 
@@ -566,7 +566,7 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
         good.open()
         assert broker.outcomes(good.put(2, [(b"k", 0, good.store(0, b"k"))])) == [OK]
         tier.fails = False
-        assert broker.wait_for(SpaceOpened).namespace == bad.name
+        assert broker.wait_for(NamespaceOpened).namespace == bad.name
         assert broker.outcomes(bad.put(3, [(b"k", 0, bad.store(0, b"k"))])) == [OK]
         assert broker.pong().error == ""
     assert caplog.text.count("cannot be opened") == 1
@@ -575,7 +575,7 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
 def test_orders_for_what_is_not_open(broker: FakeBroker) -> None:
     """They are no error: a namespace may have been closed meanwhile."""
     space = broker.spaces[0]
-    broker.send(CloseSpace(namespace=b"?" * 16))
+    broker.send(CloseNamespace(namespace=b"?" * 16))
     broker.send(NewSalt(namespace=b"?" * 16, salt=b"4"))
     broker.send(Drop(namespace=b"?" * 16, keys=(b"k",)))
     assert broker.outcomes(space.put(2, [(b"k", 0, space.store(0, b"k"))])) == [OK]
@@ -633,8 +633,8 @@ def test_orders_before_it_has_begun(tmp_path: Path) -> None:
         broker.send(space.put(1, [(b"k", 0, space.store(0, b"k"))]))
         assert broker.pong().busy == 0
         hang.unlink()
-        assert broker.wait_for(SpaceOpened)
-        assert broker.wait_for(Done).outcomes.tolist() == [OK]
+        assert broker.wait_for(NamespaceOpened)
+        assert broker.wait_for(BatchResult).outcomes.tolist() == [OK]
 
 
 def test_a_reset_before_it_has_begun(tmp_path: Path) -> None:
@@ -646,10 +646,10 @@ def test_a_reset_before_it_has_begun(tmp_path: Path) -> None:
         broker.send(space.order(b"1"), (space.fd,))
         broker.send(space.put(0, [(b"k", 0, space.store(0, b"k"))]))
         broker.send(NewSalt(namespace=space.name, salt=b"2"))
-        assert broker.wait_for(Done).outcomes.tolist() == [GONE]
+        assert broker.wait_for(BatchResult).outcomes.tolist() == [GONE]
         hang.unlink()
-        assert broker.wait_for(SpaceOpened).salt == b"2"
-        assert broker.wait_for(Held).salt == b"2"
+        assert broker.wait_for(NamespaceOpened).salt == b"2"
+        assert broker.wait_for(ScanResult).salt == b"2"
         assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
 
 
@@ -700,11 +700,11 @@ def test_stopping() -> None:
         for _ in range(tier.threads - 1):
             inside.acquire()
         broker.send(StopTier())
-        late = [broker.wait_for(Done).outcomes.tolist() for _ in range(6 - tier.threads + 1)]
+        late = [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(6 - tier.threads + 1)]
         assert late == [[Outcome.LATE]] * len(late)
         go_on.set()
         broker.join()
-        ends = [broker.wait_for(Done).outcomes.tolist() for _ in range(tier.threads - 1)]
+        ends = [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(tier.threads - 1)]
         assert ends == [[OK]] * len(ends)
         assert closed.is_set()
 

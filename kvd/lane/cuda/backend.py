@@ -28,7 +28,14 @@ from uuid import UUID
 
 import numpy as np
 
-from kvd.errors import CudaError, CudaMissing, DeviceLost, HandleRefused, ImportFailed, LaneError
+from kvd.errors import (
+    CudaDriverError,
+    CudaMissing,
+    DeviceLost,
+    HandleRefused,
+    ImportFailed,
+    LaneError,
+)
 from kvd.lane.cuda import driver
 from kvd.lane.cuda.copies import CudaRuns, PoolSide, RunSlice, choose_copier, prepare
 from kvd.lane.cuda.driver import Addresses
@@ -58,7 +65,7 @@ def find_device(name: str) -> int:
 
     Raises:
         CudaMissing: no device that this process sees has this UUID.
-        CudaError: the driver fails.
+        CudaDriverError: the driver fails.
     """
     uuid = _uuid(name).bytes
     devices = cuda.devices()
@@ -133,7 +140,7 @@ class ImportedMemory:
                     for handle, size in zip(handles, sizes, strict=True)
                 ]
                 self.close = self._undo.pop_all().close
-        except CudaError as error:
+        except CudaDriverError as error:
             raise ImportFailed(str(error)) from error
         self.addresses: Addresses = np.array(starts, np.uint64)
 
@@ -164,7 +171,7 @@ class ImportedMemory:
     def _open_ipc(self, handle: IpcHandle) -> tuple[int, int]:
         try:
             address = driver.open_ipc(handle.handle)
-        except CudaError as error:
+        except CudaDriverError as error:
             raise HandleRefused(
                 f"{error}; the worker must run on this machine and use this device, and its pid"
                 " must differ from the lane's as a number: share the host's pids with containers"
@@ -176,7 +183,7 @@ class ImportedMemory:
 
     def _open_descriptors(self, segments: Sequence[VmmSegment]) -> tuple[int, int]:
         nbytes = sum(segment.nbytes for segment in segments)
-        limit = cuda.memory_of(self._device)
+        limit = cuda.total_memory(self._device)
         self._claimed_bytes += nbytes
         if nbytes > limit or self._claimed_bytes > _MAX_MAPPINGS * limit:
             raise ImportFailed(
@@ -223,7 +230,7 @@ class CudaDevice(Device):
     Raises:
         CudaMissing: no driver, no bindings, no such device, or one that allows no context.
         PoolError: the pool's file is smaller than `pool_bytes`, or cannot be mapped.
-        CudaError: the device cannot be set up. Nothing stays mapped or pinned.
+        CudaDriverError: the device cannot be set up. Nothing stays mapped or pinned.
     """
 
     pins = True
@@ -243,10 +250,10 @@ class CudaDevice(Device):
         self._last_id = 0
         self._seen_pool_failures = 0  # after these the context has answered
         cuda.start()
-        if shortcomings := cuda.shortcomings():
+        if shortcomings := cuda.version_warning():
             _log.warning("%s", shortcomings)
         self._device = find_device(name)
-        if refusal := cuda.refusal(self._device):
+        if refusal := cuda.compute_mode_problem(self._device):
             raise CudaMissing(refusal)
         bind_near_device(cuda.pci_bus_id(self._device))
         self._undo = Undo()
@@ -335,7 +342,7 @@ class CudaDevice(Device):
         self._pool.release(memory)
         try:
             self._memories.pop(memory).close()
-        except CudaError as error:
+        except CudaDriverError as error:
             self._raise_if_lost(error)
             _log.error("a worker's memory stays mapped until this lane ends: %s", error)
 
@@ -389,7 +396,7 @@ class CudaDevice(Device):
         """See Device.
 
         Raises:
-            CudaError: the driver does not release something; the rest was released.
+            CudaDriverError: the driver does not release something; the rest was released.
         """
         if self.in_flight:
             raise LaneError(f"{self.in_flight} transfers are in flight")

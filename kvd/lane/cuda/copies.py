@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd.errors import CudaError
+from kvd.errors import CudaDriverError
 from kvd.lane.cuda import driver
 from kvd.lane.cuda.driver import Addresses, Stream
 from kvd.lane.device import Direction, Ends, PreparedRuns
-from kvd.machine.cuda import Undo, bindings, call, check, shown, version
+from kvd.machine.cuda import Undo, bindings, call, check, version, version_text
 from kvd_proto.copies import Copies, Grid, Run
 
 _log = logging.getLogger(__name__)
@@ -200,7 +200,7 @@ class BatchCopy:
         returns_index: whether this driver's form returns the index of a wrong copy.
 
     Raises:
-        CudaError: this driver lacks the function.
+        CudaDriverError: this driver lacks the function.
     """
 
     def __init__(self, *, overlap: bool) -> None:
@@ -209,7 +209,9 @@ class BatchCopy:
         form = next((form for form in _BATCH_FORMS if form[0] <= driver_version), None)
         if form is None:
             attempted = "looking for cuMemcpyBatchAsync"
-            raise CudaError(-1, f"not in a driver for CUDA {shown(driver_version)}", attempted)
+            raise CudaDriverError(
+                -1, f"not in a driver for CUDA {version_text(driver_version)}", attempted
+            )
         since, self.returns_index = form
         self.overlap = overlap
         pointer, size = ctypes.c_void_p, ctypes.c_size_t
@@ -250,7 +252,7 @@ class BatchCopy:
                 otherwise only when the stream reaches them.
 
         Raises:
-            CudaError: some may have been enqueued.
+            CudaDriverError: some may have been enqueued.
         """
         trailing = self._trailing[source_in_any_order]
         # Handles of the bindings are numbers.
@@ -262,7 +264,7 @@ class BatchCopy:
         """Enqueue copies of runs, at least one.
 
         Raises:
-            CudaError: some may have been enqueued.
+            CudaDriverError: some may have been enqueued.
         """
         host, device, sizes = runs.pointers()
         load = direction is Direction.LOAD
@@ -277,7 +279,7 @@ class SingleCopies:
     """Copies by one `cuMemcpyAsync` a run; sources are read when the stream reaches them.
 
     Raises:
-        CudaError: this driver lacks the function.
+        CudaDriverError: this driver lacks the function.
     """
 
     def __init__(self) -> None:
@@ -312,7 +314,7 @@ def choose_copier(stream: Stream) -> Copier:
         stream: for the trial; this function waits for it.
 
     Raises:
-        CudaError: there is no memory for the trial, or this driver has no way to copy.
+        CudaDriverError: there is no memory for the trial, or this driver has no way to copy.
     """
     reason = ""
     with Undo() as undo:
@@ -321,7 +323,7 @@ def choose_copier(stream: Stream) -> Copier:
             try:
                 copier = BatchCopy(overlap=overlap)
                 trial.run(copier, stream)
-            except CudaError as error:
+            except CudaDriverError as error:
                 driver.wait_for_stream(stream)  # some of the copies may have been enqueued
                 reason = str(error)
             else:
@@ -352,7 +354,7 @@ class _Trial:
         """Load and store a pattern, and wait.
 
         Raises:
-            CudaError: the driver refuses, or moves the wrong bytes.
+            CudaDriverError: the driver refuses, or moves the wrong bytes.
         """
         expected = np.zeros(_TRIAL_BYTES, np.uint8)
         for begin in self._offsets.tolist():
@@ -364,7 +366,7 @@ class _Trial:
         copier.copy(self._runs, Direction.STORE, stream)
         driver.wait_for_stream(stream)
         if not np.array_equal(self._bytes, expected):
-            raise CudaError(-1, "it moved the wrong bytes", f"trying {copier!r}")
+            raise CudaDriverError(-1, "it moved the wrong bytes", f"trying {copier!r}")
 
 
 def _address_of(name: str, since: int) -> int:
@@ -373,7 +375,7 @@ def _address_of(name: str, since: int) -> int:
     flags = bindings().CUdriverProcAddress_flags.CU_GET_PROC_ADDRESS_DEFAULT
     address, status = call(attempted, "cuGetProcAddress", name.encode(), since, flags)
     if not int(address):
-        raise CudaError(-1, f"not in this driver ({status.name})", attempted)
+        raise CudaDriverError(-1, f"not in this driver ({status.name})", attempted)
     return int(address)
 
 

@@ -14,8 +14,8 @@ from typing import NewType
 import numpy as np
 import numpy.typing as npt
 
-from kvd.errors import CudaError
-from kvd.machine.cuda import Undo, bindings, call, check, returned_by
+from kvd.errors import CudaDriverError
+from kvd.machine.cuda import Undo, bindings, call, call_raw, check
 
 Context = NewType("Context", object)
 Stream = NewType("Stream", object)
@@ -74,7 +74,7 @@ def is_alive(stream: Stream) -> bool:
     """Return whether the context of a stream still answers."""
     try:
         is_idle(stream)
-    except CudaError:
+    except CudaDriverError:
         return False
     return True
 
@@ -101,7 +101,7 @@ def is_reached(event: Event) -> bool:
 
 
 def _reached(attempted: str, function: str, handle: object) -> bool:
-    code = returned_by(attempted, function, handle)[0]
+    code = call_raw(attempted, function, handle)[0]
     if code == _NOT_READY:  # the usual answer, which is no error
         return False
     check(code, attempted)

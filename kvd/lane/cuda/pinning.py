@@ -39,7 +39,7 @@ from kvd.lane.cuda import driver
 from kvd.lane.cuda.driver import Addresses, Context
 from kvd.lane.device import touch_pages
 from kvd.machine import cuda
-from kvd.machine.files import map_pool
+from kvd.machine.process import map_pool
 from kvd.pool.geometry import FillOrder, piece_bytes_for
 
 _log = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class PinnedPool:
         """Stop the thread, unpin everything without pauses, and unmap; no copy may be in flight.
 
         Raises:
-            CudaError: a piece cannot be unpinned.
+            CudaDriverError: a piece cannot be unpinned.
         """
         self._closing.set()
         with self._changed:

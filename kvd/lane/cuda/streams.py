@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from kvd.errors import CudaError, DeviceLost
+from kvd.errors import CudaDriverError, DeviceLost
 from kvd.lane.cuda import driver
 from kvd.lane.cuda.copies import Copier, RunSlice
 from kvd.lane.cuda.driver import Context, Event, Stream
@@ -48,7 +48,7 @@ class EnqueueThread(Generic[Item]):
         name: str,
         context: Context,
         process: Callable[[Item], None],
-        fail: Callable[[Item, CudaError], None],
+        fail: Callable[[Item, CudaDriverError], None],
     ) -> None:
         self.exception: BaseException | None = None
         self._name = name
@@ -87,7 +87,7 @@ class EnqueueThread(Generic[Item]):
                     try:
                         driver.use_context(self._context)
                         has_context = True
-                    except CudaError as error:
+                    except CudaDriverError as error:
                         self._fail(item, error)
                 if has_context:
                     self._process(item)
@@ -138,7 +138,7 @@ class StreamTransfer:
     is_marked: bool = False
     error: str = ""
 
-    def fail(self, error: CudaError) -> None:
+    def fail(self, error: CudaDriverError) -> None:
         """Set the error, unless there is one."""
         self.error = self.error or f"copy failed: {error}"
 
@@ -157,7 +157,7 @@ class TransferStream:
             that the driver is expected to take within INLINE_NS.
 
     Raises:
-        CudaError: the stream cannot be created.
+        CudaDriverError: the stream cannot be created.
     """
 
     def __init__(
@@ -193,7 +193,7 @@ class TransferStream:
         self.nbytes += transfer.nbytes
         try:
             entry.end = self._take_event()
-        except CudaError as error:
+        except CudaDriverError as error:
             self._refuse(entry, error)
             return
         if self._thread.idle and self._is_short(len(runs)):
@@ -245,12 +245,12 @@ class TransferStream:
                 if entry.end is not None:
                     driver.record(entry.end, self.stream)
                     entry.is_marked = True
-        except CudaError as error:
+        except CudaDriverError as error:
             entry.fail(error)
         entry.is_enqueued = True
 
     @staticmethod
-    def _refuse(entry: StreamTransfer, error: CudaError) -> None:
+    def _refuse(entry: StreamTransfer, error: CudaDriverError) -> None:
         """Mark a transfer as failed; nothing of it will be enqueued."""
         entry.fail(error)
         entry.is_enqueued = True
@@ -266,13 +266,13 @@ class TransferStream:
         if entry.end is not None and entry.is_marked:
             try:
                 return driver.is_reached(entry.end)
-            except CudaError as error:
+            except CudaDriverError as error:
                 # The event's state is unknown: wait until the stream is idle.
                 entry.is_marked = False
                 entry.fail(error)
         try:
             return driver.is_idle(self.stream)
-        except CudaError as error:
+        except CudaDriverError as error:
             entry.fail(error)
             if not driver.is_alive(self.stream):
                 raise DeviceLost(entry.error) from error

@@ -17,7 +17,7 @@ from kvd.tier.disk import slabs
 from kvd.tier.disk.directory import DiskDirectory
 from kvd.tier.disk.slabs import MAX_SLOTS, Slab
 from kvd.tier.disk.slots import SlotIndex, TakenSlot, rebuild, split
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 _log = logging.getLogger(__name__)
 _MAX_AHEAD = 32

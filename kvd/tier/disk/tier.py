@@ -21,21 +21,21 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from kvd.errors import TierError
-from kvd.machine.room import Filesystem
+from kvd.machine.memory import Filesystem
 from kvd.tier.contract import BackendOptions, Capacity, Chunk, Outcome, Space, TierBackend
 from kvd.tier.disk.allocator import SlotAllocator, load_slabs
 from kvd.tier.disk.directory import DiskDirectory, DiskOptions, Salts
 from kvd.tier.disk.slabs import Record, Slab, SlabLost
 from kvd.tier.disk.slot_io import Alignment, SlotChunk, SlotRunIO, layout_of, runs
 from kvd.tier.disk.slots import chunks_of
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 _log = logging.getLogger(__name__)
 _MAX_KEYS = 4096  # chunks that are freed or listed at a time
 
 
 @dataclass(slots=True)
-class BatchResult:
+class BatchOutcomes:
     """The outcomes of a batch's chunks, and I/O errors.
 
     Attributes:
@@ -132,7 +132,7 @@ class DiskTier(TierBackend):
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
         """Write chunks that are not stored yet; see `TierBackend.put`."""
         self._allocator.keep_floor()
-        result = BatchResult([Outcome.FULL] * len(chunks), deadline)
+        result = BatchOutcomes([Outcome.FULL] * len(chunks), deadline)
         indices_by_size: dict[int, list[int]] = {}
         with self._lock:
             for index, chunk in enumerate(chunks):
@@ -168,7 +168,7 @@ class DiskTier(TierBackend):
 
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
         """Read chunks from their slots; see `TierBackend.get`."""
-        result = BatchResult([Outcome.ABSENT] * len(chunks), deadline)
+        result = BatchOutcomes([Outcome.ABSENT] * len(chunks), deadline)
         items: list[SlotChunk] = []
         with self._lock:
             for index, chunk in enumerate(chunks):
@@ -186,7 +186,7 @@ class DiskTier(TierBackend):
             self._allocator.free(dropped)
         return result.checked_outcomes()
 
-    def _write(self, run: list[SlotChunk], result: BatchResult) -> None:
+    def _write(self, run: list[SlotChunk], result: BatchOutcomes) -> None:
         """Write a run of chunks into the slots taken for them, and after them their records."""
         if time.monotonic() > result.deadline:
             self._release_slots(run, Outcome.LATE, result)
@@ -210,7 +210,7 @@ class DiskTier(TierBackend):
         else:
             self._enter(run, result)
 
-    def _enter(self, run: list[SlotChunk], result: BatchResult) -> None:
+    def _enter(self, run: list[SlotChunk], result: BatchOutcomes) -> None:
         with self._lock:
             replaced = [self._index.enter(item.slab, item.slot, item.record) for item in run]
             for item in run:
@@ -218,11 +218,11 @@ class DiskTier(TierBackend):
                 result.outcomes[item.index] = Outcome.OK if is_held else Outcome.GONE
         self._allocator.free(replaced)
 
-    def _release_slots(self, run: list[SlotChunk], outcome: Outcome, result: BatchResult) -> None:
+    def _release_slots(self, run: list[SlotChunk], outcome: Outcome, result: BatchOutcomes) -> None:
         result.set_outcome(run, outcome)
         self._allocator.free([(item.slab, item.slot) for item in run])
 
-    def _read(self, run: list[SlotChunk], result: BatchResult) -> None:
+    def _read(self, run: list[SlotChunk], result: BatchOutcomes) -> None:
         """Read a run of chunks from pinned slots."""
         if time.monotonic() > result.deadline:
             result.set_outcome(run, Outcome.LATE)

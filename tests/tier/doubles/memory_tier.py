@@ -12,7 +12,7 @@ from typing import ClassVar, Self, TypeAlias
 from kvd.errors import ConfigError, TierError
 from kvd.tier.contract import BackendOptions, Capacity, Chunk, Outcome, Space, TierBackend
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import parse_size
+from kvd_proto.text import parse_size
 
 _RATES = ("lose", "corrupt", "fail")
 _PAUSE = 0.002
