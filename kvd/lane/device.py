@@ -270,10 +270,8 @@ def touch_pages(mapping: memoryview, begin: int, end: int, stop: threading.Event
 class PoolPretouch:
     """A thread that reads one byte of every page of the pool, as the pool is allocated.
 
-    Args:
-        mapping: of the whole file; in use until `stop` has returned.
-        fd: the file; duplicated, stays the caller's.
-        fill: the order in which the broker allocates the file.
+    `mapping` is in use until `stop` has returned. The broker allocates the file `fd`, which stays
+    the caller's, in the order of `fill`.
     """
 
     def __init__(self, mapping: memoryview, fd: int, fill: FillOrder) -> None:
@@ -313,8 +311,7 @@ class PoolPretouch:
 class MemoryPretouch:
     """A thread that reads one byte of every page that a worker's memory already has.
 
-    Args:
-        mappings: of whole files; in use until `stop` has returned or `thread` has ended.
+    `mappings` are in use until `stop` has returned or `thread` has ended.
     """
 
     def __init__(self, mappings: Sequence[memoryview]) -> None:

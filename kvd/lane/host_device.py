@@ -53,12 +53,9 @@ class HostRuns(PreparedRuns):
 class HostDevice(Device):
     """Moves bytes between shared memory of workers and the pool.
 
-    Args:
-        pool_fd: the pool's file; stays the caller's.
-        pool_bytes: its size.
-
     Raises:
-        PoolError: the pool's file is smaller than `pool_bytes`, or cannot be mapped.
+        PoolError: the pool's file, which stays the caller's, is smaller than `pool_bytes`, or
+            cannot be mapped.
     """
 
     piece_bytes: Mapping[Direction, int] = {

@@ -34,9 +34,7 @@ def any_on_loan(heads: bytes, generations: "array[int]") -> bool:
     Then the broker may not have read the step that gives the slot to a store. The broker ends the
     loan last: a slot whose loan has ended is WRITING with this generation now, or never will be.
 
-    Args:
-        heads: of the slots; see DirectoryView.heads.
-        generations: u8, of these slots.
+    `heads` are of these slots; see DirectoryView.heads.
     """
     if len(generations) > SMALL_BATCH:
         loans = np.frombuffer(generations, np.uint64).astype(np.uint32)
@@ -48,13 +46,9 @@ def any_on_loan(heads: bytes, generations: "array[int]") -> bool:
 
 
 def not_writable(heads: bytes, owner: int, chunks: Chunks, indices: Sequence[int]) -> list[int]:
-    """Return those of `indices` whose slots are not this engine's to write.
+    """Return those of a job's `indices` of chunks whose slots are not this engine's to write.
 
-    Args:
-        heads: of the slots of these chunks.
-        owner: the engine's number in the directory.
-        chunks: of the job.
-        indices: of chunks.
+    `heads` are of these slots; `owner` is the engine's number in the directory.
     """
     if len(indices) > SMALL_BATCH:
         table = np.frombuffer(heads, HEAD_DTYPE)
@@ -75,9 +69,7 @@ def not_writable(heads: bytes, owner: int, chunks: Chunks, indices: Sequence[int
 def not_ready(heads: bytes, chunks: Chunks) -> list[int]:
     """Return the indices of chunks whose slots are not READY or hold something else by now.
 
-    Args:
-        heads: of the slots of all chunks.
-        chunks: of the job.
+    `heads` are of the slots of all chunks.
     """
     generations = chunks.generations
     if len(generations) > SMALL_BATCH:
@@ -95,8 +87,7 @@ def not_ready(heads: bytes, chunks: Chunks) -> list[int]:
 def not_covered(heads: bytes, chunks: Chunks) -> list[int]:
     """Return the indices of chunks that lack requested blocks, or belong to another group.
 
-    Another group's pages lie elsewhere in the slot, where old bytes may be. For the arguments see
-    `not_ready`.
+    Another group's pages lie elsewhere in the slot, where old bytes may be.
     """
     if len(chunks) > SMALL_BATCH:
         table = np.frombuffer(heads, HEAD_DTYPE)
@@ -205,8 +196,9 @@ class LaneJob(QueuedJob):
             blocks, factor = self.request.blocks, self.worker.layout.blocks_per_chunk
             self._chunks = blocks.chunks(factor)
             slots = self._chunks.slots
-            is_load = self.load
-            self._own_indices = range(len(slots)) if is_load else chunks_of_rank(self.worker, slots)
+            self._own_indices = (
+                range(len(slots)) if self.load else chunks_of_rank(self.worker, slots)
+            )
             self._own_slots = _select(slots, self._own_indices)
             self._own_generations = _select(self._chunks.generations, self._own_indices)
         return self._chunks

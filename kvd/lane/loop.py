@@ -55,8 +55,6 @@ class LaneService:
         incarnation: counts the lanes of this device since the broker's start.
         endpoint: where workers send jobs.
         link: to the broker.
-        device: the backend.
-        pool_bytes: size of the pool that the device maps.
         lifeline: the read end of this process's lifeline; owned by this object.
         limits: of each engine's queue.
     """

@@ -60,13 +60,7 @@ FRAMES_PER_TURN = 64  # of the broker, before the loop goes on
 
 
 class OrderHandler:
-    """Executes the orders that come over the link.
-
-    Args:
-        reporter: has the link and the runner; answers, and reports jobs that an order has ended.
-        workers: of this lane.
-        device: pins the arenas of bound workers.
-        pool_bytes: size of the pool.
+    """Executes the orders that come over the link, which the reporter has.
 
     Attributes:
         num_bindings: BindWorker orders received, executed or not.
@@ -253,12 +247,7 @@ class OrderHandler:
 
 
 class RequestHandler:
-    """Serves the requests that come over workers' connections.
-
-    Args:
-        reporter: sends replies, and has the runner.
-        workers: those whose token a connection may join with.
-    """
+    """Serves the requests that come over workers' connections."""
 
     def __init__(self, reporter: Reporter, workers: WorkerTable) -> None:
         self._reporter = reporter

@@ -101,12 +101,8 @@ def _messages(key: _ShareKey, parts: Sequence[Chunks]) -> Iterator[ShareDone]:
 class Reporter:
     """Sends all messages of the lane but its first, and counts.
 
-    Attributes:
-        server: of the workers' connections.
-        link: to the broker.
-        runner: of the jobs.
-        counts: since the lane's start; see `counters`.
-        shares: not sent yet.
+    `server` has the workers' connections, `link` leads to the broker, `runner` has the jobs.
+    `counts` are since the lane's start; `shares` are not sent yet.
     """
 
     def __init__(self, server: Server, link: Channel, runner: Runner) -> None:

@@ -21,14 +21,10 @@ _log = logging.getLogger(__name__)
 
 
 class Runner:
-    """All jobs of a lane.
-
-    Args:
-        device: moves the bytes.
-        limits: of each engine's queue.
-        clock: monotonic nanoseconds.
+    """All jobs of a lane. `limits` are of each engine's queue.
 
     Attributes:
+        clock: monotonic nanoseconds.
         stopping: no more jobs are accepted; the loop ends once the present ones have ended.
         last_direction: of the last piece submitted.
     """

@@ -278,15 +278,7 @@ def checksum_of(shares: Sequence[memoryview]) -> int:
 def seal(
     space: Space, key: bytes, coverage: tuple[int, int, int], checksum: int, description: bytes
 ) -> bytes:
-    """Return the head of a chunk.
-
-    Args:
-        space: of the chunk.
-        key: 1 to 48 bytes.
-        coverage: first block, count of blocks, group; 16 bits each.
-        checksum: `checksum_of` its shares.
-        description: empty if there is none.
-    """
+    """Return the head of a chunk; its fields are those of `SealedHead`."""
     head = _HEAD.pack(
         MAGIC,
         VERSION,

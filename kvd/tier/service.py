@@ -60,14 +60,7 @@ _Scan: TypeAlias = tuple[NamespaceMapping, Space, Iterator[_ChunkRows]]
 
 
 class TierService:
-    """The service of one tier's process.
-
-    Args:
-        link: to the broker.
-        tier: the opened backend.
-        pool: all of the pool, writable.
-        name: of the tier, for the log.
-    """
+    """The service of one tier's process, with its opened backend and all of the pool."""
 
     def __init__(self, link: Channel, tier: TierBackend, pool: memoryview, name: str) -> None:
         self._link, self._tier, self._pool, self._name = link, tier, pool, name

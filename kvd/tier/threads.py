@@ -159,12 +159,7 @@ def _holds_any(part: BatchPart) -> bool:
 
 
 class BatchExecutor:
-    """Executes parts on a backend. Several threads may use it at a time.
-
-    Args:
-        tier: the backend.
-        name: of the tier, for the log.
-    """
+    """Executes parts on a backend. Several threads may use it at a time."""
 
     def __init__(self, tier: TierBackend, name: str) -> None:
         self._tier = tier
@@ -300,8 +295,7 @@ class BatchExecutor:
 class SerialThread:
     """One thread for calls of the backend that must not overtake each other.
 
-    Args:
-        call_in_loop: called by the thread with a callback for the loop.
+    It passes each callback for the loop to `call_in_loop`.
     """
 
     def __init__(self, call_in_loop: Callable[[Callable[[], None]], None]) -> None:

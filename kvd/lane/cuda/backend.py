@@ -112,9 +112,7 @@ class ImportedMemory:
             the memory stays mapped until this process ends.
 
     Args:
-        handles: one per storage.
-        sizes: bytes of each storage.
-        descriptors: indexed by `fd_index`; they stay the caller's.
+        handles, sizes, descriptors: see Device.import_memory.
         device: the device's handle.
 
     Raises:
@@ -129,8 +127,7 @@ class ImportedMemory:
         descriptors: Sequence[int],
         device: int,
     ) -> None:
-        self._descriptors = descriptors
-        self._device = device
+        self._descriptors, self._device = descriptors, device
         self._allocations: dict[_AllocationKey, tuple[int, int]] = {}
         self._claimed_bytes = 0  # of all descriptors
         try:
@@ -182,8 +179,7 @@ class ImportedMemory:
         return address, nbytes - (address - start)
 
     def _open_descriptors(self, segments: Sequence[VmmSegment]) -> tuple[int, int]:
-        nbytes = sum(segment.nbytes for segment in segments)
-        limit = cuda.total_memory(self._device)
+        nbytes, limit = sum(segment.nbytes for segment in segments), cuda.total_memory(self._device)
         self._claimed_bytes += nbytes
         if nbytes > limit or self._claimed_bytes > _MAX_MAPPINGS * limit:
             raise ImportFailed(
@@ -222,10 +218,8 @@ class CudaDevice(Device):
 
     Args:
         name: of the device, with its UUID.
-        pool_fd: the pool's file; stays the caller's.
-        pool_bytes: its size.
-        options: see CudaOptions.
-        pin_lock: see PinnedPool.
+        pool_fd, pool_bytes, pin_lock: see PinnedPool.
+        options: for tests.
 
     Raises:
         CudaMissing: no driver, no bindings, no such device, or one that allows no context.
@@ -250,11 +244,11 @@ class CudaDevice(Device):
         self._last_id = 0
         self._seen_pool_failures = 0  # after these the context has answered
         cuda.start()
-        if shortcomings := cuda.version_warning():
-            _log.warning("%s", shortcomings)
+        if warning := cuda.version_warning():
+            _log.warning("%s", warning)
         self._device = find_device(name)
-        if refusal := cuda.compute_mode_problem(self._device):
-            raise CudaMissing(refusal)
+        if problem := cuda.compute_mode_problem(self._device):
+            raise CudaMissing(problem)
         bind_near_device(cuda.pci_bus_id(self._device))
         self._undo = Undo()
         with Undo() as on_failure:
@@ -357,11 +351,7 @@ class CudaDevice(Device):
         return sum(map(len, self._streams.values()))
 
     def prepare(
-        self,
-        memory: MemoryId,
-        direction: Direction,
-        pool_base: int,
-        copies: Copies,
+        self, memory: MemoryId, direction: Direction, pool_base: int, copies: Copies
     ) -> CudaRuns:
         """See Device."""
         if memory not in self._memories:
@@ -386,11 +376,11 @@ class CudaDevice(Device):
             DeviceLost: the context does not answer.
             LaneError: a transfer or a call of the driver hangs.
         """
-        ended = []
+        completed = []
         for stream in self._streams.values():
-            ended += stream.progress()
+            completed += stream.progress()
         self._check_liveness()
-        return ended
+        return completed
 
     def close(self) -> None:
         """See Device.

@@ -110,13 +110,10 @@ class PoolSide(NamedTuple):
 
 
 def prepare(copies: Copies, pool: PoolSide, storages: Addresses, max_bytes: int) -> CudaRuns:
-    """Return runs by address; their bytes in the pool must be pinned.
+    """Return a job's runs by address, of at most `max_bytes` each.
 
-    Args:
-        copies: a job's runs.
-        pool: see PoolSide.
-        storages: uint64[storages], the addresses of the worker's storages.
-        max_bytes: of a run.
+    `storages` has the addresses of the worker's storages: uint64[storages]. The runs' bytes in the
+    pool must be pinned.
     """
     starts = storages.view(np.int64)
     runs = None
@@ -240,16 +237,11 @@ class BatchCopy:
         *,
         source_in_any_order: bool,
     ) -> None:
-        """Enqueue copies, which may run in any order.
+        """Enqueue `count` copies, at least one, which may run in any order.
 
-        Args:
-            targets: address of uint64[count], the device's addresses to copy to.
-            sources: address of uint64[count], the device's addresses to copy from.
-            sizes: address of uint64[count], bytes.
-            count: number of copies, at least one.
-            stream: to enqueue on.
-            source_in_any_order: sources may be read at any time until the copies have ended;
-                otherwise only when the stream reaches them.
+        `targets`, `sources` and `sizes` are the addresses of uint64[count] each: addresses that the
+        device knows, and bytes. With `source_in_any_order`, sources may be read at any time until
+        the copies have ended; otherwise only when the stream reaches them.
 
         Raises:
             CudaDriverError: some may have been enqueued.
@@ -308,10 +300,7 @@ Copier: TypeAlias = BatchCopy | SingleCopies
 def choose_copier(stream: Stream) -> Copier:
     """Return the first copier that works: batches by the copy engines, batches, single copies.
 
-    Batches are tried with a few bytes in both directions.
-
-    Args:
-        stream: for the trial; this function waits for it.
+    Batches are tried with a few bytes in both directions on `stream`, for which this waits.
 
     Raises:
         CudaDriverError: there is no memory for the trial, or this driver has no way to copy.

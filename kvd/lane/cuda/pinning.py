@@ -70,8 +70,7 @@ class PinnedPool:
         num_failures: failed calls of the driver: each may mean that the context is lost.
 
     Args:
-        pool_fd: the pool's file; stays the caller's.
-        pool_bytes: its size.
+        pool_fd, pool_bytes: the pool's file, which stays the caller's, and its size.
         context: of the device.
         piece_bytes: of one registration: whole, perhaps huge, pages of the file. None: the pieces
             in which the broker fills the pool.

@@ -31,16 +31,8 @@ Item = TypeVar("Item")
 class EnqueueThread(Generic[Item]):
     """A thread that processes items in order; it starts with the first item.
 
-    The caller bounds the number of items.
-
-    Args:
-        name: of the thread.
-        context: of the device.
-        process: called with each item; must not raise errors that concern only this item.
-        fail: called with an item and the error if the context cannot be made current.
-
-    Attributes:
-        exception: raised by `process`, which ends the thread.
+    It calls `process` for each item, or `fail` if the context cannot be made current. An exception
+    of `process` ends the thread, and is kept as `exception`. The caller bounds the number of items.
     """
 
     def __init__(
@@ -108,15 +100,10 @@ def updated_run_ns(run_ns: float, num_runs: int, nanoseconds: int) -> float:
     A shorter time counts at once. A longer one raises the estimate by a half at most, since the
     thread may have waited for the interpreter's lock or a processor. A transfer of few runs does
     not count: the fixed cost of the call is most of its time.
-
-    Args:
-        run_ns: the estimate so far.
-        num_runs: of the transfer.
-        nanoseconds: that the driver took for the transfer.
     """
-    return (
-        min(nanoseconds / num_runs, run_ns * _MAX_GROWTH) if num_runs >= _MIN_TIMED_RUNS else run_ns
-    )
+    if num_runs < _MIN_TIMED_RUNS:
+        return run_ns
+    return min(nanoseconds / num_runs, run_ns * _MAX_GROWTH)
 
 
 @dataclass(slots=True)
@@ -147,10 +134,7 @@ class TransferStream:
     """The transfers of one direction; they end in the order of their submission.
 
     Args:
-        direction: of the transfers.
-        priority: of the stream.
-        copier: enqueues copies; shared by both directions.
-        context: of the device.
+        direction, priority, copier, context: of the stream's transfers.
         undo: gets the calls that end the thread and destroy stream and events; they are legal once
             nothing is in flight.
         inline_runs: the caller's thread enqueues transfers of at most this many runs; None: those
@@ -205,7 +189,7 @@ class TransferStream:
         """Return the transfers that have ended.
 
         Raises:
-            DeviceLost: the context does not answer any more.
+            DeviceLost: the context does not answer.
         """
         if self._thread.exception is not None:
             raise self._thread.exception

@@ -37,12 +37,10 @@ def load_slabs(directory: DiskDirectory, flags: int) -> tuple[SlotIndex, int]:
 
     Damaged slabs are set aside; damaged and outdated records are erased.
 
-    Args:
-        directory: of the slabs.
-        flags: flags for opening the slots' files: O_DIRECT or 0.
+    `flags` are for opening the slots' files: O_DIRECT or 0.
 
     Returns:
-        The index; and the number of damaged records.
+        The index, and the number of damaged records.
 
     Raises:
         OSError: I/O error.
@@ -98,8 +96,6 @@ class SlotAllocator:
     """Allocates and frees slots; creates and removes slabs.
 
     Args:
-        directory: of the slabs.
-        index: of the slots of all slabs.
         lock: guards `index`.
         size: the budget, in bytes.
         floor: free bytes to leave on the file system.

@@ -106,10 +106,7 @@ class DiskOptions:
     def shortage(self, filesystem_bytes: int, free_bytes: int, used_bytes: int) -> Shortage | None:
         """Return why the file system has less room than `size`; None if it has enough.
 
-        Args:
-            filesystem_bytes: its size.
-            free_bytes: of the file system.
-            used_bytes: of the tier's files.
+        The tier's files take `used_bytes` of it.
         """
         floor = self.floor_of(filesystem_bytes)
         largest = max(0, free_bytes + used_bytes - floor)

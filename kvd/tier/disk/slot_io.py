@@ -149,12 +149,7 @@ def _follows(run: list[SlotChunk], item: SlotChunk) -> bool:
 
 
 class SlotRunIO:
-    """One vectored call for the chunks of a run.
-
-    Args:
-        run: from `runs`.
-        alignment: what O_DIRECT needs.
-    """
+    """One vectored call for the chunks of a run, which `runs` has yielded."""
 
     def __init__(self, run: Sequence[SlotChunk], alignment: Alignment) -> None:
         self._chunks = [item.chunk for item in run]
