@@ -41,7 +41,6 @@ class NamespaceMapping:
     The mappings are released with the last reference: threads may still read after a close.
 
     Args:
-        order: the broker's `OpenNamespace`.
         fds: of the directory and, if any, the descriptions; owned by this object.
         pool: all of the pool.
 

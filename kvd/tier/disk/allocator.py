@@ -35,9 +35,8 @@ _PAUSE = 1.0  # seconds after an I/O error, and between checks of the floor
 def load_slabs(directory: DiskDirectory, flags: int) -> tuple[SlotIndex, int]:
     """Open the slabs of an earlier process and index their chunks.
 
-    Damaged slabs are set aside; damaged and outdated records are erased.
-
-    `flags` are for opening the slots' files: O_DIRECT or 0.
+    Damaged slabs are set aside; damaged and outdated records are erased. `flags` are for opening
+    the slots' files: O_DIRECT or 0.
 
     Returns:
         The index, and the number of damaged records.
@@ -46,10 +45,10 @@ def load_slabs(directory: DiskDirectory, flags: int) -> tuple[SlotIndex, int]:
         OSError: I/O error.
     """
     started = time.monotonic()
-    opened = [_load_slab(directory, number, flags) for number in directory.slab_numbers()]
-    whole = [slab for slab in opened if slab is not None]
-    spaces, to_erase, num_damaged = rebuild(whole)
-    index = SlotIndex(whole, spaces)
+    loaded = [_load_slab(directory, number, flags) for number in directory.slab_numbers()]
+    undamaged = [slab for slab in loaded if slab is not None]
+    spaces, to_erase, num_damaged = rebuild(undamaged)
+    index = SlotIndex(undamaged, spaces)
     for place in to_erase:
         number, slot = split(place)
         index.slabs[number].erase_records(slot)
@@ -115,9 +114,7 @@ class SlotAllocator:
         self._directory, self._floor, self._flags = directory, floor, flags
         self._index, self._lock = index, lock
         self._budget = size - self._directory.bytes_beside_slabs()
-        self._target_bytes = max(
-            min(size // _BUDGET_PART, _MAX_SLAB_BYTES), size // _MAX_SLABS
-        )  # of a slab
+        self._target_bytes = max(min(size // _BUDGET_PART, _MAX_SLAB_BYTES), size // _MAX_SLABS)
         self._growing, self._evicting = threading.Lock(), threading.Lock()
         self._retired: list[Slab] = []
         self._last_warning = ""
@@ -202,9 +199,8 @@ class SlotAllocator:
             with self._lock:
                 ahead = min(_MAX_AHEAD, self._index.ring(slot_bytes).num_slots // _AHEAD_PART)
                 victims = self._index.evict(slot_bytes, missing + ahead)
-            self._erase(
-                victims
-            )  # otherwise a crash could leave another chunk's bytes under a record
+            # Otherwise a crash could leave another chunk's bytes under a record.
+            self._erase(victims)
             with self._lock:
                 for slab, slot in victims[missing:]:
                     self._index.free(slab, slot)

@@ -53,8 +53,8 @@ class Ring:
 
     slabs: list[Slab] = field(default_factory=list)
     free: deque[int] = field(default_factory=deque)
-    slab: int = 0  # the hand: index in `slabs`
-    slot: int = 0  # and slot there
+    hand_slab: int = 0  # index in `slabs`
+    hand_slot: int = 0
     num_slots: int = 0
 
     def add(self, slab: Slab) -> None:
@@ -64,17 +64,17 @@ class Ring:
 
     def step(self) -> tuple[Slab, int]:
         """Return the slot at the hand, and advance the hand."""
-        slab, slot = self.slabs[self.slab], self.slot
-        self.slot += 1
-        if self.slot == slab.num_slots:
-            self.slot, self.slab = 0, (self.slab + 1) % len(self.slabs)
+        slab, slot = self.slabs[self.hand_slab], self.hand_slot
+        self.hand_slot += 1
+        if self.hand_slot == slab.num_slots:
+            self.hand_slot, self.hand_slab = 0, (self.hand_slab + 1) % len(self.slabs)
         return slab, slot
 
     def set_hand(self, place: int) -> None:
         """Move the hand to the slot after a place."""
         number, slot = split(place)
-        self.slab = next(i for i, slab in enumerate(self.slabs) if slab.number == number)
-        self.slot = slot
+        self.hand_slab = next(i for i, slab in enumerate(self.slabs) if slab.number == number)
+        self.hand_slot = slot
         self.step()
 
     def remove(self, slab: Slab) -> None:
@@ -82,12 +82,12 @@ class Ring:
         index = self.slabs.index(slab)
         self.slabs.remove(slab)
         self.num_slots -= slab.num_slots
-        if index < self.slab:
-            self.slab -= 1
-        elif index == self.slab:
-            self.slot = 0
-        if self.slab >= len(self.slabs):
-            self.slab = self.slot = 0
+        if index < self.hand_slab:
+            self.hand_slab -= 1
+        elif index == self.hand_slab:
+            self.hand_slot = 0
+        if self.hand_slab >= len(self.slabs):
+            self.hand_slab = self.hand_slot = 0
         self.free = deque(place for place in self.free if split(place)[0] != slab.number)
 
 
@@ -174,9 +174,9 @@ class SlotIndex:
 
     def _next_use(self, ring: Ring) -> int | None:
         """Return the sequence of the chunk that the hand comes to next; None if there is none."""
-        slot = ring.slot
+        slot = ring.hand_slot
         # The hand's slab comes last again, for the slots before the hand.
-        for slab in (*ring.slabs[ring.slab :], *ring.slabs[: ring.slab + 1]):
+        for slab in (*ring.slabs[ring.hand_slab :], *ring.slabs[: ring.hand_slab + 1]):
             held_slot = slab.states.find(HELD, slot)
             if held_slot >= 0:
                 return slab.record(held_slot).sequence
@@ -382,7 +382,7 @@ def _enter(
 ) -> list[int]:
     """Enter chunks of one space; return the places of older chunks of the same keys."""
     new_places = (place_of(slab.number, 0) + slots).tolist()
-    older: list[int] = []  # left by a process that died between writing a record and erasing one
+    older: list[int] = []  # left by a process that died before it erased the older record
     for key, place in zip(_keys(slab.records[slots]), new_places, strict=True):
         other = places.setdefault(key, place)
         if other != place:
