@@ -82,7 +82,7 @@ class LaneService:
         self._pool_bytes = pool_bytes
         self._lifeline = lifeline
         self._last_usable = PoolUsable(usable_bytes=0, error="")
-        self._standstill = StallDetector("lane")
+        self._stall_detector = StallDetector("lane")
         self._workers = WorkerTable(device)
         self._runner = Runner(device, limits)
         self._reporter = Reporter(self._server, link, self._runner)
@@ -162,11 +162,10 @@ class LaneService:
         seconds = None if timeout_ms is None else timeout_ms / 1000
         if link.more or self._server.pending:
             seconds = 0.0
-        self._standstill.waits(time.monotonic(), seconds)
+        self._stall_detector.waits(time.monotonic(), seconds)
         ready = dict(self._epoll.poll(seconds))
-        stood_still = self._standstill.woke(time.monotonic())
-        if stood_still:
-            _log.warning("%s", stood_still)
+        if stall := self._stall_detector.woke(time.monotonic()):
+            _log.warning("%s", stall)
         if ready:
             self._server.handle_events(ready)
         return link.more or link.fileno() in ready

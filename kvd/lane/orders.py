@@ -159,8 +159,8 @@ class OrderHandler:
     def _report_import_error(
         self, message: ImportWorker, error: str, *, out_of_files: bool = False
     ) -> None:
-        who = identity_of(message)
-        _log.warning("%s: memory not imported: %s", who, error, extra=who.fields)
+        identity = identity_of(message)
+        _log.warning("%s: memory not imported: %s", identity, error, extra=identity.fields)
         answer = Imported(
             session=message.session,
             error=error[:TEXT_LIMIT],
@@ -173,12 +173,8 @@ class OrderHandler:
         self.num_bindings += 1
         worker = self._workers.by_session(message.session)
         if worker is None or worker.is_leaving:
-            fields = {"session": message.session}
-            _log.warning(
-                "session %d cannot be bound: its memory is not mapped here",
-                message.session,
-                extra=fields,
-            )
+            text = "session %d cannot be bound: its memory is not mapped here"
+            _log.warning(text, message.session, extra={"session": message.session})
             return
         try:
             binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
@@ -199,14 +195,12 @@ class OrderHandler:
         jobs = self._stop_jobs(worker, "the worker is gone")
 
         def release() -> None:
-            if (
-                self._workers.by_session(message.session) is worker
-            ):  # not released by an earlier order
+            # An earlier order may have released the worker.
+            if self._workers.by_session(message.session) is worker:
                 self._reporter.detach(worker)
                 self._workers.release(worker)
-                _log.info(
-                    "released the memory of %s", worker.identity, extra=worker.identity.fields
-                )
+                identity = worker.identity
+                _log.info("released the memory of %s", identity, extra=identity.fields)
             self._reporter.send_to_broker(Released(session=message.session))
 
         self._runner.when_ended(jobs, release)

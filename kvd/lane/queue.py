@@ -26,7 +26,7 @@ from kvd.errors import IntegrityError
 
 
 class Urgency(IntEnum):
-    """Classes of jobs, the most urgent first."""
+    """Urgency of jobs, the most urgent first."""
 
     WAITED_FOR = 0
     LOAD = 1

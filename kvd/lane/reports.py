@@ -157,7 +157,7 @@ class Reporter:
             self.reply(job.worker.client, job.request_id, done)
             if status is JobStatus.OK:
                 self._count_stages(job, self.runner.clock())
-            # After the reply: the worker waits for it, and for nothing that the broker does.
+            # After the reply, since the worker waits for that.
             if job.direction is Direction.STORE:
                 ok = status is JobStatus.OK
                 indices = job.reportable_indices(ok=ok)
