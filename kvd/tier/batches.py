@@ -278,18 +278,9 @@ def seal(
     space: Space, key: bytes, coverage: tuple[int, int, int], checksum: int, description: bytes
 ) -> bytes:
     """Return the head of a chunk; its fields are those of `SealedHead`."""
-    head = _HEAD.pack(
-        MAGIC,
-        VERSION,
-        len(key),
-        space.id,
-        space.chunk_bytes,
-        checksum,
-        *coverage,
-        len(description),
-        key,
-    )
-    head += description
+    nbytes = space.chunk_bytes
+    identity = MAGIC, VERSION, len(key), space.id, nbytes, checksum, *coverage
+    head = _HEAD.pack(*identity, len(description), key) + description
     return head + _CHECK.pack(xxh3_64_intdigest(head))
 
 

@@ -16,17 +16,7 @@ from kvd.config.values import TierSetting
 from kvd.errors import ConfigError
 from kvd.outcomes import Outcome
 
-__all__ = [
-    "BackendOptions",
-    "Capacity",
-    "Chunk",
-    "Outcome",
-    "Space",
-    "TierBackend",
-    "backend_class",
-    "backend_options",
-    "check_tiers",
-]
+__all__ = ["BackendOptions", "Capacity", "Chunk", "Outcome", "Space", "TierBackend"]
 
 GROUP = "kvd.tiers"
 

@@ -83,14 +83,8 @@ class Record(NamedTuple):
 
     def pack(self) -> bytes:
         """Return its bytes in the index file."""
-        return _RECORD.pack(
-            self.sequence,
-            self.checksum,
-            self.space,
-            len(self.key),
-            *self.coverage,
-            self.key,
-        )
+        fields = self.sequence, self.checksum, self.space, len(self.key), *self.coverage, self.key
+        return _RECORD.pack(*fields)
 
 
 def possible(records: Records) -> Flags:

@@ -375,10 +375,7 @@ def rebuild(slabs: Sequence[Slab]) -> tuple[dict[bytes, KeyPlaces], list[int], i
 
 
 def _enter(
-    places: KeyPlaces,
-    slab: Slab,
-    slots: npt.NDArray[np.int64],
-    by_number: Mapping[int, Slab],
+    places: KeyPlaces, slab: Slab, slots: npt.NDArray[np.int64], by_number: Mapping[int, Slab]
 ) -> list[int]:
     """Enter chunks of one space; return the places of older chunks of the same keys."""
     new_places = (place_of(slab.number, 0) + slots).tolist()

@@ -101,12 +101,8 @@ class DiskTier(TierBackend):
         direct = "O_DIRECT" if alignment.flags else "buffered, since it has no O_DIRECT"
         self.described = f"preadv/pwritev, {self.threads} threads, {kind}, {direct}"
         if num_removed:
-            _log.info(
-                "disk:%s: %d slabs were removed to keep to size=%s",
-                options.directory,
-                num_removed,
-                format_size(options.size),
-            )
+            text = "disk:%s: %d slabs were removed to keep to size=%s"
+            _log.info(text, options.directory, num_removed, format_size(options.size))
         if shortage:
             _log.warning("disk:%s: %s", options.directory, shortage)
 
@@ -252,11 +248,8 @@ class DiskTier(TierBackend):
                 return
             self._index.drop(slab)
         self._allocator.discard(slab)
-        _log.error(
-            "disk:%s: %s: its chunks are lost; leave the files to kvd",
-            self._options.directory,
-            error,
-        )
+        text = "disk:%s: %s: its chunks are lost; leave the files to kvd"
+        _log.error(text, self._options.directory, error)
 
     def _error_text(self, operation: str, item: SlotChunk, error: OSError) -> str:
         return (
