@@ -85,7 +85,7 @@ class Attachment:
             self.send()
         return self.decisions.outbox.has_room(num_items)
 
-    def end_step(self, timeout: float, *, only_urgent: bool) -> None:
+    def end_step(self, timeout: float, *, only_if_urgent: bool) -> None:
         """Send the step's decisions; if there are none, read the daemon's answers.
 
         Doing both would double the longest step. If every step sends, the keeper reads the
@@ -93,11 +93,11 @@ class Attachment:
 
         Args:
             timeout: seconds after which the keeper checks why there is no answer.
-            only_urgent: leave what is not urgent for a later step, see `Outbox.is_urgent`.
+            only_if_urgent: send nothing unless some of it is urgent, see `Outbox.is_urgent`.
         """
         connection, outbox = self.connection, self.decisions.outbox
         self._loans.end_step()
-        sends = outbox.is_urgent if only_urgent else bool(outbox)
+        sends = outbox.is_urgent if only_if_urgent else bool(outbox)
         if connection.has_replies and not sends:
             self.read_answers()
         num_unanswered = connection.num_unanswered
@@ -150,7 +150,7 @@ class Attachment:
 
     def request_loans(self, num_needed: int, num_loans: int) -> None:
         """Request `num_needed` loans in all, of which `num_loans` are at hand."""
-        # The daemon lends more only if less than half of what is wanted is lent.
+        # The daemon lends more only if less than half of the wanted loans are lent.
         self._post_step(max(num_needed, 2 * num_loans + 1))
 
     def read_answers(self) -> None:

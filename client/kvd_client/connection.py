@@ -244,7 +244,7 @@ class Connection:
         channel, has_arrived, more = self._channel, False, True
         try:
             if channel.wants_write and not self.failure:
-                with contextlib.suppress(EOFError):  # what was sent before is received first
+                with contextlib.suppress(EOFError):  # first receive what the daemon sent before
                     channel.flush()
             while more and not self.failure:
                 if (received := channel.receive()) is not None:

@@ -248,7 +248,7 @@ class Decisions:
         """
         find_entry = self._entry
         first, count = 0, self._directory.blocks_per_chunk
-        is_found: list[bool] = []
+        found_mask: list[bool] = []
         hits = ChunkSlots([], [], [])
         for i, key in enumerate(keys):
             if ranges is not None:
@@ -260,14 +260,14 @@ class Decisions:
                 or first < entry[3]
                 or entry[3] + entry[4] < first + count
             ):
-                is_found.append(False)
+                found_mask.append(False)
                 continue
-            is_found.append(True)
+            found_mask.append(True)
             hits.keys.append(key)
             hits.slots.append(entry[0])
             hits.generations.append(entry[1])
         self._loans.defer(hits.slots)
-        return is_found, hits
+        return found_mask, hits
 
     def check(self, ranges: Sequence[BlockRange]) -> None:
         """Check that the blocks are within a chunk.

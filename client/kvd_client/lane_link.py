@@ -152,7 +152,7 @@ class LaneLink:
         self._refusal = text
 
     @property
-    def why_not(self) -> str:
+    def send_error(self) -> str:
         """Why `send` has returned 0."""
         return self._refusal or "too many messages wait, or there is no connection"
 

@@ -249,7 +249,7 @@ class Scheduler(SchedulerSession):
             attachment = self._attachments.serving
             if attachment is None or not attachment.has_room(len(keys)):
                 return LoadTicket(found=np.zeros(len(keys), _BOOL))
-            is_found, hits = attachment.decisions.find(keys, ranges)
+            found_mask, hits = attachment.decisions.find(keys, ranges)
             lease = 0
             if hits.keys:
                 lease = next(self._attachments.serials)
@@ -262,7 +262,7 @@ class Scheduler(SchedulerSession):
             keys=tuple(hits.keys),
             slots=np.array(hits.slots, _U4),
             generations=np.array(hits.generations, _U8),
-            found=np.array(is_found, _BOOL),
+            found=np.array(found_mask, _BOOL),
             lease=lease,
             lease_seconds=lease_s,
             on_exit=lambda _: self._exit_ticket(lambda: self.complete_load(ticket)),
@@ -429,9 +429,9 @@ class Scheduler(SchedulerSession):
         with self._attachments.lock:
             attachment = self._attachments.current
             if attachment is not None:
-                attachment.end_step(self.deadline, only_urgent=self._ends_steps)
+                attachment.end_step(self.deadline, only_if_urgent=self._ends_steps)
 
     def _end_call(self, attachment: Attachment) -> None:
         """Send decisions at once, if the engine does not call `end_step`."""
         if not self._ends_steps:
-            attachment.end_step(self.deadline, only_urgent=False)
+            attachment.end_step(self.deadline, only_if_urgent=False)

@@ -173,7 +173,8 @@ class Worker(ClientSession):
             if required and not self.registered:
                 if self.connected:
                     why = (
-                        registration.why_not or f"the daemon in {self.runtime_dir} has not answered"
+                        registration.obstacle
+                        or f"the daemon in {self.runtime_dir} has not answered"
                     )
                 else:
                     why = self._unreachable
@@ -234,7 +235,7 @@ class Worker(ClientSession):
         return self._registration.state is RegistrationState.ATTACHED and self.registered
 
     def _why_not_attached(self) -> str:
-        if (why := self._registration.why_not) and self.connected and not self._closed:
+        if (why := self._registration.obstacle) and self.connected and not self._closed:
             return f"this rank is not registered: {why}"
         return super()._why_not_attached()
 
@@ -443,14 +444,14 @@ class Worker(ClientSession):
         if reply is None:
             return False
         with self._changed:
-            why_before = registration.why_not
+            obstacle_before = registration.obstacle
             sends_again = registration.on_answered(reply)
             self._changed.notify_all()
         if isinstance(reply, Error):
             self._unreachable = (
                 f"the daemon in {self.runtime_dir} refuses the registration: {reply.text}"
             )
-            if sends_again and reply.text != why_before:  # log each reason once, not each try
+            if sends_again and reply.text != obstacle_before:  # log each reason once, not each try
                 log.warning("registration refused, tried again later: %s", reply.text)
             return not sends_again
         if registration.is_registered:
