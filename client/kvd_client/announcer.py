@@ -92,7 +92,7 @@ class Announcer:
         self._departed: OrderedDict[bytes, bytes] = OrderedDict()  # descriptions, newest last
         self._chains = BlockChains()
         self._removals: OrderedDict[BlockId, None] = OrderedDict()  # newest last
-        self._removals_to_repeat = 0  # of the round: the oldest removals
+        self._num_removals_left = 0  # of the round: the oldest removals
         self._round: RepeatRound | None = None
 
     def __len__(self) -> int:
@@ -154,12 +154,12 @@ class Announcer:
         """Chunks left in the repeat round; REMOVALS_PER_CHUNK removals count as one."""
         if self._round is None:
             return 0
-        return -(-self._removals_to_repeat // REMOVALS_PER_CHUNK) + self._round.num_left
+        return -(-self._num_removals_left // REMOVALS_PER_CHUNK) + self._round.num_left
 
     def begin_repeat(self) -> None:
         """Begin a repeat round; one that is under way starts again."""
         self._chains.repeat_round += 1
-        self._removals_to_repeat = len(self._removals)
+        self._num_removals_left = len(self._removals)
         self._round = RepeatRound(self._chains.repeat_round, self._memory, self._tiers)
 
     def repeat(self, num_chunks: int) -> list[Announcement]:
@@ -177,26 +177,26 @@ class Announcer:
         repeat_round = self._round
         if repeat_round is None:
             return announcements
-        if self._removals_to_repeat:
-            removals = min(self._removals_to_repeat, num_chunks * REMOVALS_PER_CHUNK)
-            announcements += self._repeat_removals(removals)
-            num_chunks -= -(-removals // REMOVALS_PER_CHUNK)
-        visits = _VISITS_PER_CHUNK * num_chunks
-        while num_chunks > 0 and visits > 0:
-            visits -= 1
+        if self._num_removals_left:
+            num_removals = min(self._num_removals_left, num_chunks * REMOVALS_PER_CHUNK)
+            announcements += self._repeat_removals(num_removals)
+            num_chunks -= -(-num_removals // REMOVALS_PER_CHUNK)
+        num_visits = _VISITS_PER_CHUNK * num_chunks
+        while num_chunks > 0 and num_visits > 0:
+            num_visits -= 1
             chunk = repeat_round.visit()
             if chunk is not None:
                 num_chunks -= self._repeat_chunk(chunk, repeat_round, announcements)
             elif repeat_round.is_finished:
                 break
-        if repeat_round.is_finished and not self._removals_to_repeat:
+        if repeat_round.is_finished and not self._num_removals_left:
             self._round = None
         return announcements
 
     def _repeat_removals(self, count: int) -> list[RemovedBlocks]:
         """Return announcements of the oldest `count` removals, which become the newest."""
         removals, removed = self._removals, MediumBlocks()
-        self._removals_to_repeat -= count
+        self._num_removals_left -= count
         for _ in range(min(count, len(removals))):
             group, in_tiers, block_hash = block = next(iter(removals))
             removals.move_to_end(block)
@@ -241,13 +241,9 @@ class Announcer:
                 tier_contents.append(contents)
         for key, contents in stored.items() if tiers else ():
             chunk, description = tiers.get(key), contents.description
-            is_by_key = chunk is not None and chunk.description is None
-            if (
-                chunk
-                and is_by_key
-                and description is not None
-                and key not in differences.stored_in_tiers
-            ):
+            if chunk is None or chunk.description is not None or description is None:
+                continue
+            if key not in differences.stored_in_tiers:  # announced in tiers by its key until now
                 tier_contents.append(
                     chunk_contents(key, chunk.location, description, in_tiers=True)
                 )
