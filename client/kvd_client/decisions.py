@@ -172,18 +172,20 @@ class Decisions:
         ranges: Sequence[BlockRange] | None,
         describe: Callable[[int], bytes],
     ) -> tuple[list[StoreAnswer], ChunkSlots]:
-        """Start to store the keys that are new, as far as there are loans.
+        """Start to store the keys that are new; answer each key by the first of these that applies.
 
-        A repeated key is PENDING if its first occurrence was accepted, else it gets the same
-        answer. A chunk that is READY with a part of the offered blocks is stored anew.
+        1. PENDING: an engine is storing it, or it was accepted earlier in this call.
+        2. PRESENT: it is READY, and the offered blocks do not extend its blocks.
+        3. NOT_YET: it is not cached, and the reuse filter does not admit it.
+        4. FULL: there is no loan, or the step has no room for the description.
+        5. ACCEPTED: it has a slot.
 
         Args:
             keys: a prompt's head first.
             ranges: for each key the blocks to store; None: all blocks of all chunks.
             describe: returns the description of the i-th key's chunk, empty for none. It is called
-                only for keys that can be accepted. If the step has no room for the description,
-                the key is FULL. If `describe` raises, the stores of the keys before it go on
-                without a ticket, until the daemon gives them up.
+                only for keys that can be accepted. If it raises, the stores of the keys before it
+                go on without a ticket, until the daemon gives them up.
 
         Returns:
             An answer to each key, and the slots of accepted keys.
@@ -196,7 +198,7 @@ class Decisions:
         filtered: set[bytes] = set()  # not admitted: counts a repeated key once
         blocks = (0, self._directory.blocks_per_chunk)
         answers: list[StoreAnswer] = []
-        stored, slots, generations = accepted = ChunkSlots([], [], [])
+        accepted_keys, slots, generations = accepted = ChunkSlots([], [], [])
         for i, key in enumerate(keys):
             if ranges is not None:
                 blocks = ranges[i]
@@ -225,10 +227,10 @@ class Decisions:
                 continue
             answers.append(_ACCEPTED)
             start_store(key, *loan, blocks, description)
-            stored.append(key)
+            accepted_keys.append(key)
             slots.append(loan[0])
             generations.append(loan[1])
-        if len(stored) < len(answers):
+        if len(accepted_keys) < len(answers):
             outbox.count_answers(answers)
         return answers, accepted
 
