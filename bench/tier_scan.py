@@ -17,7 +17,7 @@ from pathlib import Path
 
 from harness import MIB, Daemon, Engine, Figures, find_doubles, layout
 
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_client.decisions import NO_TIER
 from kvd_proto.messages import Ping, Pong
 
@@ -59,7 +59,7 @@ def measure(chunks: int) -> Figures:
     with Daemon(64 * MIB, "--tier", f"scan:{chunks},size={SIZE}") as daemon:
         slowest = 0.0
         with (
-            Control(daemon.runtime_dir) as control,
+            ToolConnection(daemon.runtime_dir) as control,
             Engine(daemon.runtime_dir, layout(4, 16384, 64, 1)) as engine,
         ):
             began = time.perf_counter()

@@ -36,12 +36,11 @@ from kvd_client.session import AttachState
 from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
 from kvd_client.timeline import Timeline
 from kvd_client.worker import Worker
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.directory import LookupResult
-from kvd_proto.labels import Label
+from kvd_proto.jobs import JobBlocks
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Fingerprint, JobStatus, Load, Store, TierInfo
-from kvd_proto.tier_table import TierStatus
+from kvd_proto.messages import Fingerprint, JobStatus, Label, Load, Store, TierInfo
+from kvd_proto.tier_table import TierHealth
 
 __all__ = [
     "NO_TIER",
@@ -69,8 +68,8 @@ __all__ = [
     "StoreTicket",
     "TensorRef",
     "TensorSpec",
+    "TierHealth",
     "TierInfo",
-    "TierStatus",
     "Timeline",
     "Unavailable",
     "UnsupportedMemory",

@@ -24,7 +24,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from kvd_proto.labels import MAX_SECONDS, Label, label_for
+from kvd_proto.messages import MAX_SECONDS, Label, label_for
 
 RUNTIME_DIR = "KVD_RUNTIME_DIR"  # the daemon and its tools read it as well
 

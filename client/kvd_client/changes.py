@@ -375,7 +375,7 @@ class ChangeReader:
                 tiers.snapshot_at, tiers.snapshot_end = None, directory.changes.head
                 return
             begin = max(0, end - PIECE_PLACES)
-            chunks = table.held(begin, end)
+            chunks = table.held_chunks(begin, end)
             for key, place in chunks:
                 tiers.confirm(key, NO_SLOT, 0, place.first, place.count)
             num_chunks += len(chunks)

@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvd_client.errors import AccessDenied, DaemonLost, Refused, UsageError
-from kvd_proto.access import explain_denied
 from kvd_proto.channel import Channel, close_all
 from kvd_proto.codec import WIRE, Header
 from kvd_proto.errors import (
@@ -45,6 +44,7 @@ from kvd_proto.messages import (
     Message,
     Welcome,
 )
+from kvd_proto.text import explain_denied
 
 MAX_SOCKET_PATH = 107
 CLIENT_NAME = "kvd_client"

@@ -19,7 +19,7 @@ from kvd_client.outbox import Outbox
 from kvd_client.tickets import BlockRange, StoreAnswer
 from kvd_proto.directory import DirectoryView, Entry, SlotState
 from kvd_proto.messages import TierInfo
-from kvd_proto.tier_table import TierStatus, TierTableView
+from kvd_proto.tier_table import TierHealth, TierTableView
 
 _READY = int(SlotState.READY)
 _ACCEPTED, _PRESENT = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT
@@ -310,7 +310,7 @@ class PromotionRequests:
             count = directory.blocks_per_chunk - first
         place = table.find(key)
         if place is None:
-            return TIER_UNKNOWN if any(table.status(i).usable for i in self._shared) else NO_TIER
+            return TIER_UNKNOWN if any(table.health(i).usable for i in self._shared) else NO_TIER
         tiers = place.tiers
         if not tiers or not _covers((place.first, place.count), first, count):
             return NO_TIER
@@ -318,13 +318,13 @@ class PromotionRequests:
         if entry is not None and entry[2] == _READY and not _covers(entry[3:], first, count):
             return NO_TIER
         for number in range(table.num_tiers):
-            if tiers >> number & 1 and table.status(number).usable:
+            if tiers >> number & 1 and table.health(number).usable:
                 return number
         return NO_TIER
 
-    def tier_status(self, number: int) -> TierStatus | None:
+    def tier_status(self, number: int) -> TierHealth | None:
         """Return a tier's published status; None if there is no tier of this number."""
-        return self._table.status(number) if 0 <= number < self._table.num_tiers else None
+        return self._table.health(number) if 0 <= number < self._table.num_tiers else None
 
     def take_unsent(self, keys: Iterable[bytes], now: float) -> list[bytes]:
         """Return the keys not sent within `RESEND_SECONDS`, and mark them as sent now."""

@@ -17,8 +17,8 @@ from kvd_client.errors import UsageError, get_logger
 from kvd_client.lane_link import LaneLink
 from kvd_client.readiness import Readiness
 from kvd_client.timeline import ControlPage
-from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS, TIMELINE_WORD
 from kvd_proto.errors import ProtoError
+from kvd_proto.jobs import EPOCH_WORDS, PROGRESS_WORDS, TIMELINE_WORD
 from kvd_proto.messages import Cancel, Done, Error, JobStatus, Load, Message, Store, Wait
 
 POLL_SECONDS = 0.02

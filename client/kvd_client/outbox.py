@@ -9,7 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from kvd_client.tickets import BlockRange, StoreAnswer
-from kvd_proto.arrays import IntArray
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     MAX_FINISHED,
     MAX_KEYS,

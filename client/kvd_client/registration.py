@@ -41,7 +41,7 @@ from kvd_proto.messages import (
     Registered,
     Unregister,
 )
-from kvd_proto.printable import unprintable
+from kvd_proto.text import unprintable
 
 T = TypeVar("T", bound=msgspec.Struct)
 

@@ -37,9 +37,8 @@ from kvd_client.tickets import (
     no_description,
 )
 from kvd_proto.directory import LookupResult, SlotState
-from kvd_proto.labels import LABEL_ONLY, Label
-from kvd_proto.messages import MAX_KEY_BYTES, MAX_TIERS, TierInfo
-from kvd_proto.tier_table import TierStatus
+from kvd_proto.messages import LABEL_ONLY, MAX_KEY_BYTES, MAX_TIERS, Label, TierInfo
+from kvd_proto.tier_table import TierHealth
 
 MAX_LEASE_SECONDS = 600.0
 MAX_TOKENS = 2**48  # in one call; totals have room for tens of thousands of such
@@ -325,7 +324,7 @@ class Scheduler(SchedulerSession):
             return NO_TIER
         return promotions.find_tier(key, first, count)
 
-    def tier_status(self, number: int) -> TierStatus | None:
+    def tier_status(self, number: int) -> TierHealth | None:
         """Return whether a tier is usable, how fast promotions are, and how many bytes wait.
 
         Args:

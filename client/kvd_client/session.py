@@ -33,7 +33,7 @@ from kvd_client.errors import (
     shown,
 )
 from kvd_proto.messages import Error, ErrorCode, Kind, Message, Status, StatusReport
-from kvd_proto.printable import unprintable
+from kvd_proto.text import unprintable
 
 MIN_BACKOFF_SECONDS = 0.1
 ABSENT_SECONDS = 0.5  # longest pause between two tries to connect; each costs microseconds

@@ -18,13 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client.errors import UsageError, check_collection, check_int, shown
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
 from kvd_proto.directory import MAX_BLOCKS
 from kvd_proto.errors import Oversize, ProtoError
-from kvd_proto.labels import Label
+from kvd_proto.jobs import JobBlocks
 from kvd_proto.layout import RankLayout
-from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS
+from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS, Label
 
 BlockRange: TypeAlias = tuple[int, int]
 """Consecutive blocks of a chunk: index of the first in the chunk, and their number."""

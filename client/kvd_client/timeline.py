@@ -13,7 +13,7 @@ import threading
 from kvd_client import cuda_driver
 from kvd_client.errors import KvdClientError, UnsupportedMemory, UsageError, shown
 from kvd_client.memory import sealed_file
-from kvd_proto.control import CONTROL_BYTES, ControlWords
+from kvd_proto.jobs import CONTROL_BYTES, ControlWords
 
 _NOT_CLOSED: list[object] = []  # signals whose page a stream may still write to
 

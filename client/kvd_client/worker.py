@@ -26,8 +26,8 @@ from kvd_client.registration import RegistrationState, WorkerRegistration, regis
 from kvd_client.session import ClientSession
 from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreTicket, pack_chunks
 from kvd_client.timeline import ControlPage, StreamSignals, Timeline
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.errors import JobShapeError
+from kvd_proto.jobs import JobBlocks
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import (
     MAX_RANKS,

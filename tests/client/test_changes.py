@@ -9,7 +9,13 @@ import pytest
 from kvd_client import Scheduler, UsageError, session
 from kvd_client.changes import ChunkLocation, Differences
 from kvd_client.scheduler_session import ABSENT_SECONDS, ChangeSource, PublishedChanges
-from kvd_proto.descriptions import Description, encode, pack_header, pack_record, place
+from kvd_proto.descriptions import (
+    Description,
+    encode,
+    pack_header,
+    pack_record,
+    record_offset,
+)
 from kvd_proto.directory import DirectoryView
 from kvd_proto.messages import Message, Ping, Reset, ResetDone
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
@@ -140,7 +146,7 @@ def test_descriptions_are_read_by_place(daemon: FakeDaemon, scheduler: Scheduler
     found = Description(parent=b"", hashes=(b"h",), tokens=bytes(8), block_size=2)
     daemon.descriptions = fd = os.memfd_create("descriptions")
     os.pwrite(fd, pack_header(RECORD_BYTES), 0)
-    os.pwrite(fd, pack_record(0, 1, encode(found)), place(0, RECORD_BYTES))
+    os.pwrite(fd, pack_record(0, 1, encode(found)), record_offset(0, RECORD_BYTES))
     assert scheduler.description(ChunkLocation(0, 1, 0, 1, 0)) is None
     daemon.attach(scheduler)
     where = scheduler.take_changes().stored[b"ready"]

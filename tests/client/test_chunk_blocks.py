@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvd_client import ChunkBlocks, LoadTicket, StoreTicket, UsageError
 from kvd_client.tickets import pack_chunks
-from kvd_proto.arrays import chunks_per_group
+from kvd_proto.jobs import chunks_per_group
 from tests.layouts import flat_layout
 
 LAYOUT = flat_layout(1, factor=2)

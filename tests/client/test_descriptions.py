@@ -15,7 +15,7 @@ from kvd_proto.descriptions import (
     encode,
     pack_header,
     pack_record,
-    place,
+    record_offset,
 )
 from kvd_proto.messages import Attached, Detached
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
@@ -32,7 +32,7 @@ def kept(daemon: FakeDaemon) -> Iterator[int]:
     """The daemon keeps descriptions; its file has one, of slot 3."""
     daemon.descriptions = fd = os.memfd_create("descriptions")
     os.pwrite(fd, pack_header(RECORD_BYTES), 0)
-    os.pwrite(fd, pack_record(3, 7, encode(DESCRIPTION)), place(3, RECORD_BYTES))
+    os.pwrite(fd, pack_record(3, 7, encode(DESCRIPTION)), record_offset(3, RECORD_BYTES))
     yield fd
     os.close(fd)
 

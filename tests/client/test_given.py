@@ -5,8 +5,7 @@ import threading
 import pytest
 
 from kvd_client import Label, LookupResult, Scheduler, StoreAnswer, UsageError
-from kvd_proto.labels import LABEL_ONLY
-from kvd_proto.messages import Message, Step
+from kvd_proto.messages import LABEL_ONLY, Message, Step
 from tests.client.fake_daemon import FakeDaemon, stepped
 from tests.client.test_steps import answered, steps, wait_steps
 from tests.waiting import DEADLINE

@@ -3,8 +3,7 @@
 from kvd_client.outbox import MAX_DESCRIBED_BYTES, Outbox
 from kvd_proto.codec import WIRE
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
-from kvd_proto.labels import Label
-from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS, Step
+from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS, Label, Step
 
 WHOLE = (0, 2)
 

@@ -11,8 +11,8 @@ from kvd_client import (
     TIER_UNKNOWN,
     LookupResult,
     Scheduler,
+    TierHealth,
     TierInfo,
-    TierStatus,
     UsageError,
 )
 from kvd_client import decisions as module
@@ -44,7 +44,7 @@ def table_of(daemon: FakeDaemon) -> TierTable:
 
 def set_usable(table: TierTable, tier: int, usable: bool) -> None:
     """Whether a tier is."""
-    table.set_status(tier, USABLE._replace(usable=usable))
+    table.set_health(tier, USABLE._replace(usable=usable))
 
 
 def attach_anew(daemon: FakeDaemon, scheduler: Scheduler) -> None:
@@ -92,7 +92,7 @@ def test_what_nobody_knows_is_unknown_where_a_shared_tier_can_be_asked(
     """Not for a while after it has said that it has no such chunk, nor while it is unusable."""
     monkeypatch.setattr("kvd_proto.tier_table.ABSENT_MS", 3_600_000)
     assert stepping.find_tier(b"k") == TIER_UNKNOWN
-    table.absent(b"k", time.monotonic())
+    table.mark_absent(b"k", time.monotonic())
     assert stepping.find_tier(b"k") == NO_TIER
     assert stepping.find_tier(b"other") == TIER_UNKNOWN
     set_usable(table, 1, usable=False)
@@ -127,8 +127,8 @@ def test_the_tiers_and_their_figures_are_read_from_shared_memory(
     table: TierTable, daemon: FakeDaemon, stepping: Scheduler
 ) -> None:
     """As the daemon writes them; of a number that is none there is nothing."""
-    status = TierStatus(usable=True, latency_us=80, bytes_per_second=2 * 10**9, queued_bytes=4096)
-    table.set_status(1, status)
+    status = TierHealth(usable=True, latency_us=80, bytes_per_second=2 * 10**9, queued_bytes=4096)
+    table.set_health(1, status)
     before = len(daemon.received)
     assert stepping.tiers == (DISK, SHARED)
     assert stepping.tier_status(1) == status

@@ -28,7 +28,7 @@ from kvd_client import (
     lane_link,
     readiness,
 )
-from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
+from kvd_proto.jobs import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.messages import (
     Cancel,
     Detached,

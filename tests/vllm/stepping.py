@@ -23,7 +23,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvd_client import Label, LoadTicket, LookupResult, StoreAnswer, StoreTicket, TierInfo
 from kvd_client.changes import ChunkLocation, Differences
 from kvd_client.vllm import KvdOffloadingManager, KvdOffloadingSpec
-from kvd_client.vllm.connector import KvdConnectorScheduler
+from kvd_client.vllm.scheduler import KvdConnectorScheduler
 from tests.vllm.configs import BLOCK, configured, full
 
 

@@ -13,7 +13,7 @@ from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvd_client.changes import ChunkLocation
-from kvd_client.vllm import KvdOffloadingSpec, events, idle
+from kvd_client.vllm import KvdOffloadingSpec, events
 from kvd_proto.descriptions import decode
 from tests.vllm.configs import BLOCK, configured
 from tests.vllm.stepping import Lender, Stepping
@@ -66,7 +66,7 @@ class Core(EngineCoreProc):  # type: ignore[misc]  # without vLLM's types
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread looks whether something waits."""
-    monkeypatch.setattr(idle, "POLL_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr(events, "POLL_SECONDS", 2 * PATIENCE)
 
 
 @pytest.fixture
@@ -104,7 +104,7 @@ def test_an_idle_engine_is_woken_to_publish(core: Core, lender: Lender) -> None:
     change(lender, "another engine's")
     assert core.input_queue.get(timeout=PATIENCE) == WAKEUP
     with pytest.raises(queue.Empty):
-        core.input_queue.get(timeout=3 * idle.POLL_SECONDS)
+        core.input_queue.get(timeout=3 * events.POLL_SECONDS)
 
 
 @pytest.mark.usefixtures("patient")
@@ -127,7 +127,7 @@ def test_an_engine_without_kv_events_is_not_woken(
     assert not core.half.has_pending_push_work()
     assert not core.batches
     with pytest.raises(queue.Empty):
-        core.input_queue.get(timeout=3 * idle.POLL_SECONDS)
+        core.input_queue.get(timeout=3 * events.POLL_SECONDS)
 
 
 def test_an_error_ends_idle_publishing_and_not_the_engine(

@@ -14,7 +14,7 @@ from vllm.v1.request import Request
 
 from kvd_client.announcer import Announcer
 from kvd_client.changes import ChunkLocation, Differences
-from kvd_client.vllm.descriptions import describe
+from kvd_client.vllm.chunks import describe
 from kvd_client.vllm.events import event_hash_function, to_event
 from kvd_proto.descriptions import decode, encode
 

@@ -13,8 +13,13 @@ from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvd_client.block_chains import RemovedBlocks, StoredBlocks
 from kvd_client.changes import NO_SLOT, ChunkLocation, Differences
-from kvd_client.vllm.events import PART_CHUNKS, PoolEvents, event_hash_function, to_event
-from kvd_client.vllm.idle import IDLE_SECONDS
+from kvd_client.vllm.events import (
+    IDLE_SECONDS,
+    PART_CHUNKS,
+    PoolEvents,
+    event_hash_function,
+    to_event,
+)
 from kvd_proto.descriptions import Description
 from kvd_proto.messages import TierInfo
 from tests.events.vectors import PAYLOADS
