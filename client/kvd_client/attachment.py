@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from kvd_client.connection import Connection, Notice
-from kvd_client.decisions import Decisions, Loan, LoanQueue, PromotionRequests, ReuseFilter
+from kvd_client.decisions import Decisions, Loan, LoanQueue, ReuseFilter, SchedulerTiers
 from kvd_client.errors import DaemonLost, get_logger
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView
@@ -35,7 +35,7 @@ class Attachment:
 
     `loans` and `reuse` are shared by all attachments of the scheduler; `answer` is the daemon's to
     the first step; `wake` wakes the keeper to check the connection. `decisions` begin anew with
-    each reset; `promotions` is None without tiers.
+    each reset; `tiers` is None if the daemon has none.
 
     Raises:
         DaemonLost: the first step was refused.
@@ -66,10 +66,8 @@ class Attachment:
         """Void all loans and stores started before, and start new decisions."""
         self._loans.clear()
         self.decisions = Decisions(self.directory, self._loans, self._reuse)
-        table, tiers = self.directory.tiers, self.attached.tiers
-        self.promotions = (
-            PromotionRequests(self.directory, table, tiers) if table and tiers else None
-        )
+        table, infos = self.directory.tiers, self.attached.tiers
+        self.tiers = SchedulerTiers(self.directory, table, infos) if table and infos else None
 
     # -------------------------------------------------------------------- send
 

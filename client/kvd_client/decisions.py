@@ -149,7 +149,7 @@ class ReuseFilter:
         return len(self._num_offers)
 
 
-class ChunkSlots(NamedTuple):
+class KeySlots(NamedTuple):
     """Keys of a request, in its order, each with its slot and generation."""
 
     keys: list[bytes]
@@ -171,7 +171,7 @@ class Decisions:
         keys: Sequence[bytes],
         ranges: Sequence[BlockRange] | None,
         describe: Callable[[int], bytes],
-    ) -> tuple[list[StoreAnswer], ChunkSlots]:
+    ) -> tuple[list[StoreAnswer], KeySlots]:
         """Start to store the keys that are new; answer each key by the first of these that applies.
 
         1. PENDING: an engine is storing it, or it was accepted earlier in this call.
@@ -198,7 +198,7 @@ class Decisions:
         filtered: set[bytes] = set()  # not admitted: counts a repeated key once
         blocks = (0, self._directory.blocks_per_chunk)
         answers: list[StoreAnswer] = []
-        accepted_keys, slots, generations = accepted = ChunkSlots([], [], [])
+        accepted_keys, slots, generations = accepted = KeySlots([], [], [])
         for i, key in enumerate(keys):
             if ranges is not None:
                 blocks = ranges[i]
@@ -243,7 +243,7 @@ class Decisions:
 
     def find(
         self, keys: Sequence[bytes], ranges: Sequence[BlockRange] | None
-    ) -> tuple[list[bool], ChunkSlots]:
+    ) -> tuple[list[bool], KeySlots]:
         """Return which keys are READY with the blocks needed, and the slots of these keys.
 
         Chunks whose slots were reassigned are not found. Loans of the slots found are taken last.
@@ -251,7 +251,7 @@ class Decisions:
         find_entry = self._entry
         first, count = 0, self._directory.blocks_per_chunk
         found_mask: list[bool] = []
-        hits = ChunkSlots([], [], [])
+        hits = KeySlots([], [], [])
         for i, key in enumerate(keys):
             if ranges is not None:
                 first, count = ranges[i]
@@ -283,7 +283,7 @@ class Decisions:
                 raise UsageError(f"blocks={shown(blocks)}: a chunk has {blocks_per_chunk} blocks")
 
 
-class PromotionRequests:
+class SchedulerTiers:
     """Lookups in the tiers of one attachment, and the rate limit of promotion requests.
 
     `find_tier` and `tier_status` take no lock; the rest is for one thread at a time.
