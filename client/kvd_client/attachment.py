@@ -174,9 +174,8 @@ class Attachment:
         if isinstance(answer, Stepped):
             slots, generations = answer.slots.numpy(), answer.generations.numpy()
             if len(slots) != len(generations):
-                raise DaemonLost(
-                    f"Stepped has {len(slots)} slots and {len(generations)} generations"
-                )
+                text = f"Stepped has {len(slots)} slots and {len(generations)} generations"
+                raise DaemonLost(text)
             loans: list[Loan] = list(zip(slots.tolist(), generations.tolist(), strict=True))
             self._loans.add(loans)
         elif not isinstance(answer, Error):
@@ -236,11 +235,8 @@ class Attachments:
             if attached.reuse_threshold != self._reuse.threshold:
                 capacity = max(MIN_REMEMBERED_KEYS, attached.num_chunks)
                 self._reuse = ReuseFilter(attached.reuse_threshold, capacity)
-            self._switch(
-                Attachment(
-                    attached, *views, connection, self._loans, self._reuse, answer, self._wake
-                )
-            )
+            loans, reuse, wake = self._loans, self._reuse, self._wake
+            self._switch(Attachment(attached, *views, connection, loans, reuse, answer, wake))
         return True
 
     def detach(self) -> None:
@@ -278,11 +274,7 @@ class Attachments:
             self._read_from(self.serving)
 
     def receive(self, connection: Connection) -> bool:
-        """Read answers and send overdue decisions.
-
-        Returns:
-            False if no attachment uses the connection.
-        """
+        """Read answers, send overdue decisions; return False if no attachment uses `connection`."""
         with self.lock:
             attachment = self.current
             if attachment is None or attachment.connection is not connection:

@@ -179,11 +179,7 @@ class BlockChains:
         self.update_chained(block)
 
     def update_chained(self, block: Block) -> bool:
-        """Mark a block as chained if its chain is complete, and queue its children for a recheck.
-
-        Returns:
-            Whether it became chained.
-        """
+        """Mark a block as chained if its chain is complete; return whether it became chained."""
         if block.chained or not block.has_chain:
             return False
         block.chained = True

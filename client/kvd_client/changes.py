@@ -376,8 +376,8 @@ class ChangeReader:
                 return
             begin = max(0, end - PIECE_PLACES)
             chunks = table.held_chunks(begin, end)
-            for key, place in chunks:
-                tiers.confirm(key, NO_SLOT, 0, place.first, place.count)
+            for key, tier_place in chunks:
+                tiers.confirm(key, NO_SLOT, 0, tier_place.first, tier_place.count)
             num_chunks += len(chunks)
             end = begin
             if num_chunks >= limit:

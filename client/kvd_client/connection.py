@@ -188,8 +188,7 @@ class Connection:
     def wait_readable(self, seconds: float) -> bool:
         """Wait until a reply may have arrived, for `seconds` and `CHECK_MS` at most.
 
-        Returns:
-            Whether the connection has failed, or the session is being closed.
+        Return whether the connection has failed, or the session is being closed.
         """
         poller = select.poll()  # one must not be used by two threads
         poller.register(self._fd, select.POLLIN | (select.POLLOUT * self._channel.wants_write))
@@ -198,10 +197,9 @@ class Connection:
         return bool(self.failure) or any(fd == self._stop_fd for fd, _ in ready)
 
     def post(self, message: Message) -> int:
-        """Send a request without waiting; `take_replies` returns its reply later.
+        """Send a request whose reply `take_replies` returns later; return its id.
 
-        Returns:
-            The request's id; 0 if it could not be sent, and the connection has failed.
+        0: it could not be sent, and the connection has failed.
         """
         request_id = next(self._ids)
         try:

@@ -308,11 +308,11 @@ class SchedulerTiers:
         directory, table = self._directory, self._table
         if count is None:
             count = directory.blocks_per_chunk - first
-        place = table.find(key)
-        if place is None:
+        tier_place = table.find(key)
+        if tier_place is None:
             return TIER_UNKNOWN if any(table.health(i).usable for i in self._shared) else NO_TIER
-        tiers = place.tiers
-        if not tiers or not _covers((place.first, place.count), first, count):
+        tiers = tier_place.tiers
+        if not tiers or not _covers((tier_place.first, tier_place.count), first, count):
             return NO_TIER
         entry = directory.entry(key)
         if entry is not None and entry[2] == _READY and not _covers(entry[3:], first, count):

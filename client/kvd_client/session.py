@@ -2,9 +2,9 @@
 
 Requests are made on the caller's thread. The keeper, a daemon thread, handles notices, makes the
 requests that no caller waits for, and connects again when the daemon is gone. A daemon that misses
-a deadline counts as gone: its session is given up, so it drops what it granted, and the keeper
-starts a new session as soon as the daemon answers. Until then a request returns at once, without a
-reply.
+a deadline counts as gone: the connection is closed, by which the daemon drops what it granted, and
+the keeper connects again as soon as the daemon answers. Until then requests return at once, without
+a reply.
 
 No lock is held while waiting, except a condition's, which waiting releases.
 """
@@ -96,9 +96,8 @@ class ClientSession:
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._fds_lock = threading.Lock()  # a late `_wake` must not write to a closed descriptor
         self._has_tried = threading.Event()
-        self._keeper = threading.Thread(
-            target=self._run_keeper, name=f"kvd-{self._kind}", daemon=True
-        )
+        name = f"kvd-{self._kind}"
+        self._keeper = threading.Thread(target=self._run_keeper, name=name, daemon=True)
 
     def _start(self) -> None:
         """Start the keeper and wait for its first try to connect, at most one deadline.
@@ -173,11 +172,9 @@ class ClientSession:
         return reply if isinstance(reply, StatusReport) else None
 
     def _request(self, message: Message, timeout: float, fds: Sequence[int] = ()) -> Message | None:
-        """Send a request to the broker and wait for the reply.
+        """Send a request to the broker; return the reply (of its type, or `Error`).
 
-        Returns:
-            The reply (its own type or `Error`). None if there is no connection, or it was given up
-            without a reply.
+        None: there is no connection, or it was given up without a reply.
         """
         connection = self._connection
         if connection is None:
@@ -270,11 +267,7 @@ class ClientSession:
             self._close_fds()  # here, since `close` does not wait for a busy keeper for ever
 
     def _connect_and_serve(self) -> float:
-        """Connect, and serve the connection to its end.
-
-        Returns:
-            The longest pause in seconds until the next try.
-        """
+        """Connect and serve the connection to its end; return the longest pause before the next."""
         try:
             connection = Connection(
                 self.runtime_dir, self._kind, self.engine, self._stop_fd, self._wake
@@ -286,12 +279,8 @@ class ClientSession:
         self._connection = connection
         connected_at = time.monotonic()
         # If a warning reported the loss of the connection, a warning reports its return.
-        log.log(
-            logging.WARNING if self._has_warned else logging.INFO,
-            "connected: %s, pid %d",
-            connection.daemon,
-            connection.pid,
-        )
+        level = logging.WARNING if self._has_warned else logging.INFO
+        log.log(level, "connected: %s, pid %d", connection.daemon, connection.pid)
         self._has_warned = False
         was_served, why = False, ""
         try:
@@ -304,13 +293,12 @@ class ClientSession:
             why = str(error)
             was_served = was_served and not isinstance(error, Refused)
         except Exception:
-            log.exception(
-                "the %s session of engine %s failed; it connects again", self._kind, self.engine
-            )
+            text = "the %s session of engine %s failed; it connects again"
+            log.exception(text, self._kind, self.engine)
             was_served = False
         self._give_up(connection, why)
         with self._changed:
-            self._on_disconnected()  # undoes what this thread did after a caller had given it up
+            self._on_disconnected()  # again: this thread may have attached after a caller gave up
         connection.close()
         has_lasted = time.monotonic() - connected_at >= REPORT_SECONDS
         return 0.0 if was_served and has_lasted else REFUSED_SECONDS

@@ -123,7 +123,7 @@ class Worker(ClientSession):
             false at once, and the memory is registered as soon as there is a daemon.
 
         Raises:
-            UsageError: invalid memory or layout; a second registration; closed.
+            UsageError: invalid memory or layout; a second registration.
             RegistrationError: the daemon refuses for good.
             Unavailable: `required`, and no registration within `timeout`; at once if this process
                 may not connect to the daemon.
@@ -171,13 +171,8 @@ class Worker(ClientSession):
             if refusal is not None:
                 raise RegistrationError(refusal.code, refusal.text)
             if required and not self.registered:
-                if self.connected:
-                    why = (
-                        registration.obstacle
-                        or f"the daemon in {self.runtime_dir} has not answered"
-                    )
-                else:
-                    why = self._unreachable
+                no_answer = f"the daemon in {self.runtime_dir} has not answered"
+                why = (registration.obstacle or no_answer) if self.connected else self._unreachable
                 registration.drop()
                 self._give_up(self._connection, "the registration was given up")
                 if not self._is_denied:
@@ -198,9 +193,6 @@ class Worker(ClientSession):
             Whether the memory is free: no copy touches it, nothing has it mapped. False if the
             daemon has not confirmed that in time, or was lost since `register`: it then releases
             the memory by itself, as for a process that has died.
-
-        Raises:
-            UsageError: closed.
         """
         self._check_open()
         timeout_s = check_seconds("timeout", timeout)
@@ -212,11 +204,8 @@ class Worker(ClientSession):
             self._changed.wait_for(
                 lambda: registration.state is not leaving or self._closed, timeout_s
             )
-            return (
-                registration.state is not leaving
-                and self._connection is connection
-                and not registration.was_lost
-            )
+            has_left = registration.state is not leaving and self._connection is connection
+            return has_left and not registration.was_lost
 
     @property
     def registered(self) -> bool:
@@ -248,7 +237,7 @@ class Worker(ClientSession):
         groups: Sequence[ChunkBlocks],
         after: int | None = None,
     ) -> bool:
-        """Copy the blocks of the ticket's chunks into the pool.
+        """Copy the blocks of the ticket's chunks into the pool; result and errors as `submit`.
 
         Args:
             job_id: the caller's number, free again once it was reported.
@@ -257,12 +246,9 @@ class Worker(ClientSession):
                 in the ticket are left out.
             after: see `submit`.
 
-        Returns:
-            Whether a lane has the job; see `submit`.
-
         Raises:
-            UsageError: as `submit`; keys and blocks that do not fit each other, the null block, or
-                too many blocks for one job; not registered yet.
+            UsageError: also for keys and blocks that do not fit each other, the null block, too
+                many blocks for one job, or if nothing is registered yet.
         """
         return self.submit(Store, job_id, self._pack(ticket, groups), after)
 
@@ -309,7 +295,7 @@ class Worker(ClientSession):
         Raises:
             UsageError: arrays that do not fit each other, blocks that were not registered, the
                 null block between two blocks of a chunk or in place of all of them, a job id in
-                use; or closed.
+                use.
         """
         self._check_open()
         if (kind is not Store and kind is not Load) or not isinstance(blocks, JobBlocks):
