@@ -51,21 +51,11 @@ from kvd_client.changes import ChunkLocation, Differences
 from kvd_proto.descriptions import Description, decode, encode
 from kvd_proto.errors import DescriptionError
 
-MAX_REANNOUNCED_RUNS = 500
-"""Limit for the runs of blocks that one call of `announce` announces again."""
-
-MAX_REMEMBERED_REMOVALS = 65_536
-"""Limit for the removed blocks that repeat rounds remove again; the newest are remembered."""
-
+MAX_REANNOUNCED_RUNS = 500  # of blocks that one call of `announce` announces again
+MAX_REMEMBERED_REMOVALS = 65_536  # the newest, which repeat rounds repeat
+# Descriptions of chunks that left memory, the newest: a tier may report such a chunk later.
 MAX_DEPARTED = 4096
-"""Limit for the remembered descriptions of chunks that have left memory; the newest are remembered.
-
-A tier may report a chunk after the chunk has left memory.
-"""
-
-REMOVALS_PER_CHUNK = 16
-"""Removals that a repeat round repeats instead of one chunk; they cost about the same."""
-
+REMOVALS_PER_CHUNK = 16  # removals that cost as much in a repeat round as one chunk
 _VISITS_PER_CHUNK = 8  # steps of a round in one part, for each chunk that the part may repeat
 
 

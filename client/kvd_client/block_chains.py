@@ -17,8 +17,7 @@ from kvd_client.changes import ChunkLocation
 from kvd_proto.descriptions import TOKEN_BYTES, Description
 
 _GROUP_BYTES = 4  # at the end of a key that is longer: the index of the group
-MAX_HOLDERS_READ = 8
-"""How many chunks of a block are tried to read its description."""
+MAX_HOLDERS_READ = 8  # chunks of a block that are tried to read its description
 
 T = TypeVar("T")
 BlockId: TypeAlias = tuple[int, bool, bytes]

@@ -50,8 +50,7 @@ MAX_SOCKET_PATH = 107
 CLIENT_NAME = "kvd_client"
 HANDSHAKE_SECONDS = 10.0  # many short tries would fill the queue of a daemon that is stopped
 CHECK_MS = 20  # another thread may have received the reply
-BUSY_SECONDS = 0.1
-"""For so long after a posted request its caller is expected to receive what arrives."""
+BUSY_SECONDS = 0.1  # after a posted request, in which its caller receives what arrives
 
 
 @dataclass(slots=True)

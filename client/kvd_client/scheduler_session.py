@@ -354,13 +354,11 @@ class SchedulerSession(ClientSession):
             self._tiers = attachment.tiers
             self._changes.switch(ChangeSource(directory, attachment.descriptions))
 
-    def _lookup_nothing(self, key: bytes, first: int = 0, count: int | None = None) -> LookupResult:
-        del key, first, count
+    def _lookup_nothing(self, *_: object) -> LookupResult:
         self._check_open()
         return LookupResult.MISS
 
-    def _no_entry(self, key: bytes) -> Entry | None:
-        del key
+    def _no_entry(self, _: bytes) -> Entry | None:
         self._check_open()
         return None
 

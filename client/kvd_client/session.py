@@ -88,10 +88,12 @@ class ClientSession:
         self.deadline = check_seconds("deadline", deadline, 3600.0, positive=True)
         self._changed = threading.Condition()  # the connection, or a state that messages change
         self._connection: Connection | None = None
-        self._unreachable = f"no daemon has answered in {self.runtime_dir} yet"  # why not connected
+        self._why_unreachable = (
+            f"no daemon has answered in {self.runtime_dir} yet"  # why not connected
+        )
         self._is_denied = False  # this process may not connect
         self._has_warned = False  # the latest log line about the connection is a warning
-        self._closed = ""
+        self._closed = ""  # why calls are refused; empty while open
         self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._fds_lock = threading.Lock()  # a late `_wake` must not write to a closed descriptor
@@ -195,7 +197,7 @@ class ClientSession:
                 return
             self._connection = None
             if why:
-                self._unreachable = f"the daemon in {self.runtime_dir} was given up: {why}"
+                self._why_unreachable = f"the daemon in {self.runtime_dir} was given up: {why}"
             warns = bool(why and not self._closed)
             self._has_warned |= warns
             self._on_disconnected()
@@ -214,7 +216,7 @@ class ClientSession:
         if self._closed:
             return "this session was closed meanwhile"
         if not self.connected:
-            return self._unreachable
+            return self._why_unreachable
         reply = self._request_status()
         if reply is None:
             return f"the daemon in {self.runtime_dir} did not answer in time"
@@ -317,8 +319,8 @@ class ClientSession:
                 " is `kvd serve` running there?"
             )
         with self._changed:
-            is_known = self._unreachable == why
-            self._unreachable, self._is_denied = why, is_denied
+            is_known = self._why_unreachable == why
+            self._why_unreachable, self._is_denied = why, is_denied
             self._changed.notify_all()
         if not is_known:
             self._has_warned |= is_denied or is_refused

@@ -154,31 +154,42 @@ class Worker(ClientSession):
                     self.timeline.set_signals(StreamSignals(device, self._control))
             registration.request(message, descriptors)
             self._wake()
-            refusal: Error | None = None
-            try:
-                self._changed.wait_for(
-                    lambda: (
-                        self.registered
-                        or registration.is_refused
-                        or self._closed
-                        or not (self.connected or (required and not self._is_denied))
-                    ),
-                    timeout_s,
-                )
-            finally:  # also if a signal handler raises
-                registration.has_waiter = False
-                refusal = registration.take_refusal()
+            refusal = self._wait_registered(registration, timeout_s, required=required)
             if refusal is not None:
                 raise RegistrationError(refusal.code, refusal.text)
             if required and not self.registered:
                 no_answer = f"the daemon in {self.runtime_dir} has not answered"
-                why = (registration.obstacle or no_answer) if self.connected else self._unreachable
+                why = registration.obstacle or no_answer
+                if not self.connected:
+                    why = self._why_unreachable
                 registration.drop()
                 self._give_up(self._connection, "the registration was given up")
                 if not self._is_denied:
                     why = f"no registration within {timeout:g} s; {why}"
                 raise Unavailable(why)
             return self.registered
+
+    def _wait_registered(
+        self, registration: WorkerRegistration, timeout: float, *, required: bool
+    ) -> Error | None:
+        """Wait for the registration, if there is a daemon or it is `required`.
+
+        Called under `_changed`. Return the daemon's final refusal, if any.
+        """
+        try:
+            self._changed.wait_for(
+                lambda: (
+                    self.registered
+                    or registration.is_refused
+                    or self._closed
+                    or not (self.connected or (required and not self._is_denied))
+                ),
+                timeout,
+            )
+        finally:  # also if a signal handler raises
+            registration.has_waiter = False
+            refusal = registration.take_refusal()
+        return refusal
 
     def unregister(self, timeout: float = REGISTER_SECONDS) -> bool:
         """Take the memory back, to free it or to put other memory in its place.
@@ -434,7 +445,7 @@ class Worker(ClientSession):
             sends_again = registration.on_answered(reply)
             self._changed.notify_all()
         if isinstance(reply, Error):
-            self._unreachable = (
+            self._why_unreachable = (
                 f"the daemon in {self.runtime_dir} refuses the registration: {reply.text}"
             )
             if sends_again and reply.text != obstacle_before:  # log each reason once, not each try
