@@ -228,7 +228,7 @@ class SelftestEngine:
         """Load the stored chunks into the destination blocks."""
         with self.scheduler.prepare_load(self.stored) as ticket:
             if len(ticket) != len(self.stored):
-                raise StepFailed(f"{len(ticket)} of {len(self.stored)} stored chunks are there")
+                raise StepFailed(f"{len(ticket)} of {len(self.stored)} stored chunks can be loaded")
             self._move("load", ticket, self.stored_blocks(self.destination))
 
     def wait_until(self, condition: Callable[[], bool]) -> bool:
@@ -260,7 +260,7 @@ class SelftestEngine:
     def _status(self) -> dict[str, Any]:
         status = self._observer.status()
         if not status:
-            raise StepFailed("the daemon does not answer any more")
+            raise StepFailed("the daemon no longer answers")
         return status
 
     def _refusal_reason(self, answers: Sequence[StoreAnswer]) -> str:
@@ -273,10 +273,10 @@ class SelftestEngine:
         if not answers:
             return f"the daemon does not serve the engine: {failed or 'no reason given'}"
         if not status["ready"]:
-            return f"there is no room yet: {failed}"
+            return f"the daemon is not ready: {failed}"
         return (
-            "the pool is full, and everything in it is pinned or being written, so that not even"
-            " a thousandth of it may go; try again when engines are less busy"
+            "the pool is full, and all of its chunks are pinned or being written; try again when"
+            " engines are less busy"
         )
 
     def leave(self) -> None:

@@ -207,7 +207,7 @@ class DemoEngine:
             self._receive_reports()
         self._count_evicted()
         if len(self._free) != len(self._blocks) or set(self._free) != self._blocks:
-            raise DemoError(f"{len(self._free)} of {len(self._blocks)} blocks were given back")
+            raise DemoError(f"{len(self._free)} of {len(self._blocks)} blocks were freed")
 
     # ------------------------------------------------------------------ steps
 
