@@ -32,7 +32,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from kvd_proto.printable import printable
+from kvd_proto.text import printable
 
 _BYTES = re.compile(r"""\b[bB](?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
 
@@ -42,12 +42,12 @@ def without_bytes(text: str) -> str:
     return _BYTES.sub("b'…'", text)
 
 
-def fault_text(error: BaseException) -> str:
+def safe_repr(error: BaseException) -> str:
     """The exception's repr, without the contents of bytes."""
     return without_bytes(repr(error))
 
 
-def fault_trace(error: BaseException) -> str:
+def safe_traceback(error: BaseException) -> str:
     """The exception's traceback, without the contents of bytes."""
     return without_bytes("".join(traceback.format_exception(error)))
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import psutil
 
 from kvd.errors import NotRunning
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Message, Status, StatusReport
 from tests.chaos.shared import Count, Spec, counts
 
@@ -194,7 +194,7 @@ class Daemon(Process):
         Raises:
             NotRunning: no answer in time.
         """
-        with Control(self.runtime_dir, ASK_SECONDS) as tool:
+        with ToolConnection(self.runtime_dir, ASK_SECONDS) as tool:
             return tool.ask(message, kind)
 
     def report(self) -> dict[str, Any]:

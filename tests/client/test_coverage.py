@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_client.arguments import Blocks
 from kvd_client.sglang.pages import (
     PageRun,
     cached_pages,
@@ -15,6 +14,7 @@ from kvd_client.sglang.pages import (
     split_into_chunks,
     window_ends,
 )
+from kvd_client.tickets import BlockRange
 
 PAGES = 40
 KEYS = [bytes([page]) * 32 for page in range(PAGES)]
@@ -25,7 +25,7 @@ class Store:
 
     def __init__(self, pages_per_chunk: int) -> None:
         self.pages_per_chunk = pages_per_chunk
-        self.blocks: dict[bytes, Blocks] = {}
+        self.blocks: dict[bytes, BlockRange] = {}
         self.content: dict[tuple[bytes, int], int] = {}
 
     def put(self, first: int, end: int) -> None:

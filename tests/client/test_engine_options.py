@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd_client.engine_options import OptionsError
+from kvd_client.adapters import OptionsError
 from kvd_client.sglang.pool_cache import SglangOptions, read_options
 
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import ClassVar
 
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 from kvd_tools.engine_demo import VllmWorkload
 from kvd_tools.engine_server import Completion
 from kvd_tools.models import ANSWER_TOKENS

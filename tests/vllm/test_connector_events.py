@@ -12,7 +12,7 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEve
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
-from kvd_client.change_reader import Place
+from kvd_client.changes import ChunkLocation
 from kvd_client.vllm import KvdOffloadingSpec, events
 from kvd_proto.descriptions import decode
 from tests.vllm.configs import BLOCK, configured
@@ -79,7 +79,7 @@ def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender) -> Ite
 
 def change(lender: Lender, name: str) -> None:
     """Another engine has stored a chunk."""
-    lender.changes.stored[name.encode().ljust(36)] = Place(1, 1, 0, 1, 0)
+    lender.changes.stored[name.encode().ljust(36)] = ChunkLocation(1, 1, 0, 1, 0)
 
 
 def test_an_engine_without_requests_publishes_and_does_not_step(

@@ -351,7 +351,7 @@ def test_a_step_is_at_most_one_message(engine: Engine, monkeypatch: pytest.Monke
     A load of no chunks pins nothing, nor one of more than a message holds.
     """
     # No call of a step comes so late that the session sends by itself.
-    monkeypatch.setattr(attachment, "LEFT_BEHIND_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr(attachment, "OVERDUE_SECONDS", 2 * PATIENCE)
     manager = manager_of(engine)
     keys = keys_of("counted", 20)
     store(manager, engine, keys)

@@ -8,7 +8,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client import TierInfo, TierStatus
+from kvd_client import TierHealth, TierInfo
 from kvd_client.vllm.promotions import (
     MAX_OPEN_STEPS,
     SAMPLES,
@@ -52,9 +52,9 @@ def test_where_tokens_come_from_is_vllms_name_for_it() -> None:
     assert list(map(hit_source, (DISK, REMOTE, MEMORY, OTHER))) == expected
 
 
-def status(latency_us: int, speed: int, queued: int = 0) -> TierStatus:
+def status(latency_us: int, speed: int, queued: int = 0) -> TierHealth:
     """Of a usable tier."""
-    return TierStatus(True, latency_us, speed, queued)
+    return TierHealth(True, latency_us, speed, queued)
 
 
 def test_promotions_take_as_long_as_the_slowest_tier() -> None:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from kvd_client import GroupSpec, RankLayout, TensorRef, UnsupportedMemory
-from kvd_client.arguments import Blocks
+from kvd_client.tickets import BlockRange
 from kvd_client.torch_memory import BlockTensor, SharedTensors, share_torch
 
 NO_PAGE = 0  # the page for padded tokens, which SGLang's allocators never hand out
@@ -134,7 +134,7 @@ class PagePool:
 
 # ------------------------------------------------------------------- chunks
 
-BlocksOfChunk = Callable[[bytes], Blocks | None]
+BlocksOfChunk = Callable[[bytes], BlockRange | None]
 """The blocks of a key's chunk that are in the pool, (first, number); None: no such chunk."""
 
 
@@ -154,7 +154,7 @@ class PageRun(NamedTuple):
     block: int
 
     @property
-    def blocks(self) -> Blocks:
+    def blocks(self) -> BlockRange:
         """The chunk's blocks with these pages."""
         return self.block, self.num_pages
 
@@ -222,6 +222,6 @@ def window_ends(cached: Sequence[bool], window: int) -> set[int]:
     return ends
 
 
-def _has_blocks(blocks: Blocks | None, first: int, pages_per_chunk: int) -> bool:
+def _has_blocks(blocks: BlockRange | None, first: int, pages_per_chunk: int) -> bool:
     """Whether a chunk has all blocks from `first` to its end."""
     return blocks is not None and blocks[0] <= first and blocks[0] + blocks[1] == pages_per_chunk

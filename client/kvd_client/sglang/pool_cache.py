@@ -23,12 +23,12 @@ from kvd_client import (
     StoreTicket,
     Worker,
 )
-from kvd_client.arguments import Blocks
-from kvd_client.engine_options import EngineOptions, OptionsError, Seconds, convert_options
+from kvd_client.adapters import EngineOptions, OptionsError, Seconds, convert_options
 from kvd_client.errors import cause, get_logger
 from kvd_client.sglang.pages import NO_PAGE, PagePool, PageRun
+from kvd_client.tickets import BlockRange
 from kvd_client.torch_memory import work_so_far
-from kvd_proto.arrays import MAX_ARRAY_ITEMS
+from kvd_proto.jobs import MAX_ARRAY_ITEMS
 
 OPTIONS_NAME = "--unified-cache-external-linker-config: linker_extra_config"
 PageRows = npt.NDArray[np.uint32]
@@ -131,7 +131,7 @@ class PoolCache:
         except BaseException:
             self.worker.close()
             raise
-        self.blocks_of = self.scheduler.held
+        self.blocks_of = self.scheduler.cached_blocks
 
     # ----------------------------------------------------------------- loads
 
@@ -139,7 +139,9 @@ class PoolCache:
         """Pin chunks for a request; None: one of them is gone."""
         return self.pin_blocks([run.key for run in runs], [run.blocks for run in runs])
 
-    def pin_blocks(self, keys: Collection[bytes], blocks: Collection[Blocks]) -> LoadTicket | None:
+    def pin_blocks(
+        self, keys: Collection[bytes], blocks: Collection[BlockRange]
+    ) -> LoadTicket | None:
         """Pin these blocks of chunks; None: one of them is gone."""
         try:
             ticket = self.scheduler.prepare_load(keys, self._options.lease, blocks)

@@ -27,7 +27,7 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 
 from kvd_client import Fingerprint, UnsupportedMemory
-from kvd_client.engine_options import digest, hub_commits, weight_files
+from kvd_client.adapters import digest, hub_commits, weight_files
 from kvd_client.sglang.pages import LayerPages, PagePool
 
 PLAIN_POOLS = {MHATokenToKVPool, MLATokenToKVPool}

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from kvd_client import LoadTicket, StoreAnswer, StoreTicket
-from kvd_client.arguments import Blocks
 from kvd_client.errors import get_logger
 from kvd_client.sglang.pages import PageRun, split_into_chunks
 from kvd_client.sglang.pool_cache import PageRows, PoolCache, failure_reason
+from kvd_client.tickets import BlockRange
 
 MAX_TRIES = 5  # failures of jobs that a lane has accepted
 RETRY_SECONDS = 0.01
@@ -60,7 +60,7 @@ class LoadJob:
 
     cache: PoolCache
     keys: list[bytes]
-    blocks: list[Blocks]
+    blocks: list[BlockRange]
     rows: PageRows
     slots: Any
     generations: Any

@@ -20,7 +20,7 @@ import vllm
 from kvd_client.vllm.options import unsupported_error
 
 try:
-    from kvd_client.engine_options import OptionsError
+    from kvd_client.adapters import OptionsError
     from kvd_client.vllm.connector import KvdConnector
     from kvd_client.vllm.manager import KvdOffloadingManager
     from kvd_client.vllm.options import VllmOptions

@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, Sli
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
 from vllm.v1.request import Request
 
-from kvd_client.arguments import Blocks
+from kvd_client.tickets import BlockRange
 from kvd_client.vllm.upstream import require
 from kvd_proto.descriptions import Description, encode
 from kvd_proto.errors import DescriptionError
@@ -49,13 +49,13 @@ class BlockRanges:
         self._requests = requests
         self._size = config.blocks_per_chunk
         self._last_block = (config.blocks_per_chunk - 1, 1)
-        self.all_blocks: Blocks = (0, config.blocks_per_chunk)
+        self.all_blocks: BlockRange = (0, config.blocks_per_chunk)
         self.has_partial_chunks = any(
             group.requires_cow_source or group.sliding_window_size_in_chunks is not None
             for group in config.kv_group_configs
         )
 
-    def minimum(self, key: OffloadKey) -> Blocks | tuple[()]:
+    def minimum(self, key: OffloadKey) -> BlockRange | tuple[()]:
         """Return the blocks that any load of the chunk needs; (): all of them.
 
         Of a window's chunk that is the last block.
@@ -118,7 +118,7 @@ class BlockRanges:
                 return list(keys[num_cached // size : num_prompt // size])
         return []
 
-    def offered(self, key: OffloadKey, request: ReqContext) -> Blocks:
+    def offered(self, key: OffloadKey, request: ReqContext) -> BlockRange:
         """Return the blocks that the request has of a chunk that it offers, up to the last one."""
         number, group = self._groups[get_offload_group_idx(key)]
         if group.requires_cow_source:
@@ -132,12 +132,12 @@ class BlockRanges:
         first = next((i for i in range(len(block_ids), 0, -1) if not block_ids[i - 1]), 0)
         return (first, self._size - first) if first < self._size else self._last_block
 
-    def needed(self, req_id: str, num_tokens: int) -> dict[OffloadKey, Blocks]:
+    def needed(self, req_id: str, num_tokens: int) -> dict[OffloadKey, BlockRange]:
         """Return the blocks of windows' chunks to load for this many further tokens."""
         state = self._requests[req_id]
         computed = state.num_locally_computed_tokens
         end = computed + num_tokens
-        needed: dict[OffloadKey, Blocks] = {}
+        needed: dict[OffloadKey, BlockRange] = {}
         for number, group in self._groups.values():
             if group.sliding_window_size_in_chunks is None:
                 continue

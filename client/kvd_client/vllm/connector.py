@@ -22,7 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvd_client.engine_options import OptionsError
+from kvd_client.adapters import OptionsError
 from kvd_client.errors import get_logger
 from kvd_client.vllm.layout import requested_layout
 from kvd_client.vllm.manager import KvdOffloadingManager

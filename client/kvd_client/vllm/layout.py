@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from kvd_client import GroupSpec, RankLayout, TensorRef, UnsupportedMemory
 from kvd_client.torch_memory import BlockTensor, SharedTensors, share_torch
 from kvd_client.vllm.options import VllmOptions
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 BLOCKS_OUTERMOST = "BLHNC"
 MAX_UNSPLIT_TOKENS = 64  # attention backends with fixed block sizes take this one or a smaller one

@@ -31,8 +31,8 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client import Label, LoadTicket, Scheduler, StoreAnswer
 from kvd_client import LookupResult as DirectoryResult
-from kvd_client.arguments import Blocks
-from kvd_client.hints import read_hint
+from kvd_client.adapters import read_hint
+from kvd_client.tickets import BlockRange
 from kvd_client.vllm import metrics
 from kvd_client.vllm.chunks import BlockRanges, ChunkDescriber
 from kvd_client.vllm.promotions import TierWaits
@@ -98,7 +98,7 @@ class KvdOffloadingManager(OffloadingManager):
         self._reports = RequestReports(scheduler)
         self.refused: dict[str, dict[tuple[int, int], OffloadKey]] = {}
         self._hidden: set[OffloadKey] = set()  # keys whose lookups miss
-        self._needed: dict[str, Mapping[OffloadKey, Blocks]] = {}  # by request
+        self._needed: dict[str, Mapping[OffloadKey, BlockRange]] = {}  # by request
         self._stats = OffloadingConnectorStats()
 
     # -------------------------------------------------------------- requests
@@ -108,7 +108,7 @@ class KvdOffloadingManager(OffloadingManager):
         if req_context.req_id in self.refused:  # of an earlier request with the same name
             self.give_up(req_context.req_id)
         hint = read_hint(req_context.kv_transfer_params, req_context.kv_hints)
-        if hint.given:
+        if hint.is_present:
             self.scheduler.count_hints(1, hint.ignored, hint.cut)
             req_context.set_state(hint.label)
         return RequestOffloadingContext()
@@ -166,7 +166,7 @@ class KvdOffloadingManager(OffloadingManager):
         waiting = now - since < self._pending_timeout
         return LookupResult.HIT_PENDING if waiting else LookupResult.MISS
 
-    def incomplete(self, needed: Mapping[OffloadKey, Blocks]) -> set[OffloadKey]:
+    def incomplete(self, needed: Mapping[OffloadKey, BlockRange]) -> set[OffloadKey]:
         """Return the keys of chunks that lack some of the needed blocks."""
         lookup, counts_as_hit = self.scheduler.lookup, self.tier_waits.counts_as_hit
         return {
@@ -188,7 +188,7 @@ class KvdOffloadingManager(OffloadingManager):
 
     # ----------------------------------------------------------------- loads
 
-    def set_needed(self, req_id: str, needed: Mapping[OffloadKey, Blocks]) -> None:
+    def set_needed(self, req_id: str, needed: Mapping[OffloadKey, BlockRange]) -> None:
         """Set the blocks that the request's next load needs."""
         self._needed[req_id] = needed
 

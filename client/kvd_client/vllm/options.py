@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from kvd_client.engine_options import EngineOptions, OptionsError, Seconds, convert_options
+from kvd_client.adapters import EngineOptions, OptionsError, Seconds, convert_options
 from kvd_client.errors import UnsupportedVllm
 
 # Settings that vLLM's own scheduler logic reads and checks.

@@ -30,12 +30,12 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client import NOT_BELOW, UNKNOWN, Scheduler
+from kvd_client import NO_TIER, TIER_UNKNOWN, Scheduler
 from kvd_client import LookupResult as DirectoryResult
-from kvd_client.arguments import Blocks
+from kvd_client.tickets import BlockRange
 from kvd_client.vllm import metrics
 from kvd_proto.messages import MAX_KEYS, TierInfo
-from kvd_proto.tier_table import TierStatus
+from kvd_proto.tier_table import TierHealth
 
 PROBE_SECONDS = 1.0  # between probes whether a tier has become faster
 PROBE_CHUNKS = 16
@@ -44,7 +44,7 @@ Search = Callable[[], int | None]
 """vLLM's search for what a request can load: tokens; None: vLLM asks again in the next step."""
 
 _HIT_PENDING = DirectoryResult.HIT_PENDING
-_NOT_ALLOWED = -3  # a tier's number, beside NOT_BELOW and UNKNOWN
+_NOT_ALLOWED = -3  # a tier's number, beside NO_TIER and TIER_UNKNOWN
 
 
 @dataclass(slots=True)
@@ -103,7 +103,7 @@ class TierWaits:
         if result is not None or not self._tier_chunks:
             return result
         tier_chunks, wait = self._tier_chunks, self._waits.get(request.req_id)
-        querying = UNKNOWN in tier_chunks.values()
+        querying = TIER_UNKNOWN in tier_chunks.values()
         if wait is None or (wait.querying and not querying):
             seconds = self._wait_seconds(request, search)
             if seconds is None:
@@ -115,7 +115,7 @@ class TierWaits:
             else:  # the shared tiers have answered
                 wait.seconds, wait.querying = seconds, False
             if not seconds:
-                known = [key for key, number in tier_chunks.items() if number != UNKNOWN]
+                known = [key for key, number in tier_chunks.items() if number != TIER_UNKNOWN]
                 self._probe(request, known)
                 return self._search(search)
         self._request_promotion(request, list(tier_chunks), MAX_KEYS)
@@ -129,7 +129,7 @@ class TierWaits:
         """Request promotion of up to `limit` chunks, in prompt order."""
         ends = [request.get_offload_key_position(key) or 0 for key in keys]
         order = sorted(range(len(keys)), key=ends.__getitem__)[:limit]
-        self._scheduler.seek([keys[index] for index in order])
+        self._scheduler.request_promotion([keys[index] for index in order])
 
     def _probe(self, request: ReqContext, keys: list[OffloadKey]) -> None:
         """From time to time, request promotion of some chunks although no request waits for them.
@@ -178,11 +178,11 @@ class TierWaits:
             self._tier_chunks, self._simulated_hits = outer, None
 
     def _bytes_by_tier(self, request: ReqContext) -> dict[int, int]:
-        """Return the bytes of the met chunks, by tier. UNKNOWN counts as the first shared tier."""
+        """Return the bytes of the met chunks, by tier; TIER_UNKNOWN counts as a shared one."""
         shared = self._first_shared_tier(request)
         nbytes: dict[int, int] = {}
         for number in self._tier_chunks.values():
-            tier = shared if number == UNKNOWN else number
+            tier = shared if number == TIER_UNKNOWN else number
             nbytes[tier] = nbytes.get(tier, 0) + self._scheduler.bytes_per_chunk
         return nbytes
 
@@ -191,7 +191,7 @@ class TierWaits:
     def lookup(
         self,
         key: OffloadKey,
-        blocks: Blocks | tuple[()],
+        blocks: BlockRange | tuple[()],
         result: DirectoryResult,
         request: ReqContext,
     ) -> LookupResult | None:
@@ -212,61 +212,61 @@ class TierWaits:
         if number == _NOT_ALLOWED:
             return LookupResult.MISS
         if self._simulated_hits is not None:
-            if number == NOT_BELOW:
+            if number == NO_TIER:
                 return LookupResult.HIT if result is _HIT_PENDING else None
             self._tier_chunks[key] = number
             return LookupResult.HIT if self._simulated_hits else LookupResult.MISS
-        if number == NOT_BELOW:
+        if number == NO_TIER:
             return None
         wait = self._waits.get(request.req_id)
         if wait is not None:
-            limit = self._seek_timeout if number == UNKNOWN else self._pending_timeout
+            limit = self._seek_timeout if number == TIER_UNKNOWN else self._pending_timeout
             if not wait.is_running(time.monotonic(), limit):
                 return LookupResult.MISS
         self._tier_chunks[key] = number
         self._sources.setdefault(request.req_id, {})[key] = number
-        return LookupResult.RETRY if number == UNKNOWN else LookupResult.HIT_PENDING
+        return LookupResult.RETRY if number == TIER_UNKNOWN else LookupResult.HIT_PENDING
 
     def _tier_of(
         self,
         key: OffloadKey,
-        blocks: Blocks | tuple[()],
+        blocks: BlockRange | tuple[()],
         result: DirectoryResult,
         request: ReqContext,
     ) -> int:
         """Return the number of the tier that has the chunk, or from which it is being promoted.
 
-        Or NOT_BELOW: none. UNKNOWN: a shared tier has yet to say. _NOT_ALLOWED: the request may not
-        load from its tier.
+        Or NO_TIER: none. TIER_UNKNOWN: a shared tier has yet to say. _NOT_ALLOWED: the request may
+        not load from its tier.
         """
-        number = self._scheduler.below(key, *blocks)
-        if result is _HIT_PENDING and number < 0:  # a store, or the promotion of an UNKNOWN chunk
-            number = self._sources.get(request.req_id, {}).get(key, NOT_BELOW)
-            return self._first_shared_tier(request) if number == UNKNOWN else number
-        if number == UNKNOWN:
-            return number if self._first_shared_tier(request) != NOT_BELOW else NOT_BELOW
+        number = self._scheduler.find_tier(key, *blocks)
+        if result is _HIT_PENDING and number < 0:  # a store, or a promotion of an unlisted chunk
+            number = self._sources.get(request.req_id, {}).get(key, NO_TIER)
+            return self._first_shared_tier(request) if number == TIER_UNKNOWN else number
+        if number == TIER_UNKNOWN:
+            return number if self._first_shared_tier(request) != NO_TIER else NO_TIER
         tiers = self._scheduler.tiers
-        if number == NOT_BELOW or number >= len(tiers):
-            return NOT_BELOW
+        if number == NO_TIER or number >= len(tiers):
+            return NO_TIER
         return number if is_allowed(tiers[number], request.load_tier_filter) else _NOT_ALLOWED
 
     def _first_shared_tier(self, request: ReqContext) -> int:
-        """Return the number of the first shared tier that the request may use, or NOT_BELOW."""
+        """Return the number of the first shared tier that the request may use, or NO_TIER."""
         for number, tier in enumerate(self._scheduler.tiers):
             if tier.shared and is_allowed(tier, request.load_tier_filter):
                 return number
-        return NOT_BELOW
+        return NO_TIER
 
-    def counts_as_hit(self, key: OffloadKey, blocks: Blocks) -> bool:
+    def counts_as_hit(self, key: OffloadKey, blocks: BlockRange) -> bool:
         """Return whether the present simulation takes these blocks, in a tier, for hits."""
-        return bool(self._simulated_hits) and self._scheduler.below(key, *blocks) != NOT_BELOW
+        return bool(self._simulated_hits) and self._scheduler.find_tier(key, *blocks) != NO_TIER
 
     def source(self, key: OffloadKey, request: ReqContext) -> CacheHitSource:
         """Return where the chunk came from: memory, or the tier that the request waited for."""
         number = self._sources.get(request.req_id, {}).get(key)
         if number is None:
             return CacheHitSource.HOST
-        if number == UNKNOWN:
+        if number == TIER_UNKNOWN:
             number = self._first_shared_tier(request)
         tiers = self._scheduler.tiers
         known = 0 <= number < len(tiers)
@@ -328,7 +328,7 @@ def hit_source(tier: TierInfo) -> CacheHitSource:
 
 
 def promotion_seconds(
-    status: Sequence[TierStatus | None], nbytes: Mapping[int, int]
+    status: Sequence[TierHealth | None], nbytes: Mapping[int, int]
 ) -> float | None:
     """Return how long promotions take: the maximum over the tiers, which work in parallel.
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from kvd_client import Fingerprint, RankLayout, Scheduler, Worker
-from kvd_client.engine_options import OptionsError, digest, hub_commits, weight_files
+from kvd_client.adapters import OptionsError, digest, hub_commits, weight_files
 from kvd_client.errors import get_logger, log_no_offload
 from kvd_client.vllm import metrics
 from kvd_client.vllm.layout import layout_line, requested_layout, share_caches

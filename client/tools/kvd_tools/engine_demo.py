@@ -22,7 +22,7 @@ import click
 from rich.console import Console
 
 from kvd_client.errors import KvdClientError
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 from kvd_tools.demo.processes import Daemon
 from kvd_tools.engine_server import Completion, EngineServer
 from kvd_tools.errors import DemoError, check_installed

@@ -28,7 +28,7 @@ from kvd_client.scheduler import Scheduler
 from kvd_proto.directory import LookupResult
 from kvd_proto.errors import SizeError
 from kvd_proto.messages import HOST, Fingerprint
-from kvd_proto.sizes import parse_duration
+from kvd_proto.text import parse_duration
 from kvd_tools.errors import StepFailed
 from kvd_tools.selftest_engine import ANSWER_SECONDS, SelftestEngine, visible_devices
 

@@ -17,7 +17,7 @@ from rich.table import Table
 from kvd_client.errors import KvdClientError
 from kvd_client.scheduler import Scheduler
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import parse_size
+from kvd_proto.text import parse_size
 from kvd_tools.demo.engine import NO_FIGURES, DemoEngine, settled_figures
 from kvd_tools.demo.processes import ENGINE, Daemon, RankProcesses, RankSetup
 from kvd_tools.demo.workload import (

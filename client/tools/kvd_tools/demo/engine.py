@@ -18,10 +18,9 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from kvd_client.arguments import Blocks
-from kvd_client.decisions import NOT_BELOW
+from kvd_client.decisions import NO_TIER
 from kvd_client.scheduler import Scheduler
-from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
+from kvd_client.tickets import BlockRange, ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
 from kvd_proto.directory import LookupResult
 from kvd_tools.demo.processes import RankProcesses, RankReport, RankStep
 from kvd_tools.demo.workload import (
@@ -58,14 +57,14 @@ def bring_up(scheduler: Scheduler, prompt: Prompt) -> None:
     for piece in prompt:
         full, window = (chunk_key(piece, group) for group in (FULL, WINDOW))
         if scheduler.lookup(full) is LookupResult.MISS:
-            if scheduler.below(full) == NOT_BELOW:
+            if scheduler.find_tier(full) == NO_TIER:
                 break
             keys.append(full)
-        if scheduler.lookup(window) is LookupResult.MISS and scheduler.below(window) != NOT_BELOW:
+        if scheduler.lookup(window) is LookupResult.MISS and scheduler.find_tier(window) != NO_TIER:
             keys.append(window)
     if not keys:
         return
-    scheduler.seek(keys)
+    scheduler.request_promotion(keys)
     scheduler.end_step()
     started = time.monotonic()
     while (waited := time.monotonic() - started) < PROMOTION_SECONDS:
@@ -81,7 +80,7 @@ def _may_begin(scheduler: Scheduler, keys: list[bytes], results: list[LookupResu
     """Whether a tier may have one of the chunks that are not in memory."""
     pairs = zip(keys, results, strict=True)
     missing = (key for key, result in pairs if result is LookupResult.MISS)
-    return any(scheduler.below(key) != NOT_BELOW for key in missing)
+    return any(scheduler.find_tier(key) != NO_TIER for key in missing)
 
 
 def settled_figures(scheduler: Scheduler) -> Figures:
@@ -332,7 +331,7 @@ class DemoEngine:
         self._leave(jobs.request)
 
 
-def _keys_and_blocks(groups: Sequence[ChunkBlocks]) -> tuple[list[bytes], list[Blocks]]:
+def _keys_and_blocks(groups: Sequence[ChunkBlocks]) -> tuple[list[bytes], list[BlockRange]]:
     """Return the keys of the groups' chunks, and which blocks of each chunk are named."""
     keys, blocks = [], []
     for group in groups:
