@@ -280,7 +280,9 @@ def store_what_can_be(
 ) -> list[OffloadKey]:
     """Offer these, step by step, until the daemon has answered and lent nothing."""
     stored: list[OffloadKey] = []
-    while eventually(manager.loans, lambda loans: loans is not None) or not stored:
+    while (
+        eventually(lambda: manager.scheduler.loans, lambda loans: loans is not None) or not stored
+    ):
         manager.refused.clear()
         stored += manager.prepare_store(keys[len(stored) :], REQUEST).keys_to_store
         manager.end_step()
