@@ -300,7 +300,7 @@ def test_a_chunk_at_the_window_edge_counts_what_was_appended() -> None:
     assert job.expand().total_bytes == 4 * PAGE
     chunks = job.blocks.chunks(4)
     assert (list(chunks.first), list(chunks.count)) == ([2, 0], [2, 2])
-    with pytest.raises(JobShapeError, match=r"\[8\] sum to 8, but 4 block_ids.*add up"):
+    with pytest.raises(JobShapeError, match=r"\[8\] sum to 8, but there are 4 block_ids"):
         replace(job, group_sizes=[8]).expand()
 
 
