@@ -399,7 +399,11 @@ class Namespaces:
         for namespace in self.closable():
             space = namespace.table.space
             group = self.pool.quotas.of(space)
-            if group is None or not space.held or group.held - space.held >= group.floor:
+            if (
+                group is None
+                or not space.num_extents
+                or group.num_extents - space.num_extents >= group.floor
+            ):
                 self.close(namespace)
                 return
 

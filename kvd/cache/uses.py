@@ -185,7 +185,7 @@ class ChunkUses:
     def mark(self, slots: list[int]) -> None:
         """Note that these were of use now, the hottest first."""
         if slots:
-            last = self._pool.tick(len(slots), self._now)
+            last = self._pool.next_stamps(len(slots), self._now)
             if len(slots) <= FEW:
                 for slot in slots:
                     self._marks[slot] = last
