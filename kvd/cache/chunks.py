@@ -163,7 +163,7 @@ class ChunkTable:
         self.counts.tickets_expired += sum(slot not in self.slots.filling for slot in late)
         leases, unpinned = self.slots.leases.expire(now)
         self.counts.leases_expired += leases
-        self.slots.unpinned(unpinned)
+        self.slots.free_unpinned(unpinned)
         return self.slots.give_up(late)
 
     def drop_owner(self, owner: int) -> Refs:
@@ -173,7 +173,7 @@ class ChunkTable:
             What it was writing, to be revoked.
         """
         owned_by = self.directory.owner
-        self.slots.unpinned(self.slots.leases.drop_owner(owner))
+        self.slots.free_unpinned(self.slots.leases.drop_owner(owner))
         self.lending.end_loans(owner)
         return self.slots.give_up([slot for slot in self.slots.tickets if owned_by(slot) == owner])
 
@@ -207,7 +207,7 @@ class ChunkTable:
         for _ in range(EMPTY_PIECES):
             slots = self.slots.take_forgotten(PIECE_SLOTS)
             self._remember_reset(slots)
-            self.slots.leave(slots)
+            self.slots.free_or_doom(slots)
             if slots:
                 break
         if not self.slots.forgotten:
@@ -269,7 +269,7 @@ class ChunkTable:
             self.counts.eviction_age.observe_all(self.uses.ages(current))
             self.counts.yielded += len(current)
             self.slots.policy.evict(current, self.uses.now)
-            self.slots.leave(current)
+            self.slots.free_or_doom(current)
         self._remember_reset(forgotten)
         self.slots.drop(forgotten)
 

@@ -101,7 +101,7 @@ class Caching:
 
     def _pin(self, pin: Pin, pinned: _Slots, namespace: Namespace, owner: int, now: float) -> None:
         table, settings = namespace.table, self._state.settings
-        if table.slots.leases.held_by(owner) >= settings.max_leases:
+        if table.slots.leases.count(owner) >= settings.max_leases:
             self._state.reached("max_leases")
             table.loads.count_refused_pin(len(pin.slots))
             return
