@@ -107,7 +107,9 @@ class Lending:
         *,
         evict: bool = True,
     ) -> tuple[list[int], list[int]]:
-        """Lend up to `need` slots to `owner`, one of `engines` engines of the namespace, from:
+        """Lend up to `need` slots to `owner`, one of `engines` engines of the namespace.
+
+        Slots come, in this order, from:
 
         1. free slots of this namespace and unowned columns;
         2. with `evict`: columns of other namespaces, up to a part of the engine's share;

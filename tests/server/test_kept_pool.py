@@ -19,7 +19,7 @@ from click.testing import CliRunner
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
-from kvd.cache.recovery import MOST_LEDGERS, PoolTrailer, ResetTable
+from kvd.cache.recovery import MAX_LEDGERS, PoolTrailer, ResetTable
 from kvd.cache.stores import MakeDescriptions
 from kvd.cli.serve import purge
 from kvd.config.settings import Settings
@@ -627,9 +627,9 @@ def test_what_is_damaged_or_foreign_is_not_believed(
 
 
 PUT_BACK: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "ledger": ((".ledger",), "the ledger or the pool is an older one", ""),
-    "pool": (("pool",), "the ledger or the pool is an older one", ""),
-    "all but the pool": ((".ledger", ".json", ".descriptions"), "is an older one", ""),
+    "ledger": ((".ledger",), "the ledger or the pool is an older copy", ""),
+    "pool": (("pool",), "the ledger or the pool is an older copy", ""),
+    "all but the pool": ((".ledger", ".json", ".descriptions"), "is an older copy", ""),
     "manifest": ((".json",), "of the daemon before are here again", "new"),
     "descriptions": ((".descriptions",), "of the daemon before are here again", "new"),
     "all": (("",), "of the daemon before are here again", "old"),
@@ -885,7 +885,7 @@ def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
         caplog.clear()
         life.kill()
         life = start()
-        said = "is an older one" if reopened else "the pool has no chunks of it"
+        said = "is an older copy" if reopened else "the pool has no chunks of it"
         assert said in caplog.text
         assert life.held == []
         namespace = life.open()
@@ -894,7 +894,7 @@ def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
 def test_every_namespace_that_may_be_open_has_an_entry_in_the_trailer() -> None:
     """More namespaces than the trailer has entries cannot be asked for."""
     with pytest.raises(ConfigError, match="max_namespaces"):
-        Sources(flags={"max_namespaces": str(MOST_LEDGERS + 1)}, environment={}).load()
+        Sources(flags={"max_namespaces": str(MAX_LEDGERS + 1)}, environment={}).load()
 
 
 def ledger_in(namespace: Namespace) -> Ledger:
