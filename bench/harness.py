@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.errors import NotRunning
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_client import JobBlocks, Load, Store
 from kvd_client.memory import DeviceMemory, HostMemory
 from kvd_client.scheduler import Scheduler
@@ -76,7 +76,7 @@ class Served:
     def status(self) -> dict[str, Any]:
         """The daemon's report; empty while it does not answer."""
         try:
-            with Control(self.runtime_dir) as control:
+            with ToolConnection(self.runtime_dir) as control:
                 return control.status()
         except NotRunning:
             return {}
@@ -153,12 +153,12 @@ class Daemon(Served):
             raise
         return self
 
-    def _first_answer(self, started: float, begin: int) -> Control:
+    def _first_answer(self, started: float, begin: int) -> ToolConnection:
         socket = self.runtime_dir / "broker.sock"
         while True:
             if socket.exists():  # else there is nothing to try, which would cost time of the start
                 with contextlib.suppress(NotRunning):
-                    return Control(self.runtime_dir)
+                    return ToolConnection(self.runtime_dir)
             self._check_start(started, begin)
             time.sleep(POLL_SECONDS)
 

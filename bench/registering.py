@@ -12,11 +12,11 @@ from harness import Figures, layout, median
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, ToLane
-from kvd.broker.engines.sessions import RegisterStep
+from kvd.broker.sessions import RegisterStep
 from kvd.cache.namespaces import Namespaces
 from kvd.client_names import Peer
 from kvd.config.settings import Settings
-from kvd.config.sources import Loaded
+from kvd.config.sources import LoadedSettings
 from kvd.wire.link import LINK, Imported, LaneReady
 from kvd_proto.codec import WIRE
 from kvd_proto.layout import GroupSpec
@@ -62,7 +62,9 @@ def measure() -> Figures:
 def _steps(ranks: int) -> dict[str, float]:
     """Milliseconds of each step for the last of `ranks` ranks."""
     settings = Settings(runtime_dir="/nowhere", cpu_bytes=2**33)
-    broker = Broker(Loaded(settings), boot_id=bytes(16), version="bench", pid=1, devices=["host"])
+    broker = Broker(
+        LoadedSettings(settings), boot_id=bytes(16), version="bench", pid=1, devices=["host"]
+    )
     broker.registration.pool_opened(
         Namespaces(2**33, settings, boot_id=bytes(16), make_buffer=lambda _, size: bytearray(size))
     )

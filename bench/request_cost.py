@@ -60,8 +60,8 @@ def serve(name: str, path: str) -> None:
     while True:
         if not server.pending:
             poll.poll()
-        server.look()
-        while (received := server.take()) is not None:
+        server.handle_events()
+        while (received := server.next_request()) is not None:
             client, frame, _ = received
             server.send(client, frame)
 

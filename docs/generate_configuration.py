@@ -7,7 +7,7 @@ module would write.
 from pathlib import Path
 
 from kvd.cli.config import toml_value
-from kvd.config.settings import KNOWN, About
+from kvd.config.settings import SETTINGS, Setting
 
 _ROOT = Path(__file__).parents[1]
 PAGE = _ROOT / "docs" / "configuration.md"
@@ -25,7 +25,7 @@ _HEAD = """\
 def sample() -> str:
     """Return the text of deploy/kvd.toml."""
     lines, section = [_HEAD], ""
-    for known in KNOWN.values():
+    for known in SETTINGS.values():
         if known.section != section:
             section = known.section
             lines.append(f"# ---- {section}\n")
@@ -37,7 +37,7 @@ def sample() -> str:
 def table() -> str:
     """Return the table in docs/configuration.md."""
     lines = ["| key | default | meaning | a value is | changes live |", "|---|---|---|---|---|"]
-    for known in KNOWN.values():
+    for known in SETTINGS.values():
         live = "yes" if known.live else "no"
         lines.append(
             f"| `{known.key}` | `{toml_value(known.default)}` | {known.help} |"
@@ -46,7 +46,7 @@ def table() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _needs(known: About) -> str:
+def _needs(known: Setting) -> str:
     first, _, rest = known.needs.partition(" ")
     text = f"{first[0].upper()}{first[1:]} {rest}" if first.isalpha() else known.needs
     return f"{text}.{' Changes live.' if known.live else ''}"

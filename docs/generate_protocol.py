@@ -27,6 +27,7 @@ from kvd_proto.layout import GroupSpec, Range, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
     REPLY_OF,
     TAGS,
+    ChunkFate,
     ConfigChange,
     ErrorCode,
     Fingerprint,
@@ -58,6 +59,7 @@ PARTS = (
         KvEvents,
         ConfigChange,
         TierInfo,
+        ChunkFate,
     ),
 )
 """Maps inside messages, which have no tag."""

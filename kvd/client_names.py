@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Fields: TypeAlias = dict[str, str | int]
-"""Identifiers of an event for programs: see docs/logging.md."""
+"""Identifiers of an event for programs: see docs/operations.md (The log)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Peer:
 
 
 @dataclass(frozen=True, slots=True)
-class Who:
+class ClientIdentity:
     """A session's process.
 
     Attributes:

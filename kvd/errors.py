@@ -7,17 +7,17 @@
     │   └── AddressUnavailable
     ├── AlreadyRunning
     ├── NotRunning
-    │   └── AccessDenied
+    │   └── SocketAccessDenied
     ├── PoolError
     ├── LedgerDamaged
     ├── LaneError
     │   ├── ImportFailed
     │   │   └── HandleRefused
     │   ├── CudaMissing
-    │   ├── CudaError
+    │   ├── CudaDriverError
     │   └── DeviceLost
     ├── TierError
-    ├── Refused
+    ├── Refusal
     ├── PlanError
     ├── TraceError
     └── IntegrityError
@@ -49,7 +49,7 @@ class NotRunning(KvdError):
     """No daemon answers in the runtime directory."""
 
 
-class AccessDenied(NotRunning):
+class SocketAccessDenied(NotRunning):
     """This process may not reach the daemon's sockets; to wait for one is of no use."""
 
 
@@ -77,7 +77,7 @@ class CudaMissing(LaneError):
     """There is no CUDA driver, no binding to it, or no such device on this machine."""
 
 
-class CudaError(LaneError):
+class CudaDriverError(LaneError):
     """A function of the CUDA driver failed.
 
     Attributes:
@@ -101,7 +101,7 @@ class TierError(KvdError):
     """A tier's medium cannot be used now, or has failed a batch; names the remedy."""
 
 
-class Refused(KvdError):
+class Refusal(KvdError):
     """A request that cannot be served; answered with an ERROR that carries this code.
 
     `limit` is the setting or bound that was reached, where that is why.

@@ -42,12 +42,12 @@ def without_bytes(text: str) -> str:
     return _BYTES.sub("b'…'", text)
 
 
-def fault_text(error: BaseException) -> str:
+def safe_repr(error: BaseException) -> str:
     """The exception's repr, without the contents of bytes."""
     return without_bytes(repr(error))
 
 
-def fault_trace(error: BaseException) -> str:
+def safe_traceback(error: BaseException) -> str:
     """The exception's traceback, without the contents of bytes."""
     return without_bytes("".join(traceback.format_exception(error)))
 

@@ -20,7 +20,7 @@ torch tensors by `kvd_client.torch_memory.share_torch`, the only module that
 imports torch. CUDA memory orders its jobs by ``after=worker.timeline.signal_on(stream)``.
 """
 
-from kvd_client.decisions import NOT_BELOW, UNKNOWN
+from kvd_client.decisions import NO_TIER, TIER_UNKNOWN
 from kvd_client.errors import (
     CudaError,
     KvdClientError,
@@ -44,8 +44,8 @@ from kvd_proto.messages import Fingerprint, JobStatus, Label, Load, Store, TierI
 from kvd_proto.tier_table import TierHealth
 
 __all__ = [
-    "NOT_BELOW",
-    "UNKNOWN",
+    "NO_TIER",
+    "TIER_UNKNOWN",
     "AttachState",
     "ChunkBlocks",
     "CudaError",

@@ -129,7 +129,7 @@ class ChunkTable:
         self.loads.refresh(keys, now, request_label)
 
     def learn(self) -> bool:
-        """Do one piece of the policy's and the curve's background work; returns whether more is due."""
+        """Do one piece of background work for policy and curve; returns whether more is due."""
         return self.slots.policy.learn() or (self.curve is not None and self.curve.tidy())
 
     # --------------------------------------------------------------- demotions
@@ -155,7 +155,7 @@ class ChunkTable:
     # ------------------------------------------- deadlines, owners, resets, removal
 
     def expire(self, now: float) -> Refs:
-        """End leases and give up stores whose deadline has come; returns the stores to be revoked."""
+        """End leases and give up stores at their deadlines; returns the stores to be revoked."""
         self.uses.set_time(now)
         late = [slot for slot, deadline in self.slots.tickets.items() if deadline <= now]
         self.counts.tickets_expired += sum(slot not in self.slots.filling for slot in late)
@@ -192,7 +192,7 @@ class ChunkTable:
         return ResetDone(dropped=num_forgotten + len(writing), deferred=num_doomed), writing
 
     def sweep(self) -> None:
-        """Free some slots and tier table entries that a reset has dropped, in a few milliseconds."""
+        """Free some slots and tier table entries that a reset dropped: a few milliseconds."""
         if self.directory.tiers is not None:
             self.directory.tiers.sweep()
         for _ in range(EMPTY_PIECES):
@@ -211,7 +211,7 @@ class ChunkTable:
         return not self.slots.forgotten and (tiers is None or tiers.is_swept)
 
     def remove(self, first: int, count: int, unused_for: float) -> int:
-        """Drop unpinned chunks in `count` slots from `first` on that were unused for so many seconds.
+        """Drop chunks in `count` slots from `first` on that are unpinned and unused for so long.
 
         Returns:
             How many were dropped.

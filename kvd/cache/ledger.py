@@ -192,7 +192,7 @@ class Ledger:
         return ledger
 
     def renumber(self) -> None:
-        """Give the ledger a new number without a change, so that copies from before are discarded."""
+        """Give the ledger a new number, so that copies from before are discarded."""
         self._end_change(self._begin_change())
 
     def _begin_change(self) -> int:

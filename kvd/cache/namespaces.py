@@ -16,7 +16,7 @@ from kvd.cache.recovery import PoolTrailer, ResetTable
 from kvd.cache.stores import MakeDescriptions
 from kvd.config.settings import Settings
 from kvd.config.values import parse_tiers
-from kvd.errors import KvdError, LedgerDamaged, Refused
+from kvd.errors import KvdError, LedgerDamaged, Refusal
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import COLUMN_EXTENTS, FillOrder, Geometry
 from kvd.pool.pool import Pool
@@ -177,7 +177,7 @@ class Namespaces:
                 not stored.
 
         Raises:
-            Refused: BAD_LAYOUT: the figures contradict each other, the open namespace or the
+            Refusal: BAD_LAYOUT: the figures contradict each other, the open namespace or the
                 budget; LIMIT: too many namespaces are open.
         """
         geometry = Geometry(
@@ -191,7 +191,7 @@ class Namespaces:
         namespace = self._open.get(ns_id)
         if namespace is not None:
             if namespace.geometry != geometry:
-                raise Refused(
+                raise Refusal(
                     ErrorCode.BAD_LAYOUT,
                     f"namespace {ns_id.hex()} is open with {_describe(namespace.geometry)},"
                     f" asked for with {_describe(geometry)}",
@@ -255,7 +255,7 @@ class Namespaces:
         try:
             ns_id = bytes.fromhex(description.namespace)
             self._check_can_open(geometry)
-        except (ValueError, ZeroDivisionError, Refused) as error:
+        except (ValueError, ZeroDivisionError, Refusal) as error:
             raise LedgerDamaged(f"its description is invalid: {error}") from error
         if len(ns_id) != 16 or ns_id in self._open or geometry.num_slots != ledger.num_slots:
             raise LedgerDamaged(f"its description is invalid: {description}")
@@ -323,12 +323,12 @@ class Namespaces:
     def _check_can_open(self, geometry: Geometry) -> None:
         sizes, num_arenas = geometry.slot_bytes, 1 if geometry.replicated else geometry.world_size
         if len(sizes) != num_arenas or min(sizes, default=0) < 1:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_LAYOUT,
                 f"{_describe(geometry)}: {num_arenas} sizes above zero are needed",
             )
         if not 1 <= geometry.num_slots <= MAX_SLOTS:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.BAD_LAYOUT,
                 f"a budget of {self.pool.cpu_bytes} bytes holds {geometry.num_slots} chunks of"
                 f" {geometry.bytes_per_chunk} bytes; 1 to {MAX_SLOTS} can be served:"
@@ -336,7 +336,7 @@ class Namespaces:
             )
         limit = self.settings.max_namespaces
         if len(self._open) >= limit:
-            raise Refused(
+            raise Refusal(
                 ErrorCode.LIMIT,
                 f"{limit} namespaces are open and none may go: raise max_namespaces"
                 f" (now {limit}), or end engines that are not needed",
@@ -349,7 +349,7 @@ class Namespaces:
         namespace.table.space.active = not namespace.temporary
 
     def detach_engine(self, namespace: Namespace) -> None:
-        """Count an engine that left; chunks stay after the last one until others need the memory."""
+        """Count an engine that left; after the last one chunks stay until others take their slots."""
         namespace.engines -= 1
         namespace.table.space.active = namespace.engines > 0 and not namespace.temporary
 

@@ -58,7 +58,7 @@ from zlib import crc32
 import numpy as np
 
 from kvd.errors import LedgerDamaged
-from kvd.machine.room import TRAILER_BYTES
+from kvd.machine.memory import TRAILER_BYTES
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer

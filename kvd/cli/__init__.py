@@ -30,7 +30,7 @@ _OWN = {
     "top": "kvd.cli.top:top",
     "plan": "kvd.cli.plan:plan",
     "purge": "kvd.cli.serve:purge",
-    "replay": "kvd.cli.replay:replay",
+    "replay": "kvd.cli.plan:replay",
     "doctor": "kvd.cli.config:doctor",
     "config": "kvd.cli.config:config",
     "help": "kvd.cli:help_command",
@@ -48,7 +48,7 @@ class _LazyGroup(click.Group):
     """A group whose commands cost their imports only when they run; errors are told in a line."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        from kvd.errors import KvdError, Refused  # noqa: PLC0415  # completion needs none of it
+        from kvd.errors import KvdError, Refusal  # noqa: PLC0415  # completion needs none of it
         from kvd_proto.errors import ProtoError  # noqa: PLC0415
 
         try:
@@ -59,7 +59,7 @@ class _LazyGroup(click.Group):
             failure = error
         except (KvdError, ProtoError) as error:
             text = str(error)
-            if isinstance(error, Refused):
+            if isinstance(error, Refusal):
                 text = f"the daemon refuses: {error} [{error.code}]"
             failure = click.ClickException(text)
         if ctx.meta.get(AS_JSON):

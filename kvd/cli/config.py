@@ -13,7 +13,7 @@ from kvd.cli.options import json_option, runtime_dir_option, settings_options, s
 from kvd.config.sources import DEFAULT, Sources
 from kvd.config.values import parse_tiers
 from kvd.errors import ConfigError
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import ConfigChange, ConfigReloaded, ConfigShown, ReloadConfig, ShowConfig
 
 
@@ -57,7 +57,7 @@ def show(
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     places = sources(config, options)
     if running:
-        with Control(Path(places.runtime_dir())) as daemon:
+        with ToolConnection(Path(places.runtime_dir())) as daemon:
             shown = daemon.ask(ShowConfig(), ConfigShown).config
     else:
         loaded = places.load()
@@ -90,7 +90,7 @@ def reload(*, runtime_dir: Path, as_json: bool) -> None:
       kvd config check /etc/kvd/kvd.toml && kvd config reload
       kvd config reload --json | jq '.changes[] | select(.live | not)'
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    with Control(runtime_dir) as daemon:
+    with ToolConnection(runtime_dir) as daemon:
         answer = daemon.ask(ReloadConfig(), ConfigReloaded)
     if as_json:
         print(json.dumps(msgspec.to_builtins(answer), indent=2))
@@ -120,7 +120,7 @@ def check(*, file: Path) -> None:
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     loaded = Sources(config=file, environment={}).load()
     if loaded.settings.tier:
-        from kvd.tier.backends import check_tiers  # noqa: PLC0415  # few have one
+        from kvd.tier.contract import check_tiers  # noqa: PLC0415  # few have one
 
         try:
             check_tiers(parse_tiers(loaded.settings.tier))
@@ -150,7 +150,7 @@ def toml_value(value: Any) -> str:
 
 
 def as_toml(settings: dict[str, dict[str, Any]]) -> str:
-    """Return the settings of `Loaded.as_json` as a file, with each one's origin in a comment."""
+    """Return the settings of `LoadedSettings.as_json` as a file, origins in comments."""
     lines = []
     for key, entry in settings.items():
         origin = entry["from"].encode("unicode_escape").decode()  # a comment is one line

@@ -9,10 +9,10 @@ from typing import Any
 import click
 
 from kvd.cli.options import duration, json_option, runtime_dir_option, wide_option
-from kvd.errors import AccessDenied, NotRunning
-from kvd.metrics import words
+from kvd.errors import NotRunning, SocketAccessDenied
+from kvd.metrics import reading
 from kvd.metrics.counts import MissReason
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import (
     MAX_KEY_BYTES,
     ChunkFate,
@@ -57,7 +57,7 @@ def status(*, runtime_dir: Path, as_json: bool, wait: float, wide: bool) -> None
             report = _report(runtime_dir)
             if late or report["ready"]:
                 break
-        except AccessDenied:  # which does not pass
+        except SocketAccessDenied:  # which does not pass
             raise
         except NotRunning:
             if late:
@@ -98,7 +98,7 @@ def namespaces(*, runtime_dir: Path, as_json: bool, wide: bool) -> None:
 
 
 def _report(runtime_dir: Path) -> dict[str, Any]:
-    with Control(runtime_dir) as daemon:
+    with ToolConnection(runtime_dir) as daemon:
         return daemon.status()
 
 
@@ -137,7 +137,7 @@ def clear(*, runtime_dir: Path, namespace: str | None, yes: bool) -> None:
       kvd clear --namespace llama-70b
       kvd clear --yes
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    with Control(runtime_dir) as daemon:
+    with ToolConnection(runtime_dir) as daemon:
         ns_id, name = _find_namespace(daemon, namespace)
         if not yes:
             question = f"Drop every chunk of {name}?"
@@ -171,7 +171,7 @@ def evict(*, runtime_dir: Path, namespace: str | None, older_than: float) -> Non
       kvd evict --older-than 1h
       kvd evict --older-than 2d --namespace llama-70b
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    with Control(runtime_dir) as daemon:
+    with ToolConnection(runtime_dir) as daemon:
         ns_id, name = _find_namespace(daemon, namespace)
         order = Clear(unused_seconds=older_than, namespace=ns_id)
         done = daemon.ask(order, Cleared, _PATIENCE_SECONDS)
@@ -203,7 +203,7 @@ def drain(*, runtime_dir: Path, wait: float) -> None:
       kvd drain --wait 30s && systemctl restart kvd
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     end = time.monotonic() + wait
-    with Control(runtime_dir) as daemon:
+    with ToolConnection(runtime_dir) as daemon:
         reply = daemon.ask(Drain(), Drained)
         stores, leases = reply.stores, reply.leases
         while (stores or leases) and time.monotonic() < end:
@@ -229,7 +229,7 @@ def resume(*, runtime_dir: Path) -> None:
       kvd resume
       kvd resume --runtime-dir /run/kvd && kvd status --wait 10s
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    with Control(runtime_dir) as daemon:
+    with ToolConnection(runtime_dir) as daemon:
         reply = daemon.ask(Resume(), Resumed)
     print("resumed: stores are taken" if reply.was_draining else "stores are taken as before")
 
@@ -263,7 +263,7 @@ def explain(*, runtime_dir: Path, namespace: str | None, key: bytes) -> None:
       kvd explain 5c0ffee5c0ffee5c0ffee5c0ffee5c0f00000000
       kvd explain --namespace llama-70b 5c0ffee5c0ffee5c0ffee5c0ffee5c0f00000000
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    with Control(runtime_dir) as daemon:
+    with ToolConnection(runtime_dir) as daemon:
         ns_id, _ = _find_namespace(daemon, namespace)
         fates = daemon.ask(Explain(key=key, namespace=ns_id), Explained).chunks
     for fate in fates:
@@ -287,7 +287,7 @@ _WHY = {
 
 def _told(fate: ChunkFate) -> str:
     gone, used = (
-        words.duration(None if ms is None else ms / 1000) for ms in (fate.gone_ms, fate.used_ms)
+        reading.duration(None if ms is None else ms / 1000) for ms in (fate.gone_ms, fate.used_ms)
     )
     text = _WHY[MissReason(fate.reason)].format(gone=gone, used=used, slot=fate.slot)
     if fate.requests:
@@ -296,7 +296,7 @@ def _told(fate: ChunkFate) -> str:
     return f"{text}; in tier {', '.join(fate.tiers)}" if fate.tiers else text
 
 
-def _find_namespace(daemon: Control, name: str | None) -> tuple[bytes | None, str]:
+def _find_namespace(daemon: ToolConnection, name: str | None) -> tuple[bytes | None, str]:
     """Return the id of the namespace meant, and its name for people; None means all of them."""
     if name is None:
         return None, "all namespaces"

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import click
 
 from kvd.cli import AS_JSON
-from kvd.config.settings import KNOWN, About
+from kvd.config.settings import SETTINGS, Setting
 from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
-from kvd.errors import AccessDenied
+from kvd.errors import SocketAccessDenied
 from kvd_proto.errors import SizeError
 from kvd_proto.text import explain_denied, parse_duration
 
@@ -72,22 +72,22 @@ def _find_runtime_dir(context: click.Context, parameter: click.Parameter, value:
 
 
 def find_reachable_dir(context: click.Context, parameter: click.Parameter, value: Any) -> Path:
-    """Return the runtime directory, for a command that does not use `Control`; a callback.
+    """Return the runtime directory, for a command that does not use `ToolConnection`; a callback.
 
     Raises:
-        AccessDenied: this process may not reach the sockets there.
+        SocketAccessDenied: this process may not reach the sockets there.
     """
     path = _find_runtime_dir(context, parameter, value)
     if not context.resilient_parsing and (denied := explain_denied(path / "broker.sock")):
-        raise AccessDenied(denied)
+        raise SocketAccessDenied(denied)
     return path
 
 
 RUNTIME_DIR: dict[str, Any] = {
-    "type": click.Path(file_okay=False, readable=False),  # `AccessDenied` says more
+    "type": click.Path(file_okay=False, readable=False),  # `SocketAccessDenied` says more
     "callback": _find_runtime_dir,
-    "help": f"The daemon's runtime directory. [default: {KNOWN['runtime_dir'].variable}, else"
-    f" runtime_dir of the configuration file, else {KNOWN['runtime_dir'].default}]",
+    "help": f"The daemon's runtime directory. [default: {SETTINGS['runtime_dir'].variable}, else"
+    f" runtime_dir of the configuration file, else {SETTINGS['runtime_dir'].default}]",
 }
 """Without it the same rules hold as for the daemon: KVD_RUNTIME_DIR, the file, /run/kvd."""
 
@@ -105,7 +105,7 @@ def settings_options(function: F) -> F:
 
     The function gets `config: Path | None`, and the others as text or None, by key.
     """
-    for known in reversed(KNOWN.values()):
+    for known in reversed(SETTINGS.values()):
         function = _option(known)(function)
     return click.option(
         "--config",
@@ -119,7 +119,7 @@ def _joined(_context: click.Context, _option: click.Parameter, texts: tuple[str,
     return ";".join(texts) or None
 
 
-def _option(known: About) -> Callable[[F], F]:
+def _option(known: Setting) -> Callable[[F], F]:
     live = " Changes live." if known.live else ""
     return click.option(
         known.flag,

@@ -1,4 +1,4 @@
-"""`kvd plan`: what a model's KV cache takes, before anything runs."""
+"""`kvd plan`: what a model's KV cache takes; `kvd replay`: what pools would find of a trace."""
 
 import json
 from dataclasses import asdict
@@ -7,13 +7,29 @@ from typing import Any
 
 import click
 
+from kvd.cache.adaptive import POLICIES
 from kvd.cli.options import json_option
-from kvd.errors import PlanError
-from kvd.metrics.words import latency, rate
+from kvd.errors import PlanError, TraceError
+from kvd.metrics.reading import duration, latency, number, percent, rate
 from kvd.plan.figures import DTYPE_BYTES, SMALL_BYTES, Plan, PlanInputs, describe, make_plan
 from kvd.plan.model import read_model
+from kvd.replay import (
+    TOKENS_PER_ID,
+    USERS,
+    Hits,
+    Trace,
+    labels_for,
+    read_trace,
+    replay_belady,
+    replay_policy,
+    return_gaps,
+)
 from kvd_proto.capacity import DEFAULT_BATCHED_TOKENS
 from kvd_proto.text import format_size, parse_size
+
+HINTED, BELADY = "adaptive+hints", "belady"
+MULTIPLES = (0.5, 1, 2, 4)  # of --cpu-bytes
+_BLOCK_TOKENS = 16  # of the model's blocks; chunks of a trace are whole numbers of them
 
 _Count = click.IntRange(min=1)
 
@@ -71,7 +87,7 @@ def plan(
     if as_json:
         print(json.dumps(asdict(inputs) | asdict(result), indent=2))
     else:
-        _print_table(result, inputs)
+        _print_plan(result, inputs)
 
 
 def load_config(path: Path) -> dict[str, Any]:
@@ -88,7 +104,7 @@ def load_config(path: Path) -> dict[str, Any]:
     return config
 
 
-def _print_table(result: Plan, inputs: PlanInputs) -> None:
+def _print_plan(result: Plan, inputs: PlanInputs) -> None:
     from rich.console import Console  # noqa: PLC0415  # --json must not pay for it
     from rich.table import Table  # noqa: PLC0415
 
@@ -155,3 +171,160 @@ def _tier_rows(result: Plan, inputs: PlanInputs) -> list[tuple[str, str, str]]:
             ),
         ]
     return rows
+
+
+@click.command(context_settings={"show_default": True})
+@click.argument("trace", type=click.Path(path_type=Path))
+@click.option("--cpu-bytes", required=True, help="Size of the pool.")
+@click.option("--bytes-per-chunk", help="KV cache of a chunk, all ranks; else --model.")
+@click.option(
+    "--model", type=click.Path(path_type=Path), help="Its config.json or the folder, for the size."
+)
+@click.option("--tp", "tensor_parallel", type=_Count, default=1, help="Of the model.")
+@click.option(
+    "--policy",
+    "policies",
+    multiple=True,
+    type=click.Choice([*POLICIES, HINTED, BELADY]),
+    help="May be repeated. [default: all]",
+)
+@click.option(
+    "--prefill-seconds-per-token",
+    type=click.FloatRange(min=0),
+    help="What the engine takes to compute a token, for the seconds that hits save.",
+)
+@click.option(
+    "--tokens-per-id", type=_Count, default=TOKENS_PER_ID, help="Tokens of one of hash_ids."
+)
+@click.option("--ids-per-chunk", type=_Count, default=1, help="Ids that make a chunk.")
+@click.option("--users", type=_Count, default=USERS, help="Of a folder: files at a time.")
+@json_option("Print the figures as JSON.")
+def replay(
+    *,
+    trace: Path,
+    cpu_bytes: str,
+    bytes_per_chunk: str | None,
+    model: Path | None,
+    tensor_parallel: int,
+    policies: tuple[str, ...],
+    prefill_seconds_per_token: float | None,
+    as_json: bool,
+    **options: int,
+) -> None:
+    """Play TRACE through the broker's eviction policies, with half to four times the pool.
+
+    TRACE is a file with a line of JSON a request, as Mooncake publishes them (timestamp,
+    input_length, hash_ids) or LMCache (timestamp, input), or a folder with a file for each
+    conversation, as those of kv-cache-tester. Nothing is started. Each request uses the chunks of
+    its prompt once, and finds those before the first that is missing.
+
+    adaptive+hints is told at each request's end when the next one comes that continues it. belady
+    knows the future: no policy finds more.
+
+    \b
+    Examples:
+      kvd replay conversation_trace.jsonl --cpu-bytes 64GiB --model Meta-Llama-3-70B/ --tp 8
+      kvd replay trace.jsonl --cpu-bytes 64GiB --bytes-per-chunk 64MiB --policy adaptive
+      kvd replay traces/ --users 50 --ids-per-chunk 8 --cpu-bytes 1TiB --bytes-per-chunk 64MiB
+      kvd replay trace.jsonl --cpu-bytes 64GiB --bytes-per-chunk 64MiB --json | jq .pools
+    """  # noqa: D301  # \b is click's mark for text that is not rewrapped
+    if (bytes_per_chunk is None) == (model is None):
+        raise click.UsageError("Give either --bytes-per-chunk or --model.")
+    pool = parse_size(cpu_bytes)
+    played = read_trace(trace, **options)
+    if model is not None:
+        chunk_bytes = _chunk_bytes(model, tensor_parallel, pool, played.tokens_per_chunk)
+    else:
+        chunk_bytes = parse_size(bytes_per_chunk or 0)
+    if not 0 < chunk_bytes <= pool * MULTIPLES[0]:
+        raise TraceError(
+            f"bytes per chunk = {chunk_bytes:,}: not between 1 and {int(pool * MULTIPLES[0]):,},"
+            f" half of --cpu-bytes {cpu_bytes}; raise --cpu-bytes"
+        )
+    pools = [
+        _play(played, int(pool * multiple), chunk_bytes, policies, prefill_seconds_per_token)
+        for multiple in MULTIPLES
+    ]
+    figures = {
+        "requests": len(played.requests),
+        "prompt_tokens": played.tokens,
+        "chunks": played.num_chunks,
+        "tokens_per_chunk": played.tokens_per_chunk,
+        "bytes_per_chunk": chunk_bytes,
+        "pools": pools,
+    }
+    if as_json:
+        print(json.dumps(figures, indent=2))
+    else:
+        _print_replay(trace.name, figures)
+
+
+def _chunk_bytes(config: Path, tensor_parallel: int, pool: int, tokens: int) -> int:
+    """Bytes that `tokens` tokens take in the pool, of all ranks and groups."""
+    inputs = PlanInputs(
+        tensor_parallel=tensor_parallel,
+        block_size=_BLOCK_TOKENS,
+        dtype="auto",
+        cpu_bytes=pool,
+        blocks_per_chunk=max(1, tokens // _BLOCK_TOKENS),
+    )
+    plan = make_plan(read_model(load_config(config)), inputs)
+    return plan.bytes_per_chunk * len(plan.groups) * tokens // plan.tokens_per_chunk
+
+
+def _play(
+    trace: Trace, pool: int, chunk_bytes: int, policies: tuple[str, ...], seconds: float | None
+) -> dict[str, Any]:
+    """The figures of a pool, by policy."""
+    num_slots = pool // chunk_bytes
+    found = {}
+    for name in policies or (*POLICIES, HINTED, BELADY):
+        if name == BELADY:
+            hits = replay_belady(trace, num_slots)
+        elif name == HINTED:
+            labels = labels_for(return_gaps(trace))
+            hits = replay_policy(trace, POLICIES["adaptive"], num_slots, labels=labels)
+        else:
+            hits = replay_policy(trace, POLICIES[name], num_slots)
+        tokens = _hit_tokens(trace, hits)
+        found[name] = {
+            "hit_tokens": tokens,
+            "hit_ratio": tokens / max(1, trace.tokens),
+            "prefill_seconds_saved": None if seconds is None else tokens * seconds,
+        }
+    return {"cpu_bytes": pool, "slots": num_slots, "policies": found}
+
+
+def _hit_tokens(trace: Trace, hits: Hits) -> int:
+    """Tokens of the chunks found; the last chunk of a prompt may have fewer."""
+    size = trace.tokens_per_chunk
+    return sum(
+        min(request.tokens, found * size)
+        for request, found in zip(trace.requests, hits.tolist(), strict=True)
+    )
+
+
+def _print_replay(name: str, figures: dict[str, Any]) -> None:
+    from rich.console import Console  # noqa: PLC0415  # --json must not pay for it
+    from rich.table import Table  # noqa: PLC0415
+
+    every = format_size(figures["chunks"] * figures["bytes_per_chunk"])
+    table = Table(
+        title=f"{name}: {figures['requests']:,} requests, {figures['prompt_tokens']:,} prompt"
+        f" tokens; {figures['chunks']:,} chunks of {figures['tokens_per_chunk']} tokens, {every}"
+    )
+    for column in ("pool", "chunks", "policy", "hit tokens", "hit ratio", "prefill saved"):
+        table.add_column(column, justify="left" if column == "policy" else "right")
+    for pool in figures["pools"]:
+        pool_cells = [format_size(pool["cpu_bytes"]), number(pool["slots"])]
+        for policy, found in pool["policies"].items():
+            table.add_row(
+                *pool_cells,
+                policy,
+                number(found["hit_tokens"]),
+                percent(found["hit_ratio"]),
+                duration(found["prefill_seconds_saved"]),
+            )
+            pool_cells = ["", ""]
+        table.add_section()
+    Console().print(table)

@@ -10,9 +10,9 @@ import click
 from kvd.cli.options import settings_options, sources
 from kvd.errors import AddressUnavailable, AlreadyRunning, ConfigError, KvdError
 from kvd.logs import configure
-from kvd.machine.files import raise_descriptor_limit
+from kvd.machine.process import raise_descriptor_limit
+from kvd.server import serve as run_daemon
 from kvd.server.runtime_dir import RuntimeDir
-from kvd.server.start import serve as run_daemon
 from kvd.version import VERSION
 from kvd_proto.text import format_size
 
@@ -73,14 +73,14 @@ def purge(*, config: Path | None, **options: str | None) -> None:
       kvd purge
       kvd purge --runtime-dir /run/kvd --pool-dir /dev/shm
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
-    from kvd.machine.room import area_name  # noqa: PLC0415
-    from kvd.server.kept_pool import KeptPool  # noqa: PLC0415  # serve imports it later
-    from kvd.server.pool_files import last_pool_dir, purge_command  # noqa: PLC0415
+    from kvd.machine.memory import pool_directory_name  # noqa: PLC0415
+    from kvd.server.persistent_pool import PersistentPool  # noqa: PLC0415  # serve imports it later
+    from kvd.server.state_files import last_pool_dir, purge_command  # noqa: PLC0415
 
     settings = sources(config, options).load().settings
     runtime = RuntimeDir(Path(settings.runtime_dir))
     pool_dir = Path(settings.pool_dir).absolute()
-    area = pool_dir / area_name(runtime.path)
+    area = pool_dir / pool_directory_name(runtime.path)
     try:
         runtime.lock()
     except AlreadyRunning:  # a daemon with another pool_dir does not need this pool
@@ -95,7 +95,7 @@ def purge(*, config: Path | None, **options: str | None) -> None:
                 f"{area} belongs to uid {owner}, this is uid {os.geteuid()}; run it as the"
                 f" daemon's user, such as: runuser -u kvd -- {command}"
             )
-        kept = KeptPool(pool_dir, runtime.path, keeps=False)
+        kept = PersistentPool(pool_dir, runtime.path, keeps=False)
         freed = kept.remove()
         kept.close()
     finally:

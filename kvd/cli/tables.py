@@ -1,23 +1,34 @@
 """The report as tables, for people who ask once; `kvd top` shows it live."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from kvd.cli import top_view
 from kvd.config.sources import DEFAULT
 from kvd.metrics.counts import MissReason
 from kvd.metrics.declare import Histogram
-from kvd.metrics.words import NOTHING, duration, latency, number, percent, several, shorten, size
+from kvd.metrics.reading import (
+    NOTHING,
+    Report,
+    duration,
+    latency,
+    number,
+    percent,
+    several,
+    shorten,
+    size,
+)
 
 _UNLIMITED_COLUMNS = 10_000
 _CHUNK_STATES = ("ready", "lent", "writing", "pinned")
 _REFUSED = ("present", "pending", "full", "quota", "not_yet", "draining")
 MOST_REASONS = 3  # why chunks were missed
+POOL_STATES = (("ready", "█"), ("writing", "▓"), ("draining", "▒"))
+_MARKS = {"error": ("✖", "bold red"), "warning": ("▲", "yellow"), "hint": ("●", "blue")}
 
 
 def print_report(report: dict[str, Any], *, wide: bool = False) -> None:
@@ -26,7 +37,7 @@ def print_report(report: dict[str, Any], *, wide: bool = False) -> None:
     What another program reads has whole names.
     """
     console = _console(wide=wide)
-    console.print(top_view.header(report), top_view.problems(report), sep="\n")
+    console.print(header(report), problems(report), sep="\n")
     _print_table(
         console,
         "Checks",
@@ -40,11 +51,11 @@ def print_report(report: dict[str, Any], *, wide: bool = False) -> None:
             for check in report["checks"]
         ),
     )
-    lanes = top_view.lanes(report["lanes"], wide=_whole_names(wide=wide))
+    lanes = lanes_table(report["lanes"], wide=_whole_names(wide=wide))
     console.print(lanes if report["lanes"] else "Lanes: none")
     if report["tiers"]:
         _print_tiers(console, report["tiers"])
-    console.print(f"Pool: {top_view.pool_use(report)}")
+    console.print(f"Pool: {pool_use(report)}")
     print_namespaces(report["namespaces"], wide=wide)
     print_engines(report["engines"], wide=wide)
     _print_table(console, "Since the start", (), _totals(report))
@@ -59,7 +70,7 @@ def _print_tiers(console: Console, tiers: list[dict[str, Any]]) -> None:
         rows.append(
             (
                 tier["name"],
-                top_view.tier_state(tier),
+                tier_state(tier),
                 f"{size(tier['used_bytes'])} of {size(tier['total_bytes'] or None)}",
                 number(tier["chunks"]),
                 f"{number(counts['puts']['ok'])}, {size(counts['put_bytes'])}",
@@ -111,7 +122,7 @@ def print_engines(engines: list[dict[str, Any]], *, wide: bool = False) -> None:
             engine["name"] if whole else shorten(engine["name"]),
             "attached" if engine["attached"] else waits,
             (engine["namespace"] or "")[:8],
-            top_view.found_share(
+            found_share(
                 _share(lookups["hit_tokens"], lookups["lookup_tokens"]),
                 _share(lookups["hit_chunks"], lookups["lookup_chunks"]),
             ),
@@ -122,7 +133,7 @@ def print_engines(engines: list[dict[str, Any]], *, wide: bool = False) -> None:
                     *about,
                     session["kind"],
                     "" if session["rank"] is None else str(session["rank"]),
-                    top_view.device_name(session["device"] or "", wide=whole),
+                    device_name(session["device"] or "", wide=whole),
                     str(session["pid"]),
                     str(session["uid"]),
                     duration(session["seconds"]),
@@ -177,7 +188,7 @@ def _totals(report: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _kv_events(report: dict[str, Any]) -> list[tuple[str, str]]:
-    lateness = top_view.kv_events(report)
+    lateness = kv_events(report)
     published = number(report["counters"]["kv_events"])
     return [("KV events", f"{published} published; {lateness}")] if lateness else []
 
@@ -222,3 +233,125 @@ def misses_in_words(counters: Mapping[str, Any]) -> str:
             median = f" (median {duration(age)} before)" if reason == MissReason.EVICTED else ""
             told.append(f"{percent(count / total)} {reason.replace('_', ' ')}{median}")
     return f"{number(total)}: {', '.join(told)}"
+
+
+def header(report: Report, restarts: int = 0) -> Text:
+    """Which daemon it is, and whether it is ready."""
+    state, style = ("ready", "bold green") if report["ready"] else ("not ready", "bold red")
+    text = Text.assemble(
+        (report["version"], "bold"),
+        "  ",
+        (state, style),
+        f"  up {duration(report['time'] - report['started'])}  pid {report['pid']}",
+        f"  {report['host']}:{report['runtime_dir']}",
+    )
+    if restarts:
+        text.append(f"  restarted {several(restarts, 'time')}", "yellow")
+    return text
+
+
+def problems(report: Report, told: int | None = None) -> RenderableType:
+    """What is wrong, with remedies; no more than `told` of them, and how many more there are."""
+    found = report["conditions"]
+    if not found:
+        if not any(engine["attached"] for engine in report["engines"]):
+            return Text("● Nothing is wrong, but no engine is attached.", "blue")
+        return Text("✔ All is well.", "green")
+    table = Table.grid(padding=(0, 1))
+    for condition in found[:told]:
+        mark, style = _MARKS[condition["level"]]
+        table.add_row(Text(mark, style), Text(condition["text"], style))
+        table.add_row("", Text(condition["remedy"]))
+    if told is not None and told < len(found):
+        table.add_row("", Text(f"and {len(found) - told} more: kvd top --once shows all", "dim"))
+    return table
+
+
+def pool_use(report: Report) -> str:
+    """`40 GiB ready, 24 GiB free of 64 GiB`.
+
+    Free is what no chunk takes, also where a namespace holds it.
+    """
+    total = report["pool"]["cpu_bytes"]
+    if not total:
+        return "sized when the first engine comes"
+    taken = {
+        state: sum(namespace[f"{state}_bytes"] for namespace in report["namespaces"])
+        for state, _ in POOL_STATES
+    }
+    free = total - sum(taken.values())
+    return f"{size(taken['ready'])} ready, {size(free)} free of {size(total)}"
+
+
+def kv_events(report: Report) -> str:
+    """How late KV events were in the last minute, and who was overrun; empty where none are."""
+    counters = report["counters"]
+    if not counters["kv_events"]:
+        return ""
+    lags = [engine["published"]["lag_max_seconds"] for engine in report["engines"]]
+    late = max(lags, default=0.0)
+    snapshots, overruns = counters["kv_event_snapshots"], counters["kv_event_overruns"]
+    return (
+        f"{latency(late)} late at most; {several(snapshots, 'snapshot')},"
+        f" {several(overruns, 'overrun')}"
+    )
+
+
+def lanes_table(found: Sequence[Report], rows: int | None = None, *, wide: bool = False) -> Table:
+    """A line for each lane, or the first `rows` of them."""
+    table = plain_table("lane", "state", "queue", "oldest", "usable", "restarts")
+    for index, lane in enumerate(found[:rows]):
+        style = {"up": "green", "ending": "yellow"}.get(lane["state"], "red")
+        table.add_row(
+            device_name(lane["device"], wide=wide),
+            Text(lane["state"], style),
+            number(lane["queued_jobs"]),
+            latency(lane["oldest_job_seconds"]),
+            f"{size(lane['usable_bytes'])} of {size(lane['pool_bytes'])}",
+            f"{lane['counters']['restarts']}{more_text(found, rows, index)}",
+        )
+    return table
+
+
+def plain_table(*columns: str) -> Table:
+    """One without lines, in which no figure is cut or split."""
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, no_wrap=True)
+    return table
+
+
+def more_text(items: Sequence[Any], rows: int | None, index: int) -> str:
+    """What the last of `rows` lines says of the items that are not shown."""
+    if rows is None:
+        return ""
+    left = len(items) - rows
+    return f" and {left} more" if left > 0 and index == rows - 1 else ""
+
+
+def device_name(device: str, *, wide: bool) -> str:
+    """A GPU's name has 32 digits of a UUID; eight tell it from others."""
+    return device if wide else device[: len("cuda:") + 8]
+
+
+def tier_state(tier: Report) -> Text:
+    """The state of its process, breaker or room, and for how long it has been up or away."""
+    time = duration(tier["state_seconds"], units=1)
+    if tier["state"] != "up":
+        return Text(f"{tier['state']} {time}", "red" if tier["state"] == "down" else "yellow")
+    if tier["breaker"] != "closed":
+        word = "set aside" if tier["breaker"] == "open" else "probing"
+        return Text(f"{word} {time}", "red")
+    return Text("full", "yellow") if tier["full"] else Text(f"up {time}", "green")
+
+
+def found_share(tokens: float | None, keys: float | None) -> str:
+    """The share of prompt tokens; of keys looked up, and named so, where none are counted."""
+    if tokens is None and keys is not None:
+        return f"{percent(keys)} of keys"
+    return percent(tokens)
+
+
+def name_text(name: str, *, wide: bool) -> Text:
+    """A name in a column of its own, which must leave room for the figures beside it."""
+    return Text(name if wide else shorten(name))

@@ -17,8 +17,8 @@ from kvd.config.values import (
     TIERS_NEED,
     Quota,
     QuotaTable,
-    names_in,
     parse_listen,
+    parse_names,
     parse_quotas,
     parse_tiers,
     quotas_of,
@@ -33,7 +33,7 @@ ENVIRONMENT_PREFIX = "KVD_"
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class Setting:
     """Description of a setting.
 
     Attributes:
@@ -114,12 +114,12 @@ class About:
         return result
 
 
-def known_in(settings: type[msgspec.Struct]) -> Iterator[About]:
-    """Every setting of a struct whose fields carry `About`."""
+def known_in(settings: type[msgspec.Struct]) -> Iterator[Setting]:
+    """Every setting of a struct whose fields carry `Setting`."""
     hints = get_type_hints(settings, include_extras=True)
     for field in msgspec.structs.fields(settings):
         hint = hints[field.name]
-        about = next(mark for mark in hint.__metadata__ if isinstance(mark, About))
+        about = next(mark for mark in hint.__metadata__ if isinstance(mark, Setting))
         made = field.default_factory is not msgspec.NODEFAULT
         default = field.default_factory() if made else field.default
         yield replace(about, key=field.name, hint=hint, default=default)
@@ -153,16 +153,16 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     runtime_dir: Annotated[
         str,
         Meta(min_length=1),
-        About("Directory for the sockets and the lock.", _PLACE, "DIR", wants=_DIR),
+        Setting("Directory for the sockets and the lock.", _PLACE, "DIR", wants=_DIR),
     ] = "/run/kvd"
     pool_dir: Annotated[
         str,
         Meta(min_length=1),
-        About("Where the pool's file lies: the node's tmpfs.", _PLACE, "DIR", wants=_DIR),
+        Setting("Where the pool's file lies: the node's tmpfs.", _PLACE, "DIR", wants=_DIR),
     ] = "/dev/shm"
     http_listen: Annotated[
         str,
-        About(
+        Setting(
             "Where health, metrics and the status page are served.",
             _PLACE,
             "HOST:PORT",
@@ -172,7 +172,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = "127.0.0.1:9330"
     cpu_bytes: Annotated[
         str | int,
-        About(
+        Setting(
             "Size of the pool; auto takes it from what the first engine reports.",
             _POOL,
             "SIZE",
@@ -183,11 +183,11 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     host_ratio: Annotated[
         float,
         Meta(gt=0, le=1000),
-        About("With auto: bytes of pool for each byte of KV cache on the GPUs.", _POOL, "NUMBER"),
+        Setting("With auto: bytes of pool for each byte of KV cache on the GPUs.", _POOL, "NUMBER"),
     ] = 2.0
     reserve: Annotated[
         str | int,
-        About(
+        Setting(
             "With auto: memory that is left to other processes.",
             _POOL,
             "SIZE",
@@ -197,7 +197,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = "2GiB"
     policy: Annotated[
         Literal["adaptive", "lru"],
-        About(
+        Setting(
             "What is evicted first: adaptive learns from past requests and their labels what is"
             " used again, and when.",
             _POOL,
@@ -206,12 +206,12 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = "adaptive"
     keep_pool: Annotated[
         Literal["yes", "no"],
-        About("Leave the pool and what is in it to the next daemon.", _POOL, "YES|NO"),
+        Setting("Leave the pool and what is in it to the next daemon.", _POOL, "YES|NO"),
     ] = "yes"
     reuse_threshold: Annotated[
         int,
         Meta(ge=1, le=1000),
-        About(
+        Setting(
             "Store a chunk when it is offered for the n-th time. Above 1 each chunk is computed"
             " again before it is stored: 2 lost 7 to 14 points of hits on a chat trace.",
             _POOL,
@@ -220,7 +220,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 1
     quota: Annotated[
         QuotaTable,
-        About(
+        Setting(
             "Floor and cap of models, as parts of the pool.",
             _POOL,
             "TABLE",
@@ -233,7 +233,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     change_ring: Annotated[
         int,
         Meta(ge=MIN_CHANGES, le=MAX_CHANGES),
-        About(
+        Setting(
             "Changes of a namespace, of 88 bytes each, that an engine which publishes KV events may"
             " fall behind; made a power of two.",
             _POOL,
@@ -242,7 +242,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = 262144  # a second of the most the broker was seen to write: docs/benchmarks.md
     tier: Annotated[
         list[str],
-        About(
+        Setting(
             "Where chunks go that the pool has no room for; asked in this order.",
             _TIERS,
             "TIER",
@@ -254,52 +254,54 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ] = []  # msgspec makes a new one each time
     lease_seconds: Annotated[
         _Seconds,
-        About("Longest time that a load may keep its chunks pinned.", _TIME, "SECONDS", live=True),
+        Setting(
+            "Longest time that a load may keep its chunks pinned.", _TIME, "SECONDS", live=True
+        ),
     ] = 60.0
     ticket_seconds: Annotated[
         _Seconds,
-        About("A store that takes longer is given up.", _TIME, "SECONDS", live=True),
+        Setting("A store that takes longer is given up.", _TIME, "SECONDS", live=True),
     ] = 60.0
     lane_timeout_seconds: Annotated[
         _Seconds,
-        About("A lane that is silent for longer is replaced.", _TIME, "SECONDS", live=True),
+        Setting("A lane that is silent for longer is replaced.", _TIME, "SECONDS", live=True),
     ] = 5.0
     lane_idle_seconds: Annotated[
         _Seconds,
-        About("A GPU's lane that no engine uses for longer ends.", _TIME, "SECONDS", live=True),
+        Setting("A GPU's lane that no engine uses for longer ends.", _TIME, "SECONDS", live=True),
     ] = 300.0
     drain_seconds: Annotated[
         _Seconds,
-        About("How long the daemon waits for copies when it stops.", _TIME, "SECONDS", live=True),
+        Setting("How long the daemon waits for copies when it stops.", _TIME, "SECONDS", live=True),
     ] = 10.0
     max_sessions: Annotated[
         int,
         Meta(ge=1, le=65536),
-        About("Most connections at one time.", _LIMIT, "N", live=True),
+        Setting("Most connections at one time.", _LIMIT, "N", live=True),
     ] = 1024
     max_sessions_per_user: Annotated[
         int,
         Meta(ge=1, le=65536),
-        About("Most connections of one user at one time.", _LIMIT, "N", live=True),
+        Setting("Most connections of one user at one time.", _LIMIT, "N", live=True),
     ] = 512
     max_namespaces: Annotated[
         int,
         Meta(ge=1, le=4096),
-        About("Most namespaces at one time; unused ones give way.", _LIMIT, "N", live=True),
+        Setting("Most namespaces at one time; unused ones give way.", _LIMIT, "N", live=True),
     ] = 64
     max_leases: Annotated[
         int,
         Meta(ge=1, le=1_000_000),
-        About("Most leases that an engine may hold.", _LIMIT, "N", live=True),
+        Setting("Most leases that an engine may hold.", _LIMIT, "N", live=True),
     ] = 4096
     max_queued_jobs: Annotated[
         int,
         Meta(ge=1, le=1_000_000),
-        About("Most jobs of an engine that wait in a lane; then stores are shed.", _LIMIT, "N"),
+        Setting("Most jobs of an engine that wait in a lane; then stores are shed.", _LIMIT, "N"),
     ] = 4096
     max_queued_bytes: Annotated[
         str | int,
-        About(
+        Setting(
             "Most bytes of such jobs.",
             _LIMIT,
             "SIZE",
@@ -310,36 +312,36 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     allow_users: Annotated[
         str,
-        About(
+        Setting(
             "Users that may connect; with no groups either, all who can open the sockets.",
             _WHO,
             "NAMES",
             wants=_NAMES.format("users"),
-            check=names_in,
+            check=parse_names,
         ),
     ] = ""
     allow_groups: Annotated[
         str,
-        About(
+        Setting(
             "Groups whose members may connect, beside those users.",
             _WHO,
             "NAMES",
             wants=_NAMES.format("groups"),
-            check=names_in,
+            check=parse_names,
         ),
     ] = ""
     share_between_users: Annotated[
         Literal["yes", "no"],
-        About("Let engines of different users share chunks of the same model.", _WHO, "YES|NO"),
+        Setting("Let engines of different users share chunks of the same model.", _WHO, "YES|NO"),
     ] = "yes"
 
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
-        About("Lines below this are not written.", _LOG, "LEVEL", live=True),
+        Setting("Lines below this are not written.", _LOG, "LEVEL", live=True),
     ] = "info"
     log_format: Annotated[
         Literal["human", "json"],
-        About("How a line of the log looks; json is one object a line.", _LOG, "FORMAT"),
+        Setting("How a line of the log looks; json is one object a line.", _LOG, "FORMAT"),
     ] = "human"
 
     @property
@@ -362,5 +364,5 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return quotas_of(self.quota, cpu_bytes)
 
 
-KNOWN: dict[str, About] = {known.key: known for known in known_in(Settings)}
+SETTINGS: dict[str, Setting] = {known.key: known for known in known_in(Settings)}
 """Every setting by its key, in the order of the sample file."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvd.config.settings import ENVIRONMENT_PREFIX, KNOWN, Settings
-from kvd.config.values import misplaced_tiers, parse_tiers, quota_contradictions
+from kvd.config.settings import ENVIRONMENT_PREFIX, SETTINGS, Settings
+from kvd.config.values import parse_tiers, quota_contradictions, tier_directory_conflicts
 from kvd.errors import ConfigError
 from kvd_proto.text import explain_denied
 
@@ -27,7 +27,7 @@ DEFAULT = "default"
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedSettings:
     """Settings, and for each key where its value was found.
 
     Attributes:
@@ -40,7 +40,7 @@ class Loaded:
     """
 
     settings: Settings
-    origins: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(KNOWN, DEFAULT))
+    origins: Mapping[str, str] = field(default_factory=lambda: dict.fromkeys(SETTINGS, DEFAULT))
     file: Path | None = None
     warnings: tuple[str, ...] = ()
     waiting: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
@@ -51,7 +51,7 @@ class Loaded:
             key: {
                 "value": getattr(self.settings, key),
                 "from": origin,
-                "changes_live": KNOWN[key].live,
+                "changes_live": SETTINGS[key].live,
             }
             for key, origin in self.origins.items()
         }
@@ -85,7 +85,7 @@ class Sources:
         except PermissionError:  # to read it says why
             return DEFAULT_FILE
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedSettings:
         """Read every source.
 
         Raises:
@@ -94,11 +94,11 @@ class Sources:
         file = self.file
         problems: list[str] = []
         values: dict[str, Any] = {}
-        origins = dict.fromkeys(KNOWN, DEFAULT)
+        origins = dict.fromkeys(SETTINGS, DEFAULT)
         for source in (self._from_file(file, problems), self._from_environment(), self._given()):
             for key, value, origin, typed in source:
                 try:
-                    values[key] = KNOWN[key].convert(value, typed=typed)
+                    values[key] = SETTINGS[key].convert(value, typed=typed)
                 except ConfigError as error:
                     problems.append(f"{origin}: {key} = {value!r}: {error}")
                 origins[key] = origin
@@ -108,11 +108,11 @@ class Sources:
         if size is not None:
             wrong = quota_contradictions(settings.quotas(size), size)
             _refuse([f"{origins['quota']}: quota: {text}" for text in wrong])
-        misplaced = misplaced_tiers(
+        misplaced = tier_directory_conflicts(
             parse_tiers(settings.tier), settings.runtime_dir, settings.pool_dir
         )
         _refuse([f"{origins['tier']}: tier: {text}" for text in misplaced])
-        return Loaded(settings, origins, file, tuple(self._suspicious()))
+        return LoadedSettings(settings, origins, file, tuple(self._suspicious()))
 
     def runtime_dir(self) -> str:
         """Return the one setting that a tool needs; other mistakes are ignored.
@@ -120,7 +120,7 @@ class Sources:
         Raises:
             ConfigError: the file cannot be read, or its runtime_dir is no text.
         """
-        known = KNOWN["runtime_dir"]
+        known = SETTINGS["runtime_dir"]
         found = self.flags.get(known.key) or self.environment.get(known.variable)
         if found:
             return found
@@ -135,7 +135,7 @@ class Sources:
 
     def log_format(self) -> str:
         """Return the format for the errors of other settings; the default where it is wrong too."""
-        known = KNOWN["log_format"]
+        known = SETTINGS["log_format"]
         value = self.flags.get(known.key) or self.environment.get(known.variable)
         if not value and (file := self.file):
             with contextlib.suppress(ConfigError):
@@ -156,24 +156,24 @@ class Sources:
             return
         for key, value in values.items():
             place = f"{file}{_line(text, key)}"
-            if key in KNOWN:
+            if key in SETTINGS:
                 yield key, value, place, True
             else:
                 problems.append(f"{place}: {key} = {value!r}: no such setting; {_nearest(key)}")
 
     def _from_environment(self) -> Iterator[tuple[str, Any, str, bool]]:
-        for key, known in KNOWN.items():
+        for key, known in SETTINGS.items():
             value = self.environment.get(known.variable)
             if value:  # empty is not set: how compose files write "no value"
                 yield key, value, known.variable, False
 
     def _given(self) -> Iterator[tuple[str, Any, str, bool]]:
         for key, value in self.flags.items():
-            yield key, value, KNOWN[key].flag, False
+            yield key, value, SETTINGS[key].flag, False
 
     def _suspicious(self) -> Iterator[str]:
         # Not refused: an orchestrator may put KVD_PORT and the like into every container.
-        ours = {FILE_VARIABLE, *(known.variable for known in KNOWN.values())}
+        ours = {FILE_VARIABLE, *(known.variable for known in SETTINGS.values())}
         for name in sorted(self.environment):
             if name.startswith(ENVIRONMENT_PREFIX) and name not in ours:
                 close = difflib.get_close_matches(name, ours, n=1, cutoff=0.85)
@@ -218,8 +218,8 @@ def _line(text: str, key: str) -> str:
 
 
 def _nearest(key: str) -> str:
-    close = difflib.get_close_matches(key.lower().replace("-", "_"), KNOWN, n=1)
-    return f"did you mean {close[0]}?" if close else f"known are: {', '.join(KNOWN)}"
+    close = difflib.get_close_matches(key.lower().replace("-", "_"), SETTINGS, n=1)
+    return f"did you mean {close[0]}?" if close else f"known are: {', '.join(SETTINGS)}"
 
 
 def _refuse(problems: list[str]) -> None:

@@ -23,7 +23,7 @@ _MAX_ID = 2**32 - 2
 
 
 @dataclass(frozen=True, slots=True)
-class Listen:
+class ListenAddress:
     """A host and a TCP port; port 0 lets the kernel choose."""
 
     host: str
@@ -41,7 +41,7 @@ class Listen:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_listen(text: str) -> Listen | None:
+def parse_listen(text: str) -> ListenAddress | None:
     """Parse ``HOST:PORT`` or ``[IPv6]:PORT``; return None for ``off``.
 
     Raises:
@@ -52,7 +52,7 @@ def parse_listen(text: str) -> Listen | None:
     try:
         parts = urlsplit(f"//{text}")
         if parts.netloc == text and parts.hostname and parts.port is not None and "@" not in text:
-            return Listen(parts.hostname, parts.port)
+            return ListenAddress(parts.hostname, parts.port)
     except ValueError:  # brackets around no address, or no port
         pass
     raise ConfigError(
@@ -61,7 +61,7 @@ def parse_listen(text: str) -> Listen | None:
     )
 
 
-def names_in(text: str) -> list[str]:
+def parse_names(text: str) -> list[str]:
     """Return the items of a list of names or numbers with commas between; none for no text.
 
     Whether the names exist is asked where the daemon runs.
@@ -263,7 +263,9 @@ def parse_tiers(texts: Sequence[str]) -> list[TierSetting]:
     return tiers
 
 
-def misplaced_tiers(tiers: Sequence[TierSetting], runtime_dir: str, pool_dir: str) -> Iterator[str]:
+def tier_directory_conflicts(
+    tiers: Sequence[TierSetting], runtime_dir: str, pool_dir: str
+) -> Iterator[str]:
     """What is wrong with the tiers' directories, a line each.
 
     Paths are compared as they are written; of the daemon's own directories also what symbolic

@@ -22,19 +22,19 @@ class Finding:
     remedy: str = ""
 
 
-Said = tuple[Level, str, str]
+Verdict = tuple[Level, str, str]
 
 
-def ok(text: str) -> Said:
+def ok(text: str) -> Verdict:
     """All is well."""
     return Level.OK, text, ""
 
 
-def warn(text: str, remedy: str) -> Said:
+def warn(text: str, remedy: str) -> Verdict:
     """It works, less well than it could."""
     return Level.WARN, text, remedy
 
 
-def fail(text: str, remedy: str) -> Said:
+def fail(text: str, remedy: str) -> Verdict:
     """A daemon does not start, or not with what was asked for."""
     return Level.FAIL, text, remedy

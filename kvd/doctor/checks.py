@@ -10,11 +10,21 @@ from pathlib import Path
 
 import psutil
 
-from kvd.doctor import Finding, Said, fail, ok, warn
+from kvd.config.values import TierSetting
+from kvd.doctor import Finding, Verdict, fail, ok, warn
 from kvd.doctor.facts import Facts
-from kvd.doctor.tiers import said_of_tier
+from kvd.doctor.probes import (
+    BLOCK_BYTES,
+    PATIENCE_SECONDS,
+    PROBE_THREADS,
+    DiskFacts,
+    StoreFacts,
+    TierFacts,
+    size_shortage,
+)
 from kvd.machine import cuda
-from kvd.machine.files import MAX_DIRECTORY_BYTES, danger
+from kvd.machine.process import MAX_DIRECTORY_BYTES, mode_problem
+from kvd.metrics.reading import rate
 from kvd_proto.capacity import CONTEXT_GPU_BYTES, pin_gpu_bytes, pin_kernel_bytes
 from kvd_proto.text import explain_denied, format_size
 
@@ -23,7 +33,7 @@ FILES_PER_SESSION = 4  # connection, pidfd, and what a worker hands over
 SPARE_FILES = 256
 
 
-Check = Callable[[Facts], Iterator[Said]]
+Check = Callable[[Facts], Iterator[Verdict]]
 CHECKS: dict[str, Check] = {}
 """Every check by the name of its findings, in the order of the functions below."""
 
@@ -34,7 +44,7 @@ def check(name: str) -> Callable[[Check], Check]:
 
 
 @check("machine")
-def machine(facts: Facts) -> Iterator[Said]:
+def machine(facts: Facts) -> Iterator[Verdict]:
     """Kernel and Python."""
     text = f"Linux {facts.kernel}, Python {platform.python_version()}, {facts.cpus} processors"
     number = tuple(int(part) for part in facts.kernel.split("-")[0].split(".")[:2])
@@ -45,7 +55,7 @@ def machine(facts: Facts) -> Iterator[Said]:
 
 
 @check("processes")
-def processes(facts: Facts) -> Iterator[Said]:
+def processes(facts: Facts) -> Iterator[Verdict]:
     """The processes that a daemon starts: lanes, HTTP."""
     if facts.child_problem:
         yield fail(
@@ -58,7 +68,7 @@ def processes(facts: Facts) -> Iterator[Said]:
 
 
 @check("memory")
-def memory(facts: Facts) -> Iterator[Said]:
+def memory(facts: Facts) -> Iterator[Verdict]:
     """The pool fits the machine."""
     memory, pool, reserve = facts.memory, facts.settings.pool_bytes, facts.settings.reserve_bytes
     size = "auto" if pool is None else format_size(pool)
@@ -71,20 +81,22 @@ def memory(facts: Facts) -> Iterator[Said]:
         yield ok(f"{text} and taken already")
     elif limits is None:  # "pool directory" says so
         yield ok(text)
-    elif pool is None and (shortage := limits.of_reserve(reserve)):
+    elif pool is None and (shortage := limits.reserve_shortage(reserve)):
         yield warn(shortage.text, shortage.remedy)
-    elif shortage := limits.of_machine(wanted):
+    elif shortage := limits.machine_shortage(wanted):
         yield fail(shortage.text, shortage.remedy)
-    elif limits.filesystem.writable and wanted - limits.held + limits.pin_bytes(wanted) > max(
-        0, memory.available - reserve
-    ):
+    elif limits.filesystem.writable and wanted - limits.existing_bytes + limits.pin_bytes(
+        wanted
+    ) > max(0, memory.available - reserve):
         yield warn(
             f"{text}: less than {format_size(reserve)} is left to other processes",
             "make cpu_bytes smaller: when memory runs out, the kernel kills processes",
         )
     else:
         yield ok(
-            f"{text}; the kept pool has {format_size(limits.held)} of it" if limits.held else text
+            f"{text}; the kept pool has {format_size(limits.existing_bytes)} of it"
+            if limits.existing_bytes
+            else text
         )
 
 
@@ -103,7 +115,7 @@ def _pinning(facts: Facts) -> str:
 
 
 @check("swap")
-def swap(facts: Facts) -> Iterator[Said]:
+def swap(facts: Facts) -> Iterator[Verdict]:
     """Memory that has been swapped out."""
     if facts.swap_used:
         yield warn(
@@ -113,22 +125,22 @@ def swap(facts: Facts) -> Iterator[Said]:
 
 
 @check("cgroup")
-def control_group(facts: Facts) -> Iterator[Said]:
+def control_group(facts: Facts) -> Iterator[Verdict]:
     """The limit of the control group leaves room for the pool."""
     group, limits = facts.cgroup, facts.limits
     if group is None:
         yield ok(f"no memory limit for {facts.subject}")
-    elif limits is not None and (shortage := limits.of_group(facts.wanted)):
+    elif limits is not None and (shortage := limits.cgroup_shortage(facts.wanted)):
         yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(
-            f"{group.group} may take {format_size(group.limit)} and has {format_size(group.room)}"
-            " left"
+            f"{group.group} may take {format_size(group.limit)} and has"
+            f" {format_size(group.free_bytes)} left"
         )
 
 
 @check("pool directory")
-def pool_dir(facts: Facts) -> Iterator[Said]:
+def pool_dir(facts: Facts) -> Iterator[Verdict]:
     """The pool's filesystem is memory, large enough, and ours to write."""
     place, limits = facts.pool, facts.limits
     name = f"pool_dir = {place.path}"
@@ -137,23 +149,23 @@ def pool_dir(facts: Facts) -> Iterator[Said]:
         return
     filesystem = limits.filesystem
     text = (
-        f"{name}: {filesystem.kind} at {filesystem.mounted_at}, {format_size(filesystem.room)} of"
-        f" {format_size(filesystem.size)} free"
+        f"{name}: {filesystem.kind} at {filesystem.mounted_at},"
+        f" {format_size(filesystem.free_bytes)} of {format_size(filesystem.total_bytes)} free"
     )
-    if shortage := limits.on_disk():
+    if shortage := limits.medium_problem():
         yield fail(shortage.text, shortage.remedy)
     elif not place.writable:
         yield fail(f"{text}: not writable for this user", "run kvd as its own user")
-    elif problem := danger(place.path, place.mode):
+    elif problem := mode_problem(place.path, place.mode):
         yield fail(name, problem)
-    elif filesystem.writable and (shortage := limits.of_filesystem(facts.wanted)):
+    elif filesystem.writable and (shortage := limits.filesystem_shortage(facts.wanted)):
         yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(text)
 
 
 @check("huge pages")
-def huge_pages(facts: Facts) -> Iterator[Said]:
+def huge_pages(facts: Facts) -> Iterator[Verdict]:
     """Huge pages where the pool is to lie in them; otherwise only whether they are used."""
     pages, size = facts.huge_pages.get("HugePages_Free", 0), facts.huge_pages.get("Hugepagesize", 0)
     total = facts.huge_pages.get("HugePages_Total", 0)
@@ -164,17 +176,17 @@ def huge_pages(facts: Facts) -> Iterator[Said]:
         return
     filesystem = limits.filesystem
     need = 0 if facts.runtime.holder is not None else max(facts.wanted, filesystem.page_bytes)
-    if shortage := limits.of_filesystem(need):
+    if shortage := limits.filesystem_shortage(need):
         yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(
-            f"{filesystem.room // filesystem.page_bytes} of {filesystem.huge_pages} huge pages of"
-            f" {format_size(filesystem.page_bytes)} are free"
+            f"{filesystem.free_bytes // filesystem.page_bytes} of {filesystem.huge_pages} huge"
+            f" pages of {format_size(filesystem.page_bytes)} are free"
         )
 
 
 @check("open files")
-def open_files(facts: Facts) -> Iterator[Said]:
+def open_files(facts: Facts) -> Iterator[Verdict]:
     """Descriptors for every session."""
     need = facts.settings.max_sessions * FILES_PER_SESSION + SPARE_FILES
     if facts.open_files is None or facts.open_files >= need:
@@ -190,7 +202,7 @@ def open_files(facts: Facts) -> Iterator[Said]:
 
 
 @check("NUMA")
-def numa(facts: Facts) -> Iterator[Said]:
+def numa(facts: Facts) -> Iterator[Verdict]:
     """NUMA nodes, at which GPUs sit, and whose memory may be too little for the pool."""
     nodes, near = facts.nodes, facts.gpu_nodes
     if len(nodes) < 2:
@@ -216,13 +228,13 @@ def numa(facts: Facts) -> Iterator[Said]:
 
 
 @check("GPU")
-def gpus(facts: Facts) -> Iterator[Said]:
+def gpus(facts: Facts) -> Iterator[Verdict]:
     """GPUs, their driver, and how memory can be shared with kvd."""
     found = facts.gpus
-    if 0 < found.cuda < cuda.OLDEST:
+    if 0 < found.cuda < cuda.OLDEST_VERSION:
         yield fail(
-            f"the driver is for CUDA {cuda.shown(found.cuda)}, kernel module"
-            f" {found.kernel or 'unknown'}; kvd needs {cuda.shown(cuda.OLDEST)}",
+            f"the driver is for CUDA {cuda.version_text(found.cuda)}, kernel module"
+            f" {found.kernel or 'unknown'}; kvd needs {cuda.version_text(cuda.OLDEST_VERSION)}",
             "update the NVIDIA driver to 525 or newer; 570 and newer are fast",
         )
     elif not found.devices:
@@ -264,22 +276,22 @@ def gpus(facts: Facts) -> Iterator[Said]:
 
 
 @check("GPU driver")
-def gpu_driver(facts: Facts) -> Iterator[Said]:
+def gpu_driver(facts: Facts) -> Iterator[Verdict]:
     """Whether the driver copies many fragments in one call."""
     found = facts.gpus
-    version = f"CUDA {cuda.shown(found.cuda)}"
-    if found.devices and found.cuda < cuda.WHOLE:
+    version = f"CUDA {cuda.version_text(found.cuda)}"
+    if found.devices and found.cuda < cuda.BATCHED_COPY_VERSION:
         yield warn(
             f"{version}, kernel module {found.kernel or 'unknown'}",
-            f"drivers from CUDA {cuda.shown(cuda.WHOLE)} on copy many fragments in one call;"
-            " this one works, slower",
+            f"drivers from CUDA {cuda.version_text(cuda.BATCHED_COPY_VERSION)} on copy many"
+            " fragments in one call; this one works, slower",
         )
     elif found.devices:
         yield ok(f"{version}, kernel module {found.kernel or 'unknown'}")
 
 
 @check("runtime directory")
-def runtime_dir(facts: Facts) -> Iterator[Said]:
+def runtime_dir(facts: Facts) -> Iterator[Verdict]:
     """The runtime directory: ours, closed to others, short enough for a socket's path."""
     here = facts.runtime
     name = f"runtime_dir = {here.path}"
@@ -299,7 +311,7 @@ def runtime_dir(facts: Facts) -> Iterator[Said]:
         )
     elif not here.status:
         yield ok(f"{name}: will be made")
-    elif problem := danger(here.path, mode):
+    elif problem := mode_problem(here.path, mode):
         yield fail(name, problem)
     elif mode & stat.S_IRWXO:
         yield warn(
@@ -316,14 +328,98 @@ def runtime_dir(facts: Facts) -> Iterator[Said]:
 
 
 @check("tier")
-def tiers(facts: Facts) -> Iterator[Said]:
+def tiers(facts: Facts) -> Iterator[Verdict]:
     """Each tier: its disk or its store is there, is what it seems, and has room."""
     for tier in facts.tiers:
         yield from said_of_tier(tier)
 
 
+def said_of_tier(tier: TierFacts) -> Iterator[Verdict]:
+    """Its disk or its store is there, is what it seems, and has room."""
+    name = tier.setting.text
+    if tier.problem:
+        told = tier.problem if name in tier.problem else f"{name}: {tier.problem}"
+        yield fail(told, "until then the daemon serves from memory alone")
+    elif tier.hung:
+        where = f" ({_place_of(tier.disk)})" if tier.disk and tier.disk.mounted_at else ""
+        yield fail(
+            f"{name}: it hangs: no answer within {PATIENCE_SECONDS:g} s of {tier.hung}{where}",
+            "look at dmesg, and at the mount's server if it has one; a tier that hangs is set"
+            " aside, and costs misses",
+        )
+    elif tier.disk:
+        yield from _disk_tier(name, tier.setting, tier.disk)
+    elif tier.store:
+        yield from _store_tier(name, tier.store)
+    else:
+        yield ok(f"{name}: its options are right; there is nothing to look at")
+
+
+def _place_of(disk: DiskFacts) -> str:
+    named = f"{disk.device}, " if disk.device and not disk.source.endswith(disk.device) else ""
+    return f"{disk.filesystem} at {disk.mounted_at} of {disk.source} ({named}{disk.medium})"
+
+
+def _disk_tier(name: str, setting: TierSetting, disk: DiskFacts) -> Iterator[Verdict]:
+    text = f"{name}: {_place_of(disk)}, {format_size(disk.free)} of {format_size(disk.size)} free"
+    if not disk.writable:
+        missing = "" if disk.exists else ", and it is not there yet"
+        yield fail(
+            f"{text}; this user may not write there{missing}",
+            f"mkdir -p {setting.target}, owned by the daemon's user, mode 0700; under systemd"
+            f" ReadWritePaths={setting.target} too, in a container a volume",
+        )
+        return
+    if disk.written and disk.read:
+        text += (
+            f"; {PROBE_THREADS} threads write {rate(disk.written)} and read {rate(disk.read)}"
+            f" in blocks of {format_size(BLOCK_BYTES)}"
+        )
+    problems = list(_disk_problems(setting, disk))
+    for problem, remedy in problems:
+        yield warn(f"{text}; {problem}", remedy)
+        text = name
+    if not problems:
+        yield ok(text)
+
+
+def _disk_problems(setting: TierSetting, disk: DiskFacts) -> Iterator[tuple[str, str]]:
+    if disk.medium == "memory":
+        what = "this is memory: it takes what the pool could have, and does not outlive a reboot"
+        yield what, "a directory on a disk, or a larger cpu_bytes in its place"
+    elif disk.medium in {"network", "rotating"}:
+        over = "a file system over a network" if disk.medium == "network" else "a rotating disk"
+        yield over, "a local NVMe: loading from here is hardly faster than computing"
+    elif disk.mounted_at == "/":
+        remedy = (
+            "if a disk was to be mounted there, it is not (findmnt); else a floor of free space"
+        )
+        yield "this is the root file system", f"{remedy} is left to the system"
+    elif not disk.direct:
+        yield "it takes no I/O past the page cache (O_DIRECT)", "ext4 or xfs on a local disk"
+    if shortage := size_shortage(setting, disk):
+        yield shortage.text, shortage.remedy
+
+
+def _store_tier(name: str, store: StoreFacts) -> Iterator[Verdict]:
+    if store.missing:
+        yield fail(
+            f"{name}: the package cannot be used: {store.missing}",
+            "pip install mooncake-transfer-engine-non-cuda, and of the system libibverbs1,"
+            " librdmacm1 and libnuma1",
+        )
+    if store.refused:
+        yield fail(
+            f"{name}: the master at {store.master} does not answer: {store.refused}",
+            "start mooncake_master, or see whether a firewall or the unit's IPAddressAllow is in"
+            " the way",
+        )
+    if not store.missing and not store.refused:
+        yield ok(f"{name}: {store.package}; the master at {store.master} takes connections")
+
+
 @check("daemon")
-def daemon(facts: Facts) -> Iterator[Said]:
+def daemon(facts: Facts) -> Iterator[Verdict]:
     """The daemon that serves the directory, and others on this machine."""
     here = facts.runtime
     if here.report is not None:
@@ -346,7 +442,7 @@ def daemon(facts: Facts) -> Iterator[Said]:
 
 
 @check("other daemon")
-def other_daemons(facts: Facts) -> Iterator[Said]:
+def other_daemons(facts: Facts) -> Iterator[Verdict]:
     """Daemons that serve other directories of this machine."""
     for pid, command in facts.others.items():
         yield warn(
@@ -356,7 +452,7 @@ def other_daemons(facts: Facts) -> Iterator[Said]:
 
 
 @check("HTTP")
-def http(facts: Facts) -> Iterator[Said]:
+def http(facts: Facts) -> Iterator[Verdict]:
     """The address of the health endpoint can be had."""
     listen = facts.settings.http_listen
     if facts.port_problem:

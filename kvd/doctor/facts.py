@@ -18,21 +18,20 @@ import psutil
 
 from kvd.config.settings import Settings
 from kvd.config.values import parse_listen
-from kvd.doctor.gpus import Gpus, ask_gpus
-from kvd.doctor.tiers import CHILD_SECONDS, TierFacts, ask, run_python
-from kvd.errors import AccessDenied, ConfigError, NotRunning
-from kvd.machine.numa import gpu_nodes, has_gpus
-from kvd.machine.room import (
+from kvd.doctor.probes import CHILD_SECONDS, Gpus, TierFacts, probe_gpus, probe_tier, run_python
+from kvd.errors import ConfigError, NotRunning, SocketAccessDenied
+from kvd.machine.memory import (
     Filesystem,
     MachineMemory,
     MemoryLimit,
     PoolLimits,
-    area_name,
-    held_bytes,
+    allocated_bytes,
     memory_limit,
+    pool_directory_name,
 )
+from kvd.machine.numa import gpu_nodes, has_gpus
 from kvd.wire.listener import bind_tcp
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 
 _ANSWER_SECONDS = 3.0
 
@@ -108,9 +107,9 @@ class Facts:
         report, silence, denied = None, "", ""
         if holder is not None:
             try:
-                with Control(path, timeout=_ANSWER_SECONDS) as control:
+                with ToolConnection(path, timeout=_ANSWER_SECONDS) as control:
                     report = control.status()
-            except AccessDenied as error:
+            except SocketAccessDenied as error:
                 denied = str(error)
             except NotRunning as error:
                 silence = str(error)
@@ -184,8 +183,8 @@ class Facts:
         """Bytes of the pool that a stopped daemon has left, which the next one uses again."""
         if self.runtime.holder is not None:
             return 0
-        area = area_name(Path(self.settings.runtime_dir).absolute())
-        return held_bytes(Path(self.settings.pool_dir) / area / "pool")
+        area = pool_directory_name(Path(self.settings.runtime_dir).absolute())
+        return allocated_bytes(Path(self.settings.pool_dir) / area / "pool")
 
     @property
     def limits(self) -> PoolLimits | None:
@@ -234,7 +233,7 @@ class Facts:
     @cached_property
     def gpus(self) -> Gpus:
         """The GPUs and their driver."""
-        return ask_gpus()
+        return probe_gpus()
 
     @cached_property
     def others(self) -> dict[int, str]:
@@ -254,7 +253,7 @@ class Facts:
     @cached_property
     def tiers(self) -> list[TierFacts]:
         """What lies below the pool."""
-        return [ask(text) for text in self.settings.tier]
+        return [probe_tier(text) for text in self.settings.tier]
 
     @cached_property
     def port_problem(self) -> str:

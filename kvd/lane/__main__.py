@@ -2,14 +2,14 @@
 
 import sys
 
-from kvd.machine.process import starting, tie_to_parent
+from kvd.machine.process import die_with_parent, gc_paused
 
 
 def main() -> int:
     """Serve until the broker is done; the exit status."""
-    tie_to_parent()  # before the imports that take long
-    with starting():
-        from kvd.lane.process import run  # noqa: PLC0415
+    die_with_parent()  # before the imports that take long
+    with gc_paused():
+        from kvd.lane.loop import run  # noqa: PLC0415
 
     return run(int(sys.argv[1]))
 

@@ -18,9 +18,9 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvd.lane.devices.device import NO_MOVES, Device, Direction, Moves
-from kvd.lane.queue import Queued
-from kvd.lane.workers import Binding, Worker
+from kvd.lane.device import NO_RUNS, Device, Direction, PreparedRuns
+from kvd.lane.queue import QueuedJob
+from kvd.lane.workers import Binding, LaneWorker
 from kvd_proto.directory import HEAD_DTYPE, READ_HEADS, SlotState, loan_number
 from kvd_proto.jobs import Chunks
 from kvd_proto.messages import Job, JobStatus, Load, Store
@@ -142,11 +142,11 @@ class JobState(StrEnum):
     ENDED = "ended"  # its Done was sent
 
 
-Refusal = tuple[JobStatus, str]
+JobOutcome = tuple[JobStatus, str]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class LaneJob(Queued):
+class LaneJob(QueuedJob):
     """A job that has not ended, or just has.
 
     Of a job that ended ok: accepted_ns <= started_ns <= ended_ns (its last byte moved).
@@ -162,13 +162,13 @@ class LaneJob(Queued):
         stream_wait_ns: from then until the number was reached.
     """
 
-    worker: Worker
+    worker: LaneWorker
     binding: Binding
     request: Job
     request_id: int
     accepted_ns: int
     state: JobState = JobState.QUEUED
-    moves: Moves = NO_MOVES
+    moves: PreparedRuns = NO_RUNS
     given: int = 0
     progress_word: int = 0
     layer_ends: Sequence[int] = ()
@@ -181,7 +181,7 @@ class LaneJob(Queued):
     stream_wait_ns: int = 0
     started_ns: int = 0
     ended_ns: int = 0
-    outcome: Refusal = (JobStatus.OK, "")
+    outcome: JobOutcome = (JobStatus.OK, "")
     direction: Direction = field(init=False)
     _chunks: Chunks | None = None
     _own: Sequence[int] = ()
@@ -264,7 +264,7 @@ class LaneJob(Queued):
             self._slots = _items_of(self.chunks.slots, self._own)
             self._generations = _items_of(self.chunks.generations, self._own)
 
-    def objection(self) -> Refusal | None:
+    def objection(self) -> JobOutcome | None:
         """Return why the job's chunks or blocks are not its own now, or None where they are.
 
         Asked before the first byte and after the last one: whatever happened in
@@ -331,7 +331,7 @@ class LaneJob(Queued):
 
     def __repr__(self) -> str:
         return (
-            f"<LaneJob {self.direction} {self.request.job} of {self.worker.who}: {self.state},"
+            f"<LaneJob {self.direction} {self.request.job} of {self.worker.identity}: {self.state},"
             f" {self.given} of {len(self.moves)} runs given, {self.in_flight} pieces in flight>"
         )
 
@@ -343,7 +343,7 @@ def needs_control_page(request: Job) -> bool:
     return bool(request.after or (isinstance(request, Load) and request.progress))
 
 
-def outside(job: LaneJob, device: Device) -> Refusal | None:
+def outside(job: LaneJob, device: Device) -> JobOutcome | None:
     """Return why a job may not begin for lack of memory that is pinned, or None where it may.
 
     What is pinned stays so: asked once is enough. Where all is pinned, the first look says so.
@@ -363,7 +363,9 @@ def outside(job: LaneJob, device: Device) -> Refusal | None:
     return JobStatus.STALE, text
 
 
-def refused_chunks(worker: Worker, binding: Binding, request: Job) -> tuple[Chunks, Sequence[int]]:
+def refused_chunks(
+    worker: LaneWorker, binding: Binding, request: Job
+) -> tuple[Chunks, Sequence[int]]:
     """Return the chunks of a refused store, and the numbers of those that are given up.
 
     Those are this engine's to write, as far as slots and generations can be paired.
@@ -377,7 +379,7 @@ def refused_chunks(worker: Worker, binding: Binding, request: Job) -> tuple[Chun
     return chunks, _still_own(binding, chunks, inside)
 
 
-def own_chunks(worker: Worker, slots: Sequence[int]) -> Sequence[int]:
+def own_chunks(worker: LaneWorker, slots: Sequence[int]) -> Sequence[int]:
     """Return the numbers of the chunks that this rank writes: replicated ones are, in turns."""
     if not worker.layout.replicated:
         return range(len(slots))

@@ -12,13 +12,13 @@ is refused.
 import logging
 import os
 
-from kvd.errors import ImportFailed, LaneError, Refused
-from kvd.lane.devices.device import Device, Direction
+from kvd.errors import ImportFailed, LaneError, Refusal
+from kvd.lane.device import Device, Direction
 from kvd.lane.jobs import JobState, LaneJob, refused_chunks
-from kvd.lane.reports import TEXT_LIMIT, Reports
-from kvd.lane.workers import Binding, Worker, Workers, who_is
+from kvd.lane.reports import TEXT_LIMIT, Reporter
+from kvd.lane.workers import Binding, LaneWorker, WorkerTable, identity_of
 from kvd.logs import set_level
-from kvd.machine.files import is_out_of_files, open_files_remedy
+from kvd.machine.process import is_out_of_files, open_files_remedy
 from kvd.wire.link import (
     LINK,
     BindWorker,
@@ -35,7 +35,7 @@ from kvd.wire.link import (
     StopLane,
     UnbindWorker,
 )
-from kvd.wire.server import Client, Received, refusal_of
+from kvd.wire.server import Client, Received, decode_error_reply
 from kvd_proto.channel import close_all
 from kvd_proto.codec import REQUESTS
 from kvd_proto.errors import DecodeError, DescriptorsLost, JobShapeError
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 FRAMES_PER_TURN = 64  # of the broker, before the device gets its turn
 
 
-class Orders:
+class OrderHandler:
     """Carries out what comes over the link.
 
     Args:
@@ -73,7 +73,9 @@ class Orders:
         bindings: BindWorker orders that came, executed or not.
     """
 
-    def __init__(self, reports: Reports, workers: Workers, device: Device, pool_bytes: int) -> None:
+    def __init__(
+        self, reports: Reporter, workers: WorkerTable, device: Device, pool_bytes: int
+    ) -> None:
         self._reports = reports
         self._link = reports.link
         self._runner = reports.runner
@@ -157,14 +159,14 @@ class Orders:
             else:
                 self._not_imported(message, str(error))
             return
-        _log.info("imported the memory of %s", worker.who, extra=worker.who.fields)
+        _log.info("imported the memory of %s", worker.identity, extra=worker.identity.fields)
         answer = Imported(session=message.session, error="", attempt=message.attempt)
         self._reports.tell_broker(answer)
 
     def _not_imported(
         self, message: ImportWorker, error: str, *, out_of_files: bool = False
     ) -> None:
-        who = who_is(message)
+        who = identity_of(message)
         _log.warning("%s: memory not imported: %s", who, error, extra=who.fields)
         answer = Imported(
             session=message.session,
@@ -185,7 +187,7 @@ class Orders:
             binding = Binding.of(message, fds, worker.layout, self._pool_bytes)
         except LaneError:
             # Unbound, its jobs are refused.
-            _log.exception("%s cannot be bound", worker.who, extra=worker.who.fields)
+            _log.exception("%s cannot be bound", worker.identity, extra=worker.identity.fields)
             return
         worker.binding = binding
         end = message.arena_base + binding.slot_bytes * message.num_slots
@@ -203,12 +205,14 @@ class Orders:
             if self._workers.by_session(message.session) is worker:  # no order before did it
                 self._reports.part(worker)
                 self._workers.remove(worker)
-                _log.info("released the memory of %s", worker.who, extra=worker.who.fields)
+                _log.info(
+                    "released the memory of %s", worker.identity, extra=worker.identity.fields
+                )
             self._reports.tell_broker(Released(session=message.session))
 
         self._runner.when_ended(jobs, release)
 
-    def _stop_all(self, worker: Worker, reason: str) -> list[LaneJob]:
+    def _stop_all(self, worker: LaneWorker, reason: str) -> list[LaneJob]:
         jobs = self._runner.jobs_of(worker)
         for job in jobs:
             self._runner.stop(job, JobStatus.CANCELLED, reason)
@@ -243,7 +247,7 @@ class Orders:
         )
 
 
-class Requests:
+class RequestHandler:
     """Serves what comes over the workers' connections.
 
     Args:
@@ -251,7 +255,7 @@ class Requests:
         workers: who may ask.
     """
 
-    def __init__(self, reports: Reports, workers: Workers) -> None:
+    def __init__(self, reports: Reporter, workers: WorkerTable) -> None:
         self._reports = reports
         self._runner = reports.runner
         self._workers = workers
@@ -267,17 +271,17 @@ class Requests:
             _log.warning("a message of pid %d, uid %d, cannot be read: %s", pid, uid, error)
             return
         request_id = header.request_id
-        worker: Worker | None = client.owner
+        worker: LaneWorker | None = client.owner
         try:
             message = REQUESTS.decode_body(header, frame)
             if worker is None:
                 self._join(client, request_id, message)
             else:
                 self._carry_out(worker, client, request_id, message)
-        except Refused as error:
+        except Refusal as error:
             self._refuse(client, request_id, error.code, str(error))
         except DecodeError as error:
-            self._reports.reply(client, request_id, refusal_of(error))
+            self._reports.reply(client, request_id, decode_error_reply(error))
         except Exception:  # noqa: BLE001  # one request must not end the other engines' lane
             _log.exception("request %d could not be served", request_id)
             text = "a bug in the lane; its log has the details"
@@ -295,10 +299,10 @@ class Requests:
         """
         if not isinstance(message, Join):
             text = "this connection belongs to no worker; send Join with the token of LaneUp first"
-            raise Refused(ErrorCode.BAD_SESSION, text)
+            raise Refusal(ErrorCode.BAD_SESSION, text)
         worker = self._workers.by_token(message.token)
         if worker is None:
-            raise Refused(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
+            raise Refusal(ErrorCode.BAD_SESSION, "no worker of this lane has this token")
         self._reports.join(client, worker)
         jobs = self._runner.jobs_of(worker)
         for job in jobs:
@@ -306,7 +310,9 @@ class Requests:
         reply = self._reports.reply
         self._runner.when_ended(jobs, lambda: reply(client, request_id, Ok()))
 
-    def _carry_out(self, worker: Worker, client: Client, request_id: int, message: Message) -> None:
+    def _carry_out(
+        self, worker: LaneWorker, client: Client, request_id: int, message: Message
+    ) -> None:
         match message:
             case Store() | Load():
                 self._job(worker, message, request_id)
@@ -323,12 +329,12 @@ class Requests:
                 reply = self._reports.reply
                 self._runner.when_ended(jobs, lambda: reply(client, request_id, Ok()))
             case Join():
-                raise Refused(ErrorCode.BAD_STATE, "this connection belongs to a worker already")
+                raise Refusal(ErrorCode.BAD_STATE, "this connection belongs to a worker already")
             case _:
                 text = f"a lane serves jobs, not {type(message).__name__}"
-                raise Refused(ErrorCode.BAD_STATE, text)
+                raise Refusal(ErrorCode.BAD_STATE, text)
 
-    def _job(self, worker: Worker, request: Job, request_id: int) -> None:
+    def _job(self, worker: LaneWorker, request: Job, request_id: int) -> None:
         try:
             self._runner.submit(worker, request, request_id)
         except (JobShapeError, LaneError) as error:

@@ -1,8 +1,8 @@
 """The CUDA driver on this machine: how it is called, which one it is, and its devices.
 
-Thin wrappers over `cuda.bindings.driver`: numbers in, numbers out, and every failure a CudaError
+Thin wrappers over `cuda.bindings.driver`: numbers in, numbers out; a failure is a CudaDriverError
 that says what was attempted. The bindings are imported at the first call, so a daemon without them
-serves host memory. What a lane does with a device is in `kvd.lane.devices.cuda`.
+serves host memory. What a lane does with a device is in `kvd.lane.cuda`.
 """
 
 import logging
@@ -12,13 +12,13 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-from kvd.errors import CudaError, CudaMissing, LaneError
+from kvd.errors import CudaDriverError, CudaMissing, LaneError
 
 _log = logging.getLogger(__name__)
 
-OLDEST = 12000
+OLDEST_VERSION = 12000
 """The oldest driver that serves, 1000 * major + 10 * minor: the bindings find nothing in others."""
-WHOLE = 12080
+BATCHED_COPY_VERSION = 12080
 """From this driver on many fragments are copied by one call."""
 _PROHIBITED, _EXCLUSIVE_PROCESS = 2, 3  # compute modes
 
@@ -45,23 +45,23 @@ def call(attempted: str, name: str, *arguments: object) -> Any:
     """Call a driver function; its result: None, one value, or a tuple.
 
     Raises:
-        CudaError: the call failed, or this driver lacks the function.
+        CudaDriverError: the call failed, or this driver lacks the function.
     """
-    code, *values = returned_by(attempted, name, *arguments)
+    code, *values = call_raw(attempted, name, *arguments)
     check(code, attempted)
     if len(values) > 1:
         return tuple(values)
     return values[0] if values else None
 
 
-def returned_by(attempted: str, name: str, *arguments: object) -> tuple[Any, ...]:
+def call_raw(attempted: str, name: str, *arguments: object) -> tuple[Any, ...]:
     """What the function returned, its code first."""
     try:
         returned: tuple[Any, ...] = getattr(bindings(), name)(*arguments)
     except (RuntimeError, AttributeError) as error:
-        raise CudaError(-1, f"{name} is not in this driver ({error})", attempted) from error
+        raise CudaDriverError(-1, f"{name} is not in this driver ({error})", attempted) from error
     except (ValueError, KeyError) as error:  # a code that bindings 13, 12 do not know
-        raise CudaError(-1, f"{name} failed ({error})", attempted) from error
+        raise CudaDriverError(-1, f"{name} failed ({error})", attempted) from error
     return returned
 
 
@@ -73,7 +73,7 @@ def check(code: Any, attempted: str) -> None:
         attempted: what the call was for.
 
     Raises:
-        CudaError: the code is not success.
+        CudaDriverError: the code is not success.
     """
     if not code:
         return
@@ -83,7 +83,7 @@ def check(code: Any, attempted: str) -> None:
             name = bindings().CUresult(code).name
         except (ValueError, KeyError):
             name = "an error that the bindings do not know"
-    raise CudaError(int(code), name, attempted)
+    raise CudaDriverError(int(code), name, attempted)
 
 
 class Undo(ExitStack):
@@ -111,7 +111,7 @@ def start() -> None:
 
     Raises:
         CudaMissing: it is not installed or too old, or there is no device.
-        CudaError: it cannot be initialised.
+        CudaDriverError: it cannot be initialised.
     """
     cuda = bindings()
     try:
@@ -122,7 +122,9 @@ def start() -> None:
             " container let the runtime mount it (NVIDIA_DRIVER_CAPABILITIES=compute)"
         ) from error
     except (ValueError, KeyError) as error:
-        raise CudaError(-1, f"cuInit failed ({error})", "initialising the CUDA driver") from error
+        raise CudaDriverError(
+            -1, f"cuInit failed ({error})", "initialising the CUDA driver"
+        ) from error
     if code.name == "CUDA_ERROR_NO_DEVICE":
         raise CudaMissing(
             "the CUDA driver sees no device; look at CUDA_VISIBLE_DEVICES, and in a container at"
@@ -130,11 +132,11 @@ def start() -> None:
         )
     check(code, "initialising the CUDA driver")
     have = version()
-    if have < OLDEST:
+    if have < OLDEST_VERSION:
         raise CudaMissing(
-            f"the NVIDIA driver is too old: it is for CUDA {shown(have)}, kvd needs"
-            f" {shown(OLDEST)} or newer (driver 525), and is fast from {shown(WHOLE)} on"
-            " (driver 570); update the driver"
+            f"the NVIDIA driver is too old: it is for CUDA {version_text(have)}, kvd needs"
+            f" {version_text(OLDEST_VERSION)} or newer (driver 525), and is fast from"
+            f" {version_text(BATCHED_COPY_VERSION)} on (driver 570); update the driver"
         )
 
 
@@ -143,24 +145,24 @@ def version() -> int:
     return int(call("asking for the driver's version", "cuDriverGetVersion"))
 
 
-def shown(number: int) -> str:
+def version_text(number: int) -> str:
     """A version as people write it: 12.8."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-def shortcomings() -> str:
+def version_warning() -> str:
     """What this driver lacks, and the remedy; empty where it lacks nothing.
 
     Raises:
-        CudaError: the driver does not report its version.
+        CudaDriverError: the driver does not report its version.
     """
     have = version()
-    if have >= WHOLE:
+    if have >= BATCHED_COPY_VERSION:
         return ""
     return (
-        f"the NVIDIA driver is old: it is for CUDA {shown(have)}, and only from {shown(WHOLE)} on"
-        " (driver 570) are many fragments copied in one call; kvd works, slower, until the driver"
-        " is updated"
+        f"the NVIDIA driver is old: it is for CUDA {version_text(have)}, and only from"
+        f" {version_text(BATCHED_COPY_VERSION)} on (driver 570) are many fragments copied in one"
+        " call; kvd works, slower, until the driver is updated"
     )
 
 
@@ -184,7 +186,7 @@ def device_name(device: int) -> str:
     return name.split(b"\0")[0].decode(errors="replace")
 
 
-def memory_of(device: int) -> int:
+def total_memory(device: int) -> int:
     """Bytes of memory that it has, free or not."""
     return int(call("asking for a device's memory", "cuDeviceTotalMem", device))
 
@@ -203,14 +205,14 @@ def can_share(device: int) -> tuple[bool, bool]:
     )
 
 
-def refusal(device: int) -> str:
+def compute_mode_problem(device: int) -> str:
     """Why no context may be made on a device, and the remedy; empty where one may.
 
     In mode EXCLUSIVE_PROCESS the context of this process would lock the engine's out, or fail
     because the engine's is there. With MPS the server's process is the only one.
 
     Raises:
-        CudaError: the driver does not report the mode.
+        CudaDriverError: the driver does not report the mode.
     """
     mode = int(_attribute(device, "COMPUTE_MODE"))
     if mode == _PROHIBITED:
@@ -220,7 +222,7 @@ def refusal(device: int) -> str:
     try:
         if _attribute(device, "MPS_ENABLED"):
             return ""
-    except CudaError:  # an older driver, which does not say
+    except CudaDriverError:  # an older driver, which does not say
         pass
     return (
         "the GPU's compute mode is EXCLUSIVE_PROCESS: only one process may use it, the engine or"
@@ -232,5 +234,5 @@ def _attribute(device: int, name: str) -> int:
     attempted = f"asking a device for {name}"
     kind = getattr(bindings().CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}", None)
     if kind is None:
-        raise CudaError(-1, "the bindings do not know it", attempted)
+        raise CudaDriverError(-1, "the bindings do not know it", attempted)
     return int(call(attempted, "cuDeviceGetAttribute", kind, device))

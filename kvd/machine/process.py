@@ -2,16 +2,32 @@
 
 import contextlib
 import ctypes
+import errno
+import fcntl
 import gc
+import mmap
 import os
 import resource
 import signal
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from kvd.errors import ConfigError, ImportFailed, PoolError
+
+SEALED_MEMFD_RECIPE = (
+    "memfd_create(MFD_ALLOW_SEALING), ftruncate, then fcntl(F_ADD_SEALS, F_SEAL_SHRINK)"
+)
+MAX_DIRECTORY_BYTES = 107 - len("/lane-host-99999-ffff.sock")
+"""Of the runtime directory: sockaddr_un holds 108 with its final zero, the longest name is a lane's
+socket."""
+LOCK_SECONDS = 2.0
+"""How long a lock is tried that another process has."""
+LOCK_RETRY_SECONDS = 0.01
+_HIGH_NUMBER = 64  # of a descriptor
 _PR_SET_PDEATHSIG = 1
 _SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}  # the system call's number
 _SCHED_ATTR = struct.Struct("=IIQiIQQQ")
@@ -19,11 +35,162 @@ _SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 _LONG_SLICE_NS = 100_000_000  # the longest that there is
 _GIVING_WAY = 10  # a tenth of the share of others
 _OOM_SCORE = 500
-LONGEST_SECONDS = 1.0  # a turn of a loop takes milliseconds
+MAX_STALL_SECONDS = 1.0  # a turn of a loop takes milliseconds
 _SAMPLE_SECONDS = 0.25  # between looks at the processor time, which are system calls
 
 
-def tie_to_parent() -> None:
+def raise_descriptor_limit() -> None:
+    """Have as many descriptors as the hard limit allows: sessions and their memory bring them."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
+def open_files_remedy() -> str:
+    """Return what to do where no descriptor is left, with this process's limit."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return f"raise LimitNOFILE (ulimit -n), now {limit}"
+
+
+def is_out_of_files(error: BaseException | None) -> bool:
+    """Whether an error says that no file can be opened, here or on the whole machine."""
+    return isinstance(error, OSError) and error.errno in {errno.EMFILE, errno.ENFILE}
+
+
+def free_descriptors() -> int:
+    """Return how many files this process may still open."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        return limit - len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # no paths are needed
+    except OSError:  # to look takes one
+        return 0
+
+
+def mode_problem(path: Path, mode: int) -> str:
+    """Return what is wrong with a directory of this mode, and the remedy; empty for nothing.
+
+    Where every user may rename and remove files, any user can replace the daemon's by a link or
+    another file. The sticky bit prevents that, as on /tmp and /dev/shm.
+    """
+    if not mode & stat.S_IWOTH or mode & stat.S_ISVTX:
+        return ""
+    return (
+        f"mode {stat.S_IMODE(mode):04o} lets every user replace the daemon's files there; use a"
+        f" directory of its own, or chmod o-w {path}, or chmod +t {path} if others need it"
+    )
+
+
+def check_directory(name: str, path: Path) -> None:
+    """Check that only the daemon's user, its group and root can replace its files there.
+
+    Raises:
+        ConfigError: every user may; with the remedy.
+        OSError: it is not there.
+    """
+    problem = mode_problem(path, path.stat().st_mode)
+    if problem:
+        raise ConfigError(f"{name} = {path}: {problem}")
+
+
+def sealed_size(fd: int, what: str) -> int:
+    """Return the size of a file that a worker shares, and that cannot be shortened.
+
+    A file that loses its pages under a mapping ends the process that touches them, and a file of
+    any other kind is served by a file system whose owner may answer late or never: it is asked
+    nothing, not even its size.
+
+    Raises:
+        ImportFailed: it is another kind of file, or could be shortened; how to make one.
+    """
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)  # answered by the kernel alone
+    except OSError:
+        raise ImportFailed(
+            f"{what} is no memory file; make it with {SEALED_MEMFD_RECIPE}"
+        ) from None
+    if not seals & fcntl.F_SEAL_SHRINK:
+        raise ImportFailed(
+            f"{what} could be shortened while it is mapped; make it with {SEALED_MEMFD_RECIPE}"
+        )
+    return os.fstat(fd).st_size
+
+
+def lock_directory(descriptor: int) -> None:
+    """Lock a directory for this process alone.
+
+    A process that is killed while it starts another one leaves its lock to that child, which
+    closes it as soon as it runs its own program. So a lock that is held is tried for
+    `LOCK_SECONDS`.
+
+    Args:
+        descriptor: of the directory; the lock ends with it.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+        OSError: the file system locks no directory.
+    """
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise
+            time.sleep(LOCK_RETRY_SECONDS)
+        else:
+            return
+
+
+def lock_pool(pool_fd: int) -> None:
+    """Lock the pool's file for as long as anything of this process can write to it.
+
+    The next daemon waits for that. The lock is on a descriptor of this process's own, opened
+    before a device or a medium and with a number as low as there is, because the kernel lets go
+    of a dying process's descriptors from the highest number down; never closed.
+
+    Raises:
+        PoolError: a daemon that takes the pool over holds the lock: this one's is gone.
+    """
+    descriptor = os.open(f"/proc/self/fd/{pool_fd}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise PoolError("another daemon is taking the pool over") from error
+
+
+def to_high_number(descriptor: int) -> int:
+    """Give a descriptor that will be closed a high number, so that a low one is free.
+
+    Raises:
+        PoolError: there is none.
+    """
+    try:
+        moved = fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, _HIGH_NUMBER)
+    except OSError as error:
+        limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        raise PoolError(
+            f"no file descriptor from {_HIGH_NUMBER} on is to be had, the limit is {limit};"
+            " raise LimitNOFILE, or ulimit -n"
+        ) from error
+    os.close(descriptor)
+    return moved
+
+
+def map_pool(pool_fd: int, pool_bytes: int) -> memoryview:
+    """Map the pool's file, writable; the descriptor stays the caller's.
+
+    Raises:
+        PoolError: the file is smaller than `pool_bytes`, or cannot be mapped.
+    """
+    have = os.fstat(pool_fd).st_size
+    if have < pool_bytes:
+        raise PoolError(f"the pool's file has {have} bytes, {pool_bytes} were promised")
+    try:
+        return memoryview(mmap.mmap(pool_fd, pool_bytes))
+    except (OSError, ValueError) as error:
+        raise PoolError(f"the pool's {pool_bytes} bytes cannot be mapped: {error}") from error
+
+
+def die_with_parent() -> None:
     """Die with the broker, however that ends; ignore signals to end.
 
     Signals that reach the whole process group or cgroup are for the broker,
@@ -38,14 +205,14 @@ def tie_to_parent() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def be_spared_last() -> None:
+def prefer_oom_kill() -> None:
     """Have the kernel end this process before the data path's where memory runs out."""
     score = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         score.write_text(str(min(1000, int(score.read_text()) + _OOM_SCORE)))
 
 
-def give_way() -> None:
+def lower_priority() -> None:
     """Have this thread, from now on, give way to every other that wants its processor.
 
     `nice` alone decides shares: a thread that wakes still waits until the slice of the one that
@@ -64,7 +231,7 @@ def give_way() -> None:
 
 
 @contextlib.contextmanager
-def starting() -> Iterator[None]:
+def gc_paused() -> Iterator[None]:
     """Collect no garbage meanwhile, and leave out later what there is then: it stays for life.
 
     A collection that looks at all modules takes ten milliseconds, at a start and in a loop.
@@ -77,7 +244,7 @@ def starting() -> Iterator[None]:
         gc.enable()
 
 
-class Standstill:
+class StallDetector:
     """Times a loop by the moments at which it begins and ends to wait for events.
 
     Args:
@@ -112,7 +279,7 @@ class Standstill:
         self._woke = now
         late = now - self._until if self._until is not None else 0.0
         still = self._waits - woke + (late if late > 0 else 0.0)
-        if still <= LONGEST_SECONDS:
+        if still <= MAX_STALL_SECONDS:
             if now >= self._sampled + _SAMPLE_SECONDS:
                 self._sampled, self._worked = now, self._cpu()
             return ""

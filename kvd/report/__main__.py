@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from kvd.logs import configure_child
-from kvd.machine.process import be_spared_last, tie_to_parent
+from kvd.machine.process import die_with_parent, prefer_oom_kill
 from kvd_proto.channel import Channel
 
 log = logging.getLogger("kvd.report")
@@ -29,10 +29,10 @@ def main() -> int:
     parser.add_argument("--tcp-fd", type=int)
     parser.add_argument("--host", default="localhost")
     options = parser.parse_args()
-    tie_to_parent()
+    die_with_parent()
     with contextlib.suppress(OSError):  # a sandbox may forbid it
         os.nice(_NICE)  # the data path goes first
-    be_spared_last()
+    prefer_oom_kill()
     configure_child("http")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a client's nonsense is no news
     with contextlib.suppress(EOFError):  # the broker has just ended
@@ -43,7 +43,7 @@ def main() -> int:
 async def _serve(options: argparse.Namespace) -> None:
     from uvicorn import Config, Server  # noqa: PLC0415  # all that is large comes after os.nice
 
-    from kvd.report.app import App, Listener  # noqa: PLC0415
+    from kvd.report.app import App, HttpListener  # noqa: PLC0415
     from kvd.report.broker_client import BrokerClient  # noqa: PLC0415
 
     class Quiet(Server):
@@ -77,7 +77,7 @@ async def _serve(options: argparse.Namespace) -> None:
     fds = [options.unix_fd] + ([options.tcp_fd] if options.tcp_fd is not None else [])
     link = Channel(socket.socket(fileno=options.link_fd))
     beating = asyncio.create_task(_beat(link))
-    serving = asyncio.create_task(Quiet(config).serve([Listener(fd) for fd in fds]))
+    serving = asyncio.create_task(Quiet(config).serve([HttpListener(fd) for fd in fds]))
     recording = asyncio.create_task(app.record())
     tasks = [beating, serving, recording]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -14,9 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from kvd.errors import NotRunning, Refused
-from kvd.metrics.history import Report
-from kvd.wire.tool import Control
+from kvd.errors import NotRunning, Refusal
+from kvd.metrics.reading import Report
+from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Message, Ping, Pong, Status, StatusReport
 
 CONNECT_SECONDS = 5.0
@@ -46,7 +46,7 @@ class BrokerClient:
 
     def __init__(self, runtime_dir: Path) -> None:
         self._runtime_dir = runtime_dir
-        self._control: Control | None = None
+        self._control: ToolConnection | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvd-ask")
         self._under_way: dict[type[Message], asyncio.Task[Message]] = {}
         self._report: dict[str, Any] = {}
@@ -109,13 +109,13 @@ class BrokerClient:
         """In the thread of its own: one request and its reply, on a connection that works."""
         try:
             if self._control is None:
-                self._control = Control(self._runtime_dir, CONNECT_SECONDS)
+                self._control = ToolConnection(self._runtime_dir, CONNECT_SECONDS)
             return self._control.ask(message, kind, GIVE_UP_SECONDS)
-        except (Refused, NotRunning) as error:
+        except (Refusal, NotRunning) as error:
             if self._control is not None:
                 self._control.close()
                 self._control = None
-            if isinstance(error, Refused):
+            if isinstance(error, Refusal):
                 raise NotRunning(f"the daemon refused ({error.code}): {error}") from error
             raise
 

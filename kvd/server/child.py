@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from kvd.machine.files import is_out_of_files, open_files_remedy
+from kvd.machine.process import is_out_of_files, open_files_remedy
 from kvd_proto.channel import Channel
 from kvd_proto.errors import BadFrame, ChannelFull, DecodeError, DescriptorsLost
 

@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
 from kvd.broker.effects import (
     ChunksReady,
@@ -23,11 +24,11 @@ from kvd.broker.effects import (
     DropFds,
     DropLane,
     Effect,
-    Event,
     FdName,
     KillLane,
     KillTier,
     LifelineFd,
+    LogEvent,
     NamespaceFds,
     Notify,
     OpenPool,
@@ -37,26 +38,24 @@ from kvd.broker.effects import (
     ToLane,
     ToTier,
 )
-from kvd.broker.engines.admission import auto_size
-from kvd.broker.requests.reloading import Reloading
+from kvd.broker.operations import ConfigReload
 from kvd.cache.namespaces import LedgerSetup, Namespaces
 from kvd.config.settings import Settings
-from kvd.config.sources import Loaded, Sources
-from kvd.errors import ConfigError, PoolError, Refused
+from kvd.config.sources import LoadedSettings, Sources
+from kvd.errors import ConfigError, PoolError, Refusal
 from kvd.logs import set_level
-from kvd.machine.process import Standstill, UsageReader
-from kvd.machine.room import PoolLimits
+from kvd.machine.memory import PoolLimits
+from kvd.machine.process import StallDetector, UsageReader
 from kvd.pool.geometry import FillOrder
 from kvd.server.child import StartedProcess
 from kvd.server.children import Children, HttpProcess, configured_tiers
-from kvd.server.kept_pool import KeptPool
-from kvd.server.memory import PoolMemory
+from kvd.server.client_files import DescriptionFiles, DirectoryMemory, ReadyPipes
 from kvd.server.notify import Notifier
-from kvd.server.pool_files import forget_pool_dir, remember_pool_dir
-from kvd.server.reset_file import ResetFile
+from kvd.server.persistent_pool import PersistentPool
+from kvd.server.pool_memory import PoolMemory
 from kvd.server.runtime_dir import AllowList, RuntimeDir
 from kvd.server.sessions import SessionServer
-from kvd.server.shared import DescriptionFiles, DirectoryMemory, ReadyPipes
+from kvd.server.state_files import ResetFile, forget_pool_dir, remember_pool_dir
 from kvd_proto.capacity import pinning_lanes
 from kvd_proto.messages import HOST, ErrorCode
 from kvd_proto.text import format_size
@@ -75,19 +74,19 @@ class ConfigReader:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._hung_up = False
-        self._outcome: Loaded | ConfigError | None = None
+        self._outcome: LoadedSettings | ConfigError | None = None
 
     def on_signal(self, number: int, frame: FrameType | None) -> None:
         """SIGHUP's handler."""
         del number, frame
         self._hung_up = True
 
-    def turn(self, core: Reloading) -> list[Effect]:
+    def turn(self, core: ConfigReload) -> list[Effect]:
         """One turn of the loop: pass on what was read, begin to read where that is wanted."""
         effects: list[Effect] = []
         outcome, self._outcome = self._outcome, None
         if outcome is not None:
-            effects += core.read(outcome)
+            effects += core.finish(outcome)
             set_level(core.loaded.settings.log_level)
         if self._hung_up:
             self._hung_up = False
@@ -105,7 +104,7 @@ class ConfigReader:
             self._outcome = ConfigError(f"the configuration cannot be read: {error!r}")
 
 
-class Service:
+class BrokerService:
     """One running daemon.
 
     Args:
@@ -122,7 +121,7 @@ class Service:
 
     def __init__(
         self,
-        loaded: Loaded,
+        loaded: LoadedSettings,
         sources: Sources,
         version: str,
         runtime: RuntimeDir,
@@ -136,7 +135,7 @@ class Service:
         self._config = ConfigReader(sources)
         self._runtime = runtime
         remember_pool_dir(runtime.path, Path(settings.pool_dir))
-        self._kept_pool = KeptPool(
+        self._kept_pool = PersistentPool(
             Path(settings.pool_dir),
             self._runtime.path,
             keeps=settings.keep_pool == "yes",
@@ -159,7 +158,7 @@ class Service:
         self._held_up = False  # by a process that may still write to the pool's memory
         self._usage = UsageReader()
         self._polled = 0.0
-        self._standstill = Standstill("broker")
+        self._standstill = StallDetector("broker")
         self._boot_id = os.urandom(16)
         self.core = Broker(
             loaded,
@@ -173,7 +172,7 @@ class Service:
         )
         reserve = settings.reserve_bytes if settings.pool_bytes is None else None
         for warning in self._pool_limits().warnings(reserve):
-            self._note(Event(warning, "warning"))
+            self._note(LogEvent(warning, "warning"))
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
         self._children = Children(self._runtime.path, self.core, self._poller, self._carry_out)
@@ -224,8 +223,8 @@ class Service:
         ready = dict(self._poller.poll(patience))
         now = self._polled = time.monotonic()
         if stood_still := self._standstill.woke(now):
-            self._note(Event(stood_still, "warning"))
-        sessions.look(ready)
+            self._note(LogEvent(stood_still, "warning"))
+        sessions.handle_events(ready)
         due = ready or now >= min(self._next_tick, look_at) or busy or self._held_up
         if due:
             for lane in list(self._children.lanes.values()):  # first: they say what is READY
@@ -278,7 +277,7 @@ class Service:
 
     def _pool_limits(self, pinning_lanes: int | None = None) -> PoolLimits:
         pool_dir = Path(self._settings.pool_dir)
-        return PoolLimits.of(pool_dir, self._kept_pool.held_bytes(), pinning_lanes)
+        return PoolLimits.of(pool_dir, self._kept_pool.allocated_bytes(), pinning_lanes)
 
     def _open_pool(self, cpu_bytes: int, engine: OpenPool | None = None) -> Namespaces:
         def make(ledger_setup: LedgerSetup | None, fill: FillOrder) -> Namespaces:
@@ -316,13 +315,13 @@ class Service:
         registration = self.core.registration
         try:
             cpu_bytes, explanation = auto_size(
-                self._settings, effect.layouts, largest, self._kept_pool.kept_bytes(), lanes
+                self._settings, effect.layouts, largest, self._kept_pool.reusable_cpu_bytes(), lanes
             )
             namespaces = self._open_pool(cpu_bytes, effect)
-        except Refused as refusal:
+        except Refusal as refusal:
             self._carry_out(registration.pool_refused(refusal))
         except PoolError as error:
-            lack = Refused(ErrorCode.NOT_READY, str(error))
+            lack = Refusal(ErrorCode.NOT_READY, str(error))
             self._carry_out(registration.pool_refused(lack))
         else:
             self._carry_out(registration.pool_opened(namespaces, explanation))
@@ -351,7 +350,7 @@ class Service:
                 case DropLane():
                     del self._children.lanes[effect.device]  # which has ended
                 case KillLane():
-                    self._children.lanes[effect.device].kill(effect.why)
+                    self._children.lanes[effect.device].kill(effect.reason)
                 case _:
                     self._account(effect)
 
@@ -368,11 +367,11 @@ class Service:
                 self._ready_pipes.tell(effect.engine)
             case DropEngine():
                 self._ready_pipes.drop(effect.engine)
-            case Event():
+            case LogEvent():
                 self._note(effect)
 
-    def _note(self, event: Event) -> None:
-        self.core.note(event, time.time())
+    def _note(self, event: LogEvent) -> None:
+        self.core.record_event(event, time.time())
         level = logging.getLevelNamesMapping()[event.level.upper()]
         text = f"{event.text}\n{event.trace}" if event.trace else event.text
         log.log(level, text, extra=event.fields)
@@ -439,4 +438,4 @@ class Service:
         log.info("stopped%s", left)
 
     def __repr__(self) -> str:
-        return f"<Service {self._runtime!r}: {self.core!r}>"
+        return f"<BrokerService {self._runtime!r}: {self.core!r}>"

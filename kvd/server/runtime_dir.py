@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from kvd.client_names import Peer
-from kvd.config.values import names_in
+from kvd.config.values import parse_names
 from kvd.errors import AlreadyRunning, ConfigError
-from kvd.machine.files import MAX_DIRECTORY_BYTES, check_place, lock_directory
+from kvd.machine.process import MAX_DIRECTORY_BYTES, check_directory, lock_directory
 from kvd_proto.text import explain_denied
 
 
@@ -41,7 +41,7 @@ class RuntimeDir:
         self.broker_socket = self.path / "broker.sock"
         self.http_socket = self.path / "http.sock"
         self.lock_file = self.path / "kvd.lock"
-        self.resets = self.path / "kvd.resets"  # stays, see kvd.server.reset_file
+        self.resets = self.path / "kvd.resets"  # stays, see kvd.server.state_files
         self._lock_fd = -1
 
     def lock(self) -> None:
@@ -54,7 +54,7 @@ class RuntimeDir:
         """
         try:
             self.path.mkdir(mode=0o750, parents=True, exist_ok=True)
-            check_place("runtime_dir", self.path)
+            check_directory("runtime_dir", self.path)
             fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             with contextlib.ExitStack() as undo:
                 undo.callback(os.close, fd)
@@ -158,7 +158,7 @@ class AllowList:
 
 def _ids(key: str, text: str, find: Callable[[str], int]) -> frozenset[int]:
     ids = set()
-    for item in names_in(text):
+    for item in parse_names(text):
         try:
             ids.add(int(item) if item.isdecimal() else find(item))
         except KeyError:

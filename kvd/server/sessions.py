@@ -17,13 +17,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, Event, Reply
-from kvd.broker.engines.sessions import Session
+from kvd.broker.effects import Effect, LogEvent, Reply
+from kvd.broker.sessions import Session
 from kvd.client_names import Peer
-from kvd.errors import Refused
-from kvd.machine.files import HOW, is_harmless, open_files_remedy
+from kvd.errors import Refusal
+from kvd.machine.process import SEALED_MEMFD_RECIPE, open_files_remedy
 from kvd.server.runtime_dir import AllowList
-from kvd.wire.server import Client, Server, refusal_of
+from kvd.wire.listener import closes_at_once
+from kvd.wire.server import Client, Server, decode_error_reply
 from kvd_proto.channel import close_all
 from kvd_proto.codec import MAX_MESSAGE_BYTES, REQUESTS, WIRE, Header
 from kvd_proto.errors import DecodeError, Oversize
@@ -62,7 +63,7 @@ class SessionServer:
     Args:
         path: of the socket.
         core: decides.
-        epoll: of the loop, which gives `look` what is ready.
+        epoll: of the loop, which gives `handle_events` what is ready.
         carry_out: executes effects; replies and notices come back to `reply` and `notify`.
         allowed: who may connect.
         own: whether a peer is a process of this daemon, for which there is always room.
@@ -105,9 +106,9 @@ class SessionServer:
         server = self._server
         return server.pending or bool(server.accepted) or bool(server.ended)
 
-    def look(self, ready: dict[int, int]) -> None:
+    def handle_events(self, ready: dict[int, int]) -> None:
         """Note which sessions can be read; take what was looked at out of `ready`."""
-        self._server.look(ready)
+        self._server.handle_events(ready)
         for fd in ready.keys() & self._by_pidfd.keys():
             del ready[fd]
             connection = self._by_pidfd[fd]
@@ -118,7 +119,7 @@ class SessionServer:
         """Admit peers, serve a batch of requests at most, end sessions."""
         self._admit_accepted()
         for _ in range(_BATCH):
-            received = self._server.take()
+            received = self._server.next_request()
             self._end_sessions()  # first: the request may be for what a session held that is gone
             if received is None:
                 break
@@ -142,9 +143,9 @@ class SessionServer:
             peer = client.peer
             try:
                 session = self._admit(peer)
-            except Refused as refusal:
+            except Refusal as refusal:
                 text = f"connection of pid {peer.pid} refused: {refusal}"
-                self._carry_out([Event(text, "warning", {"pid": peer.pid})])
+                self._carry_out([LogEvent(text, "warning", {"pid": peer.pid})])
                 self._core.error_sent(refusal.code)
                 self._server.refuse(client, _notice_of(refusal))
                 continue
@@ -161,12 +162,12 @@ class SessionServer:
     def _admit(self, peer: Peer) -> Session:
         """Return a peer's new session, or refuse it."""
         if objection := self._allowed.objection(peer):
-            raise Refused(ErrorCode.FORBIDDEN, objection)
+            raise Refusal(ErrorCode.FORBIDDEN, objection)
         return self._core.connected(os.urandom(16), peer, own=self._own(peer))
 
-    def _disconnect(self, connection: SessionConnection, refusal: Refused) -> None:
+    def _disconnect(self, connection: SessionConnection, refusal: Refusal) -> None:
         """Close a session's connection, with the reason; it ends in `serve`, not among effects."""
-        who = connection.session.who
+        who = connection.session.identity
         log.warning("%s is disconnected: %s", who, refusal, extra=who.fields)
         self._core.error_sent(refusal.code)
         self._server.send(connection.client, _notice_of(refusal))
@@ -200,7 +201,7 @@ class SessionServer:
         if fds:
             try:
                 _check_descriptors(frame, fds)
-            except Refused as refusal:
+            except Refusal as refusal:
                 self._server.closer.close(fds, client.peer.uid)
                 self._disconnect(connection, refusal)
                 return
@@ -226,11 +227,11 @@ class SessionServer:
             message = REQUESTS.decode_body(header, frame)
         except DecodeError as error:
             _log_unreadable(session, error)
-            return [Reply(session.number, header.request_id, refusal_of(error))]
+            return [Reply(session.number, header.request_id, decode_error_reply(error))]
         try:
             return self._core.request(session, header.request_id, message, now, descriptors)
         except Exception:
-            name, who = type(message).__name__, session.who
+            name, who = type(message).__name__, session.identity
             log.exception("%s: %s could not be served", who, name, extra=who.fields)
             text = f"{name} hit a bug in kvd; its log has the details"
             return [Reply(session.number, header.request_id, Error.of(ErrorCode.INTERNAL, text))]
@@ -263,10 +264,10 @@ class SessionServer:
             sent = self._server.send(client, WIRE.encode(notice), list(fds))
         except OSError as error:  # of descriptors that wait with it
             text = f"a notice cannot be sent: {error}; {open_files_remedy()}"
-            self._disconnect(connection, Refused(ErrorCode.LIMIT, text))
+            self._disconnect(connection, Refusal(ErrorCode.LIMIT, text))
             return
         if not sent and client.channel.wants_write:  # else it is gone, and its end comes in turn
-            self._disconnect(connection, Refused(ErrorCode.LIMIT, "it does not read its notices"))
+            self._disconnect(connection, Refusal(ErrorCode.LIMIT, "it does not read its notices"))
 
     def fds(self, number: int) -> list[int]:
         """Return the descriptors of a session's registration, which stay this object's."""
@@ -286,7 +287,7 @@ class SessionServer:
         self._open.clear()
 
 
-def _notice_of(refusal: Refused) -> bytes:
+def _notice_of(refusal: Refusal) -> bytes:
     return WIRE.encode(Error.of(refusal.code, str(refusal)))
 
 
@@ -298,16 +299,16 @@ def _check_descriptors(frame: bytes, fds: Sequence[int]) -> None:
         kind = None
     if kind is not Register:
         text = "descriptors came with a message that is no Register; only that takes them"
-        raise Refused(ErrorCode.BAD_MESSAGE, text)
+        raise Refusal(ErrorCode.BAD_MESSAGE, text)
     for number, fd in enumerate(fds):
-        if not is_harmless(fd):
-            raise Refused(
+        if not closes_at_once(fd):
+            raise Refusal(
                 ErrorCode.BAD_LAYOUT,
                 f"descriptor {number} of those that were sent is neither a memory file nor a"
-                f" device; make memory with {HOW}",
+                f" device; make memory with {SEALED_MEMFD_RECIPE}",
             )
 
 
 def _log_unreadable(session: Session, error: DecodeError) -> None:
-    who, uid = session.who, session.peer.uid
+    who, uid = session.identity, session.peer.uid
     log.warning("a message of %s, uid %d, cannot be read: %s", who, uid, error, extra=who.fields)

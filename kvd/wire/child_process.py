@@ -10,8 +10,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from kvd.errors import KvdError
-from kvd.logs import fault_text
-from kvd.machine.files import open_files_remedy, raise_descriptor_limit
+from kvd.logs import safe_repr
+from kvd.machine.process import open_files_remedy, raise_descriptor_limit
 from kvd_proto.channel import Channel
 from kvd_proto.codec import Codec
 from kvd_proto.errors import ChannelFull, DescriptorsLost, ProtoError
@@ -21,7 +21,7 @@ log = logging.getLogger("kvd.wire")
 _TEXT_LIMIT = 1000
 
 
-class Service(Protocol):
+class ChildService(Protocol):
     """The service of a child process."""
 
     def run(self) -> None:
@@ -31,7 +31,7 @@ class Service(Protocol):
 def serve_broker(
     link_fd: int,
     codec: Codec,
-    open_service: Callable[[Channel, Any, tuple[int, ...]], Service],
+    open_service: Callable[[Channel, Any, tuple[int, ...]], ChildService],
     failure: Callable[[str], Message],
 ) -> int:
     """Serve the broker; return the exit status.
@@ -54,7 +54,7 @@ def serve_broker(
     except Exception as error:
         text = str(error)
         if not isinstance(error, KvdError | OSError):
-            text = fault_text(error)
+            text = safe_repr(error)
             log.exception("it does not start: a bug")
         try:
             link.send(codec.encode(failure(text[:_TEXT_LIMIT])))

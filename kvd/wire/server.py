@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from kvd.client_names import Peer
-from kvd.machine.files import MAX_STUCK, Closer, free_descriptors, open_files_remedy
-from kvd.wire.listener import Listener, NoDescriptor
+from kvd.machine.process import free_descriptors, open_files_remedy
+from kvd.wire.listener import MAX_STUCK, DescriptorCloser, Listener, NoDescriptor
 from kvd_proto.channel import Channel, ReceivedFrame
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import BadFrame, ChannelFull, DecodeError, DescriptorsLost, VersionMismatch
@@ -87,8 +87,8 @@ class Server:
         max_clients: of all; more are closed.
         max_strangers: clients that were not adopted; above, one of them is disconnected.
         takes_descriptors: messages may bring descriptors; else that ends the connection.
-        epoll: that of a loop which waits for other things too, and gives `look` what is ready;
-            without one there is one here.
+        epoll: of the owner's loop, which passes the events to `handle_events`; None: the server
+            makes one.
         closer: of descriptors that clients send.
 
     Attributes:
@@ -112,7 +112,7 @@ class Server:
         takes_descriptors: bool = False,
         max_clients: int = MAX_CLIENTS,
         epoll: select.epoll | None = None,
-        closer: Closer | None = None,
+        closer: DescriptorCloser | None = None,
     ) -> None:
         self._path = path
         self._max_bytes = max_bytes
@@ -134,14 +134,14 @@ class Server:
         self._awaiting: dict[Client, float] = {}  # who sent descriptors early, and until when
         self._kept = 0
         self._scratch = memoryview(bytearray(READ_BYTES))
-        self.closer = closer or Closer()
+        self.closer = closer or DescriptorCloser()
         self.accepted: deque[Client] = deque()
         self.ended: deque[Client] = deque()
         self.dropped = 0
         self.limits: dict[str, int] = Counter()
 
     def fileno(self) -> int:
-        """Return a descriptor for polling: readable where `look` has something to do."""
+        """Return a descriptor for polling: readable where `handle_events` has something to do."""
         return self._epoll.fileno()
 
     @property
@@ -157,7 +157,7 @@ class Server:
     def __len__(self) -> int:
         return len(self._by_fd)
 
-    def look(self, ready: dict[int, int] | None = None) -> None:
+    def handle_events(self, ready: dict[int, int] | None = None) -> None:
         """Accept connections, send on what waited, and note which clients can be read.
 
         Args:
@@ -181,7 +181,7 @@ class Server:
         if self._awaiting:
             self._check_descriptors(time.monotonic())
 
-    def take(self) -> Received | None:
+    def next_request(self) -> Received | None:
         """Return the next message; clients take turns.
 
         None where a few of them had none; the others are `pending`.
@@ -348,7 +348,7 @@ class Server:
         self._by_fd[client.fd] = client
         self._add_stranger(client)
         self._epoll.register(client.fd, select.EPOLLIN)
-        if self.closer.is_held_up(peer.uid):
+        if self.closer.is_stuck(peer.uid):
             text = (
                 f"{MAX_STUCK} threads wait for files of uid {peer.uid} to be closed, which its"
                 " processes have sent: no other process of this user is served until then"
@@ -464,7 +464,7 @@ class Server:
             self.disconnect(most, text, "kept_bytes")
 
 
-def refusal_of(error: DecodeError) -> Error:
+def decode_error_reply(error: DecodeError) -> Error:
     """Return the reply to a request whose body cannot be decoded."""
     mismatch = isinstance(error, VersionMismatch)
     return Error.of(ErrorCode.BAD_VERSION if mismatch else ErrorCode.BAD_MESSAGE, str(error))

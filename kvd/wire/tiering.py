@@ -1,7 +1,7 @@
 """Messages between the broker and a tier's process.
 
 The encoding is that of the lanes' link, see `kvd.wire.link`. Each batch has a number and gets one
-`Done`. Columns have one item for each chunk of the batch.
+`BatchResult`. Columns have one item for each chunk of the batch.
 """
 
 from typing import Annotated, TypeAlias
@@ -52,7 +52,7 @@ class TierFailed(Message, frozen=True):
     error: Text
 
 
-class OpenSpace(Message, frozen=True):
+class OpenNamespace(Message, frozen=True):
     """Broker → tier: open a namespace. Carries its directory and, if any, its descriptions.
 
     Share r of slot i is pool bytes [arena_bases[r] + i * slot_bytes[r], + slot_bytes[r]).
@@ -70,14 +70,14 @@ class OpenSpace(Message, frozen=True):
     description_bytes: Count
 
 
-class SpaceOpened(Message, frozen=True):
-    """Tier → broker: the salt in effect. `Held` messages follow, up to one with `last` set."""
+class NamespaceOpened(Message, frozen=True):
+    """Tier → broker: the salt in effect. `ScanResult` messages follow, the last one with `last`."""
 
     namespace: NamespaceId
     salt: Salt
 
 
-class CloseSpace(Message, frozen=True):
+class CloseNamespace(Message, frozen=True):
     """Broker → tier: the broker closed the namespace; the tier keeps its chunks."""
 
     namespace: NamespaceId
@@ -90,7 +90,7 @@ class NewSalt(Message, frozen=True):
     salt: Salt
 
 
-class Held(Message, frozen=True):
+class ScanResult(Message, frozen=True):
     """Tier → broker: chunks that the tier keeps, as `scan` found them."""
 
     namespace: NamespaceId
@@ -102,7 +102,7 @@ class Held(Message, frozen=True):
     last: bool
 
 
-class Gone(Message, frozen=True):
+class RemovedChunks(Message, frozen=True):
     """Tier → broker: the tier no longer keeps these chunks."""
 
     namespace: NamespaceId
@@ -134,7 +134,7 @@ class Get(Message, frozen=True):
     deadline_ms: Count
 
 
-class Ask(Message, frozen=True):
+class Lookup(Message, frozen=True):
     """Broker → tier: which of these chunks does the tier have?"""
 
     number: Count
@@ -150,7 +150,7 @@ class Drop(Message, frozen=True):
     keys: Keys
 
 
-class Done(Message, frozen=True):
+class BatchResult(Message, frozen=True):
     """Tier → broker: the batch has ended; nothing of it is in flight.
 
     outcomes: u1, `Outcome`.
@@ -201,17 +201,17 @@ TIERING = Codec(
         0x301: BeginTier,
         0x302: TierReady,
         0x303: TierFailed,
-        0x304: OpenSpace,
-        0x305: SpaceOpened,
-        0x306: CloseSpace,
+        0x304: OpenNamespace,
+        0x305: NamespaceOpened,
+        0x306: CloseNamespace,
         0x307: NewSalt,
-        0x308: Held,
-        0x309: Gone,
+        0x308: ScanResult,
+        0x309: RemovedChunks,
         0x30A: Put,
         0x30B: Get,
-        0x30C: Ask,
+        0x30C: Lookup,
         0x30D: Drop,
-        0x30E: Done,
+        0x30E: BatchResult,
         0x30F: TierPing,
         0x310: TierPong,
         0x311: StopTier,

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
-from kvd.errors import AccessDenied, NotRunning, Refused
+from kvd.errors import NotRunning, Refusal, SocketAccessDenied
 from kvd.version import VERSION
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
@@ -26,13 +26,13 @@ class _NotReached(Exception):
     """Nothing has accepted the connection; libzmq does not say why."""
 
 
-class Control:
+class ToolConnection:
     """One session of kind `tool`.
 
     Raises:
         NotRunning: no daemon answers in `runtime_dir` within `timeout` seconds, or one does and
             refuses this process or has another protocol version.
-        AccessDenied: this process may not reach the daemon's socket; with the remedy.
+        SocketAccessDenied: this process may not reach the daemon's socket; with the remedy.
     """
 
     def __init__(self, runtime_dir: Path, timeout: float = 5.0) -> None:
@@ -95,7 +95,7 @@ class Control:
                 probe.connect(str(self._socket_path))
         except PermissionError as error:
             path = self._socket_path
-            raise AccessDenied(explain_denied(path) or f"{path}: {error.strerror}") from error
+            raise SocketAccessDenied(explain_denied(path) or f"{path}: {error.strerror}") from error
         except BlockingIOError as error:
             raise self._frozen() from error
         except OSError as error:
@@ -176,11 +176,11 @@ class Control:
 
         Raises:
             NotRunning: no reply in time, or one of another type.
-            Refused: the daemon answered with an ERROR.
+            Refusal: the daemon answered with an ERROR.
         """
         reply = self.request(message, timeout)
         if isinstance(reply, Error):
-            raise Refused(reply.code, reply.text)
+            raise Refusal(reply.code, reply.text)
         if not isinstance(reply, kind):
             raise NotRunning(
                 f"the daemon in {self._runtime_dir} answered {type(reply).__name__} instead of"
@@ -196,7 +196,7 @@ class Control:
         """
         try:
             return self.ask(Status(), StatusReport).status
-        except Refused as refusal:
+        except Refusal as refusal:
             raise NotRunning(f"the daemon refused ({refusal.code}): {refusal}") from refusal
 
     def close(self) -> None:

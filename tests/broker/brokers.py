@@ -7,17 +7,17 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, OpenPool, Reply
-from kvd.broker.engines.admission import auto_size
-from kvd.broker.engines.sessions import Session
+from kvd.broker.sessions import Session
 from kvd.broker.tiers.tier import tiers_of
 from kvd.cache.namespaces import Namespaces
 from kvd.client_names import Peer
 from kvd.config.settings import Settings
-from kvd.config.sources import Loaded
+from kvd.config.sources import LoadedSettings
 from kvd.config.values import parse_tiers
-from kvd.errors import Refused
+from kvd.errors import Refusal
 from kvd.wire.link import (
     Imported,
     ImportWorker,
@@ -63,7 +63,12 @@ def make_broker(
         for each in parse_tiers(chosen.tier)
     )
     broker = Broker(
-        Loaded(chosen), boot_id=bytes(16), version="test", pid=1, devices=devices, tiers=tiers
+        LoadedSettings(chosen),
+        boot_id=bytes(16),
+        version="test",
+        pid=1,
+        devices=devices,
+        tiers=tiers,
     )
     if chosen.pool_bytes is not None:
         open_pool(broker, chosen.pool_bytes)
@@ -89,7 +94,7 @@ def size_pool(
     for effect in [effect for effect in effects if isinstance(effect, OpenPool)]:
         try:
             size, explanation = auto_size(broker.state.settings, effect.layouts, available, kept)
-        except Refused as refusal:
+        except Refusal as refusal:
             effects = effects + broker.registration.pool_refused(refusal)
         else:
             effects = effects + open_pool(broker, size, explanation)

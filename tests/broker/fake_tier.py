@@ -3,20 +3,20 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from kvd.broker.effects import ChunksReady, Effect, Event, KillTier, ToTier
-from kvd.broker.tiers.tier import Tier
+from kvd.broker.effects import ChunksReady, Effect, KillTier, LogEvent, ToTier
+from kvd.broker.tiers.tier import TierProcess
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
-    Ask,
-    CloseSpace,
-    Done,
+    BatchResult,
+    CloseNamespace,
     Drop,
     Get,
-    Held,
+    Lookup,
+    NamespaceOpened,
     NewSalt,
-    OpenSpace,
+    OpenNamespace,
     Put,
-    SpaceOpened,
+    ScanResult,
     TierPing,
     TierPong,
     TierReady,
@@ -42,21 +42,21 @@ class FakeTier:
         self.kept: dict[tuple[bytes, bytes, bytes], tuple[int, int, int, bytes]] = {}
         self.salts: dict[bytes, bytes] = {}
         self.told: list[Message] = []
-        self.waiting: list[Put | Get | Ask] = []
+        self.waiting: list[Put | Get | Lookup] = []
         self.hangs = False
         self.spoils: Outcome | None = None
         self.progress = 0
         self.pinged = False
 
     @property
-    def tier(self) -> Tier:
+    def tier(self) -> TierProcess:
         """What the broker knows of it."""
         return self.bench.broker.state.tiers[self.index]
 
     def start(self, damaged_records: int = 0) -> None:
         """A process begins, and serves."""
         pid = 100 + self.index
-        self.bench.broker.tiering.begun(self.index, pid, self.bench.now)
+        self.bench.broker.tiering.process_started(self.index, pid, self.bench.now)
         ready = TierReady(
             pid=pid,
             described="",
@@ -82,24 +82,24 @@ class FakeTier:
         """It is told something."""
         self.told.append(message)
         match message:
-            case OpenSpace(namespace=namespace, salt=salt):
+            case OpenNamespace(namespace=namespace, salt=salt):
                 self.salts[namespace] = salt or self.salts.get(namespace, b"its own")
                 if not self.hangs:
                     self.opened(namespace)
             case NewSalt(namespace=namespace, salt=salt):
                 self.salts[namespace] = salt
                 if not self.hangs:
-                    self.say(SpaceOpened(namespace=namespace, salt=salt))
+                    self.say(NamespaceOpened(namespace=namespace, salt=salt))
             case TierPing():
                 self.pinged = True
                 if not self.hangs:
                     self.pong()
-            case Put() | Get() | Ask():
+            case Put() | Get() | Lookup():
                 self.waiting.append(message)
             case Drop(namespace=namespace, keys=keys):
                 for key in keys:
                     self.kept.pop((namespace, self.salts[namespace], key), None)
-            case CloseSpace():
+            case CloseNamespace():
                 pass
 
     def pong(self) -> None:
@@ -110,11 +110,11 @@ class FakeTier:
     def opened(self, namespace: bytes) -> None:
         """It serves a namespace, and says what it has of it."""
         salt = self.salts[namespace]
-        self.say(SpaceOpened(namespace=namespace, salt=salt))
+        self.say(NamespaceOpened(namespace=namespace, salt=salt))
         mine = {key: it for (of, at, key), it in self.kept.items() if (of, at) == (namespace, salt)}
         self.say(held(namespace, salt, mine))
 
-    def answer(self) -> list[Put | Get | Ask]:
+    def answer(self) -> list[Put | Get | Lookup]:
         """It does what it was told, as far as it does not hang; what that was."""
         if self.hangs:
             return []
@@ -126,7 +126,7 @@ class FakeTier:
             self.say(self._done(order))
         return orders
 
-    def _done(self, order: Put | Get | Ask) -> Done:
+    def _done(self, order: Put | Get | Lookup) -> BatchResult:
         namespace = order.namespace
         salt = self.salts[namespace]
         outcomes, found = [], []
@@ -157,7 +157,7 @@ class TierBench(Bench):
     def __init__(self, *tiers: str, chunks: int = 64, **settings: Any) -> None:
         type(self).now = 1.0
         self.woken: list[int] = []
-        self.events: list[Event] = []
+        self.events: list[LogEvent] = []
         self.killed: list[int] = []
         self.fakes: list[FakeTier] = []
         super().__init__(chunks, tier=list(tiers), **settings)
@@ -181,7 +181,7 @@ class TierBench(Bench):
                     self.killed.append(index)
                 case ChunksReady(engine=engine):
                     self.woken.append(engine)
-                case Event():
+                case LogEvent():
                     self.events.append(effect)
         self.answer(effects)
 
@@ -255,12 +255,12 @@ def pong(progress: int) -> TierPong:
 
 
 def done(
-    order: Put | Get | Ask,
+    order: Put | Get | Lookup,
     outcomes: Sequence[Outcome],
     found: Sequence[tuple[int, int, int, bytes]] = (),
-) -> Done:
+) -> BatchResult:
     """The answer to an order."""
-    return Done(
+    return BatchResult(
         number=order.number,
         outcomes=IntArray.of(list(map(int, outcomes)), "u1"),
         first=IntArray.of([it[0] for it in found], "u2"),
@@ -273,9 +273,11 @@ def done(
     )
 
 
-def held(namespace: bytes, salt: bytes, kept: dict[bytes, tuple[int, int, int, bytes]]) -> Held:
+def held(
+    namespace: bytes, salt: bytes, kept: dict[bytes, tuple[int, int, int, bytes]]
+) -> ScanResult:
     """What a scan has found."""
-    return Held(
+    return ScanResult(
         namespace=namespace,
         salt=salt,
         keys=tuple(kept),

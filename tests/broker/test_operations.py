@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.broker.background import MAX_TASKS
-from kvd.broker.effects import Event, Reply
-from kvd.broker.engines.sessions import Session
-from kvd.broker.requests.operations import CHECK_SLOTS, WHOLE_CHUNKS
+from kvd.broker.effects import LogEvent, Reply
+from kvd.broker.operations import CHECK_SLOTS, WHOLE_CHUNKS
+from kvd.broker.sessions import Session
+from kvd.broker.state import MAX_TASKS
 from kvd.cache.chunks import PIECE_SLOTS
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.client_names import Peer
@@ -104,7 +104,7 @@ class Bench:
             self.turns += 1
             effects += self.broker.background.work()
             self.broker.state.check_integrity()
-        self.events += [effect.text for effect in effects if isinstance(effect, Event)]
+        self.events += [effect.text for effect in effects if isinstance(effect, LogEvent)]
         (reply,) = [each.message for each in replies(effects) if each.request_id == 7]
         return reply
 

@@ -9,7 +9,7 @@ import pytest
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import ChunksReady, Effect, ToLane
-from kvd.broker.engines.sessions import Session
+from kvd.broker.sessions import Session
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ghosts import GhostCause
 from kvd.metrics.counts import MissReason

@@ -6,22 +6,22 @@ import pytest
 from msgspec.structs import replace
 
 from kvd.broker.effects import Notify, Reply
-from kvd.broker.tiers.breaker import State
+from kvd.broker.tiers.breaker import BreakerState
 from kvd.broker.tiers.demotion import GATHER_SECONDS
 from kvd.broker.tiers.promotion import MAX_REQUESTS, PromotionRequests
 from kvd.broker.tiers.tier import GET_BYTES
 from kvd.broker.tiers.tiering import STUCK_SECONDS
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
-    Ask,
-    CloseSpace,
+    CloseNamespace,
     Drop,
     Get,
-    Gone,
+    Lookup,
+    NamespaceOpened,
     NewSalt,
-    OpenSpace,
+    OpenNamespace,
     Put,
-    SpaceOpened,
+    RemovedChunks,
 )
 from kvd_proto.directory import LookupResult
 from kvd_proto.jobs import IntArray
@@ -46,7 +46,7 @@ def bench_of(*tiers: str, chunks: int = 64) -> tuple[TierBench, FakeTier]:
     return bench, bench.fakes[0]
 
 
-def keys_told(fake: FakeTier, kind: type[Put | Get | Ask]) -> list[bytes]:
+def keys_told(fake: FakeTier, kind: type[Put | Get | Lookup]) -> list[bytes]:
     """Keys of all orders of this kind that a tier was given."""
     return [key for order in fake.told if isinstance(order, kind) for key in order.keys]
 
@@ -158,7 +158,7 @@ def test_a_full_batch_waits_for_nothing_and_a_turn_sends_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is left of it waits as ever."""
-    monkeypatch.setattr("kvd.broker.tiers.demotion.CHUNKS_A_TURN", 8)
+    monkeypatch.setattr("kvd.broker.tiers.demotion.CHUNKS_PER_TURN", 8)
     bench, disk = bench_of(DISK, chunks=400)
     refs = bench.store(*names(200))
     bench.load(refs[:19])
@@ -185,7 +185,7 @@ def test_chunks_do_not_wait_where_they_are_much_of_what_memory_holds() -> None:
 def test_what_no_tier_takes_at_present_keeps_nobody_awake() -> None:
     """Chunks that have waited long enough for a tier that is full wait on, and the loop sleeps."""
     bench, disk = bench_of(DISK)
-    disk.tier.full(bench.now)
+    disk.tier.on_full(bench.now)
     bench.load(bench.store(b"a"))
     bench.turn(2 * GATHER_SECONDS)
     assert puts(disk) == []
@@ -252,7 +252,7 @@ def test_what_is_sought_comes_up_and_wakes_the_engine() -> None:
     assert bench.woken == [bench.engine(bench.scheduler).number]
     assert disk.tier.counts.gets["ok"] == 2
     assert disk.tier.counts.get_bytes == 8192
-    assert disk.tier.pace.bytes_per_second > 0
+    assert disk.tier.speed.bytes_per_second > 0
     assert keys_told(disk, Put) == [b"a", b"b"]  # and not once more, when it is asked for
     bench.check()
 
@@ -263,7 +263,7 @@ def test_what_is_here_or_nowhere_is_not_asked_of_a_tier() -> None:
     bench.keep(b"a")
     bench.seek(b"a", b"x")
     bench.run()
-    assert keys_told(disk, Get) == keys_told(disk, Ask) == []
+    assert keys_told(disk, Get) == keys_told(disk, Lookup) == []
 
 
 def test_a_key_that_is_coming_is_asked_for_once_and_wakes_all_who_seek_it() -> None:
@@ -387,16 +387,16 @@ def test_gets_are_as_many_as_keep_a_tier_busy() -> None:
     """More would wait in its queue, ahead of what other engines request meanwhile."""
     _, disk = bench_of(DISK)
     tier = disk.tier
-    assert tier.get_room(0, 2 * GET_BYTES)
-    assert tier.get_room(GET_BYTES - 1, 1)
-    assert not tier.get_room(GET_BYTES, 1)
-    tier.pace.observe(100_000_000, 0.02, 0.0)
-    fast = tier.pace.bytes_per_second * 0.01
+    assert tier.has_get_room(0, 2 * GET_BYTES)
+    assert tier.has_get_room(GET_BYTES - 1, 1)
+    assert not tier.has_get_room(GET_BYTES, 1)
+    tier.speed.observe(100_000_000, 0.02, 0.0)
+    fast = tier.speed.bytes_per_second * 0.01
     assert GET_BYTES < fast < tier.setting.queue_bytes
-    assert tier.get_room(int(fast) - 1, 1)
-    assert not tier.get_room(int(fast), 1)
-    tier.pace.observe(100_000_000_000, 0.03, 0.0)
-    assert not tier.get_room(tier.setting.queue_bytes, 1)
+    assert tier.has_get_room(int(fast) - 1, 1)
+    assert not tier.has_get_room(int(fast), 1)
+    tier.speed.observe(100_000_000_000, 0.03, 0.0)
+    assert not tier.has_get_room(tier.setting.queue_bytes, 1)
 
 
 def test_what_was_sought_and_nobody_asked_for_is_counted() -> None:
@@ -481,9 +481,9 @@ def test_a_shared_tier_is_asked_and_what_is_there_comes_up_at_once() -> None:
     salt = shared.salts[bench.namespace.id]
     shared.kept[bench.namespace.id, salt, b"a"] = 0, 1, 0, b""
     bench.seek(b"a", b"x")
-    assert keys_told(shared, Ask) == [b"a", b"x"]
+    assert keys_told(shared, Lookup) == [b"a", b"x"]
     bench.seek(b"a", b"x")
-    assert keys_told(shared, Ask) == [b"a", b"x"]
+    assert keys_told(shared, Lookup) == [b"a", b"x"]
     shared.answer()
     assert bench.lookup(b"a", b"x") == [PENDING, MISS]
     assert bench.below(b"x") == 0
@@ -534,7 +534,7 @@ def test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended() 
     assert bench.namespace.directory.tiers.health(0).usable
     bench.woken.clear()
     bench.turn(0.2 + 2 * STEP)
-    assert disk.tier.breaker.state is State.OPEN
+    assert disk.tier.breaker.state is BreakerState.OPEN
     assert bench.lookup(b"a", b"b") == [MISS, MISS]
     assert not bench.namespace.directory.tiers.health(0).usable
     assert bench.woken == [bench.engine(bench.scheduler).number]
@@ -602,7 +602,7 @@ def test_a_process_that_falls_silent_with_nothing_to_do_is_set_aside() -> None:
     bench, disk = bench_of(DISK)
     disk.hangs = True
     bench.turn(3.0)
-    assert disk.tier.breaker.state is State.OPEN
+    assert disk.tier.breaker.state is BreakerState.OPEN
     bench.turn(STUCK_SECONDS)
     assert bench.killed == [0]
 
@@ -652,7 +652,7 @@ def test_half_of_the_batches_failing_sets_it_aside_and_one_that_works_brings_it_
     for i in range(6):
         bench.load(bench.store(bytes([i])))
         bench.run(STEP)
-    assert disk.tier.breaker.state is not State.CLOSED
+    assert disk.tier.breaker.state is not BreakerState.CLOSED
     assert disk.tier.counts.opened["failed"] == 1
     bench.load(bench.store(b"x", b"y"))
     bench.run(1.0)
@@ -706,7 +706,7 @@ def test_a_scan_of_before_a_reset_is_nothing() -> None:
     bench.turn(0.5)
     assert disk.tier.spaces[bench.namespace].salt is None
     bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
-    disk.say(SpaceOpened(namespace=identity, salt=before))
+    disk.say(NamespaceOpened(namespace=identity, salt=before))
     disk.say(held(identity, before, {b"a": (0, 1, 0, b"")}))
     bench.turn(STEP)
     assert bench.below(b"a") is None
@@ -724,7 +724,7 @@ def test_what_a_tier_has_dropped_is_not_found() -> None:
     """It makes room by itself, and says so."""
     bench, disk = bench_of(DISK)
     bench.keep(b"a")
-    disk.say(Gone(namespace=bench.namespace.id, keys=(b"a", b"x")))
+    disk.say(RemovedChunks(namespace=bench.namespace.id, keys=(b"a", b"x")))
     assert bench.below(b"a") is None
     assert disk.tier.counts.dropped == 2
 
@@ -843,10 +843,10 @@ def test_tiers_are_told_of_namespaces_that_close() -> None:
     (namespace,) = namespaces.closable()
     namespaces.close(namespace)
     bench.turn(0.5)
-    assert disk.told[-1] == CloseSpace(namespace=identity)
+    assert disk.told[-1] == CloseNamespace(namespace=identity)
     bench.scheduler = bring_up(bench.broker)
     bench.turn(0.5)
-    assert isinstance(disk.told[-1], OpenSpace)
+    assert isinstance(disk.told[-1], OpenNamespace)
     assert bench.below(b"a") == 1
 
 
@@ -900,7 +900,7 @@ def test_a_reset_is_marked_until_the_tier_confirms_it() -> None:
         disk.end()
         disk.start()
         bench.turn(0.5)
-        return [order for order in disk.told if isinstance(order, OpenSpace)][-1].reset
+        return [order for order in disk.told if isinstance(order, OpenNamespace)][-1].reset
 
     assert not begun_anew()
     disk.hangs = True

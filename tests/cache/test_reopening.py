@@ -13,7 +13,7 @@ from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
 from kvd.cache.recovery import PoolTrailer, ResetTable
 from kvd.errors import LedgerDamaged
-from kvd.machine.room import TRAILER_BYTES
+from kvd.machine.memory import TRAILER_BYTES
 from kvd_proto.directory import SlotState
 from tests.cache.tables import make_namespaces, pin
 from tests.cache.test_machine import KEYS, KIB, Lease, TableMachine

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from kvd.errors import NotRunning, Refused
+from kvd.errors import NotRunning, Refusal
 from kvd_proto.messages import Check, Checked
 from tests.chaos.given import Given, given_twice
 from tests.chaos.shared import SPECS, Count, Phase
@@ -148,7 +148,7 @@ class Invariants:
     def _integrity(self) -> None:
         try:
             checked = self.world.daemon.ask(Check(), Checked)
-        except (NotRunning, Refused) as error:
+        except (NotRunning, Refusal) as error:
             self.world.violated(f"integrity cannot be checked: {error}")
             return
         if checked.violation:

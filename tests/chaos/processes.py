@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import psutil
 
 from kvd.errors import NotRunning
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Message, Status, StatusReport
 from tests.chaos.shared import Count, Spec, counts
 
@@ -61,7 +61,7 @@ class Process:
     def launch(self, module: str, *arguments: str, **environment: str) -> None:
         """Start the next process."""
         self.starts += 1
-        tether = ["-m", "kvd_tools.demo.tether", str(os.getpid())]
+        tether = ["-m", "kvd_tools.tether", str(os.getpid())]
         with self.log.open("ab") as sink:
             self._process = subprocess.Popen(
                 [sys.executable, *tether, module, *arguments],
@@ -194,7 +194,7 @@ class Daemon(Process):
         Raises:
             NotRunning: no answer in time.
         """
-        with Control(self.runtime_dir, ASK_SECONDS) as tool:
+        with ToolConnection(self.runtime_dir, ASK_SECONDS) as tool:
             return tool.ask(message, kind)
 
     def report(self) -> dict[str, Any]:

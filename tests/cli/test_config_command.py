@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from kvd.cli import cli
-from kvd.config.settings import KNOWN
+from kvd.config.settings import SETTINGS
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_show_names_the_place_of_each_value(file: Path) -> None:
     assert ["reserve", "1GiB", "KVD_RESERVE"] in rows
     assert ["max_sessions", "7", "--max-sessions"] in rows
     assert ["reuse_threshold", "1", "default"] in rows
-    assert {row[0] for row in rows} >= set(KNOWN)
+    assert {row[0] for row in rows} >= set(SETTINGS)
 
 
 def test_show_as_json_and_toml_agree(file: Path) -> None:

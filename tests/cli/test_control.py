@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd.errors import AccessDenied, NotRunning
+from kvd.errors import NotRunning, SocketAccessDenied
 from kvd.wire.server import Client, Server
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_proto.codec import WIRE
 from kvd_proto.messages import PROTOCOL_VERSION, Error, ErrorCode, Hello, Ping, Pong, Welcome
 from tests.daemon.users import OTHER_UID, as_user, needs_root
@@ -37,12 +37,12 @@ def serving(path: Path, serve: Serve, *, refuses: bool = False) -> Iterator[None
         server = Server(path, max_bytes=2**20)
         listening.set()
         while not ending.wait(0.001):
-            server.look()
+            server.handle_events()
             while server.accepted:
                 client = server.accepted.popleft()
                 if refuses:
                     server.refuse(client, WIRE.encode(REFUSAL))
-            while received := server.take():
+            while received := server.next_request():
                 client, frame, _ = received
                 header, message = WIRE.decode(frame)
                 if isinstance(message, Hello):
@@ -92,7 +92,7 @@ def nothing(server: Server, client: Client, frame: bytes) -> None:
 
 def test_a_request_has_its_reply(broker_socket: Path) -> None:
     """One request at a time, each with its own."""
-    with serving(broker_socket, pong), Control(broker_socket.parent, PATIENCE) as control:
+    with serving(broker_socket, pong), ToolConnection(broker_socket.parent, PATIENCE) as control:
         for _ in range(2):
             assert control.request(Ping()) == Pong(pid=1)
 
@@ -112,7 +112,7 @@ def test_a_request_without_a_reply_names_the_cause(
     """Another version, the end, its reason, or silence."""
     with (
         serving(broker_socket, serve),
-        Control(broker_socket.parent, PATIENCE) as control,
+        ToolConnection(broker_socket.parent, PATIENCE) as control,
         pytest.raises(NotRunning, match=why),
     ):
         control.request(Ping(), SOON if serve is nothing else None)
@@ -123,24 +123,24 @@ def test_a_refused_tool_says_why_each_time(broker_socket: Path) -> None:
     with serving(broker_socket, nothing, refuses=True):
         for _ in range(20):
             with pytest.raises(NotRunning, match=r"refuses: not\\x1b you"):
-                Control(broker_socket.parent, PATIENCE)
+                ToolConnection(broker_socket.parent, PATIENCE)
 
 
 def test_an_absent_daemon_is_named_with_the_systems_reason(broker_socket: Path) -> None:
     """No socket, a file that is none, one on which nothing listens, a name that is too long."""
     start = "; start one with: kvd serve"
     with pytest.raises(NotRunning, match=rf"no daemon answers .*\(No such file .*{start}"):
-        Control(broker_socket.parent)
+        ToolConnection(broker_socket.parent)
     broker_socket.touch()
     with pytest.raises(NotRunning, match=r"\(Connection refused\)"):
-        Control(broker_socket.parent)
+        ToolConnection(broker_socket.parent)
     broker_socket.unlink()
     with socket.socket(socket.AF_UNIX) as dead:
         dead.bind(str(broker_socket))
         with pytest.raises(NotRunning, match=r"\(Connection refused\)"):
-            Control(broker_socket.parent)
+            ToolConnection(broker_socket.parent)
     with pytest.raises(NotRunning, match="path too long"):
-        Control(broker_socket.parent / ("x" * 100))
+        ToolConnection(broker_socket.parent / ("x" * 100))
 
 
 @pytest.mark.parametrize("accepts", [True, False])
@@ -156,7 +156,7 @@ def test_a_frozen_daemon_is_named_in_time(broker_socket: Path, *, accepts: bool)
             if client.connect_ex(str(broker_socket)):
                 break
         with pytest.raises(NotRunning, match=r"does not answer within 0\.3 s: it is frozen"):
-            Control(broker_socket.parent, SOON)
+            ToolConnection(broker_socket.parent, SOON)
         for client in waiting:
             client.close()
 
@@ -168,5 +168,8 @@ def test_a_socket_that_may_not_be_reached_is_explained(broker_socket: Path) -> N
     broker_socket.parent.chmod(0o711)
     with serving(broker_socket, pong):
         broker_socket.chmod(0o600)
-        with as_user(), pytest.raises(AccessDenied, match=f"uid {OTHER_UID} may not connect to"):
-            Control(broker_socket.parent)
+        with (
+            as_user(),
+            pytest.raises(SocketAccessDenied, match=f"uid {OTHER_UID} may not connect to"),
+        ):
+            ToolConnection(broker_socket.parent)

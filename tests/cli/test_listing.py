@@ -8,9 +8,9 @@ from click.testing import CliRunner, Result
 
 from kvd.cli import cli
 from kvd.cli.tables import print_report
-from kvd.metrics.words import shorten
-from kvd.report.exposition import Exposition
-from kvd.wire.tool import Control
+from kvd.metrics.reading import shorten
+from kvd.report.app import Exposition
+from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Status, StatusReport
 from tests.client.fake_daemon import FakeDaemon
 from tests.report.reports import LONG_NAMES, empty_report, loaded_report
@@ -105,7 +105,7 @@ def test_no_command_writes_a_names_escapes_to_the_terminal(
 def test_no_name_puts_controls_into_the_metrics(daemon: Any) -> None:
     """What HTTP serves is made of the report as tools receive it."""
     where = daemon(EVIL)
-    with Control(where, PATIENCE) as control:
+    with ToolConnection(where, PATIENCE) as control:
         report = control.status()
     text = Exposition(report, 0.0).encode("")[0].decode()
     assert SHOWN.replace("\\", "\\\\") in text

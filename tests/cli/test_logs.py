@@ -21,8 +21,8 @@ from kvd.logs import (
     Limiter,
     LineFormatter,
     QueuedHandler,
-    fault_text,
-    fault_trace,
+    safe_repr,
+    safe_traceback,
 )
 from tests.waiting import PATIENCE, eventually
 
@@ -99,8 +99,8 @@ def test_a_traceback_follows_its_line() -> None:
 @given(st.binary(), st.binary())
 def test_bytes_that_an_exception_holds_are_left_out(one: bytes, other: bytes) -> None:
     """A KeyError would show the key of a chunk."""
-    assert fault_text(KeyError(one)) == "KeyError(b'…')"
-    trace = fault_trace(LookupError(one, "of", other))
+    assert safe_repr(KeyError(one)) == "KeyError(b'…')"
+    trace = safe_traceback(LookupError(one, "of", other))
     assert trace == "LookupError: (b'…', 'of', b'…')\n"
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from docs import generate_configuration
 from kvd.cli.config import as_toml, toml_value
 from kvd.config import values
-from kvd.config.settings import KNOWN, Settings
+from kvd.config.settings import SETTINGS, Settings
 from kvd.config.sources import DEFAULT, Sources
 from kvd.config.values import Quota
 from kvd.errors import ConfigError
@@ -81,10 +81,12 @@ def test_the_later_source_wins_key_by_key(
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kvd.toml"
         path.write_text(toml_of(in_file), encoding="utf-8")
-        environment = {KNOWN[key].variable: text_of(value) for key, value in in_environment.items()}
+        environment = {
+            SETTINGS[key].variable: text_of(value) for key, value in in_environment.items()
+        }
         flags = {key: text_of(value) for key, value in in_flags.items()}
         loaded = Sources(config=path, flags=flags, environment=environment).load()
-    for key, known in KNOWN.items():
+    for key, known in SETTINGS.items():
         value = getattr(loaded.settings, key)
         if key in in_flags:
             assert (value, loaded.origins[key]) == (in_flags[key], known.flag)
@@ -134,7 +136,7 @@ def test_everything_wrong_in_a_file_is_told_at_once(file: Path) -> None:
             f"{file}:5: lease_seconds = 'x': needs a number above 0 and at most 86400",
             f"{file}:6: max_sessions = 0: needs a whole number from 1 to 65536",
             f"{file}:7: host_ratio = True: needs a number above 0 and at most 1000",
-            f"{file}:8: http = {{'port': 1}}: no such setting; known are: {', '.join(KNOWN)}",
+            f"{file}:8: http = {{'port': 1}}: no such setting; known are: {', '.join(SETTINGS)}",
         ]
     )
 
@@ -320,7 +322,7 @@ def test_the_sample_with_every_line_in_use_gives_the_defaults(file: Path) -> Non
     """Each commented setting of deploy/kvd.toml can be put to use as it stands."""
     lines = generate_configuration.SAMPLE.read_text(encoding="utf-8").splitlines()
     used = [line.removeprefix("#") for line in lines if line.startswith("#") and line[1:2] != " "]
-    assert len(used) == len(KNOWN)
+    assert len(used) == len(SETTINGS)
     file.write_text("\n".join(used))
     loaded = Sources(config=file, environment={}).load()
     assert loaded.settings == Settings()

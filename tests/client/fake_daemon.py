@@ -17,7 +17,7 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from kvd.cache.directory import DirectoryWriter
 from kvd.wire.server import Client, Server
-from kvd_client.session import Session
+from kvd_client.session import ClientSession
 from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
 from kvd_proto.descriptions import max_description_bytes
 from kvd_proto.directory import DirectoryHeader, SlotState
@@ -197,7 +197,7 @@ class FakeDaemon:
             assert self._seen.wait_for(lambda: len(those()) >= count, SECONDS), kind
             return those()
 
-    def attach(self, *sessions: Session) -> None:
+    def attach(self, *sessions: ClientSession) -> None:
         """Tell every session that the engine is attached, and wait until these ones know it."""
         fd, self.directory = make_directory(self.boot_id, len(self.tiers))
         message = Attached(
@@ -383,14 +383,14 @@ class FakeDaemon:
     def _read(
         self, server: Server, serve: Callable[[Client, bytes, tuple[int, ...]], None]
     ) -> None:
-        server.look()
+        server.handle_events()
         while server.accepted:
             client = server.accepted.popleft()
             if server is self._server:
                 server.adopt(client, FakeSession(client, os.urandom(16)))
                 self.sessions.append(client.owner)
         while server.pending:
-            received = server.take()
+            received = server.next_request()
             if received is not None:
                 serve(*received)
         while server.ended:

@@ -84,7 +84,7 @@ def test_keys_before_one_whose_description_raises_are_told_all_the_same(
     there = describing._attachments.current
     assert there is not None
     outbox = there.decisions.outbox
-    assert (outbox.begun, outbox.given) == ({}, {})
+    assert (outbox.started_stores, outbox.reassigned) == ({}, {})
 
 
 def test_a_function_describes_what_can_be_accepted(

@@ -58,7 +58,7 @@ def test_example_of_two_processes_runs(shared_daemon: Daemon, tmp_path: Path) ->
     run_example("multiprocessing", shared_daemon, tmp_path)
 
 
-def names_in(kind: type) -> set[str]:
+def parse_names(kind: type) -> set[str]:
     """What a caller sees of a value: an enumeration's members, or fields and plain properties."""
     if issubclass(kind, enum.Enum):
         return {member.name for member in kind}
@@ -74,7 +74,7 @@ def test_the_guide_has_every_field_and_answer(name: str) -> None:
     section = re.search(rf"### `{name}`\n(.*?)\n##", GUIDE.read_text("utf-8"), re.DOTALL)
     assert section
     rows = re.findall(r"^\| (`.*?) \|", section[1], re.MULTILINE)
-    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == names_in(getattr(kvd_client, name))
+    assert set(re.findall(r"`(\w+)`", " ".join(rows))) == parse_names(getattr(kvd_client, name))
 
 
 @pytest.mark.timeout(300)  # without its cache mypy reads numpy for a minute

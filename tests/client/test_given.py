@@ -18,7 +18,7 @@ def misses(scheduler: Scheduler, key: bytes) -> bool:
     return (
         scheduler.lookup(key) is LookupResult.MISS
         and scheduler.lookup_many([key]) == [LookupResult.MISS]
-        and scheduler.held(key) is None
+        and scheduler.cached_blocks(key) is None
         and scheduler.prepare_load([key]).keys == ()
     )
 

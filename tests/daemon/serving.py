@@ -16,8 +16,8 @@ from typing import Any
 from unittest.mock import patch
 
 from kvd.errors import NotRunning
-from kvd.machine.room import area_name
-from kvd.wire.tool import Control
+from kvd.machine.memory import pool_directory_name
+from kvd.wire.tool import ToolConnection
 from tests.waiting import PATIENCE, PAUSE, eventually
 
 # The Python of a machine with a GPU may have no click, and then there is no `kvd`.
@@ -58,7 +58,7 @@ class Daemon:
         end = time.monotonic() + PATIENCE
         while True:
             try:
-                with Control(self.runtime_dir) as control:
+                with ToolConnection(self.runtime_dir) as control:
                     return control.status()
             except NotRunning as error:
                 if self.process.poll() is not None or time.monotonic() >= end:
@@ -127,7 +127,7 @@ def started_daemons(runtime_dir: Path) -> Iterator[StartDaemon]:
         for daemon in daemons:
             daemon.process.wait(timeout=PATIENCE)
         for daemon in daemons:  # several may share a place: now nobody writes there
-            for place in Path("/dev/shm").glob(f"{area_name(daemon.runtime_dir)}*"):
+            for place in Path("/dev/shm").glob(f"{pool_directory_name(daemon.runtime_dir)}*"):
                 shutil.rmtree(place)
 
 
@@ -186,7 +186,7 @@ def run_kvd(*arguments: str) -> subprocess.CompletedProcess[str]:
 
     if arguments[0] != "serve":
         with (
-            patch.object(Control.__init__, "__defaults__", (PATIENCE,)),
+            patch.object(ToolConnection.__init__, "__defaults__", (PATIENCE,)),
             patch("kvd.cli.top._ANSWER_SECONDS", PATIENCE),
         ):
             done = CliRunner().invoke(cli, arguments, prog_name="kvd")

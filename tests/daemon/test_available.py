@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd.machine import room
-from kvd.machine.room import (
+from kvd.machine import memory
+from kvd.machine.memory import (
     TRAILER_BYTES,
     Filesystem,
     MachineMemory,
@@ -33,25 +33,25 @@ def limits(
     filesystem: Filesystem = SHM,
     memory: MachineMemory = MEMORY,
     group: MemoryLimit | None = None,
-    held: int = 0,
+    existing_bytes: int = 0,
     pinning_lanes: int = 0,
 ) -> PoolLimits:
     """A machine of 24 GiB, of which 20 are available, with a tmpfs of 64 GiB."""
-    return PoolLimits(filesystem, memory, group, held, pinning_lanes)
+    return PoolLimits(filesystem, memory, group, existing_bytes, pinning_lanes)
 
 
 @pytest.mark.parametrize(
     ("found", "pages"),
     [
         (limits(), 19 * GIB),
-        (limits(held=3 * GIB), 22 * GIB),
+        (limits(existing_bytes=3 * GIB), 22 * GIB),
         (limits(group=GROUP), 11 * GIB),
-        (limits(group=GROUP, held=3 * GIB), 14 * GIB),
-        (limits(replace(SHM, room=5 * GIB)), 5 * GIB),
-        (limits(memory=MachineMemory(24 * GIB, GIB), held=3 * GIB), 7 * GIB // 2),
+        (limits(group=GROUP, existing_bytes=3 * GIB), 14 * GIB),
+        (limits(replace(SHM, free_bytes=5 * GIB)), 5 * GIB),
+        (limits(memory=MachineMemory(24 * GIB, GIB), existing_bytes=3 * GIB), 7 * GIB // 2),
         (limits(memory=MachineMemory(24 * GIB, 0)), 0),
         (limits(HUGE, MachineMemory(24 * GIB, 2 * GIB), GROUP), 6 * GIB),
-        (limits(HUGE, held=2 * GIB), 8 * GIB),
+        (limits(HUGE, existing_bytes=2 * GIB), 8 * GIB),
     ],
     ids=[
         "memory",
@@ -80,7 +80,7 @@ def test_the_largest_pool_fits_and_no_larger_one(found: PoolLimits, pages: int) 
     ("found", "room"),
     [
         (limits(), 19 * GIB - TRAILER),
-        (limits(held=3 * GIB), 22 * GIB - TRAILER),
+        (limits(existing_bytes=3 * GIB), 22 * GIB - TRAILER),
         (limits(HUGE, MachineMemory(2 * GIB, 64 * MIB)), 32 * MIB),
     ],
     ids=["memory", "kept", "huge"],
@@ -95,7 +95,7 @@ def test_the_largest_pool_leaves_room_for_its_pins(
     for more, fits in ((0, True), (page, False)):
         pool = found.largest + more
         assert (pool * of_pool + lanes * pool * 48 // 4096 <= room) is fits
-        assert (found.of_machine(pool) is None) is fits
+        assert (found.machine_shortage(pool) is None) is fits
 
 
 def test_pins_are_no_memory_of_the_control_group() -> None:
@@ -122,7 +122,12 @@ def test_pins_are_no_memory_of_the_control_group() -> None:
             "of which 1 GiB are for kvd's own processes, and 1.78 GiB for pinning it",
             "choose --cpu-bytes 17GiB or less, or end other processes first",
         ),
-        (limits(held=3 * GIB), 30 * GIB, "beside the 3 GiB of the kept pool", "21GiB or less"),
+        (
+            limits(existing_bytes=3 * GIB),
+            30 * GIB,
+            "beside the 3 GiB of the kept pool",
+            "21GiB or less",
+        ),
         (
             limits(memory=MachineMemory(2 * GIB, GIB // 2)),
             2 * GIB,
@@ -151,7 +156,7 @@ def test_pins_are_no_memory_of_the_control_group() -> None:
             ),
         ),
         (
-            limits(replace(SHM, size=12 * GIB, room=10 * GIB)),
+            limits(replace(SHM, total_bytes=12 * GIB, free_bytes=10 * GIB)),
             11 * GIB,
             "does not fit /dev/shm (tmpfs): 10 GiB of 12 GiB are left",
             (
@@ -160,7 +165,7 @@ def test_pins_are_no_memory_of_the_control_group() -> None:
             ),
         ),
         (
-            limits(replace(SHM, kind="ext4", mounted_at="/", room=10 * GIB)),
+            limits(replace(SHM, kind="ext4", mounted_at="/", free_bytes=10 * GIB)),
             11 * GIB,
             "does not fit /dev/shm (ext4)",
             "choose --cpu-bytes 9GiB or less, or make room at /",
@@ -189,16 +194,18 @@ def test_a_pool_that_does_not_fit_is_named_with_figures_and_remedy(
 
 @pytest.mark.parametrize("wanted", [26 * GIB, 32 * GIB, 300 * GIB, 2**60])
 @pytest.mark.parametrize("group", [None, GROUP], ids=["no group", "group"])
-@pytest.mark.parametrize("filesystem", [replace(SHM, size=GIB, room=GIB), HUGE], ids=str)
+@pytest.mark.parametrize(
+    "filesystem", [replace(SHM, total_bytes=GIB, free_bytes=GIB), HUGE], ids=str
+)
 def test_no_remedy_needs_more_than_the_machine_has(
     filesystem: Filesystem, group: MemoryLimit | None, wanted: int
 ) -> None:
     """Where a pool is larger than the memory, nothing is to be enlarged for it."""
     found = limits(filesystem, group=group)
     for shortage in (
-        found.of_machine(wanted),
-        found.of_group(wanted),
-        found.of_filesystem(wanted),
+        found.machine_shortage(wanted),
+        found.cgroup_shortage(wanted),
+        found.filesystem_shortage(wanted),
     ):
         if shortage is not None:
             for word in ("remount", "nr_hugepages", "raise the limit"):
@@ -229,7 +236,7 @@ def test_memory_set_aside_as_huge_pages_is_not_available(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Other pools cannot have it, and swap does not count."""
-    monkeypatch.setattr(room, "_MEMINFO", tmp_path / "meminfo")
+    monkeypatch.setattr(memory, "_MEMINFO", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text(
         "MemTotal: 1000 kB\nMemAvailable: 500 kB\nSwapFree: 900 kB\nHugePages_Total: 2\n"
         "Hugetlb: 200 kB\n"
@@ -244,7 +251,7 @@ def cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (proc / "self").mkdir(parents=True)
     (proc / "self" / "cgroup").write_text("1:name=systemd:/\n0::/outer/inner\n")
     (tmp_path / "outer" / "inner").mkdir(parents=True)
-    monkeypatch.setattr(room, "memory_limit", lambda: memory_limit(None, tmp_path, proc))
+    monkeypatch.setattr(memory, "memory_limit", lambda: memory_limit(None, tmp_path, proc))
     return tmp_path
 
 
@@ -259,8 +266,8 @@ def limit(group: Path, maximum: str, current: int, page_cache: int = 0) -> None:
 
 def group_room() -> int:
     """What this process's group leaves to a pool, with the head room."""
-    group = PoolLimits.of(Path("/dev/shm"), held=0).group
-    return -1 if group is None else group.room
+    group = PoolLimits.of(Path("/dev/shm"), existing_bytes=0).group
+    return -1 if group is None else group.free_bytes
 
 
 def test_the_tightest_group_above_counts(cgroup: Path) -> None:
@@ -273,7 +280,7 @@ def test_the_tightest_group_above_counts(cgroup: Path) -> None:
     assert group_room() == 5 * MIB
     limit(cgroup / "outer" / "inner", str(MIB), 2 * MIB)
     assert group_room() == 0
-    assert PoolLimits.of(Path("/dev/shm"), held=MIB).largest == MIB - TRAILER
+    assert PoolLimits.of(Path("/dev/shm"), existing_bytes=MIB).largest == MIB - TRAILER
 
 
 def test_the_page_cache_of_a_group_is_room(cgroup: Path) -> None:
@@ -297,7 +304,7 @@ def test_the_first_version_of_control_groups_is_read_too(tmp_path: Path) -> None
     (tmp_path / "memory" / "memory.usage_in_bytes").write_text(f"{2**20}\n")
     found = memory_limit(41, tmp_path, tmp_path / "proc")
     assert found is not None
-    assert (found.group, found.room) == (inner, 2**30 - 2**20 + 4096)
+    assert (found.group, found.free_bytes) == (inner, 2**30 - 2**20 + 4096)
     (inner / "memory.limit_in_bytes").write_text("9223372036854771712\n")
     assert memory_limit(41, tmp_path, tmp_path / "proc") is None
 
@@ -335,9 +342,9 @@ def test_pins_count_where_gpus_may_pin(
     describe(tmp_path, {"0000:17:00.0": "0"}, online="0")
     (tmp_path / "meminfo").write_text("MemTotal: 1048576 kB\nMemAvailable: 65536 kB\n")
     (tmp_path / "sitecustomize.py").write_text(
-        "from pathlib import Path; from kvd.machine import numa, room\n"
+        "from pathlib import Path; from kvd.machine import numa, memory\n"
         f"numa.GPUS = Path({str(tmp_path / 'gpus')!r})\n"
-        f"room._MEMINFO = Path({str(tmp_path / 'meminfo')!r})"
+        f"memory._MEMINFO = Path({str(tmp_path / 'meminfo')!r})"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     largest = 32 * MIB - TRAILER

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from kvd.machine.room import area_name
+from kvd.machine.memory import pool_directory_name
 from kvd_proto.descriptions import encode
 from kvd_proto.directory import LookupResult
 from tests.conftest import Daemon, StartDaemon
@@ -39,7 +39,7 @@ def counters(daemon: Daemon) -> tuple[int, int, int]:
 
 def file_of(daemon: Daemon, pool_dir: Path = SHM) -> Path:
     """The descriptions of the daemon's only namespace."""
-    (file,) = (pool_dir / area_name(daemon.runtime_dir)).glob("*.descriptions")
+    (file,) = (pool_dir / pool_directory_name(daemon.runtime_dir)).glob("*.descriptions")
     return file
 
 
@@ -172,7 +172,7 @@ def test_what_is_too_long_is_counted_and_stored_without(start_daemon: StartDaemo
 def test_nothing_is_left_where_the_pool_is_not_kept(start_daemon: StartDaemon) -> None:
     """The file has no name: it goes with the daemon and the engines."""
     daemon = start_daemon()
-    area = SHM / area_name(daemon.runtime_dir)
+    area = SHM / pool_directory_name(daemon.runtime_dir)
     with Engine(daemon.runtime_dir, events=True).wait_attached() as engine:
         store(engine, keys_of("gone", 3))
         assert not list(area.glob("*descriptions*"))

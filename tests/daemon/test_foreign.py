@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.machine.files import MAX_STUCK, is_harmless
+from kvd.wire.listener import MAX_STUCK, closes_at_once
 from kvd_client.memory import sealed_file
 from kvd_proto.channel import close_all
 from kvd_proto.messages import Error, ErrorCode, Ping, Pong, Welcome
@@ -167,7 +167,7 @@ def test_what_is_foreign_is_found_without_a_question_to_its_file_system(
     with monkeypatch.context() as patch:
         for name in ("stat", "fstat", "lstat", "fstatvfs"):
             patch.setattr(os, name, ask)
-        assert not is_harmless(foreign)
+        assert not closes_at_once(foreign)
     os.close(foreign)
 
 
@@ -176,5 +176,5 @@ def test_memory_devices_and_objects_of_the_kernel_are_harmless() -> None:
     with tempfile.TemporaryFile(dir="/dev/shm") as shared:
         fds = [sealed_file("m", 1), os.memfd_create("loose"), os.dup(shared.fileno())]
     fds += [os.open("/dev/null", os.O_RDONLY), os.eventfd(0)]
-    assert all(map(is_harmless, fds))
+    assert all(map(closes_at_once, fds))
     close_all(fds)

@@ -4,7 +4,7 @@ from itertools import count
 
 import pytest
 
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_client import LookupResult
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import Check, Checked, Ping
@@ -31,7 +31,7 @@ def check(daemon: Daemon, engine: Engine, ready: int) -> None:
             and not found[0].states[SlotState.DRAINING]
         ),
     )
-    with Control(daemon.runtime_dir, PATIENCE) as control:
+    with ToolConnection(daemon.runtime_dir, PATIENCE) as control:
         checked = control.ask(Check(), Checked)
     assert (checked.violation, checked.whole) == ("", True)
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from kvd.errors import NotRunning
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_client import (
     Fingerprint,
     HostMemory,
@@ -75,7 +75,7 @@ def test_one_user_leaves_room_for_others(start_daemon: StartDaemon, runtime_dir:
         with pytest.raises(
             NotRunning, match=rf"2 sessions of uid {OTHER_UID}.*max_sessions_per_user \(now 2\)"
         ):
-            Control(daemon.runtime_dir, PATIENCE)
+            ToolConnection(daemon.runtime_dir, PATIENCE)
     with as_user(OTHER_UID + 1):
         other = RawClient(daemon.runtime_dir)
     other.hello()

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_client import LookupResult, StoreAnswer, attachment
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import Drain, Resume
@@ -40,7 +40,7 @@ def wait_slots(
 @pytest.fixture
 def engine(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """One with a rank, that says at a step's end what it has to say, and not before."""
-    monkeypatch.setattr(attachment, "LEFT_BEHIND_SECONDS", LONG)
+    monkeypatch.setattr(attachment, "OVERDUE_SECONDS", LONG)
     with Engine(daemon.runtime_dir, world_size=1, steps=True).wait_attached() as engine:
         yield engine
 
@@ -103,7 +103,7 @@ def test_a_drain_takes_loans_back(daemon: Daemon, engine: Engine) -> None:
     """No slot is at hand while the daemon drains, of no engine; after a resume there are others."""
     with (
         Engine(daemon.runtime_dir, "other", world_size=1).wait_attached() as other,
-        Control(daemon.runtime_dir, PATIENCE) as control,
+        ToolConnection(daemon.runtime_dir, PATIENCE) as control,
     ):
         for one in (engine, other):
             lend(one.scheduler, 8)

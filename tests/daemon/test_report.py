@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvd.metrics.counts import STAGES
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_client import LookupResult
 from kvd_proto.messages import Drain, Resume
 from tests.conftest import Daemon, StartDaemon
@@ -46,7 +46,7 @@ def test_figures_agree(daemon: Daemon, engine: Engine) -> None:
     """Keys by answer, bytes by state, jobs by stage and evictions by age all add up."""
     work(engine)
     ticket = engine.scheduler.prepare_load(keys_of("f", 1))
-    with Control(daemon.runtime_dir, PATIENCE) as control:
+    with ToolConnection(daemon.runtime_dir, PATIENCE) as control:
         control.request(Drain())
         engine.scheduler.prepare_store(keys_of("late", 3))
         eventually(lambda: daemon.status()["counters"]["draining"] == 3)

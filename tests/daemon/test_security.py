@@ -10,7 +10,7 @@ import numpy as np
 import psutil
 import pytest
 
-from kvd.machine.room import area_name
+from kvd.machine.memory import pool_directory_name
 from kvd.tier.disk.slabs import parse_header
 from kvd_client import LookupResult
 from kvd_proto.codec import HEADER_BYTES, WIRE
@@ -45,7 +45,7 @@ def test_sockets_and_files_are_for_the_group_only(shared_daemon: Daemon) -> None
     assert modes.pop("kvd.pools") == 0o600
     assert {"broker.sock", "http.sock"} < modes.keys()
     assert set(modes.values()) == {0o660}
-    area = Path("/dev/shm") / area_name(runtime_dir)
+    area = Path("/dev/shm") / pool_directory_name(runtime_dir)
     assert stat.S_IMODE(area.stat().st_mode) == 0o700
     assert {stat.S_IMODE(path.stat().st_mode) & 0o077 for path in area.iterdir()} == {0}
 
@@ -61,7 +61,7 @@ def test_no_client_has_the_pool_mapped_or_open(shared_daemon: Daemon, label: str
         engine.store(keys)
         wait_hit(engine, keys)
         assert engine.load(keys) == (2, 0)
-        place = str(Path("/dev/shm") / area_name(daemon.runtime_dir))
+        place = str(Path("/dev/shm") / pool_directory_name(daemon.runtime_dir))
         assert "/dev/shm/kvd" not in Path("/proc/self/maps").read_text()
         held = {fd: file for fd, file in open_files().items() if file.startswith(place)}
         assert [file.split()[0].rpartition(".")[2] for file in held.values()] == ["descriptions"]
@@ -93,7 +93,7 @@ def test_leases_and_stores_of_another_engine_cannot_be_ended(daemon: Daemon) -> 
         with Engine(daemon.runtime_dir, name="forger", world_size=1).wait_attached() as forger:
             guesses = (*range(3), *range(lease.lease - 3, lease.lease + 3))
             forged = Step(dropped=tuple(writing), unpinned=guesses)
-            assert isinstance(forger.scheduler._ask(forged, DEADLINE), Stepped)
+            assert isinstance(forger.scheduler._request(forged, DEADLINE), Stepped)
         chunks = daemon.status()["namespaces"][0]["chunks"]
         assert (chunks["writing"], chunks["pinned"]) == (2, 2)
         owner.fill(writing, 1)
@@ -117,7 +117,7 @@ def test_slots_on_loan_to_another_engine_cannot_be_used(daemon: Daemon) -> None:
         assert not forger.results(jobs)[0].success
         arrays = IntArray.of(ticket.slots, "u4"), IntArray.of(ticket.generations, "u8")
         forged = Step(keys=tuple(stolen), slots=arrays[0], generations=arrays[1])
-        assert isinstance(forger.scheduler._ask(forged, DEADLINE), Stepped)
+        assert isinstance(forger.scheduler._request(forged, DEADLINE), Stepped)
         assert forger.scheduler.lookup_many(stolen) == [LookupResult.MISS] * 2
         owner.fill(mine, 1)
         jobs = owner.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
@@ -171,7 +171,7 @@ def test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded(
         for part in range(4):
             before.store(keys_of(f"secret {part}", 16))
             wait_hit(before, keys_of(f"secret {part}", 16))
-    pool = Path("/dev/shm") / area_name(daemon.runtime_dir) / "pool"
+    pool = Path("/dev/shm") / pool_directory_name(daemon.runtime_dir) / "pool"
     secret = np.fromfile(pool, np.uint8)
     short, padded = make_layout(page=3000), make_layout(page=3072)
     slot_bytes = 12288  # of both: 4 pages of 3,000 bytes are rounded up, those of 3,072 fill it
@@ -265,7 +265,7 @@ def test_keys_and_tokens_are_nowhere_to_be_read(
         damage_slabs(slabs)
 
         def is_corrupt() -> bool:
-            engine.scheduler.seek(keys)
+            engine.scheduler.request_promotion(keys)
             return bool(tier_of(daemon)["counters"]["gets"]["corrupt"])
 
         eventually(is_corrupt)

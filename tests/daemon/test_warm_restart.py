@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.machine.room import area_name
+from kvd.machine.memory import pool_directory_name
 from kvd_client import LookupResult
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, make_layout, wait_hit
@@ -22,7 +22,7 @@ SHM = Path("/dev/shm")
 
 def area(daemon: Daemon) -> Path:
     """Where the daemon keeps its pool."""
-    return SHM / area_name(daemon.runtime_dir)
+    return SHM / pool_directory_name(daemon.runtime_dir)
 
 
 @pytest.fixture

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from kvd.config.settings import KNOWN, Settings
+from kvd.config.settings import SETTINGS, Settings
 from kvd.config.values import parse_tiers
-from kvd.tier.backends import check_tiers
+from kvd.tier.contract import check_tiers
 from tests.deploy.places import ROOT, run, stop_seconds
 
 DOCKER = ROOT / "docker"
@@ -84,7 +84,7 @@ def test_a_large_pool_fits(services: dict[str, dict[str, Any]]) -> None:
 def test_variables_are_settings(services: dict[str, dict[str, Any]]) -> None:
     """Every KVD_ variable in image and compose file is one that kvd reads."""
     names = set(re.findall(r"KVD_[A-Z_]+(?==)", DOCKERFILE)) | set(services["kvd"]["environment"])
-    assert names <= {known.variable for known in KNOWN.values()}
+    assert names <= {known.variable for known in SETTINGS.values()}
 
 
 def test_a_mooncake_cluster_is_closed_to_others() -> None:
@@ -104,7 +104,7 @@ def test_a_mooncake_cluster_is_closed_to_others() -> None:
     host, _, port = tier.options["master"].partition(":")
     assert f"--rpc_port={port}" in services[host]["command"]
     assert f"--master_server_address={host}:{port}" in services["mooncake-store"]["command"]
-    assert "KVD_TIER" in {known.variable for known in KNOWN.values()}
+    assert "KVD_TIER" in {known.variable for known in SETTINGS.values()}
 
 
 def test_the_user_of_the_image_is_one_number_everywhere(

@@ -13,9 +13,8 @@ from kvd.config.values import parse_tier
 from kvd.doctor import Finding, Level
 from kvd.doctor.checks import CHECKS, examine
 from kvd.doctor.facts import Facts, PoolDirectory, RuntimeFacts
-from kvd.doctor.gpus import Gpu, Gpus
-from kvd.doctor.tiers import DiskFacts, StoreFacts, TierFacts
-from kvd.machine.room import Filesystem, MachineMemory, MemoryLimit
+from kvd.doctor.probes import DiskFacts, Gpu, Gpus, StoreFacts, TierFacts
+from kvd.machine.memory import Filesystem, MachineMemory, MemoryLimit
 
 GIB = 2**30
 QUIET = {"swap", "other daemon", "tier"}  # say nothing where nothing is wrong
@@ -27,8 +26,8 @@ SHM = Filesystem(
     kind="tmpfs",
     mounted_at="/dev/shm",
     page_bytes=4096,
-    size=128 * GIB,
-    room=127 * GIB,
+    total_bytes=128 * GIB,
+    free_bytes=127 * GIB,
 )
 POOL = PoolDirectory(SHM.directory, SHM, writable=True)
 GPUS = Gpus(("/dev/nvidia0",), "580.65", 13000, (H200,))
@@ -183,9 +182,14 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("pool directory", Level.FAIL, "no such directory", pool(filesystem=None)),
     ("pool directory", Level.FAIL, "no memory", shm(kind="ext4")),
     ("pool directory", Level.FAIL, "not writable", pool(writable=False)),
-    ("pool directory", Level.FAIL, "size=65537M /dev/shm; in Docker", shm(room=2**26, size=2**26)),
+    (
+        "pool directory",
+        Level.FAIL,
+        "size=65537M /dev/shm; in Docker",
+        shm(free_bytes=2**26, total_bytes=2**26),
+    ),
     ("pool directory", Level.FAIL, "chmod +t /dev/shm", pool(mode=0o777)),
-    ("huge pages", Level.FAIL, "echo 32769 > /sys/", shm(**HUGE, size=0, room=0)),
+    ("huge pages", Level.FAIL, "echo 32769 > /sys/", shm(**HUGE, total_bytes=0, free_bytes=0)),
     ("open files", Level.WARN, "LimitNOFILE=4352", {"open_files": 1024}),
     ("NUMA", Level.WARN, "spans", {"nodes": {"node0": 32 * GIB, "node1": 32 * GIB}}),
     ("NUMA", Level.WARN, "sit at node1, where", {"nodes": TWO_NODES, "gpu_nodes": ("node1",)}),
@@ -268,7 +272,7 @@ def test_a_check_that_fails_is_a_finding() -> None:
 
 def test_missing_huge_pages_are_one_finding() -> None:
     """The mount is not to be enlarged: the pages are to be set aside, and how many is said."""
-    findings = examine(machine(**shm(**HUGE, size=0, room=0)))
+    findings = examine(machine(**shm(**HUGE, total_bytes=0, free_bytes=0)))
     (found,) = (finding for finding in findings if finding.level is not Level.OK)
     assert found.name == "huge pages"
     assert "hugepages-2048kB/nr_hugepages" in found.remedy
@@ -281,14 +285,14 @@ FULL = MachineMemory(256 * GIB, GIB)
 @pytest.mark.parametrize(
     "fine",
     [
-        shm(room=0)
+        shm(free_bytes=0)
         | runtime(holder=7, report=REPORT | {"ready": True, "conditions": []})
         | {"memory": FULL, "cgroup": MemoryLimit(Path("/g"), 66 * GIB, 65 * GIB)},
-        shm(room=0)
+        shm(free_bytes=0)
         | KEPT
         | {"memory": FULL, "cgroup": MemoryLimit(Path("/g"), 2 * GIB, 2 * GIB), "pinned": False},
-        shm(**HUGE, room=0) | KEPT,
-        shm(**HUGE, room=65 * GIB) | {"memory": FULL, "pinned": False},
+        shm(**HUGE, free_bytes=0) | KEPT,
+        shm(**HUGE, free_bytes=65 * GIB) | {"memory": FULL, "pinned": False},
         {"settings": Settings(runtime_dir="/run/kvd"), "memory": MachineMemory(8 * GIB, 4 * GIB)},
     ],
     ids=[
@@ -323,6 +327,6 @@ def test_what_pinning_costs_is_said(changes: dict[str, Any], says: str) -> None:
 
 def test_huge_pages_do_not_hold_what_pinning_takes() -> None:
     """A pool in huge pages takes none of the machine's memory until it is pinned."""
-    (found,) = of(machine(**shm(**HUGE, room=65 * GIB), memory=FULL), "memory")
+    (found,) = of(machine(**shm(**HUGE, free_bytes=65 * GIB), memory=FULL), "memory")
     assert found.level is Level.FAIL
     assert "768 MiB for pinning it" in found.text

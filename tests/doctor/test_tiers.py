@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from kvd.config.values import parse_tier
-from kvd.doctor import tiers
-from kvd.doctor.tiers import DiskFacts, TierFacts, ask, look_at_disk, look_at_store, run_python
+from kvd.doctor import probes
+from kvd.doctor.probes import (
+    DiskFacts,
+    TierFacts,
+    look_at_disk,
+    look_at_store,
+    probe_tier,
+    run_python,
+)
 from tests.slowfs import slow_filesystem
 from tests.waiting import PATIENCE, eventually
 
@@ -19,7 +26,7 @@ from tests.waiting import PATIENCE, eventually
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that takes long to start is not taken for a disk that hangs."""
-    monkeypatch.setattr(tiers, "PATIENCE_SECONDS", PATIENCE)
+    monkeypatch.setattr(probes, "PATIENCE_SECONDS", PATIENCE)
 
 
 def disk_of(facts: TierFacts) -> DiskFacts:
@@ -30,7 +37,7 @@ def disk_of(facts: TierFacts) -> DiskFacts:
 
 def test_a_directory_is_seen_where_it_lies_and_keeps_nothing(tmp_path: Path) -> None:
     """Mount, room and speed are those of the directory's file system, and no file is left."""
-    facts = ask(f"disk:{tmp_path}/tier,size=1GiB")
+    facts = probe_tier(f"disk:{tmp_path}/tier,size=1GiB")
     assert (facts.problem, facts.hung) == ("", "")
     found, room = disk_of(facts), os.statvfs(tmp_path)
     assert found.size == room.f_blocks * room.f_frsize
@@ -47,14 +54,14 @@ def test_what_the_tier_takes_already_is_counted(tmp_path: Path) -> None:
     folder = tmp_path / "tier"
     folder.mkdir()
     (folder / "slab").write_bytes(bytes(1 << 20))
-    found = disk_of(ask(f"disk:{folder},size=1GiB"))
+    found = disk_of(probe_tier(f"disk:{folder},size=1GiB"))
     assert found.exists
     assert found.held >= 1 << 20
 
 
 def test_memory_is_not_taken_for_a_disk() -> None:
     """A directory in /dev/shm is memory."""
-    found = disk_of(ask("disk:/dev/shm/kvd-doctor-tier,size=1GiB"))
+    found = disk_of(probe_tier("disk:/dev/shm/kvd-doctor-tier,size=1GiB"))
     assert (found.filesystem, found.medium) == ("tmpfs", "memory")
 
 
@@ -62,19 +69,19 @@ def test_a_disk_that_hangs_does_not_hang_the_doctor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system that never answers is named by its mount, and by what was asked of it."""
-    monkeypatch.setattr(tiers, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(probes, "PATIENCE_SECONDS", 1.0)
     with slow_filesystem(tmp_path / "slow") as slow:
 
         def look() -> TierFacts:
-            monkeypatch.setattr(tiers, "PATIENCE_SECONDS", 2 * tiers.PATIENCE_SECONDS)
-            return ask(f"disk:{slow.file},size=1GiB")
+            monkeypatch.setattr(probes, "PATIENCE_SECONDS", 2 * probes.PATIENCE_SECONDS)
+            return probe_tier(f"disk:{slow.file},size=1GiB")
 
         facts = eventually(look, lambda facts: disk_of(facts).filesystem)
         assert facts.hung == f"looking at {slow.file}"
         assert disk_of(facts).mounted_at == str(slow.file.parent)
         assert disk_of(facts).filesystem == "fuse"
-    ends = {process.wait(PATIENCE) for process in tiers.left_behind}  # they end with the mount
-    tiers.left_behind.clear()
+    ends = {process.wait(PATIENCE) for process in probes.left_behind}  # they end with the mount
+    probes.left_behind.clear()
     assert ends == {-signal.SIGKILL}
 
 
@@ -103,8 +110,8 @@ def test_the_kind_of_a_disk_is_the_kernels_word(
         "27 1 254:0 / / rw - ext4 /dev/root rw\n"
         "90 27 253:0 / /data/of\\040kvd rw,noatime shared:1 - xfs /dev/mapper/fast rw\n"
     )
-    monkeypatch.setattr(tiers, "_MOUNTS", mounts)
-    monkeypatch.setattr(tiers, "_BLOCK_DEVICES", numbers)
+    monkeypatch.setattr(probes, "_MOUNTS", mounts)
+    monkeypatch.setattr(probes, "_BLOCK_DEVICES", numbers)
     found: dict[str, Any] = {}
     for said in look_at_disk(parse_tier("disk:/data/of kvd/tier,size=1GiB")):
         found |= said
@@ -126,7 +133,7 @@ def test_a_master_that_answers_and_one_that_does_not() -> None:
 
 def test_what_is_written_wrongly_is_a_finding() -> None:
     """A backend's own check has its say, and nothing is looked at."""
-    facts = ask("disk:relative,size=1GiB")
+    facts = probe_tier("disk:relative,size=1GiB")
     assert "absolute" in facts.problem
     assert facts.disk is None
 

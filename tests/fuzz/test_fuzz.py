@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.broker.engines.sessions import Registry
-from kvd.broker.report.status_report import status_report
+from kvd.broker.sessions import Registry
+from kvd.broker.status_report import status_report
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.uses import Loads
 from kvd_proto.messages import REPLY_OF, TAGS

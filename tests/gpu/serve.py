@@ -10,8 +10,8 @@ import sys
 from kvd.config.sources import Sources
 from kvd.errors import KvdError
 from kvd.logs import configure
-from kvd.machine.files import raise_descriptor_limit
-from kvd.server.start import serve
+from kvd.machine.process import raise_descriptor_limit
+from kvd.server import serve
 from kvd.version import VERSION
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvd.config.values import Listen, parse_listen
+from kvd.config.values import ListenAddress, parse_listen
 from kvd.errors import ConfigError
 from kvd.report.app import App
 from kvd.wire.listener import bind_tcp
@@ -217,7 +217,7 @@ def test_addresses_read_as_they_are_written(text: str) -> None:
 def test_a_foreign_address_is_refused() -> None:
     """An address that this machine does not have says so."""
     with pytest.raises(ConfigError, match=r"http_listen = 192\.0\.2\.1:9330"):
-        bind_tcp(Listen("192.0.2.1", 9330))
+        bind_tcp(ListenAddress("192.0.2.1", 9330))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from kvd.report.app import MAX_CONNECTIONS
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.http.serving import (
@@ -192,7 +192,7 @@ def test_the_data_path_comes_first(web: Daemon) -> None:
 def test_a_full_house_is_not_a_dead_one(start_daemon: StartDaemon) -> None:
     """With every session taken the probes still pass, also after the HTTP process is replaced."""
     daemon = start_daemon("--http-listen", "127.0.0.1:0", "--max-sessions", "2")
-    taken = [Control(daemon.runtime_dir, PATIENCE) for _ in range(2)]
+    taken = [ToolConnection(daemon.runtime_dir, PATIENCE) for _ in range(2)]
     try:
         http_process(daemon).kill()
         with over_unix(daemon) as client:

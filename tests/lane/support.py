@@ -21,7 +21,7 @@ from typing import IO, Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvd.lane.queue import Limits
+from kvd.lane.queue import QueueLimits
 from kvd.wire.link import (
     LINK,
     BeginLane,
@@ -317,8 +317,8 @@ class Lane:
             incarnation=1,
             endpoint=f"ipc://{runtime_dir / lane_socket(HOST, 1, bytes(2))}",
             pool_bytes=pool_bytes,
-            max_queued_jobs=Limits().jobs,
-            max_queued_bytes=Limits().nbytes,
+            max_queued_jobs=QueueLimits().jobs,
+            max_queued_bytes=QueueLimits().nbytes,
             log_level="info",
             log_style="human",
         )

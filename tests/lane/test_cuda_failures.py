@@ -16,10 +16,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvd.errors import CudaError, DeviceLost, ImportFailed, LaneError
-from kvd.lane.devices.cuda import copies, driver
-from kvd.lane.devices.cuda.backend import Options
-from kvd.lane.devices.device import Direction
+from kvd.errors import CudaDriverError, DeviceLost, ImportFailed, LaneError
+from kvd.lane.cuda import copies, driver
+from kvd.lane.cuda.backend import CudaOptions
+from kvd.lane.device import Direction
 from kvd.machine import cuda
 from tests.fakecuda.harness import FakeCuda, functions_named
 from tests.lane.cuda_checks import SIZES, options
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.fakecuda
 INJECTED = "CUDA_ERROR_NOT_SUPPORTED"
 CODE = 801
 UNKNOWN = 99999  # of which the bindings raise ValueError
-OPTIONS = Options(registration_bytes=2**19)
+OPTIONS = CudaOptions(registration_bytes=2**19)
 # What the driver's module may call and the lives below do not, and why that is no gap.
 ELSEWHERE = {
     "cuStreamQuery": "test_a_stream_that_cannot_be_asked_is_asked_again",
@@ -208,7 +208,7 @@ def test_what_the_bindings_raise_is_an_error_of_the_driver(
         raise raised("as the bindings say it")
 
     monkeypatch.setattr(cuda, "bindings", lambda: SimpleNamespace(cuNew=new_function))
-    with pytest.raises(CudaError, match=r"^trying: cuNew .*as the bindings say it"):
+    with pytest.raises(CudaDriverError, match=r"^trying: cuNew .*as the bindings say it"):
         cuda.call("trying", "cuNew")
 
 
@@ -230,7 +230,7 @@ def test_what_only_the_doctor_asks_may_fail_too(fake_driver: TestDriver) -> None
     ((device, _),) = cuda.devices()
     assert cuda.can_share(device) == (True, True)
     fake_driver.set(f"fail=cuDeviceGetAttribute:1:{CODE}")
-    with pytest.raises(CudaError, match=f"IPC_EVENT_SUPPORTED: {INJECTED}"):
+    with pytest.raises(CudaDriverError, match=f"IPC_EVENT_SUPPORTED: {INJECTED}"):
         cuda.can_share(device)
 
 
@@ -266,7 +266,7 @@ def test_a_driver_that_is_older_than_the_bindings_serves_and_is_named(
     said = fakecuda.check(
         live_on_an_old_driver, str(fakecuda.library), str(tmp_path / "log"), DRIVER_VERSION=version
     )
-    shown = cuda.shown(version)
+    shown = cuda.version_text(version)
     assert f"it is for CUDA {shown}, and only from 12.8 on" in said
     assert "(driver 570) are many fragments copied in one call" in said
 
@@ -280,7 +280,7 @@ def test_a_driver_from_12_8_on_lacks_nothing(fakecuda: FakeCuda, version: int) -
 def start_and_tell() -> None:
     """A process of its own: the version, and what is missing."""
     cuda.start()
-    print(cuda.version(), repr(cuda.shortcomings()))
+    print(cuda.version(), repr(cuda.version_warning()))
 
 
 def live_on_an_old_driver(library: str, log: str) -> None:
@@ -332,7 +332,7 @@ def test_a_daemon_without_the_bindings_names_the_package() -> None:
     """Without cuda-bindings the modules load all the same, and a device's lane says what to do."""
     code = (
         "import sys; sys.modules['cuda'] = None\n"
-        "import kvd.lane.process, kvd.lane.devices.cuda.backend\n"
+        "import kvd.lane.loop, kvd.lane.cuda.backend\n"
         "from kvd.machine import cuda\n"
         "cuda.start()"
     )

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from kvd.errors import ImportFailed, PoolError
-from kvd.lane.devices.device import Direction
-from kvd.lane.devices.host import HostDevice
+from kvd.lane.device import Direction
+from kvd.lane.host_device import HostDevice
 from kvd.lane.workers import open_control_page
 from kvd_client.memory import sealed_file
 from kvd_proto import copies

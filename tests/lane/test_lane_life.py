@@ -14,7 +14,7 @@ import pytest
 import zmq
 
 from kvd.lane.loop import REQUESTS_PER_TURN
-from kvd.machine.process import LONGEST_SECONDS
+from kvd.machine.process import MAX_STALL_SECONDS
 from kvd.wire.link import (
     Released,
     ReleaseWorker,
@@ -311,7 +311,7 @@ def test_a_lane_that_stood_still_says_so(tmp_path: Path, directory: Directory) -
         worker.job(Store, 1, [1, 2], [0], after=5)
         eventually(lane.ping, lambda pong: pong.queued_jobs)  # a ping may overtake the job
         lane.process.send_signal(signal.SIGSTOP)
-        time.sleep(2 * LONGEST_SECONDS)  # it is the time that counts
+        time.sleep(2 * MAX_STALL_SECONDS)  # it is the time that counts
         lane.process.send_signal(signal.SIGCONT)
         eventually(log.read_text, lambda text: "the lane's loop stood still for " in text)
 

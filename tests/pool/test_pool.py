@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.values import Quota
-from kvd.errors import IntegrityError, Refused
+from kvd.errors import IntegrityError, Refusal
 from kvd.pool.geometry import MAX_EXTENTS, Extents, Geometry
 from kvd_proto.messages import ErrorCode
 from tests.cache import tables
@@ -137,7 +137,7 @@ def test_open_is_idempotent() -> None:
     store(first, 0, 2)
     assert add(namespaces, 1, PAGE) is first
     assert (first.engines, len(namespaces), namespaces.get(first.id)) == (2, 1, first)
-    with pytest.raises(Refused, match="8192") as refused:
+    with pytest.raises(Refusal, match="8192") as refused:
         add(namespaces, 1, 8192)
     assert refused.value.code == ErrorCode.BAD_LAYOUT
 
@@ -145,7 +145,7 @@ def test_open_is_idempotent() -> None:
 @pytest.mark.parametrize("slot_bytes", [(), (0,), (MIB + PAGE,), (PAGE, -1)])
 def test_impossible_figures(slot_bytes: tuple[int, ...]) -> None:
     """Slots without bytes and chunks larger than the budget are refused with the figures."""
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Refusal) as refused:
         add(make_namespaces(MIB), 1, *slot_bytes)
     assert refused.value.code == ErrorCode.BAD_LAYOUT
 
@@ -154,7 +154,7 @@ def test_replicated_needs_one_size() -> None:
     """Replicated shares have one arena, whatever the world size."""
     namespace = add(make_namespaces(MIB), 1, PAGE, replicated=True)
     assert (namespace.geometry.num_slots, namespace.geometry.arena_base(0)) == (256, 0)
-    with pytest.raises(Refused, match="same bytes"):
+    with pytest.raises(Refusal, match="same bytes"):
         add(make_namespaces(MIB), 1, PAGE, PAGE, replicated=True)
 
 
@@ -163,7 +163,7 @@ def test_limit_and_close() -> None:
     namespaces = make_namespaces(MIB, max_namespaces=1)
     old = add(namespaces, 1, PAGE)
     store(old, 0, 10)
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(Refusal) as refused:
         add(namespaces, 2, PAGE)
     assert refused.value.code == ErrorCode.LIMIT
     assert namespaces.closable() == []

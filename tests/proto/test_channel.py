@@ -296,10 +296,10 @@ def zmq_socket(kind: int) -> Iterator["zmq.Socket[bytes]"]:
 def received_by(server: Server) -> Received:
     """The next message at a server."""
     end = time.monotonic() + PATIENCE
-    while (received := server.take()) is None:
+    while (received := server.next_request()) is None:
         if not server.pending:
             assert select.select([server], [], [], end - time.monotonic())[0]
-        server.look()
+        server.handle_events()
     return received
 
 
@@ -337,7 +337,7 @@ def test_a_zeromq_dealer_reads_a_stream_with_descriptors_as_if_there_were_none(
         bodies = [b"%d" % number * (number % 400) for number in range(count)]
         for number, body in enumerate(bodies):
             assert server.send(client, body, [fd] * (number % 2))
-            server.look()
+            server.handle_events()
             if number % 50 == 49:
                 assert [dealer.recv() for _ in range(50)] == bodies[number - 49 : number + 1]
         dealer.send(b"bye")

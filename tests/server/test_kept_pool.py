@@ -24,16 +24,16 @@ from kvd.cache.stores import MakeDescriptions
 from kvd.cli.serve import purge
 from kvd.config.settings import Settings
 from kvd.config.sources import Sources
-from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refused
-from kvd.machine import room
-from kvd.machine.room import TRAILER_BYTES, Filesystem, MemoryLimit, area_name
+from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refusal
+from kvd.machine import memory
+from kvd.machine.memory import TRAILER_BYTES, Filesystem, MemoryLimit, pool_directory_name
 from kvd.pool.geometry import FillOrder
-from kvd.server import kept_pool, pool_files
-from kvd.server.kept_pool import KeptPool, MakeNamespaces
-from kvd.server.memory import PoolMemory
-from kvd.server.pool_files import VERSION, remember_pool_dir
+from kvd.server import persistent_pool, state_files
+from kvd.server.client_files import DescriptionFiles, DirectoryMemory
+from kvd.server.persistent_pool import MakeNamespaces, PersistentPool
+from kvd.server.pool_memory import PoolMemory
 from kvd.server.runtime_dir import RuntimeDir
-from kvd.server.shared import DescriptionFiles, DirectoryMemory
+from kvd.server.state_files import VERSION, remember_pool_dir
 from kvd_proto.descriptions import (
     HEADER_BYTES,
     Description,
@@ -62,7 +62,7 @@ SHAPES: tuple[tuple[tuple[int, ...], int, bool], ...] = (
 class Life:
     """One daemon's life with its pool: from its start to a kill."""
 
-    keep: KeptPool
+    keep: PersistentPool
     pool: PoolMemory
     namespaces: Namespaces
     directories: DirectoryMemory
@@ -173,12 +173,12 @@ def start(tmp_path: Path) -> Iterator[Start]:
         lives.clear()
         directories = DirectoryMemory()
 
-        kept = KeptPool(tmp_path, RUNTIME, keeps=keeps, cold=cold)
+        kept = PersistentPool(tmp_path, RUNTIME, keeps=keeps, cold=cold)
         descriptions = DescriptionFiles(kept.open_descriptions)
         make = maker(directories, cpu_bytes, descriptions.make, resets)
         try:
             pool, namespaces = kept.open(cpu_bytes, make)
-        except (PoolError, Refused):
+        except (PoolError, Refusal):
             kept.close()
             raise
         lives.append(Life(kept, pool, namespaces, directories, descriptions))
@@ -228,7 +228,7 @@ def ready_keys(table: ChunkTable) -> set[bytes]:
 
 def area(tmp_path: Path) -> Path:
     """Where it is kept."""
-    return tmp_path / area_name(RUNTIME)
+    return tmp_path / pool_directory_name(RUNTIME)
 
 
 @pytest.mark.parametrize("years", [-100, -57, -1, 79, 81, 100, 10_000])
@@ -307,8 +307,8 @@ def test_a_pool_that_cannot_fit_leaves_what_is_kept(
         start(**(change | {"cpu_bytes": 2**60}))
     assert contents(area(tmp_path)) == before
     limit = MemoryLimit(Path("/sys/fs/cgroup/small"), SIZE, SIZE)
-    monkeypatch.setattr(room, "memory_limit", lambda: limit)
-    monkeypatch.setattr(room, "_mount", lambda directory: ("tmpfs", str(directory)))
+    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
+    monkeypatch.setattr(memory, "_mount", lambda directory: ("tmpfs", str(directory)))
     with pytest.raises(
         PoolError, match=r"control group /sys/fs/cgroup/small: 0 B of 1 MiB are left"
     ):
@@ -409,7 +409,7 @@ def test_a_shortage_at_the_start_loses_no_chunk_and_no_descriptor(
     """The error says what is short; the start after that has every chunk."""
     held = kept_chunks(start)
     monkeypatch.setattr(os, name, fails)
-    with pytest.raises((PoolError, Refused), match=said):
+    with pytest.raises((PoolError, Refusal), match=said):
         start()
     monkeypatch.undo()
     pool = os.open(area(tmp_path) / "pool", os.O_RDONLY)
@@ -732,9 +732,9 @@ def test_a_kill_while_a_pool_is_given_up_gives_no_wrong_byte(
     """Between any two steps: the old chunks or none at once, none once others lie there."""
     steps = [
         (PoolMemory, "clear_trailer"),
-        (kept_pool, "remove_tree"),
+        (persistent_pool, "remove_tree"),
         (PoolTrailer, "move"),
-        (pool_files.PoolFiles, "write_manifest"),
+        (state_files.PoolFiles, "write_manifest"),
         (PoolMemory, "settle"),
     ]
     for owner, name in steps:
@@ -831,13 +831,13 @@ def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
     notes.mkdir()
     huge.mkdir()
     link.symlink_to(huge)
-    monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
+    monkeypatch.setattr(state_files, "NOTES_DIR", notes)
     monkeypatch.setattr(Filesystem, "writable", property(lambda _: False))
-    monkeypatch.setattr("kvd.machine.files.LOCK_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.machine.process.LOCK_SECONDS", 0.0)
     runtime = RuntimeDir(tmp_path / "run")
     runtime.lock()
     remember_pool_dir(runtime.path, huge)
-    kept = KeptPool(huge, runtime.path, keeps=True)
+    kept = PersistentPool(huge, runtime.path, keeps=True)
     pool, _ = kept.open(SIZE, maker(DirectoryMemory()))
     command = ["--runtime-dir", str(runtime.path), "--pool-dir", str(link)]
     refused = CliRunner().invoke(purge, command).exception
@@ -972,10 +972,10 @@ def test_an_area_in_use_is_refused(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two daemons never share a pool, also where the runtime directory's lock was removed."""
-    monkeypatch.setattr("kvd.machine.files.LOCK_SECONDS", 0.0)
+    monkeypatch.setattr("kvd.machine.process.LOCK_SECONDS", 0.0)
     start()
     with pytest.raises(AlreadyRunning, match="another daemon uses the pool"):
-        KeptPool(tmp_path, RUNTIME, keeps=True)
+        PersistentPool(tmp_path, RUNTIME, keeps=True)
 
 
 def test_a_foreign_area_is_left_alone(
@@ -1017,29 +1017,29 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     monkeypatch.setattr(os, "statvfs", statvfs)
     mounts = tmp_path / "mounts"
     mounts.write_text(f"tmpfs {tmp_path} tmpfs rw 0 0\nnone {huge} hugetlbfs rw 0 0\n")
-    monkeypatch.setattr(room, "_MOUNTS", mounts)
+    monkeypatch.setattr(memory, "_MOUNTS", mounts)
     monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
-    monkeypatch.setattr(room, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
-    monkeypatch.setattr(pool_files, "NOTES_DIR", notes)
+    monkeypatch.setattr(memory, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
+    monkeypatch.setattr(state_files, "NOTES_DIR", notes)
     found = Filesystem.of(huge)
-    assert (found.page_bytes, found.room, found.writable) == (2**21, 3 * 2**21, False)
+    assert (found.page_bytes, found.free_bytes, found.writable) == (2**21, 3 * 2**21, False)
     assert found.whole_pages(2**21 + 1) == 2**22
-    kept = KeptPool(huge, RUNTIME, keeps=True)
+    kept = PersistentPool(huge, RUNTIME, keeps=True)
     pool, _ = kept.open(2**21 + 1, maker(DirectoryMemory(), 2**21 + 1))
-    assert pool.path == huge / area_name(RUNTIME) / "pool"
+    assert pool.path == huge / pool_directory_name(RUNTIME) / "pool"
     assert pool.nbytes == pool.fill.nbytes == 2**22
     assert pool.fill.piece_bytes % 2**21 == 0
-    assert (notes / area_name(RUNTIME, huge) / "manifest.json").exists()
-    assert kept.kept_bytes() == 2**21 + 1
+    assert (notes / pool_directory_name(RUNTIME, huge) / "manifest.json").exists()
+    assert kept.reusable_cpu_bytes() == 2**21 + 1
     with pytest.raises(
         PoolError, match=r"huge pages of 2 MiB aside: echo \d > /sys/.*/nr_hugepages"
     ):
         PoolMemory(huge / "large", 7 * 2**20)
     pool.close()
-    beside = KeptPool(notes, RUNTIME, keeps=True)  # a pool where the notes of the other one lie
-    assert beside.kept_bytes() is None
+    beside = PersistentPool(notes, RUNTIME, keeps=True)  # where the notes of the other lie
+    assert beside.reusable_cpu_bytes() is None
     beside.close()
-    assert kept.kept_bytes() == 2**21 + 1
+    assert kept.reusable_cpu_bytes() == 2**21 + 1
     assert kept.remove() == 2**21  # the trailer, in a page of its own
     kept.close()
     assert not list(huge.iterdir())

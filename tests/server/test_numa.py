@@ -9,8 +9,8 @@ import pytest
 from kvd.broker.effects import OpenPool
 from kvd.machine import numa
 from kvd.machine.numa import Node, gpu_nodes, numbers, run_on, samples, shares_of
-from kvd.server import memory
-from kvd.server.memory import PoolMemory
+from kvd.server import pool_memory
+from kvd.server.pool_memory import PoolMemory
 from tests.layouts import flat_layout
 from tests.nodes import describe, device
 
@@ -151,7 +151,7 @@ def test_each_part_of_a_pool_is_taken_from_the_node_of_its_gpu(
     """Equal parts by bus id, or the arenas of the engine that decides; no other thread is moved."""
     asked: dict[int, set[int]] = {}
     before = os.sched_getaffinity(0)
-    monkeypatch.setattr(memory, "_STEP", MIB)
+    monkeypatch.setattr(pool_memory, "_STEP", MIB)
     monkeypatch.setattr(
         os, "posix_fallocate", lambda _fd, start, _n: asked.update({start: os.sched_getaffinity(0)})
     )

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvd.cache.recovery import RESET_BYTES
-from kvd.server.reset_file import ResetFile
+from kvd.server.state_files import ResetFile
 
 ONE, TWO = "01" * 16, "02" * 16
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvd.errors import AlreadyRunning, ConfigError
-from kvd.machine import files
-from kvd.server.kept_pool import KeptPool
+from kvd.machine import process
+from kvd.server.persistent_pool import PersistentPool
 from kvd.server.runtime_dir import RuntimeDir
 from tests.waiting import PATIENCE
 
@@ -20,7 +20,7 @@ def test_of_two_daemons_the_second_one_reads_who_holds_the_directory(
     runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It names the pid; after a release the directory is empty, and can be locked again."""
-    monkeypatch.setattr(files, "LOCK_SECONDS", 0.0)
+    monkeypatch.setattr(process, "LOCK_SECONDS", 0.0)
     first, second = RuntimeDir(runtime_dir), RuntimeDir(runtime_dir)
     first.lock()
     with pytest.raises(AlreadyRunning, match=f"pid {os.getpid()} serves"):
@@ -42,7 +42,7 @@ def test_a_child_that_begins_as_its_daemon_dies_keeps_no_successor_out(
         time.sleep(0.2)
         os._exit(0)
     os.close(dead._lock_fd)  # as the kernel does
-    monkeypatch.setattr(files, "LOCK_SECONDS", PATIENCE)
+    monkeypatch.setattr(process, "LOCK_SECONDS", PATIENCE)
     successor = RuntimeDir(runtime_dir)
     try:
         successor.lock()
@@ -111,7 +111,7 @@ def test_a_directory_that_every_user_may_write_is_refused(runtime_dir: Path, mod
     with pytest.raises(ConfigError, match=f"runtime_dir = .*{remedy}"):
         RuntimeDir(runtime_dir).lock()
     with pytest.raises(ConfigError, match=f"pool_dir = .*{remedy}"):
-        KeptPool(runtime_dir, Path("/run/some"), keeps=True)
+        PersistentPool(runtime_dir, Path("/run/some"), keeps=True)
     assert list(runtime_dir.iterdir()) == []
 
 
@@ -125,7 +125,7 @@ def test_a_directory_whose_files_others_cannot_replace_is_taken(
     runtime = RuntimeDir(runtime_dir)
     runtime.lock()
     runtime.release()
-    KeptPool(runtime_dir, Path("/run/some"), keeps=False).close()
+    PersistentPool(runtime_dir, Path("/run/some"), keeps=False).close()
 
 
 PUT: dict[str, Callable[[Path], object]] = {

@@ -11,10 +11,10 @@ import psutil
 import pytest
 
 from kvd.broker.effects import Effect, Notify, Reply
-from kvd.machine import files
-from kvd.machine.files import MAX_STUCK
 from kvd.server.runtime_dir import AllowList
 from kvd.server.sessions import SessionServer
+from kvd.wire import listener
+from kvd.wire.listener import MAX_STUCK
 from kvd.wire.server import AT_ONCE
 from kvd_proto.channel import close_all
 from kvd_proto.messages import (
@@ -51,13 +51,13 @@ class Rig:
 
     def turn(self) -> None:
         """Look and serve once, as the loop does."""
-        self.sessions.look(dict(self.epoll.poll(0)))
+        self.sessions.handle_events(dict(self.epoll.poll(0)))
         self.sessions.serve(0.0)
 
     def settle(self) -> None:
         """Serve until nothing is left to do."""
         while (ready := dict(self.epoll.poll(0))) or self.sessions.pending:
-            self.sessions.look(ready)
+            self.sessions.handle_events(ready)
             self.sessions.serve(0.0)
 
     def _carry_out(self, effects: list[Effect]) -> None:
@@ -216,8 +216,8 @@ def test_a_user_whose_closes_are_stuck_gets_no_session(
             answers.wait(PATIENCE)
         close_now(fds)
 
-    monkeypatch.setattr(files, "close_all", close_late)
-    monkeypatch.setattr(files, "STUCK_SECONDS", 0.0)
+    monkeypatch.setattr(listener, "close_all", close_late)
+    monkeypatch.setattr(listener, "STUCK_SECONDS", 0.0)
     with rig.connect() as open_session:
         assert isinstance(rig.ask(open_session, hello()), Welcome)
         for _ in range(MAX_STUCK):

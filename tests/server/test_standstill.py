@@ -2,13 +2,13 @@
 
 import pytest
 
-from kvd.machine.process import Standstill
+from kvd.machine.process import StallDetector
 
 
 def turns(*durations: tuple[float, float, float, float | None]) -> list[str]:
     """Lines of a loop: of each turn its seconds, those at work, those it waited and might wait."""
     now, cpu = 100.0, 5.0
-    loop = Standstill("broker", lambda: cpu)
+    loop = StallDetector("broker", lambda: cpu)
     loop.waits(now, 0.25)
     lines = [loop.woke(now)]
     for turn, worked, waited, patience in durations:

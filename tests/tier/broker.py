@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Tier
+from kvd.tier.contract import TierBackend
 from kvd.tier.service import TierService
 from kvd.wire.tiering import (
     TIERING,
-    Done,
+    BatchResult,
     Get,
-    Held,
-    OpenSpace,
+    NamespaceOpened,
+    OpenNamespace,
     Put,
-    SpaceOpened,
+    ScanResult,
     StopTier,
     TierPing,
     TierPong,
@@ -120,9 +120,9 @@ class Namespace:
             for base, size in zip(self.bases, SHARES, strict=True)
         )
 
-    def order(self, salt: bytes = SALT) -> OpenSpace:
+    def order(self, salt: bytes = SALT) -> OpenNamespace:
         """What a tier is told of it."""
-        return OpenSpace(
+        return OpenNamespace(
             namespace=self.name,
             salt=salt,
             reset=False,
@@ -135,7 +135,7 @@ class Namespace:
     def open(self, salt: bytes = SALT) -> bytes:
         """Have it opened and wait for that; the salt that holds."""
         self.broker.send(self.order(salt), (self.fd, self.described))
-        while (opened := self.broker.wait_for(SpaceOpened)).namespace != self.name:
+        while (opened := self.broker.wait_for(NamespaceOpened)).namespace != self.name:
             pass  # of another's reset
         return opened.salt
 
@@ -189,7 +189,7 @@ class FakeBroker:
         others: messages that nobody has waited for yet.
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: TierBackend) -> None:
         self.pool = memoryview(mmap.mmap(-1, 2 * SLOTS * sum(SHARES)))
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         self.link = Channel(ours, b"ROUTER")
@@ -219,10 +219,10 @@ class FakeBroker:
             messages = [TIERING.decode(frame)[1] for frame, _ in self.link.receive_all()]
             self.others.extend(messages)
 
-    def done(self, order: Message) -> Done:
+    def done(self, order: Message) -> BatchResult:
         """Give an order and wait for its end."""
         self.send(order)
-        return self.wait_for(Done)
+        return self.wait_for(BatchResult)
 
     def outcomes(self, order: Message) -> list[Outcome]:
         """Of each chunk of an order."""
@@ -232,7 +232,7 @@ class FakeBroker:
         """What a scan tells, to its end; that of one namespace, or the next."""
         found: dict[bytes, tuple[int, int, int]] = {}
         while True:
-            held = self.wait_for(Held)
+            held = self.wait_for(ScanResult)
             if name not in {b"", held.namespace}:
                 continue
             columns = held.first.tolist(), held.count.tolist(), held.groups.tolist()

@@ -24,9 +24,9 @@ from pathlib import Path
 
 import psutil
 
-from kvd.wire.tool import Control
+from kvd.wire.tool import ToolConnection
 from kvd_client import LookupResult
-from kvd_client.decisions import NOT_BELOW
+from kvd_client.decisions import NO_TIER
 from kvd_proto.messages import Clear, Cleared
 from tests.daemon.engines import described, keys_of, read_descriptions
 from tests.daemon.serving import Daemon, StartDaemon
@@ -75,12 +75,12 @@ class Client(kill_loop.Client):
             missing = [
                 key
                 for key, result in zip(keys, found, strict=True)
-                if result is not LookupResult.HIT and scheduler.below(key) != NOT_BELOW
+                if result is not LookupResult.HIT and scheduler.find_tier(key) != NO_TIER
             ]
             if not missing or time.monotonic() > end:
                 hits = zip(keys, found, strict=True)
                 return [key for key, result in hits if result is LookupResult.HIT]
-            scheduler.seek(missing)
+            scheduler.request_promotion(missing)
             scheduler.end_step()
             time.sleep(PAUSE)
 
@@ -116,7 +116,7 @@ class Loop(KillLoop[Client, Tally]):
 
     def clear(self) -> None:
         """Drop every chunk, here and in the tier; the engines go on with other keys."""
-        with Control(self.daemon.runtime_dir) as control:
+        with ToolConnection(self.daemon.runtime_dir) as control:
             control.ask(Clear(), Cleared, PATIENCE)
         self.tally.clears += 1
         for client in self.clients:

@@ -7,10 +7,9 @@ import sys
 
 from kvd.errors import TierError
 from kvd.outcomes import Outcome
-from kvd.tier.batches import space_id
-from kvd.tier.contract import Options, Space
+from kvd.tier.batches import HEAD_BYTES, space_id
+from kvd.tier.contract import BackendOptions, Space
 from kvd.tier.mooncake import MooncakeTier
-from kvd.tier.seal import HEAD_BYTES
 from kvd_proto.descriptions import max_description_bytes, record_bytes
 from tests.daemon.engines import FACTOR, PAGE, TENSORS, make_layout
 from tests.tier.areas import Area
@@ -26,7 +25,7 @@ def main(master: str, namespace: str, *keys: str) -> None:
 
     def opened() -> MooncakeTier | TierError:
         try:
-            return MooncakeTier.open(Options("", {"master": master}), area.memory)
+            return MooncakeTier.open(BackendOptions("", {"master": master}), area.memory)
         except TierError as error:  # the master stands still for a while
             return error
 

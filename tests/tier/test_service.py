@@ -11,18 +11,17 @@ import pytest
 from kvd.errors import TierError
 from kvd.logs import LineFormatter
 from kvd.outcomes import Outcome
-from kvd.tier.batches import space_id
-from kvd.tier.contract import Capacity, Chunk, Options, Space
-from kvd.tier.seal import seal, unseal
+from kvd.tier.batches import seal, space_id, unseal
+from kvd.tier.contract import BackendOptions, Capacity, Chunk, Space
 from kvd.wire.tiering import (
-    Ask,
-    CloseSpace,
-    Done,
+    BatchResult,
+    CloseNamespace,
     Drop,
-    Gone,
-    Held,
+    Lookup,
+    NamespaceOpened,
     NewSalt,
-    SpaceOpened,
+    RemovedChunks,
+    ScanResult,
     StopTier,
     TierReady,
 )
@@ -39,7 +38,7 @@ POISONED = bytes((POISON,)) * sum(SHARES)
 
 def memory(**values: str) -> MemoryTier:
     """A double with these options."""
-    return MemoryTier.open(Options("", values), memoryview(b""))
+    return MemoryTier.open(BackendOptions("", values), memoryview(b""))
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ class Hooked(MemoryTier):
     after_get: Callable[[Sequence[Chunk]], object] | None = None
 
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """See Tier."""
+        """See TierBackend."""
         if self.before_put:
             self.before_put()
         outcomes = super().put(chunks, deadline)
@@ -75,7 +74,7 @@ class Hooked(MemoryTier):
         return outcomes
 
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """See Tier."""
+        """See TierBackend."""
         if self.before_get:
             self.before_get()
         outcomes = super().get(chunks, deadline)
@@ -114,7 +113,7 @@ def test_without_descriptions(broker: FakeBroker) -> None:
     """A namespace without descriptions has empty ones."""
     space = broker.spaces[1]
     broker.send(space.order(), (space.fd,))
-    broker.wait_for(SpaceOpened)
+    broker.wait_for(NamespaceOpened)
     row = (b"k", 0, space.store(0, b"k"))
     assert broker.outcomes(space.put(1, [row])) == [OK]
     done = broker.done(space.get(2, [(b"k", 1, space.expect(1, b"k"))]))
@@ -157,7 +156,7 @@ def test_a_get_looks_first(broker: FakeBroker, state: SlotState) -> None:
 
 def test_a_put_looks_afterwards() -> None:
     """A slot that moves on while its chunk is put: GONE, and nothing is kept."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     with FakeBroker(tier) as broker:
         space = broker.spaces[0]
         space.open()
@@ -169,7 +168,7 @@ def test_a_put_looks_afterwards() -> None:
 
 def test_bytes_that_change_under_a_put() -> None:
     """A record with bytes of another chunk is CORRUPT when it is got, and dropped."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     with FakeBroker(tier) as broker:
         space = broker.spaces[0]
         space.open()
@@ -184,7 +183,7 @@ def test_bytes_that_change_under_a_put() -> None:
 
 def test_a_get_looks_afterwards() -> None:
     """A slot that was given up while it was filled: GONE."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     with FakeBroker(tier) as broker:
         space = broker.spaces[0]
         space.open()
@@ -199,7 +198,7 @@ def test_every_wrong_record_is_found_out(caplog: pytest.LogCaptureFixture) -> No
 
     Neither the log nor the answer has any part of a key.
     """
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     heads = [b"", b"\0" * 100]
     keys = b"SECRET-a", b"SECRET-b"
 
@@ -239,7 +238,7 @@ def test_every_wrong_record_is_found_out(caplog: pytest.LogCaptureFixture) -> No
 
 def test_a_fault_of_a_backend_shows_no_key(caplog: pytest.LogCaptureFixture) -> None:
     """An exception that holds a key fails the batch; log and answer name it without the key."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
 
     def fault() -> None:
         raise KeyError(b"SECRET")
@@ -267,10 +266,10 @@ def test_it_says_how_many_records_were_damaged(tier: MemoryTier) -> None:
 
 
 def test_asking(broker: FakeBroker) -> None:
-    """An Ask says for each key whether it is there."""
+    """A Lookup says for each key whether it is there."""
     space = broker.spaces[0]
     assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
-    ask = Ask(number=2, namespace=space.name, keys=(b"x", b"k", b"y"), deadline_ms=60_000)
+    ask = Lookup(number=2, namespace=space.name, keys=(b"x", b"k", b"y"), deadline_ms=60_000)
     assert broker.outcomes(ask) == [ABSENT, OK, ABSENT]
 
 
@@ -295,7 +294,7 @@ def test_what_is_held_is_told() -> None:
         keys = [bytes((2, i)) for i in range(10)]
         rows = [(key, slot, space.store(slot, key)) for slot, key in enumerate(keys)]
         assert broker.outcomes(space.put(1, rows)) == [OK] * 10
-        broker.send(CloseSpace(namespace=space.name))
+        broker.send(CloseNamespace(namespace=space.name))
         assert space.open(b"") == b"5"
         assert broker.held() == {key: coverage(key) for key in keys}
 
@@ -309,7 +308,7 @@ def test_a_long_scan_in_small_messages() -> None:
             for at in range(0, 20_000, 5_000):
                 yield [(b"%047d" % i, (1, 2, 3)) for i in range(at, at + 5_000)]
 
-    with FakeBroker(Many(Options("", {}))) as broker:
+    with FakeBroker(Many(BackendOptions("", {}))) as broker:
         broker.spaces[0].open()
         assert broker.pong()
         found = broker.held()
@@ -324,7 +323,7 @@ def test_a_scan_that_fails_ends(caplog: pytest.LogCaptureFixture) -> None:
             yield [(b"k", (0, 1, 0))]
             raise TierError(f"{space.id!r}: the index cannot be read")
 
-    with FakeBroker(Broken(Options("", {}))) as broker:
+    with FakeBroker(Broken(BackendOptions("", {}))) as broker:
         broker.spaces[0].open()
         assert broker.held() == {b"k": (0, 1, 0)}
     assert "ends early" in caplog.text
@@ -342,7 +341,7 @@ def test_what_is_evicted_is_told() -> None:
             assert broker.outcomes(space.put(slot, [(key, slot, space.store(slot, key))])) == [OK]
         gone: set[bytes] = set()
         while len(gone) < 4:
-            message = broker.wait_for(Gone)
+            message = broker.wait_for(RemovedChunks)
             assert message.namespace == space.name
             gone |= set(message.keys)
         assert gone == set(keys[:4])
@@ -362,7 +361,7 @@ def test_what_is_evicted_while_evictions_are_asked_for_is_told() -> None:
                 go_on.wait()
             return super().capacity()
 
-    tier = Slow(Options("", {"size": str(sum(SHARES) + 200)}))
+    tier = Slow(BackendOptions("", {"size": str(sum(SHARES) + 200)}))
     with FakeBroker(tier) as broker:
         space = broker.spaces[0]
         space.open()
@@ -371,7 +370,7 @@ def test_what_is_evicted_while_evictions_are_asked_for_is_told() -> None:
         inside.wait()
         assert broker.outcomes(space.put(2, [(b"b", 1, space.store(1, b"b"))])) == [OK]
         go_on.set()
-        assert broker.wait_for(Gone).keys == (b"a",)
+        assert broker.wait_for(RemovedChunks).keys == (b"a",)
 
 
 def test_another_salt(broker: FakeBroker, tier: MemoryTier) -> None:
@@ -388,7 +387,7 @@ def test_another_salt(broker: FakeBroker, tier: MemoryTier) -> None:
 
 def test_a_reset_while_batches_run() -> None:
     """A put and a get that a reset overtakes are GONE, and nothing of them is kept."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def hold() -> None:
@@ -407,7 +406,7 @@ def test_a_reset_while_batches_run() -> None:
         broker.send(NewSalt(namespace=space.name, salt=b"7"))
         broker.pong()
         go_on.set()
-        dones = [broker.wait_for(Done) for _ in range(2)]
+        dones = [broker.wait_for(BatchResult) for _ in range(2)]
         ends = {done.number: done.outcomes.tolist() for done in dones}
         assert ends[2] == [GONE]
         assert ends[3] in ([GONE], [ABSENT])
@@ -417,7 +416,7 @@ def test_a_reset_while_batches_run() -> None:
 
 def test_puts_leave_a_thread_for_gets() -> None:
     """While puts hang in all threads that they may have, gets are served."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def hold() -> None:
@@ -440,13 +439,13 @@ def test_puts_leave_a_thread_for_gets() -> None:
         assert pong.busy == tier.threads - 1
         assert pong.queued_bytes == (7 - pong.busy) * sum(SHARES)
         go_on.set()
-        assert [broker.wait_for(Done).outcomes.tolist() for _ in range(7)] == [[OK]] * 7
+        assert [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(7)] == [[OK]] * 7
         assert broker.pong().progress == 9
 
 
 def test_puts_give_way() -> None:
     """The thread that carries a put has a tenth of others' share, that of a get has all of it."""
-    tier, nice = Hooked(Options("", {})), dict[str, int]()
+    tier, nice = Hooked(BackendOptions("", {})), dict[str, int]()
 
     def note(kind: str) -> None:
         nice[kind] = os.getpriority(os.PRIO_PROCESS, 0)  # of the thread
@@ -473,7 +472,7 @@ def test_a_batch_has_one_end(tier: MemoryTier) -> None:
         rows[4] = (b"\5other", 4, rows[4][2])
         assert broker.outcomes(space.put(1, rows)) == [OK] * 4 + [GONE] + [OK] * 4
         assert broker.pong().progress == 9
-        assert broker.others == [] or not any(isinstance(m, Done) for m in broker.others)
+        assert broker.others == [] or not any(isinstance(m, BatchResult) for m in broker.others)
 
 
 def test_while_everything_hangs(tmp_path: Path) -> None:
@@ -493,11 +492,11 @@ def test_while_everything_hangs(tmp_path: Path) -> None:
         given_up = space.expect(11, b"m")
         broker.send(space.get(51, [(b"m", 11, given_up)]))
         space.set(11, SlotState.DRAINING, b"m", given_up)
-        done = broker.wait_for(Done)
+        done = broker.wait_for(BatchResult)
         assert (done.number, done.outcomes.tolist()) == (51, [GONE])
         assert broker.pong().progress == 2
         hang.unlink()
-        ends = {broker.wait_for(Done).number for _ in held}
+        ends = {broker.wait_for(BatchResult).number for _ in held}
         assert ends == set(range(tier.threads))
 
 
@@ -512,7 +511,7 @@ def test_a_deadline_in_the_past(broker: FakeBroker, tier: MemoryTier) -> None:
 @pytest.mark.parametrize("error", [TierError("no disk"), ValueError("a bug"), OSError(5, "EIO")])
 def test_a_backend_that_raises(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever a backend raises, the batch FAILED, the log says why, and the next one works."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
 
     def fail() -> None:
         raise error
@@ -537,7 +536,7 @@ def test_a_backend_that_answers_too_little() -> None:
         def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
             return super().put(chunks, deadline)[:-1]
 
-    with FakeBroker(Short(Options("", {}))) as broker:
+    with FakeBroker(Short(BackendOptions("", {}))) as broker:
         space = broker.spaces[0]
         space.open()
         done = broker.done(space.put(1, [(b"k", 0, space.store(0, b"k"))]))
@@ -556,7 +555,7 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
                 raise TierError("no room for a salt")
             return super().note_salt(namespace, salt, reset=reset)
 
-    tier = Refusing(Options("", {}))
+    tier = Refusing(BackendOptions("", {}))
     with FakeBroker(tier) as broker:
         bad, good = broker.spaces
         broker.send(bad.order(), (bad.fd,))
@@ -567,7 +566,7 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
         good.open()
         assert broker.outcomes(good.put(2, [(b"k", 0, good.store(0, b"k"))])) == [OK]
         tier.fails = False
-        assert broker.wait_for(SpaceOpened).namespace == bad.name
+        assert broker.wait_for(NamespaceOpened).namespace == bad.name
         assert broker.outcomes(bad.put(3, [(b"k", 0, bad.store(0, b"k"))])) == [OK]
         assert broker.pong().error == ""
     assert caplog.text.count("cannot begin") == 1
@@ -576,7 +575,7 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
 def test_orders_for_what_is_not_open(broker: FakeBroker) -> None:
     """They are no error: a namespace may have been closed meanwhile."""
     space = broker.spaces[0]
-    broker.send(CloseSpace(namespace=b"?" * 16))
+    broker.send(CloseNamespace(namespace=b"?" * 16))
     broker.send(NewSalt(namespace=b"?" * 16, salt=b"4"))
     broker.send(Drop(namespace=b"?" * 16, keys=(b"k",)))
     assert broker.outcomes(space.put(2, [(b"k", 0, space.store(0, b"k"))])) == [OK]
@@ -601,18 +600,18 @@ def test_the_salts_of_a_backend(asked: bytes) -> None:
         def drop_space(self, space: Space) -> None:
             told.append(("drop", space.id))
 
-        def begin(self, space: Space) -> None:
+        def open_space(self, space: Space) -> None:
             told.append(("begin", space.id))
 
     noted: dict[bytes, bytes] = {}
-    with FakeBroker(Noting(Options("", {}))) as broker:
+    with FakeBroker(Noting(BackendOptions("", {}))) as broker:
         space = broker.spaces[0]
         first = space.open(asked)
         assert len(first) == 8
         assert asked in {b"", first}
         assert noted == {space.name: first}
         broker.held()
-    with FakeBroker(Noting(Options("", {}))) as broker:
+    with FakeBroker(Noting(BackendOptions("", {}))) as broker:
         assert space.name == broker.spaces[0].name
         assert broker.spaces[0].open(b"") == first
         broker.held()
@@ -634,8 +633,8 @@ def test_orders_before_it_has_begun(tmp_path: Path) -> None:
         broker.send(space.put(1, [(b"k", 0, space.store(0, b"k"))]))
         assert broker.pong().busy == 0
         hang.unlink()
-        assert broker.wait_for(SpaceOpened)
-        assert broker.wait_for(Done).outcomes.tolist() == [OK]
+        assert broker.wait_for(NamespaceOpened)
+        assert broker.wait_for(BatchResult).outcomes.tolist() == [OK]
 
 
 def test_a_reset_before_it_has_begun(tmp_path: Path) -> None:
@@ -647,21 +646,21 @@ def test_a_reset_before_it_has_begun(tmp_path: Path) -> None:
         broker.send(space.order(b"1"), (space.fd,))
         broker.send(space.put(0, [(b"k", 0, space.store(0, b"k"))]))
         broker.send(NewSalt(namespace=space.name, salt=b"2"))
-        assert broker.wait_for(Done).outcomes.tolist() == [GONE]
+        assert broker.wait_for(BatchResult).outcomes.tolist() == [GONE]
         hang.unlink()
-        assert broker.wait_for(SpaceOpened).salt == b"2"
-        assert broker.wait_for(Held).salt == b"2"
+        assert broker.wait_for(NamespaceOpened).salt == b"2"
+        assert broker.wait_for(ScanResult).salt == b"2"
         assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
 
 
 def test_long_descriptions_are_bounded() -> None:
     """Descriptions beyond what an answer holds are left out; the chunks are there."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
 
     def enlarge(chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             said = unseal(chunk.head, chunk.space, chunk.key)
-            chunk.head = seal(chunk.space, chunk.key, said.coverage, said.check, bytes(400_000))
+            chunk.head = seal(chunk.space, chunk.key, said.coverage, said.checksum, bytes(400_000))
 
     tier.after_get = enlarge
     with FakeBroker(tier) as broker:
@@ -684,7 +683,7 @@ def test_stopping() -> None:
         def close(self) -> None:
             closed.set()
 
-    tier = Closing(Options("", {}))
+    tier = Closing(BackendOptions("", {}))
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def hold() -> None:
@@ -701,11 +700,11 @@ def test_stopping() -> None:
         for _ in range(tier.threads - 1):
             inside.acquire()
         broker.send(StopTier())
-        late = [broker.wait_for(Done).outcomes.tolist() for _ in range(6 - tier.threads + 1)]
+        late = [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(6 - tier.threads + 1)]
         assert late == [[Outcome.LATE]] * len(late)
         go_on.set()
         broker.join()
-        ends = [broker.wait_for(Done).outcomes.tolist() for _ in range(tier.threads - 1)]
+        ends = [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(tier.threads - 1)]
         assert ends == [[OK]] * len(ends)
         assert closed.is_set()
 
@@ -735,7 +734,7 @@ def test_capacity_is_asked_elsewhere() -> None:
                 go_on.wait()
             return super().capacity()
 
-    tier = Slow(Options("", {}))
+    tier = Slow(BackendOptions("", {}))
     with FakeBroker(tier) as broker:
         tier.slow = True
         assert broker.pong().chunks == 0

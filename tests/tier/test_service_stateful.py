@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Options
+from kvd.tier.contract import BackendOptions
 from kvd.wire.tiering import (
-    Ask,
-    CloseSpace,
-    Done,
+    BatchResult,
+    CloseNamespace,
     Drop,
-    Gone,
-    Held,
+    Lookup,
+    NamespaceOpened,
     NewSalt,
-    SpaceOpened,
+    RemovedChunks,
+    ScanResult,
     StopTier,
 )
 from kvd_proto.directory import SlotState
@@ -63,7 +63,9 @@ class Service(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.hang = Path(self.folder.name) / "hang"
         options = {"size": str(ROOM), "corrupt": self.corrupt, "fail": self.fail}
-        tier = MemoryTier.open(Options("", options | {"hang": str(self.hang)}), memoryview(b""))
+        tier = MemoryTier.open(
+            BackendOptions("", options | {"hang": str(self.hang)}), memoryview(b"")
+        )
         tier.batch_bytes = 2 * sum(SHARES)
         self.tier = tier
         self.broker = FakeBroker(tier).__enter__()
@@ -82,7 +84,7 @@ class Service(RuleBasedStateMachine):
     def wait_for_tidiness(self) -> None:
         """Until all that the backend dropped was told, and nothing is left to do."""
         eventually(lambda: self.broker.pong().chunks, lambda n: n == self.tier.capacity().chunks)
-        for message in [each for each in self.broker.others if isinstance(each, Gone)]:
+        for message in [each for each in self.broker.others if isinstance(each, RemovedChunks)]:
             self.broker.others.remove(message)
             where = [space.name for space in self.broker.spaces].index(message.namespace)
             self.held[where] -= set(message.keys)
@@ -147,7 +149,7 @@ class Service(RuleBasedStateMachine):
     def ask(self, where: int, keys: list[bytes]) -> None:
         """What is held is there."""
         self.number += 1
-        order = Ask(
+        order = Lookup(
             number=self.number,
             namespace=self.space(where).name,
             keys=tuple(keys),
@@ -180,9 +182,11 @@ class Service(RuleBasedStateMachine):
         """A namespace that is opened again has its salt, and a scan tells all that is held."""
         space = self.space(where)
         self.broker.pong()
-        self.broker.send(CloseSpace(namespace=space.name))
+        self.broker.send(CloseNamespace(namespace=space.name))
         self.broker.pong()
-        resets = [each for each in self.broker.others if isinstance(each, SpaceOpened | Held)]
+        resets = [
+            each for each in self.broker.others if isinstance(each, NamespaceOpened | ScanResult)
+        ]
         for message in resets:
             self.broker.others.remove(message)
         assert space.open(self.salts[where] if known else b"") == self.salts[where]
@@ -210,7 +214,7 @@ class Service(RuleBasedStateMachine):
         self.broker.pong()
         self.hang.unlink()
         for _ in orders:
-            assert OK not in self.broker.wait_for(Done).outcomes.tolist()
+            assert OK not in self.broker.wait_for(BatchResult).outcomes.tolist()
 
     @rule(where=WHERE, slot=SLOT, key=KEY)
     def late(self, where: int, slot: int, key: bytes) -> None:
@@ -229,7 +233,7 @@ class Service(RuleBasedStateMachine):
         """Nothing waits when nothing is under way, and no answer is left over."""
         pong = self.broker.pong()
         assert (pong.busy, pong.queued_bytes) == (0, 0)
-        assert not [each for each in self.broker.others if isinstance(each, Done)]
+        assert not [each for each in self.broker.others if isinstance(each, BatchResult)]
 
     def teardown(self) -> None:
         """End the service."""

@@ -68,8 +68,8 @@ def received(server: Server) -> Received:
     """The next message."""
     for _ in range(1000):
         assert wait(server)
-        server.look()
-        if (message := server.take()) is not None:
+        server.handle_events()
+        if (message := server.next_request()) is not None:
             return message
     raise AssertionError(server)
 
@@ -78,8 +78,8 @@ def until(server: Server, true: Callable[[], bool]) -> None:
     """Serve, without answers, until this holds."""
     while not true():
         assert wait(server), server
-        server.look()
-        assert server.take() is None
+        server.handle_events()
+        assert server.next_request() is None
 
 
 def unfinished(nbytes: int, sent: int) -> bytes:
@@ -108,9 +108,9 @@ def test_a_loop_that_waits_for_other_things_too_hands_over_what_is_ready(
     while message is None:
         ready = dict(epoll.poll(PATIENCE))
         assert ready
-        server.look(ready)
+        server.handle_events(ready)
         assert ready.keys() <= {reading}
-        message = server.take()
+        message = server.next_request()
     assert message[1:] == (b"x", ())
     server.close()
     assert dict(epoll.poll(PATIENCE)) == {reading: select.EPOLLIN}
@@ -165,7 +165,7 @@ def test_a_client_that_reads_no_replies_is_not_read(make: Make, connect: Connect
     while not server.pending:  # it reads now, and is heard again
         if deaf.channel.receive() is None and not deaf.channel.more:
             assert wait(server)
-        server.look()
+        server.handle_events()
     assert received(server)[1] == b"ask"
 
 
@@ -174,7 +174,7 @@ def test_many_new_connections_take_a_bounded_turn(make: Make, connect: Connect) 
     server = make()
     for _ in range(3 * AT_ONCE):
         connect()
-    server.look()
+    server.handle_events()
     assert len(server) == AT_ONCE
     until(server, lambda: len(server) == 3 * AT_ONCE)
 
@@ -205,8 +205,8 @@ def push(server: Server, sock: socket.socket, data: bytes) -> None:
             pass
         except (BrokenPipeError, ConnectionResetError):
             return
-        server.look()
-        assert server.take() is None
+        server.handle_events()
+        assert server.next_request() is None
         assert server.kept_bytes <= 3 * MIB
 
 
@@ -266,7 +266,7 @@ def test_many_connections_of_a_process_displace_its_own(
     with crowd_of_another_process(tmp_path / "socket", 20):
         while server.limits["connections"] < 16:  # of 21 five stay
             assert wait(server)
-            server.look()
+            server.handle_events()
         assert received(server)[1] == b"said before the crowd came"
         assert is_served(server, first)
 
@@ -296,12 +296,12 @@ def test_without_descriptors_new_connections_are_refused_and_none_is_displaced(
     server, first = make(), connect()
     first.send(b"early")
     assert wait(server)
-    server.look()
+    server.handle_events()
     with socket.socket(socket.AF_UNIX) as second:
         second.settimeout(PATIENCE)
         with few_descriptors():
             second.connect(str(tmp_path / "socket"))
-            server.look()
+            server.handle_events()
         assert server.limits["open_files"] == 1
         assert second.recv(1) == b""
     assert received(server)[1] == b"early"
@@ -334,8 +334,8 @@ def test_descriptors_wait_for_the_rest_of_their_message_for_a_while_only(
     slow.send_bytes(unfinished(1000, 0), [fd])
     while not server.ended:
         wait(server, 0.02)
-        server.look()
-        assert server.take() is None
+        server.handle_events()
+        assert server.next_request() is None
     assert "not the rest of their message" in str(slow.error_at_the_end())
     assert open_on(fd) == {fd}
     os.close(fd)
@@ -436,8 +436,8 @@ def _silence(server: Server, path: Path) -> tuple[float, bool]:
             end = time.monotonic() + 1.2 * TIMEOUT_MS / 1000
             while time.monotonic() < end:
                 wait(server, 0.01)
-                server.look()
-                assert server.take() is None
+                server.handle_events()
+                assert server.next_request() is None
                 longest, looked = max(longest, time.monotonic() - looked), time.monotonic()
             dealer.send(b"after")
             assert received(server)[1] == b"after"
@@ -452,18 +452,18 @@ def test_a_flood_of_pings_is_answered_and_delays_no_message(make: Make, connect:
     flood.send_bytes(PING * 5000)
     while not server.pending:
         assert wait(server)
-        server.look()
+        server.handle_events()
     quiet.send(b"quiet")
     turns = 0
-    while (message := server.take()) is None:
+    while (message := server.next_request()) is None:
         turns += 1
-        server.look()
+        server.handle_events()
     assert message[1] == b"quiet"
     assert turns < 10  # of the 79 turns that the flood takes
     heard, end = b"", time.monotonic() + PATIENCE
     while heard.count(PONG) < 5000 and time.monotonic() < end:
-        server.look()
-        server.take()
+        server.handle_events()
+        server.next_request()
         with contextlib.suppress(BlockingIOError):
             heard += flood.sock.recv(MIB)
     assert heard.count(PONG) == 5000
@@ -508,8 +508,8 @@ def test_a_descriptor_that_is_never_closed_holds_up_no_other_client(
         hostile.close()
         while not server.ended:
             assert wait(server)
-            server.look()
-            if (message := server.take()) is not None:
+            server.handle_events()
+            if (message := server.next_request()) is not None:
                 server.closer.close(message[2], os.getuid())
         other.send(b"served")
         assert received(server)[1] == b"served"

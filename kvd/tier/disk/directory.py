@@ -21,9 +21,9 @@ from pathlib import Path
 from zlib import crc32
 
 from kvd.errors import ConfigError, TierError
-from kvd.machine.files import danger
-from kvd.machine.room import Shortage, written_size
-from kvd.tier.contract import Options
+from kvd.machine.memory import Shortage, size_as_setting
+from kvd.machine.process import mode_problem
+from kvd.tier.contract import BackendOptions
 from kvd_proto.errors import SizeError
 from kvd_proto.text import format_size, parse_size
 
@@ -65,7 +65,7 @@ class DiskOptions:
     threads: int
 
     @classmethod
-    def parse(cls, options: Options) -> "DiskOptions":
+    def parse(cls, options: BackendOptions) -> "DiskOptions":
         """Parse the operator's options.
 
         Raises:
@@ -117,7 +117,7 @@ class DiskOptions:
             f" {format_size(filesystem_bytes)}, {format_size(free)} are free and"
             f" {format_size(held)} the tier's own, of which {format_size(floor)} are left to others"
             " (floor)",
-            f"give size={written_size(largest)} at most, or make room",
+            f"give size={size_as_setting(largest)} at most, or make room",
         )
 
 
@@ -341,7 +341,7 @@ def _is_kvds(name: str) -> bool:
 def _open(path: Path) -> int:
     """Open the directory; create its last part only, so as not to write below a missing mount."""
     parent = path.parent
-    problem = danger(parent, parent.stat().st_mode)
+    problem = mode_problem(parent, parent.stat().st_mode)
     if problem:
         raise TierError(f"disk:{path}: its directory {parent}: {problem}")
     with contextlib.suppress(FileExistsError):
