@@ -349,7 +349,7 @@ class Namespaces:
         namespace.table.space.active = not namespace.temporary
 
     def detach_engine(self, namespace: Namespace) -> None:
-        """Count an engine that left; after the last one chunks stay until others take their slots."""
+        """Count an engine that left; after the last one chunks stay until others need the pool."""
         namespace.engines -= 1
         namespace.table.space.active = namespace.engines > 0 and not namespace.temporary
 
