@@ -150,7 +150,7 @@ class TierTable(TierTableView):
     def _walk(self, key: bytes, hash32: int) -> tuple[int, int]:
         """Return the word index of the key's entry, perhaps an old one, and of a spare place.
 
-        A spare place is empty or has an old entry; it is the first from the key's home on. -1: none.
+        A spare place is empty or has an old entry; the first from the key's home on. -1: none.
         """
         words, epoch, same = self._words, self._epoch[0], hash32 << 32 | len(key) << 16
         at, spare = (hash32 & self._mask) * WORDS, -1

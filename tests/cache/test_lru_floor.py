@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cache.adaptive import PARTS, AdaptivePolicy, LruContents, LruFloor
+from kvd.cache.adaptive import NUM_INTERVALS, AdaptivePolicy, LruContents, LruFloor
 from kvd.cache.ghosts import Ghosts
 from kvd.errors import IntegrityError
 
@@ -36,9 +36,9 @@ def test_a_large_pool_takes_few_parts() -> None:
     for turn in range(2 * slots):
         contents.touch(None, 1, float(turn))
         contents.shrink(slots)
-    assert len(contents._begins) <= 2 * PARTS
-    assert contents.touch(1.0 * slots - 2 * slots / PARTS, 1, 2.0 * slots) == 0
-    assert contents.touch(1.0 * slots + 2 * slots / PARTS, 1, 2.0 * slots) == 1
+    assert len(contents._begins) <= 2 * NUM_INTERVALS
+    assert contents.touch(1.0 * slots - 2 * slots / NUM_INTERVALS, 1, 2.0 * slots) == 0
+    assert contents.touch(1.0 * slots + 2 * slots / NUM_INTERVALS, 1, 2.0 * slots) == 1
 
 
 def test_chunks_that_are_touched_again_and_again_take_few_parts() -> None:
@@ -50,7 +50,7 @@ def test_chunks_that_are_touched_again_and_again_take_few_parts() -> None:
         assert contents.touch(last, 8, float(turn)) == 8
         contents.touch(0.0, 1, turn + 0.5)
         contents.shrink(slots)
-        assert len(contents._begins) <= 2 * PARTS
+        assert len(contents._begins) <= 2 * NUM_INTERVALS
     contents.check_integrity()
 
 
