@@ -148,4 +148,4 @@ def test_chunks_of_before_a_restart_lead_nowhere() -> None:
     policy = EarlyPolicy(8, b"%d".__mod__, Ghosts(16))
     policy.restore(np.arange(6), np.zeros(6))
     policy.use_all(range(6), 1.0)
-    assert "leads by 0 of" in repr(policy._floor)
+    assert policy._floor._lead == 0
