@@ -124,7 +124,7 @@ class LruFloor:
     """In requests: older ones weigh less than 1 / e."""
     allowance = 3
     """LRU takes over when the policy lags behind it by the chunks of so many requests."""
-    rest, longest_rest = 250, 32_000
+    min_lru_requests, max_lru_requests = 250, 32_000
     """LRU then decides for so many requests; four times as many each time, until the learned policy
     has stayed in charge for four windows."""
 
@@ -133,7 +133,7 @@ class LruFloor:
         self._lru = LruContents()
         self._until = first  # LRU decides until this request
         self._since = 0  # the learned policy decides since this request
-        self._rest = self.rest
+        self._lru_requests = self.min_lru_requests
         self._requests = 0
         self._window_requests = 0.0
         self._touched = self._lead = 0.0  # chunks in the window; hits in the pool less LRU's
@@ -164,10 +164,10 @@ class LruFloor:
         # lead < -allowance * (touched / requests), without a division
         loss = -self._lead * self._window_requests
         if loss > self.allowance * self._touched:
-            self.lru_decides, self._until = True, self._requests + self._rest
-            self._rest = min(4 * self._rest, self.longest_rest)
+            self.lru_decides, self._until = True, self._requests + self._lru_requests
+            self._lru_requests = min(4 * self._lru_requests, self.max_lru_requests)
         elif self._requests - self._since > 4 * self.window and self._lead >= 0:
-            self._rest = self.rest
+            self._lru_requests = self.min_lru_requests
         decay = 1 - 1 / self.window
         self._window_requests *= decay
         self._touched *= decay

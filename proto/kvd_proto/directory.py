@@ -322,9 +322,9 @@ class DirectoryView:
         if not 0 < size <= KEY_BYTES:
             return -1
         hash32 = crc32(key)
-        index, mask, left = self._index, self._mask, self._limit
+        index, mask, probes_left = self._index, self._mask, self._limit
         i = hash32 & mask
-        while left and (entry := index[i]):
+        while probes_left and (entry := index[i]):
             if entry >> 32 == hash32:
                 base: int = ((entry & SLOT_MASK) - 1) * RECORD_BYTES
                 if base < self._records_bytes:
@@ -336,7 +336,7 @@ class DirectoryView:
                         and generation > self._floor[0]
                     ):
                         return base // RECORD_BYTES
-            left -= 1
+            probes_left -= 1
             i = (i + 1) & mask
         return -1
 
@@ -351,9 +351,9 @@ class DirectoryView:
         if not 0 < size <= KEY_BYTES:
             return _MISS
         hash32 = crc32(key)
-        index, mask, left = self._index, self._mask, self._limit
+        index, mask, probes_left = self._index, self._mask, self._limit
         i = hash32 & mask
-        while left and (entry := index[i]):
+        while probes_left and (entry := index[i]):
             if entry >> 32 == hash32:
                 base = ((entry & SLOT_MASK) - 1) * RECORD_BYTES
                 if base < self._records_bytes:
@@ -366,7 +366,7 @@ class DirectoryView:
                             return _HIT if begin <= first and end <= begin + num_blocks else _MISS
                         if state == _WRITING:
                             return _HIT_PENDING
-            left -= 1
+            probes_left -= 1
             i = (i + 1) & mask
         return _MISS
 
@@ -384,9 +384,9 @@ class DirectoryView:
         if not 0 < size <= KEY_BYTES:
             return None
         hash32 = crc32(key)
-        index, mask, left = self._index, self._mask, self._limit
+        index, mask, probes_left = self._index, self._mask, self._limit
         i = hash32 & mask
-        while left and (index_entry := index[i]):
+        while probes_left and (index_entry := index[i]):
             if index_entry >> 32 == hash32:
                 slot = (index_entry & SLOT_MASK) - 1
                 base = slot * RECORD_BYTES
@@ -401,7 +401,7 @@ class DirectoryView:
                         and generation > self._floor[0]
                     ):
                         return slot, generation, state, first, count
-            left -= 1
+            probes_left -= 1
             i = (i + 1) & mask
         return None
 

@@ -195,7 +195,7 @@ def test_a_fault_that_stays_is_told_after_growing_pauses(monkeypatch: pytest.Mon
     bench.check()
 
 
-@pytest.mark.parametrize("place", [(Tiering, "_publish"), (TierTable, "set_status")])
+@pytest.mark.parametrize("place", [(Tiering, "_publish"), (TierTable, "set_health")])
 def test_a_fault_that_comes_again_while_tiers_begin_anew(
     place: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

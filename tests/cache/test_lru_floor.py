@@ -92,11 +92,13 @@ def test_at_first_lru_decides() -> None:
 def test_where_lru_would_find_more_it_decides() -> None:
     """Three requests' worth of chunks is what is lost each time; LRU decides ever longer."""
     requests = Requests(LruFloor(0))
-    first, again, second, at_last = requests.serve(70 + 5 * LruFloor.rest, policy=4, lru=5)
+    first, again, second, at_last = requests.serve(
+        70 + 5 * LruFloor.min_lru_requests, policy=4, lru=5
+    )
     assert 30 <= first <= 33
-    assert again - first == LruFloor.rest
+    assert again - first == LruFloor.min_lru_requests
     assert 30 <= second - again <= 33
-    assert at_last - second == 4 * LruFloor.rest
+    assert at_last - second == 4 * LruFloor.min_lru_requests
 
 
 def test_a_small_lead_of_lru_is_borne() -> None:
@@ -110,10 +112,10 @@ def test_a_small_lead_of_lru_is_borne() -> None:
 def test_what_has_held_for_long_is_tried_again_soon() -> None:
     """After four windows without a loss LRU decides as shortly as the first time."""
     requests = Requests(LruFloor(0))
-    first, again = requests.serve(33 + LruFloor.rest, policy=4, lru=5)[:2]
+    first, again = requests.serve(33 + LruFloor.min_lru_requests, policy=4, lru=5)[:2]
     assert requests.serve(5 * LruFloor.window, policy=6, lru=5) == []
-    second, at_last = requests.serve(1000 + LruFloor.rest, policy=2, lru=5)[:2]
-    assert again - first == at_last - second == LruFloor.rest
+    second, at_last = requests.serve(1000 + LruFloor.min_lru_requests, policy=2, lru=5)[:2]
+    assert again - first == at_last - second == LruFloor.min_lru_requests
 
 
 def test_a_count_that_cannot_be_is_noticed() -> None:
