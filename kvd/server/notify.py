@@ -88,7 +88,9 @@ class Notifier:
             self._said_ready = False
         self._reloading = reloading
         if self.due(now) and not self._waiting:
-            progress = None if state.pool_usable else float(state.allocated + state.pinned_bytes)
+            progress = (
+                None if state.pool_usable else float(state.allocated_bytes + state.pinned_bytes)
+            )
             self._say(self.lines(now, _standing(state, now), progress))
         self._flush()
 

@@ -73,7 +73,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "orders of gets": (Promotion, "_get_all"),
     "orders of puts": (Demotion, "_put"),
     "a look": (Tiering, "_check_liveness"),
-    "namespaces": (Tiering, "_update_spaces"),
+    "namespaces": (Tiering, "_update_namespaces"),
     "a scan": (Tiering, "_apply_scan"),
     "an end": (Promotion, "give_up"),
 }
