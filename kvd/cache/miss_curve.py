@@ -378,9 +378,9 @@ def _root(bucket: Bucket) -> Bucket:
     return bucket
 
 
-def _merge(one: Bucket, other: Bucket) -> Bucket:
-    """Merge the bucket of fewer keys into the other one, so that chains stay short."""
-    small, large = (one, other) if one.num_keys <= other.num_keys else (other, one)
+def _merge(first: Bucket, second: Bucket) -> Bucket:
+    """Merge the bucket of fewer keys into the other, so that chains stay short; returns that."""
+    small, large = (first, second) if first.num_keys <= second.num_keys else (second, first)
     small.merged_into = large
     large.num_keys += small.num_keys
     small.num_keys = 0

@@ -65,9 +65,9 @@ class Descriptions:
 
 
 MAX_LENT_AT_ONCE = 1024  # slots: one or two milliseconds
-PARTS = 4  # an engine has other namespaces' chunks evicted for 1/4 of its share at most
-PARTS_ALONE, PARTS_OF_SEVERAL = 4, 32
-"""Loans ahead of need: 1/4 of its share for an engine alone, 1/32 for one of several."""
+MAX_TAKEN = 1 / 4  # of an engine's share: loans for which other namespaces' chunks are evicted
+MAX_AHEAD_ALONE, MAX_AHEAD_OF_SEVERAL = 1 / 4, 1 / 32
+"""Loans ahead of need, as a part of its share: of an engine alone, and of one of several."""
 
 
 class Lending:
@@ -88,14 +88,14 @@ class Lending:
         """Return how many slots each of `engines` engines may have on loan."""
         return max(1, self._slots.space.geometry.num_slots // engines)
 
-    def most_ahead(self, engines: int) -> int:
+    def max_ahead(self, engines: int) -> int:
         """Return how many slots each of `engines` engines may have on loan ahead of need.
 
         A single engine uses its loans in the order of eviction. Chunks on loan to one of several
         engines are not evicted for the others, so each gets few.
         """
-        parts = PARTS_ALONE if engines == 1 else PARTS_OF_SEVERAL
-        return max(1, self.share(engines) // parts)
+        part = MAX_AHEAD_ALONE if engines == 1 else MAX_AHEAD_OF_SEVERAL
+        return max(1, int(self.share(engines) * part))
 
     def lend(
         self,
@@ -129,11 +129,11 @@ class Lending:
         slots = space.take(need, usable)
         if usable is None:
             if evict:
-                part = max(1, self.share(engines) // PARTS)
-                more = min(need, part - self._slots.loans.count(owner)) - len(slots)
-                if more > 0:
-                    self._pool.acquire(space, more)
-                    slots += space.take(more)
+                max_taken = max(1, int(self.share(engines) * MAX_TAKEN))
+                num_more = min(need, max_taken - self._slots.loans.count(owner)) - len(slots)
+                if num_more > 0:
+                    self._pool.acquire(space, num_more)
+                    slots += space.take(num_more)
             slots += self._slots.reserve(need - len(slots), now)
         return slots, self._slots.lend(slots, owner, now)
 
