@@ -397,11 +397,8 @@ class Namespaces:
         for namespace in self.closable():
             space = namespace.table.space
             group = self.pool.quotas.of(space)
-            if (
-                group is None
-                or not space.num_extents
-                or group.num_extents - space.num_extents >= group.floor
-            ):
+            owned = space.num_extents
+            if group is None or not owned or group.num_extents - owned >= group.floor:
                 self.close(namespace)
                 return
 

@@ -39,12 +39,6 @@ class Slots:
     """The slots of one namespace.
 
     Attributes:
-        directory: records every state.
-        policy: of eviction; orders WRITING and READY slots.
-        space: allocates and frees slots.
-        counts: of the namespace's chunks.
-        leases: of loads, which pin READY slots.
-        loans: to schedulers.
         tickets: WRITING slot -> deadline.
         filling: WRITING slot that a tier fills -> name of the tier's process.
         forgotten: number of READY slots whose chunks a reset has dropped.

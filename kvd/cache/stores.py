@@ -218,15 +218,8 @@ class Stores:
           The loan ends, and the slot keeps its chunk;
         - the index has no place for the key: the same.
 
-        Args:
-            keys: of the chunks.
-            slots: one for each key.
-            generations: under which the slots were lent.
-            owner: the scheduler's session.
-            now: seconds.
-            blocks: the blocks of each chunk that are written; empty: all.
-            seconds: stores that are not READY by then are given up.
-            descriptions: for each key, empty for none; or no items.
+        `blocks` are written of each chunk; no items: all of all chunks. Stores that are not READY
+        within `seconds` are given up. `descriptions`: empty for none; or no items.
         """
         self._uses.set_time(now)
         directory, counts, loans = self._directory, self._counts, self._slots.loans

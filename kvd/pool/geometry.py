@@ -231,15 +231,12 @@ class PoolSpace:
     `kvd.pool.pool.Pool` opens and closes columns.
 
     Attributes:
-        tenant: the namespace.
-        geometry: its grid.
         number: of the space, in the order in which spaces joined the pool.
         model: whose quota applies; empty: none.
         active: engines are attached, so the namespace has a fair share of the pool.
         num_extents: that the space owns; updated by the pool.
         exhausted_at, capped_at: the pool's change number when it last had no unowned column for the
             space, or none below the quota's cap; -1: never.
-        free_slots: number of free slots in claimed columns.
         column_extents: for each column the extents that it touches.
         columns_at: for each extent the columns that touch it.
         required_fill: for each column, how many bytes of the pool must be filled to use it.

@@ -260,12 +260,10 @@ class Pool:
             if choice is None:
                 return
             column, victims = choice
-            if not evict and any(
-                other_column not in other.empty for other, other_column in victims
-            ):
+            if not evict and any(taken not in other.empty for other, taken in victims):
                 return
-            for other, other_column in victims:
-                self._evict_column(other, other_column)
+            for other, taken in victims:
+                self._evict_column(other, taken)
             self._claim(space, column)
             self._claim_unowned(space, slots, usable)
 
@@ -323,15 +321,11 @@ class Pool:
             if group is not None and gain - losses[space.model] > num_left:
                 continue
             fits_cap = True
-            if any(other_column in busy[other] for other, other_column in victims):
+            if any(taken in busy[other] for other, taken in victims):
                 continue
             if not all(each.may_lose(losses[each.model], space) for each in quotas):
                 continue
-            with_chunks = [
-                (other, other_column)
-                for other, other_column in victims
-                if other_column not in other.empty
-            ]
+            with_chunks = [(other, taken) for other, taken in victims if taken not in other.empty]
             from_poor = any(other not in rich for other, _ in with_chunks)
             if (
                 with_chunks
@@ -340,9 +334,7 @@ class Pool:
                 and (space.num_extents + gain > fair_share or from_poor)
             ):
                 continue
-            last_use = max(
-                (last_uses[other][other_column] for other, other_column in with_chunks), default=0
-            )
+            last_use = max((last_uses[other][taken] for other, taken in with_chunks), default=0)
             cost = (bool(with_chunks), from_poor and below_floor, last_use, len(victims))
             if best is None or cost < best[0]:
                 best = (cost, column, victims)
@@ -389,9 +381,9 @@ class Pool:
         for extent in space.column_extents[column]:
             other = self._owner[extent]
             if other is not None and other is not space:
-                for other_column in other.columns_at[extent]:
-                    if other_column in other:
-                        columns[other, other_column] = None
+                for taken in other.columns_at[extent]:
+                    if taken in other:
+                        columns[other, taken] = None
         return list(columns)
 
     def _claim(self, space: PoolSpace, column: int) -> None:

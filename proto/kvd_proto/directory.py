@@ -88,16 +88,8 @@ class DirectoryHeader:
     ) -> Self:
         """Return the header of a new directory.
 
-        The index capacity is the power of two that keeps its load at 0.75 or less.
-
-        Args:
-            num_slots: of the directory.
-            namespace: its id, 16 bytes.
-            boot_id: of the daemon, 16 bytes.
-            blocks_per_chunk: of a whole chunk.
-            changes: capacity of the ring, a power of two.
-            tier_capacity: homes in the tier table, a power of two; 0 without tiers.
-            num_tiers: of the daemon.
+        Ids have 16 bytes. `changes`, the ring's capacity, and `tier_capacity`, the homes of the
+        tier table, are powers of two. The index gets the power of two for a load of 0.75 or less.
 
         Raises:
             DirectoryError: a count is out of range, or an id has not 16 bytes.
