@@ -53,10 +53,7 @@ NUM_INTERVALS = 256  # for a full pool; there are at most twice as many
 
 
 class LruContents:
-    """The contents of an LRU cache: the number of chunks by interval of their last touch.
-
-    Times never go back.
-    """
+    """How many chunks LRU would hold, by interval of their last touch. Times never go back."""
 
     def __init__(self) -> None:
         self._begins: list[float] = []  # of intervals, oldest first; each ends at the next begin
@@ -64,11 +61,7 @@ class LruContents:
         self._total = 0
 
     def touch(self, last: float | None, count: int, now: float) -> int:
-        """Touch `count` chunks, all of them last touched at `last`, or never.
-
-        Returns:
-            How many of them LRU would find.
-        """
+        """Touch `count` chunks, last touched at `last` or never; how many LRU would find."""
         interval = -1 if last is None else bisect_right(self._begins, last) - 1
         hits = min(count, self._counts[interval]) if interval >= 0 else 0
         if hits:

@@ -211,11 +211,7 @@ class ChunkTable:
         return not self.slots.forgotten and (tiers is None or tiers.is_swept)
 
     def remove(self, first: int, count: int, unused_for: float) -> int:
-        """Drop chunks in `count` slots from `first` on that are unpinned and unused for so long.
-
-        Returns:
-            How many were dropped.
-        """
+        """Drop unpinned chunks in `count` slots from `first` on, unused for so long; how many."""
         pins, policy = self.slots.leases.pins, self.slots.policy
         ready = self.directory.slots_in(SlotState.READY, first, count)
         slots = [slot for slot in ready if slot in policy and slot not in pins]

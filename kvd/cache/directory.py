@@ -170,11 +170,7 @@ class DirectoryWriter(DirectoryView):
         return first, count
 
     def lend(self, slots: Sequence[int]) -> list[int]:
-        """Mark FREE or READY slots as on loan.
-
-        Returns:
-            The generation of each slot once it is given to a key.
-        """
+        """Mark FREE or READY slots as on loan, and return their generations once given to keys."""
         quarters, generations = self._quarters, self._next_generations(len(slots))
         for slot, generation in zip(slots, generations, strict=True):
             quarters[slot * _QUARTERS + _LOAN] = loan_number(generation)

@@ -61,15 +61,12 @@ class SlotLists:
         return sum(self._sizes)
 
     def append_all(self, slots: Iterable[int], into: Iterable[int], stamp: int) -> None:
-        """Append slots to the hot ends of lists.
+        """Append slots that are in no list, or IntegrityError, to the hot ends of lists.
 
         Args:
-            slots: in no list, the hottest last.
+            slots: the hottest last.
             into: the list of each; may be longer.
             stamp: of the first slot, above all stamps so far; the others' count up from it.
-
-        Raises:
-            IntegrityError: a slot is in a list.
         """
         following, before, where, shift = self._next, self._prev, self._where, self._lists
         stamps, sizes = self._stamps, self._sizes
@@ -88,12 +85,9 @@ class SlotLists:
             stamp += 1
 
     def move_all(self, slots: Iterable[int], into: Sequence[int], stamp: int) -> None:
-        """Move each slot from its list i to the hot end of list into[i].
+        """Move each slot from its list i, or IntegrityError, to the hot end of list into[i].
 
         The hottest slot comes last. Stamps count up from `stamp`, above all stamps so far.
-
-        Raises:
-            IntegrityError: a slot is in no list.
         """
         following, before, where, shift = self._next, self._prev, self._where, self._lists
         stamps, sizes = self._stamps, self._sizes
@@ -170,11 +164,7 @@ class SlotLists:
         self._sizes[which] += len(slots)
 
     def remove(self, slot: int) -> int:
-        """Remove a slot from its list, and return the list's number. The slot keeps its stamp.
-
-        Raises:
-            IntegrityError: it is in no list.
-        """
+        """Remove a slot, which keeps its stamp, from its list, and return the list's number."""
         which = self._where[slot]
         if not which:
             raise IntegrityError(f"slot {slot} is in no list")

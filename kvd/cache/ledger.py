@@ -123,15 +123,12 @@ def ledger_bytes(num_slots: int) -> int:
 
 
 class Ledger:
-    """Reads and writes the ledger of a namespace.
+    """Reads and writes the ledger of a namespace; `stamps` are written by others.
 
     Args:
         buffer: the ledger's memory.
         trailer: of the pool with its chunks' bytes.
 
-    Attributes:
-        description: of the namespace.
-        stamps: of the last use of each slot's chunk, in microseconds; other code writes them.
 
     Raises:
         LedgerDamaged: it is no ledger of this version, or is older or newer than the pool.

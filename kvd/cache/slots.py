@@ -65,11 +65,7 @@ class Slots:
         self._sweep_at = 0  # the slot from which `take_forgotten` continues
 
     def lend(self, slots: Sequence[int], owner: int, now: float) -> list[int]:
-        """Lend FREE slots taken from the space, and READY slots reserved by the policy.
-
-        Returns:
-            The generation of each slot once it is given to a key.
-        """
+        """Lend FREE slots of the space and reserved READY slots; returns their generations."""
         generations = self.directory.lend(slots)
         self.loans.lend(owner, slots, generations, now)
         return generations
@@ -220,11 +216,7 @@ class Slots:
         return [slot for slot in below_floor if slot not in self._doomed]
 
     def free_or_doom(self, slots: list[int]) -> tuple[int, int]:
-        """READY -> FREE, or doomed if pinned, for slots that the policy does not list any more.
-
-        Returns:
-            The number of each.
-        """
+        """`drop` for slots that the policy does not list any more."""
         pins = self.leases.pins
         pinned = [slot for slot in slots if slot in pins]
         unpinned = [slot for slot in slots if slot not in pins] if pinned else slots

@@ -262,10 +262,8 @@ class Loads:
     def refresh(self, keys: Sequence[bytes], now: float, label: Label = Label.NONE) -> int:
         """Refresh the chunks of a request that has finished; `keys`: a prompt's head first.
 
-        READY and WRITING chunks become the most recently used. Their loans end.
-
-        Returns:
-            The number of these chunks, each counted once.
+        READY and WRITING chunks become the most recently used, and their loans end. Returns their
+        number.
         """
         slots = self._find(keys)
         self._slots.end_loans(slots)

@@ -133,11 +133,7 @@ class Expander:
         )
 
     def expand_layers(self, blocks: JobBlocks) -> tuple[Copies, list[int]]:
-        """`expand` layer by layer.
-
-        Returns:
-            The copies, and for each layer the bytes of all layers up to and including it.
-        """
+        """`expand` layer by layer, with the bytes of all layers up to and including each."""
         located = self._locate(blocks, None)
         grids: list[Grid] = []
         ends: list[int] = []
