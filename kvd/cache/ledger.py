@@ -123,7 +123,7 @@ def ledger_bytes(num_slots: int) -> int:
 
 
 class Ledger:
-    """Reads and writes the ledger of a namespace; `stamps` are written by others.
+    """Reads and writes the ledger of a namespace, but for `stamps`, which `ChunkUses` writes.
 
     Args:
         buffer: the ledger's memory.
