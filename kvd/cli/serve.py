@@ -95,9 +95,9 @@ def purge(*, config: Path | None, **options: str | None) -> None:
                 f"{area} belongs to uid {owner}, this is uid {os.geteuid()}; run it as the"
                 f" daemon's user, such as: runuser -u kvd -- {command}"
             )
-        kept = PersistentPool(pool_dir, runtime.path, keeps=False)
-        freed = kept.remove()
-        kept.close()
+        pool = PersistentPool(pool_dir, runtime.path, persistent=False)
+        freed_bytes = pool.remove()
+        pool.close()
     finally:
         runtime.release()
-    click.echo(f"{format_size(freed)} given back")
+    click.echo(f"{format_size(freed_bytes)} given back")

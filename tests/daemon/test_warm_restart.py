@@ -150,7 +150,7 @@ def test_a_new_pool_dir_names_the_pool_that_is_left(
     place = area(first)
     last_line = first.log.read_text().splitlines()[-1]
     assert " with 7 chunks stay in " in last_line
-    assert last_line.endswith(f" in {place} for the next daemon; to free them: {purge} {SHM}")
+    assert last_line.endswith(f" in {place} for the next daemon; to free it: {purge} {SHM}")
 
     second = start_daemon(*KEEP, "--pool-dir", str(tmp_path))
     log = second.wait_log("of memory; to free it: ")

@@ -43,7 +43,7 @@ ONE, OTHER, THIRD = "0000:17:00.0", "0000:65:00.0", "0000:ca:00.0"
         ({ONE: "1"}, "0", range(9), []),
         ({ONE: "-1", OTHER: "", THIRD: "2"}, "0-2", range(9), []),
     ],
-    ids=["no GPU", "one", "three", "bound", "one node", "not known"],
+    ids=["no GPU", "one", "three", "bound", "one node", "unknown"],
 )
 def test_the_nodes_of_gpus_are_those_that_the_kernel_names(
     machine: Path,
@@ -173,7 +173,7 @@ def test_each_part_of_a_pool_is_taken_from_the_node_of_its_gpu(
         ([{0: 1.0}, {1: 1.0}, {1: 0.9, 0: 0.1}], "info", "37 % on node 0, 63 % on node 1"),
         ([{0: 1.0}, {1: 0.7, 2: 0.3}, {1: 1.0}], "warning", "; 10 % of it is on another node"),
         ([{1: 1.0}, {1: 1.0}, {0: 1.0}], "warning", "; 67 % of it is on another node"),
-        ([{}, {}, {}], "info", "not known"),
+        ([{}, {}, {}], "info", "unknown"),
     ],
     ids=["near", "elsewhere", "exchanged", "unknown"],
 )
@@ -194,6 +194,6 @@ def test_it_is_told_where_the_pool_lies(
     assert pool._thread is not None
     pool._thread.join()
     pool.close()
-    assert pool.place is not None
-    assert pool.place.level == level
-    assert says in pool.place.text
+    assert pool.placement is not None
+    assert pool.placement.level == level
+    assert says in pool.placement.text

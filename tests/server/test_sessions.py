@@ -44,7 +44,7 @@ class Rig:
             runtime_dir / "broker.sock",
             self.core,
             self.epoll,
-            self._carry_out,
+            self._execute,
             allowed=AllowList("", ""),
             own=lambda _: False,
         )
@@ -60,7 +60,7 @@ class Rig:
             self.sessions.handle_events(ready)
             self.sessions.serve(0.0)
 
-    def _carry_out(self, effects: list[Effect]) -> None:
+    def _execute(self, effects: list[Effect]) -> None:
         for effect in effects:
             match effect:
                 case Reply():
