@@ -186,7 +186,7 @@ class BrokerService:
             self._poller,
             self._execute,
             allowed=allowed,
-            own=lambda peer: peer.pid == self._http.pid,
+            is_own_process=lambda peer: peer.pid == self._http.pid,
         )
         self._poller.register(self._wake_read, select.EPOLLIN)
 
@@ -243,7 +243,7 @@ class BrokerService:
 
     def _handle_other_events(self, ready: dict[int, int], now: float) -> None:
         """Handle everything that is no request: ready descriptors, timers, children."""
-        self._sessions.count()
+        self._sessions.report_drops()
         if self._wake_read in ready:
             os.read(self._wake_read, 512)
             self._next_tick = 0.0  # a signal, or progress of the pool's allocation
@@ -429,7 +429,7 @@ class BrokerService:
             self._execute(self.core.stop())
             self._drain_deadline = now + self._settings.drain_seconds
             self._stop_deadline = self._drain_deadline + lanes.unpin_seconds
-            self._notifier.stopping(self._stop_deadline - now)
+            self._notifier.notify_stopping(self._stop_deadline - now)
         running = any(lane.running for lane in self._children.lanes.values())
         if not running or self._signals > 1:
             return True
@@ -444,7 +444,7 @@ class BrokerService:
 
     def _shutdown(self) -> None:
         self._http.close()
-        self._notifier.stopping(
+        self._notifier.notify_stopping(
             self.core.supervision.unpin_seconds
         )  # killed lanes still unpin the pool
         self._sessions.close()

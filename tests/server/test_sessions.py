@@ -46,7 +46,7 @@ class Rig:
             self.epoll,
             self._execute,
             allowed=AllowList("", ""),
-            own=lambda _: False,
+            is_own_process=lambda _: False,
         )
 
     def turn(self) -> None:
@@ -184,7 +184,7 @@ def test_descriptors_with_another_message_end_the_session(rig: Rig) -> None:
             error = rig.error_at_the_end(client)
             assert error is not None
             assert error.code is ErrorCode.BAD_MESSAGE
-            assert "no Register" in error.text
+            assert "other than Register" in error.text
         os.close(theirs)
         assert select.select([ours], [], [], PATIENCE)[0], "the daemon has kept the descriptor"
         os.close(ours)
@@ -226,7 +226,7 @@ def test_a_user_whose_closes_are_stuck_gets_no_session(
                 error = rig.error_at_the_end(client)
                 assert error is not None
                 assert error.code is ErrorCode.BAD_LAYOUT
-                assert "descriptor 0 of those that were sent is neither a memory" in error.text
+                assert "descriptor 0 of the message is neither a memory" in error.text
         with rig.connect() as client:
             error = rig.error_at_the_end(client)
             assert error is not None
