@@ -16,9 +16,9 @@ import numpy.typing as npt
 from harness import Daemon, Engine, Figures, Ints, fresh_keys, layout, median
 
 from kvd_client.memory import HostMemory
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.copies import Copies
 from kvd_proto.expand import Expander
+from kvd_proto.jobs import JobBlocks
 
 TENSORS, PAGE, BLOCKS, BLOCKS_PER_CHUNK = 32, 16384, 1024, 4
 NUM_BLOCKS = 2 * BLOCKS + 1  # block 0 is the engine's null block

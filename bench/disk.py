@@ -32,11 +32,11 @@ import numpy as np
 from harness import MIB, Figures, median
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Chunk, Options, Space
+from kvd.tier.batches import checksum_of
+from kvd.tier.contract import BackendOptions, Chunk, Space
 from kvd.tier.disk import DiskTier
 from kvd.tier.disk.slabs import Record, pack_header
-from kvd.tier.seal import check_of
-from kvd_proto.sizes import parse_size
+from kvd_proto.text import parse_size
 
 THREADS = 4
 POOL = 64 * MIB
@@ -131,12 +131,12 @@ class _Side:
     ) -> None:
         self.checked = checked
         self.memory = _memory(huge=huge)
-        options = Options(
+        options = BackendOptions(
             str(folder / "tier"), {"size": str(nbytes), "floor": "1GiB", "threads": "4"}
         )
         self.tier = DiskTier.open(options, self.memory)
         self.space = Space(b"n" * 16, (block,), 256)
-        self.tier.begin(self.space)
+        self.tier.open_space(self.space)
         count = nbytes * 7 // 8 // block // batch * batch  # slabs have tails, too
         self.nbytes = count * block
         self.sets = [
@@ -167,7 +167,7 @@ class _Side:
     def _check(self, batch: list[Chunk]) -> None:
         if self.checked:
             for chunk in batch:
-                check_of(chunk.shares)
+                checksum_of(chunk.shares)
 
     def run(self, which: int, work: Callable[[list[Chunk]], list[Outcome]]) -> Taken:
         """All batches of a set."""
@@ -244,7 +244,7 @@ def measure(folder: Path, nbytes: int, rounds: int) -> Figures:
 def measure_rebuild(folder: Path, count: int) -> Figures:
     """Seconds until a directory of so many records is open; the slabs' bytes are holes."""
     place = folder / "rebuild"
-    options = Options(str(place), {"size": str(count * SLOT_BYTES * 2), "floor": "0"})
+    options = BackendOptions(str(place), {"size": str(count * SLOT_BYTES * 2), "floor": "0"})
     tier = DiskTier.open(options, memoryview(b""))
     tier.close()
     space = Space(b"n" * 16, (3000,), 256)

@@ -23,10 +23,10 @@ from kvd_client.announcer import Announcer
 from kvd_client.memory import HostMemory
 from kvd_client.scheduler import Scheduler
 from kvd_client.worker import Worker
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.changes import change_capacity
 from kvd_proto.descriptions import Description, encode
 from kvd_proto.directory import DirectoryHeader
+from kvd_proto.jobs import JobBlocks
 from kvd_proto.messages import Fingerprint, Store
 
 OUT = Path(__file__).parent / "out" / "events.json"

@@ -15,7 +15,7 @@ import psutil
 from moments import Stages
 from variants import Started, Way
 
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
 
 PROMPT_TOKENS = 1900
 PROMPTS = 2  # of each start
@@ -48,7 +48,7 @@ class Measured:
     cold_answer: list[float] = field(default_factory=list)
     warm: dict[int, list[float]] = field(default_factory=dict)
     asked: int = 0
-    answers: dict[tuple[int, int], Answer] = field(default_factory=dict)
+    answers: dict[tuple[int, int], Completion] = field(default_factory=dict)
     stages: list[Stages] = field(default_factory=list)
     polls: list[int] = field(default_factory=list)
     others: list[float] = field(default_factory=list)
@@ -108,7 +108,7 @@ class Asking:
             measured.stages.append(stages)
             measured.polls.append(polls)
 
-    def _ask_warm(self, prompt: list[int]) -> tuple[int, Answer]:
+    def _ask_warm(self, prompt: list[int]) -> tuple[int, Completion]:
         """The moment in nanoseconds at which it was asked, and the answer."""
         self._settle()
         if self._started.variant.way is not Way.GPU:
@@ -117,7 +117,7 @@ class Asking:
         self._started.moments.skip()
         return time.perf_counter_ns(), self._ask(prompt)
 
-    def _ask(self, prompt: list[int]) -> Answer:
+    def _ask(self, prompt: list[int]) -> Completion:
         (answer,) = self._started.engine.generate([prompt], max_tokens=MAX_TOKENS)
         return answer
 

@@ -12,9 +12,9 @@ import numpy.typing as npt
 from cuda.bindings import __version__ as bindings_version
 from cuda.bindings import driver as bindings
 
-from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.copies import BatchCopy
-from kvd.lane.devices.device import Direction
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.copies import BatchCopy
+from kvd.lane.device import Direction
 from kvd.machine import cuda
 
 Bytes = npt.NDArray[np.uint8]

@@ -8,8 +8,8 @@ import numpy as np
 from gpu_device import Gpu, Piece
 from harness import SECONDS, Engine, Ints, Served, fresh_keys, layout
 
-from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.device import Direction
+from kvd.lane.cuda import driver
+from kvd.lane.device import Direction
 from kvd_client import JobBlocks
 from kvd_client.memory import DeviceMemory
 from kvd_client.tickets import LoadTicket, StoreTicket

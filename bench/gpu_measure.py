@@ -19,7 +19,7 @@ from gpu_engine import GpuEngine, pool_bytes
 from gpu_figures import Samples, Skipped
 from harness import MIB, Daemon, cpu_seconds
 
-from kvd.lane.devices.device import Direction
+from kvd.lane.device import Direction
 
 DIRECTIONS = {
     "store": (Direction.STORE,),

@@ -19,8 +19,8 @@ from gpu_device import Gpu, call
 from gpu_figures import Samples, Skipped, Spread
 from harness import MIB
 
-from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.pinning import PinnedPool
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.pinning import PinnedPool
 from kvd.machine import cuda
 from kvd_client.memory import DeviceMemory
 

@@ -23,8 +23,8 @@ from harness import Daemon, median
 from rich.console import Console
 from rich.table import Table
 
-from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess, kvd_transfer
 from kvd_tools.models import COMMON, LLAMA, write_model
+from kvd_tools.vllm_engine import VllmServer, VllmServerOptions, kvd_transfer
 
 OUT = Path(__file__).parent / "out" / "idle_engine.json"
 MODEL = LLAMA | {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
@@ -62,7 +62,7 @@ def main() -> None:
         model = write_model(place / "model", MODEL)
         busy, *idle = (
             stack.enter_context(
-                EngineProcess(
+                VllmServer(
                     engine_options(model, daemon.runtime_dir, name, place), place / f"{name}.log"
                 )
             )
@@ -97,10 +97,10 @@ def main() -> None:
     console.print(f"written to {OUT}")
 
 
-def engine_options(model: Path, runtime_dir: Path, name: str, place: Path) -> EngineOptions:
+def engine_options(model: Path, runtime_dir: Path, name: str, place: Path) -> VllmServerOptions:
     """Return an engine's options; `QUIET` publishes no events."""
     transfer = kvd_transfer(runtime_dir, required=True) | {"engine_id": name}
-    options = EngineOptions(model, BLOCKS, PROMPT_TOKENS + 32, kv_transfer=transfer)
+    options = VllmServerOptions(model, BLOCKS, PROMPT_TOKENS + 32, kv_transfer=transfer)
     if name == QUIET:
         return options
     config = {
@@ -114,8 +114,8 @@ def engine_options(model: Path, runtime_dir: Path, name: str, place: Path) -> En
 def measure(
     daemon: Daemon,
     name: str,
-    idle: EngineProcess,
-    busy: EngineProcess,
+    idle: VllmServer,
+    busy: VllmServer,
     source: Any,
     *,
     churns: bool,
@@ -134,7 +134,7 @@ def measure(
     return Figures(used / seconds * 1e3, changes, published, after[2] * 1e3)
 
 
-def fill(engine: EngineProcess, source: Any, seconds: float) -> None:
+def fill(engine: VllmServer, source: Any, seconds: float) -> None:
     """Ask new prompts for so long, a few at a time."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -143,7 +143,7 @@ def fill(engine: EngineProcess, source: Any, seconds: float) -> None:
             answer.result()
 
 
-def engine_core(engine: EngineProcess) -> list[psutil.Process]:
+def engine_core(engine: VllmServer) -> list[psutil.Process]:
     """Return the processes of an engine's core, which the HTTP server's process has started."""
     children = psutil.Process(engine.pid).children(recursive=True)
     cores = [each for each in children if "EngineCore" in " ".join(each.cmdline())]

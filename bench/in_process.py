@@ -32,8 +32,8 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.expand import Expander
+from kvd_proto.jobs import JobBlocks
 from kvd_proto.layout import (
     SLOT_ALIGNMENT,
     GroupSpec,

@@ -20,9 +20,9 @@ from policies import parse_with_trace
 from rich.console import Console
 from rich.table import Table
 
-from kvd.broker.report.forecast import SIZES
+from kvd.broker.forecast import SIZES
 from kvd.cache.miss_curve import SAMPLE_EVERY, MissCurve
-from kvd.replay.traces import Trace
+from kvd.replay import Trace
 
 PERCENT = (1, 2, 5, 10, 25, 50)
 KEY_BYTES = 36  # vLLM's

@@ -20,18 +20,21 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.cache.adaptive import POLICIES
-from kvd.replay.simulate import (
+from kvd.replay import (
     GHOSTS_PER_SLOT,
     NEVER,
+    TOKENS_PER_ID,
+    USERS,
     Hits,
+    Trace,
     continuations,
     labels_for,
+    read_trace,
     replay_belady,
     replay_policy,
     return_gaps,
 )
-from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
-from kvd_proto.labels import Label
+from kvd_proto.messages import Label
 
 PERCENT = (2, 5, 10, 25)
 LIARS = (0.2, 0.5)  # shares of the conversations

@@ -13,7 +13,7 @@ from harness import Figures, fresh_keys, median
 from kvd.cache.adaptive import POLICIES, AdaptivePolicy
 from kvd.cache.eviction import EvictionPolicy
 from kvd.cache.ghosts import Ghosts
-from kvd_proto.labels import Label
+from kvd_proto.messages import Label
 
 SLOTS, REQUEST = 100_000, 64
 WARM_UP, TURNS = 3000, 1000

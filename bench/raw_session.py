@@ -13,8 +13,8 @@ from harness import SECONDS, engine_name, layout
 from kvd_client import JobBlocks
 from kvd_client.memory import sealed_file
 from kvd_proto.codec import WIRE
-from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import DirectoryView
+from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.messages import (
     HOST,
     PROTOCOL_VERSION,

@@ -12,7 +12,7 @@ from harness import Figures, layout, median
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, ToLane
-from kvd.broker.engines.sessions import RegisterStep
+from kvd.broker.sessions import RegisterStep
 from kvd.cache.namespaces import Namespaces
 from kvd.client_names import Peer
 from kvd.config.settings import Settings

@@ -28,7 +28,7 @@ from sglang_engines import TOKEN_BYTES, Asking, Setup, Way, make_tokens, write_b
 from sglang_layers import quartiles
 from vllm_ttft import terminate
 
-from kvd_tools.demo_sglang.engine import EngineProcess
+from kvd_tools.sglang_engine import SglangServer
 
 OUT = Path(__file__).parent / "out"
 PAGES = (16, 1)  # tokens
@@ -102,7 +102,7 @@ def main() -> None:
     report(console, results, others)
 
 
-def ask(engines: dict[int, EngineProcess], beginning: int, others: list[float]) -> dict[int, Asked]:
+def ask(engines: dict[int, SglangServer], beginning: int, others: list[float]) -> dict[int, Asked]:
     """Ask both engines in turn, in reversed order every second time.
 
     Args:

@@ -19,9 +19,9 @@ import psutil
 from harness import Daemon, median
 from sglang_hicache import ARGUMENTS
 
-from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
 from kvd_tools.models import HEAD_DIM, KV_HEADS, MODEL, VOCAB, write_model
+from kvd_tools.sglang_engine import SglangServer, SglangServerOptions
 
 PAGE_TOKENS = 16
 LAYERS, NUMBER_BYTES = 18, 4
@@ -65,7 +65,7 @@ class Setup:
     page_tokens: int = PAGE_TOKENS
 
     @contextmanager
-    def started(self, way: Way, place: Path, **extra: Any) -> Iterator[EngineProcess]:
+    def started(self, way: Way, place: Path, **extra: Any) -> Iterator[SglangServer]:
         """Start an engine, and a daemon of its own; both are ended with the context.
 
         Args:
@@ -88,7 +88,7 @@ class Setup:
                     "layerwise": way is Way.LAYERWISE,
                     **extra,
                 }
-            options = EngineOptions(
+            options = SglangServerOptions(
                 model=self.model,
                 max_tokens=self.device_tokens,
                 page_size=self.page_tokens,
@@ -99,7 +99,7 @@ class Setup:
                 env={"PYTHONPATH": plugin_path(place / "plugins", plugins)},
                 args=args,
             )
-            yield stack.enter_context(EngineProcess(options, place / "engine.log"))
+            yield stack.enter_context(SglangServer(options, place / "engine.log"))
 
 
 @dataclass(slots=True)
@@ -109,10 +109,10 @@ class Asking:
     others: how busy the CPUs were when nothing was asked, percent.
     """
 
-    engine: EngineProcess
+    engine: SglangServer
     others: list[float] = field(default_factory=list)
 
-    def ask(self, prompt: Sequence[int], *, forget: bool = False) -> Answer:
+    def ask(self, prompt: Sequence[int], *, forget: bool = False) -> Completion:
         """Ask when the machine has come to rest.
 
         Args:

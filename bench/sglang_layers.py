@@ -37,7 +37,7 @@ from sglang_engines import (
 )
 from vllm_ttft import terminate
 
-from kvd_tools.demo_sglang.engine import EngineProcess
+from kvd_tools.sglang_engine import SglangServer
 
 OUT = Path(__file__).parent / "out"
 SHAPES = ((1920, 64), (1920, 256))  # tokens found and computed: whole chunks
@@ -100,7 +100,7 @@ def main() -> None:
     report(console, pairs, others)
 
 
-def take(pairs: Pairs, engine: EngineProcess, shape: tuple[int, int], others: list[float]) -> None:
+def take(pairs: Pairs, engine: SglangServer, shape: tuple[int, int], others: list[float]) -> None:
     """Store a beginning, and ask it again and again."""
     found, tail = shape
     asking = Asking(engine, others)

@@ -40,7 +40,7 @@ from sglang_engines import (
 )
 from vllm_ttft import terminate
 
-from kvd_tools.demo_sglang.engine import EngineProcess
+from kvd_tools.sglang_engine import SglangServer
 
 OUT = Path(__file__).parent / "out"
 PROMPT_TOKENS = 1900
@@ -71,7 +71,7 @@ class Start:
     answers: dict[int, list[list[int]]] = field(default_factory=dict)
     others: list[float] = field(default_factory=list)
 
-    def take(self, way: Way, engine: EngineProcess) -> None:
+    def take(self, way: Way, engine: SglangServer) -> None:
         """Ask all prompts, and all of them again."""
         asking = Asking(engine, self.others)
         untimed, *prompts = (make_tokens(PROMPT_TOKENS, number) for number in range(PROMPTS + 1))

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Chunk, Options
+from kvd.tier.batches import checksum_of, seal, unseal
+from kvd.tier.contract import BackendOptions, Chunk
 from kvd.tier.mooncake import MooncakeTier
-from kvd.tier.mooncake.client import address_of
-from kvd.tier.seal import check_of, seal, unseal
+from kvd.tier.mooncake_client import address_of
 from tests.tier.areas import Area, keys_of, space_of
 from tests.tier.mooncake_cluster import Cluster, why_not
 
@@ -53,8 +53,8 @@ class Sides:
         """As kvd.tier.service does: checksum, seal, put."""
         chunks = self._chunks[at : at + self._batch]
         for chunk in chunks:
-            chunk.check = check_of(chunk.shares)
-            chunk.head = seal(self._space, chunk.key, (0, 16, 0), chunk.check, DESCRIPTION)
+            chunk.checksum = checksum_of(chunk.shares)
+            chunk.head = seal(self._space, chunk.key, (0, 16, 0), chunk.checksum, DESCRIPTION)
         done = self._tier.put(chunks, time.monotonic() + LATE)
         assert done == [Outcome.OK] * len(chunks), done
 
@@ -64,7 +64,7 @@ class Sides:
         done = self._tier.get(chunks, time.monotonic() + LATE)
         assert done == [Outcome.OK] * len(chunks), done
         for chunk in chunks:
-            assert check_of(chunk.shares) == unseal(chunk.head, self._space, chunk.key).check
+            assert checksum_of(chunk.shares) == unseal(chunk.head, self._space, chunk.key).checksum
 
     def plain_put(self, at: int) -> None:
         """The shares of a chunk are an object."""
@@ -139,7 +139,9 @@ def main() -> None:
         cluster.add_node("bench").entered(),
     ):
         area = Area(AREA_BYTES)
-        tier = MooncakeTier.open(Options("", {"master": cluster.master_address}), area.memory)
+        tier = MooncakeTier.open(
+            BackendOptions("", {"master": cluster.master_address}), area.memory
+        )
         for chunk_bytes in (2**20, 4 * 2**20, 16 * 2**20):
             sides = Sides(tier, area, chunk_bytes)
             figures = found[f"{chunk_bytes // 2**10}KiB"] = compared(sides, rounds)

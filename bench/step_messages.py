@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from raw_session import Array, expect
 
-from kvd_proto.arrays import IntArray
 from kvd_proto.codec import WIRE
 from kvd_proto.directory import DirectoryView
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Message, Pin, Step, Stepped
 
 LEASE_MS = 60_000

@@ -18,7 +18,7 @@ from pathlib import Path
 from harness import MIB, Daemon, Engine, Figures, find_doubles, layout
 
 from kvd.wire.tool import ToolConnection
-from kvd_client.decisions import NOT_BELOW
+from kvd_client.decisions import NO_TIER
 from kvd_proto.messages import Ping, Pong
 
 CHUNKS = 10**6
@@ -70,7 +70,7 @@ def measure(chunks: int) -> Figures:
                 control.ask(Ping(), Pong)
                 slowest = max(slowest, time.perf_counter() - asked)
                 time.sleep(PAUSE_SECONDS)
-                if chunks and engine.scheduler.below(last) != NOT_BELOW:
+                if chunks and engine.scheduler.find_tier(last) != NO_TIER:
                     break
             took = time.perf_counter() - began
             broker = control.status()["broker"]

@@ -25,9 +25,9 @@ from rich.console import Console
 from rich.table import Table
 from variants import BLOCK_TOKENS, KV_BYTES_PER_TOKEN, MODEL, engine_options
 
-from kvd_tools.demo_vllm.engine import EngineProcess, kvd_transfer
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
 from kvd_tools.models import write_model
+from kvd_tools.vllm_engine import VllmServer, kvd_transfer
 
 OUT = Path(__file__).parent / "out"
 BLOCKS_PER_CHUNK = 2
@@ -53,7 +53,7 @@ def main() -> None:
             transfer = kvd_transfer(
                 daemon.runtime_dir, blocks_per_chunk=BLOCKS_PER_CHUNK, required=True
             )
-            with EngineProcess(engine_options(model, transfer), place / "engine.log") as engine:
+            with VllmServer(engine_options(model, transfer), place / "engine.log") as engine:
                 runs = Asking(engine, found).run()
                 figures = daemon.status()["tiers"][0]
     finally:
@@ -70,7 +70,7 @@ class Asking:
         others: how busy the CPUs were when nothing was asked, percent.
     """
 
-    def __init__(self, engine: EngineProcess, found: int) -> None:
+    def __init__(self, engine: VllmServer, found: int) -> None:
         self._engine = engine
         self._found = found
         self.seconds: dict[str, list[float]] = {COMPUTED: [], MEMORY: [], TIER: []}
@@ -103,7 +103,7 @@ class Asking:
         else:
             self.partly += 1
 
-    def _ask(self, prompt: list[int]) -> Answer:
+    def _ask(self, prompt: list[int]) -> Completion:
         time.sleep(SETTLE_SECONDS)
         self._engine.reset()
         self.others.append(psutil.cpu_percent(0.1))

@@ -24,8 +24,8 @@ from moments import MOMENTS_FILE, Moments
 import kvd_client
 import kvd_proto
 import kvd_tools
-from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess, kvd_transfer
 from kvd_tools.models import LLAMA
+from kvd_tools.vllm_engine import VllmServer, VllmServerOptions, kvd_transfer
 
 MODEL = LLAMA | {
     "num_hidden_layers": 16,
@@ -85,7 +85,7 @@ class Started:
     """A variant's engine, ready to be asked; the daemon where there is one."""
 
     variant: Variant
-    engine: EngineProcess
+    engine: VllmServer
     moments: Moments
     daemon: Daemon | None = None
 
@@ -127,17 +127,17 @@ def started(
             extra = {f"lmcache.mp.{name}": value for name, value in at.items()}
             transfer = _transfer("LMCacheMPConnector", extra)
         options = engine_options(model, transfer, {MOMENTS_FILE: str(moments.path)})
-        engine = stack.enter_context(EngineProcess(options, place / "engine.log", python))
+        engine = stack.enter_context(VllmServer(options, place / "engine.log", python))
         yield Started(variant, engine, moments, daemon)
 
 
 def engine_options(
     model: Path, transfer: Mapping[str, Any] | None, env: Mapping[str, str] | None = None
-) -> EngineOptions:
+) -> VllmServerOptions:
     """An engine of `MODEL` with this connector, and more of an environment."""
     packages = (kvd_client, kvd_proto, kvd_tools)
     roots = (Path(__file__).parent, *(Path(package.__path__[0]).parent for package in packages))
-    return EngineOptions(
+    return VllmServerOptions(
         model=model,
         num_gpu_blocks=GPU_BLOCKS,
         max_model_len=MAX_MODEL_LEN,

@@ -40,8 +40,8 @@ from rich.table import Table
 from variants import engine_options
 
 from kvd_client.vllm.metrics import ATTACHED, CHUNKS_REFUSED, LOAD_FAILURES
-from kvd_tools.demo_vllm.engine import EngineProcess, kvd_transfer
 from kvd_tools.models import LLAMA, write_model
+from kvd_tools.vllm_engine import VllmServer, kvd_transfer
 
 OUT = Path(__file__).parent / "out" / "vllm_hits.json"
 MODEL = LLAMA | {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
@@ -236,7 +236,7 @@ def in_process_transfer(chunks: int) -> dict[str, Any]:
 
 def start_engines(
     stack: ExitStack, count: int, transfer: dict[str, Any], prompt_tokens: int, folder: Path
-) -> list[EngineProcess]:
+) -> list[VllmServer]:
     """Start so many engines at once, and wait until they serve."""
     max_model_len = prompt_tokens + BLOCK_TOKENS
     options = engine_options(folder / "model", transfer)
@@ -252,7 +252,7 @@ def start_engines(
             "--no-enable-prefix-caching",
         ],
     )
-    engines = [EngineProcess(options, folder / f"engine-{number}.log") for number in range(count)]
+    engines = [VllmServer(options, folder / f"engine-{number}.log") for number in range(count)]
     for engine in engines:
         stack.callback(engine.close)
     for engine in engines:
@@ -260,7 +260,7 @@ def start_engines(
     return engines
 
 
-def wait_attached(engines: Sequence[EngineProcess]) -> None:
+def wait_attached(engines: Sequence[VllmServer]) -> None:
     """Wait until every engine's scheduler knows that it is attached.
 
     Raises:

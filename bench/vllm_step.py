@@ -32,8 +32,8 @@ from rich.console import Console
 from rich.table import Table
 from step_engine import BLOCKS_PER_CHUNK, END, MIDDLE, REQUESTS, Measured, Settings, Step
 
-from kvd_tools.demo_vllm.engine import EngineOptions, kvd_transfer
 from kvd_tools.models import LLAMA, write_model
+from kvd_tools.vllm_engine import VllmServerOptions, kvd_transfer
 
 OUT = Path(__file__).parent / "out" / "vllm_step.json"
 MODEL = LLAMA | {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
@@ -205,7 +205,7 @@ def _in_process() -> dict[str, Any]:
 
 
 def _environment(place: Path) -> dict[str, str]:
-    options = EngineOptions(place / "model", num_gpu_blocks=0, max_model_len=0)
+    options = VllmServerOptions(place / "model", num_gpu_blocks=0, max_model_len=0)
     return options.environment() | {"VLLM_LOGGING_LEVEL": "WARNING"}
 
 

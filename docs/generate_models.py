@@ -9,7 +9,7 @@ from typing import Any
 
 from kvd.plan.figures import SMALL_BYTES, Plan, PlanInputs, describe, make_plan
 from kvd.plan.model import read_model
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 PAGE = Path(__file__).with_name("vllm.md")
 MODELS = Path(__file__).with_name("models.json")

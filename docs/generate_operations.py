@@ -18,6 +18,8 @@ PAGE = REPOSITORY / "docs" / "operations.md"
 LEFT_OUT = (".venv*", ".git", ".*_cache", ".hypothesis", "out", "build", "dist")
 BEGIN, END = "<!-- transcript: begin -->\n", "<!-- transcript: end -->"
 DONE = "==done=="
+# Other daemons on the machine that runs the session, as `kvd doctor` lists them.
+OTHERS = re.compile(r"^warn  other daemon: .*\n +→ .*\n", re.MULTILINE)
 
 STEPS = """
 python3 -m venv /opt/kvd
@@ -29,7 +31,7 @@ kvd config check /etc/kvd/kvd.toml
 kvd doctor
 kvd serve 2>> /var/log/kvd.log &
 kvd status --wait 30
-kvd selftest
+kvd selftest | tail -n 2
 python engine.py /run/kvd
 kvd namespaces
 kvd drain --wait 30s
@@ -39,7 +41,7 @@ kvd drain --wait 30s
 /opt/kvd/bin/pip install --quiet --upgrade '/tmp/kvd_offload-0.1.1-py3-none-any.whl[daemon]'
 kill %1; wait %1
 kvd serve 2>> /var/log/kvd.log &
-kvd status --wait 30
+kvd status --wait 30 | head -n 1
 python engine.py /run/kvd
 kvd resume
 grep -i drain /var/log/kvd.log
@@ -131,7 +133,7 @@ def session(root: Path) -> str:
         shell.stdin.write("kill %1 %2 2>/dev/null; wait; kvd purge; exit\n")
         shell.stdin.close()
         shell.wait(timeout=60)
-    return re.sub(r" +\n", "\n", "".join(shown))
+    return re.sub(r" +\n", "\n", OTHERS.sub("", "".join(shown)))
 
 
 if __name__ == "__main__":

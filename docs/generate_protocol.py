@@ -18,16 +18,16 @@ import msgspec
 from kvd.cache.directory import DirectoryWriter
 from kvd_proto import messages as m
 from kvd_proto import zmtp
-from kvd_proto.arrays import IntArray, JobBlocks
 from kvd_proto.changes import CHANGE_BYTES
 from kvd_proto.codec import WIRE
 from kvd_proto.descriptions import Description, encode, pack_header, pack_record
 from kvd_proto.directory import DirectoryHeader, SlotState
-from kvd_proto.labels import Label
+from kvd_proto.jobs import IntArray, JobBlocks
 from kvd_proto.layout import GroupSpec, Range, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
     REPLY_OF,
     TAGS,
+    ChunkFate,
     ConfigChange,
     ErrorCode,
     Fingerprint,
@@ -35,13 +35,14 @@ from kvd_proto.messages import (
     IpcHandle,
     JobStatus,
     KvEvents,
+    Label,
     Lookups,
     Pin,
     TierInfo,
     VmmHandle,
     VmmSegment,
 )
-from kvd_proto.tier_table import ENTRY_BYTES, TierStatus
+from kvd_proto.tier_table import ENTRY_BYTES, TierHealth
 
 FILE = Path(__file__).parent / "protocol.md"
 MARKER = "<!-- generated below this line by docs/generate_protocol.py -->"
@@ -58,6 +59,7 @@ PARTS = (
         KvEvents,
         ConfigChange,
         TierInfo,
+        ChunkFate,
     ),
 )
 """Maps inside messages, which have no tag."""
@@ -420,7 +422,7 @@ def _example_directory() -> tuple[DirectoryWriter, list[bytes]]:
     if (tiers := writer.tiers) is not None:
         tiers.hold(keys[2], 0, 0, 4, 1)
         tiers.hold(keys[3], 1, 1, 3, 1)
-        tiers.set_status(0, TierStatus(True, 900, 2_300_000_000, 4_194_304))
+        tiers.set_health(0, TierHealth(True, 900, 2_300_000_000, 4_194_304))
     _set_times(writer)
     return writer, keys
 

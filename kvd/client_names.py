@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 Fields: TypeAlias = dict[str, str | int]
-"""Identifiers of an event in JSON; see docs/logging.md."""
+"""Identifiers of an event in JSON; see docs/operations.md (The log)."""
 
 
 @dataclass(frozen=True, slots=True)

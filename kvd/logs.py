@@ -30,7 +30,7 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any
 
-from kvd_proto.printable import printable
+from kvd_proto.text import printable
 
 _BYTES = re.compile(r"""\b[bB](?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
 

@@ -1,4 +1,4 @@
-"""Rules about the source that no running test can show, and tables of docs that name tests."""
+"""Rules about the source that no running test can show; which tests show the rules of security."""
 
 import ast
 import re
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "security.md"
 TESTING = ROOT / "docs" / "testing.md"
 SHIPPED = sorted(
     file
@@ -16,6 +15,195 @@ SHIPPED = sorted(
 )
 MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "yaml", "commands"}
 CALLS = {"eval", "exec", "compile", "__import__", "os.system", "os.popen", "subprocess.getoutput"}
+# The rules of docs/security.md, each with the tests that show it.
+RULES = {
+    # Threats
+    "only owner and group open sockets and files": (
+        "test_sockets_and_files_are_for_the_group_only",
+    ),
+    "allow_users and allow_groups keep others out": (
+        "test_a_user_who_is_not_on_the_list_is_refused_with_one_error",
+        "test_a_list_lets_in_its_users_groups_root_and_the_daemon",
+    ),
+    "a planted link redirects no file": (
+        "test_a_directory_that_every_user_may_write_is_refused",
+        "test_where_a_lock_leads_elsewhere_nothing_is_written",
+    ),
+    "a planted pool is not trusted": (
+        "test_a_foreign_area_is_left_alone",
+        "test_what_is_damaged_or_foreign_is_not_believed",
+    ),
+    "a tier's files are the daemon's": (
+        "test_modes",
+        "test_a_symbolic_link",
+        "test_the_directory_of_another_user",
+        "test_a_place_where_all_may_write",
+    ),
+    "requests and jobs come over Unix sockets only": (
+        "test_nothing_listens_on_the_network_where_http_is_off",
+        "test_no_request_or_job_can_come_from_the_network",
+    ),
+    "HTTP reads only, under its own host names": (
+        "test_nothing_can_be_changed",
+        "test_names_of_others_are_not_answered",
+        "test_every_interface_only_when_asked_and_with_a_warning",
+    ),
+    "a neighbour finds and loads no other model's chunks": (
+        "test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes",
+    ),
+    "a slot's older bytes cannot be loaded": (
+        "test_a_stale_generation_moves_nothing",
+        "test_bytes_that_no_store_of_the_namespace_wrote_cannot_be_loaded",
+    ),
+    "names carry no escapes": (
+        "test_a_name_that_cannot_be_shown_is_refused",
+        "test_no_command_writes_a_names_escapes_to_the_terminal",
+    ),
+    "keys are written nowhere": (
+        "test_keys_and_tokens_are_nowhere_to_be_read",
+        "test_damaged_objects_are_told_of_without_their_keys",
+        "test_a_fault_of_a_backend_shows_no_key",
+    ),
+    "an engine's name belongs to its user": (
+        "test_an_engine_of_another_user_cannot_be_joined",
+        "test_an_engines_name_belongs_to_one_user",
+    ),
+    'share_between_users = "no" separates users': (
+        "test_users_that_do_not_share_miss_each_others_chunks",
+    ),
+    "a worker sends no jobs as another": (
+        "test_malformed_and_foreign_requests_get_their_error",
+        "test_a_released_worker_is_unmapped_and_unknown",
+    ),
+    "a forged job moves nothing": ("test_a_forged_job_moves_nothing",),
+    "leases and stores belong to an engine": (
+        "test_leases_and_stores_of_another_engine_cannot_be_ended",
+    ),
+    "blocks, sizes and slots are in range": (
+        "test_a_job_that_does_not_fit_the_layout_is_refused",
+        "test_a_run_outside_its_storage_or_the_arena_is_refused",
+        "test_the_backend_keeps_the_rule",
+    ),
+    "sizes are checked against file and allocation": (
+        "test_memory_that_is_not_as_described_is_refused",
+        "test_the_backend_keeps_the_rule",
+        "test_no_more_is_mapped_than_there_is_in",
+    ),
+    "mapped memory cannot shrink": (
+        "test_memory_that_could_be_shortened_is_refused",
+        "test_memory_that_is_shared_cannot_be_shortened",
+    ),
+    "clients cannot write the directory": ("test_the_directory_cannot_be_written_by_clients",),
+    "clients cannot harm others by descriptions": (
+        "test_no_client_has_the_pool_mapped_or_open",
+        "test_a_file_that_is_harmed_under_a_daemon_costs_descriptions_only",
+        "test_whatever_a_file_has_is_read_without_an_exception",
+    ),
+    "no client has the pool": ("test_no_client_has_the_pool_mapped_or_open",),
+    "exhausted descriptors and stores harm no others": (
+        "test_sessions_work_on_without_descriptors",
+        "test_tens_of_thousands_of_open_stores_are_given_up_at_once",
+    ),
+    "a hanging file system delays only its user": (
+        "test_a_file_system_that_never_answers_delays_no_session",
+        "test_a_descriptor_that_is_never_closed_holds_up_no_other_client",
+        "test_a_daemon_ends_when_the_file_system_answers_and_another_follows",
+        "test_what_is_no_memory_file_is_refused_and_not_asked_for_its_size",
+    ),
+    "hostile bytes end one session at most": (
+        "test_what_is_no_message_ends_that_session_only",
+        "test_random_bytes_never_crash_the_codec",
+        "test_the_codec_refuses_what_is_no_message",
+        "test_the_broker_decides_on_anything",
+        "test_a_live_daemon_stands_mutated_sessions",
+    ),
+    "a connection cannot be sent through itself": (
+        "test_a_connection_that_is_sent_through_itself_is_refused",
+    ),
+    "bytes become neither code nor objects": (
+        "test_no_pickle_no_eval_no_shell",
+        "test_the_linters_security_rules_are_on",
+    ),
+    "a medium's wrong bytes are detected": (
+        "test_every_wrong_record_is_found_out",
+        "test_every_single_bit_of_a_head_counts",
+        "test_wrong_bytes_in_a_share",
+    ),
+    "a hanging medium blocks nothing": (
+        "test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended",
+        "test_one_that_is_stuck_is_killed_and_its_slots_are_free_when_it_is_dead",
+    ),
+    "keys do not leave for a shared store": ("test_keys_do_not_leave",),
+    "dependencies are listed": ("test_the_table_names_what_a_daemon_and_an_engine_install",),
+    # Limits
+    "sessions": (
+        "test_more_sessions_than_allowed_are_refused_with_the_setting",
+        "test_one_user_leaves_room_for_others",
+        "test_a_thousand_idle_connections_cost_little_and_leave_nothing",
+    ),
+    "stuck closes": ("test_a_user_whose_closes_are_stuck_gets_no_session",),
+    "namespaces": ("test_one_model_too_many_is_refused_with_the_setting",),
+    "leases": ("test_one_lease_too_many_pins_nothing_and_is_counted",),
+    "slots on loan": (
+        "test_an_engine_has_a_part_of_its_share_on_loan",
+        "test_what_was_refused_is_lent",
+        "test_another_namespace_takes_columns_with_loans_at_once",
+        "test_loans_that_were_not_used_end_where_another_engine_gets_too_few",
+    ),
+    "lease_seconds, ticket_seconds": (
+        "test_a_load_that_never_ends_pins_no_longer_than_a_lease",
+        "test_a_ticket_that_is_never_used_runs_out",
+    ),
+    "an engine's queue in a lane": (
+        "test_a_lane_full_of_one_engines_stores_serves_the_other",
+        "test_bytes_are_bounded_too",
+    ),
+    "quota": ("test_a_cap_keeps_a_flood_out_of_the_rest_of_the_pool",),
+    "descriptions": (
+        "test_what_is_too_long_is_counted_and_stored_without",
+        "test_a_full_filesystem_costs_descriptions_and_no_store",
+    ),
+    "chunks to and from a tier": (
+        "test_bytes_on_their_way_down_are_bounded",
+        "test_promotions_take_a_quarter_of_what_is_held_and_the_rest_waits_its_turn",
+    ),
+    "messages": (
+        "test_a_message_above_the_limit_is_refused_before_its_bytes_come",
+        "test_a_message_of_parts_costs_its_sender_the_connection",
+    ),
+    "descriptors of a message": (
+        "test_descriptors_with_another_message_end_the_session",
+        "test_descriptors_wait_for_the_rest_of_their_message_for_a_while_only",
+    ),
+    "unfinished messages, unread replies": (
+        "test_unfinished_messages_of_all_together_are_bounded",
+        "test_a_client_that_reads_no_replies_is_not_read",
+    ),
+    "connections to a lane": (
+        "test_a_new_connection_displaces_the_oldest_stranger",
+        "test_many_connections_of_a_process_displace_its_own",
+    ),
+    "registrations": (
+        "test_a_layout_is_bounded",
+        "test_a_registration_above_its_bounds_is_refused_before_it_is_looked_at",
+        "test_a_large_registration_takes_a_turn_for_each_step",
+    ),
+    "items of a list": (
+        "test_an_array_above_the_documented_number_of_items_is_refused",
+        "test_wrong_jobs_raise",
+    ),
+    "the daemon's descriptors": ("test_sessions_work_on_without_descriptors",),
+    "CUDA lanes": ("test_the_number_of_lanes_is_bounded",),
+    "evictions under way": ("test_too_many_sweeps_at_a_time_are_refused",),
+    "repeated log lines": (
+        "test_what_a_client_repeats_is_written_a_hundred_times_and_then_counted",
+    ),
+    "a turn of the broker": (
+        "test_a_client_that_sends_much_waits_for_one_that_sends_little",
+        "test_a_flood_of_stores_in_a_lane_delays_neither_a_ping_nor_a_load",
+        "test_a_reset_is_answered_at_once_and_swept_in_pieces",
+    ),
+}
 
 
 def imported(node: ast.AST) -> Iterator[str]:
@@ -78,14 +266,9 @@ def test_every_test_of_what_hardware_may_do_exists() -> None:
             assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
 
 
-def test_every_test_that_the_page_names_exists() -> None:
-    """The table of threats points at tests that are there; a row has one, or says why not."""
-    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    named = re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", PAGE.read_text())
-    assert len(named) > 25
-    for file, name in named:
-        assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
-    threats = [row for row in rows if row.count("|") == 5 and "---" not in row]
-    for row in threats[1:]:
-        proof = row.split("|")[4]
-        assert "`tests/" in proof or "not stopped" in proof, row
+def test_every_rule_has_tests_that_exist() -> None:
+    """Each rule of docs/security.md names test functions of this repository."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    existing = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
+    missing = {rule: set(names) - existing for rule, names in RULES.items()}
+    assert {rule: names for rule, names in missing.items() if names} == {}

@@ -20,7 +20,7 @@ torch tensors by `kvd_client.torch_memory.share_torch`, the only module that
 imports torch. CUDA memory orders its jobs by ``after=worker.timeline.signal_on(stream)``.
 """
 
-from kvd_client.decisions import NOT_BELOW, UNKNOWN
+from kvd_client.decisions import NO_TIER, TIER_UNKNOWN
 from kvd_client.errors import (
     CudaError,
     KvdClientError,
@@ -37,16 +37,15 @@ from kvd_client.session import AttachState
 from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreAnswer, StoreTicket
 from kvd_client.timeline import Timeline
 from kvd_client.worker import Worker
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.directory import LookupResult
-from kvd_proto.labels import Label
+from kvd_proto.jobs import JobBlocks
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import Fingerprint, JobStatus, Load, Store, TierInfo
-from kvd_proto.tier_table import TierStatus
+from kvd_proto.messages import Fingerprint, JobStatus, Label, Load, Store, TierInfo
+from kvd_proto.tier_table import TierHealth
 
 __all__ = [
-    "NOT_BELOW",
-    "UNKNOWN",
+    "NO_TIER",
+    "TIER_UNKNOWN",
     "AttachState",
     "ChunkBlocks",
     "CudaError",
@@ -70,8 +69,8 @@ __all__ = [
     "StoreTicket",
     "TensorRef",
     "TensorSpec",
+    "TierHealth",
     "TierInfo",
-    "TierStatus",
     "Timeline",
     "Unavailable",
     "UnsupportedMemory",

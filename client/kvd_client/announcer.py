@@ -1,22 +1,24 @@
 """Turns differences of chunks into announcements of blocks, for routers.
 
 A router knows blocks by their hashes and finds them by their tokens, from a prompt's first block
-on. Some routers drop a block whose parent they do not know (llm-d, Dynamo), and some drop what
-follows a block that is removed (Dynamo). So a block that was announced before its parent is
-announced again after it (`kvd_client.block_chains`). Some routers count how often a block was
-stored and removed (Dynamo): a block that is announced again is removed just before, so that the
-count stays one.
+on. What follows from routers' rules:
 
-Tiers are a medium of their own: a router has a block until no medium has it. The description of a
-chunk is read when it comes into memory. Where there are tiers it is remembered, because the chunk
-may leave memory before the engine reads that a tier has it. A chunk whose description could not be
-read is announced by its key alone.
+- Some drop a block whose parent they do not know (llm-d, Dynamo), or the blocks after a removed one
+  (Dynamo). So a block that was announced before its parent is announced again after it
+  (`kvd_client.block_chains`).
+- Some count how often a block was stored and removed (Dynamo). So a block that is announced again
+  is removed just before, and its count stays one.
+- Tiers are a medium of their own: a router has a block until no medium has it.
 
-A repeat round says everything again, for a router that came late or lost messages:
+The description of a chunk is read when the chunk comes into memory. If there are tiers, it is
+remembered, because the chunk may leave memory before the engine reads that a tier has it. A chunk
+whose description could not be read is announced by its key alone.
 
-1. Blocks that were removed are removed again: the router may have lost the removal.
+A repeat round announces everything again, for a router that started late or lost messages:
+
+1. Removed blocks are removed again: the router may have lost the removal.
 2. Every chunk that was announced when the round began, after the chunks with its parent.
-3. Chunks that were announced meanwhile, where a block before them was not repeated yet.
+3. Chunks that were announced meanwhile, if a block before them was not repeated yet.
 4. Chunks that are known by their keys alone.
 """
 
@@ -27,11 +29,11 @@ from typing import TypeAlias
 
 from kvd_client.block_chains import (
     MAX_HOLDERS_READ,
+    AnnouncedChunk,
     Announcement,
     Block,
     BlockChains,
     BlockId,
-    Chunk,
     ChunkContents,
     GroupBlocks,
     MediumBlocks,
@@ -39,58 +41,58 @@ from kvd_client.block_chains import (
     RepeatRound,
     StoredBlocks,
     chunk_contents,
-    each,
+    members,
     reannounced,
     removed_blocks,
     runs,
     stored_blocks,
 )
-from kvd_client.change_reader import Differences, Place
+from kvd_client.changes import ChunkLocation, Differences
 from kvd_proto.descriptions import Description, decode, encode
 from kvd_proto.errors import DescriptionError
 
 MAX_REANNOUNCED_RUNS = 500
-"""Runs of blocks that one call of `announce` announces again; the next calls go on."""
+"""Limit for the runs of blocks that one call of `announce` announces again."""
 
 MAX_REMEMBERED_REMOVALS = 65_536
-"""Removed blocks that repeat rounds remove again, the newest ones."""
+"""Limit for the removed blocks that repeat rounds remove again; the newest are remembered."""
 
 MAX_DEPARTED = 4096
-"""Chunks that have left memory whose descriptions are remembered, the newest ones.
+"""Limit for the remembered descriptions of chunks that have left memory; the newest are remembered.
 
-A tier may say that it has a chunk after the chunk has left memory.
+A tier may report a chunk after the chunk has left memory.
 """
 
 REMOVALS_PER_CHUNK = 16
-"""Removals that a repeat round says again in place of one chunk; they cost about the same."""
+"""Removals that a repeat round repeats instead of one chunk; they cost about the same."""
 
-_VISITS_PER_CHUNK = 8  # of chunks that one part looks at, for each chunk that it may repeat
+_VISITS_PER_CHUNK = 8  # steps of a round in one part, for each chunk that the part may repeat
 
 
-Describe: TypeAlias = Callable[[Place], Description | None]
+Describe: TypeAlias = Callable[[ChunkLocation], Description | None]
 
 
 class Announcer:
     """Announces the blocks of a namespace's chunks.
 
     Args:
-        describe: reads the description of the chunk at a place; None: it has none, or not any more.
+        describe: returns the description of the chunk at a location; None: there is none.
         tier_groups: groups whose chunks in tiers are announced; None: all.
 
     Attributes:
-        has_tiers: chunks in memory may go down to tiers, so their descriptions are remembered.
+        has_tiers: chunks in memory may go to tiers, so their descriptions are remembered.
     """
 
     def __init__(self, describe: Describe, tier_groups: Collection[int] | None = None) -> None:
         self.has_tiers = False
         self._describe = describe
         self._tier_groups = tier_groups
-        self._memory: dict[bytes, Chunk] = {}  # by key
-        self._tiers: dict[bytes, Chunk] = {}
+        self._memory: dict[bytes, AnnouncedChunk] = {}  # by key
+        self._tiers: dict[bytes, AnnouncedChunk] = {}
         self._departed: OrderedDict[bytes, bytes] = OrderedDict()  # descriptions, newest last
         self._chains = BlockChains()
         self._removals: OrderedDict[BlockId, None] = OrderedDict()  # newest last
-        self._removals_to_repeat = 0  # of the round, the oldest ones
+        self._removals_to_repeat = 0  # of the round: the oldest removals
         self._round: RepeatRound | None = None
 
     def __len__(self) -> int:
@@ -98,8 +100,8 @@ class Announcer:
 
     @property
     def waiting(self) -> bool:
-        """Whether `announce` has blocks to announce again, without any differences."""
-        return bool(self._chains.rechecks)
+        """Whether `announce` has blocks to announce again, even without differences."""
+        return bool(self._chains.to_recheck)
 
     @property
     def announced(self) -> Iterator[tuple[int, bytes, bool]]:
@@ -111,18 +113,20 @@ class Announcer:
             yield block.group.number, block.hash, block.in_tiers
 
     def announce(self, differences: Differences) -> list[Announcement]:
-        """Return the announcements: stored blocks, parents first, then removed ones.
+        """Return the announcements of differences.
 
-        Then come blocks that have their chain only now, removed and stored. Call it without
-        differences, too, while it is `waiting`.
+        1. Stored blocks, parents first.
+        2. Removed blocks.
+        3. Blocks whose chain is complete only now: removed and stored. There is a limit, so call it
+           while it is `waiting`, also without differences.
         """
         announcements: list[Announcement] = []
-        dropped: list[Chunk] = []
-        if differences.stored or differences.kept:
+        dropped: list[AnnouncedChunk] = []
+        if differences.stored or differences.stored_in_tiers:
             for contents in self._parents_first(self._read_differences(differences)):
                 self._store(contents, announcements, dropped)
         tiers, memory = self._tiers, self._memory
-        dropped += [tiers.pop(key) for key in differences.released if key in tiers]
+        dropped += [tiers.pop(key) for key in differences.removed_from_tiers if key in tiers]
         for key in differences.removed:
             if key in memory:
                 chunk = memory.pop(key)
@@ -134,7 +138,7 @@ class Announcer:
             self._departed.popitem(last=False)
         if dropped:
             self._drop(dropped, announcements)
-        if self._chains.rechecks:
+        if self._chains.to_recheck:
             self._announce_chained(announcements)
         return announcements
 
@@ -147,27 +151,27 @@ class Announcer:
 
     @property
     def num_to_repeat(self) -> int:
-        """What is left of the repeat round, in chunks; REMOVALS_PER_CHUNK removals count as one."""
+        """Chunks left in the repeat round; REMOVALS_PER_CHUNK removals count as one."""
         if self._round is None:
             return 0
         return -(-self._removals_to_repeat // REMOVALS_PER_CHUNK) + self._round.num_left
 
     def begin_repeat(self) -> None:
-        """Begin a repeat round, over again where one is under way."""
+        """Begin a repeat round; one that is under way starts again."""
         self._chains.repeat_round += 1
         self._removals_to_repeat = len(self._removals)
         self._round = RepeatRound(self._chains.repeat_round, self._memory, self._tiers)
 
     def repeat(self, num_chunks: int) -> list[Announcement]:
-        """Return the next part of the repeat round: removals, and about so many chunks' blocks.
+        """Return the next part of the repeat round: removals, then blocks of chunks.
 
         Each run of blocks is removed and stored. The part may be empty while the round goes on:
-        see `repeating`. Other differences may be announced between two parts. Call it only while
-        the engine is attached: a chunk whose description cannot be read is left out, until it is
+        see `repeating`. Differences may be announced between two parts. Call it only while the
+        engine is attached: a chunk whose description cannot be read is left out, until it is
         stored again.
 
         Args:
-            num_chunks: REMOVALS_PER_CHUNK removals count as one chunk.
+            num_chunks: about how many to repeat; REMOVALS_PER_CHUNK removals count as one.
         """
         announcements: list[Announcement] = []
         repeat_round = self._round
@@ -190,7 +194,7 @@ class Announcer:
         return announcements
 
     def _repeat_removals(self, count: int) -> list[RemovedBlocks]:
-        """Return announcements of so many removals; they become the newest ones."""
+        """Return announcements of the oldest `count` removals, which become the newest."""
         removals, removed = self._removals, MediumBlocks()
         self._removals_to_repeat -= count
         for _ in range(min(count, len(removals))):
@@ -200,9 +204,9 @@ class Announcer:
         return removed_blocks(removed)
 
     def _repeat_chunk(
-        self, chunk: Chunk, repeat_round: RepeatRound, announcements: list[Announcement]
+        self, chunk: AnnouncedChunk, repeat_round: RepeatRound, announcements: list[Announcement]
     ) -> bool:
-        """Announce the blocks of a chunk again that are not repeated; return whether there are."""
+        """Announce again the blocks of a chunk not repeated yet; return whether there are any."""
         missing = [block.repeat_round != repeat_round.number for block in chunk.blocks]
         if not any(missing):
             return False
@@ -214,41 +218,50 @@ class Announcer:
             chunk.description = self._remembered(contents)
         for begin, end in runs(missing):
             for block in chunk.blocks[begin:end]:
-                self._chains.repeat(block)
+                self._chains.mark_repeated(block)
             announcements += reannounced(stored_blocks(contents, begin, end))
         return True
 
     # ------------------------------------------------------------------ stored
 
     def _read_differences(self, differences: Differences) -> list[ChunkContents]:
-        """Return the chunks that are stored, and those in tiers that are announced."""
+        """Return the chunks to announce: those stored in memory, then those in tiers."""
         describe, tiers = self._describe, self._tiers
         stored = {
-            key: chunk_contents(key, place, describe(place), in_tiers=False)
-            for key, place in differences.stored.items()
+            key: chunk_contents(key, location, describe(location), in_tiers=False)
+            for key, location in differences.stored.items()
         }
-        kept: list[ChunkContents] = []
-        for key, place in differences.kept.items():
+        tier_contents: list[ChunkContents] = []
+        for key, location in differences.stored_in_tiers.items():
             description = stored[key].description if key in stored else None
             if description is None:
-                description = self._known_description(key, differences.left.get(key))
-            contents = chunk_contents(key, place, description, in_tiers=True)
+                description = self._known_description(key, differences.last_locations.get(key))
+            contents = chunk_contents(key, location, description, in_tiers=True)
             if self._is_announced_in_tiers(contents):
-                kept.append(contents)
+                tier_contents.append(contents)
         for key, contents in stored.items() if tiers else ():
             chunk, description = tiers.get(key), contents.description
             is_by_key = chunk is not None and chunk.description is None
-            if chunk and is_by_key and description is not None and key not in differences.kept:
-                kept.append(chunk_contents(key, chunk.place, description, in_tiers=True))
-        return [*stored.values(), *kept]
+            if (
+                chunk
+                and is_by_key
+                and description is not None
+                and key not in differences.stored_in_tiers
+            ):
+                tier_contents.append(
+                    chunk_contents(key, chunk.location, description, in_tiers=True)
+                )
+        return [*stored.values(), *tier_contents]
 
     def _is_announced_in_tiers(self, contents: ChunkContents) -> bool:
         return self._tier_groups is None or contents.group in self._tier_groups
 
-    def _known_description(self, key: bytes, left: Place | None) -> Description | None:
-        """Return the description of a chunk that came into tiers; None: nothing is known.
+    def _known_description(
+        self, key: bytes, last_location: ChunkLocation | None
+    ) -> Description | None:
+        """Return the description of a chunk that came into tiers; None: it is unknown.
 
-        In order: of its chunk in memory, in tiers, of one that has left memory before, and that of
+        The first of: of its chunk in memory, in tiers, as remembered since it left memory, and in
         the slot that it has left now.
         """
         for chunk in (self._memory.get(key), self._tiers.get(key)):
@@ -256,16 +269,16 @@ class Announcer:
                 return description
         if key in self._departed:
             return decode(self._departed[key])
-        return None if left is None else self._describe(left)
+        return None if last_location is None else self._describe(last_location)
 
-    def _description(self, chunk: Chunk) -> Description | None:
-        """Return what is remembered of a chunk, or what can be read at its place."""
+    def _description(self, chunk: AnnouncedChunk) -> Description | None:
+        """Return a chunk's description, as remembered or read at its location; None: unknown."""
         if chunk.description is None:
             return None
-        return decode(chunk.description) if chunk.description else self._describe(chunk.place)
+        return decode(chunk.description) if chunk.description else self._describe(chunk.location)
 
     def _parents_first(self, chunks: list[ChunkContents]) -> Iterator[ChunkContents]:
-        """Yield the chunks, each after those that have its parent; store one before the next."""
+        """Yield the chunks, each after those that have its parent; store each before the next."""
         owners: dict[bytes, list[int]] | None = None
         visited: set[int] = set()
         for i, contents in enumerate(chunks):
@@ -273,30 +286,33 @@ class Announcer:
                 continue
             visited.add(i)
             parent = contents.parent
-            if not parent or self._chains.has(contents.group, parent):
+            if not parent or self._chains.is_announced(contents.group, parent):
                 yield contents
                 continue
             if owners is None:
                 owners = _owners(chunks)
             path = [i]
             while path:
-                before = [
+                parent_owners = [
                     owner
                     for owner in owners.get(chunks[path[-1]].parent or b"", ())
                     if owner not in visited
                 ]
-                if before:
-                    path += before
-                    visited.update(before)
+                if parent_owners:
+                    path += parent_owners
+                    visited.update(parent_owners)
                 else:
                     yield chunks[path.pop()]
 
     def _store(
-        self, contents: ChunkContents, announcements: list[Announcement], dropped: list[Chunk]
+        self,
+        contents: ChunkContents,
+        announcements: list[Announcement],
+        dropped: list[AnnouncedChunk],
     ) -> None:
-        """Announce the new blocks of a chunk; `dropped` gets the chunk that it replaces."""
-        key, in_tiers, place, _, group, hashes, parent = contents
-        chunk = Chunk(place, self._remembered(contents))
+        """Announce the new blocks of a chunk; append the chunk that it replaces to `dropped`."""
+        key, in_tiers, location, _, group, hashes, parent = contents
+        chunk = AnnouncedChunk(location, self._remembered(contents))
         group_blocks = self._chains.group(group)
         blocks: list[Block] = []
         is_announced: list[bool] = []
@@ -333,7 +349,7 @@ class Announcer:
     ) -> tuple[Block, bool]:
         """Return the block, new or known, and whether to announce it.
 
-        If routers may have it already its hash is added to `removed`: it is removed first.
+        If routers may have it already, its hash is appended to `removed`, to remove it first.
         """
         chains, block = self._chains, group.media[in_tiers].get(block_hash)
         in_round = self._round is not None
@@ -341,31 +357,33 @@ class Announcer:
             block = chains.add(group, block_hash, parent, in_tiers=in_tiers)
             if (group.number, in_tiers, block_hash) in self._removals:
                 del self._removals[group.number, in_tiers, block_hash]
-                if in_round:  # which does not repeat the removal any more
+                if in_round:  # the round does not repeat the removal any more
                     removed.append(block_hash)
             return block, True
         if parent is not None and block.parent is None:
             chains.describe(block, parent)
         elif parent is not None and block.repeat_round < chains.repeat_round - in_round:
-            chains.undescribe(block)  # the last whole round could not read it, nor its children
+            chains.undescribe(block)  # the last complete round could not read it, nor its children
             chains.describe(block, parent)
             block.repeat_round = chains.repeat_round
         else:
             if not block.chained:
-                chains.rechecks.append(block)  # its other chunks may have been unreadable
+                chains.to_recheck.append(
+                    block
+                )  # descriptions of its other chunks may have been unreadable
             return block, False
         removed.append(block_hash)
         return block, True
 
     def _remembered(self, contents: ChunkContents) -> bytes | None:
-        """Return what a chunk remembers of its description, the same object in both media."""
+        """Return `AnnouncedChunk.description` for a chunk, the same object in both media."""
         if contents.description is None:
             return None
         if not (contents.in_tiers or (self.has_tiers and self._is_announced_in_tiers(contents))):
             return b""
         try:
             encoded = encode(contents.description)
-        except DescriptionError:  # another client's, which is longer as this one encodes it
+        except DescriptionError:  # another client wrote it, and its encoding here is too long
             return b""
         for chunk in (self._memory.get(contents.key), self._tiers.get(contents.key)):
             if chunk is not None and chunk.description == encoded:
@@ -374,8 +392,8 @@ class Announcer:
 
     # ----------------------------------------------------------------- removed
 
-    def _drop(self, chunks: list[Chunk], announcements: list[Announcement]) -> None:
-        """Announce that the blocks are removed that these chunks alone had."""
+    def _drop(self, chunks: list[AnnouncedChunk], announcements: list[Announcement]) -> None:
+        """Announce the removal of blocks that only these chunks had."""
         chains, removals, removed = self._chains, self._removals, MediumBlocks()
         for chunk in chunks:
             for block in chunk.blocks:
@@ -395,34 +413,34 @@ class Announcer:
                     announcements += reannounced(by_key)
             chunk.blocks = ()
             if chunk.description is not None:
-                chunk.description = b""  # a round may hold the chunk for long
+                chunk.description = b""  # a round may keep the chunk for long
         announcements += removed_blocks(removed)
 
     def _repeat_other_medium(
         self, removed: Block, repeat_round: RepeatRound, announcements: list[Announcement]
     ) -> None:
-        """Repeat a block's copy in the other medium before this one loses it or its tokens.
+        """Repeat a block in the other medium before this medium loses the block or its tokens.
 
         A router that knows only what this round has repeated would drop the block's children.
         """
         block = removed.group.media[not removed.in_tiers].get(removed.hash)
         if block is None or removed.repeat_round != repeat_round.number:
             return
-        for chunk in islice(each(block.holders), MAX_HOLDERS_READ):
+        for chunk in islice(members(block.holders), MAX_HOLDERS_READ):
             if block.repeat_round != repeat_round.number and chunk.description is not None:
                 self._repeat_chunk(chunk, repeat_round, announcements)
 
     # ----------------------------------------------------------- chained later
 
     def _announce_chained(self, announcements: list[Announcement]) -> None:
-        """Announce blocks again that have their chain only now, a bounded number."""
-        chains, left = self._chains, MAX_REANNOUNCED_RUNS
-        while chains.rechecks and left:
-            block = chains.rechecks.popleft()
+        """Announce again blocks whose chain is complete only now, a bounded number of runs."""
+        chains, runs_left = self._chains, MAX_REANNOUNCED_RUNS
+        while chains.to_recheck and runs_left:
+            block = chains.to_recheck.popleft()
             if block.holders is None or block.chained or not block.has_chain:
                 continue
-            left -= 1
-            for chunk in islice(each(block.holders), MAX_HOLDERS_READ):
+            runs_left -= 1
+            for chunk in islice(members(block.holders), MAX_HOLDERS_READ):
                 contents = None if chunk.description is None else self._read_chunk(chunk)
                 if contents is not None:
                     begin = end = chunk.blocks.index(block)
@@ -434,17 +452,17 @@ class Announcer:
                         self._round.note_announced(chunk, chunk.blocks[begin:end])
                     break
 
-    def _read_chunk(self, chunk: Chunk) -> ChunkContents | None:
-        """Return a chunk as it was announced; None: its description cannot be read any more."""
-        first, place = chunk.blocks[0], chunk.place
+    def _read_chunk(self, chunk: AnnouncedChunk) -> ChunkContents | None:
+        """Return an announced chunk's contents; None: its description cannot be read any more."""
+        first, location = chunk.blocks[0], chunk.location
         hashes = tuple(block.hash for block in chunk.blocks)
         description = self._description(chunk)
         if chunk.description is not None:
-            end = place.first + place.count
-            if description is None or description.hashes[place.first : end] != hashes:
+            end = location.first + location.count
+            if description is None or description.hashes[location.first : end] != hashes:
                 return None
         group, parent = first.group.number, first.parent
-        return ChunkContents(b"", first.in_tiers, place, description, group, hashes, parent)
+        return ChunkContents(b"", first.in_tiers, location, description, group, hashes, parent)
 
 
 def _owners(chunks: list[ChunkContents]) -> dict[bytes, list[int]]:

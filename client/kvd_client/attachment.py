@@ -1,7 +1,7 @@
 """A scheduler's attachment to its namespace: the directory, loans, and the connection.
 
 It sends decisions as `Step` messages, and takes loans from the answers. Calls made during an
-engine's step never block.
+engine step never block.
 """
 
 import itertools
@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 from kvd_client.connection import Connection, Notice
-from kvd_client.decisions import Decisions, Loan, Loans, ReuseFilter, Seeking
+from kvd_client.decisions import Decisions, Loan, LoanQueue, PromotionRequests, ReuseFilter
 from kvd_client.errors import DaemonLost, get_logger
 from kvd_proto.descriptions import DescriptionsView
 from kvd_proto.directory import DirectoryView
@@ -21,20 +21,21 @@ from kvd_proto.errors import DirectoryError
 from kvd_proto.messages import Attached, Error, ErrorCode, Message, ResetDone, Stepped
 
 MAX_UNANSWERED = 64  # messages; further decisions are collected until some are answered
-SEVERAL = 16  # unanswered messages after which the keeper reads answers
-LEAST_REMEMBERED = 1024  # keys in the reuse filter, at least
-LEFT_BEHIND_SECONDS = 1.0  # after which the keeper sends what no `end_step` has sent
-# The daemon has detached the engine, which has voided what the step says.
-_VOID = (ErrorCode.NOT_READY, ErrorCode.LANE_LOST)
+WAKE_INTERVAL = 16  # the keeper reads answers at each multiple of so many unanswered messages
+MIN_REMEMBERED_KEYS = 1024  # in the reuse filter
+OVERDUE_SECONDS = 1.0  # after which the keeper sends decisions that no `end_step` has sent
+# The daemon has detached the engine, so what the step says is void anyway.
+_DETACHED_CODES = (ErrorCode.NOT_READY, ErrorCode.LANE_LOST)
 
 log = get_logger()
 
 
 class Attachment:
-    """One attachment of a scheduler, announced by `attached` over `line`. For one thread at a time.
+    """One attachment of a scheduler, announced by the notice `attached`. For one thread at a time.
 
     `loans` and `reuse` are shared by all attachments of the scheduler; `answer` is the daemon's to
-    the first step; `wake` wakes the keeper to check the line. `seeking` is None without tiers.
+    the first step; `wake` wakes the keeper to check the connection. `decisions` begin anew with
+    each reset; `promotions` is None without tiers.
 
     Raises:
         DaemonLost: the first step was refused.
@@ -45,8 +46,8 @@ class Attachment:
         attached: Attached,
         directory: DirectoryView,
         descriptions: DescriptionsView | None,
-        line: Connection,
-        loans: Loans,
+        connection: Connection,
+        loans: LoanQueue,
         reuse: ReuseFilter,
         answer: Message,
         wake: Callable[[], None],
@@ -54,111 +55,118 @@ class Attachment:
         self.attached = attached
         self.directory = directory
         self.descriptions = descriptions
-        self.line = line
+        self.connection = connection
         self._loans = loans
         self._reuse = reuse
         self._wake = wake
-        self.begin()
-        self.lend(answer)
+        self.start_empty()
+        self.add_loans(answer)
 
-    def begin(self) -> None:
-        """Start empty: loans and stores begun before are void."""
+    def start_empty(self) -> None:
+        """Void all loans and stores started before, and start new decisions."""
         self._loans.clear()
         self.decisions = Decisions(self.directory, self._loans, self._reuse)
         table, tiers = self.directory.tiers, self.attached.tiers
-        self.seeking = Seeking(self.directory, table, tiers) if table and tiers else None
+        self.promotions = (
+            PromotionRequests(self.directory, table, tiers) if table and tiers else None
+        )
 
-    # ----------------------------------------------------------------- to tell
+    # -------------------------------------------------------------------- send
 
-    def has_room(self, items: int, described: int = 0) -> bool:
-        """Return whether `items` more keys, chunks and leases fit the next message.
+    def has_room(self, num_items: int, described_bytes: int = 0) -> bool:
+        """Return whether so many more keys, chunks and leases fit the next message.
 
-        If not, or if `described` bytes of descriptions do not fit, the message is sent first.
+        If not, or if `described_bytes` of descriptions do not fit, the message is sent first.
         """
         outbox = self.decisions.outbox
-        if not outbox.room(items) or (described and not outbox.room_for(described)):
+        if not outbox.has_room(num_items) or (
+            described_bytes and not outbox.has_description_room(described_bytes)
+        ):
             self.send()
-        return self.decisions.outbox.room(items)
+        return self.decisions.outbox.has_room(num_items)
 
-    def end_step(self, patience: float, *, all_of_it: bool) -> None:
+    def end_step(self, timeout: float, *, only_urgent: bool) -> None:
         """Send the step's decisions; if there are none, read the daemon's answers.
 
         Doing both would double the longest step. If every step sends, the keeper reads the
         answers, or `prepare_store` when it lacks loans.
 
         Args:
-            patience: seconds after which the keeper checks why there is no answer.
-            all_of_it: also send what is not urgent, see `Outbox.urgent`.
+            timeout: seconds after which the keeper checks why there is no answer.
+            only_urgent: leave what is not urgent for a later step, see `Outbox.is_urgent`.
         """
-        line, outbox = self.line, self.decisions.outbox
+        connection, outbox = self.connection, self.decisions.outbox
         self._loans.end_step()
-        tells = bool(outbox) if all_of_it else outbox.urgent
-        if line.has_replies and not tells:
-            self.take_in()
-        unanswered = line.unanswered
-        if unanswered and (unanswered % SEVERAL == 0 or line.is_overdue(patience)):
+        sends = outbox.is_urgent if only_urgent else bool(outbox)
+        if connection.has_replies and not sends:
+            self.read_answers()
+        num_unanswered = connection.num_unanswered
+        if num_unanswered and (
+            num_unanswered % WAKE_INTERVAL == 0 or connection.is_overdue(timeout)
+        ):
             self._wake()
-        if tells:
+        if sends:
             self.send()
 
     def send(self) -> None:
         """Send the outbox, unless `MAX_UNANSWERED` messages have no answer yet."""
-        while self.decisions.outbox and self.line.unanswered < MAX_UNANSWERED:
-            if not self._post(self._loans.wanted):
+        while self.decisions.outbox and self.connection.num_unanswered < MAX_UNANSWERED:
+            if not self._post_step(self._loans.num_wanted):
                 return
 
-    def send_left(self) -> None:
-        """Send the outbox if its oldest item is `LEFT_BEHIND_SECONDS` old."""
+    def send_overdue(self) -> None:
+        """Send the outbox if its oldest item is `OVERDUE_SECONDS` old."""
         outbox = self.decisions.outbox
-        if outbox and time.monotonic() >= outbox.since + LEFT_BEHIND_SECONDS:
+        if outbox and time.monotonic() >= outbox.oldest_at + OVERDUE_SECONDS:
             self.send()
 
-    def _post(self, wanted: int) -> bool:
+    def _post_step(self, loans_wanted: int) -> bool:
         outbox = self.decisions.outbox
-        step, given = outbox.take(wanted)
-        request = self.line.post(step)
-        if request:
-            outbox.sent(request, given)
-        if not request or self.line.wants_write:
+        step, unanswered = outbox.take(loans_wanted)
+        request_id = self.connection.post(step)
+        if request_id:
+            outbox.on_sent(request_id, unanswered)
+        if not request_id or self.connection.wants_write:
             self._wake()  # the keeper ends the session, or sends the rest of a large step
-        return bool(request)
+        return bool(request_id)
 
     # ------------------------------------------------------------------- loans
 
-    def look(self, keys: Sequence[bytes]) -> None:
+    def read_answers_for(self, keys: Sequence[bytes]) -> None:
         """Read the daemon's answers if they may matter for a store of these keys.
 
-        That is if loans are fewer than keys, or if a store of one of the keys has begun.
+        They do if there are fewer loans than keys, or if a store of one of the keys has started.
         """
-        if self.line.has_replies and (
-            len(self._loans) < len(keys) or not self.decisions.outbox.begun.keys().isdisjoint(keys)
+        if self.connection.has_replies and (
+            len(self._loans) < len(keys)
+            or not self.decisions.outbox.started_stores.keys().isdisjoint(keys)
         ):
-            self.take_in()
+            self.read_answers()
 
     def count_loans(self) -> int:
         """Read the daemon's answers; return the number of loans at hand."""
-        self.take_in()
+        self.read_answers()
         return self._loans.count(self.directory.is_lent)
 
-    def ask_for(self, loans: int, there: int) -> None:
-        """Ask the daemon for `loans` in all, of which `there` are at hand."""
+    def request_loans(self, num_needed: int, num_loans: int) -> None:
+        """Request `num_needed` loans in all, of which `num_loans` are at hand."""
         # The daemon lends more only if less than half of what is wanted is lent.
-        self._post(max(loans, 2 * there + 1))
+        self._post_step(max(num_needed, 2 * num_loans + 1))
 
-    def take_in(self) -> None:
-        """Read and process the daemon's answers."""
-        line = self.line
-        line.take_in()
+    def read_answers(self) -> None:
+        """Receive and process the daemon's answers."""
+        connection = self.connection
+        connection.receive_all()
         try:
-            for request, reply in line.replies():
-                self.decisions.outbox.answered(request)
-                self.lend(reply)
+            for request_id, reply in connection.take_replies():
+                self.decisions.outbox.on_answered(request_id)
+                self.add_loans(reply)
         except DaemonLost as error:
-            line.failed = line.failed or str(error)
-        if line.failed:
+            connection.failure = connection.failure or str(error)
+        if connection.failure:
             self._wake()
 
-    def lend(self, answer: Message) -> None:
+    def add_loans(self, answer: Message) -> None:
         """Add the loans in an answer to a step.
 
         Raises:
@@ -168,66 +176,72 @@ class Attachment:
         if isinstance(answer, Stepped):
             slots, generations = answer.slots.numpy(), answer.generations.numpy()
             if len(slots) != len(generations):
-                raise DaemonLost("Stepped contradicts itself")
+                raise DaemonLost(
+                    f"Stepped has {len(slots)} slots and {len(generations)} generations"
+                )
             loans: list[Loan] = list(zip(slots.tolist(), generations.tolist(), strict=True))
             self._loans.add(loans)
         elif not isinstance(answer, Error):
             raise DaemonLost(f"a step was answered by {type(answer).__name__}")
-        elif answer.code not in _VOID:
+        elif answer.code not in _DETACHED_CODES:
             raise DaemonLost(f"a step was refused: {answer.text} [{answer.code}]")
 
 
 class Attachments:
     """The attachments of one scheduler, one after another. For any thread.
 
-    `look_in` makes lookups read an attachment's directory, or find nothing (None).
+    `read_from` makes lookups read an attachment's directory, or find nothing (None).
 
     Attributes:
         lock: held to decide and to send, never while waiting. It guards all attributes below.
         current: the attachment; None while the engine is detached. May be read without the lock.
-        owed: a list for the answer to a reset that the daemon has not answered yet; None: there is
-            none. Until then lookups find nothing, and nothing is stored or loaded.
+        pending_reset: a list for the answer to a reset that the daemon has not answered yet; None:
+            there is none. Until then lookups find nothing, and nothing is stored or loaded.
         serials: numbers for tickets, ascending over all sessions.
         first_store, first_lease: tickets with smaller serials are void.
     """
 
     def __init__(
-        self, look_in: Callable[[Attachment | None], None], wake: Callable[[], None]
+        self, read_from: Callable[[Attachment | None], None], wake: Callable[[], None]
     ) -> None:
         self.lock = threading.Lock()
         self.current: Attachment | None = None
-        self.owed: list[ResetDone] | None = None
+        self.pending_reset: list[ResetDone] | None = None
         self.serials = itertools.count(1)
         self.first_store = self.first_lease = 0
-        self._look_in = look_in
+        self._read_from = read_from
         self._wake = wake
-        self._loans = Loans()
-        self._reuse = ReuseFilter(1, LEAST_REMEMBERED)
+        self._loans = LoanQueue()
+        self._reuse = ReuseFilter(1, MIN_REMEMBERED_KEYS)
 
     @property
     def loans_wanted(self) -> int:
-        """The number of loans to ask for."""
-        return self._loans.wanted
+        """The number of loans to request."""
+        return self._loans.num_wanted
 
     @property
     def serving(self) -> Attachment | None:
-        """The current attachment; None if detached or while a reset is owed."""
-        return self.current if self.owed is None else None
+        """The current attachment; None if detached or while a reset is pending."""
+        return self.current if self.pending_reset is None else None
 
-    def attach(self, notice: Notice, attached: Attached, line: Connection, answer: Message) -> bool:
+    def attach(
+        self, notice: Notice, attached: Attached, connection: Connection, answer: Message
+    ) -> bool:
         """Switch to the attachment that a notice announces; return whether its directory is usable.
 
         A pipe's descriptor is left in the notice. Other arguments and errors: see `Attachment`.
         """
-        received = receive(notice, attached)
-        if received is None:
+        views = open_views(notice, attached)
+        if views is None:
             return False
         with self.lock:
             if attached.reuse_threshold != self._reuse.threshold:
-                remembered = max(LEAST_REMEMBERED, attached.num_chunks)
-                self._reuse = ReuseFilter(attached.reuse_threshold, remembered)
+                capacity = max(MIN_REMEMBERED_KEYS, attached.num_chunks)
+                self._reuse = ReuseFilter(attached.reuse_threshold, capacity)
             self._switch(
-                Attachment(attached, *received, line, self._loans, self._reuse, answer, self._wake)
+                Attachment(
+                    attached, *views, connection, self._loans, self._reuse, answer, self._wake
+                )
             )
         return True
 
@@ -237,49 +251,57 @@ class Attachments:
             self._switch(None)
 
     def begin_reset(self) -> list[ResetDone]:
-        """Void all stores, and owe the daemon a reset; return the list for its answer."""
+        """Void all stores, and leave a reset to the keeper; return the list for its answer."""
         with self.lock:
-            owed: list[ResetDone] = []
-            self.owed = owed
-            if (there := self.current) is not None:
-                there.send()  # before the reset, so that it ends these stores too
-                there.begin()
+            answers: list[ResetDone] = []
+            self.pending_reset = answers
+            if (attachment := self.current) is not None:
+                attachment.send()  # before the reset, so that it ends these stores too
+                attachment.start_empty()
                 self.first_store = next(self.serials)
-            self._look_in(None)
-        return owed
+            self._read_from(None)
+        return answers
 
-    def end_reset(self, owed: list[ResetDone], lent: Message) -> None:
-        """Resume after a reset, with the new loans in `lent`: the reset has ended all others.
+    def end_reset(self, answers: list[ResetDone], loans: Message) -> None:
+        """Resume after a reset with new loans: the reset has ended all others.
+
+        Args:
+            answers: what `begin_reset` returned.
+            loans: the answer to a step that requested loans.
 
         Raises:
-            DaemonLost: as `Attachment.lend`.
+            DaemonLost: as `Attachment.add_loans`.
         """
         with self.lock:
             if self.current is not None:
-                self.current.lend(lent)
-            if self.owed is owed:  # else another reset was requested meanwhile
-                self.owed = None
-            self._look_in(self.serving)
+                self.current.add_loans(loans)
+            if self.pending_reset is answers:  # else another reset was requested meanwhile
+                self.pending_reset = None
+            self._read_from(self.serving)
 
-    def tend(self, line: Connection) -> bool:
-        """Read answers and send what was left; return False if no attachment uses the line."""
+    def receive(self, connection: Connection) -> bool:
+        """Read answers and send overdue decisions.
+
+        Returns:
+            False if no attachment uses the connection.
+        """
         with self.lock:
-            there = self.current
-            if there is None or there.line is not line:
+            attachment = self.current
+            if attachment is None or attachment.connection is not connection:
                 return False
-            there.take_in()
-            there.send_left()
+            attachment.read_answers()
+            attachment.send_overdue()
             return True
 
-    def send_rest(self, patience: float) -> None:
-        """Send all that is left, and wait for its answers, for `patience` seconds at most."""
-        there, end = self.current, time.monotonic() + patience
-        while there is not None and not there.line.failed:
+    def flush(self, timeout: float) -> None:
+        """Send all decisions, and wait for the answers, for `timeout` seconds at most."""
+        attachment, end = self.current, time.monotonic() + timeout
+        while attachment is not None and not attachment.connection.failure:
             with self.lock:
-                there.send()
-                there.take_in()
-            left = end - time.monotonic()
-            if not there.line.unanswered or left <= 0 or there.line.wait_readable(left):
+                attachment.send()
+                attachment.read_answers()
+            connection, left_s = attachment.connection, end - time.monotonic()
+            if not connection.num_unanswered or left_s <= 0 or connection.wait_readable(left_s):
                 return
 
     def abandon(self) -> None:
@@ -288,12 +310,12 @@ class Attachments:
         self.current = None
 
     def _switch(self, attachment: Attachment | None) -> None:
-        self._look_in(attachment if self.owed is None else None)
+        self._read_from(attachment if self.pending_reset is None else None)
         self.current = attachment  # last: readers of `current` then do lookups
         self.first_store = self.first_lease = next(self.serials)
 
 
-def receive(
+def open_views(
     notice: Notice, attached: Attached
 ) -> tuple[DirectoryView, DescriptionsView | None] | None:
     """Return the directory and the descriptions of a notice; None if there is no usable directory.
@@ -301,19 +323,19 @@ def receive(
     The directory's descriptor stays in the notice, followed by a pipe's, if any. The descriptions'
     is taken from the notice, and closed with the last reference to the view.
     """
-    fds, needed = notice.fds, 2 if attached.description_bytes else 1
-    if not needed <= len(fds) <= needed + 1:
+    fds, num_views = notice.fds, 2 if attached.description_bytes else 1
+    if not num_views <= len(fds) <= num_views + 1:
         log.error(
-            "ATTACHED came with %d descriptors, %d or %d are needed", len(fds), needed, needed + 1
+            "ATTACHED came with %d descriptors, not %d or %d", len(fds), num_views, num_views + 1
         )
         return None
     try:
         size = os.fstat(fds[0]).st_size
         directory = DirectoryView(mmap.mmap(fds[0], size, prot=mmap.PROT_READ))
     except (OSError, ValueError, DirectoryError):
-        log.exception("the directory of the chunks cannot be read; nothing will be found")
+        log.exception("the directory of the chunks cannot be read; every lookup misses")
         return None
-    if needed == 1:
+    if num_views == 1:
         return directory, None
     fd = fds.pop(1)
     descriptions = DescriptionsView(fd)

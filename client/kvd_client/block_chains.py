@@ -1,9 +1,10 @@
-"""The announced blocks: announcements, which blocks are chained, and the order of a repeat round.
+"""The announced blocks: which are chained, the order of a repeat round, and announcements.
 
-A block is chained when it and all blocks before it, up to a prompt's first block, are announced in
-its KV-cache group, each in memory or in tiers. A router that requires the parent accepts a block
-only then. `Block.chained` says how the block was announced last: a block that was announced while
-it was not chained, and has its chain now, is in `BlockChains.rechecks` and is announced again.
+A block is chained if it and all blocks before it, back to a prompt's first block, are announced in
+its KV-cache group, each in memory or in tiers. A router that requires the parent accepts only
+chained blocks. `Block.chained` is the state at the block's last announcement: a block that was
+announced unchained, and whose chain is complete now, is in `BlockChains.to_recheck` and is
+announced again.
 """
 
 from collections import deque
@@ -12,32 +13,32 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from kvd_client.change_reader import Place
+from kvd_client.changes import ChunkLocation
 from kvd_proto.descriptions import TOKEN_BYTES, Description
 
-_GROUP_BYTES = 4  # of a key, its last ones, where it has more: the index of the group
+_GROUP_BYTES = 4  # at the end of a key that is longer: the index of the group
 MAX_HOLDERS_READ = 8
-"""Chunks of a block that are tried until a description can be read."""
+"""How many chunks of a block are tried to read its description."""
 
 T = TypeVar("T")
 BlockId: TypeAlias = tuple[int, bool, bytes]
 """Group of a block, whether it is in tiers, and its hash."""
-OneOrMore: TypeAlias = T | dict[T, None] | None
-"""Nothing, one, or the keys of a dict: nearly always one, for which a dict would be large."""
+SmallSet: TypeAlias = T | dict[T, None] | None
+"""A set: None if empty, its one member, or the keys of a dict. Most have one; dicts are large."""
 
 
 @dataclass(slots=True, eq=False)
-class Chunk:
+class AnnouncedChunk:
     """An announced chunk, in memory or in tiers.
 
-    place: where it lies, and which of its blocks it has.
-    blocks: each is the parent of the next; none: the chunk is not announced any more.
-    description: encoded, of a chunk in tiers, or that may go there. Empty: it is read at the
-        chunk's place in memory; in tiers, where it was too long to remember, it cannot be read
-        again. None: the chunk is known by its key alone.
+    location: where it lies, and which of its blocks it has.
+    blocks: each is the parent of the next; empty: the chunk is not announced any more.
+    description: encoded, for a chunk in tiers or that may go there. Empty: it is read at the
+        chunk's location in memory; for a chunk in tiers it was too long to remember, and cannot be
+        read again. None: the chunk is known by its key alone.
     """
 
-    place: Place
+    location: ChunkLocation
     description: bytes | None
     blocks: tuple["Block", ...] = ()
 
@@ -48,14 +49,14 @@ class GroupBlocks:
 
     number: index of the group.
     media: the blocks in memory, and those in tiers, by hash; `in_tiers` is the index.
-    children: the described blocks in both media, by the hash of the parent.
+    children: blocks in both media that have a description, by the hash of their parent.
     """
 
     number: int
     media: tuple[dict[bytes, "Block"], dict[bytes, "Block"]] = field(
         default_factory=lambda: ({}, {})
     )
-    children: "dict[bytes, OneOrMore[Block]]" = field(default_factory=dict)
+    children: "dict[bytes, SmallSet[Block]]" = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
@@ -65,9 +66,8 @@ class Block:
     parent: hash of the block before it; empty: it is a prompt's first; None: all its holders are
         known by their keys alone.
     holders: the chunks that have it.
-    chained: it was announced, or announced again, when all blocks before it were.
-    repeat_round: number of the last repeat round that has announced it, or of which it needs no
-        more.
+    chained: all blocks before it were announced when it was last announced.
+    repeat_round: number of the last repeat round that announced it, or does not need to.
     """
 
     group: GroupBlocks
@@ -75,44 +75,44 @@ class Block:
     parent: bytes | None
     repeat_round: int
     in_tiers: bool
-    holders: OneOrMore[Chunk] = None
+    holders: SmallSet[AnnouncedChunk] = None
     chained: bool = False
 
     @property
     def parents(self) -> list["Block"]:
-        """The blocks before it: one in memory, one in tiers, or none."""
+        """The blocks before it: one in memory, one in tiers, both, or none."""
         parent, media = self.parent, self.group.media
         return [blocks[parent] for blocks in media if parent in blocks] if parent else []
 
     @property
     def has_chain(self) -> bool:
-        """Whether it is chained if it is announced now."""
+        """Whether it would be chained if it were announced now."""
         parent = self.parent
         if not parent:
             return parent is not None
         memory, tiers = self.group.media
-        before = memory.get(parent)
-        if before is not None and before.chained:
+        block = memory.get(parent)
+        if block is not None and block.chained:
             return True
-        before = tiers.get(parent)
-        return before is not None and before.chained
+        block = tiers.get(parent)
+        return block is not None and block.chained
 
     @property
     def is_described(self) -> bool:
-        """Whether a chunk that has it is known by more than its key."""
-        return any(chunk.description is not None for chunk in each(self.holders))
+        """Whether one of its chunks has a description."""
+        return any(chunk.description is not None for chunk in members(self.holders))
 
 
 class BlockChains:
     """All announced blocks.
 
     Attributes:
-        rechecks: blocks that were announced while they were not chained, and may have a chain now.
+        to_recheck: blocks that were announced unchained, and whose chain may be complete now.
         repeat_round: number of the last repeat round; new blocks have it.
     """
 
     def __init__(self) -> None:
-        self.rechecks: deque[Block] = deque()
+        self.to_recheck: deque[Block] = deque()
         self.repeat_round = 0
         self._groups: dict[int, GroupBlocks] = {}  # none is empty
 
@@ -122,14 +122,14 @@ class BlockChains:
                 yield from blocks.values()
 
     def group(self, number: int) -> GroupBlocks:
-        """Return a group's blocks; of a new group there are none, and the caller adds one."""
+        """Return a group's blocks; a new group has none, and the caller must add one."""
         group = self._groups.get(number)
         if group is None:
             group = self._groups[number] = GroupBlocks(number)
         return group
 
-    def has(self, group: int, block_hash: bytes) -> bool:
-        """Return whether the block is announced in memory or in tiers."""
+    def is_announced(self, group: int, block_hash: bytes) -> bool:
+        """Return whether a block is announced in memory or in tiers."""
         blocks = self._groups.get(group)
         if blocks is None:
             return False
@@ -139,7 +139,7 @@ class BlockChains:
     def add(
         self, group: GroupBlocks, block_hash: bytes, parent: bytes | None, *, in_tiers: bool
     ) -> Block:
-        """Return a new block, which is announced now; the caller adds a holder."""
+        """Add a block that is announced now, and return it; the caller adds a holder."""
         block = Block(group, block_hash, parent, self.repeat_round, in_tiers)
         group.media[in_tiers][block_hash] = block
         if parent is not None:
@@ -147,22 +147,22 @@ class BlockChains:
         return block
 
     def describe(self, block: Block, parent: bytes) -> None:
-        """Link a block that was known by a key alone to its parent: it is announced again."""
+        """Link to its parent a block that was known by a key alone and is now announced again."""
         block.parent = parent
         self._link(block, parent)
 
     def undescribe(self, block: Block) -> None:
-        """Unlink a block from its parent: it is announced again by its key alone."""
+        """Unlink from its parent a block that is now announced again by its key alone."""
         self._unlink(block)
         block.parent = None
 
-    def add_holder(self, block: Block, chunk: Chunk) -> None:
-        """Note that the chunk has the block."""
-        block.holders = _with(block.holders, chunk)
+    def add_holder(self, block: Block, chunk: AnnouncedChunk) -> None:
+        """Record that the chunk has the block."""
+        block.holders = _adding(block.holders, chunk)
 
-    def remove_holder(self, block: Block, chunk: Chunk) -> bool:
-        """Return whether no chunk has the block any more, so that it is removed."""
-        block.holders = _without(block.holders, chunk)
+    def remove_holder(self, block: Block, chunk: AnnouncedChunk) -> bool:
+        """Record that the chunk lost the block; return whether the block is removed with it."""
+        block.holders = _removing(block.holders, chunk)
         if block.holders is not None:
             return False
         group = block.group
@@ -173,32 +173,36 @@ class BlockChains:
             del self._groups[group.number]
         return True
 
-    def repeat(self, block: Block) -> None:
-        """Note that a block is announced again, for the last round."""
+    def mark_repeated(self, block: Block) -> None:
+        """Record that the last round has announced a block again."""
         block.repeat_round = self.repeat_round
         self.update_chained(block)
 
     def update_chained(self, block: Block) -> bool:
-        """Return whether the block is chained now and was not before; its children are checked."""
+        """Mark a block as chained if its chain is complete, and queue its children for a recheck.
+
+        Returns:
+            Whether it became chained.
+        """
         if block.chained or not block.has_chain:
             return False
         block.chained = True
         children = block.group.children.get(block.hash)
         if children is not None:
-            self.rechecks.extend(child for child in each(children) if not child.chained)
+            self.to_recheck.extend(child for child in members(children) if not child.chained)
         return True
 
     def _link(self, block: Block, parent: bytes) -> None:
         if parent:
             children = block.group.children
-            children[parent] = _with(children.get(parent), block)
+            children[parent] = _adding(children.get(parent), block)
         self.update_chained(block)
 
     def _unlink(self, block: Block) -> None:
-        """Separate the block from its parent; blocks that lose their chain by it are unchained."""
+        """Unlink the block from its parent; blocks whose chain breaks become unchained."""
         children = block.group.children
         if block.parent:
-            siblings = _without(children.pop(block.parent), block)
+            siblings = _removing(children.pop(block.parent), block)
             if siblings is not None:
                 children[block.parent] = siblings
         if not block.chained:
@@ -206,7 +210,7 @@ class BlockChains:
         block.chained = False
         unchained = [block]
         while unchained:
-            for child in each(children.get(unchained.pop().hash)):
+            for child in members(children.get(unchained.pop().hash)):
                 if child.chained and not child.has_chain:
                     child.chained = False
                     unchained.append(child)
@@ -216,25 +220,25 @@ class RepeatRound:
     """The order of a repeat round: each chunk comes after the chunks with its parent.
 
     Args:
-        number: of the round; a block that it has repeated has this `repeat_round`.
-        media: announced chunks by key, of each medium.
+        number: of the round; blocks that it has repeated have this `repeat_round`.
+        media: for each medium its announced chunks by key.
 
     Attributes:
-        unreadable: chunks whose descriptions could not be read; they are left out.
+        unreadable: chunks that are left out, because their descriptions could not be read.
     """
 
-    def __init__(self, number: int, *media: dict[bytes, Chunk]) -> None:
+    def __init__(self, number: int, *media: dict[bytes, AnnouncedChunk]) -> None:
         self.number = number
-        self.unreadable: set[Chunk] = set()
+        self.unreadable: set[AnnouncedChunk] = set()
         self._media = list(media)
-        self._chunks: deque[Chunk] = deque()  # of the first of the media
-        self._added: deque[Chunk] = deque()  # announced since, before blocks that they follow
-        self._by_key: deque[Chunk] = deque()  # known by their keys alone
-        self._path: dict[Chunk, None] = {}  # the last one is next, and those before it wait for it
+        self._chunks: deque[AnnouncedChunk] = deque()  # of the current medium
+        self._added: deque[AnnouncedChunk] = deque()  # announced meanwhile, to be repeated
+        self._by_key: deque[AnnouncedChunk] = deque()  # known by their keys alone
+        self._path: dict[AnnouncedChunk, None] = {}  # each waits for the one after it
 
     @property
     def num_left(self) -> int:
-        """How many chunks are to be visited."""
+        """How many chunks are left to visit."""
         queues = (self._path, self._chunks, self._added, self._by_key, *self._media)
         return sum(map(len, queues))
 
@@ -243,10 +247,10 @@ class RepeatRound:
         """Whether no chunk is left."""
         return not (self._path or self._chunks or self._media or self._added or self._by_key)
 
-    def visit(self) -> Chunk | None:
-        """Return the next chunk; None: another one comes first, or none is left."""
+    def visit(self) -> AnnouncedChunk | None:
+        """Take one step; return a chunk to repeat, or None if this step has none."""
         if not self._chunks and self._media:
-            # One medium at a time: a copy of a million chunks takes some 15 ms.
+            # Copy one medium at a time: a million chunks take some 15 ms.
             self._chunks = deque(self._media.pop(0).values())
         if self._path:
             chunk = next(reversed(self._path))
@@ -267,46 +271,46 @@ class RepeatRound:
         del self._path[chunk]
         return chunk
 
-    def note_announced(self, chunk: Chunk, blocks: Iterable[Block]) -> None:
-        """Note that blocks of a chunk were announced during the round.
+    def note_announced(self, chunk: AnnouncedChunk, blocks: Iterable[Block]) -> None:
+        """Record that blocks of a chunk were announced during the round.
 
-        They are repeated, too, if their chain is not repeated yet: routers may not know it.
+        If their chain is not repeated yet, they are repeated too: routers may not know the chain.
         """
         for block in blocks:
-            repeated = not block.chained or self._follows_repeated(block)
-            block.repeat_round = self.number if repeated else self.number - 1
+            is_repeated = not block.chained or self._follows_repeated(block)
+            block.repeat_round = self.number if is_repeated else self.number - 1
         if any(block.repeat_round != self.number for block in chunk.blocks):
             self._added.append(chunk)
 
     def _follows_repeated(self, block: Block) -> bool:
-        """Return whether the chain of a block is repeated, in memory or in tiers."""
+        """Return whether this round has repeated the chain before a block."""
         return block.parent == b"" or any(
             parent.chained and parent.repeat_round == self.number for parent in block.parents
         )
 
-    def _parent_holder(self, chunk: Chunk) -> Chunk | None:
-        """Return a chunk that is to be repeated before this one: it has the parent's block."""
+    def _parent_holder(self, chunk: AnnouncedChunk) -> AnnouncedChunk | None:
+        """Return a chunk that must be repeated before this one, because it has the parent block."""
         first = chunk.blocks[0] if chunk.blocks else None
         if first is None or first.repeat_round == self.number or self._follows_repeated(first):
             return None
         for parent in first.parents:
             if parent.repeat_round != self.number:
-                for holder in islice(each(parent.holders), MAX_HOLDERS_READ):
-                    is_next = holder not in self._path and holder not in self.unreadable
-                    if is_next and holder.description is not None:
+                for holder in islice(members(parent.holders), MAX_HOLDERS_READ):
+                    is_new = holder not in self._path and holder not in self.unreadable
+                    if is_new and holder.description is not None:
                         return holder
         return None
 
 
-def each(some: OneOrMore[T]) -> Iterator[T]:
-    """Iterate over all of them."""
-    if isinstance(some, dict):
-        return iter(some)
-    return iter(() if some is None else (some,))
+def members(group: SmallSet[T]) -> Iterator[T]:
+    """Iterate over the members of a set."""
+    if isinstance(group, dict):
+        return iter(group)
+    return iter(() if group is None else (group,))
 
 
 def runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
-    """Yield first index and end of each run of true flags."""
+    """Yield begin and end of each run of true flags."""
     begin = None
     for i, flag in enumerate([*flags, False]):
         if flag and begin is None:
@@ -316,20 +320,20 @@ def runs(flags: list[bool]) -> Iterator[tuple[int, int]]:
             begin = None
 
 
-def _with(some: OneOrMore[T], one: T) -> OneOrMore[T]:
-    if some is None or some is one:
-        return one
-    if not isinstance(some, dict):
-        some = {some: None}
-    some[one] = None
-    return some
+def _adding(group: SmallSet[T], member: T) -> SmallSet[T]:
+    if group is None or group is member:
+        return member
+    if not isinstance(group, dict):
+        group = {group: None}
+    group[member] = None
+    return group
 
 
-def _without(some: OneOrMore[T], one: T) -> OneOrMore[T]:
-    if isinstance(some, dict):
-        some.pop(one, None)
-        return some if len(some) > 1 else next(iter(some))
-    return None if some is one else some
+def _removing(group: SmallSet[T], member: T) -> SmallSet[T]:
+    if isinstance(group, dict):
+        group.pop(member, None)
+        return group if len(group) > 1 else next(iter(group))
+    return None if group is member else group
 
 
 # --------------------------------------------------------------- announcements
@@ -338,10 +342,10 @@ def _without(some: OneOrMore[T], one: T) -> OneOrMore[T]:
 class StoredBlocks(NamedTuple):
     """Blocks that can be loaded now, each the parent of the next.
 
-    A chunk that is known by its key alone has one hash, no parent, no tokens and `block_size` 0.
-    The other fields are those of `Description`.
+    For a chunk that is known by its key alone: one hash, no parent, no tokens, `block_size` 0. The
+    other fields are those of `Description`.
 
-    in_tiers: the blocks lie in tiers; else in memory.
+    in_tiers: the blocks lie in tiers, not in memory.
     lookahead: for each block the u4 tokens after it that its hash covers; None: it covers none.
     """
 
@@ -372,14 +376,14 @@ MediumBlocks: TypeAlias = dict[tuple[int, bool], list[bytes]]
 
 
 class ChunkContents(NamedTuple):
-    """A chunk that is announced: where it lies, and its blocks.
+    """A chunk to announce: its location and blocks.
 
-    description: None, and `parent` too: the chunk is known by its key alone.
+    description, parent: None if the chunk is known by its key alone.
     """
 
     key: bytes
     in_tiers: bool
-    place: Place
+    location: ChunkLocation
     description: Description | None
     group: int
     hashes: tuple[bytes, ...]
@@ -387,20 +391,20 @@ class ChunkContents(NamedTuple):
 
 
 def chunk_contents(
-    key: bytes, place: Place, description: Description | None, *, in_tiers: bool
+    key: bytes, location: ChunkLocation, description: Description | None, *, in_tiers: bool
 ) -> ChunkContents:
-    """Return the blocks that the chunk has at its place; without description the key's block."""
+    """Return the blocks that the chunk has at its location; without description the key's block."""
     if description is not None:
-        first, end = place.first, place.first + place.count
+        first, end = location.first, location.first + location.count
         hashes = description.hashes[first:end]
         if len(hashes) == 1 or (hashes and len(set(hashes)) == len(hashes)):
             parent = description.hashes[first - 1] if first else description.parent
             group = description.group
-            return ChunkContents(key, in_tiers, place, description, group, hashes, parent)
+            return ChunkContents(key, in_tiers, location, description, group, hashes, parent)
     block_hash, group = key, 0
     if len(key) > _GROUP_BYTES:
         block_hash, group = key[:-_GROUP_BYTES], int.from_bytes(key[-_GROUP_BYTES:], "big")
-    return ChunkContents(key, in_tiers, place, None, group, (block_hash,), None)
+    return ChunkContents(key, in_tiers, location, None, group, (block_hash,), None)
 
 
 def stored_blocks(contents: ChunkContents, begin: int, end: int) -> StoredBlocks:
@@ -409,13 +413,13 @@ def stored_blocks(contents: ChunkContents, begin: int, end: int) -> StoredBlocks
     if description is None:
         return StoredBlocks(hashes, b"", b"", 0, contents.group, in_tiers=contents.in_tiers)
     parent = contents.hashes[begin - 1] if begin else contents.parent or b""
-    begin, end = contents.place.first + begin, contents.place.first + end
+    begin, end = contents.location.first + begin, contents.location.first + end
     block_bytes = description.block_size * TOKEN_BYTES
     lookahead = None
-    if covered := len(description.lookahead):
+    if num_bytes := len(description.lookahead):
         tokens = description.tokens + description.lookahead
         ends = range((begin + 1) * block_bytes, (end + 1) * block_bytes, block_bytes)
-        lookahead = tuple(tokens[at : at + covered] for at in ends)
+        lookahead = tuple(tokens[end : end + num_bytes] for end in ends)
     return StoredBlocks(
         hashes,
         parent,
@@ -432,7 +436,7 @@ def stored_blocks(contents: ChunkContents, begin: int, end: int) -> StoredBlocks
 
 
 def reannounced(stored: StoredBlocks) -> tuple[RemovedBlocks, StoredBlocks]:
-    """Return the announcements that announce announced blocks again."""
+    """Return the announcements that announce blocks again: they are removed and stored."""
     return RemovedBlocks(stored.hashes, stored.group, stored.in_tiers), stored
 
 

@@ -3,58 +3,57 @@
 Decisions read the directory in shared memory; the next step tells the daemon.
 
 - A slot on loan is empty, or holds a chunk that would be evicted next, which lookups find until the
-  slot is given to another key. The daemon reclaims loans without a message, so only the directory
-  says whether a loan is still valid.
+  slot is assigned to another key. The daemon reclaims loans without a message, so only the
+  directory says whether a loan is still valid.
 - A reuse filter keeps out prompts that are seen once: a key is stored at its n-th offer.
-- Promotion of a chunk from a tier is requested with the step. It has no reply: the directory shows
-  the result.
+- Promotion of a chunk from a tier is requested by the step. The request has no reply: the directory
+  shows the result.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
-from kvd_client.arguments import Blocks, shown
-from kvd_client.errors import UsageError
+from kvd_client.errors import UsageError, shown
 from kvd_client.outbox import Outbox
-from kvd_client.tickets import StoreAnswer
+from kvd_client.tickets import BlockRange, StoreAnswer
 from kvd_proto.directory import DirectoryView, Entry, SlotState
 from kvd_proto.messages import TierInfo
-from kvd_proto.tier_table import TierStatus, TierTableView
+from kvd_proto.tier_table import TierHealth, TierTableView
 
 _READY = int(SlotState.READY)
 _ACCEPTED, _PRESENT = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT
 _PENDING, _FULL, _NOT_YET = StoreAnswer.PENDING, StoreAnswer.FULL, StoreAnswer.NOT_YET
 
-LEAST_WANTED = 64
-DECAY = 1 / 32  # of the peak, with each step or answer after loans were taken
+MIN_LOANS_WANTED = 64
+PEAK_DECAY = 1 / 32  # of the peak of takes, with each step or answer that follows a take
 Loan: TypeAlias = tuple[int, int]
 """A slot and its generation."""
 IsLent: TypeAlias = Callable[[int, int], bool]
 """Whether a slot is on loan with this generation."""
 
-NOT_BELOW = -1
+NO_TIER = -1
 """No usable tier has the blocks."""
-UNKNOWN = -2
-"""A usable shared tier may have the chunk: it has not been asked recently."""
+TIER_UNKNOWN = -2
+"""A usable shared tier may have the chunk: the daemon has not queried it recently."""
 
-SEEK_AGAIN_SECONDS = 2.0  # before the same key is sent again
-MAX_SOUGHT_KEYS = 65_536  # keys remembered as sent
+RESEND_SECONDS = 2.0  # before the same key is sent again
+MAX_SENT_KEYS = 65_536  # keys remembered as sent
 
 
-class Loans:
-    """The loans of one scheduler. For one thread at a time."""
+class LoanQueue:
+    """The loans of one scheduler, in the order in which to take them. For one thread at a time."""
 
     def __init__(self) -> None:
         self._at_hand: OrderedDict[int, int] = OrderedDict()  # slot -> generation, oldest first
-        self._pinned: dict[int, int] = {}  # loans passed over by `take` since the latest answer
-        self._asked = 0  # calls of `take` since the latest answer
-        self._peak = 0.0
+        self._skipped: dict[int, int] = {}  # by `take` since the latest answer
+        self._num_takes = 0  # since the latest answer
+        self._peak_takes = 0.0
 
     @property
-    def wanted(self) -> int:
+    def num_wanted(self) -> int:
         """The number of loans to have: twice the recent peak of takes between two answers."""
-        return max(LEAST_WANTED, 2 * round(self._peak))
+        return max(MIN_LOANS_WANTED, 2 * round(self._peak_takes))
 
     def add(self, loans: Iterable[Loan]) -> None:
         """Add the loans of an answer, maybe none, and start a new count of takes.
@@ -62,33 +61,33 @@ class Loans:
         Takes are counted from answer to answer, since they are served from the same loans.
         """
         self.end_step()
-        self._asked = 0
+        self._num_takes = 0
         at_hand = self._at_hand
-        at_hand.update(self._pinned)
-        self._pinned.clear()
+        at_hand.update(self._skipped)
+        self._skipped.clear()
         for slot, generation in loans:
-            if at_hand.get(slot, -1) < generation:  # answers may be taken in out of order
+            if at_hand.get(slot, -1) < generation:  # answers may be read out of order
                 at_hand.pop(slot, None)
                 at_hand[slot] = generation
 
     def take(self, is_lent: IsLent, pinned: Container[int] = ()) -> Loan | None:
         """Remove and return a valid loan; None if there is none.
 
-        A slot whose chunk is `pinned` is passed over until the daemon's next answer: when the
+        A slot whose chunk is `pinned` is skipped until the daemon's next answer: when the
         daemon reads the pin, it ends the loan or refuses the pin.
         """
-        self._asked += 1
+        self._num_takes += 1
         at_hand = self._at_hand
         while at_hand:
             loan = at_hand.popitem(last=False)
             if loan[0] in pinned:
-                self._pinned[loan[0]] = loan[1]
+                self._skipped[loan[0]] = loan[1]
             elif is_lent(*loan):
                 return loan
         return None
 
     def defer(self, slots: Iterable[int]) -> None:
-        """Move these slots' loans to the end of the order: their chunks were just used."""
+        """Move the loans of these slots to the end of the queue: their chunks were just used."""
         if at_hand := self._at_hand:
             for slot in slots:
                 if slot in at_hand:
@@ -96,21 +95,21 @@ class Loans:
 
     def count(self, is_lent: IsLent) -> int:
         """Remove invalid loans; return how many are left, including those of pinned chunks."""
-        for loans in (self._at_hand, self._pinned):
+        for loans in (self._at_hand, self._skipped):
             for slot, generation in list(loans.items()):
                 if not is_lent(slot, generation):
                     del loans[slot]
-        return len(self._at_hand) + len(self._pinned)
+        return len(self._at_hand) + len(self._skipped)
 
     def end_step(self) -> None:
         """Update the peak of takes; a step without takes does not lower it."""
-        if self._asked:
-            self._peak = max(float(self._asked), self._peak * (1 - DECAY))
+        if self._num_takes:
+            self._peak_takes = max(float(self._num_takes), self._peak_takes * (1 - PEAK_DECAY))
 
     def clear(self) -> None:
         """Remove all loans, which the daemon has ended."""
         self._at_hand.clear()
-        self._pinned.clear()
+        self._skipped.clear()
 
     def __len__(self) -> int:
         """The number of loans that `take` may still try, including invalid ones."""
@@ -118,40 +117,40 @@ class Loans:
 
 
 class ReuseFilter:
-    """Lets a key pass at its `threshold`-th offer; 1: every key passes.
+    """Admits a key at its `threshold`-th offer; 1: at its first.
 
-    It remembers the latest `capacity` keys that have not passed yet.
+    It remembers the latest `capacity` keys that were not admitted yet.
     """
 
     def __init__(self, threshold: int, capacity: int) -> None:
         self.threshold = threshold
         self.capacity = capacity
-        self._offers: OrderedDict[bytes, int] = OrderedDict()
+        self._num_offers: OrderedDict[bytes, int] = OrderedDict()
 
-    def offer(self, key: bytes) -> bool:
+    def admit(self, key: bytes) -> bool:
         """Count an offer; return True if the key has now been offered often enough."""
-        count = self._offers.pop(key, 0) + 1
+        count = self._num_offers.pop(key, 0) + 1
         if count >= self.threshold:
             return True
         self._remember(key, count)
         return False
 
-    def give_back(self, key: bytes) -> None:
-        """Let a key that passed but got no slot pass again at its next offer."""
+    def undo_admission(self, key: bytes) -> None:
+        """Note that an admitted key got no slot: its next offer admits it again."""
         if self.threshold > 1:
             self._remember(key, self.threshold - 1)
 
     def _remember(self, key: bytes, count: int) -> None:
-        if len(self._offers) >= self.capacity:
-            self._offers.popitem(last=False)
-        self._offers[key] = count
+        if len(self._num_offers) >= self.capacity:
+            self._num_offers.popitem(last=False)
+        self._num_offers[key] = count
 
     def __len__(self) -> int:
-        return len(self._offers)
+        return len(self._num_offers)
 
 
-class Chosen(NamedTuple):
-    """The keys of a request that have a slot, with slots and generations, in its order."""
+class ChunkSlots(NamedTuple):
+    """Keys of a request, in its order, each with its slot and generation."""
 
     keys: list[bytes]
     slots: list[int]
@@ -161,7 +160,7 @@ class Chosen(NamedTuple):
 class Decisions:
     """The decisions of one attachment; `outbox` collects them for the daemon. For one thread."""
 
-    def __init__(self, directory: DirectoryView, loans: Loans, reuse: ReuseFilter) -> None:
+    def __init__(self, directory: DirectoryView, loans: LoanQueue, reuse: ReuseFilter) -> None:
         self.outbox = Outbox(directory.blocks_per_chunk)
         self._directory = directory
         self._loans = loans
@@ -170,10 +169,10 @@ class Decisions:
     def offer(
         self,
         keys: Sequence[bytes],
-        ranges: Sequence[Blocks] | None,
+        ranges: Sequence[BlockRange] | None,
         describe: Callable[[int], bytes],
-    ) -> tuple[list[StoreAnswer], Chosen]:
-        """Begin to store the keys that are new, as far as there are loans.
+    ) -> tuple[list[StoreAnswer], ChunkSlots]:
+        """Start to store the keys that are new, as far as there are loans.
 
         A repeated key is PENDING if its first occurrence was accepted, else it gets the same
         answer. A chunk that is READY with a part of the offered blocks is stored anew.
@@ -190,102 +189,102 @@ class Decisions:
             An answer to each key, and the slots of accepted keys.
         """
         outbox, loans, reuse = self.outbox, self._loans, self._reuse
-        entry, take, begin, begun = self._entry, loans.take, outbox.begin, outbox.begun
+        find_entry, take, start_store = self._entry, loans.take, outbox.start_store
         is_lent, pinned = self._directory.is_lent, outbox.pinned
-        filtered = reuse.threshold > 1
-        counted: set[bytes] = set()  # by the filter, in this call
+        started_stores = outbox.started_stores
+        has_filter = reuse.threshold > 1
+        filtered: set[bytes] = set()  # not admitted: counts a repeated key once
         blocks = (0, self._directory.blocks_per_chunk)
         answers: list[StoreAnswer] = []
-        stored, slots, generations = chosen = Chosen([], [], [])
+        stored, slots, generations = accepted = ChunkSlots([], [], [])
         for i, key in enumerate(keys):
             if ranges is not None:
                 blocks = ranges[i]
-            if key in begun:
+            if key in started_stores:
                 answers.append(_PENDING)
                 continue
-            found = entry(key)
-            if found is not None:
-                if found[2] != _READY:
+            entry = find_entry(key)
+            if entry is not None:
+                if entry[2] != _READY:
                     answers.append(_PENDING)
                     continue
-                if found[3:] == blocks or not _covers(blocks, found[3], found[4]):
-                    loans.defer(found[:1])
+                if entry[3:] == blocks or not _covers(blocks, entry[3], entry[4]):
+                    loans.defer(entry[:1])
                     answers.append(_PRESENT)
                     continue
-            elif filtered and (key in counted or not reuse.offer(key)):
-                counted.add(key)
+            elif has_filter and (key in filtered or not reuse.admit(key)):
+                filtered.add(key)
                 answers.append(_NOT_YET)
                 continue
             description = describe(i) if loans else b""
-            no_room = description and not outbox.room_for(len(description))
-            if no_room or (loan := take(is_lent, pinned)) is None:
-                if filtered and found is None:
-                    reuse.give_back(key)
+            is_full = description and not outbox.has_description_room(len(description))
+            if is_full or (loan := take(is_lent, pinned)) is None:
+                if has_filter and entry is None:
+                    reuse.undo_admission(key)
                 answers.append(_FULL)
                 continue
             answers.append(_ACCEPTED)
-            begin(key, *loan, blocks, description)
+            start_store(key, *loan, blocks, description)
             stored.append(key)
             slots.append(loan[0])
             generations.append(loan[1])
         if len(stored) < len(answers):
-            outbox.count(answers)
-        return answers, chosen
+            outbox.count_answers(answers)
+        return answers, accepted
 
     def _entry(self, key: bytes) -> Entry | None:
-        """Return the directory's entry of a key; None also if its slot was given to another key."""
-        found, given = self._directory.entry(key), self.outbox.given
-        if found is not None and given.get(found[0], found[1]) != found[1]:
+        """Return a key's entry in the directory; None also if its slot was reassigned."""
+        entry, reassigned = self._directory.entry(key), self.outbox.reassigned
+        if entry is not None and reassigned.get(entry[0], entry[1]) != entry[1]:
             return None
-        return found
+        return entry
 
     def find(
-        self, keys: Sequence[bytes], ranges: Sequence[Blocks] | None
-    ) -> tuple[list[bool], Chosen]:
-        """Return which keys are READY with the blocks needed, and their slots.
+        self, keys: Sequence[bytes], ranges: Sequence[BlockRange] | None
+    ) -> tuple[list[bool], ChunkSlots]:
+        """Return which keys are READY with the blocks needed, and the slots of these keys.
 
-        Chunks whose slots were given to other keys are not found. Loans of the slots found are
-        taken last.
+        Chunks whose slots were reassigned are not found. Loans of the slots found are taken last.
         """
-        entry = self._entry
+        find_entry = self._entry
         first, count = 0, self._directory.blocks_per_chunk
-        found: list[bool] = []
-        chosen = Chosen([], [], [])
+        is_found: list[bool] = []
+        hits = ChunkSlots([], [], [])
         for i, key in enumerate(keys):
             if ranges is not None:
                 first, count = ranges[i]
-            there = entry(key)
+            entry = find_entry(key)
             if (
-                there is None
-                or there[2] != _READY
-                or first < there[3]
-                or there[3] + there[4] < first + count
+                entry is None
+                or entry[2] != _READY
+                or first < entry[3]
+                or entry[3] + entry[4] < first + count
             ):
-                found.append(False)
+                is_found.append(False)
                 continue
-            found.append(True)
-            chosen.keys.append(key)
-            chosen.slots.append(there[0])
-            chosen.generations.append(there[1])
-        self._loans.defer(chosen.slots)
-        return found, chosen
+            is_found.append(True)
+            hits.keys.append(key)
+            hits.slots.append(entry[0])
+            hits.generations.append(entry[1])
+        self._loans.defer(hits.slots)
+        return is_found, hits
 
-    def check(self, ranges: Sequence[Blocks]) -> None:
+    def check(self, ranges: Sequence[BlockRange]) -> None:
         """Check that the blocks are within a chunk.
 
         Raises:
             UsageError: some are not.
         """
-        whole = self._directory.blocks_per_chunk
+        blocks_per_chunk = self._directory.blocks_per_chunk
         for blocks in ranges:
-            if sum(blocks) > whole:
-                raise UsageError(f"blocks={shown(blocks)}: a chunk has {whole} blocks")
+            if sum(blocks) > blocks_per_chunk:
+                raise UsageError(f"blocks={shown(blocks)}: a chunk has {blocks_per_chunk} blocks")
 
 
-class Seeking:
+class PromotionRequests:
     """Lookups in the tiers of one attachment, and the rate limit of promotion requests.
 
-    `below` and `status` take no lock; the rest is for one thread at a time.
+    `find_tier` and `tier_status` take no lock; the rest is for one thread at a time.
     """
 
     def __init__(
@@ -294,55 +293,55 @@ class Seeking:
         self._directory = directory
         self._table = table
         self._shared = [number for number, tier in enumerate(tiers) if tier.shared]
-        self._told: dict[bytes, float] = {}  # when each key was sent, oldest first
+        self._sent_at: dict[bytes, float] = {}  # by key, oldest first
 
-    def below(self, key: bytes, first: int, count: int | None) -> int:
-        """Return the first usable tier that holds these blocks of the chunk.
+    def find_tier(self, key: bytes, first: int, count: int | None) -> int:
+        """Return the first usable tier that has these blocks of the chunk.
 
         Also while the chunk is being promoted; not if it is READY in memory without these blocks.
 
         Returns:
-            The tier's number, `NOT_BELOW` or `UNKNOWN`.
+            The tier's number, `NO_TIER` or `TIER_UNKNOWN`.
         """
         directory, table = self._directory, self._table
         if count is None:
             count = directory.blocks_per_chunk - first
         place = table.find(key)
         if place is None:
-            return UNKNOWN if any(table.status(i).usable for i in self._shared) else NOT_BELOW
+            return TIER_UNKNOWN if any(table.health(i).usable for i in self._shared) else NO_TIER
         tiers = place.tiers
         if not tiers or not _covers((place.first, place.count), first, count):
-            return NOT_BELOW
-        there = directory.entry(key)
-        if there is not None and there[2] == _READY and not _covers(there[3:], first, count):
-            return NOT_BELOW
+            return NO_TIER
+        entry = directory.entry(key)
+        if entry is not None and entry[2] == _READY and not _covers(entry[3:], first, count):
+            return NO_TIER
         for number in range(table.num_tiers):
-            if tiers >> number & 1 and table.status(number).usable:
+            if tiers >> number & 1 and table.health(number).usable:
                 return number
-        return NOT_BELOW
+        return NO_TIER
 
-    def status(self, number: int) -> TierStatus | None:
+    def tier_status(self, number: int) -> TierHealth | None:
         """Return a tier's published status; None if there is no tier of this number."""
-        return self._table.status(number) if 0 <= number < self._table.num_tiers else None
+        return self._table.health(number) if 0 <= number < self._table.num_tiers else None
 
-    def due(self, keys: Iterable[bytes], now: float) -> list[bytes]:
-        """Return the keys not sent within `SEEK_AGAIN_SECONDS`, and mark them as sent now."""
-        told, before = self._told, now - SEEK_AGAIN_SECONDS
-        while told and told[oldest := next(iter(told))] <= before:
-            del told[oldest]
-        due = [key for key in dict.fromkeys(keys) if key not in told]
-        told.update(dict.fromkeys(due, now))
-        while len(told) > MAX_SOUGHT_KEYS:
-            del told[next(iter(told))]
-        return due
+    def take_unsent(self, keys: Iterable[bytes], now: float) -> list[bytes]:
+        """Return the keys not sent within `RESEND_SECONDS`, and mark them as sent now."""
+        sent_at, expired_at = self._sent_at, now - RESEND_SECONDS
+        while sent_at and sent_at[oldest := next(iter(sent_at))] <= expired_at:
+            del sent_at[oldest]
+        unsent = [key for key in dict.fromkeys(keys) if key not in sent_at]
+        sent_at.update(dict.fromkeys(unsent, now))
+        while len(sent_at) > MAX_SENT_KEYS:
+            del sent_at[next(iter(sent_at))]
+        return unsent
 
-    def loaded(self, keys: Iterable[bytes]) -> None:
+    def on_loaded(self, keys: Iterable[bytes]) -> None:
         """Lift the rate limit for keys that are in memory: once evicted, they may be sent again."""
-        if self._told:
+        if self._sent_at:
             for key in keys:
-                self._told.pop(key, None)
+                self._sent_at.pop(key, None)
 
 
-def _covers(held: Sequence[int], first: int, count: int) -> bool:
-    """Return whether `held` (first block, count) includes `count` blocks from `first` on."""
-    return held[0] <= first and first + count <= held[0] + held[1]
+def _covers(blocks: Sequence[int], first: int, count: int) -> bool:
+    """Return whether `blocks` (first block, count) include `count` blocks from `first` on."""
+    return blocks[0] <= first and first + count <= blocks[0] + blocks[1]

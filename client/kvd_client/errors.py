@@ -1,7 +1,8 @@
-"""Errors of the client, and its loggers: an engine prints their lines among its own.
+"""The client's errors, the checks of arguments that raise `UsageError`, and its loggers.
 
-Only a caller's own mistakes and registration raise; on the serving path a
-daemon that is absent, slow or broken shows as a miss, never as an exception.
+Only invalid arguments and registration raise. On the serving path a daemon that is absent, slow or
+broken is a miss, never an exception. Arguments are checked before anything is done: a refused call
+has changed nothing, and no background thread meets a value that it cannot send.
 
 ::
 
@@ -18,8 +19,11 @@ daemon that is absent, slow or broken shows as a miss, never as an exception.
 """
 
 import logging
-from collections.abc import MutableMapping
+import reprlib
+from collections.abc import Iterable, MutableMapping
 from typing import Any
+
+import numpy as np
 
 from kvd_proto.messages import ErrorCode
 
@@ -47,7 +51,7 @@ class RegistrationError(KvdClientError):
 
 
 class Unavailable(KvdClientError):
-    """No daemon within the deadline: registration with `required=True` only."""
+    """No daemon within the timeout: registration with `required=True` only."""
 
 
 class UnsupportedMemory(KvdClientError):
@@ -62,9 +66,9 @@ class CudaError(KvdClientError):
     """A call of the CUDA driver failed.
 
     Args:
-        code: the driver's number of the error; -1 where its bindings failed.
-        name: the driver's name for it; the cause where the bindings failed.
-        attempted: what was to be done.
+        code: the driver's error number; -1 if its Python bindings failed.
+        name: the driver's name of the error, or why the bindings failed.
+        attempted: what failed, in words that follow "CUDA cannot".
     """
 
     def __init__(self, code: int, name: str, attempted: str) -> None:
@@ -75,7 +79,7 @@ class CudaError(KvdClientError):
 
 
 class DaemonLost(KvdClientError):
-    """The daemon's end is closed, or it sent something invalid, or nothing in time."""
+    """The daemon closed the connection, sent something invalid, or did not answer in time."""
 
 
 class Refused(DaemonLost):
@@ -87,16 +91,57 @@ class AccessDenied(DaemonLost):
 
 
 def cause(error: BaseException) -> str:
-    """What a log line says of an error: the first line of its text, after its type if not ours."""
+    """Return an error for a log line: the first line of its text, after its type if not ours."""
     text = str(error).partition("\n")[0]
     return text if isinstance(error, KvdClientError) else f"{type(error).__name__}: {text}"
+
+
+# ------------------------------------------------------------------- arguments
+
+MAX_SECONDS = 1e7  # more is a mistake, and above the largest timeout of a lock
+
+shown = reprlib.repr  # short enough for a message
+
+
+def check_seconds(
+    name: str, value: object, highest: float = MAX_SECONDS, *, positive: bool = False
+) -> float:
+    """Check a duration."""
+    if not isinstance(value, (int, float)) or not 0 <= value <= highest or (positive and not value):
+        lowest = "above 0" if positive else "0"
+        raise UsageError(f"{name}={shown(value)}: seconds are needed, {lowest} to {highest:g}")
+    return float(value)
+
+
+def check_int(name: str, value: object, low: int, high: int = 2**63 - 1) -> int:
+    """Check an integer; a bool is none, as in the protocol."""
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise UsageError(f"{name}={shown(value)}: a whole number is needed, {low} to {high}")
+    return value
+
+
+def check_flag(name: str, value: object) -> bool:
+    """Check a bool."""
+    if not isinstance(value, (bool, np.bool_)):
+        raise UsageError(f"{name}={shown(value)}: True or False is needed")
+    return bool(value)
+
+
+def check_collection(name: str, value: object, of: str) -> tuple[Any, ...]:
+    """Return the items of an iterable as a tuple; text and bytes are no collections."""
+    if isinstance(value, (bytes, bytearray, memoryview, str)) or not isinstance(value, Iterable):
+        raise UsageError(f"{name}={shown(value)}: a collection of {of} is needed, such as a list")
+    try:
+        return tuple(value)
+    except TypeError as error:  # such as an array without dimensions
+        raise UsageError(f"{name}={shown(value)}: a collection of {of} is needed") from error
 
 
 # ------------------------------------------------------------------------ logs
 
 
 class ClientLogger(logging.LoggerAdapter[logging.Logger]):
-    """A logger whose lines begin with "kvd: "."""
+    """A logger whose lines begin with "kvd: ", since an engine prints them among its own."""
 
     def process(
         self, msg: object, kwargs: MutableMapping[str, Any]
@@ -111,7 +156,7 @@ def get_logger(name: str = "kvd_client") -> ClientLogger:
 
 
 def log_no_offload(log: ClientLogger, error: Exception) -> None:
-    """Log why an engine runs without offload, with the stack of an error that is not kvd's."""
+    """Log why an engine runs without offload, with the traceback of an error that is not kvd's."""
     if isinstance(error, KvdClientError):
         log.error("%s; the engine runs without offload", cause(error))
     else:

@@ -1,10 +1,9 @@
-"""The jobs of a worker that have not ended, and the lanes that they were given to.
+"""The unfinished jobs of a worker, and the lanes that run them.
 
-A job ends with the lane's answer, or with the lane's death, which its lifeline
-shows without doubt. Only a store can also be ended from here: a new number at its
-word of the control page makes the lane discard whatever it still copies for it.
-An answer may be lost with the connection: jobs of a lost connection end when the lane has
-answered the Join of the next one.
+A job ends with the lane's answer, or with the lane's death, which closes its lifeline. A store can
+also be voided from here: a new epoch in its word of the control page makes the lane discard what it
+still copies. An answer may be lost with the connection: jobs of a lost connection end when the lane
+has answered the Join of the next one.
 """
 
 import select
@@ -16,14 +15,14 @@ from typing import Any
 
 from kvd_client.errors import UsageError, get_logger
 from kvd_client.lane_link import LaneLink
-from kvd_client.memory import ControlPage
 from kvd_client.readiness import Readiness
-from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS, TIMELINE_WORD
+from kvd_client.timeline import ControlPage
 from kvd_proto.errors import ProtoError
+from kvd_proto.jobs import EPOCH_WORDS, PROGRESS_WORDS, TIMELINE_WORD
 from kvd_proto.messages import Cancel, Done, Error, JobStatus, Load, Message, Store, Wait
 
 POLL_SECONDS = 0.02
-HURRY_SECONDS = 0.002  # after which the lane is asked to do waited-for jobs first
+HURRY_SECONDS = 0.002  # after which the lane is told to do the awaited jobs first
 
 _LANE_ENDED = "the lane process has ended; nothing is loaded or stored until another one serves"
 
@@ -35,8 +34,8 @@ class JobResult:
     """How one job ended.
 
     Attributes:
-        status: OK where every byte was moved; else why not, for programs; `text` for people.
-        bytes: moved by this rank.
+        status: OK if every byte was copied; else why not. `text` says it for people.
+        bytes: copied for this rank.
         seconds: spent copying, as the lane measured it.
     """
 
@@ -48,17 +47,17 @@ class JobResult:
 
     @property
     def success(self) -> bool:
-        """Whether every byte was moved."""
+        """Whether every byte was copied."""
         return self.status is JobStatus.OK
 
 
 @dataclass(frozen=True, slots=True)
-class _Running:
+class _RunningJob:
     link: LaneLink
     request_id: int
     word: int  # a store's own word of the control page; 0 for a load
     progress: int  # number of a load's own progress word; 0 where it has none
-    submitted: float
+    submitted_at: float
 
     @property
     def is_store(self) -> bool:
@@ -67,42 +66,43 @@ class _Running:
 
 
 class JobTable:
-    """Every unfinished job of one worker. May be used by any thread.
+    """The unfinished jobs of one worker. May be used by any thread.
 
-    Words of the control page void stores; those that take `store_seconds` are given up.
+    Words of the control page void stores and count loaded layers. A store is voided after
+    `store_seconds`. `readiness` is readable when `take_finished` has work to do.
     """
 
     def __init__(self, control: ControlPage, store_seconds: float) -> None:
         self._control = control
-        # Every store under way has a word of its own, so that only the named ones are voided.
+        # Each running store has its own word, so that stores can be voided one by one.
         self._free_words = list(range(EPOCH_WORDS - 1, TIMELINE_WORD, -1))
         self._free_progress = list(range(PROGRESS_WORDS, 0, -1))
         self._store_seconds = store_seconds
         self._lock = threading.Lock()
         self._lane: LaneLink | None = None
-        self._lane_ended = False  # there was one, and it has died
-        self._links: list[LaneLink] = []  # the lane, and predecessors with unanswered jobs
-        self._running: dict[int, _Running] = {}
+        self._has_lane_ended = False  # there was a lane, and it has died
+        self._links: list[LaneLink] = []  # the lane's, and those of earlier lanes with running jobs
+        self._running: dict[int, _RunningJob] = {}
         self._finished: list[JobResult] = []
-        self.readiness = Readiness()  # readable when `finished` has work to do
+        self.readiness = Readiness()
 
     # ----------------------------------------------------------------- lanes
 
     @property
     def has_lane(self) -> bool:
-        """Whether jobs can be given to a lane; one that has died takes none, noticed or not."""
+        """Whether a living lane takes jobs. Polls its lifeline, so that no death goes unnoticed."""
         with self._lock:
-            return self._lane is not None and not self._lane.dead
+            return self._lane is not None and not self._lane.is_dead
 
     def set_lane(self, lane: LaneLink | None) -> None:
-        """Give jobs to this lane from now on. Those of the one before go on until they end."""
+        """Send new jobs to this lane; None: to none. Jobs of earlier lanes go on until they end."""
         with self._lock:
             self._lane = lane
-            self._lane_ended = False
+            self._has_lane_ended = False
             if lane is not None:
                 self._links.append(lane)
-            self._collect()
-            self._tell()
+            self._receive_answers()
+            self._signal_finished()
 
     # ------------------------------------------------------------------ jobs
 
@@ -110,17 +110,17 @@ class JobTable:
         self,
         kind: type[Store] | type[Load],
         *,
-        usable: bool,
+        is_registered: bool,
         layerwise: bool = False,
         **fields: Any,
     ) -> bool:
-        """Give a job to the lane, or record its failure.
+        """Send a job to the lane, or record its failure; return whether the lane has it.
 
         Args:
             kind: of the message.
-            usable: false where the worker is not registered.
-            layerwise: of a load: its layers are to be counted, if a word is free for it.
-            fields: of the message, but for a store's word and epoch.
+            is_registered: whether the worker is; if not, the job fails.
+            layerwise: for a load: count its layers, if a progress word is free.
+            fields: of the message, except for a store's word and epoch.
 
         Raises:
             UsageError: the id is in use, or the message is too large.
@@ -128,15 +128,15 @@ class JobTable:
         job_id: int = fields["job"]
         with self._lock:
             if job_id in self._running:
-                raise UsageError(f"job {job_id} has not ended; number the next one differently")
-            lane = self._lane if usable else None
+                raise UsageError(f"job {job_id} has not ended; give the next one another number")
+            lane = self._lane if is_registered else None
             if lane is None:
-                text = _LANE_ENDED if self._lane_ended else "no lane serves this worker now"
+                text = _LANE_ENDED if self._has_lane_ended else "no lane serves this worker now"
                 return self._reject(_failed(job_id, text))
             word = progress = 0
             if kind is Store:
                 if not self._free_words:
-                    text = f"{EPOCH_WORDS - 1} stores are under way already; wait for some"
+                    text = f"{EPOCH_WORDS - 1} stores are running already; wait for some"
                     return self._reject(JobResult(job_id, JobStatus.SHED, text=text))
                 word = self._free_words[-1]
                 fields |= {"word": word, "epoch": self._control.epoch(word)}
@@ -149,35 +149,34 @@ class JobTable:
             except ProtoError as error:
                 raise UsageError(f"job {job_id} is too large: {error}") from error
             if not request_id:
-                text = _LANE_ENDED if lane.dead else f"the lane takes no message: {lane.lack}"
-                self._collect()
+                text = _LANE_ENDED if lane.is_dead else f"the lane takes no message: {lane.why_not}"
+                self._receive_answers()
                 return self._reject(_failed(job_id, text))
             lane.pending[request_id] = job_id
             if word:
                 self._free_words.pop()
             if progress:
                 self._free_progress.pop()
-            running = _Running(lane, request_id, word, progress, time.monotonic())
-            self._running[job_id] = running
+            self._running[job_id] = _RunningJob(lane, request_id, word, progress, time.monotonic())
             self.readiness.remind()
             return True
 
     def _reject(self, result: JobResult) -> bool:
-        """Return false, as `submit` does for a job that no lane has."""
+        """Record the failure of a job that no lane has, and return False for `submit`."""
         self._finished.append(result)
-        self._tell()
+        self._signal_finished()
         return False
 
     def layers_loaded(self, job_id: int) -> int:
         """See `Worker.layers_loaded`."""
-        running = self._running.get(job_id)
-        return self._control.layers(running.progress) if running and running.progress else 0
+        job = self._running.get(job_id)
+        return self._control.layers(job.progress) if job and job.progress else 0
 
-    def finished(self) -> list[JobResult]:
-        """Return what has ended since the last call. Never waits."""
+    def take_finished(self) -> list[JobResult]:
+        """Return the results of jobs that have ended since the last call. Never blocks."""
         with self._lock:
             self.readiness.clear()
-            self._collect()
+            self._receive_answers()
             self._void_overdue()
             finished, self._finished = self._finished, []
         return finished
@@ -186,100 +185,100 @@ class JobTable:
         """See `Worker.wait`."""
         now = time.monotonic()
         end = now + timeout
-        # Most jobs are done before the lane could be asked to hurry.
+        # Most jobs end before a message to the lane would help.
         hurry_at: float | None = now + HURRY_SECONDS
-        left = frozenset(job_ids)
+        unfinished = frozenset(job_ids)
         while True:
             poller = select.poll()
             with self._lock:
-                left &= self._running.keys()
-                if not left:
-                    return left
-                for link in {self._running[job].link for job in left}:
+                unfinished &= self._running.keys()
+                if not unfinished:
+                    return unfinished
+                for link in {self._running[job].link for job in unfinished}:
                     link.watch(poller)
-            seconds = max(0.0, end - now)
-            # Another thread may process what this one waits for: look again now and then.
-            pause = POLL_SECONDS if hurry_at is None else HURRY_SECONDS
-            poller.poll(min(seconds, pause) * 1000)
+            left_s = max(0.0, end - now)
+            # Another thread may process the answer that this one waits for: check again regularly.
+            poll_seconds = POLL_SECONDS if hurry_at is None else HURRY_SECONDS
+            poller.poll(min(left_s, poll_seconds) * 1000)
             now = time.monotonic()
             with self._lock:
-                left &= self._running.keys()
+                unfinished &= self._running.keys()
                 if hurry_at is not None and now >= hurry_at:
-                    self._tell_lanes(Wait, left)
+                    self._send_to_lanes(Wait, unfinished)
                     hurry_at = None
-                self._collect()
-                left &= self._running.keys()
-                if not seconds:
-                    self._void([job for job in left if self._running[job].is_store], timeout)
-                self._tell()
-                if not seconds:
-                    return left & self._running.keys()
+                self._receive_answers()
+                unfinished &= self._running.keys()
+                if not left_s:
+                    self._void([job for job in unfinished if self._running[job].is_store], timeout)
+                self._signal_finished()
+                if not left_s:
+                    return unfinished & self._running.keys()
 
     def cancel(self, job_ids: Iterable[int]) -> None:
-        """Ask for these jobs to be stopped; they still end by themselves."""
+        """Request lanes to stop these jobs; each still ends with its answer."""
         with self._lock:
-            self._tell_lanes(Cancel, frozenset(job_ids) & self._running.keys())
-            self._collect()
-            self._tell()
+            self._send_to_lanes(Cancel, frozenset(job_ids) & self._running.keys())
+            self._receive_answers()
+            self._signal_finished()
 
     def close(self) -> None:
-        """Forget every job and lane; stores that have not ended are void."""
+        """Drop every job and lane; unfinished stores become void."""
         with self._lock:
-            for running in self._running.values():
-                self._free(running)
-            self._forget()
+            for job in self._running.values():
+                self._free_words_of(job)
+            self._clear()
 
     def abandon(self) -> None:
-        """In a forked child: forget everything without taking the parent's lock."""
+        """In a forked child: drop everything without taking the parent's lock."""
         self._lock = threading.Lock()
-        self._forget()
+        self._clear()
 
     def __len__(self) -> int:
         return len(self._running)
 
-    # ------------------------------------------------- under the lock, below
+    # -------------------------------------------------- called under the lock
 
-    def _collect(self) -> None:
-        """Process lanes' answers, and the death of those that are dead."""
+    def _receive_answers(self) -> None:
+        """Process the answers of lanes, and the death of dead lanes; reopen lost connections."""
         for link in tuple(self._links):
-            arrived, dead = link.receive()
-            for header, message in arrived:
+            answers, is_dead = link.receive()
+            for header, message in answers:
                 job_id = link.pending.pop(header.request_id, None)
                 if job_id is not None:
-                    self._end(_result(job_id, message))
-                for request_id in link.settled(header.request_id, message):
+                    self._finish(_result(job_id, message))
+                for request_id in link.lost_requests(header.request_id, message):
                     text = "the connection to the lane was lost"
-                    self._end(_failed(link.pending.pop(request_id), text))
-            if dead:
+                    self._finish(_failed(link.pending.pop(request_id), text))
+            if is_dead:
                 for job_id in link.pending.values():
-                    self._end(_failed(job_id, _LANE_ENDED))
+                    self._finish(_failed(job_id, _LANE_ENDED))
                 link.pending.clear()
                 if link is self._lane:
-                    self._lane, self._lane_ended = None, True
-            elif link.closed and (link.pending or link is self._lane):
+                    self._lane, self._has_lane_ended = None, True
+            elif link.is_closed and (link.pending or link is self._lane):
                 link.reopen()
             if not link.pending and link is not self._lane:
                 link.close()
                 self._links.remove(link)
-        if self._running or any(link.closed for link in self._links):
-            self.readiness.remind()  # stores may be overdue, a connection is to be tried again
+        if self._running or any(link.is_closed for link in self._links):
+            self.readiness.remind()  # to void overdue stores, and to reopen connections
 
-    def _end(self, result: JobResult) -> None:
-        running = self._running.pop(result.job_id, None)
-        if running is not None:
-            self._free(running)
+    def _finish(self, result: JobResult) -> None:
+        job = self._running.pop(result.job_id, None)
+        if job is not None:
+            self._free_words_of(job)
         self._finished.append(result)
 
-    def _free(self, running: _Running) -> None:
-        """Void whatever a lane may still do for a store, whose word serves the next one."""
-        if running.is_store:
-            self._control.next_epoch(running.word)
-            self._free_words.append(running.word)
-        if running.progress:
-            self._free_progress.append(running.progress)
+    def _free_words_of(self, job: _RunningJob) -> None:
+        """Free a job's words of the control page; a store's new epoch voids what still runs."""
+        if job.is_store:
+            self._control.next_epoch(job.word)
+            self._free_words.append(job.word)
+        if job.progress:
+            self._free_progress.append(job.progress)
 
-    def _tell(self) -> None:
-        """Have event loops hear of results that nobody has fetched."""
+    def _signal_finished(self) -> None:
+        """Wake event loops if there are results to take."""
         if self._finished:
             self.readiness.set()
 
@@ -288,21 +287,25 @@ class JobTable:
             return
         log.warning("%d stores voided, not done within %g s", len(job_ids), seconds)
         for job_id in job_ids:
-            running = self._running[job_id]
-            del running.link.pending[running.request_id]
+            job = self._running[job_id]
+            del job.link.pending[job.request_id]
             text = f"voided: not done within {seconds:g} s"
-            self._end(JobResult(job_id, JobStatus.VOID, text=text))
+            self._finish(JobResult(job_id, JobStatus.VOID, text=text))
 
     def _void_overdue(self) -> None:
-        limit = time.monotonic() - self._store_seconds
-        late = [job for job, r in self._running.items() if r.is_store and r.submitted < limit]
-        self._void(late, self._store_seconds)
+        oldest_allowed = time.monotonic() - self._store_seconds
+        overdue = [
+            job_id
+            for job_id, job in self._running.items()
+            if job.is_store and job.submitted_at < oldest_allowed
+        ]
+        self._void(overdue, self._store_seconds)
 
-    def _tell_lanes(self, kind: type[Wait] | type[Cancel], job_ids: Collection[int]) -> None:
+    def _send_to_lanes(self, kind: type[Wait] | type[Cancel], job_ids: Collection[int]) -> None:
         for link in {self._running[job].link for job in job_ids}:
             link.send(kind(jobs=tuple(job for job in job_ids if self._running[job].link is link)))
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self.readiness.close()  # before the links: a fork shares the parent's epoll
         for link in self._links:
             link.close()

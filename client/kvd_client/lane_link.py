@@ -1,4 +1,4 @@
-"""A worker's connection to one lane process: jobs, results, and the certainty of its death."""
+"""A worker's connection to one lane process: it sends jobs, receives results, detects its death."""
 
 import contextlib
 import itertools
@@ -16,9 +16,9 @@ from kvd_proto.messages import Error, ErrorCode, Join, LaneUp, Message, Ok
 
 _SCHEME = "ipc://"
 MAX_UNSENT_BYTES = 32 * 2**20
-"""What waits for a lane that does not read, before it is given no more."""
-FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.1, 2.0
-"""Between two connections, as long as the lane does not answer Join."""
+"""Limit for data that waits for a lane that does not read; then `send` fails."""
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.1, 2.0
+"""Pause between two connections, while the lane does not answer Join."""
 
 log = get_logger()
 
@@ -26,15 +26,18 @@ log = get_logger()
 class LaneLink:
     """The connection to one incarnation of a lane, with its lifeline.
 
-    Its first message is Join; requests may follow before the lane has answered that.
+    Its first message is Join; requests may follow before the lane has answered it.
 
     Args:
         up: the notice that announced the lane.
-        lifeline: read end of a pipe that only the lane holds open for writing; taken over.
-        readiness: readable while there is something to receive, or room for what waits.
+        lifeline: read end of a pipe whose write end only the lane has; taken over.
+        readiness: made readable by what arrives, and by room for data that waits.
+
+    Attributes:
+        pending: job id by request id, of jobs that have not ended.
 
     Raises:
-        DaemonLost: an address that is none.
+        DaemonLost: the notice has no valid address.
     """
 
     def __init__(self, up: LaneUp, lifeline: int, readiness: Readiness) -> None:
@@ -42,49 +45,49 @@ class LaneLink:
             raise DaemonLost(f"lanes listen at {_SCHEME} addresses, not at {up.endpoint!r}")
         self.endpoint = up.endpoint
         self._token = up.token
-        self.pending: dict[int, int] = {}  # request id -> job id of what has not ended
+        self.pending: dict[int, int] = {}
         self._readiness = readiness
         self._lifeline = lifeline
         readiness.watch(lifeline, 0)
         self._poll = select.poll()
-        self._poll.register(lifeline, 0)  # the hang-up is always reported
-        self._watched = -1, 0  # the connection's descriptor and events
-        # Ids do not begin again with a connection: jobs of those before may still end.
+        self._poll.register(lifeline, 0)  # poll always reports a hang-up
+        self._polled = -1, 0  # the connection's descriptor and events
+        # Ids do not restart with a connection: jobs of earlier ones may still end.
         self._ids = itertools.count(1)
         self._join_id = 0
         self._pause = self._reopen_at = 0.0
-        self._refusal = ""  # why the lane has closed a connection
+        self._refusal = ""  # why the lane closed a connection
         self._channel: Channel | None = None
         self.reopen()
 
     def send(self, message: Message) -> int:
-        """Send a request; return its id, or 0 where the connection is closed or full."""
+        """Send a request; return its id, or 0 if the connection is closed or full."""
         channel, request_id = self._channel, next(self._ids)
         if channel is None:
             return 0
         try:
             channel.send(WIRE.encode(message, request_id))
-        except (ChannelFull, EOFError, OSError):  # what the lane has sent is still received
+        except (ChannelFull, EOFError, OSError):  # `receive` still takes what the lane has sent
             return 0
-        self._watch_channel()
+        self._update_polls()
         return request_id
 
     @property
-    def closed(self) -> bool:
-        """Whether the connection is closed. The lane may be alive and take another one."""
+    def is_closed(self) -> bool:
+        """Whether the connection is closed. The lane may be alive and accept another one."""
         return self._channel is None
 
     def reopen(self) -> None:
-        """Connect and join again; the lane stops what was sent before, see `settled`.
+        """Connect and join again; the lane stops earlier jobs, see `lost_requests`.
 
-        The endpoint is this incarnation's own, for as long as the daemon lives that named it. Where
-        nothing listens, the queue is full or no descriptor is free, this stays closed. So it does
-        in the pause after a connection on which Join was not answered.
+        The connection stays closed if nothing listens, the queue is full, or no descriptor is free,
+        and during the pause after a connection on which Join was not answered. The endpoint is this
+        incarnation's own as long as its daemon lives.
         """
         now = time.monotonic()
         if now < self._reopen_at:
             return
-        self._pause = min(max(2 * self._pause, FIRST_PAUSE_SECONDS), LONGEST_PAUSE_SECONDS)
+        self._pause = min(max(2 * self._pause, MIN_PAUSE_SECONDS), MAX_PAUSE_SECONDS)
         self._reopen_at = now + self._pause
         with contextlib.suppress(OSError):
             connecting = socket.socket(
@@ -96,23 +99,23 @@ class LaneLink:
                     connecting, max_unsent_bytes=MAX_UNSENT_BYTES, takes_descriptors=False
                 )
                 self._join_id = next(self._ids)
-                with contextlib.suppress(EOFError):  # the lane's reason is received first
+                with contextlib.suppress(EOFError):  # `receive` takes the lane's reason first
                     channel.send(WIRE.encode(Join(token=self._token), self._join_id))
             except OSError:
                 connecting.close()
                 raise
             self._channel = channel
-        self._watch_channel()
+        self._update_polls()
 
     def receive(self) -> tuple[list[tuple[Header, Message | None]], bool]:
-        """Return everything that has arrived, and whether the lane has ended.
+        """Return all messages that have arrived, and whether the lane process has ended.
 
-        There is None in place of an unreadable message. A lane that has ended sends nothing more.
+        None stands for an unreadable message. A lane that has ended sends nothing more.
         """
         ready = self._poll.poll(0)
-        dead = any(fd == self._lifeline for fd, _ in ready)
-        arrived: list[tuple[Header, Message | None]] = []
-        if len(ready) > dead:
+        is_dead = any(fd == self._lifeline for fd, _ in ready)
+        messages: list[tuple[Header, Message | None]] = []
+        if len(ready) > is_dead:
             for frame, _ in self._receive_frames():
                 try:
                     header = WIRE.decode_header(frame)
@@ -121,13 +124,13 @@ class LaneLink:
                 try:
                     message = WIRE.decode_body(header, frame)
                 except DecodeError:
-                    arrived.append((header, None))
+                    messages.append((header, None))
                     continue
-                arrived.append((header, message))
+                messages.append((header, message))
                 if not header.request_id and isinstance(message, Error):
                     self._note_refusal(message.text)
-            self._watch_channel()
-        return arrived, dead
+            self._update_polls()
+        return messages, is_dead
 
     def _receive_frames(self) -> list[ReceivedFrame]:
         channel = self._channel
@@ -135,7 +138,7 @@ class LaneLink:
             return []
         try:
             if channel.wants_write:
-                with contextlib.suppress(EOFError):  # what the lane has sent is received first
+                with contextlib.suppress(EOFError):  # receive what the lane has sent first
                     channel.flush()
             return channel.receive_all()
         except (EOFError, BadFrame, OSError):
@@ -149,17 +152,17 @@ class LaneLink:
         self._refusal = text
 
     @property
-    def lack(self) -> str:
+    def why_not(self) -> str:
         """Why `send` has returned 0."""
-        return self._refusal or "too many wait, or there is no connection"
+        return self._refusal or "too many messages wait, or there is no connection"
 
-    def settled(self, number: int, message: Message | None) -> frozenset[int]:
-        """Return pending requests of earlier connections, if this is the answer to Join.
+    def lost_requests(self, request_id: int, message: Message | None) -> frozenset[int]:
+        """Return the pending requests of earlier connections, if this is the answer to Join.
 
         Their jobs have ended: the lane answers Ok when they have, `bad_session` when it has
-        unmapped the worker's memory. Any other answer says nothing of them: join again.
+        unmapped the worker's memory. After any other answer they may go on: join again.
         """
-        if number != self._join_id:
+        if request_id != self._join_id:
             return frozenset()
         unmapped = isinstance(message, Error) and message.code is ErrorCode.BAD_SESSION
         if not unmapped and not isinstance(message, Ok):
@@ -167,16 +170,16 @@ class LaneLink:
             return frozenset()
         self._pause = self._reopen_at = 0.0
         self._refusal = ""
-        return frozenset(request for request in self.pending if request < number)
+        return frozenset(pending for pending in self.pending if pending < request_id)
 
     @property
-    def dead(self) -> bool:
-        """Whether the lane process has ended: nothing of it touches memory any more."""
+    def is_dead(self) -> bool:
+        """Whether the lane process has ended, and so does not touch memory any more."""
         return any(fd == self._lifeline for fd, _ in self._poll.poll(0))
 
     def watch(self, poller: select.poll) -> None:
-        """Have `poller` wake up when `receive` has something to do."""
-        fd, events = self._watched
+        """Register with `poller` the descriptors for which to call `receive`."""
+        fd, events = self._polled
         if fd >= 0:
             poller.register(fd, events)
         poller.register(self._lifeline, 0)
@@ -193,21 +196,21 @@ class LaneLink:
         if self._channel is not None:
             self._channel.close()
             self._channel = None
-        self._watch_channel()
+        self._update_polls()
 
-    def _watch_channel(self) -> None:
-        """Have polls look at the connection that there is, for what it waits for."""
+    def _update_polls(self) -> None:
+        """Poll the current connection, for writing too if data waits."""
         channel = self._channel
-        watched = -1, 0
+        polled = -1, 0
         if channel is not None:
             events = select.POLLIN | (select.POLLOUT if channel.wants_write else 0)
-            watched = channel.fileno(), events
-        if channel is None or watched != self._watched:
-            before, _ = self._watched
-            if before >= 0:
-                self._poll.unregister(before)
-                self._readiness.unwatch(before)
+            polled = channel.fileno(), events
+        if channel is None or polled != self._polled:
+            old_fd, _ = self._polled
+            if old_fd >= 0:
+                self._poll.unregister(old_fd)
+                self._readiness.unwatch(old_fd)
             if channel is not None:
-                self._poll.register(*watched)
-                self._readiness.watch(*watched)
-            self._watched = watched
+                self._poll.register(*polled)
+                self._readiness.watch(*polled)
+            self._polled = polled

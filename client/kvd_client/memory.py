@@ -1,17 +1,17 @@
 """Memory that another process can map: host memory by descriptor, CUDA memory by its handles.
 
-If the file of host memory could lose pages under the daemon's mapping, the process that touches
-them would end by a signal. A seal (fcntl(2), F_SEAL_SHRINK) prevents that for good, and only files
-of memfd_create(2) can carry one.
+If a file of host memory lost pages while the daemon has them mapped, the process that touches them
+would get SIGBUS. A seal (fcntl(2), F_SEAL_SHRINK) prevents that for good, and only files of
+memfd_create(2) can have one.
 
-A handle of CUDA memory names whole allocations, so a storage is the allocations that it lies in and
-an offset. Memory of cudaMalloc is one allocation and has an IPC handle. Virtual memory (of
-expandable segments, of vLLM's cumem allocator) has none; it may be several allocations mapped one
-after another, each of which is exported as a descriptor where its allocator asked for that when it
-made it. What is given away must stay mapped: an engine that remaps its memory registers anew.
+A handle of CUDA memory names whole allocations, so a storage is described by the allocations that
+it lies in and an offset. Memory of cudaMalloc is one allocation and has an IPC handle. Virtual
+memory (PyTorch's expandable segments, vLLM's cumem allocator) has none. It may be several
+allocations mapped one after another; each is exported as a descriptor, if its allocator requested
+that when it made it. Shared memory must stay mapped: an engine that remaps its memory registers
+again.
 """
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -23,10 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client import cuda_driver
-from kvd_client.arguments import shown, whole
-from kvd_client.errors import UnsupportedMemory, UsageError
+from kvd_client.errors import UnsupportedMemory, UsageError, check_int, shown
 from kvd_proto.channel import close_all
-from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.messages import (
     HOST,
     MAX_SEGMENTS,
@@ -56,15 +54,15 @@ _FABRIC_REMEDY = (
 )
 
 Allocation = tuple[int, int]
-"""Where an allocation begins, as this process sees it, and its bytes."""
+"""An allocation's address in this process, and its bytes."""
 
 
 def sealed_file(name: str, nbytes: int) -> int:
     """Return the descriptor of a new zeroed memory file of fixed size.
 
     Raises:
-        OSError: the system has no room for it.
-        OverflowError: a size that no file has.
+        OSError: the system has no memory for it.
+        OverflowError: no file can have this size.
     """
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
@@ -77,7 +75,7 @@ def sealed_file(name: str, nbytes: int) -> int:
 
 
 def is_sealed(fd: int) -> bool:
-    """Return whether the descriptor's file cannot be shortened any more."""
+    """Return whether the descriptor's file is sealed against shrinking."""
     try:
         return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
     except OSError:  # a file of another kind
@@ -85,10 +83,10 @@ def is_sealed(fd: int) -> bool:
 
 
 def seal(fd: int) -> None:
-    """Keep the descriptor's file from being shortened.
+    """Seal the descriptor's file against shrinking.
 
     Raises:
-        UnsupportedMemory: it cannot carry the seal.
+        UnsupportedMemory: it cannot have the seal.
     """
     if is_sealed(fd):
         return
@@ -102,29 +100,8 @@ def seal(fd: int) -> None:
         ) from error
 
 
-class ControlPage(ControlWords):
-    """A worker's control page, which only this process and its CUDA streams write."""
-
-    nbytes = CONTROL_BYTES
-
-    def __init__(self) -> None:
-        self.fd = sealed_file("kvd-control", CONTROL_BYTES)
-        super().__init__(mmap.mmap(self.fd, CONTROL_BYTES))
-
-    @property
-    def address(self) -> int:
-        """Where word 0 is in this process."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
-
-    def close(self) -> None:
-        """Close the descriptor; a lane that has mapped the page keeps it."""
-        if self.fd >= 0:
-            os.close(self.fd)
-            self.fd = -1
-
-
 class Descriptors:
-    """Descriptors that are closed together, with this object at the latest.
+    """Descriptors that are closed together, at the latest with this object.
 
     Attributes:
         fds: their numbers; empty once closed.
@@ -146,10 +123,10 @@ class Memory:
     Attributes:
         device: "host", or "cuda:" and the device's UUID.
         nbytes: of the storage.
-        offset: where it begins in the first of its files or allocations.
-        fds: descriptors of the files or allocations that it lies in, in order; none where it is
-            named otherwise, or once it is closed.
-        identities: of these; equal for storages that lie in one, while they are open.
+        offset: bytes from the start of the first of its files or allocations.
+        fds: descriptors of the files or allocations that it lies in, in order; none if it has an
+            IPC handle, or once it is closed.
+        identities: one for each descriptor; equal for storages in the same file or allocation.
     """
 
     def __init__(
@@ -173,19 +150,19 @@ class Memory:
         return self._descriptors.fds
 
     def handle(self, numbers: Sequence[int]) -> Handle:
-        """Return how a registration names it, if its descriptors, if any, have these numbers."""
+        """Return the handle for a registration in which its descriptors have these numbers."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Close the descriptors; what is mapped stays mapped. May be called again."""
+        """Close the descriptors; mappings stay. May be called again."""
         self._descriptors.close()
         self.closed = True
 
     def __repr__(self) -> str:
         numbers = ", ".join(map(str, self.fds))
         state = "closed" if self.closed else f"fd {numbers}" if numbers else "IPC handle"
-        place = f"{self.nbytes} bytes at {self.offset} on {self.device}"
-        return f"<{type(self).__name__} {place}, {state}>"
+        size = f"{self.nbytes} bytes at {self.offset} on {self.device}"
+        return f"<{type(self).__name__} {size}, {state}>"
 
 
 class HostMemory(Memory):
@@ -193,17 +170,17 @@ class HostMemory(Memory):
 
     Args:
         fd: a descriptor of memfd_create(2), taken over. Its file is sealed against shrinking.
-        nbytes: how much of it is the storage.
-        offset: where in the file the storage begins.
+        nbytes: of the storage.
+        offset: bytes from the start of the file to the storage.
 
     Raises:
-        UsageError: not an open descriptor, or not numbers.
+        UsageError: not an open descriptor, or an invalid size or offset.
         UnsupportedMemory: the file is smaller than offset + nbytes, or cannot be sealed.
     """
 
     def __init__(self, fd: int, nbytes: int, offset: int = 0) -> None:
-        whole("nbytes", nbytes, 0)
-        whole("offset", offset, 0)
+        check_int("nbytes", nbytes, 0)
+        check_int("offset", offset, 0)
         try:
             file = os.fstat(fd)
         except (OSError, OverflowError, TypeError) as error:
@@ -215,7 +192,7 @@ class HostMemory(Memory):
             )
         seal(fd)
         super().__init__(HOST, nbytes, offset, Descriptors((fd,)), [(file.st_dev, file.st_ino)])
-        self._array: npt.NDArray[np.uint8] | None = None  # where it was allocated here
+        self._array: npt.NDArray[np.uint8] | None = None  # None unless `allocate` made it
 
     @classmethod
     def allocate(cls, nbytes: int) -> Self:
@@ -223,9 +200,9 @@ class HostMemory(Memory):
 
         Raises:
             UsageError: not a size above 0.
-            UnsupportedMemory: the system has no room for it.
+            UnsupportedMemory: the system has no memory for it.
         """
-        whole("nbytes", nbytes, 1)
+        check_int("nbytes", nbytes, 1)
         fd = -1
         try:
             fd = sealed_file("kvd-memory", nbytes)
@@ -249,7 +226,7 @@ class HostMemory(Memory):
 
     @property
     def array(self) -> npt.NDArray[np.uint8]:
-        """u8[nbytes], writable; it keeps the memory mapped for as long as it lives.
+        """u8[nbytes], writable; the memory stays mapped as long as the array lives.
 
         Raises:
             UsageError: this memory was not made by `allocate`.
@@ -269,10 +246,10 @@ class DeviceMemory(Memory):
         ordinal: the device's number in this process.
         device: its name.
         allocations: that the storage lies in, in order.
-        offset: where the storage begins in the first.
+        offset: bytes from the start of the first allocation to the storage.
         nbytes: of the storage.
-        ipc: the one allocation's IPC handle; empty where they are exported as descriptors.
-        descriptors: these; none where there is an IPC handle.
+        ipc: the IPC handle, if there is one allocation that has one; else empty.
+        descriptors: of the allocations, if there is no IPC handle.
     """
 
     def __init__(
@@ -296,16 +273,16 @@ class DeviceMemory(Memory):
     def at(cls, address: int, nbytes: int) -> Self:
         """Return the storage of `nbytes` at a device pointer.
 
-        Any thread may call it; it need not have a context.
+        Any thread may call it, with or without a CUDA context.
 
         Raises:
             UsageError: an invalid address or size.
-            UnsupportedMemory: memory that no other process can map, or no CUDA driver.
-            CudaError: the driver refuses; the address is no device memory of this process.
+            UnsupportedMemory: no other process can map the memory, or there is no CUDA driver.
+            CudaError: the driver failed, or the address is no device memory of this process.
         """
         if not isinstance(address, int) or not 0 < address < 2**64:
             raise UsageError(f"address={shown(address)}: a device pointer is needed")
-        whole("nbytes", nbytes, 1)
+        check_int("nbytes", nbytes, 1)
         with cuda_driver.beside_captures():
             with cuda_driver.any_context():
                 ordinal = cuda_driver.device_of(address)
@@ -318,7 +295,7 @@ class DeviceMemory(Memory):
                     if cuda_driver.has_ipc_handle(address) and len(allocations) == 1:
                         ipc = cuda_driver.ipc_handle(allocations[0][0])
                     else:
-                        descriptors = _exported(allocations)
+                        descriptors = _export(allocations)
             finally:
                 context.release()
         return cls(
@@ -345,30 +322,30 @@ class DeviceMemory(Memory):
 
 def _allocations(address: int, nbytes: int) -> list[Allocation]:
     """Return the allocations that these bytes lie in, in order."""
-    found: list[Allocation] = []
-    at = address
-    while at < address + nbytes:
-        if len(found) == MAX_SEGMENTS:
+    allocations: list[Allocation] = []
+    end = address
+    while end < address + nbytes:
+        if len(allocations) == MAX_SEGMENTS:
             raise UnsupportedMemory(
                 f"{nbytes} bytes at {address:#x} lie in more than {MAX_SEGMENTS} CUDA allocations;"
                 f" {LARGER_ALLOCATIONS}"
             )
-        base, size = cuda_driver.allocation_of(at)
-        found.append((base, size))
-        at = base + size
-    return found
+        base, size = cuda_driver.allocation_of(end)
+        allocations.append((base, size))
+        end = base + size
+    return allocations
 
 
-def _exported(allocations: Sequence[Allocation]) -> Descriptors:
-    """Return new descriptors of allocations of the virtual memory management."""
+def _export(allocations: Sequence[Allocation]) -> Descriptors:
+    """Export allocations of virtual memory; return their new descriptors."""
     fds: list[int] = []
     try:
         for base, nbytes in allocations:
-            descriptor, fabric = cuda_driver.exports(base)
-            if not descriptor:
+            as_descriptor, as_fabric = cuda_driver.export_kinds(base)
+            if not as_descriptor:
                 reason, remedy = (
                     ("it can be exported to a fabric only", _FABRIC_REMEDY)
-                    if fabric
+                    if as_fabric
                     else ("its allocator made it without a way to export it", _REMEDY)
                 )
                 raise UnsupportedMemory(

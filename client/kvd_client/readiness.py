@@ -1,7 +1,7 @@
-"""Descriptors that event loops wait for.
+"""Descriptors that event loops poll.
 
-Each is an epoll descriptor over what the package itself waits for. All of it is
-level-triggered: it stays readable until the object's own call has processed the news.
+Each is an epoll descriptor over the descriptors that the package itself polls. All are
+level-triggered: one stays readable until the object's own call has processed the event.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ class Readiness:
         self._epoll.register(self._flag, select.EPOLLIN)
         self._is_set = False
         self._timer = -1  # timerfd_create(2); Python has it from 3.13 on
-        self._reminds_at = 0.0
+        self._remind_at = 0.0
 
     def fileno(self) -> int:
         """Return the descriptor."""
         return self._epoll.fileno()
 
     def watch(self, fd: int, events: int = select.EPOLLIN) -> None:
-        """Be readable while `fd` is; nothing once this is closed, by another thread perhaps."""
+        """Be readable while `fd` is. No effect once this is closed, perhaps by another thread."""
         try:
             self._epoll.register(fd, events)
         except (OSError, ValueError):
@@ -41,7 +41,7 @@ class Readiness:
                 raise
 
     def unwatch(self, fd: int) -> None:
-        """Forget `fd`, which is about to be closed."""
+        """Stop watching `fd`, which is about to be closed."""
         with contextlib.suppress(OSError, ValueError):
             self._epoll.unregister(fd)
 
@@ -52,8 +52,8 @@ class Readiness:
             os.eventfd_write(self._flag, 1)
 
     def remind(self) -> None:
-        """Be readable once in `REMINDER_SECONDS`, or at once as before. Under the lock of `set`."""
-        if self._reminds_at or self._epoll.closed:
+        """Be readable once, within `REMINDER_SECONDS`. Call it under the lock of `set`."""
+        if self._remind_at or self._epoll.closed:
             return
         if self._timer < 0:
             flags = os.O_CLOEXEC | os.O_NONBLOCK
@@ -61,15 +61,15 @@ class Readiness:
             if self._timer < 0:
                 return  # no descriptor is free: the next call tries again
             self._epoll.register(self._timer, select.EPOLLIN)
-        self._reminds_at = time.monotonic() + REMINDER_SECONDS
+        self._remind_at = time.monotonic() + REMINDER_SECONDS
         _libc.timerfd_settime(self._timer, 0, _ONE_REMINDER, None)
 
     def clear(self) -> bool:
-        """Undo `set`, and a reminder that has come; return whether `set` was called before."""
-        if self._reminds_at and time.monotonic() >= self._reminds_at and not self._epoll.closed:
+        """Undo `set`, and a reminder that has expired; return whether `set` was called before."""
+        if self._remind_at and time.monotonic() >= self._remind_at and not self._epoll.closed:
             with contextlib.suppress(BlockingIOError):
                 os.read(self._timer, 8)
-                self._reminds_at = 0.0
+                self._remind_at = 0.0
         if not self._is_set or self._epoll.closed:
             return False
         self._is_set = False
@@ -85,11 +85,11 @@ class Readiness:
                 os.close(self._timer)
 
 
-class ReadyNews(Readiness):
-    """What a scheduler's event loop waits for: the daemon's pipe, and changes of the session.
+class SchedulerReadiness(Readiness):
+    """Readable when lookups may have changed: by the daemon's pipe, or a change of the session.
 
-    The pipe comes with each attachment. It is no eventfd, because the two ends of a pipe have flags
-    of their own: whatever a client does to its end, the daemon's write never waits.
+    Each attachment has a pipe of its own. It is not an eventfd, because the two ends of a pipe have
+    their own flags: whatever a client does to its end, the daemon's write never blocks.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class ReadyNews(Readiness):
         self._lock = threading.Lock()
         self._pipe = -1
 
-    def replace(self, pipe: int) -> None:
-        """Watch this pipe, which is owned from now on, in place of the one before; -1: none."""
+    def replace_pipe(self, pipe: int) -> None:
+        """Close the current pipe, take over this one and watch it; -1: none."""
         with self._lock:
             self._drop_pipe()
             self._pipe = pipe
@@ -106,23 +106,23 @@ class ReadyNews(Readiness):
                 self.watch(pipe)
 
     def set(self) -> None:
-        """Wake up the event loop: something has happened."""
+        """Wake up the event loop."""
         with self._lock:
             super().set()
 
     def take(self) -> bool:
-        """Return whether anything has happened since the last call."""
+        """Return whether there was an event since the last call."""
         with self._lock:
-            news = self.clear()
+            is_ready = self.clear()
             while self._pipe >= 0:
                 try:
-                    written = os.read(self._pipe, 4096)
+                    data = os.read(self._pipe, 4096)
                 except BlockingIOError:
                     break
-                news = True
-                if not written:  # the daemon has ended
+                is_ready = True
+                if not data:  # the daemon has ended
                     self._drop_pipe()
-            return news
+            return is_ready
 
     def close(self) -> None:
         """Close the descriptors."""

@@ -1,12 +1,13 @@
 """A worker's registration: its `Register` message, and a state machine for sending it.
 
-`register` and `unregister` set the goal (`want`, `drop`); the keeper makes the daemon hold that
-memory and no other (`next_request`, `answered`, `released`). The next state, by state and event:
+`register` and `unregister` set the goal (`request`, `drop`); the keeper makes the daemon hold that
+memory and no other (`next_request`, `on_answered`, `on_released`). The next state, by state and
+event:
 
-    state       the daemon holds   want     drop     next_request  answered              lost
+    state       the daemon holds   request  drop     next_request  on_answered           lost
     NONE        nothing            WAITING
-    WAITING     nothing            error    NONE     ASKED
-    ASKED       perhaps the memory error    LEAVING                REGISTERED, WAITING,  WAITING
+    WAITING     nothing            error    NONE     REQUESTED
+    REQUESTED   perhaps the memory error    LEAVING                REGISTERED, WAITING,  WAITING
                                                                    or REFUSED
     REFUSED     nothing            error    NONE
     LEAVING     perhaps other      LEAVING           LEAVING       LEAVING, or as        as released
@@ -14,14 +15,16 @@ memory and no other (`next_request`, `answered`, `released`). The next state, by
     REGISTERED  the memory         error    LEAVING                                      WAITING
     ATTACHED    all ranks' memory  error    LEAVING                                      WAITING
 
-`released` leads from LEAVING to WAITING if memory is wanted, else to NONE.
+`on_released` leads from LEAVING to WAITING if memory is requested, else to NONE.
 """
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import TypeVar
 
-from kvd_client.arguments import declared, shown
-from kvd_client.errors import UnsupportedMemory, UsageError
+import msgspec
+
+from kvd_client.errors import UnsupportedMemory, UsageError, shown
 from kvd_client.memory import LARGER_ALLOCATIONS, Descriptors, Memory
 from kvd_proto.channel import duplicated
 from kvd_proto.codec import WIRE
@@ -38,36 +41,38 @@ from kvd_proto.messages import (
     Registered,
     Unregister,
 )
-from kvd_proto.printable import unprintable
+from kvd_proto.text import unprintable
 
-NOTHING = "nothing is registered yet"
-TRANSIENT = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)
+T = TypeVar("T", bound=msgspec.Struct)
+
+NOTHING_REGISTERED = "nothing is registered yet"
+TRANSIENT_CODES = (ErrorCode.LANE_LOST, ErrorCode.NOT_READY, ErrorCode.DRAINING)
 
 
 class RegistrationState(IntEnum):
-    """The state of a registration. From ASKED on the daemon may hold memory."""
+    """The state of a registration. From REQUESTED on the daemon may hold memory."""
 
     NONE = 0
     WAITING = 1  # `Register` is to be sent, perhaps again
     REFUSED = 2  # for good; `register` raises
-    ASKED = 3
+    REQUESTED = 3
     LEAVING = 4
     REGISTERED = 5
     ATTACHED = 6
 
 
-class Registration:
-    """The memory that a worker wants the daemon to hold, and how far the daemon holds it.
+class WorkerRegistration:
+    """The memory that a worker registers, and how far the daemon holds it.
 
     All but `state` and `message` is used under the worker's lock.
 
     Attributes:
         state: changed only by this object's methods.
-        message: the registration that is wanted; None: none.
+        message: the requested registration; None: none.
         memory: the message's descriptors, closed with their last reference.
-        refusal: the daemon's latest refusal since `want`; None: it has not refused.
-        raises: `register` waits for the first answer: a refusal that is not transient is final.
-        lost: a session has ended in which the daemon may have held memory, and no later session
+        refusal: the daemon's latest refusal since `request`; None: it has not refused.
+        has_waiter: `register` waits for the first answer: a refusal that is not transient is final.
+        was_lost: a session has ended in which the daemon may have held memory, and no later session
             has confirmed a release: a lane may still copy.
     """
 
@@ -76,37 +81,37 @@ class Registration:
         self.message: Register | None = None
         self.memory = Descriptors(())
         self.refusal: Error | None = None
-        self.raises = False
-        self.lost = False
+        self.has_waiter = False
+        self.was_lost = False
 
     @property
-    def holds(self) -> bool:
-        """Whether the daemon holds the memory that is wanted."""
+    def is_registered(self) -> bool:
+        """Whether the daemon holds the requested memory."""
         return self.state >= RegistrationState.REGISTERED
 
     @property
-    def refused(self) -> bool:
+    def is_refused(self) -> bool:
         """Whether the daemon has refused the memory for good, and `register` has not raised yet."""
         return self.state is RegistrationState.REFUSED
 
     @property
-    def lack(self) -> str:
+    def why_not(self) -> str:
         """Why the daemon does not hold the memory; empty if it has not refused."""
         if self.message is None:
-            return NOTHING
+            return NOTHING_REGISTERED
         return self.refusal.text if self.refusal else ""
 
-    def want(self, message: Register, memory: Descriptors) -> None:
-        """Set the registration that is wanted; memory held before is released first."""
-        self.message, self.memory, self.refusal, self.raises = message, memory, None, True
+    def request(self, message: Register, memory: Descriptors) -> None:
+        """Set the registration to make; memory held before is released first."""
+        self.message, self.memory, self.refusal, self.has_waiter = message, memory, None, True
         if self.state is RegistrationState.NONE:
             self.state = RegistrationState.WAITING
 
     def drop(self) -> None:
-        """Want no registration; memory that the daemon may hold is to be released."""
+        """Request no registration; memory that the daemon may hold is released."""
         self.message, self.memory = None, Descriptors(())
-        held = self.state >= RegistrationState.ASKED
-        self.state = RegistrationState.LEAVING if held else RegistrationState.NONE
+        may_be_held = self.state >= RegistrationState.REQUESTED
+        self.state = RegistrationState.LEAVING if may_be_held else RegistrationState.NONE
 
     def next_request(self) -> tuple[Register | Unregister, Descriptors] | None:
         """Return the request to send now, and its descriptors; None: there is none."""
@@ -114,17 +119,17 @@ class Registration:
             return Unregister(), Descriptors(())
         if self.state is not RegistrationState.WAITING or self.message is None:
             return None
-        self.state = RegistrationState.ASKED
+        self.state = RegistrationState.REQUESTED
         return self.message, self.memory
 
-    def answered(self, reply: Message) -> bool:
+    def on_answered(self, reply: Message) -> bool:
         """Process the answer to a request; return whether to send `Register` again later."""
-        if self.state is RegistrationState.ASKED and isinstance(reply, Registered):
+        if self.state is RegistrationState.REQUESTED and isinstance(reply, Registered):
             self.state, self.refusal = RegistrationState.REGISTERED, None
-        elif self.state is RegistrationState.ASKED and isinstance(reply, Error):
+        elif self.state is RegistrationState.REQUESTED and isinstance(reply, Error):
             self.refusal = reply
             self._settle()
-            if not self.raises or reply.code in TRANSIENT:
+            if not self.has_waiter or reply.code in TRANSIENT_CODES:
                 return True
             self.drop()
             self.state = RegistrationState.REFUSED
@@ -134,34 +139,34 @@ class Registration:
 
     def take_refusal(self) -> Error | None:
         """Return the final refusal, if any, and go from REFUSED to NONE."""
-        if not self.refused:
+        if not self.is_refused:
             return None
         self.state = RegistrationState.NONE
         return self.refusal
 
-    def released(self) -> None:
+    def on_released(self) -> None:
         """Record that the daemon has released all memory."""
-        self.lost = False
+        self.was_lost = False
         if self.state is RegistrationState.LEAVING:
             self._settle()
 
-    def session_lost(self) -> None:
+    def on_session_lost(self) -> None:
         """Record that the session has ended; the daemon releases its memory later by itself."""
-        if self.state >= RegistrationState.ASKED:
-            self.lost = True
+        if self.state >= RegistrationState.REQUESTED:
+            self.was_lost = True
             self._settle()
 
     def set_attached(self, *, attached: bool) -> None:
         """Record whether all ranks of the engine are registered; ignored unless this one is."""
-        if self.holds:
+        if self.is_registered:
             self.state = RegistrationState.ATTACHED if attached else RegistrationState.REGISTERED
 
     def _settle(self) -> None:
-        wants = self.message is not None
-        self.state = RegistrationState.WAITING if wants else RegistrationState.NONE
+        has_request = self.message is not None
+        self.state = RegistrationState.WAITING if has_request else RegistrationState.NONE
 
 
-def registration(
+def register_message(
     memory: Sequence[Memory],
     layout: RankLayout,
     fingerprint: Fingerprint,
@@ -180,13 +185,14 @@ def registration(
         UsageError: the memory does not fit the layout, or an argument is invalid.
         UnsupportedMemory: the limit of open files leaves no room for the descriptors.
     """
-    layout = declared("layout", layout, RankLayout)
-    fingerprint = declared("fingerprint", fingerprint, Fingerprint)
+    layout = check_fields("layout", layout, RankLayout)
+    fingerprint = check_fields("fingerprint", fingerprint, Fingerprint)
     for field in fingerprint.__struct_fields__:
         name = getattr(fingerprint, field)
-        if found := unprintable(name):
+        if character := unprintable(name):
             raise UsageError(
-                f"fingerprint.{field}={shown(name)} has a character that cannot be shown, {found}"
+                f"fingerprint.{field}={shown(name)} has a character that cannot be shown,"
+                f" {character}"
             )
     if len(memory) != len(layout.storages):
         raise UsageError(
@@ -224,32 +230,46 @@ def registration(
 
 
 def _handles(memory: Sequence[Memory], layout: RankLayout) -> tuple[list[Handle], list[int]]:
-    """Return the handle of each storage, and the descriptors, which handles number from 1 on."""
+    """Return the handle of each storage, and the descriptors, numbered in handles from 1 on."""
     numbers: dict[object, int] = {}  # by file or allocation, so that each is sent once
     fds: list[int] = []
     handles: list[Handle] = []
-    for index, (part, size) in enumerate(zip(memory, layout.storages, strict=True)):
-        if not isinstance(part, Memory) or part.closed:
+    for index, (storage, nbytes) in enumerate(zip(memory, layout.storages, strict=True)):
+        if not isinstance(storage, Memory) or storage.closed:
             raise UsageError(
-                f"memory[{index}]={shown(part)}: open HostMemory or DeviceMemory is needed"
+                f"memory[{index}]={shown(storage)}: open HostMemory or DeviceMemory is needed"
             )
-        if part.device != memory[0].device:
+        if storage.device != memory[0].device:
             raise UsageError(
-                f"memory[{index}] is on {part.device}, memory[0] on {memory[0].device}: the memory"
-                " of one worker is on one device"
+                f"memory[{index}] is on {storage.device}, memory[0] on {memory[0].device}: the"
+                " memory of one worker is on one device"
             )
-        if part.nbytes < size:
+        if storage.nbytes < nbytes:
             raise UsageError(
-                f"memory[{index}] has {part.nbytes} bytes, the layout's storage {index} has {size}"
+                f"memory[{index}] has {storage.nbytes} bytes, the layout's storage {index} has"
+                f" {nbytes}"
             )
-        for fd, identity in zip(part.fds, part.identities, strict=True):
+        for fd, identity in zip(storage.fds, storage.identities, strict=True):
             if identity not in numbers:
                 fds.append(fd)
                 numbers[identity] = len(fds)
-        handles.append(part.handle([numbers[identity] for identity in part.identities]))
+        handles.append(storage.handle([numbers[identity] for identity in storage.identities]))
     if len(fds) >= MAX_DESCRIPTORS:
         raise UsageError(
             f"the memory lies in {len(fds)} files or allocations, {MAX_DESCRIPTORS - 1} at most can"
             f" be registered; put tensors into fewer storages, or {LARGER_ALLOCATIONS}"
         )
     return handles, fds
+
+
+def check_fields(name: str, value: object, kind: type[T]) -> T:
+    """Check that all fields of a struct have the types that they are declared with."""
+    if not isinstance(value, kind):
+        raise UsageError(f"{name}={shown(value)}: a {kind.__name__} is needed")
+    try:
+        plain = msgspec.to_builtins(value, builtin_types=(bytes,))
+        return msgspec.convert(plain, kind, builtin_types=(bytes,))
+    except (msgspec.ValidationError, TypeError, ValueError, RecursionError) as error:
+        raise UsageError(
+            f"{name}: {error}; its numbers must be plain int, its names str"
+        ) from error

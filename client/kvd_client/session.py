@@ -1,13 +1,12 @@
-"""One process's part in an engine, and its session with the daemon: always there, connected or not.
+"""A process's session with the daemon, which outlives the daemon's restarts.
 
-Requests are made on the caller's thread. One thread, the keeper, handles
-notices and connects again when the daemon is gone; it makes requests that no caller
-waits for, and never keeps the process alive. A daemon that lets a deadline pass counts as gone: its
-session is given up, which makes it drop what it granted, and a new one begins as soon as it
-greets. Meanwhile a request costs microseconds and comes to nothing.
+Requests are made on the caller's thread. The keeper, a daemon thread, handles notices, makes the
+requests that no caller waits for, and connects again when the daemon is gone. A daemon that misses
+a deadline counts as gone: its session is given up, so it drops what it granted, and the keeper
+starts a new session as soon as the daemon answers. Until then a request returns at once, without a
+reply.
 
-No lock is held by who waits, but for a condition's, which is free meanwhile: no call waits for
-another thread's.
+No lock is held while waiting, except a condition's, which waiting releases.
 """
 
 import atexit
@@ -23,19 +22,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from kvd_client.arguments import seconds, shown
 from kvd_client.connection import BUSY_SECONDS, Connection, Notice, socket_path
-from kvd_client.errors import AccessDenied, DaemonLost, Refused, UsageError, get_logger
+from kvd_client.errors import (
+    AccessDenied,
+    DaemonLost,
+    Refused,
+    UsageError,
+    check_seconds,
+    get_logger,
+    shown,
+)
 from kvd_proto.messages import Error, ErrorCode, Kind, Message, Status, StatusReport
-from kvd_proto.printable import unprintable
+from kvd_proto.text import unprintable
 
-FIRST_BACKOFF_SECONDS = 0.1
-ABSENT_SECONDS = 0.5  # between two tries to connect at most: each costs microseconds
-REFUSED_SECONDS = 2.0  # the same where a daemon refuses: that costs it a session
+MIN_BACKOFF_SECONDS = 0.1
+ABSENT_SECONDS = 0.5  # longest pause between two tries to connect; each costs microseconds
+REFUSED_SECONDS = 2.0  # the same if a daemon refuses: that costs it a session
 CLOSE_SECONDS = 2.0
 REPORT_SECONDS = 1.0
 LAST_REPORT_SECONDS = 0.25
-GRACE_SECONDS = 0.1  # for replies that have arrived and were not taken in
+GRACE_SECONDS = 0.1  # for replies that have arrived and were not received
 MAX_ENGINE_NAME = 256
 
 log = get_logger()
@@ -43,7 +49,7 @@ log = get_logger()
 
 @dataclass(frozen=True, slots=True)
 class AttachState:
-    """How waiting ended: true where the engine is attached; else `why` is what is missing."""
+    """How waiting ended: true if the engine is attached; else `why` says what is missing."""
 
     attached: bool
     why: str = ""
@@ -55,13 +61,13 @@ class AttachState:
         return self.why or "attached"
 
 
-class Session:
+class ClientSession:
     """What `Scheduler` and `Worker` have in common. A context manager that closes it.
 
     Args:
         runtime_dir: the daemon's.
         engine: the engine's name, the same for its scheduler and its workers.
-        deadline: seconds that a request may take where it does not say otherwise.
+        deadline: seconds that a request may take, unless it says otherwise.
     """
 
     _kind: ClassVar[Kind]
@@ -79,27 +85,29 @@ class Session:
         self.runtime_dir = _directory(runtime_dir)
         socket_path(self.runtime_dir, "broker.sock")
         self.engine = engine
-        self.deadline = seconds("deadline", deadline, 3600.0, positive=True)
-        self._changed = threading.Condition()  # of the connection, and of what it has brought
+        self.deadline = check_seconds("deadline", deadline, 3600.0, positive=True)
+        self._changed = threading.Condition()  # the connection, or a state that messages change
         self._connection: Connection | None = None
         self._unreachable = f"no daemon has answered in {self.runtime_dir} yet"  # why not connected
-        self._denied = False  # this process may not connect
-        self._warned = False  # the log's last line about the connection is a warning
+        self._is_denied = False  # this process may not connect
+        self._has_warned = False  # the latest log line about the connection is a warning
         self._closed = ""
-        self._stop = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._events_lock = threading.Lock()  # a late `_wake` must not write to a closed number
-        self._tried = threading.Event()
-        self._keeper = threading.Thread(target=self._live, name=f"kvd-{self._kind}", daemon=True)
+        self._stop_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._fds_lock = threading.Lock()  # a late `_wake` must not write to a closed descriptor
+        self._has_tried = threading.Event()
+        self._keeper = threading.Thread(
+            target=self._run_keeper, name=f"kvd-{self._kind}", daemon=True
+        )
 
     def _start(self) -> None:
-        """Start the keeper and wait for its first try, at most one deadline.
+        """Start the keeper and wait for its first try to connect, at most one deadline.
 
-        Where no daemon is there the first try takes microseconds.
+        Without a daemon the first try takes microseconds.
         """
         _SESSIONS.add(self)
         self._keeper.start()
-        self._tried.wait(self.deadline)
+        self._has_tried.wait(self.deadline)
 
     # --------------------------------------------------------------- callers
 
@@ -116,12 +124,14 @@ class Session:
     def wait_attached(self, timeout: float) -> AttachState:
         """Wait until `attached`, at most `timeout` seconds; return whether it is, or why not.
 
-        Returns at once where this process may not connect to the daemon.
+        Returns at once if this process may not connect to the daemon.
         """
         self._check_open()
-        patience = seconds("timeout", timeout)
+        timeout_s = check_seconds("timeout", timeout)
         with self._changed:
-            self._changed.wait_for(lambda: self.attached or self._closed or self._denied, patience)
+            self._changed.wait_for(
+                lambda: self.attached or self._closed or self._is_denied, timeout_s
+            )
             if self.attached and not self._closed:
                 return AttachState(True)
         return AttachState(False, self._why_not_attached())
@@ -129,19 +139,19 @@ class Session:
     def close(self) -> None:
         """End the session. The daemon sees it at once. May be called again."""
         if not self._closed:
-            patience = min(self.deadline, LAST_REPORT_SECONDS)
-            self._tell_rest(patience)
-            self._tell_news(patience)
-        with self._events_lock:
+            timeout = min(self.deadline, LAST_REPORT_SECONDS)
+            self._flush(timeout)
+            self._send_report(timeout)
+        with self._fds_lock:
             if self._closed:
                 return
             self._closed = "this session is closed"
-            os.eventfd_write(self._stop, 1)
+            os.eventfd_write(self._stop_fd, 1)
         _SESSIONS.discard(self)
         if self._keeper is not threading.current_thread() and self._keeper.is_alive():
             self._keeper.join(CLOSE_SECONDS)
-        if not self._keeper.is_alive():  # it was never started, or has done this itself
-            self._free()
+        if not self._keeper.is_alive():  # it was never started, or has closed them itself
+            self._close_fds()
         with self._changed:
             self._changed.notify_all()
 
@@ -151,37 +161,38 @@ class Session:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        state = self._closed or self._connection or "no daemon"
-        return f"<{type(self).__name__} of {self.engine!r} at {self.runtime_dir}: {state}>"
-
     def _check_open(self) -> None:
-        """Refuse to be used after the end."""
+        """Raise `UsageError` after `close`."""
         if self._closed:
             raise UsageError(f"{self._closed}; make a new object")
 
-    def _report(self) -> StatusReport | None:
+    def _request_status(self) -> StatusReport | None:
         """Return the daemon's state; None without an answer."""
         self._check_open()
-        reply = self._ask(Status(), self.deadline)
+        reply = self._request(Status(), self.deadline)
         return reply if isinstance(reply, StatusReport) else None
 
-    def _ask(self, message: Message, patience: float, fds: Sequence[int] = ()) -> Message | None:
-        """Ask the broker; the reply (its own type or `Error`), or None where there is none."""
+    def _request(self, message: Message, timeout: float, fds: Sequence[int] = ()) -> Message | None:
+        """Send a request to the broker and wait for the reply.
+
+        Returns:
+            The reply (its own type or `Error`). None if there is no connection, or it was given up
+            without a reply.
+        """
         connection = self._connection
         if connection is None:
             return None
         try:
-            reply = connection.exchange(message, time.monotonic() + patience, fds=fds)
+            reply = connection.exchange(message, time.monotonic() + timeout, fds=fds)
         except DaemonLost as error:
             self._give_up(connection, str(error))
             return None
         if isinstance(reply, Error):
-            log.log(_LEVELS.get(reply.code, logging.DEBUG), "%s: %s", reply.code, reply.text)
+            log.log(_LOG_LEVELS.get(reply.code, logging.DEBUG), "%s: %s", reply.code, reply.text)
         return reply
 
     def _give_up(self, connection: Connection | None, why: str = "") -> None:
-        """Use this connection no more; the keeper makes a new one."""
+        """Stop using this connection; the keeper makes a new one."""
         with self._changed:
             if connection is None or self._connection is not connection:
                 return
@@ -189,117 +200,127 @@ class Session:
             if why:
                 self._unreachable = f"the daemon in {self.runtime_dir} was given up: {why}"
             warns = bool(why and not self._closed)
-            self._warned |= warns
-            self._on_lost()
+            self._has_warned |= warns
+            self._on_disconnected()
             self._changed.notify_all()
         if warns:
             log.warning("connection given up: %s; misses until a daemon answers", why)
         self._wake()
 
     def _wake(self) -> None:
-        """Have the keeper look what there is to do."""
-        with self._events_lock:
+        """Make the keeper check the connection and send its requests."""
+        with self._fds_lock:
             if not self._closed:
-                os.eventfd_write(self._woken, 1)
+                os.eventfd_write(self._wake_fd, 1)
 
     def _why_not_attached(self) -> str:
         if self._closed:
             return "this session was closed meanwhile"
         if not self.connected:
             return self._unreachable
-        reply = self._report()
+        reply = self._request_status()
         if reply is None:
             return f"the daemon in {self.runtime_dir} did not answer in time"
         try:
-            return _missing(reply, self.engine)
+            return _why_incomplete(reply, self.engine)
         except (KeyError, TypeError):  # a daemon of another version
             return f"engine {self.engine!r} is not complete yet"
 
-    # ---------------------------------------------------------------- keeper
+    # ----------------------------------------------------- hooks for the keeper
 
-    def _on_open(self) -> None:
-        """A connection is there."""
+    def _on_connected(self) -> None:
+        """Handle a new connection."""
 
-    def _work(self) -> bool:
-        """Ask for what is wanted of the daemon. False: connect again later."""
+    def _send_requests(self) -> bool:
+        """Make the requests that no caller waits for; return False to connect again later."""
         return True
 
     def _on_notice(self, notice: Notice) -> None:
         """Handle a notice. Descriptors that are not taken are closed."""
 
-    def _news(self) -> Message | None:
-        """Return what to tell the daemon, if anything; asked once a second and before the end."""
+    def _make_report(self) -> Message | None:
+        """Return what to report once a second and before the end; None: nothing new."""
 
-    def _tell_rest(self, patience: float) -> None:
-        """Before the end, tell the daemon what it has not been told yet, and wait until it knows.
+    def _flush(self, timeout: float) -> None:
+        """Before the end, send what is left, and wait up to `timeout` seconds for the answers."""
 
-        patience: seconds to wait at most.
-        """
+    def _receive(self, connection: Connection) -> None:
+        """Receive what has arrived, whenever the keeper wakes up."""
+        connection.receive_all()
 
-    def _tend(self, connection: Connection) -> None:
-        """Take in what has arrived, whenever the keeper wakes up."""
-        connection.take_in()
-
-    def _on_lost(self) -> None:
-        """The connection is gone. Called under `_changed`, by any thread."""
+    def _on_disconnected(self) -> None:
+        """Handle the loss of the connection. Called under `_changed`, by any thread."""
 
     def _on_fork(self) -> None:
-        """This process is a fork: close what it inherited. No lock may be taken."""
+        """Close what a forked child inherited. It must take no lock."""
 
-    def _live(self) -> None:
+    # ---------------------------------------------------------------- keeper
+
+    def _run_keeper(self) -> None:
         delay = 0.0
         try:
             while not self._closed:
                 began = time.monotonic()
-                longest = self._try()
-                self._tried.set()
-                delay = min(max(2 * delay, FIRST_BACKOFF_SECONDS), longest)
+                max_delay = self._connect_and_serve()
+                self._has_tried.set()
+                delay = min(max(2 * delay, MIN_BACKOFF_SECONDS), max_delay)
                 # A try that took long, such as a registration that waited for a lane, was a pause.
                 self._pause(max(0.0, began + delay - time.monotonic()))
         finally:
-            self._free()  # here, since `close` does not wait for a busy keeper for ever
+            self._close_fds()  # here, since `close` does not wait for a busy keeper for ever
 
-    def _try(self) -> float:
-        """Connect and serve the connection to its end; seconds to wait at most until the next."""
+    def _connect_and_serve(self) -> float:
+        """Connect, and serve the connection to its end.
+
+        Returns:
+            The longest pause in seconds until the next try.
+        """
         try:
             connection = Connection(
-                self.runtime_dir, self._kind, self.engine, self._stop, self._wake
+                self.runtime_dir, self._kind, self.engine, self._stop_fd, self._wake
             )
         except (DaemonLost, OSError) as error:
             self._on_unreachable(error)
             return REFUSED_SECONDS if isinstance(error, Refused) else ABSENT_SECONDS
-        self._denied = False
+        self._is_denied = False
         self._connection = connection
         connected_at = time.monotonic()
-        # Where its loss is in the log, its return is.
-        log.log(logging.WARNING if self._warned else logging.INFO, "connected: %r", connection)
-        self._warned = False
-        served, why = False, ""
+        # If a warning reported the loss of the connection, a warning reports its return.
+        log.log(
+            logging.WARNING if self._has_warned else logging.INFO,
+            "connected: %s, pid %d",
+            connection.daemon,
+            connection.pid,
+        )
+        self._has_warned = False
+        was_served, why = False, ""
         try:
-            self._on_open()
-            served = self._work()
-            self._tried.set()
-            if served:
-                self._watch(connection)
+            self._on_connected()
+            was_served = self._send_requests()
+            self._has_tried.set()
+            if was_served:
+                self._serve(connection)
         except DaemonLost as error:
             why = str(error)
-            served = served and not isinstance(error, Refused)
+            was_served = was_served and not isinstance(error, Refused)
         except Exception:
-            log.exception("the keeper of %r failed; it goes on", self)
-            served = False
+            log.exception(
+                "the %s session of engine %s failed; it connects again", self._kind, self.engine
+            )
+            was_served = False
         self._give_up(connection, why)
         with self._changed:
-            self._on_lost()  # also what this thread did after a caller had given it up
+            self._on_disconnected()  # undoes what this thread did after a caller had given it up
         connection.close()
-        lasted = time.monotonic() - connected_at >= REPORT_SECONDS
-        return 0.0 if served and lasted else REFUSED_SECONDS
+        has_lasted = time.monotonic() - connected_at >= REPORT_SECONDS
+        return 0.0 if was_served and has_lasted else REFUSED_SECONDS
 
     def _on_unreachable(self, error: DaemonLost | OSError) -> None:
-        """Note why there is no connection. A refusal is a warning, an absent daemon is none."""
-        denied, refused = isinstance(error, AccessDenied), isinstance(error, Refused)
-        if denied:
+        """Record why there is no connection. Log a refusal as a warning, an absent daemon not."""
+        is_denied, is_refused = isinstance(error, AccessDenied), isinstance(error, Refused)
+        if is_denied:
             why = str(error)
-        elif refused:
+        elif is_refused:
             why = f"the daemon in {self.runtime_dir} refuses: {error}"
         else:
             cause = error.strerror if isinstance(error, OSError) else None
@@ -308,119 +329,119 @@ class Session:
                 " is `kvd serve` running there?"
             )
         with self._changed:
-            known = self._unreachable == why
-            self._unreachable, self._denied = why, denied
+            is_known = self._unreachable == why
+            self._unreachable, self._is_denied = why, is_denied
             self._changed.notify_all()
-        if not known:
-            self._warned |= denied or refused
-            level = logging.WARNING if denied or refused else logging.DEBUG
+        if not is_known:
+            self._has_warned |= is_denied or is_refused
+            level = logging.WARNING if is_denied or is_refused else logging.DEBUG
             log.log(level, "not connected, every lookup misses: %s", why)
 
-    def _watch(self, connection: Connection) -> None:
+    def _serve(self, connection: Connection) -> None:
         """Handle what arrives; return when the connection is to be given up.
 
-        While callers are busy with the connection they take in what arrives, notices
-        included. The keeper polls for the hang-up alone then, and looks again after
-        `BUSY_SECONDS`: a reply costs the engine's thread no switch to this one.
+        While callers use the connection, they receive what arrives, notices included. The keeper
+        then polls for the hang-up alone, and again after `BUSY_SECONDS`, so that a reply does not
+        switch the engine's thread to this one.
         """
         fd = connection.fileno()
         poller = select.poll()
-        poller.register(self._woken, select.POLLIN)
-        poller.register(self._stop, select.POLLIN)
-        told = time.monotonic()
-        while self._work():
-            events = 0 if connection.busy else select.POLLIN
+        poller.register(self._wake_fd, select.POLLIN)
+        poller.register(self._stop_fd, select.POLLIN)
+        reported_at = time.monotonic()
+        while self._send_requests():
+            events = 0 if connection.is_busy else select.POLLIN
             poller.register(fd, events | (select.POLLOUT * connection.wants_write))
-            ready = dict(poller.poll(self._until_due(connection) * 1000))
+            ready = dict(poller.poll(self._poll_seconds(connection) * 1000))
             if self._closed or self._connection is not connection:
                 return
-            if self._woken in ready:
-                os.eventfd_read(self._woken)
-            if not connection.awaited or ready.get(fd, 0) & select.POLLHUP:
-                self._tend(connection)
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+            if not connection.is_awaited or ready.get(fd, 0) & select.POLLHUP:
+                self._receive(connection)
             self._handle_notices(connection)
-            if connection.failed:
-                raise connection.loss
+            if connection.failure:
+                raise connection.error
             if self._is_overdue(connection):
                 raise DaemonLost("no answer within the deadline")
-            if time.monotonic() >= told + REPORT_SECONDS:
-                self._tell_news(self.deadline)
-                told = time.monotonic()
+            if time.monotonic() >= reported_at + REPORT_SECONDS:
+                self._send_report(self.deadline)
+                reported_at = time.monotonic()
 
     def _handle_notices(self, connection: Connection) -> None:
-        """Handle all notices that were taken in."""
-        while (notice := connection.receive()) is not None:
+        """Handle all notices that were received."""
+        while (notice := connection.next_notice()) is not None:
             try:
                 self._on_notice(notice)
             finally:
                 notice.close()
 
-    def _until_due(self, connection: Connection) -> float:
-        """Seconds until the keeper has to look after the connection."""
+    def _poll_seconds(self, connection: Connection) -> float:
+        """Return how long the keeper may poll before it must check the connection."""
         if connection.has_notices:
             return 0.0
-        longest = BUSY_SECONDS if connection.busy else REPORT_SECONDS
-        oldest = connection.oldest
-        if oldest is None:
-            return longest
-        return min(longest, max(0.0, oldest + self.deadline - time.monotonic()))
+        timeout = BUSY_SECONDS if connection.is_busy else REPORT_SECONDS
+        posted_at = connection.oldest_posted_at
+        if posted_at is None:
+            return timeout
+        return min(timeout, max(0.0, posted_at + self.deadline - time.monotonic()))
 
     def _is_overdue(self, connection: Connection) -> bool:
-        """Whether a posted request's deadline is over, and its answer is not here.
+        """Return whether a posted request has no answer within its deadline.
 
-        This process may have been stopped meanwhile: what has come by now counts.
+        This process may have been stopped meanwhile, so answers that have arrived by now count.
         """
         end = time.monotonic() + GRACE_SECONDS
         while connection.is_overdue(self.deadline):
-            left = end - time.monotonic()
-            if left <= 0 or connection.wait_readable(left):
+            left_s = end - time.monotonic()
+            if left_s <= 0 or connection.wait_readable(left_s):
                 return True
-            connection.take_in()
+            connection.receive_all()
         return False
 
-    def _tell_news(self, patience: float) -> None:
-        if (message := self._news()) is not None:
-            self._ask(message, patience)
+    def _send_report(self, timeout: float) -> None:
+        if (message := self._make_report()) is not None:
+            self._request(message, timeout)
 
     def _pause(self, seconds: float) -> None:
         poller = select.poll()
-        poller.register(self._stop, select.POLLIN)
+        poller.register(self._stop_fd, select.POLLIN)
         poller.poll(seconds * 1000)
 
     # ------------------------------------------------------------------- end
 
     def _abandon(self) -> None:
-        """In a forked child: the session is the parent's, its descriptors are closed here."""
+        """In a forked child: close the descriptors; the session is the parent's."""
         self._closed = "this session belongs to the process that was forked"
-        self._events_lock = threading.Lock()
+        self._fds_lock = threading.Lock()
         self._changed = threading.Condition()
         connection, self._connection = self._connection, None
         if connection is not None:
             connection.abandon()
-        self._close_events()
+        self._close_fds_locked()
         self._on_fork()
 
-    def _free(self) -> None:
-        with self._events_lock:
-            self._close_events()
+    def _close_fds(self) -> None:
+        with self._fds_lock:
+            self._close_fds_locked()
 
-    def _close_events(self) -> None:
-        if self._stop >= 0:  # a fork may meet a session that was freed just now
-            os.close(self._stop)
-            os.close(self._woken)
-            self._stop = self._woken = -1
+    def _close_fds_locked(self) -> None:
+        if self._stop_fd >= 0:  # a fork may happen just after they were closed
+            os.close(self._stop_fd)
+            os.close(self._wake_fd)
+            self._stop_fd = self._wake_fd = -1
 
 
 def _directory(path: object) -> Path:
     if isinstance(path, (str, os.PathLike)):
         with contextlib.suppress(TypeError, ValueError):
-            found = Path(path)
-            if b"\0" not in os.fsencode(found):
-                return found
+            directory = Path(path)
+            if b"\0" not in os.fsencode(directory):
+                return directory
     raise UsageError(f"runtime_dir={shown(path)}: the path of a directory is needed, as text")
 
 
-def _missing(report: StatusReport, name: str) -> str:
+def _why_incomplete(report: StatusReport, name: str) -> str:
     engine = next((e for e in report.status["engines"] if e["name"] == name), None)
     if engine is None or not engine["world_size"]:
         return f"no rank of engine {name!r} is registered; do its workers use this name?"
@@ -436,13 +457,13 @@ def _missing(report: StatusReport, name: str) -> str:
     return "; ".join(down) or f"engine {name!r} is being attached; wait longer"
 
 
-_LEVELS = {
+_LOG_LEVELS = {
     ErrorCode.BAD_MESSAGE: logging.ERROR,
     ErrorCode.INTERNAL: logging.ERROR,
     ErrorCode.BAD_STATE: logging.WARNING,
     ErrorCode.LIMIT: logging.WARNING,
 }
-_SESSIONS: "weakref.WeakSet[Session]" = weakref.WeakSet()
+_SESSIONS: "weakref.WeakSet[ClientSession]" = weakref.WeakSet()
 
 
 def _close_all() -> None:

@@ -1,12 +1,12 @@
-"""Tickets, which the scheduler returns, and the jobs that are made of them and an engine's blocks.
+"""What a scheduler's calls take and return: keys, ranges of blocks, tickets, and jobs made of them.
 
-A ticket is a plain value, empty where nothing was granted. It is a context manager: leaving the
-block completes it. Leave it when its jobs have ended. A ticket that was sent to another process has
-no scheduler, and completes nothing.
+A ticket is a plain value, empty if nothing was granted. It is a context manager: leaving the block
+completes it. Leave it when its jobs have ended. A ticket that was sent to another process has no
+scheduler, and completes nothing.
 
 An engine knows, for each group, which of its blocks hold which chunks (`ChunkBlocks`). A job needs
-flat arrays of blocks, sizes, indices, slots and generations that fit each other; chunks that the
-daemon refused or did not find are left out of all of them (`pack_chunks`).
+flat arrays of blocks, sizes, indices, slots and generations; `pack_chunks` makes them, and leaves
+out the chunks that the daemon refused or did not find.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,24 +17,29 @@ from typing import Any, Self, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd_client.arguments import collection, shown, whole
-from kvd_client.errors import UsageError
-from kvd_proto.arrays import JobBlocks
+from kvd_client.errors import UsageError, check_collection, check_int, shown
+from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
+from kvd_proto.directory import MAX_BLOCKS
 from kvd_proto.errors import Oversize, ProtoError
+from kvd_proto.jobs import JobBlocks
 from kvd_proto.layout import RankLayout
+from kvd_proto.messages import MAX_KEY_BYTES, MAX_KEYS, Label
 
+BlockRange: TypeAlias = tuple[int, int]
+"""Consecutive blocks of a chunk: index of the first in the chunk, and their number."""
 Array = npt.NDArray[Any]
-_Arrays: TypeAlias = tuple[list[int], list[int], list[int], list[int], list[int]]
+_JobArrays: TypeAlias = tuple[list[int], list[int], list[int], list[int], list[int]]
+"""The arguments of `JobBlocks.of`."""
 
 
 class StoreAnswer(IntEnum):
-    """What a scheduler says about a key that is offered for storing."""
+    """A scheduler's answer to a key that is offered for storing."""
 
-    ACCEPTED = 1  # a slot is given; write it
+    ACCEPTED = 1  # it has a slot; write it
     PRESENT = 2  # READY already; nothing to do
-    PENDING = 3  # somebody is writing it, perhaps this engine; nothing to do
-    FULL = 4  # no slot is at hand; offer it next time
-    NOT_YET = 5  # not offered often enough to be worth a slot; offer it next time
+    PENDING = 3  # an engine is writing it, perhaps this one; nothing to do
+    FULL = 4  # no slot is at hand; offer it again later
+    NOT_YET = 5  # not offered often enough to be worth a slot; offer it again later
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,13 +72,13 @@ class Ticket:
         return len(self.keys)
 
 
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class StoreTicket(Ticket):
     """Slots to store into; the `with` block's end completes the stores, or drops unfinished ones.
 
     Attributes:
-        answers: one per requested key; empty where no daemon serves the engine.
-        serial: the scheduler's number of the ticket; 0 where it has none.
+        answers: one per requested key; empty if no daemon serves the engine.
+        serial: the scheduler's number of the ticket; 0: none.
     """
 
     answers: tuple[StoreAnswer, ...] = ()
@@ -84,31 +89,20 @@ class StoreTicket(Ticket):
         """Whether a daemon serves the engine, even if no key was accepted."""
         return bool(self.answers)
 
-    def __repr__(self) -> str:
-        if not self.served:
-            return "<StoreTicket not served>"
-        return f"<StoreTicket {len(self.keys)} of {len(self.answers)} keys accepted>"
 
-
-@dataclass(frozen=True, slots=True, eq=False, repr=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class LoadTicket(Ticket):
     """Chunks that are pinned for loading until `complete_load` or the lease's end.
 
     Attributes:
-        found: bool[requested keys]; all false where no daemon serves the engine.
-        lease: the scheduler's number of the lease, 0 where there is none.
-        lease_seconds: duration of the lease, from when the daemon is told; it may give less.
+        found: bool[requested keys]; all false if no daemon serves the engine.
+        lease: the scheduler's number of the lease; 0: none.
+        lease_seconds: requested duration of the lease, from when the daemon reads the step.
     """
 
     found: Array = field(default_factory=lambda: np.empty(0, np.bool_))
     lease: int = 0
     lease_seconds: float = 0.0
-
-    def __repr__(self) -> str:
-        return (
-            f"<LoadTicket {len(self.keys)} of {len(self.found)} keys found,"
-            f" lease {self.lease} for {self.lease_seconds:g} s>"
-        )
 
 
 # ------------------------------------------------------------------------ jobs
@@ -137,8 +131,8 @@ def pack_chunks(
 
     Args:
         ticket: of keys among those of `groups`.
-        groups: one for each group of the layout, in its order; no keys where it has none.
-        layout: that the job's blocks were registered with.
+        groups: one for each group of the layout, in its order; one without keys for no chunks.
+        layout: with which the blocks were registered.
 
     Raises:
         UsageError: not a ticket, numbers of keys and blocks that do not fit each other, the null
@@ -148,12 +142,12 @@ def pack_chunks(
         raise UsageError(f"ticket={shown(ticket)}: pass what prepare_store or prepare_load gave")
     try:
         slots, generations = ticket.slots.tolist(), ticket.generations.tolist()
-        places = dict(zip(ticket.keys, zip(slots, generations, strict=True), strict=True))
-    except (AttributeError, TypeError, ValueError) as error:  # not as the daemon gave it
+        ticket_slots = dict(zip(ticket.keys, zip(slots, generations, strict=True), strict=True))
+    except (AttributeError, TypeError, ValueError) as error:  # not as the scheduler made it
         raise UsageError(f"ticket={shown(ticket)}: {error}") from error
-    arrays: _Arrays = ([], [], [], [], [])
-    for index, group in enumerate(collection("groups", groups, "ChunkBlocks, one a group")):
-        _add(arrays, f"groups[{index}]", group, places, layout)
+    arrays: _JobArrays = ([], [], [], [], [])
+    for index, group in enumerate(check_collection("groups", groups, "ChunkBlocks, one a group")):
+        _add_group(arrays, f"groups[{index}]", group, ticket_slots, layout)
     try:
         return JobBlocks.of(*arrays)
     except Oversize as error:
@@ -162,47 +156,132 @@ def pack_chunks(
         raise UsageError(f"{error}; whole numbers are needed") from error
 
 
-def _add(
-    arrays: _Arrays,
+def _add_group(
+    arrays: _JobArrays,
     name: str,
     group: object,
-    places: dict[bytes, tuple[int, int]],
+    ticket_slots: dict[bytes, tuple[int, int]],
     layout: RankLayout,
 ) -> None:
+    """Check a group, and add its chunks that have a slot to the arrays; take these slots."""
     if not isinstance(group, ChunkBlocks):
         raise UsageError(f"{name}={shown(group)}: ChunkBlocks are needed")
-    keys = collection(f"{name}.keys", group.keys, "keys")
-    blocks = collection(f"{name}.blocks", group.blocks, "block ids")
+    keys = check_collection(f"{name}.keys", group.keys, "keys")
+    blocks = check_collection(f"{name}.blocks", group.blocks, "block ids")
     blocks_per_chunk, null_block = layout.blocks_per_chunk, layout.null_block
-    entered = whole(f"{name}.first", group.first, 0) % blocks_per_chunk
-    chunks = -(-(len(blocks) + entered) // blocks_per_chunk) if blocks else 0
-    if len(keys) != chunks:
+    first_in_chunk = check_int(f"{name}.first", group.first, 0) % blocks_per_chunk
+    num_chunks = -(-(len(blocks) + first_in_chunk) // blocks_per_chunk) if blocks else 0
+    if len(keys) != num_chunks:
         raise UsageError(
             f"{name} has {len(keys)} keys, its {len(blocks)} blocks from {group.first} on lie in"
-            f" {chunks} chunks of {blocks_per_chunk}"
+            f" {num_chunks} chunks of {blocks_per_chunk}"
         )
     try:
-        names_null = null_block is not None and null_block in blocks
+        has_null_block = null_block is not None and null_block in blocks
     except ValueError as error:  # rows of an array
         raise UsageError(f"{name}.blocks={shown(blocks)}: whole numbers are needed") from error
-    if names_null:
+    if has_null_block:
         raise UsageError(
             f"{name}.blocks has block {null_block}, the layout's null block, which holds no KV;"
             " list only blocks that do, the first of them at `first`"
         )
     block_ids, group_sizes, block_indices, slots, generations = arrays
-    before, start = len(block_ids), None
+    num_before, block_index = len(block_ids), None
     for index, key in enumerate(keys):
         if not isinstance(key, bytes):
             raise UsageError(f"{name}.keys[{index}] is {type(key).__name__}: bytes are needed")
-        place = places.pop(key, None)  # of equal keys the first has the chunk
-        if place is None:
+        slot = ticket_slots.pop(key, None)  # of equal keys the first has the chunk
+        if slot is None:
             continue
-        low = max(0, index * blocks_per_chunk - entered)
-        if start is None:
-            start = group.first + low
-        block_ids.extend(blocks[low : (index + 1) * blocks_per_chunk - entered])
-        slots.append(place[0])
-        generations.append(place[1])
-    group_sizes.append(len(block_ids) - before)
-    block_indices.append(start or 0)
+        begin = max(0, index * blocks_per_chunk - first_in_chunk)
+        if block_index is None:
+            block_index = group.first + begin
+        block_ids.extend(blocks[begin : (index + 1) * blocks_per_chunk - first_in_chunk])
+        slots.append(slot[0])
+        generations.append(slot[1])
+    group_sizes.append(len(block_ids) - num_before)
+    block_indices.append(block_index or 0)
+
+
+# --------------------------------------------------------- checks of arguments
+
+
+def check_label(value: object) -> Label:
+    """Check a label."""
+    try:
+        return Label(value)  # type: ignore[arg-type]
+    except (ValueError, TypeError):
+        names = ", ".join(label.name for label in Label)
+        raise UsageError(f"label={shown(value)}: one of kvd_client.Label, {names}") from None
+
+
+def check_key(key: object) -> None:
+    """Check a chunk's key."""
+    if not isinstance(key, bytes):
+        raise UsageError(f"a key is bytes, not {type(key).__name__}")
+    if not 0 < len(key) <= MAX_KEY_BYTES:
+        raise UsageError(
+            f"a key of {len(key)} bytes: 1 to {MAX_KEY_BYTES} are possible; hash longer ones"
+        )
+
+
+def check_keys(values: object) -> tuple[bytes, ...]:
+    """Check the keys of one call."""
+    keys = check_collection("keys", values, "keys")
+    if len(keys) > MAX_KEYS:
+        raise UsageError(f"{len(keys)} keys in one call: {MAX_KEYS} at most; split the call")
+    for key in keys:
+        check_key(key)
+    return keys
+
+
+def check_blocks(first: object, count: object) -> None:
+    """Check a range of blocks within a chunk; without a count it has all blocks from `first` on."""
+    begin = check_int("first", first, 0, MAX_BLOCKS - 1)
+    if count is not None:
+        check_int("count", count, 1, MAX_BLOCKS - begin)
+
+
+def check_block_ranges(blocks: object, num_keys: int) -> list[BlockRange] | None:
+    """Check the range of blocks for each key; None: all blocks of all chunks."""
+    if blocks is None:
+        return None
+    pairs = check_collection("blocks", blocks, "pairs (first block, count)")
+    if len(pairs) != num_keys:
+        raise UsageError(f"{len(pairs)} blocks with {num_keys} keys: one pair for each is needed")
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise UsageError(f"blocks={shown(pair)}: a pair (first block, count) is needed")
+        check_blocks(pair[0], check_int("count", pair[1], 1, MAX_BLOCKS))
+    return [(first, count) for first, count in pairs]
+
+
+def no_description(index: int) -> bytes:
+    """Return the description of a chunk that has none."""
+    del index
+    return b""
+
+
+def check_descriptions(values: object, num_keys: int) -> tuple[Callable[[int], bytes], int | None]:
+    """Check the descriptions of each key's chunk; None: of none.
+
+    Returns:
+        A function that returns the i-th description, and the bytes of all; None if not known.
+    """
+    if values is None:
+        return no_description, 0
+    if callable(values):
+        return values, None
+    items = check_collection("descriptions", values, "bytes or None")
+    if len(items) != num_keys:
+        raise UsageError(f"{len(items)} descriptions with {num_keys} keys: one for each is needed")
+    for item in items:
+        if item is not None and not (
+            isinstance(item, bytes) and len(item) <= MAX_DESCRIPTION_BYTES
+        ):
+            raise UsageError(
+                f"descriptions={shown(item)}: what kvd_proto.descriptions.encode returned is"
+                f" needed, {MAX_DESCRIPTION_BYTES} bytes at most, or None"
+            )
+    descriptions = [item or b"" for item in items]
+    return descriptions.__getitem__, sum(map(len, descriptions))

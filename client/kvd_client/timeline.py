@@ -1,101 +1,124 @@
-"""A worker's timeline: numbers that say how far the engine's own work has come.
+"""A worker's control page, and its timeline: numbers that say how far the engine's work has come.
 
-A CUDA stream writes its number into the control page by itself. Numbers are reached in
-order, whatever streams they were asked for on; the host waits for nothing.
+CUDA streams write their numbers into the control page themselves. Numbers are reached in order,
+whatever streams they are signalled on; the host never waits.
 """
 
 import contextlib
+import ctypes
+import mmap
+import os
 import threading
 
 from kvd_client import cuda_driver
-from kvd_client.arguments import shown
-from kvd_client.errors import KvdClientError, UnsupportedMemory, UsageError
-from kvd_client.memory import ControlPage
+from kvd_client.errors import KvdClientError, UnsupportedMemory, UsageError, shown
+from kvd_client.memory import sealed_file
+from kvd_proto.jobs import CONTROL_BYTES, ControlWords
 
-_KEPT: list[object] = []
+_NOT_CLOSED: list[object] = []  # signals whose page a stream may still write to
+
+
+class ControlPage(ControlWords):
+    """A worker's control page, shared with its lanes."""
+
+    nbytes = CONTROL_BYTES
+
+    def __init__(self) -> None:
+        self.fd = sealed_file("kvd-control", CONTROL_BYTES)
+        super().__init__(mmap.mmap(self.fd, CONTROL_BYTES))
+
+    @property
+    def address(self) -> int:
+        """The address of word 0 in this process."""
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
+
+    def close(self) -> None:
+        """Close the descriptor; the page stays mapped here and in lanes. May be called again."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
 
 class StreamSignals:
-    """Raises one control page's timeline from CUDA streams. Used by one thread at a time.
+    """Writes a control page's timeline from CUDA streams. Used by one thread at a time.
 
-    A stream other than the last one waits for the last number first, else a later number could
-    be reached before an earlier one.
+    A stream that is not the last one used waits for the last number first, so that no number is
+    reached before an earlier one.
 
     Args:
-        device: whose streams they are, by its number in this process.
+        device: the ordinal of the device whose streams signal.
         page: stays the caller's.
 
     Raises:
         CudaError: the page cannot be registered.
-        UnsupportedMemory: streams of this device cannot write, or there is no driver.
+        UnsupportedMemory: streams of this device cannot write to memory, or there is no driver.
     """
 
     def __init__(self, device: int, page: ControlPage) -> None:
         self.device = device
         self._page = page
         self._stream: int | None = None
-        self._marked = True  # the event is after all that a stream may write
+        self._is_recorded = True  # the event happens after all writes of streams
         with cuda_driver.beside_captures(), contextlib.ExitStack() as undo:
             if not cuda_driver.streams_can_write(device):
                 raise UnsupportedMemory(
-                    f"streams of CUDA device {device} cannot write 64 bits by themselves, by which"
+                    f"streams of CUDA device {device} cannot write 64 bits to memory, by which"
                     " kvd learns what has finished: a GPU since Volta is needed"
                 )
             self._context = cuda_driver.PrimaryContext(device)
             undo.callback(self._context.release)
             with self._context.current():
-                self._last = cuda_driver.new_event()
-                undo.callback(cuda_driver.destroy_event, self._last)
-                self._word = cuda_driver.register_host(page.address, page.nbytes)
+                self._event = cuda_driver.new_event()
+                undo.callback(cuda_driver.destroy_event, self._event)
+                self._address = cuda_driver.register_host(page.address, page.nbytes)
             undo.pop_all()
 
     def signal(self, stream: int, number: int) -> None:
         """Set the timeline to `number` when all that is on the stream now has finished.
 
-        Another thread's capture of a graph forbids none of these calls: each is put on a stream,
-        and none allocates or asks.
+        Another thread may capture a graph meanwhile: all these calls put work on a stream, none
+        allocates or queries.
 
         Raises:
-            CudaError: the driver refuses; the number may never be reached.
+            CudaError: the driver failed; the number may never be reached.
         """
         with self._context.current():
-            if not self._marked and self._stream is not None:
-                cuda_driver.record(self._last, self._stream)
-                self._marked = True
+            if not self._is_recorded and self._stream is not None:
+                cuda_driver.record(self._event, self._stream)
+                self._is_recorded = True
             if stream != self._stream:
-                cuda_driver.stream_waits(stream, self._last)
+                cuda_driver.stream_waits(stream, self._event)
                 self._stream = stream
-            self._marked = False
-            cuda_driver.write_value(stream, self._word, number)
-            cuda_driver.record(self._last, stream)
-            self._marked = True
+            self._is_recorded = False
+            cuda_driver.write_value(stream, self._address, number)
+            cuda_driver.record(self._event, stream)
+            self._is_recorded = True
 
     def close(self) -> None:
-        """Free what the driver holds. Never waits, never raises.
+        """Free the driver's objects. Never blocks, never raises.
 
-        A page that a stream may still write to stays for ever.
+        If a stream may still write to the page, they stay until the process ends.
         """
-        _KEPT.append(self)
+        _NOT_CLOSED.append(self)
         with (
             contextlib.suppress(KvdClientError),
             cuda_driver.beside_captures(),
             self._context.current(),
         ):
-            if self._marked and cuda_driver.has_happened(self._last):
+            if self._is_recorded and cuda_driver.has_happened(self._event):
                 cuda_driver.unregister_host(self._page.address)
-                _KEPT.remove(self)
-                cuda_driver.destroy_event(self._last)
+                _NOT_CLOSED.remove(self)
+                cuda_driver.destroy_event(self._event)
                 self._context.release()
 
 
 class Timeline:
-    """Numbers for an engine that orders its own work: a job waits for the one that it names.
+    """Numbers by which an engine orders its own work: a job waits until its number is reached.
 
-    ``n = timeline.reserve()``; start the work; submit the job with ``after=n``;
-    when the work has finished, ``timeline.signal(n)``. A worker whose memory is
-    CUDA memory calls ``n = timeline.signal_on(stream)`` instead, once the work is
-    on the stream. Numbers are reached in order: signal(7) means that everything
-    up to 7 has finished. May be used by any thread.
+    With CPU memory: ``n = timeline.reserve()``; start the work; submit the job with ``after=n``;
+    when the work has finished, ``timeline.signal(n)``. With CUDA memory: put the work on a stream,
+    then ``n = timeline.signal_on(stream)``. Numbers are reached in order: signal(7) means that all
+    work up to 7 has finished. May be used by any thread.
     """
 
     def __init__(self, page: ControlPage) -> None:
@@ -106,17 +129,17 @@ class Timeline:
 
     @property
     def reached(self) -> int:
-        """The highest number that has been signalled."""
+        """The highest number that is reached."""
         return self._page.timeline
 
     @property
     def device(self) -> int | None:
-        """The device whose streams signal, by its number in this process; None: the host does."""
+        """The ordinal of the device whose streams signal; None: the host signals."""
         return None if self._signals is None else self._signals.device
 
     @property
     def reserved(self) -> int:
-        """The highest number that has been given out."""
+        """The highest number that is reserved."""
         return self._last
 
     def reserve(self) -> int:
@@ -126,7 +149,7 @@ class Timeline:
             return self._last
 
     def signal(self, number: int) -> None:
-        """Reach a reserved number: everything up to it has finished. Not where streams signal."""
+        """Reach a reserved number: all work up to it has finished. Not if streams signal."""
         if self._signals is not None:
             raise UsageError(
                 f"signal({shown(number)}): this worker's memory is CUDA memory, where only streams"
@@ -140,15 +163,15 @@ class Timeline:
             self._page.timeline = max(self._page.timeline, number)
 
     def signal_on(self, stream: int) -> int:
-        """Return the next number, reached when all that is on a CUDA stream now has finished.
+        """Return the next number, reached when all work on a CUDA stream now has finished.
 
         Args:
-            stream: the driver's handle, such as `torch.cuda.current_stream().cuda_stream`. When
-                it is another than the last time, its later work waits for the last number too.
+            stream: the driver's handle, such as `torch.cuda.current_stream().cuda_stream`. If it
+                is not the stream of the last call, its later work waits for the last number too.
 
         Raises:
             UsageError: not a stream, or the registered memory is not CUDA memory.
-            CudaError: the driver refuses.
+            CudaError: the driver failed.
         """
         if not isinstance(stream, int) or stream < 0:
             raise UsageError(f"stream={shown(stream)}: the handle of a CUDA stream is needed")
@@ -162,17 +185,14 @@ class Timeline:
             self._signals.signal(stream, self._last)
             return self._last
 
-    def follow(self, signals: StreamSignals | None) -> None:
-        """Let streams signal from now on, or, with None, the host again; close what was before."""
+    def set_signals(self, signals: StreamSignals | None) -> None:
+        """Let streams signal from now on, or the host (None); close the signals set before."""
         with self._lock:
-            before, self._signals = self._signals, signals
-            if before is not None:
-                before.close()
+            replaced, self._signals = self._signals, signals
+            if replaced is not None:
+                replaced.close()
 
     def abandon(self) -> None:
-        """In a forked child: the driver's things are the parent's."""
+        """In a forked child: drop the signals, which are the parent's."""
         self._lock = threading.Lock()
         self._signals = None
-
-    def __repr__(self) -> str:
-        return f"<Timeline reached {self.reached}, reserved {self.reserved}>"

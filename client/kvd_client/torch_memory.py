@@ -1,9 +1,8 @@
 """torch tensors as memory that the daemon can map, and torch streams as a worker's timeline.
 
-A CPU tensor's storage is moved in place into anonymous shared memory: every view
-of it follows, its address changes, its contents do not. A CUDA tensor's storage
-stays where it is and is named by a handle. A storage is shared and counted once,
-however many tensors are views of it.
+A CPU tensor's storage is moved in place into anonymous shared memory: all its views follow, its
+address changes, its contents do not. A CUDA tensor's storage stays where it is and has a handle. A
+storage is shared and counted once, however many tensors are views of it.
 """
 
 import ctypes
@@ -16,8 +15,7 @@ from typing import Any
 
 import torch
 
-from kvd_client.arguments import collection, shown, whole
-from kvd_client.errors import UnsupportedMemory, UsageError
+from kvd_client.errors import UnsupportedMemory, UsageError, check_collection, check_int, shown
 from kvd_client.memory import DeviceMemory, HostMemory, Memory, is_sealed, sealed_file
 from kvd_client.worker import Worker
 from kvd_proto.layout import TensorSpec
@@ -36,10 +34,10 @@ class BlockTensor:
     Attributes:
         tensor: a strided CPU or CUDA tensor.
         block_dim: the dimension whose stride leads from one block to the next.
-        page_bytes: of one block; None where the other dimensions say it, which they do unless
-            pages are padded or interleaved.
-        block_stride: bytes from one block to the next; None where `block_dim` says it, which it
-            does unless the engine's blocks are several rows of that dimension.
+        page_bytes: of one block; None: as the other dimensions say. Needed if pages are padded or
+            interleaved.
+        block_stride: bytes from one block to the next; None: the stride of `block_dim`. Needed if
+            a block is several rows of that dimension.
     """
 
     tensor: torch.Tensor
@@ -53,12 +51,12 @@ class SharedTensors:
     """Tensors whose memory the daemon can map.
 
     Attributes:
-        device: where all of them are: "host", or "cuda:" and the device's UUID.
+        device: of all of them: "host", or "cuda:" and the device's UUID.
         memory: one per distinct storage; for `Worker.register`.
         storages: their sizes in bytes; for `RankLayout.storages`.
         tensors: for `RankLayout.tensors`.
-        parts: parts[i] are the indices into `tensors` of the i-th given tensor: one as a rule,
-            several where a block is in several places (keys first, then values).
+        parts: parts[i] are the indices into `tensors` of the i-th shared tensor: usually one,
+            several if a block lies in several places (keys first, then values).
     """
 
     device: str
@@ -68,7 +66,7 @@ class SharedTensors:
     parts: tuple[tuple[int, ...], ...]
 
     def close(self) -> None:
-        """Close the descriptors; the tensors stay what they are."""
+        """Close the descriptors; the tensors stay as they are."""
         for memory in self.memory:
             memory.close()
 
@@ -76,36 +74,37 @@ class SharedTensors:
 def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
     """Share tensors' storages, CPU ones by moving them in place, and describe their pages.
 
-    Shapes say how large a page is and never how many blocks there are: that is
-    the engine's configured number. Nothing may hold a raw address of the tensors.
+    Shapes say how large a page is, but not how many blocks there are, which the engine configures.
+    Raw addresses of CPU tensors from before this call are invalid.
 
     Args:
         tensors: on one device, the CPU or a GPU; plain ones count blocks in dimension 0.
 
     Raises:
-        UsageError: not tensors, of several devices, or invalid dimensions. Nothing
-            was moved.
-        UnsupportedMemory: on another kind of device, not strided, without room in shared memory,
-            or CUDA memory that no other process can map.
-        CudaError: the CUDA driver refuses.
+        UsageError: not tensors, of several devices, or invalid dimensions. Nothing was moved.
+        UnsupportedMemory: on another kind of device, not strided, no room in shared memory, or
+            CUDA memory that no other process can map.
+        CudaError: the CUDA driver failed.
     """
-    passed: object = tensors
-    if isinstance(passed, torch.Tensor):  # which would be taken for a sequence of its rows
-        raise UsageError(f"tensors has shape {tuple(passed.shape)}: give a list of tensors")
-    several = collection("tensors", passed, "tensors")
-    given = [t if isinstance(t, BlockTensor) else BlockTensor(t) for t in several]
-    if not given:
-        raise UsageError("no tensors: give the engine's KV-cache tensors")
+    argument: object = tensors
+    if isinstance(argument, torch.Tensor):  # which would be taken for a sequence of its rows
+        raise UsageError(f"tensors has shape {tuple(argument.shape)}: pass a list of tensors")
+    block_tensors = [
+        item if isinstance(item, BlockTensor) else BlockTensor(item)
+        for item in check_collection("tensors", argument, "tensors")
+    ]
+    if not block_tensors:
+        raise UsageError("no tensors: pass the engine's KV-cache tensors")
     numbers: dict[int, int] = {}
     storages: list[Any] = []
     specs: list[TensorSpec] = []
     parts: list[tuple[int, ...]] = []
-    for index, item in enumerate(given):
+    for index, item in enumerate(block_tensors):
         _check(f"tensors[{index}]", item)
-        if item.tensor.device != given[0].tensor.device:
+        if item.tensor.device != block_tensors[0].tensor.device:
             raise UsageError(
                 f"tensors[{index}] is on {item.tensor.device}, tensors[0] on"
-                f" {given[0].tensor.device}: the tensors of one worker are on one device"
+                f" {block_tensors[0].tensor.device}: the tensors of one worker are on one device"
             )
         storage = item.tensor.untyped_storage()
         number = numbers.setdefault(storage._cdata, len(storages))  # noqa: SLF001  # what views share
@@ -115,17 +114,17 @@ def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
         parts.append(tuple(range(len(specs), len(specs) + len(pages))))
         specs.extend(pages)
     memory: list[Memory] = []
-    share = _share_cpu if given[0].tensor.device.type == "cpu" else _share_cuda
+    share = _share_cpu if block_tensors[0].tensor.device.type == "cpu" else _share_cuda
     try:
         memory.extend(share(storage) for storage in storages)
     except BaseException:
-        for done in memory:
-            done.close()
+        for shared in memory:
+            shared.close()
         raise
     return SharedTensors(
         memory[0].device,
         tuple(memory),
-        tuple(part.nbytes for part in memory),
+        tuple(shared.nbytes for shared in memory),
         tuple(specs),
         tuple(parts),
     )
@@ -150,24 +149,24 @@ def _check(name: str, item: BlockTensor) -> None:
             f"{name}: block_dim={shown(item.block_dim)} of a tensor of {tensor.dim()} dimensions"
         )
 
-    for what, number in (("page_bytes", item.page_bytes), ("block_stride", item.block_stride)):
-        if number is not None:
-            whole(f"{name}: {what}", number, 1)
-    ends = tensor.storage_offset() + 1
-    ends += sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    have = tensor.untyped_storage().nbytes()
-    if ends * tensor.element_size() > have:
+    for field, nbytes in (("page_bytes", item.page_bytes), ("block_stride", item.block_stride)):
+        if nbytes is not None:
+            check_int(f"{name}: {field}", nbytes, 1)
+    end = tensor.storage_offset() + 1
+    end += sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    storage_bytes = tensor.untyped_storage().nbytes()
+    if end * tensor.element_size() > storage_bytes:
         raise UsageError(
-            f"{name} of shape {tuple(tensor.shape)} has a storage of {have} bytes only: its memory"
-            " was freed or resized; share tensors while they are in use"
+            f"{name} of shape {tuple(tensor.shape)} has a storage of {storage_bytes} bytes only:"
+            " its memory was freed or resized; share tensors while they are in use"
         )
 
 
 def _pages(name: str, item: BlockTensor, storage: int) -> list[TensorSpec]:
-    """The regularly repeated byte ranges that make up the tensor's blocks.
+    """Return the pages that make up a block of the tensor.
 
-    Dimensions with a larger stride than the blocks' lead to other places of
-    the same block (KV-first layouts): each of them is a range of its own.
+    Dimensions with a larger stride than the blocks' lead to other pages of the same block
+    (KV-first layouts).
     """
     tensor, width = item.tensor, item.tensor.element_size()
     dim = item.block_dim % tensor.dim()
@@ -199,11 +198,11 @@ def _pages(name: str, item: BlockTensor, storage: int) -> list[TensorSpec]:
     return [
         TensorSpec(
             storage=storage,
-            offset=start + sum(i * step for i, (_, step) in zip(place, outer, strict=True)),
+            offset=start + sum(i * step for i, (_, step) in zip(indices, outer, strict=True)),
             page_bytes=page,
             block_stride=stride,
         )
-        for place in itertools.product(*(range(size) for size, _ in outer))
+        for indices in itertools.product(*(range(size) for size, _ in outer))
     ]
 
 
@@ -212,65 +211,65 @@ def _share_cuda(storage: Any) -> DeviceMemory:
 
 
 def _share_cpu(storage: Any) -> HostMemory:
-    """Move a storage into a memory file that keeps its size; one that is there already stays.
+    """Move a storage into a sealed memory file, unless it lies in one already.
 
-    torch moves it into a file on /dev/shm, at an address of its own, and such a file cannot be
-    sealed. So a memory file with the same bytes takes the file's place, under the storage's
-    address and under its descriptor: it is as if torch had used it from the start.
+    torch moves a storage into a file on /dev/shm, at a new address, but such a file cannot be
+    sealed. So a memory file with the same bytes replaces it at this address and under its
+    descriptor, as if torch had used the memory file from the start.
     """
-    shared_before = storage.is_shared()
+    was_shared = storage.is_shared()
     try:
-        fd, size = storage._share_fd_cpu_()
+        fd, nbytes = storage._share_fd_cpu_()
     except RuntimeError as error:
         raise UnsupportedMemory(
             f"{storage.nbytes()} bytes cannot be moved to shared memory: {error}; is /dev/shm"
             " large enough?"
         ) from error
     if not is_sealed(fd):
-        if shared_before:
+        if was_shared:
             raise UnsupportedMemory(
-                f"{size} bytes are in shared memory of torch already, in a file that could be"
+                f"{nbytes} bytes are in shared memory of torch already, in a file that could be"
                 " shortened: share tensors with kvd before share_memory_() is called"
             )
-        _into_sealed_file(storage.data_ptr(), size, fd)
-    # The descriptor is the storage's own and goes with it.
-    return HostMemory(os.dup(fd), size)
+        _replace_by_sealed_file(storage.data_ptr(), nbytes, fd)
+    # Duplicate the descriptor, because torch closes its own with the storage.
+    return HostMemory(os.dup(fd), nbytes)
 
 
-def _into_sealed_file(address: int, nbytes: int, fd: int) -> None:
-    """Put a memory file where another file is mapped, and under its descriptor."""
+def _replace_by_sealed_file(address: int, nbytes: int, fd: int) -> None:
+    """Replace a mapped file by a sealed memory file, at the same address and descriptor."""
     try:
-        file = sealed_file("kvd-tensor", nbytes)
+        sealed_fd = sealed_file("kvd-tensor", nbytes)
     except OSError as error:
         raise UnsupportedMemory(f"{nbytes} bytes of shared memory: {error}") from error
     try:
-        with mmap.mmap(file, nbytes) as copy:
+        with mmap.mmap(sealed_fd, nbytes) as copy:
             copy[:] = (ctypes.c_char * nbytes).from_address(address)
-        # All pages are there: mapped now, they are not one by one when a model computes.
+        # All pages exist: map them now, to spare the model a page fault for each.
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE | _MAP_FIXED
-        if _mmap(address, nbytes, protection, flags, file, 0) != address:
+        if _mmap(address, nbytes, protection, flags, sealed_fd, 0) != address:
             reason = os.strerror(ctypes.get_errno())
             raise UnsupportedMemory(f"{nbytes} bytes cannot be mapped anew: {reason}")
-        os.dup2(file, fd, inheritable=False)
+        os.dup2(sealed_fd, fd, inheritable=False)
     finally:
-        os.close(file)
+        os.close(sealed_fd)
 
 
 # -------------------------------------------------------------------- timeline
 
 
 def work_so_far(worker: Worker, stream: Any = None) -> int | None:
-    """Return the timeline's number for all work that the engine has put on a stream until now.
+    """Return the timeline number of all work that is on a stream now; None with host memory.
 
-    None for host memory, where it has finished. On CUDA a store must read after the kernels that
-    write its blocks, a load write after those that read them.
+    Work on host memory has finished. On CUDA a store must read after the kernels that write its
+    blocks, and a load must write after the kernels that read them.
 
     Args:
-        worker: whose memory it is.
+        worker: of the memory.
         stream: a torch stream; None: the current one.
     """
     if worker.device in {None, HOST}:
         return None
-    used = torch.cuda.current_stream() if stream is None else stream
-    return worker.timeline.signal_on(used.cuda_stream)
+    stream = torch.cuda.current_stream() if stream is None else stream
+    return worker.timeline.signal_on(stream.cuda_stream)

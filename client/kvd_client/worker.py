@@ -1,25 +1,33 @@
-"""A worker's side: its KV memory, and the jobs that move it.
+"""`Worker`, the client of one rank of an engine: its KV memory, and the jobs that copy it.
 
-Every job that is submitted is reported by `get_finished` exactly once. A store
-that has ended badly was not stored; a load that has ended badly left its blocks
-undefined and nothing writes to them any more: both are misses.
+`get_finished` reports every submitted job exactly once. A store that failed has stored nothing. A
+load that failed leaves its blocks undefined, and nothing writes to them any more. Both are misses.
 """
 
 import os
 from collections.abc import Iterable, Sequence
 
-from kvd_client.arguments import collection, flag, seconds, shown, whole
 from kvd_client.connection import Notice
-from kvd_client.errors import RegistrationError, Unavailable, UsageError, get_logger
+from kvd_client.errors import (
+    RegistrationError,
+    Unavailable,
+    UsageError,
+    check_collection,
+    check_flag,
+    check_int,
+    check_seconds,
+    get_logger,
+    shown,
+)
 from kvd_client.jobs import JobResult, JobTable
 from kvd_client.lane_link import LaneLink
-from kvd_client.memory import ControlPage, Descriptors, DeviceMemory, Memory
-from kvd_client.registration import Registration, RegistrationState, registration
-from kvd_client.session import Session
+from kvd_client.memory import Descriptors, DeviceMemory, Memory
+from kvd_client.registration import RegistrationState, WorkerRegistration, register_message
+from kvd_client.session import ClientSession
 from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreTicket, pack_chunks
-from kvd_client.timeline import StreamSignals, Timeline
-from kvd_proto.arrays import JobBlocks
+from kvd_client.timeline import ControlPage, StreamSignals, Timeline
 from kvd_proto.errors import JobShapeError
+from kvd_proto.jobs import JobBlocks
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import (
     MAX_RANKS,
@@ -41,19 +49,19 @@ MAX_JOB_SECONDS = 600.0
 log = get_logger()
 
 
-class Worker(Session):
+class Worker(ClientSession):
     """One rank of an engine.
 
     All methods may be called from any thread. They raise `UsageError` for invalid arguments, and
-    once it is closed.
+    after `close`.
 
     Args:
         runtime_dir: the daemon's runtime directory.
         engine: the engine's name, the same as its scheduler's.
         rank: this worker's index among those that hold shares of a chunk, from 0.
         world_size: how many there are.
-        deadline: seconds that the daemon may take for an answer.
-        job_timeout: seconds after which a store that has not ended is given up.
+        deadline: seconds to wait for an answer of the daemon before the session is given up.
+        job_timeout: seconds after which a store that has not ended is voided.
 
     Raises:
         UsageError: an invalid argument. An absent daemon is no error.
@@ -71,16 +79,16 @@ class Worker(Session):
         deadline: float = 1.0,
         job_timeout: float = 30.0,
     ) -> None:
-        whole("world_size", world_size, 1, MAX_RANKS)
-        whole("rank", rank, 0, world_size - 1)
-        self.job_timeout = seconds("job_timeout", job_timeout, MAX_JOB_SECONDS, positive=True)
+        check_int("world_size", world_size, 1, MAX_RANKS)
+        check_int("rank", rank, 0, world_size - 1)
+        self.job_timeout = check_seconds("job_timeout", job_timeout, MAX_JOB_SECONDS, positive=True)
         self.rank = rank
         self.world_size = world_size
         super().__init__(runtime_dir, engine, deadline)
         self._control = ControlPage()
         self.timeline = Timeline(self._control)
         self._jobs = JobTable(self._control, self.job_timeout + deadline)
-        self._registration = Registration()
+        self._registration = WorkerRegistration()
         self._start()
 
     # ----------------------------------------------------------- registration
@@ -96,79 +104,82 @@ class Worker(Session):
         required: bool = False,
         timeout: float = REGISTER_SECONDS,
     ) -> bool:
-        """Register this rank's KV memory with the daemon, and with every later one by itself.
+        """Register this rank's KV memory with the daemon, and with each later daemon automatically.
 
         Args:
             memory: `memory[i]` is storage i of the layout, all of it on one device; descriptors
                 may be closed afterwards.
             layout: this rank's tensors and groups.
-            fingerprint: what must be equal for engines to share chunks.
+            fingerprint: engines share chunks only if theirs are equal.
             stage: the pipeline stage of this rank.
             temporary: chunks are shared with temporary engines only, and dropped when the last
                 of them leaves.
-            required: wait for a daemon that is not there, and raise where none comes.
+            required: wait for a daemon if there is none, and raise if the memory is not registered
+                in time.
             timeout: seconds to wait for the registration.
 
         Returns:
-            Whether the registration holds now. Without a daemon that is false at once (but with
-            `required`), and it is made as soon as one is there.
+            Whether the memory is registered now. Without a daemon, and without `required`, this is
+            false at once, and the memory is registered as soon as there is a daemon.
 
         Raises:
             UsageError: invalid memory or layout; a second registration; closed.
-            RegistrationError: the daemon refuses; it is not tried again.
-            Unavailable: `required`, and no registration within `timeout`; at once where this
-                process may not connect to the daemon.
-            UnsupportedMemory: CUDA memory of a device whose streams cannot write by themselves.
-            CudaError: the CUDA driver refuses.
+            RegistrationError: the daemon refuses for good.
+            Unavailable: `required`, and no registration within `timeout`; at once if this process
+                may not connect to the daemon.
+            UnsupportedMemory: CUDA memory of a device whose streams cannot write to host memory.
+            CudaError: the CUDA driver failed.
         """
         self._check_open()
-        memory = collection("memory", memory, "memories")
-        wanted, kept = registration(
+        memory = check_collection("memory", memory, "memories")
+        message, descriptors = register_message(
             memory,
             layout,
             fingerprint,
             rank=self.rank,
             world_size=self.world_size,
             stage=stage,
-            temporary=flag("temporary", temporary),
+            temporary=check_flag("temporary", temporary),
         )
-        required = flag("required", required)
-        patience = seconds("timeout", timeout)
+        required = check_flag("required", required)
+        timeout_s = check_seconds("timeout", timeout)
         with self._changed:
-            current = self._registration
-            if current.message is not None or current.refused:
+            registration = self._registration
+            if registration.message is not None or registration.is_refused:
                 raise UsageError("this worker is registered already; call unregister() first")
             device = memory[0].ordinal if isinstance(memory[0], DeviceMemory) else None
             if device != self.timeline.device:
-                self.timeline.follow(None)
+                self.timeline.set_signals(None)
                 if device is not None:
-                    self.timeline.follow(StreamSignals(device, self._control))
-            current.want(wanted, kept)
+                    self.timeline.set_signals(StreamSignals(device, self._control))
+            registration.request(message, descriptors)
             self._wake()
             refusal: Error | None = None
             try:
                 self._changed.wait_for(
                     lambda: (
                         self.registered
-                        or current.refused
+                        or registration.is_refused
                         or self._closed
-                        or not (self.connected or (required and not self._denied))
+                        or not (self.connected or (required and not self._is_denied))
                     ),
-                    patience,
+                    timeout_s,
                 )
-            finally:  # also where a signal's handler raises
-                current.raises = False
-                refusal = current.take_refusal()
+            finally:  # also if a signal handler raises
+                registration.has_waiter = False
+                refusal = registration.take_refusal()
             if refusal is not None:
                 raise RegistrationError(refusal.code, refusal.text)
             if required and not self.registered:
                 if self.connected:
-                    why = current.lack or f"the daemon in {self.runtime_dir} has not answered"
+                    why = (
+                        registration.why_not or f"the daemon in {self.runtime_dir} has not answered"
+                    )
                 else:
                     why = self._unreachable
-                current.drop()
+                registration.drop()
                 self._give_up(self._connection, "the registration was given up")
-                if not self._denied:
+                if not self._is_denied:
                     why = f"no registration within {timeout:g} s; {why}"
                 raise Unavailable(why)
             return self.registered
@@ -176,41 +187,46 @@ class Worker(Session):
     def unregister(self, timeout: float = REGISTER_SECONDS) -> bool:
         """Take the memory back, to free it or to put other memory in its place.
 
-        Jobs that have not ended are stopped, and reported as ever; new ones fail until `register`
+        Unfinished jobs are stopped, and `get_finished` reports them; new ones fail until `register`
         is called again. The engine's chunks stay.
 
         Args:
             timeout: seconds to wait for the daemon.
 
         Returns:
-            Whether the memory is free: no copy touches it, nothing has it mapped. False where the
-            daemon has not said so in time, or was lost since `register`: it lets go by itself
-            then, as of a process that has died.
+            Whether the memory is free: no copy touches it, nothing has it mapped. False if the
+            daemon has not confirmed that in time, or was lost since `register`: it then releases
+            the memory by itself, as for a process that has died.
 
         Raises:
             UsageError: closed.
         """
         self._check_open()
-        patience = seconds("timeout", timeout)
+        timeout_s = check_seconds("timeout", timeout)
         with self._changed:
-            connection, current = self._connection, self._registration
-            current.drop()
+            connection, registration = self._connection, self._registration
+            registration.drop()
             self._wake()
             leaving = RegistrationState.LEAVING
-            self._changed.wait_for(lambda: current.state is not leaving or self._closed, patience)
-            same = self._connection is connection
-            return current.state is not leaving and same and not current.lost
+            self._changed.wait_for(
+                lambda: registration.state is not leaving or self._closed, timeout_s
+            )
+            return (
+                registration.state is not leaving
+                and self._connection is connection
+                and not registration.was_lost
+            )
 
     @property
     def registered(self) -> bool:
         """Whether the daemon holds this rank's memory and a lane serves it."""
-        return self._registration.holds and self._jobs.has_lane
+        return self._registration.is_registered and self._jobs.has_lane
 
     @property
     def device(self) -> str | None:
-        """The device of the memory that was given to `register`; None before."""
-        wanted = self._registration.message
-        return None if wanted is None else wanted.device
+        """The device of the memory that was passed to `register`; None before."""
+        message = self._registration.message
+        return None if message is None else message.device
 
     @property
     def attached(self) -> bool:
@@ -218,8 +234,8 @@ class Worker(Session):
         return self._registration.state is RegistrationState.ATTACHED and self.registered
 
     def _why_not_attached(self) -> str:
-        if (lack := self._registration.lack) and self.connected and not self._closed:
-            return f"this rank is not registered: {lack}"
+        if (why := self._registration.why_not) and self.connected and not self._closed:
+            return f"this rank is not registered: {why}"
         return super()._why_not_attached()
 
     # ------------------------------------------------------------------- jobs
@@ -235,19 +251,19 @@ class Worker(Session):
 
         Args:
             job_id: the caller's number, free again once it was reported.
-            ticket: the answer of `prepare_store`, also where another process asked.
-            groups: for each group of the layout its chunks and blocks; those of keys that the
-                ticket has not are left out.
+            ticket: what `prepare_store` returned, in this process or another one.
+            groups: for each group of the layout its chunks and blocks; those of keys that are not
+                in the ticket are left out.
             after: see `submit`.
 
         Returns:
-            Whether a lane has it; see `submit`.
+            Whether a lane has the job; see `submit`.
 
         Raises:
             UsageError: as `submit`; keys and blocks that do not fit each other, the null block, or
                 too many blocks for one job; not registered yet.
         """
-        return self.submit(Store, job_id, self._blocks(ticket, groups), after)
+        return self.submit(Store, job_id, self._pack(ticket, groups), after)
 
     def load(
         self,
@@ -260,9 +276,9 @@ class Worker(Session):
     ) -> bool:
         """Copy the ticket's chunks into their blocks; arguments, result and errors as `store`.
 
-        With `layerwise` the layers come one after another, and `layers_loaded` counts them.
+        With `layerwise` the layers are copied one after another, and `layers_loaded` counts them.
         """
-        return self.submit(Load, job_id, self._blocks(ticket, groups), after, layerwise=layerwise)
+        return self.submit(Load, job_id, self._pack(ticket, groups), after, layerwise=layerwise)
 
     def submit(
         self,
@@ -273,137 +289,129 @@ class Worker(Session):
         *,
         layerwise: bool = False,
     ) -> bool:
-        """Copy blocks into the pool, or chunks into blocks, as the arrays of a job name them.
+        """Submit a job: copy blocks into the pool, or chunks into blocks.
 
         Args:
             kind: `Store` or `Load`.
             job_id: the caller's number, free again once it was reported.
-            blocks: made by `JobBlocks.of`. The layout's null block stands for a place of a chunk
-                that is left out, before its first or behind its last block.
+            blocks: made by `JobBlocks.of`. The layout's null block stands for a block of a chunk
+                that is left out, before the first or after the last block that is copied.
             after: timeline number that must be reached before a block is touched, for CUDA memory
                 from `timeline.signal_on`. None: the work on these blocks has finished, as is the
                 case for CPU tensors.
-
-            layerwise: of a load: in the order of layers, which `layers_loaded` counts.
+            layerwise: for a load: copy layer by layer; `layers_loaded` counts the layers.
 
         Returns:
-            Whether a lane has it. Where not, `get_finished` reports it as failed: every
+            Whether a lane has the job. If not, `get_finished` reports it as failed: every
             submitted job is reported once, whatever is returned here.
 
         Raises:
             UsageError: arrays that do not fit each other, blocks that were not registered, the
-                null block between blocks of a chunk or in all its places, a job id in use; or
-                closed.
+                null block between two blocks of a chunk or in place of all of them, a job id in
+                use; or closed.
         """
         self._check_open()
         if (kind is not Store and kind is not Load) or not isinstance(blocks, JobBlocks):
             raise UsageError(
                 f"kind={shown(kind)}, blocks={shown(blocks)}: a job and its blocks are needed"
             )
-        whole("job_id", job_id, 0)
+        check_int("job_id", job_id, 0)
         if after is None:
-            # What has been reached already is "now"; to signal a new number here would also
-            # vouch for work that was reserved before and has not finished.
+            # A number that is reached already means "now". To signal a new number would also signal
+            # the numbers reserved before it, whose work may not have finished.
             after = self.timeline.reached
-        elif whole("after", after, 0) > self.timeline.reserved:
+        elif check_int("after", after, 0) > self.timeline.reserved:
             raise UsageError(
                 f"after={after}: numbers up to {self.timeline.reserved} are reserved; take one from"
                 " timeline.reserve(), or None"
             )
-        wanted = self._registration.message
-        if wanted is not None:
+        message = self._registration.message
+        if message is not None:
             try:
-                blocks.check(wanted.layout)
+                blocks.check(message.layout)
             except JobShapeError as error:
                 raise UsageError(str(error)) from error
         return self._jobs.submit(
             kind,
-            usable=self._registration.holds,
-            layerwise=flag("layerwise", layerwise) and kind is Load,
+            is_registered=self._registration.is_registered,
+            layerwise=check_flag("layerwise", layerwise) and kind is Load,
             job=job_id,
             blocks=blocks,
             after=after,
             deadline_ms=max(1, round(self.job_timeout * 1000)),
         )
 
-    def _blocks(self, ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks]) -> JobBlocks:
+    def _pack(self, ticket: StoreTicket | LoadTicket, groups: Sequence[ChunkBlocks]) -> JobBlocks:
         self._check_open()
-        wanted = self._registration.message
-        if wanted is None:
+        message = self._registration.message
+        if message is None:
             raise UsageError("nothing is registered yet; call register first")
-        return pack_chunks(ticket, groups, wanted.layout)
+        return pack_chunks(ticket, groups, message.layout)
 
     def layers_loaded(self, job_id: int) -> int:
         """Return how many layers of a layer-wise load have arrived, from shared memory.
 
         Layers are those of the layout's refs, and may be read as soon as they are counted. The
-        load can still fail: what was read is void then. 0 for a job that is not under way: whether
-        it has ended says `get_finished`.
+        load can still fail; then what was read is void. 0 for a job that is not running, whether
+        or not it has ended.
         """
         return self._jobs.layers_loaded(job_id)
 
     def get_finished(self) -> list[JobResult]:
-        """Return jobs that have ended since the last call. Never waits."""
+        """Return the results of jobs that have ended since the last call. Never blocks."""
         self._check_open()
-        return self._jobs.finished()
+        return self._jobs.take_finished()
 
     def fileno(self) -> int:
         """Return a descriptor for event loops that is readable when `get_finished` has results.
 
-        Call `get_finished` whenever it is; it may return nothing yet. The descriptor is the
-        same until `close`, before which the loop must forget it.
+        Call `get_finished` whenever it is readable; it may return nothing yet. The descriptor stays
+        the same until `close`; remove it from the event loop before that.
         """
         self._check_open()
         return self._jobs.readiness.fileno()
 
     def wait(self, job_ids: Iterable[int], timeout: float = 10.0) -> frozenset[int]:
-        """Return when the blocks of these jobs may be overwritten; the lane does them first.
+        """Wait until the blocks of these jobs may be overwritten; the lane does these jobs first.
 
-        When the time is out, these stores are voided (nothing of them will be found) and their
-        blocks are free. A load cannot be voided while something may write: it stays unfinished.
-        Jobs that are not named go on.
+        At the timeout these stores are voided: their chunks will not be found, and their blocks are
+        free. A load cannot be voided, because a lane may still write: it stays unfinished. Other
+        jobs go on.
 
         Args:
             job_ids: unknown and finished ones count as ended.
             timeout: seconds.
 
         Returns:
-            Loads that have not ended, whose blocks must not be touched yet; empty as a rule.
+            Loads that have not ended, whose blocks must not be touched yet; usually empty.
         """
         self._check_open()
-        return self._jobs.wait(_jobs(job_ids), seconds("timeout", timeout))
+        return self._jobs.wait(_job_ids(job_ids), check_seconds("timeout", timeout))
 
     def cancel(self, job_ids: Iterable[int]) -> None:
-        """Ask the lane to stop these jobs; each is still reported when it has ended."""
+        """Request the lane to stop these jobs; each is still reported when it has ended."""
         self._check_open()
-        self._jobs.cancel(_jobs(job_ids))
+        self._jobs.cancel(_job_ids(job_ids))
 
     def close(self) -> None:
         """Unregister the memory and end the session. May be called again.
 
-        Jobs that have not ended are stopped and not reported any more.
+        Unfinished jobs are stopped and not reported any more.
         """
         if self._closed:
             return
-        if self._registration.holds:
-            self._ask(Unregister(), self.deadline)
+        if self._registration.is_registered:
+            self._request(Unregister(), self.deadline)
         self._jobs.close()
         super().close()
-        self._registration = Registration()
-        self.timeline.follow(None)
+        self._registration = WorkerRegistration()
+        self.timeline.set_signals(None)
         self._control.close()
-
-    def __repr__(self) -> str:
-        state = "registered" if self.registered else "not registered"
-        return (
-            f"<Worker rank {self.rank} of {self.world_size}, {state},"
-            f" {len(self._jobs)} jobs, {super().__repr__()}>"
-        )
 
     # ------------------------------------------------------- session's events
 
-    def _work(self) -> bool:
-        """Have the daemon hold what is wanted and nothing else; false where it does not."""
+    def _send_requests(self) -> bool:
+        """Make the daemon hold the requested memory and no other; return False if that fails."""
         while True:
             with self._changed:
                 request = self._registration.next_request()
@@ -411,41 +419,41 @@ class Worker(Session):
                 return True
             message, memory = request
             if isinstance(message, Unregister):
-                done = self._release()
+                succeeded = self._release_memory()
             else:
-                done = self._offer(message, memory)
-            if not done:
+                succeeded = self._register_memory(message, memory)
+            if not succeeded:
                 return False
 
-    def _release(self) -> bool:
-        """Have the daemon hold nothing; false where it does not, and the session ends for that."""
+    def _release_memory(self) -> bool:
+        """Make the daemon release all memory; if it does not, give the session up, return False."""
         connection = self._connection
-        if not isinstance(self._ask(Unregister(), REGISTER_SECONDS), Ok):
-            self._give_up(connection, "it does not let go of the memory")
+        if not isinstance(self._request(Unregister(), REGISTER_SECONDS), Ok):
+            self._give_up(connection, "the daemon did not release the memory")
             return False
         with self._changed:
-            self._registration.released()
+            self._registration.on_released()
             self._changed.notify_all()
         return True
 
-    def _offer(self, message: Register, memory: Descriptors) -> bool:
-        """Ask the daemon to register this; false where it is to be asked again, later."""
-        current = self._registration
-        reply = self._ask(message, REGISTER_SECONDS, [self._control.fd, *memory.fds])
+    def _register_memory(self, message: Register, memory: Descriptors) -> bool:
+        """Send a registration; return False if it must be sent again later."""
+        registration = self._registration
+        reply = self._request(message, REGISTER_SECONDS, [self._control.fd, *memory.fds])
         if reply is None:
             return False
         with self._changed:
-            known = current.lack
-            again = current.answered(reply)
+            why_before = registration.why_not
+            sends_again = registration.on_answered(reply)
             self._changed.notify_all()
         if isinstance(reply, Error):
             self._unreachable = (
                 f"the daemon in {self.runtime_dir} refuses the registration: {reply.text}"
             )
-            if again and reply.text != known:  # once for each reason: it is tried for ever
+            if sends_again and reply.text != why_before:  # log each reason once, not each try
                 log.warning("registration refused, tried again later: %s", reply.text)
-            return not again
-        if current.holds:
+            return not sends_again
+        if registration.is_registered:
             log.info("rank %d of %d is registered", self.rank, self.world_size)
         return True
 
@@ -462,19 +470,19 @@ class Worker(Session):
         with self._changed:
             self._changed.notify_all()
 
-    def _on_lost(self) -> None:
+    def _on_disconnected(self) -> None:
         # Jobs go on until their lane is known to be dead.
-        self._registration.session_lost()
+        self._registration.on_session_lost()
         self._jobs.set_lane(None)
 
     def _on_fork(self) -> None:
         self._registration.memory.close()
-        self._registration = Registration()
+        self._registration = WorkerRegistration()
         self._jobs.abandon()
         self.timeline.abandon()
         self._control.close()
 
 
-def _jobs(job_ids: Iterable[int]) -> frozenset[int]:
-    numbers = collection("job_ids", job_ids, "job numbers")
-    return frozenset(whole("job_ids", number, 0) for number in numbers)
+def _job_ids(job_ids: Iterable[int]) -> frozenset[int]:
+    numbers = check_collection("job_ids", job_ids, "job numbers")
+    return frozenset(check_int("job_ids", number, 0) for number in numbers)

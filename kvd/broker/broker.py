@@ -1,27 +1,26 @@
 """The broker's decisions: one message or event in, a list of effects out.
 
-Nothing outside this package changes the state. Whatever a client sends, it gets
-exactly one reply: each handler returns the reply, raises `Refusal` (answered
-with its code), or leaves a note in the state that a later event answers.
+Only this package changes the broker's state. A client gets exactly one reply to each request: a
+handler returns it, raises `Refusal` (answered as ERROR with its code), or records the request in
+the state until a later event answers it.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from kvd.broker.background import Background
-from kvd.broker.effects import DropEngine, Effect, Event
-from kvd.broker.engines.admission import check_descriptors, check_names
-from kvd.broker.engines.attachment import attached_notice
-from kvd.broker.engines.lanes import Lane
-from kvd.broker.engines.registration import Registration, freed_text, refused
-from kvd.broker.engines.sessions import Registry, Request, Session
-from kvd.broker.engines.supervision import Supervision
-from kvd.broker.report.measures import event_counts, gained, lookup_counts
-from kvd.broker.report.status_report import status_report
-from kvd.broker.requests.caching import Caching
-from kvd.broker.requests.operations import Handler, Operations
-from kvd.broker.requests.reloading import Reloading
-from kvd.broker.state import BrokerState
+import msgspec
+
+from kvd.broker.admission import check_descriptors, check_names
+from kvd.broker.attachment import attached_notice
+from kvd.broker.caching import Caching
+from kvd.broker.children import Lane
+from kvd.broker.effects import DropEngine, Effect, LogEvent
+from kvd.broker.operations import ConfigReload, Handler, Operations
+from kvd.broker.registration import Registration, freed_text, log_refusal
+from kvd.broker.sessions import Engine, Registry, Request, Session
+from kvd.broker.state import BackgroundTasks, BrokerState
+from kvd.broker.status_report import status_report
+from kvd.broker.supervision import LaneSupervisor
 from kvd.broker.tiers.tier import Tiers
 from kvd.broker.tiers.tiering import Tiering
 from kvd.client_names import Peer
@@ -29,12 +28,15 @@ from kvd.config.sources import LoadedSettings
 from kvd.errors import Refusal
 from kvd.machine.process import ProcessUsage
 from kvd.metrics import schema
-from kvd.metrics.history import History
+from kvd.metrics.counts import EventCounts, LookupCounts
+from kvd.metrics.reading import History
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     Error,
     ErrorCode,
     Hello,
+    KvEvents,
+    Lookups,
     Message,
     Ping,
     Pong,
@@ -44,17 +46,17 @@ from kvd_proto.messages import (
     Unregister,
     Welcome,
 )
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 SAMPLE_SECONDS = 10.0
-"""Between reports that are kept for a minute, to find conditions that are changes."""
+"""Interval of the reports that are kept for a minute: some conditions are changes."""
 
 
 class Broker:
     """Every decision of the daemon.
 
     Args:
-        loaded: what the operator chose, with the origin of each value.
+        loaded: the settings, with the origin of each value.
         boot_id: 16 bytes, new at every start.
         version: the daemon's name and version, for WELCOME.
         pid: the daemon's process id.
@@ -91,11 +93,11 @@ class Broker:
         self._next_sample = 0.0
         self._longest_turn = 0.0  # of the loop, in seconds, since the last tick
         self.pid = pid
-        self.background = Background(self.state)
+        self.background = BackgroundTasks(self.state)
         self.registration = Registration(self.state, self.background)
-        self.supervision = Supervision(self.state, self.registration)
+        self.supervision = LaneSupervisor(self.state, self.registration)
         self.tiering = Tiering(self.state)
-        self.reloading = Reloading(self.state, loaded)
+        self.reloading = ConfigReload(self.state, loaded)
         self._handlers: dict[type[Message], Handler] = {
             Hello: self._hello,
             Register: self.registration.register,
@@ -110,43 +112,43 @@ class Broker:
     # ----------------------------------------------------------- the daemon
 
     def pool_allocated(self, nbytes: int) -> list[Effect]:
-        """Note how much of the pool is allocated, in the order of `kvd.pool.geometry`."""
+        """Record the allocated bytes of the pool, in the order of `kvd.pool.geometry`."""
         state = self.state
-        before, state.allocated = state.pool_ready, nbytes
-        if before or not state.pool_ready:
+        was_ready, state.allocated = state.pool_ready, nbytes
+        if was_ready or not state.pool_ready:
             return []
-        return [Event(f"all {format_size(nbytes)} of the pool are allocated")]
+        return [LogEvent(f"all {format_size(nbytes)} of the pool are allocated")]
 
     def stop(self) -> list[Effect]:
-        """End the daemon: take no new stores, and have lanes finish what they have."""
+        """Begin to stop the daemon: no new stores; lanes finish their jobs, tiers stop."""
         self.state.stopping = True
         lanes, tiers = self.supervision.stop(), self.tiering.stop()
-        return [Event("stopping: a signal came"), *lanes, *tiers]
+        return [LogEvent("stopping: a signal came"), *lanes, *tiers]
 
-    def note(self, event: Event, time: float) -> None:
-        """Keep an event for reports, numbered from 1 on; `time` in unix seconds."""
+    def record_event(self, event: LogEvent, time: float) -> None:
+        """Keep an event for reports, numbered from 1; `time` in unix seconds."""
         events = self.state.events
         number = events[-1].number + 1 if events else 1
-        events.append(schema.Event(number, time, event.level, event.text))
+        events.append(schema.EventStatus(number, time, event.level, event.text))
 
     def loop_turned(self, seconds: float) -> None:
-        """Note for how long a turn of the daemon's loop kept it from polling."""
+        """Record for how long a turn of the daemon's loop kept it from polling."""
         self.state.counts.loop_lag.observe(seconds)
         self._longest_turn = max(self._longest_turn, seconds)
 
     def messages_dropped(self, frames: int, replies: int) -> None:
-        """Note how many frames that were no messages, and how many replies, were dropped so far."""
+        """Record the totals of dropped frames (which were no messages) and dropped replies."""
         self.state.counts.dropped_frames = frames
         self.state.counts.dropped_replies = replies
 
     def error_sent(self, code: ErrorCode) -> None:
-        """Count an ERROR that a client was sent."""
+        """Count an ERROR sent to a client."""
         self.state.counts.refusals[code.value] += 1
 
     # ------------------------------------------------------------- sessions
 
     def connected(self, token: bytes, peer: Peer, *, own: bool = False) -> Session:
-        """Open a session, or refuse it; the daemon's `own` processes always have room."""
+        """Open a session, or refuse it; the daemon's `own` processes have no limit."""
         registry = self.state.registry
         if not own:
             try:
@@ -157,18 +159,23 @@ class Broker:
         return registry.connect(token, peer)
 
     def lost(self, session: Session) -> list[Effect]:
-        """End a session whose connection is closed: its process is gone."""
+        """End a session whose connection is closed.
+
+        1. Let go of its registered memory; its engine is detached.
+        2. Give up what a lost scheduler held and was writing.
+        3. Remove the session, and its engine with the last one.
+        """
         if session.number not in self.state.registry.sessions:
             return []
-        who = session.identity  # with its rank
-        effects, freed = self.registration.session_lost(session)
+        who = session.identity  # while it has its rank
+        effects, num_freed = self.registration.session_lost(session)
         engine = session.engine
         if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
-            more, given_up = self.state.drop_owner(engine, engine.namespace)
-            effects += more
-            freed += given_up
+            revocations, num_writing = self.state.drop_owner(engine, engine.namespace)
+            effects += revocations
+            num_freed += num_writing
         if engine is not None:
-            effects.append(Event(f"{who} is gone{freed_text(freed)}", fields=who.fields))
+            effects.append(LogEvent(f"{who} is gone{freed_text(num_freed)}", fields=who.fields))
         self.state.registry.remove(session)
         if engine is not None and not engine.sessions:
             effects.append(DropEngine(engine.number))
@@ -184,9 +191,9 @@ class Broker:
         now: float,
         descriptors: int = 0,
     ) -> list[Effect]:
-        """Serve one request, which came with so many descriptors.
+        """Serve one request, which came with this many descriptors.
 
-        A refusal becomes its ERROR reply.
+        A refusal becomes an ERROR reply.
         """
         self.state.counts.requests[type(message).__name__] += 1
         request = Request(session, request_id, message, now)
@@ -203,8 +210,10 @@ class Broker:
             return handler(request)
         except Refusal as refusal:
             self.state.reached(refusal.limit)
-            line = refused(session, message, str(refusal)) if isinstance(message, Register) else []
-            return [*line, request.reply(Error.of(refusal.code, str(refusal)))]
+            effects: list[Effect] = []
+            if isinstance(message, Register):
+                effects = log_refusal(session, message, str(refusal))
+            return [*effects, request.reply(Error.of(refusal.code, str(refusal)))]
 
     def _hello(self, request: Request[Hello]) -> list[Effect]:
         session, message = request.session, request.message
@@ -221,7 +230,7 @@ class Broker:
         if message.kind != "tool":
             self.state.registry.join(session, message.engine)
         session.kind = message.kind
-        session.since = request.now
+        session.hello_at = request.now
         welcome = Welcome(protocol=PROTOCOL_VERSION, daemon=self.version, pid=self.pid)
         effects: list[Effect] = [request.reply(welcome)]
         if (engine := session.engine) is not None:
@@ -231,23 +240,28 @@ class Broker:
         return effects
 
     def _ping(self, request: Request[Ping]) -> list[Effect]:
-        session, told = request.session, request.message
+        session, ping = request.session, request.message
         engine = session.engine if session.kind == "scheduler" else None
-        if told.lookups is not None and engine is not None:
-            new = gained(session.lookups, lookup_counts(told.lookups))
+        if engine is not None:
+            self._count_totals(session, engine, ping, request.now)
+        return [request.reply(Pong(pid=self.pid))]
+
+    def _count_totals(self, session: Session, engine: Engine, ping: Ping, now: float) -> None:
+        """Add what a scheduler has counted since its last ping."""
+        if ping.lookups is not None:
+            new = session.lookups.catch_up(lookup_counts(ping.lookups))
             engine.lookups.add(new)
             self.state.lookups.add(new)
             if engine.namespace is not None and engine.namespace.table.curve is not None:
                 tokens = max(0, new.lookup_tokens - new.detached_tokens)
-                engine.namespace.table.curve.note_lookups(tokens, new.hit_tokens, request.now)
-        if told.kv_events is not None and engine is not None:
-            published = gained(session.kv_events, event_counts(told.kv_events))
+                engine.namespace.table.curve.note_lookups(tokens, new.hit_tokens, now)
+        if ping.kv_events is not None:
+            published = session.kv_events.catch_up(event_counts(ping.kv_events))
             engine.published.add(published)
-            engine.publish_lag.observe(told.kv_events.lag_us / 1e6, request.now)
+            engine.publish_lag.observe(ping.kv_events.lag_us / 1e6, now)
             self.state.kv_events.add(published)
-        if told.prefill_ns is not None and engine is not None:
-            engine.prefill_seconds = told.prefill_ns / 1e9
-        return [request.reply(Pong(pid=self.pid))]
+        if ping.prefill_ns is not None:
+            engine.prefill_seconds = ping.prefill_ns / 1e9
 
     def _status(self, request: Request[Status]) -> list[Effect]:
         return [request.reply(StatusReport(status=self._report(request.now)))]
@@ -258,7 +272,7 @@ class Broker:
     # ----------------------------------------------------------------- time
 
     def tick(self, now: float) -> list[Effect]:
-        """Do what is due: deadlines of leases, stores and registrations; lanes that are silent."""
+        """Act on time: expire registrations, leases and stores, take samples, watch lanes."""
         effects = self.registration.expire(now)
         self.background.learn()
         self.state.recent_lag.observe(self._longest_turn, now)
@@ -277,10 +291,17 @@ class Broker:
                 expired = namespace.table.expire(now)
                 if expired:
                     effects.append(
-                        Event(f"{len(expired)} chunks in writing ran out of time", "warning")
+                        LogEvent(f"{len(expired)} chunks in writing ran out of time", "warning")
                     )
                 effects += self.state.revoke(namespace, expired)
         return effects + self.supervision.watch(now)
 
-    def __repr__(self) -> str:
-        return f"<Broker {self.state.registry!r}, lanes {list(self.state.lanes.values())}>"
+
+def lookup_counts(totals: Lookups) -> LookupCounts:
+    """Convert a session's totals: both types have the same fields in the same order."""
+    return LookupCounts(*(total or 0 for total in msgspec.structs.astuple(totals)))
+
+
+def event_counts(totals: KvEvents) -> EventCounts:
+    """Convert a session's totals."""
+    return EventCounts(totals.published, totals.snapshots, totals.overruns)

@@ -1,8 +1,7 @@
-"""What the broker's decisions ask the outside to do.
+"""Effects: what the broker's decisions order; `kvd.server.loop` executes them in order.
 
-The core returns lists of these; `kvd.server.loop` carries them out in order.
-Descriptors are named, not held: the core has no file descriptors. They are structures of
-msgspec's, which are made in a tenth of a dataclass's time: every reply is one.
+Effects name descriptors: the broker holds none. They are msgspec structs because each reply is one,
+and a struct is made in a tenth of a dataclass's time.
 """
 
 from typing import TypeAlias
@@ -17,8 +16,8 @@ from kvd_proto.messages import Message
 class DirectoryFd(msgspec.Struct, frozen=True):
     """The read-only descriptor of a namespace's directory.
 
-    With an engine's number also that of the namespace's descriptions, where there are some, and of
-    the pipe that tells of the engine's READY chunks.
+    With an engine's number two more follow: the namespace's descriptions, if kept, and the pipe
+    that signals the engine's READY chunks.
     """
 
     namespace: bytes
@@ -71,7 +70,7 @@ class ToLane(msgspec.Struct, frozen=True):
 
 
 class ToTier(msgspec.Struct, frozen=True):
-    """Send a message over the link of a tier's process, by the tier's place in the order."""
+    """Send a message over the link of a tier's process; `tier` is its index."""
 
     tier: int
     message: Message
@@ -79,15 +78,15 @@ class ToTier(msgspec.Struct, frozen=True):
 
 
 class KillTier(msgspec.Struct, frozen=True):
-    """End a tier's process; its end is reported back as lost, when it has ended.
+    """Kill a tier's process; `Tiering.lost` follows when it has ended.
 
-    why: for the log, after "killed by kvd: ".
-    wrong: it was of no use, so the next is started after a pause that grows.
+    reason: for the log, after "killed by kvd: ".
+    back_off: the process was useless: the next one starts after a pause that grows.
     """
 
     tier: int
-    why: str
-    wrong: bool = False
+    reason: str
+    back_off: bool = False
 
 
 class StartLane(msgspec.Struct, frozen=True):
@@ -97,22 +96,22 @@ class StartLane(msgspec.Struct, frozen=True):
 
 
 class DropLane(msgspec.Struct, frozen=True):
-    """Nobody needs the lane of `device`, whose process has ended."""
+    """Forget the lane of `device`: its process has ended and no worker needs it."""
 
     device: str
 
 
 class KillLane(msgspec.Struct, frozen=True):
-    """End a lane process; its end is reported back as lost, with `why` as the reason."""
+    """Kill a lane's process; `LaneSupervisor.lost` follows with this reason."""
 
     device: str
-    why: str
+    reason: str
 
 
 class OpenPool(msgspec.Struct, frozen=True):
-    """Open a pool for an engine of these ranks; `pool_opened` or `pool_refused` follows.
+    """Open a pool for an engine; `Registration.pool_opened` or `pool_refused` follows.
 
-    layouts, devices: of each rank, in the order of ranks.
+    layouts, devices: of the engine's ranks, in order.
     """
 
     layouts: tuple[RankLayout, ...]
@@ -137,11 +136,11 @@ class DropEngine(msgspec.Struct, frozen=True):
     engine: int
 
 
-class Event(msgspec.Struct, frozen=True):
-    """Something worth a line in the log and a place in the list of recent events.
+class LogEvent(msgspec.Struct, frozen=True):
+    """A line for the log and the list of recent events.
 
-    fields: identifiers in the text, for programs.
-    trace: of an exception, for the log alone.
+    fields: the identifiers in the text, for programs.
+    trace: of an exception, for the log only.
     """
 
     text: str
@@ -163,5 +162,5 @@ Effect: TypeAlias = (
     | DropFds
     | ChunksReady
     | DropEngine
-    | Event
+    | LogEvent
 )

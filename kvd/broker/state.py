@@ -1,34 +1,43 @@
-"""The broker's state, in one place, for the decision modules that share it."""
+"""What the broker's decision modules share: its state, and the tasks that run in pieces.
+
+A task is a generator for work that takes longer than a turn of the daemon's loop may. It yields
+its effects after each piece of a few milliseconds; engines are served before the next piece. Tasks
+take turns.
+"""
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
+from kvd.broker.children import FatalImports, Lane
 from kvd.broker.effects import Effect, Notify, ToLane
-from kvd.broker.engines.fatal_imports import FatalImports
-from kvd.broker.engines.lanes import Lane
-from kvd.broker.engines.sessions import Engine, Registry, Session
-from kvd.broker.report.measures import Progress, RecentMax
+from kvd.broker.sessions import Engine, Registry, Session
 from kvd.broker.tiers.tier import Tiers
 from kvd.cache.directory import Refs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.client_names import Peer
 from kvd.config.settings import Settings
-from kvd.errors import IntegrityError
+from kvd.errors import IntegrityError, Refusal
 from kvd.machine.process import ProcessUsage
 from kvd.metrics.counts import BrokerCounts, EventCounts, LaneCounts, LookupCounts
-from kvd.metrics.schema import Event
+from kvd.metrics.declare import Progress, RecentMax
+from kvd.metrics.schema import EventStatus
 from kvd.wire.link import Revoke, UnbindWorker
-from kvd_proto.arrays import IntArray
-from kvd_proto.messages import Detached, ResetDone
+from kvd_proto.jobs import IntArray
+from kvd_proto.messages import Detached, ErrorCode, ResetDone
 
 MAX_EVENTS = 200
+MAX_TASKS = {"sweeps": 16, "checks": 4}
+"""The most tasks of a kind at a time; `sweeps` are evictions."""
+
+Task: TypeAlias = Iterator[list[Effect]]
 REVOKE_AT_ONCE = 4096  # slots in one message, 12 bytes each
 
 
 @dataclass(frozen=True, slots=True)
 class OperatorDrain:
-    """An operator's order that no new stores are taken: whose, and since when."""
+    """An operator's drain: no new stores are taken since `since`."""
 
     by: Peer
     since: float
@@ -36,17 +45,15 @@ class OperatorDrain:
 
 @dataclass(slots=True)
 class BrokerState:
-    """Sessions, engines, lanes and namespaces.
+    """Sessions, engines, lanes, namespaces and tiers.
 
-    `allocated` is how many bytes of the pool are there, in the order of `kvd.pool.geometry`.
-    `failed_lanes` holds when a device's lane could last not start, and why; `fatal_imports` whose
-    memory lanes were mapping when they ended.
-    `gone_lanes` are the counts of lanes that were let go, `lookups` and `kv_events` those of all
-    engines. `tiers` are those below the pool, in order.
-
-    `stopping`: a signal has come and lanes end, which nothing undoes; `drain` is undone by Resume.
-
-    `usage` reads the time and the process's figures.
+    usage: reads the time and the process's figures.
+    failed_lanes: when a device's lane failed to start last, and why.
+    gone_lanes: counts of lanes that were dropped.
+    allocated: allocated bytes of the pool, in the order of `kvd.pool.geometry`.
+    stopping: a signal has come and lanes end, which nothing undoes; Resume undoes `drain`.
+    lookups, kv_events: totals of all engines.
+    tiers: below the pool, in order.
     """
 
     settings: Settings
@@ -67,22 +74,22 @@ class BrokerState:
     kv_events: EventCounts = field(default_factory=EventCounts)
     tiers: Tiers = ()
     recent_lag: RecentMax = field(default_factory=RecentMax)
-    events: deque[Event] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
+    events: deque[EventStatus] = field(default_factory=lambda: deque(maxlen=MAX_EVENTS))
     progress: Progress = field(default_factory=Progress)
 
     def reached(self, limit: str) -> None:
-        """Count how often this limit was reached; an empty one is none."""
+        """Count that a limit was reached; an empty name counts nothing."""
         if limit:
             self.counts.limits[limit] += 1
 
     @property
     def draining(self) -> bool:
-        """No new stores are taken: the daemon stops, or an operator drains it."""
+        """Whether no new stores are taken: the daemon stops, or an operator drains it."""
         return self.stopping or self.drain is not None
 
     @property
     def ready(self) -> bool:
-        """New work is served: memory is there and every lane is up. See `status_report.checks`."""
+        """Whether engines can store and load now, as `status_report.readiness_checks` says."""
         missing = any(map(self.is_missing, self.lanes.values()))
         return self.pool_usable and not missing and not self.draining
 
@@ -93,24 +100,24 @@ class BrokerState:
 
     @property
     def pool_ready(self) -> bool:
-        """All of the pool's memory is there."""
+        """Whether all of the pool's memory is allocated."""
         return self.namespaces is not None and self.allocated >= self.namespaces.pool.fill.nbytes
 
     @property
     def pool_usable(self) -> bool:
-        """All of the pool is allocated and pinned by the lanes that pin, or it has no size yet."""
+        """Whether the pool is allocated and pinned by the lanes that pin, or has no size yet."""
         total = self.pool_bytes
         return total is None or (self.pool_ready and self.pinned_bytes >= total)
 
     @property
     def pinned_bytes(self) -> int:
-        """How much of the pool is allocated, and pinned by every lane that pins."""
+        """Bytes of the pool that are allocated and pinned by every lane that pins."""
         return min([self.allocated, *(lane.usable_bytes for lane in self.pinning)])
 
     def usable_bytes(self, engine: Engine) -> int | None:
-        """Return how many bytes of the pool are allocated and in reach of the engine's lanes.
+        """Return the bytes of the pool that are allocated and that the engine's lanes can copy.
 
-        In the order of `kvd.pool.geometry`; None where that is all of it.
+        Counted in the order of `kvd.pool.geometry`; None if that is all of the pool.
         """
         if self.namespaces is None:
             return 0
@@ -122,7 +129,7 @@ class BrokerState:
 
     @property
     def pinning(self) -> list[Lane]:
-        """Lanes with workers that can use the pool only where they have pinned it."""
+        """Lanes that have workers and can use the pool only where they have pinned it."""
         return [
             lane
             for lane in self.lanes.values()
@@ -130,12 +137,12 @@ class BrokerState:
         ]
 
     def is_missing(self, lane: Lane) -> bool:
-        """Return whether a lane ought to serve and is not up.
+        """Return whether a lane should serve and is not up.
 
-        One that starts for its first worker is not missing, and none is before the pool has a size.
+        No lane is missing before the pool has a size, nor one that starts for its first worker.
         """
-        wanted = not lane.on_demand or bool(self.workers_of(lane.device))
-        return not lane.up and wanted and self.pool_bytes is not None
+        is_needed = not lane.on_demand or bool(self.workers_of(lane.device))
+        return not lane.up and is_needed and self.pool_bytes is not None
 
     @property
     def open_namespaces(self) -> list[Namespace]:
@@ -147,7 +154,7 @@ class BrokerState:
         return self.namespaces.get(ns_id) if self.namespaces is not None else None
 
     def is_open(self, namespace: Namespace) -> bool:
-        """Return whether a namespace that was open is so still."""
+        """Return whether a namespace is still open."""
         return self.namespace(namespace.id) is namespace
 
     def workers_of(self, device: str) -> list[Session]:
@@ -159,16 +166,16 @@ class BrokerState:
         ]
 
     def revoke(self, namespace: Namespace, slots: Refs) -> list[Effect]:
-        """Call back writes into slots that are DRAINING now; they are FREE when no lane writes."""
+        """Order lanes to stop writing into DRAINING slots; they become FREE when all have."""
         devices = [lane.device for lane in self.lanes.values() if lane.up]
         namespace.table.slots.wait_for(devices, slots)
         effects: list[Effect] = []
         for begin in range(0, len(slots), REVOKE_AT_ONCE):
-            part = slots[begin : begin + REVOKE_AT_ONCE]
+            piece = slots[begin : begin + REVOKE_AT_ONCE]
             message = Revoke(
                 namespace=namespace.id,
-                slots=IntArray.of([slot for slot, _ in part], "u4"),
-                generations=IntArray.of([generation for _, generation in part], "u8"),
+                slots=IntArray.of([slot for slot, _ in piece], "u4"),
+                generations=IntArray.of([generation for _, generation in piece], "u8"),
             )
             effects += [ToLane(device, message) for device in devices]
         return effects
@@ -178,14 +185,18 @@ class BrokerState:
     ) -> tuple[ResetDone, Refs, str]:
         """Drop every chunk of an open namespace; see `Namespaces.reset`."""
         if self.namespaces is None:
-            raise IntegrityError(f"{namespace!r} is in no pool")
+            raise IntegrityError(f"namespace {namespace.id.hex()[:8]} is in no pool")
         return self.namespaces.reset(namespace, by_operator=by_operator)
 
     def detach(self, engine: Engine, reason: str) -> tuple[list[Effect], int]:
-        """Detach an engine that is no longer complete: give up its writes, notify its sessions.
+        """Detach an engine that is no longer complete.
+
+        1. End its leases and loans and give up its writes.
+        2. Have lanes unbind its workers.
+        3. Notify its sessions.
 
         Returns:
-            What is to be done, and how many chunks in writing were given up.
+            The effects, and the number of chunks in writing that were given up.
         """
         namespace = engine.namespace
         if namespace is None or self.namespaces is None:
@@ -207,16 +218,69 @@ class BrokerState:
         """End an engine's leases and loans, and give up its writes.
 
         Returns:
-            What is to be done, and how many chunks in writing were given up.
+            The effects, and the number of chunks in writing that were given up.
         """
         writing = namespace.table.drop_owner(engine.number)
         return self.revoke(namespace, writing), len(writing)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError where an invariant does not hold."""
+        """Raise IntegrityError if an invariant does not hold."""
         self.registry.check_integrity()
         if self.namespaces is not None:
             self.namespaces.check_integrity()
         for engine in self.registry.engines.values():
             if engine.namespace is not None and not self.is_open(engine.namespace):
-                raise IntegrityError(f"{engine!r} is attached to a namespace that is gone")
+                raise IntegrityError(f"engine {engine.name!r} is attached to a closed namespace")
+
+
+class BackgroundTasks:
+    """Tasks under way, the sweep of slots that resets have left, and namespaces' learning."""
+
+    def __init__(self, state: BrokerState) -> None:
+        self._state = state
+        self._tasks: deque[tuple[str, Task]] = deque()
+        self._learners: list[Namespace] = []  # namespaces that still learn in this tick
+
+    def learn(self) -> None:
+        """Have every namespace's policy and miss-ratio curve learn, piece by piece."""
+        self._learners = self._state.open_namespaces
+
+    def start(self, kind: str, task: Task) -> None:
+        """Begin a task with the next `work`; refuse it at the limit of its kind."""
+        limit = MAX_TASKS.get(kind)
+        if limit is not None and sum(kind == other for other, _ in self._tasks) >= limit:
+            raise Refusal(
+                ErrorCode.LIMIT,
+                f"{limit} {kind} are under way, no more are allowed; try again when they have"
+                " ended",
+                limit=kind,
+            )
+        self._tasks.append((kind, task))
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is `work` to do."""
+        return bool(self._tasks) or self._unswept is not None or bool(self._learners)
+
+    def work(self) -> list[Effect]:
+        """Run a piece of the next task, of the sweep and of the learning; return effects."""
+        if (unswept := self._unswept) is not None:
+            unswept.table.sweep()
+        if self._learners and not self._learners[-1].table.learn():
+            self._learners.pop()
+        while self._tasks:
+            kind, task = self._tasks.popleft()
+            effects = next(task, None)
+            if effects is not None:
+                self._tasks.append((kind, task))
+                return effects
+        return []
+
+    @property
+    def _unswept(self) -> Namespace | None:
+        """A namespace in which a reset has left slots to free."""
+        if (namespaces := self._state.namespaces) is not None:
+            for namespace in namespaces:
+                if not namespace.table.is_swept:
+                    return namespace
+        return None

@@ -46,7 +46,7 @@ from kvd.cache.eviction import (
 )
 from kvd.cache.ghosts import GhostCause, Ghosts
 from kvd.errors import IntegrityError
-from kvd_proto.labels import Label
+from kvd_proto.messages import Label
 
 PARTS = 256  # at least so many of what a full pool holds, at most twice as many
 

@@ -22,20 +22,18 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from kvd.cache.adaptive import POLICIES
-from kvd.cache.candidates import Candidates, Demotable
 from kvd.cache.directory import DirectoryWriter, Refs
-from kvd.cache.ghosts import GhostCause, Ghosts, Misses
-from kvd.cache.ledger import KeptChunks
-from kvd.cache.lending import Lending, Loads, Uses
+from kvd.cache.ghosts import GhostCause, Ghosts, MissReasons
+from kvd.cache.ledger import LedgerChunks
 from kvd.cache.miss_curve import MissCurve
 from kvd.cache.slots import Slots
-from kvd.cache.stores import Descriptions, Promotions, Stores
+from kvd.cache.stores import ChunkPromotions, Descriptions, Lending, Stores
+from kvd.cache.uses import ChunkUses, DemotionQueue, DemotionQueues, Loads
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.geometry import Geometry
 from kvd.pool.pool import Pool
 from kvd_proto.directory import SlotState
-from kvd_proto.labels import LABEL_ONLY, Label
-from kvd_proto.messages import ResetDone
+from kvd_proto.messages import LABEL_ONLY, Label, ResetDone
 
 PIECE_SLOTS = 512  # a few milliseconds where every one of them holds a chunk
 GHOSTS_PER_SLOT = 2
@@ -82,7 +80,7 @@ class ChunkTable:
         self.counts = ChunkCounts()
         self.descriptions = Descriptions(self.counts)
         self.stamps = np.zeros(geometry.num_slots, np.uint64) if ledger is None else ledger.stamps
-        self.uses = Uses(self.stamps, pool, self.counts)
+        self.uses = ChunkUses(self.stamps, pool, self.counts)
         self._pool = pool
         self.space = pool.join(geometry, self, model)
         self.ghosts = Ghosts(GHOSTS_PER_SLOT * geometry.num_slots)
@@ -90,12 +88,12 @@ class ChunkTable:
         self.slots = slots = Slots(directory, order, self.space, self.counts)
         self.lending = Lending(slots, pool, self.uses, self.sweep)
         self.stores = Stores(slots, pool, self.uses, self.descriptions, self.ghosts)
-        self.promotions = Promotions(slots, self.lending, self.uses, self.descriptions)
+        self.promotions = ChunkPromotions(slots, self.lending, self.uses, self.descriptions)
         self.loads = Loads(slots, self.uses)
-        self.misses = Misses(directory, self.ghosts, self.counts, elsewhere)
+        self.misses = MissReasons(directory, self.ghosts, self.counts, elsewhere)
         self.curve = MissCurve(geometry.num_slots) if forecasts else None
 
-    def restore(self, chunks: KeptChunks) -> None:
+    def restore(self, chunks: LedgerChunks) -> None:
         """Take over the chunks of the previous daemon, into a table that is new.
 
         Raises:
@@ -130,7 +128,7 @@ class ChunkTable:
             return
         if self.curve is not None:
             self.curve.record(keys, prompt)
-        self.loads.finished(keys, now, known)
+        self.loads.refresh(keys, now, known)
 
     def learn(self) -> bool:
         """Do a piece of what the policy and the miss-ratio curve learn; whether more is due."""
@@ -138,23 +136,23 @@ class ChunkTable:
 
     # --------------------------------------------------------------- demotions
 
-    def watch(self, *, ready: bool, asked: bool) -> None:
+    def queue_demotions(self, *, ready: bool, asked: bool) -> None:
         """From now on note what is to go down: what becomes READY, or what is asked for."""
-        self.slots.demotable = (
-            Demotable(self.directory, ready=ready, asked=asked) if ready or asked else None
+        self.uses.demotion_queues = (
+            DemotionQueues(self.directory, ready=ready, asked=asked) if ready or asked else None
         )
 
     @property
-    def on_ready(self) -> Candidates | None:
+    def on_ready(self) -> DemotionQueue | None:
         """Chunks that have become READY, to go down; None where no tier wants them."""
-        demotable = self.slots.demotable
-        return demotable.on_ready if demotable is not None else None
+        demotion_queues = self.uses.demotion_queues
+        return demotion_queues.on_ready if demotion_queues is not None else None
 
     @property
-    def on_asked(self) -> Candidates | None:
+    def on_asked(self) -> DemotionQueue | None:
         """Chunks that have been asked for, to go down; None where no tier wants them."""
-        demotable = self.slots.demotable
-        return demotable.on_asked if demotable is not None else None
+        demotion_queues = self.uses.demotion_queues
+        return demotion_queues.on_asked if demotion_queues is not None else None
 
     # ------------------------------------------------------------- ends of things
 
@@ -213,7 +211,7 @@ class ChunkTable:
             if slots:
                 break
         if not self.slots.forgotten:
-            self.give_back()
+            self.release_empty_columns()
 
     @property
     def is_swept(self) -> bool:
@@ -251,9 +249,9 @@ class ChunkTable:
         """Bytes of the pool that the namespace owns, used or not."""
         return self._pool.held_bytes(self.space)
 
-    def give_back(self) -> None:
+    def release_empty_columns(self) -> None:
         """Release the room that holds no chunk to other namespaces."""
-        self._pool.give_back(self.space)
+        self._pool.release_empty_columns(self.space)
 
     # ------------------------------------------------------------ for the pool
 

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.cache.change_log import ChangeLog
-from kvd.cache.ledger import KeptChunks, Ledger
+from kvd.cache.ledger import Ledger, LedgerChunks
 from kvd.cache.tier_table import TierTable
 from kvd.errors import IntegrityError, LedgerDamaged
 from kvd_proto.changes import ChangeKind
@@ -343,7 +343,7 @@ class DirectoryWriter(DirectoryView):
         self._records[slot * RECORD_BYTES + _STATE] = _READY
         self.changes.write(_NOW_READY, generation, slot, first, count, group, key)
 
-    def restore(self, chunks: KeptChunks, ranks_done: npt.NDArray[np.uint64]) -> None:
+    def restore(self, chunks: LedgerChunks, ranks_done: npt.NDArray[np.uint64]) -> None:
         """Put the chunks of the previous daemon into a directory that is new.
 
         Args:

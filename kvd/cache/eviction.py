@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from kvd.cache.ghosts import GhostCause, Ghosts
 from kvd.errors import IntegrityError
-from kvd_proto.labels import Label
+from kvd_proto.messages import Label
 
 NOWHERE = 0
 MAX_STEPS = 8192

@@ -24,7 +24,7 @@ from kvd.cache.directory import DirectoryWriter
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import ChunkCounts, MissReason
 from kvd_proto.directory import SlotState
-from kvd_proto.labels import Label
+from kvd_proto.messages import Label
 
 
 class GhostCause(IntEnum):
@@ -211,7 +211,7 @@ class Ghosts:
 _OF_CAUSE = tuple(MissReason[cause.name] for cause in GhostCause)
 
 
-class Misses:
+class MissReasons:
     """Counts the missed keys of one namespace by reason.
 
     Args:
@@ -233,7 +233,7 @@ class Misses:
         self._counts = counts
         self._elsewhere = elsewhere
 
-    def explain(self, keys: Sequence[bytes], now: float) -> None:
+    def count(self, keys: Sequence[bytes], now: float) -> None:
         """Count each of these missed keys under its reason; `now` in seconds of the ghosts' clock.
 
         To be called before the stores of the same step begin: those would all be `being_stored`.

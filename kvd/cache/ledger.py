@@ -13,9 +13,9 @@ Little-endian. A header page, then the stamps, then the records::
         16  u64     number of slots
         24  u32     length of the description
         28  u32     zlib.crc32 of bytes 8..28 and the description
-        32          description: `Kept` as JSON
-     65512  u64     number of the last change, see kvd.cache.trailer
-     65520  8 bytes the namespace's salt (`kvd.cache.resets`) when its chunks were stored; zeros:
+        32          description: `LedgerDescription` as JSON
+     65512  u64     number of the last change, see kvd.cache.recovery
+     65520  8 bytes the namespace's salt (`kvd.cache.recovery`) when its chunks were stored; zeros:
                     it was never reset
      65528  u64     floor: a record counts only where its generation is above it
 
@@ -38,7 +38,7 @@ there with all its record, or not at all. The rules for who writes it:
 - it is erased before the directory frees its slot, so before anybody may write there.
 
 Every change has a number, and the trailer of the pool's file has the number of the last one
-(`kvd.cache.trailer`): a ledger that was replaced by an older copy, or whose pool was, has another
+(`kvd.cache.recovery`): a ledger that was replaced by an older copy, or whose pool was, has another
 number than the pool, and is not believed. Stamps have no part in that: a wrong one costs order.
 
 The check words are against other hands than the daemon's: where one does not fit, nothing
@@ -55,8 +55,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvd.cache.resets import SALT_BYTES
-from kvd.cache.trailer import PoolTrailer
+from kvd.cache.recovery import SALT_BYTES, PoolTrailer
 from kvd.errors import LedgerDamaged
 from kvd_proto.directory import KEY_BYTES, MAX_BLOCKS, MAX_SLOTS
 
@@ -87,7 +86,7 @@ _DTYPE = np.dtype(
 )
 
 
-class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class LedgerDescription(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the next daemon must know of a namespace besides its chunks.
 
     `pool` names the pool that the chunks lie in; `namespace` is in hex.
@@ -104,7 +103,7 @@ class Kept(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptChunks:
+class LedgerChunks:
     """The chunks of a ledger, the one used longest ago first: [n] each.
 
     `records` are structured: generation, hash, first, count, key_len, group, key.
@@ -136,9 +135,9 @@ class Ledger:
 
     def __init__(self, buffer: "WriteableBuffer", trailer: PoolTrailer) -> None:
         whole = memoryview(buffer).cast("B")
-        self.kept, self.num_slots = _read_header(whole)
+        self.description, self.num_slots = _read_header(whole)
         self._trailer = trailer
-        self._entry = trailer.entry(self.kept.namespace)
+        self._entry = trailer.entry(self.description.namespace)
         self._whole = whole
         stamps_end = HEADER_BYTES + self.num_slots * 8
         self._floor = whole[_FLOOR_AT:HEADER_BYTES].cast("Q")
@@ -161,7 +160,7 @@ class Ledger:
         cls,
         buffer: "WriteableBuffer",
         num_slots: int,
-        kept: Kept,
+        kept: LedgerDescription,
         trailer: PoolTrailer,
         salt: bytes = b"",
     ) -> Self:
@@ -239,7 +238,7 @@ class Ledger:
     def __len__(self) -> int:
         return int(np.count_nonzero(self._table()["generation"] > np.uint64(self._floor[0])))
 
-    def chunks(self) -> KeptChunks:
+    def chunks(self) -> LedgerChunks:
         """Every chunk, the one used longest ago first.
 
         Raises:
@@ -261,7 +260,7 @@ class Ledger:
                 f"{int(bad.sum())} of {len(slots)} records are damaged, the first is that of"
                 f" slot {slots[int(np.argmax(bad))]}"
             )
-        return KeptChunks(slots, self.stamps[slots], found)
+        return LedgerChunks(slots, self.stamps[slots], found)
 
     def _table(self) -> npt.NDArray[Any]:
         return np.frombuffer(self._records, _DTYPE, self.num_slots)
@@ -277,10 +276,10 @@ class Ledger:
         self._whole.release()
 
     def __repr__(self) -> str:
-        return f"<Ledger {self.kept.namespace[:8]}: {len(self)} of {self.num_slots} slots>"
+        return f"<Ledger {self.description.namespace[:8]}: {len(self)} of {self.num_slots} slots>"
 
 
-def _read_header(whole: memoryview) -> tuple[Kept, int]:
+def _read_header(whole: memoryview) -> tuple[LedgerDescription, int]:
     if len(whole) < HEADER_BYTES:
         raise LedgerDamaged(f"{len(whole)} bytes cannot hold a ledger")
     if whole[:8] != MAGIC:
@@ -295,7 +294,7 @@ def _read_header(whole: memoryview) -> tuple[Kept, int]:
     ):
         raise LedgerDamaged("the ledger's header is damaged: its check word does not fit")
     try:
-        kept = msgspec.json.decode(bytes(whole[_DESCRIPTION_AT:end]), type=Kept)
+        kept = msgspec.json.decode(bytes(whole[_DESCRIPTION_AT:end]), type=LedgerDescription)
     except msgspec.DecodeError as error:
         raise LedgerDamaged(f"the ledger's description is invalid: {error}") from error
     if (

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.directory import DirectoryWriter, Refs
-from kvd.cache.ledger import Kept, Ledger, ledger_bytes
-from kvd.cache.resets import Resets
+from kvd.cache.ledger import Ledger, LedgerDescription, ledger_bytes
+from kvd.cache.recovery import PoolTrailer, ResetTable
 from kvd.cache.stores import MakeDescriptions
-from kvd.cache.trailer import PoolTrailer
 from kvd.config.settings import Settings
 from kvd.config.values import parse_tiers
 from kvd.errors import KvdError, LedgerDamaged, Refusal
@@ -25,7 +24,7 @@ from kvd.pool.pool import Pool
 from kvd_proto.changes import change_capacity
 from kvd_proto.directory import MAX_SLOTS, DirectoryHeader
 from kvd_proto.messages import ErrorCode, ResetDone
-from kvd_proto.tier_table import entries_for
+from kvd_proto.tier_table import tier_table_capacity
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -34,7 +33,7 @@ MakeBuffer = Callable[[str, int], "WriteableBuffer"]
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class LedgerSetup:
     """Where and how chunks are kept for the next daemon.
 
     make_buffer: makes zero-filled memory that outlives the daemon; as that of a directory.
@@ -120,7 +119,7 @@ class Namespaces:
         make_descriptions: makes what keeps descriptions, or goes on with what there is of the
             daemon before; where it is left out, none are kept.
         drop_buffers: lets go of all that was made for the namespace of this name.
-        keeping: how chunks are kept for the next daemon, if they are.
+        ledger_setup: how chunks are kept for the next daemon, if they are.
         fill: the order in which the pool's memory comes; where it is left out, the daemon's.
         resets: which namespaces were reset, by this daemon and those before.
     """
@@ -134,12 +133,12 @@ class Namespaces:
         make_buffer: MakeBuffer,
         make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
         drop_buffers: Callable[[str], None] = lambda _name: None,
-        keeping: Keeping | None = None,
+        ledger_setup: LedgerSetup | None = None,
         fill: FillOrder | None = None,
-        resets: Resets | None = None,
+        resets: ResetTable | None = None,
     ) -> None:
         self.pool = Pool(cpu_bytes, fill)
-        self.resets = Resets() if resets is None else resets
+        self.resets = ResetTable() if resets is None else resets
         tiers = parse_tiers(settings.tier)
         self._num_tiers = len(tiers)
         self._tier_bytes = _sum(tier.size_bytes for tier in tiers)
@@ -147,12 +146,12 @@ class Namespaces:
         self._make_buffer = make_buffer
         self._make_descriptions = make_descriptions
         self._drop_buffers = drop_buffers
-        self._keeping = keeping
+        self._ledger_setup = ledger_setup
         self._open: dict[bytes, Namespace] = {}
-        self.take_up(settings)
+        self.apply_settings(settings)
         self.closed_counts = ChunkCounts()  # of those that are gone: totals never fall
 
-    def take_up(self, settings: Settings) -> None:
+    def apply_settings(self, settings: Settings) -> None:
         """These settings hold from now on; the policy for namespaces that are opened then."""
         self.settings = settings
         self.pool.set_quotas(settings.quotas(self.cpu_bytes))
@@ -217,25 +216,25 @@ class Namespaces:
         return known
 
     def _new_ledger(self, ns_id: bytes, label: str, geometry: Geometry) -> Ledger | None:
-        if self._keeping is None:
+        if self._ledger_setup is None:
             return None
-        kept = Kept(
+        kept = LedgerDescription(
             namespace=ns_id.hex(),
             label=label,
-            pool=self._keeping.pool,
+            pool=self._ledger_setup.pool,
             cpu_bytes=self.cpu_bytes,
             slot_bytes=geometry.slot_bytes,
             world_size=geometry.world_size,
             replicated=geometry.replicated,
             blocks_per_chunk=geometry.blocks_per_chunk,
         )
-        buffer = self._keeping.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
+        buffer = self._ledger_setup.make_buffer(ns_id.hex(), ledger_bytes(geometry.num_slots))
         salt = self.resets.salt_of(ns_id.hex())
-        return Ledger.create(buffer, geometry.num_slots, kept, self._keeping.trailer, salt)
+        return Ledger.create(buffer, geometry.num_slots, kept, self._ledger_setup.trailer, salt)
 
     def is_outdated(self, ledger: Ledger) -> bool:
         """Whether its namespace may have been reset while another pool was in use."""
-        return ledger.salt != self.resets.salt_of(ledger.kept.namespace)
+        return ledger.salt != self.resets.salt_of(ledger.description.namespace)
 
     def reopen(self, ledger: Ledger) -> Namespace:
         """Open a namespace of the previous daemon with all chunks of its ledger.
@@ -245,7 +244,10 @@ class Namespaces:
             IntegrityError: its chunks lie where those of another namespace do.
             In both cases this object is of no use any more.
         """
-        kept, pool_id = ledger.kept, self._keeping.pool if self._keeping is not None else ""
+        kept, pool_id = (
+            ledger.description,
+            self._ledger_setup.pool if self._ledger_setup is not None else "",
+        )
         geometry = Geometry(
             kept.slot_bytes,
             self.pool.extents,
@@ -285,11 +287,11 @@ class Namespaces:
             self._boot_id,
             geometry.blocks_per_chunk,
             change_capacity(self.settings.change_ring),
-            tier_capacity=entries_for(chunks) if tiers else 0,
+            tier_capacity=tier_table_capacity(chunks) if tiers else 0,
             num_tiers=tiers,
         )
         buffer = self._make_buffer(ns_id.hex(), header.total_bytes)
-        base = self._keeping.generation_base if self._keeping is not None else 0
+        base = self._ledger_setup.generation_base if self._ledger_setup is not None else 0
         directory = DirectoryWriter(buffer, header, ledger, base)
         model = "" if temporary else label
         table = ChunkTable(

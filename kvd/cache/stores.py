@@ -10,8 +10,8 @@ from typing import Protocol, TypeAlias
 
 from kvd.cache.directory import Blocks, Refs, covers
 from kvd.cache.ghosts import GhostCause, Ghosts
-from kvd.cache.lending import Lending, Uses
 from kvd.cache.slots import Ints, Slots
+from kvd.cache.uses import ChunkUses
 from kvd.metrics.counts import ChunkCounts
 from kvd.pool.pool import Pool
 from kvd_proto.directory import TIER_OWNER, Entry, SlotState
@@ -21,7 +21,7 @@ class DescriptionWriter(Protocol):
     """Keeps a description for each slot of a namespace."""
 
     @property
-    def room(self) -> int:
+    def max_bytes(self) -> int:
         """How many bytes a description may have."""
 
     def write(self, slot: int, generation: int, description: bytes) -> bool:
@@ -45,19 +45,129 @@ class Descriptions:
         self.writer: DescriptionWriter | None = None
 
     @property
-    def room(self) -> int:
+    def max_bytes(self) -> int:
         """How many bytes a description may have; 0 where none are kept."""
-        return 0 if self.writer is None else self.writer.room
+        return 0 if self.writer is None else self.writer.max_bytes
 
     def keep(self, slot: int, generation: int, description: bytes) -> None:
         """Keep a description, or count why it is not kept: the store goes on without it."""
         writer, counts = self.writer, self._counts
-        if writer is not None and len(description) > writer.room:
+        if writer is not None and len(description) > writer.max_bytes:
             counts.descriptions_too_long += 1
         elif writer is None or not writer.write(slot, generation, description):
             counts.descriptions_no_room += 1
         else:
             counts.descriptions += 1
+
+
+AT_ONCE = 1024  # slots: a millisecond or two
+PARTS = 4  # no engine evicts other namespaces' chunks for more than this part of its share
+PARTS_ALONE, PARTS_OF_SEVERAL = 4, 32
+"""What part of its share an engine has on loan ahead of need: alone, or beside others."""
+
+
+class Lending:
+    """Lends the slots of one namespace; `sweep` frees some whose chunks a reset has dropped."""
+
+    def __init__(
+        self, slots: Slots, pool: Pool, uses: ChunkUses, sweep: Callable[[], None]
+    ) -> None:
+        self._slots = slots
+        self._pool = pool
+        self._uses = uses
+        self._sweep = sweep
+
+    def share(self, engines: int) -> int:
+        """How many slots each of so many engines may have on loan at most."""
+        return max(1, self._slots.space.geometry.num_slots // engines)
+
+    def most_ahead(self, engines: int) -> int:
+        """How many slots each of so many engines may have on loan without asking for them.
+
+        One that is alone gives its loans away in the order of eviction. What is on loan to one of
+        several is not evicted for the others, so it has few.
+        """
+        parts = PARTS_ALONE if engines == 1 else PARTS_OF_SEVERAL
+        return max(1, self.share(engines) // parts)
+
+    def lend(
+        self,
+        owner: int,
+        need: int,
+        engines: int,
+        now: float,
+        usable: int | None = None,
+        *,
+        evict: bool = True,
+    ) -> tuple[list[int], list[int]]:
+        """Lend up to `need` slots to one of the namespace's `engines`, in this order.
+
+        1. of what is free in this namespace and of what no namespace owns;
+        2. of other namespaces' columns, where it may `evict`, up to a part of its share;
+        3. of this namespace's chunks those that are evicted next. They stay until it gives their
+           slots to keys.
+
+        While only `usable` bytes of the pool can be used, as it is filled, there is 1 alone.
+
+        Returns:
+            Slots, and the generation that each has once it is given to a key.
+        """
+        self._uses.set_time(now)
+        space = self._slots.space
+        need = min(need, AT_ONCE)
+        self._sweep_for(need)
+        self._pool.acquire(space, need, usable, evict=False)
+        slots = space.take(need, usable)
+        if usable is None:
+            if evict:
+                part = max(1, self.share(engines) // PARTS)
+                more = min(need, part - self._slots.loans.count(owner)) - len(slots)
+                if more > 0:
+                    self._pool.acquire(space, more)
+                    slots += space.take(more)
+            slots += self._slots.reserve(need - len(slots), now)
+        return slots, self._slots.lend(slots, owner, now)
+
+    def take_free(self, n: int, now: float, usable: int | None = None) -> list[int]:
+        """Up to `n` FREE slots for chunks that come up from a tier.
+
+        First of what is free, then of others' columns, then of chunks of this namespace that no
+        load pins, which are evicted; nothing is evicted while only `usable` bytes of the pool can
+        be used.
+        """
+        self._uses.set_time(now)
+        space = self._slots.space
+        self._sweep_for(n)
+        self._pool.acquire(space, n, usable, evict=False)
+        slots = space.take(n, usable)
+        if len(slots) < n and usable is None:
+            self._pool.acquire(space, n - len(slots))
+            slots += space.take(n - len(slots))
+            victims = self._slots.reserve(n - len(slots), now)
+            self._slots.evict(victims, now)
+            self._uses.count_evicted(victims)
+            slots += victims
+        return slots
+
+    def _sweep_for(self, n: int) -> None:
+        while self._slots.space.free_slots < n and self._slots.forgotten:
+            self._sweep()
+
+    def end_loans(self, owner: int) -> None:
+        """End an owner's loans."""
+        self._slots.end_loans(self._slots.loans.of(owner))
+
+    def end_all_loans(self) -> None:
+        """End every loan."""
+        self._slots.end_loans(list(self._slots.loans))
+
+    def end_unused_loans(self, since: float, but: int | None = None) -> None:
+        """End the loans of owners, except `but`, that have used none since then.
+
+        All of them: those that were lent last would be given away first, and are evicted too early.
+        """
+        for owner in self._slots.loans.unused_since(since, but):
+            self.end_loans(owner)
 
 
 _READY, _WRITING = int(SlotState.READY), int(SlotState.WRITING)
@@ -67,7 +177,7 @@ class Stores:
     """Begins and ends the stores of one namespace."""
 
     def __init__(
-        self, slots: Slots, pool: Pool, uses: Uses, descriptions: Descriptions, ghosts: Ghosts
+        self, slots: Slots, pool: Pool, uses: ChunkUses, descriptions: Descriptions, ghosts: Ghosts
     ) -> None:
         self._slots = slots
         self._directory = slots.directory
@@ -133,8 +243,8 @@ class Stores:
         self._uses.count_evicted(evicted)
         self._slots.started(begun, now + seconds, now)
         self._uses.mark(begun)
-        if self._slots.demotable is not None:
-            self._slots.demotable.begun(begun)
+        if self._uses.demotion_queues is not None:
+            self._uses.demotion_queues.begun(begun)
         counts.offered += len(keys)
         counts.accepted += len(keys)
         counts.stores_lost += lost
@@ -154,7 +264,7 @@ class Stores:
         self._directory.end_loans((slot,))
         self._slots.drop([slot])
 
-    def note_offered(
+    def count_offered(
         self, present: int, pending: int, not_yet: int, refused: int, *, draining: bool
     ) -> None:
         """Count keys that a scheduler has offered and answered by itself."""
@@ -170,7 +280,7 @@ class Stores:
         else:
             counts.full += refused
 
-    def note_unstored(self, keys: Sequence[bytes], now: float) -> None:
+    def remember_unstored(self, keys: Sequence[bytes], now: float) -> None:
         """Remember keys that got no slot and are not offered again."""
         capped = self._pool.is_capped(self._slots.space)
         cause = GhostCause.QUOTA if capped else GhostCause.REFUSED
@@ -224,8 +334,8 @@ class Stores:
                 ready.append(slot)
         for slot in ready:
             self._slots.finish(slot)
-        if ready and self._slots.demotable is not None:
-            self._slots.demotable.ready(ready)
+        if ready and self._uses.demotion_queues is not None:
+            self._uses.demotion_queues.ready(ready)
         self._counts.stored += len(ready)
         self._counts.stale_reports += stale
         return self._slots.refs(ready), self._slots.give_up(list(failed))
@@ -240,11 +350,11 @@ class Stores:
         return self._slots.give_up(list(gone))
 
 
-class Promotions:
+class ChunkPromotions:
     """Begins and ends the promotions of one namespace."""
 
     def __init__(
-        self, slots: Slots, lending: Lending, uses: Uses, descriptions: Descriptions
+        self, slots: Slots, lending: Lending, uses: ChunkUses, descriptions: Descriptions
     ) -> None:
         self._slots = slots
         self._directory = slots.directory
@@ -277,7 +387,7 @@ class Promotions:
         missing = [key for key in dict.fromkeys(keys) if directory.find(key) < 0][:most]
         if not missing:
             return []
-        slots = self._lending.room(len(missing), now, usable)
+        slots = self._lending.take_free(len(missing), now, usable)
         found: list[tuple[bytes, int, int]] = []
         unused: list[int] = []
         for key, slot in zip(missing, slots, strict=False):
@@ -316,8 +426,8 @@ class Promotions:
             self._descriptions.keep(slot, generation, description)
         self._slots.finish(slot)
         self._counts.promoted += 1
-        if self._slots.demotable is not None:
-            self._slots.demotable.promoted(slot)
+        if self._uses.demotion_queues is not None:
+            self._uses.demotion_queues.promoted(slot)
         return True
 
     def give_up(self, refs: Refs) -> Refs:

@@ -29,7 +29,7 @@ from kvd_proto.tier_table import (
     SAME,
     STATUS_STRIDE,
     WORDS,
-    TierStatus,
+    TierHealth,
     TierTableView,
 )
 
@@ -125,7 +125,7 @@ class TierTable(TierTableView):
             self._changes.write(_RELEASED, 0, key=key)
         return True
 
-    def absent(self, key: bytes, now: float) -> None:
+    def mark_absent(self, key: bytes, now: float) -> None:
         """No tier that could be asked has the chunk, at `now` in seconds of CLOCK_MONOTONIC.
 
         Only so many are known, those that were asked last; none where the table is full, or where
@@ -230,7 +230,7 @@ class TierTable(TierTableView):
     ) -> int:
         """`hold` these, [n] each: what a tier has found at its start, hundreds at a time.
 
-        Readers of the ring are not told of all; `tell` them when it was the last.
+        Readers of the ring are not told of all; `request_rescan` them when it was the last.
 
         Returns:
             How many are noted.
@@ -285,7 +285,7 @@ class TierTable(TierTableView):
         rest = [*met, *left.tolist()]
         return len(keys) - len(rest), rest
 
-    def tell(self) -> None:
+    def request_rescan(self) -> None:
         """Tell readers of the ring to look through the table."""
         self._changes.write(ChangeKind.TIERS)
 
@@ -295,7 +295,7 @@ class TierTable(TierTableView):
         self._old += self._held + len(self._absent)
         self._held = 0
         self._absent.clear()
-        self.tell()
+        self.request_rescan()
 
     def release_tier(self, tier: int) -> None:
         """A tier holds nothing any more; `sweep` clears its bits, and `hold` takes none till then.
@@ -305,7 +305,7 @@ class TierTable(TierTableView):
         self._leaving |= 1 << tier
         self._left[tier] = self.places
 
-    def is_leaving(self, tier: int) -> bool:
+    def is_releasing(self, tier: int) -> bool:
         """Whether `sweep` has still to clear a tier's bits."""
         return tier in self._left
 
@@ -339,7 +339,7 @@ class TierTable(TierTableView):
             if self._left[tier] <= 0:
                 del self._left[tier]
                 self._leaving &= ~(1 << tier)
-                self.tell()
+                self.request_rescan()
 
     def _columns(
         self, begin: int, end: int
@@ -377,10 +377,10 @@ class TierTable(TierTableView):
             self._held -= 1
             self._old += 1
 
-    def set_status(self, tier: int, status: TierStatus) -> None:
+    def set_health(self, tier: int, health: TierHealth) -> None:
         """Tell readers what is known of a tier."""
         at = tier * STATUS_STRIDE // 8
-        for i, value in enumerate(status):
+        for i, value in enumerate(health):
             self._status[at + i] = int(value)
 
     # -------------------------------------------------------------- inspection

@@ -120,7 +120,7 @@ def check(*, file: Path) -> None:
     """  # noqa: D301  # \b is click's mark for text that is not rewrapped
     loaded = Sources(config=file, environment={}).load()
     if loaded.settings.tier:
-        from kvd.tier.backends import check_tiers  # noqa: PLC0415  # few have one
+        from kvd.tier.contract import check_tiers  # noqa: PLC0415  # few have one
 
         try:
             check_tiers(parse_tiers(loaded.settings.tier))

@@ -10,7 +10,7 @@ import click
 
 from kvd.cli.options import duration, json_option, runtime_dir_option, wide_option
 from kvd.errors import NotRunning, SocketAccessDenied
-from kvd.metrics import words
+from kvd.metrics import reading
 from kvd.metrics.counts import MissReason
 from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import (
@@ -25,7 +25,7 @@ from kvd_proto.messages import (
     Resume,
     Resumed,
 )
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 _POLL_SECONDS = 0.05
 
@@ -287,7 +287,7 @@ _WHY = {
 
 def _told(fate: ChunkFate) -> str:
     gone, used = (
-        words.duration(None if ms is None else ms / 1000) for ms in (fate.gone_ms, fate.used_ms)
+        reading.duration(None if ms is None else ms / 1000) for ms in (fate.gone_ms, fate.used_ms)
     )
     text = _WHY[MissReason(fate.reason)].format(gone=gone, used=used, slot=fate.slot)
     if fate.requests:

@@ -10,9 +10,8 @@ from kvd.cli import AS_JSON
 from kvd.config.settings import SETTINGS, Setting
 from kvd.config.sources import DEFAULT_FILE, FILE_VARIABLE, Sources
 from kvd.errors import SocketAccessDenied
-from kvd_proto.access import explain_denied
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import parse_duration
+from kvd_proto.text import explain_denied, parse_duration
 
 F = TypeVar("F", bound=Callable[..., Any])
 _CONFIG = "kvd.cli.config"

@@ -10,13 +10,22 @@ import click
 from kvd.cache.adaptive import POLICIES
 from kvd.cli.options import json_option
 from kvd.errors import PlanError, TraceError
-from kvd.metrics.words import duration, latency, number, percent, rate
+from kvd.metrics.reading import duration, latency, number, percent, rate
 from kvd.plan.figures import DTYPE_BYTES, SMALL_BYTES, Plan, PlanInputs, describe, make_plan
 from kvd.plan.model import read_model
-from kvd.replay.simulate import Hits, labels_for, replay_belady, replay_policy, return_gaps
-from kvd.replay.traces import TOKENS_PER_ID, USERS, Trace, read_trace
+from kvd.replay import (
+    TOKENS_PER_ID,
+    USERS,
+    Hits,
+    Trace,
+    labels_for,
+    read_trace,
+    replay_belady,
+    replay_policy,
+    return_gaps,
+)
 from kvd_proto.capacity import DEFAULT_BATCHED_TOKENS
-from kvd_proto.sizes import format_size, parse_size
+from kvd_proto.text import format_size, parse_size
 
 HINTED, BELADY = "adaptive+hints", "belady"
 MULTIPLES = (0.5, 1, 2, 4)  # of --cpu-bytes

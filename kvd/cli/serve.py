@@ -14,7 +14,7 @@ from kvd.machine.process import raise_descriptor_limit
 from kvd.server import serve as run_daemon
 from kvd.server.runtime_dir import RuntimeDir
 from kvd.version import VERSION
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.cli")
 

@@ -11,8 +11,17 @@ from rich.text import Text
 from kvd.config.sources import DEFAULT
 from kvd.metrics.counts import MissReason
 from kvd.metrics.declare import Histogram
-from kvd.metrics.history import Report
-from kvd.metrics.words import NOTHING, duration, latency, number, percent, several, shorten, size
+from kvd.metrics.reading import (
+    NOTHING,
+    Report,
+    duration,
+    latency,
+    number,
+    percent,
+    several,
+    shorten,
+    size,
+)
 
 _UNLIMITED_COLUMNS = 10_000
 _CHUNK_STATES = ("ready", "lent", "writing", "pinned")

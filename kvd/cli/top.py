@@ -34,9 +34,8 @@ from kvd.cli.tables import (
     tier_state,
 )
 from kvd.errors import NotRunning, SocketAccessDenied
-from kvd.metrics import words
 from kvd.metrics.counts import DIRECTIONS, STAGES
-from kvd.metrics.history import History, Report, Span
+from kvd.metrics.reading import NOTHING, History, Report, Span, latency, number, percent, rate, size
 from kvd.wire.tool import ToolConnection
 
 _ANSWER_SECONDS = 2.0
@@ -241,7 +240,7 @@ def _pool(report: Report, rows: int, *, wide: bool) -> RenderableType:
             table.add_row(
                 Text("█", colour),
                 name_text(namespace["model"], wide=wide),
-                words.size(namespace["held_bytes"]),
+                size(namespace["held_bytes"]),
                 Text(f"{chunks or nothing}{more_text(report['namespaces'], rows, index)}", "dim"),
             )
     bar.truncate(bar_cells)
@@ -254,16 +253,14 @@ def _throughput(history: History, span: Span, *, whole: bool, wide: bool) -> Ren
     table = Table.grid(padding=(0, 2))
     for name, counter in (("in", "store_bytes"), ("out", "load_bytes")):
         rates = history.rates("counters", counter)
-        now = words.rate(rates[-1] if rates else None)
+        now = rate(rates[-1] if rates else None)
         table.add_row(name, now, Text(_spark(rates[-SPARK_CELLS:]), "cyan"))
-    hits = [
-        words.percent(span.share(f"hit_{unit}", f"lookup_{unit}")) for unit in ("tokens", "chunks")
-    ]
+    hits = [percent(span.share(f"hit_{unit}", f"lookup_{unit}")) for unit in ("tokens", "chunks")]
     text = f"of prompt tokens; {hits[1]} of keys looked up"
     table.add_row("hits", hits[0], Text(text, "dim"))
     if events := kv_events(span.now):
         told = span.rate("counters", "kv_events")
-        table.add_row("events", f"{words.number(told)}/s", Text(events, "dim"))
+        table.add_row("events", f"{number(told)}/s", Text(events, "dim"))
     if whole and (sizes := _memory_sizes(span.now, wide=wide)):
         table.add_row("memory", *sizes)
     return table
@@ -276,10 +273,10 @@ def _memory_sizes(report: Report, *, wide: bool) -> tuple[str, Text] | None:
         return None
     busiest = max(known, key=lambda space: int(space["forecast"]["requests"]))
     hits = {each["pool"]: each["hit_ratio"] for each in busiest["forecast"]["sizes"]}
-    text = f"{words.percent(hits['+100%'])} at +100 %, at most {words.percent(hits['unlimited'])}"
+    text = f"{percent(hits['+100%'])} at +100 %, at most {percent(hits['unlimited'])}"
     if len(known) > 1:
         text += f" ({name_text(busiest['model'], wide=wide)})"
-    return words.percent(hits["now"]), Text(text, "dim")
+    return percent(hits["now"]), Text(text, "dim")
 
 
 def _spark(values: Sequence[float]) -> str:
@@ -295,7 +292,7 @@ def _stages(span: Span) -> Table:
         cells = []
         for stage in STAGES:
             histogram = span.histogram("counters", "stages", f"{direction}_{stage}")
-            low, high = (words.latency(histogram.quantile(q)) for q in (0.5, 0.99))
+            low, high = (latency(histogram.quantile(q)) for q in (0.5, 0.99))
             cells.append(f"{low} / {high}")
         table.add_row(direction, *cells)
     return table
@@ -307,13 +304,13 @@ def tiers(span: Span, rows: int | None = None, *, wide: bool = False) -> Table:
     for index, part in enumerate(span.parts("tiers")[:rows]):
         tier = part.now
         gets = part.histogram("counters", "get_latency")
-        low, high = (words.latency(gets.quantile(q)) for q in (0.5, 0.99))
+        low, high = (latency(gets.quantile(q)) for q in (0.5, 0.99))
         table.add_row(
             name_text(tier["name"], wide=wide),
             tier_state(tier),
             _used(tier),
-            *(words.rate(part.rate("counters", f"{way}_bytes")) for way in ("put", "get")),
-            words.number(part.rise("counters", "gets", "ok")),
+            *(rate(part.rate("counters", f"{way}_bytes")) for way in ("put", "get")),
+            number(part.rise("counters", "gets", "ok")),
             f"{low} / {high}{more_text(span.now['tiers'], rows, index)}",
         )
     return table
@@ -321,7 +318,7 @@ def tiers(span: Span, rows: int | None = None, *, wide: bool = False) -> Table:
 
 def _used(tier: Report) -> str:
     used, total = tier["used_bytes"], tier["total_bytes"]
-    return words.percent(used / total) if total else words.size(used)
+    return percent(used / total) if total else size(used)
 
 
 def _engines(span: Span, rows: int, *, wide: bool) -> RenderableType:
@@ -340,7 +337,7 @@ def _engines(span: Span, rows: int, *, wide: bool) -> RenderableType:
                 part.share("hit_tokens", "lookup_tokens"),
                 part.share("hit_chunks", "lookup_chunks"),
             ),
-            Text(f"{' '.join(pids) or words.NOTHING}{more_text(engines, rows, index)}", "dim"),
+            Text(f"{' '.join(pids) or NOTHING}{more_text(engines, rows, index)}", "dim"),
         )
     return table
 

@@ -27,7 +27,7 @@ from kvd.config.values import (
 from kvd.errors import ConfigError
 from kvd_proto.changes import MAX_CHANGES, MIN_CHANGES
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import parse_size
+from kvd_proto.text import parse_size
 
 ENVIRONMENT_PREFIX = "KVD_"
 
@@ -109,7 +109,7 @@ class Setting:
         except msgspec.ValidationError as error:
             raise ConfigError(f"needs {self.needs}") from error
         except SizeError as error:
-            meant = f"; did you mean {error.meant}?" if error.meant else ""
+            meant = f"; did you mean {error.suggestion}?" if error.suggestion else ""
             raise ConfigError(f"needs {self.needs}{meant}") from error
         return result
 

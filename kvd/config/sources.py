@@ -19,7 +19,7 @@ from typing import Any
 from kvd.config.settings import ENVIRONMENT_PREFIX, SETTINGS, Settings
 from kvd.config.values import parse_tiers, quota_contradictions, tier_directory_conflicts
 from kvd.errors import ConfigError
-from kvd_proto.access import explain_denied
+from kvd_proto.text import explain_denied
 
 DEFAULT_FILE = Path("/etc/kvd/kvd.toml")
 FILE_VARIABLE = "KVD_CONFIG"

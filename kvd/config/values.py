@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from kvd.errors import ConfigError
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import format_size, parse_size
+from kvd_proto.text import format_size, parse_size
 
 _MAX_ID = 2**32 - 2
 
@@ -155,7 +155,7 @@ def _bytes(model: str, key: str, amount: str | int, cpu_bytes: int) -> int:
         if 0 <= percent <= 100:
             return int(cpu_bytes * percent / 100)
     except SizeError as error:
-        meant = f"; did you mean {error.meant}?" if error.meant else ""
+        meant = f"; did you mean {error.suggestion}?" if error.suggestion else ""
     except ValueError:
         pass
     raise ConfigError(

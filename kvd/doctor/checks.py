@@ -24,10 +24,9 @@ from kvd.doctor.probes import (
 )
 from kvd.machine import cuda
 from kvd.machine.process import MAX_DIRECTORY_BYTES, mode_problem
-from kvd.metrics.words import rate
-from kvd_proto.access import explain_denied
+from kvd.metrics.reading import rate
 from kvd_proto.capacity import CONTEXT_GPU_BYTES, pin_gpu_bytes, pin_kernel_bytes
-from kvd_proto.sizes import format_size
+from kvd_proto.text import explain_denied, format_size
 
 OLDEST_KERNEL = (5, 4)  # pidfd_open came with 5.3; 5.4 is the long-term one
 FILES_PER_SESSION = 4  # connection, pidfd, and what a worker hands over

@@ -28,7 +28,7 @@ from kvd.config.values import TierSetting, parse_tier
 from kvd.errors import ConfigError, CudaMissing, LaneError
 from kvd.machine import cuda
 from kvd.machine.memory import Shortage
-from kvd.tier.backends import check_tiers, options_of
+from kvd.tier.contract import backend_options, check_tiers
 
 PATIENCE_SECONDS = 8.0
 CHILD_SECONDS = 20.0  # for a process that looks at no tier
@@ -180,7 +180,7 @@ def size_shortage(setting: TierSetting, disk: DiskFacts) -> Shortage | None:
     """Return why a disk tier's size cannot be reached, as its own process says at its start."""
     from kvd.tier.disk.directory import DiskOptions  # noqa: PLC0415  # few have one
 
-    return DiskOptions.parse(options_of(setting)).shortage(disk.size, disk.free, disk.held)
+    return DiskOptions.parse(backend_options(setting)).shortage(disk.size, disk.free, disk.held)
 
 
 def run_python(*arguments: str, seconds: float = CHILD_SECONDS) -> tuple[bytes, str, bool]:

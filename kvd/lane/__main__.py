@@ -9,7 +9,7 @@ def main() -> int:
     """Serve until the broker is done; the exit status."""
     die_with_parent()  # before the imports that take long
     with gc_paused():
-        from kvd.lane.process import run  # noqa: PLC0415
+        from kvd.lane.loop import run  # noqa: PLC0415
 
     return run(int(sys.argv[1]))
 

@@ -18,11 +18,11 @@ from enum import StrEnum
 import numpy as np
 import numpy.typing as npt
 
-from kvd.lane.devices.device import NO_MOVES, Device, Direction, Moves
-from kvd.lane.queue import Queued
-from kvd.lane.workers import Binding, Worker
-from kvd_proto.arrays import Chunks
+from kvd.lane.device import NO_RUNS, Device, Direction, PreparedRuns
+from kvd.lane.queue import QueuedJob
+from kvd.lane.workers import Binding, LaneWorker
 from kvd_proto.directory import HEAD_DTYPE, READ_HEADS, SlotState, loan_number
+from kvd_proto.jobs import Chunks
 from kvd_proto.messages import Job, JobStatus, Load, Store
 
 FEW = 8
@@ -146,7 +146,7 @@ JobOutcome = tuple[JobStatus, str]
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class LaneJob(Queued):
+class LaneJob(QueuedJob):
     """A job that has not ended, or just has.
 
     Of a job that ended ok: accepted_ns <= started_ns <= ended_ns (its last byte moved).
@@ -162,13 +162,13 @@ class LaneJob(Queued):
         stream_wait_ns: from then until the number was reached.
     """
 
-    worker: Worker
+    worker: LaneWorker
     binding: Binding
     request: Job
     request_id: int
     accepted_ns: int
     state: JobState = JobState.QUEUED
-    moves: Moves = NO_MOVES
+    moves: PreparedRuns = NO_RUNS
     given: int = 0
     progress_word: int = 0
     layer_ends: Sequence[int] = ()
@@ -363,7 +363,9 @@ def outside(job: LaneJob, device: Device) -> JobOutcome | None:
     return JobStatus.STALE, text
 
 
-def refused_chunks(worker: Worker, binding: Binding, request: Job) -> tuple[Chunks, Sequence[int]]:
+def refused_chunks(
+    worker: LaneWorker, binding: Binding, request: Job
+) -> tuple[Chunks, Sequence[int]]:
     """Return the chunks of a refused store, and the numbers of those that are given up.
 
     Those are this engine's to write, as far as slots and generations can be paired.
@@ -377,7 +379,7 @@ def refused_chunks(worker: Worker, binding: Binding, request: Job) -> tuple[Chun
     return chunks, _still_own(binding, chunks, inside)
 
 
-def own_chunks(worker: Worker, slots: Sequence[int]) -> Sequence[int]:
+def own_chunks(worker: LaneWorker, slots: Sequence[int]) -> Sequence[int]:
     """Return the numbers of the chunks that this rank writes: replicated ones are, in turns."""
     if not worker.layout.replicated:
         return range(len(slots))

@@ -8,6 +8,7 @@ own for calls of the driver that take long without that lock.
 """
 
 import contextlib
+import ctypes
 import logging
 import os
 import select
@@ -15,18 +16,22 @@ import time
 from pathlib import Path
 
 from kvd.errors import LaneError
-from kvd.lane.devices.device import Device, Direction
-from kvd.lane.orders import Orders, Requests
-from kvd.lane.queue import Limits
-from kvd.lane.reports import SHARES_WAIT_MS, TEXT_LIMIT, Reports
+from kvd.lane.device import Device, Direction
+from kvd.lane.host_device import HostDevice
+from kvd.lane.orders import OrderHandler, RequestHandler
+from kvd.lane.queue import QueueLimits
+from kvd.lane.reports import SHARES_WAIT_MS, TEXT_LIMIT, Reporter
 from kvd.lane.runner import Runner
-from kvd.lane.workers import Workers
-from kvd.machine.process import StallDetector
-from kvd.wire.link import LINK, LaneFailed, LaneReady, PoolUsable
+from kvd.lane.workers import WorkerTable
+from kvd.logs import configure
+from kvd.machine.process import StallDetector, lock_pool, to_high_number
+from kvd.wire.child_process import serve_broker
+from kvd.wire.link import LINK, BeginLane, LaneFailed, LaneReady, PoolUsable
 from kvd.wire.server import Server
 from kvd_proto.channel import Channel
 from kvd_proto.codec import MAX_MESSAGE_BYTES
 from kvd_proto.errors import ChannelFull
+from kvd_proto.messages import HOST
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +44,10 @@ PAUSE_EVERY = 1e-3
 PAUSE_SECONDS = 30e-6
 FILLING_MS = 10
 LINGER_SECONDS = 0.5
+# Of glibc's mallopt(3): from how many freed bytes on memory is given back to the kernel, and from
+# which size on an allocation has a mapping of its own.
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_KEPT_BYTES = 32 * 2**20
 
 
 class LaneService:
@@ -63,7 +72,7 @@ class LaneService:
         device: Device,
         pool_bytes: int,
         lifeline: int,
-        limits: Limits | None = None,
+        limits: QueueLimits | None = None,
     ) -> None:
         self._incarnation = incarnation
         self._endpoint = endpoint
@@ -78,11 +87,11 @@ class LaneService:
         self._lifeline = lifeline
         self._reported = PoolUsable(usable_bytes=0, error="")
         self._standstill = StallDetector("lane")
-        self._workers = Workers(device)
+        self._workers = WorkerTable(device)
         self._runner = Runner(device, limits)
-        self._reports = Reports(self._server, link, self._runner)
-        self._orders = Orders(self._reports, self._workers, device, pool_bytes)
-        self._requests = Requests(self._reports, self._workers)
+        self._reports = Reporter(self._server, link, self._runner)
+        self._orders = OrderHandler(self._reports, self._workers, device, pool_bytes)
+        self._requests = RequestHandler(self._reports, self._workers)
 
     def run(self) -> None:
         """Serve until StopLane or the end of the broker.
@@ -222,3 +231,78 @@ class LaneService:
             usable_bytes=device.usable_bytes, error=error, bindings=bindings
         )
         self._reports.tell_broker(self._reported)
+
+
+def run(link_fd: int) -> int:
+    """Serve until the broker is done; the exit status."""
+    return serve_broker(link_fd, LINK, _open, lambda error: LaneFailed(error=error))
+
+
+def _open(link: Channel, begin: BeginLane, fds: tuple[int, ...]) -> LaneService:
+    """Open device and socket.
+
+    Raises:
+        KvdError, OSError: that cannot be done now.
+    """
+    name = f"lane {begin.device}#{begin.incarnation}"
+    context = {"lane": begin.device, "incarnation": begin.incarnation}
+    configure(begin.log_level, begin.log_style, name, **context)
+    _keep_freed_memory()
+    pool_fd, pin_lock = map(to_high_number, fds)
+    lifeline = open_lifeline()
+    lock_pool(pool_fd)
+    service = LaneService(
+        incarnation=begin.incarnation,
+        endpoint=begin.endpoint,
+        link=link,
+        device=_device(begin, pool_fd, pin_lock),
+        pool_bytes=begin.pool_bytes,
+        lifeline=lifeline,
+        limits=QueueLimits(begin.max_queued_jobs, begin.max_queued_bytes),
+    )
+    os.close(pool_fd)
+    return service
+
+
+def _keep_freed_memory() -> None:
+    """Keep what large jobs free for those that follow.
+
+    The tables of a job of 64,000 runs take some MiB. Given back to the kernel after each job, their
+    pages cost a third of the lane's processor time (256 MiB jobs of 4 KiB fragments, both ways).
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # only glibc has it
+    if mallopt is not None:
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+        mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
+
+
+def _device(begin: BeginLane, pool_fd: int, pin_lock: int) -> Device:
+    if begin.device == HOST:
+        return HostDevice(pool_fd, begin.pool_bytes)
+    # The host's lane needs no CUDA; a daemon without cuda-bindings has only that one.
+    from kvd.lane.cuda.backend import CudaDevice, show_slice  # noqa: PLC0415
+
+    show_slice(begin.device)
+    return CudaDevice(begin.device, pool_fd, begin.pool_bytes, pin_lock=pin_lock)
+
+
+def open_lifeline() -> int:
+    """Return the read end of the pipe by whose end of file workers know that this process is gone.
+
+    Its write end stays open here alone, for life. The kernel lets go of a dying process's
+    descriptors from the highest number down (seen by timing it), and a device's driver stops
+    its copies when its own descriptors go. So the write end takes the lowest number that is
+    free, before a device is opened, and nothing below it may be closed while the process lives.
+    End of file then means that nothing of this process moves bytes any more.
+
+    Raises:
+        PoolError: no descriptor is left.
+    """
+    read_end, write_end = os.pipe()
+    moved = to_high_number(read_end)
+    lower = os.dup(write_end)
+    if lower > write_end:
+        os.close(lower)
+    else:
+        os.close(write_end)
+    return moved

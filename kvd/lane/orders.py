@@ -13,10 +13,10 @@ import logging
 import os
 
 from kvd.errors import ImportFailed, LaneError, Refusal
-from kvd.lane.devices.device import Device, Direction
+from kvd.lane.device import Device, Direction
 from kvd.lane.jobs import JobState, LaneJob, refused_chunks
-from kvd.lane.reports import TEXT_LIMIT, Reports
-from kvd.lane.workers import Binding, Worker, Workers, identity_of
+from kvd.lane.reports import TEXT_LIMIT, Reporter
+from kvd.lane.workers import Binding, LaneWorker, WorkerTable, identity_of
 from kvd.logs import set_level
 from kvd.machine.process import is_out_of_files, open_files_remedy
 from kvd.wire.link import (
@@ -60,7 +60,7 @@ _log = logging.getLogger(__name__)
 FRAMES_PER_TURN = 64  # of the broker, before the device gets its turn
 
 
-class Orders:
+class OrderHandler:
     """Carries out what comes over the link.
 
     Args:
@@ -73,7 +73,9 @@ class Orders:
         bindings: BindWorker orders that came, executed or not.
     """
 
-    def __init__(self, reports: Reports, workers: Workers, device: Device, pool_bytes: int) -> None:
+    def __init__(
+        self, reports: Reporter, workers: WorkerTable, device: Device, pool_bytes: int
+    ) -> None:
         self._reports = reports
         self._link = reports.link
         self._runner = reports.runner
@@ -210,7 +212,7 @@ class Orders:
 
         self._runner.when_ended(jobs, release)
 
-    def _stop_all(self, worker: Worker, reason: str) -> list[LaneJob]:
+    def _stop_all(self, worker: LaneWorker, reason: str) -> list[LaneJob]:
         jobs = self._runner.jobs_of(worker)
         for job in jobs:
             self._runner.stop(job, JobStatus.CANCELLED, reason)
@@ -245,7 +247,7 @@ class Orders:
         )
 
 
-class Requests:
+class RequestHandler:
     """Serves what comes over the workers' connections.
 
     Args:
@@ -253,7 +255,7 @@ class Requests:
         workers: who may ask.
     """
 
-    def __init__(self, reports: Reports, workers: Workers) -> None:
+    def __init__(self, reports: Reporter, workers: WorkerTable) -> None:
         self._reports = reports
         self._runner = reports.runner
         self._workers = workers
@@ -269,7 +271,7 @@ class Requests:
             _log.warning("a message of pid %d, uid %d, cannot be read: %s", pid, uid, error)
             return
         request_id = header.request_id
-        worker: Worker | None = client.owner
+        worker: LaneWorker | None = client.owner
         try:
             message = REQUESTS.decode_body(header, frame)
             if worker is None:
@@ -308,7 +310,9 @@ class Requests:
         reply = self._reports.reply
         self._runner.when_ended(jobs, lambda: reply(client, request_id, Ok()))
 
-    def _carry_out(self, worker: Worker, client: Client, request_id: int, message: Message) -> None:
+    def _carry_out(
+        self, worker: LaneWorker, client: Client, request_id: int, message: Message
+    ) -> None:
         match message:
             case Store() | Load():
                 self._job(worker, message, request_id)
@@ -330,7 +334,7 @@ class Requests:
                 text = f"a lane serves jobs, not {type(message).__name__}"
                 raise Refusal(ErrorCode.BAD_STATE, text)
 
-    def _job(self, worker: Worker, request: Job, request_id: int) -> None:
+    def _job(self, worker: LaneWorker, request: Job, request_id: int) -> None:
         try:
             self._runner.submit(worker, request, request_id)
         except (JobShapeError, LaneError) as error:

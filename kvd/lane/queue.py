@@ -36,7 +36,7 @@ class Urgency(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QueueLimits:
     """What one engine may have queued."""
 
     jobs: int = 4096
@@ -44,7 +44,7 @@ class Limits:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Queued:
+class QueuedJob:
     """What the queue knows of a job; `urgency`, `order` and `started` are the queue's own.
 
     engine, worker: whose it is.
@@ -60,7 +60,7 @@ class Queued:
     started: bool = False
 
 
-J = TypeVar("J", bound=Queued)
+J = TypeVar("J", bound=QueuedJob)
 _Line = OrderedDict[J, None]
 _Whose: TypeAlias = tuple[Hashable, bool]
 """A worker, and whether its loads or its stores."""
@@ -70,7 +70,7 @@ _TIER_OF = {urgency: tier for tier, members in enumerate(_TIERS) for urgency in 
 
 
 @dataclass(slots=True)
-class _Engine(Generic[J]):
+class _EngineQueue(Generic[J]):
     """One engine's jobs, in lines by urgency, worker and direction; counts of those not started."""
 
     lines: tuple[dict[_Whose, _Line[J]], ...] = field(default_factory=lambda: ({}, {}, {}))
@@ -121,10 +121,10 @@ class JobQueue(Generic[J]):
     A job stays in the queue, at its place, until `remove`.
     """
 
-    def __init__(self, limits: Limits | None = None) -> None:
-        self._limits = limits or Limits()
+    def __init__(self, limits: QueueLimits | None = None) -> None:
+        self._limits = limits or QueueLimits()
         self._jobs: set[J] = set()
-        self._engines: dict[Hashable, _Engine[J]] = {}
+        self._engines: dict[Hashable, _EngineQueue[J]] = {}
         self._turns: tuple[OrderedDict[Hashable, None], ...] = tuple(OrderedDict() for _ in _TIERS)
         self._order = 0
 
@@ -133,7 +133,7 @@ class JobQueue(Generic[J]):
 
         The answer may name `job` itself. A job may be pushed once.
         """
-        mine = self._engines.setdefault(job.engine, _Engine())
+        mine = self._engines.setdefault(job.engine, _EngineQueue())
         if job.load and mine.loads and self._above(mine.loads + 1, mine.load_bytes + job.nbytes):
             return [job]
         job.urgency = Urgency.LOAD if job.load else Urgency.STORE
@@ -213,7 +213,7 @@ class JobQueue(Generic[J]):
 
     def full_text(self, engine: Hashable) -> str:
         """Return the reason why a job has no place."""
-        mine = self._engines.get(engine) or _Engine[J]()
+        mine = self._engines.get(engine) or _EngineQueue[J]()
         return (
             f"the engine's queue is full: {mine.jobs} jobs of {mine.nbytes} bytes wait; the"
             f" limits are max_queued_jobs = {self._limits.jobs} and max_queued_bytes ="
@@ -234,7 +234,7 @@ class JobQueue(Generic[J]):
         """
         for number, mine in self._engines.items():
             own = {job for job in self._jobs if job.engine == number}
-            counted = _Engine[J](mine.lines)
+            counted = _EngineQueue[J](mine.lines)
             for job in own:
                 counted.count(job, 0 if job.started else 1)
             if counted != mine:
@@ -283,9 +283,9 @@ class JobQueue(Generic[J]):
         return f"<JobQueue {len(self)} jobs of {len(self._engines)} engines>"
 
 
-def _whose(job: Queued) -> _Whose:
+def _whose(job: QueuedJob) -> _Whose:
     return job.worker, job.load
 
 
-def _by_order(job: Queued) -> int:
+def _by_order(job: QueuedJob) -> int:
     return job.order

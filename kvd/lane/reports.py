@@ -15,16 +15,16 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from kvd.lane.devices.device import Direction
+from kvd.lane.device import Direction
 from kvd.lane.jobs import LaneJob
 from kvd.lane.runner import Runner
-from kvd.lane.workers import Binding, Worker
+from kvd.lane.workers import Binding, LaneWorker
 from kvd.metrics.counts import STAGES, LaneCounts
 from kvd.wire.link import LINK, ShareDone
 from kvd.wire.server import Client, Server
-from kvd_proto.arrays import Chunks, IntArray
 from kvd_proto.channel import Channel
 from kvd_proto.codec import WIRE
+from kvd_proto.jobs import Chunks, IntArray
 from kvd_proto.messages import Done, Job, JobStatus, Load, Message
 
 TEXT_LIMIT = 1000
@@ -35,7 +35,7 @@ _Whose: TypeAlias = tuple[int, int, bytes, bool]
 """Session, rank, namespace, and whether they were stored."""
 
 
-class Shares:
+class ShareBuffer:
     """What the broker is not told yet, in the order in which it happened to each worker."""
 
     def __init__(self) -> None:
@@ -48,7 +48,13 @@ class Shares:
         return time.monotonic() - self._since
 
     def add(
-        self, worker: Worker, binding: Binding, chunks: Chunks, which: Sequence[int], *, ok: bool
+        self,
+        worker: LaneWorker,
+        binding: Binding,
+        chunks: Chunks,
+        which: Sequence[int],
+        *,
+        ok: bool,
     ) -> None:
         """Add a job's chunks of these numbers: stored, or, where not `ok`, given up."""
         if not which:
@@ -93,7 +99,7 @@ def _messages(whose: _Whose, kept: Sequence[Chunks]) -> Iterator[ShareDone]:
         )
 
 
-class Reports:
+class Reporter:
     """Everything that the lane sends but for its first message, and what it counts.
 
     Attributes:
@@ -113,18 +119,18 @@ class Reports:
         self._stages = {
             way: [self.counts.stages[f"{way}_{stage}"] for stage in STAGES] for way in Direction
         }
-        self.shares = Shares()
+        self.shares = ShareBuffer()
 
     # ---------------------------------------------------------- to workers
 
-    def join(self, client: Client, worker: Worker) -> None:
+    def join(self, client: Client, worker: LaneWorker) -> None:
         """Make a connection the worker's; end the one before it, with what was not read there."""
         if worker.client is not None:
             self.server.end(worker.client)
         worker.client = client
         self.server.adopt(client, worker)
 
-    def part(self, worker: Worker) -> None:
+    def part(self, worker: LaneWorker) -> None:
         """Part the worker from its connection; requests there get `bad_session`."""
         if worker.client is not None:
             self.server.adopt(worker.client, None)
@@ -136,7 +142,7 @@ class Reports:
         server.accepted.clear()
         while server.ended:
             client = server.ended.popleft()
-            worker: Worker | None = client.owner
+            worker: LaneWorker | None = client.owner
             if worker is not None and worker.client is client:
                 worker.client = None
 
@@ -163,7 +169,7 @@ class Reports:
         for action in self.runner.take_due():
             action()
 
-    def refuse_job(self, worker: Worker, request: Job, request_id: int, text: str) -> None:
+    def refuse_job(self, worker: LaneWorker, request: Job, request_id: int, text: str) -> None:
         """Answer that a job is not taken, and why."""
         way = Direction.LOAD if isinstance(request, Load) else Direction.STORE
         status = JobStatus.REFUSED

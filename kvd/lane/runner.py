@@ -10,10 +10,10 @@ from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 
 from kvd.errors import IntegrityError, LaneError
-from kvd.lane.devices.device import NO_MOVES, Device, Direction, Finished, Transfer
+from kvd.lane.device import NO_RUNS, CompletedTransfer, Device, Direction, Transfer
 from kvd.lane.jobs import VOID_TEXT, JobState, LaneJob, needs_control_page, outside
-from kvd.lane.queue import JobQueue, Limits
-from kvd.lane.workers import Worker
+from kvd.lane.queue import JobQueue, QueueLimits
+from kvd.lane.workers import LaneWorker
 from kvd_proto.errors import JobShapeError
 from kvd_proto.messages import Job, JobStatus, Load
 
@@ -36,14 +36,14 @@ class Runner:
     def __init__(
         self,
         device: Device,
-        limits: Limits | None = None,
+        limits: QueueLimits | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
     ) -> None:
         self.stopping = False
         self._device = device
         self.clock = clock
         self._queue: JobQueue[LaneJob] = JobQueue(limits)
-        self._jobs: dict[tuple[Worker, int], LaneJob] = {}
+        self._jobs: dict[tuple[LaneWorker, int], LaneJob] = {}
         self._next_deadline = math.inf  # none is earlier
         self._ended: list[LaneJob] = []
         self._waiting: list[tuple[Collection[LaneJob], Callable[[], None]]] = []
@@ -51,7 +51,7 @@ class Runner:
 
     # ------------------------------------------------------------ requests
 
-    def submit(self, worker: Worker, request: Job, request_id: int) -> None:
+    def submit(self, worker: LaneWorker, request: Job, request_id: int) -> None:
         """Take a job. It may end at once, as refused.
 
         Raises:
@@ -82,7 +82,7 @@ class Runner:
             engine=binding.order.owner,
             worker=worker,
             load=load,
-            nbytes=worker.expander.named_bytes(request.blocks),
+            nbytes=worker.expander.listed_bytes(request.blocks),
             binding=binding,
             request=request,
             request_id=request_id,
@@ -152,12 +152,12 @@ class Runner:
 
     # ------------------------------------------------------------- looking
 
-    def find(self, worker: Worker, numbers: Iterable[int]) -> list[LaneJob]:
+    def find(self, worker: LaneWorker, numbers: Iterable[int]) -> list[LaneJob]:
         """A worker's unfinished jobs of these numbers, each once."""
         found = (self._jobs.get((worker, number)) for number in dict.fromkeys(numbers))
         return [job for job in found if job is not None]
 
-    def jobs_of(self, worker: Worker) -> list[LaneJob]:
+    def jobs_of(self, worker: LaneWorker) -> list[LaneJob]:
         """A worker's unfinished jobs."""
         return [job for job in self if job.worker is worker]
 
@@ -253,7 +253,7 @@ class Runner:
         job.in_flight += 1
         job.in_flight_bytes += nbytes
 
-    def _piece_done(self, finished: Finished) -> None:
+    def _piece_done(self, finished: CompletedTransfer) -> None:
         job: LaneJob = finished.transfer.job
         job.in_flight -= 1
         job.in_flight_bytes -= finished.transfer.nbytes
@@ -291,7 +291,7 @@ class Runner:
             return
         job.ended_ns = self.clock()
         del self._jobs[job.worker, job.request.job]
-        job.moves = NO_MOVES  # the numbers of many runs are much memory
+        job.moves = NO_RUNS  # the numbers of many runs are much memory
         self._ended.append(job)
 
     def __repr__(self) -> str:
@@ -304,7 +304,7 @@ def _reached(now: int) -> Callable[[LaneJob], bool]:
     A number that is reached between two looks would let the later one of two jobs go first. A store
     waits for the broker, too.
     """
-    seen: dict[Worker, int] = {}
+    seen: dict[LaneWorker, int] = {}
 
     def reached(job: LaneJob) -> bool:
         worker = job.worker

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from kvd.client_names import ClientIdentity
 from kvd.errors import HandleRefused, ImportFailed, LaneError
-from kvd.lane.devices.device import Device, MemoryId
+from kvd.lane.device import Device, MemoryId
 from kvd.machine.process import sealed_size
 from kvd.wire.link import BindWorker, ImportWorker
 from kvd.wire.server import Client
-from kvd_proto.control import CONTROL_BYTES, ControlWords
 from kvd_proto.directory import DirectoryView
 from kvd_proto.errors import DirectoryError
 from kvd_proto.expand import Expander
+from kvd_proto.jobs import CONTROL_BYTES, ControlWords
 from kvd_proto.layout import RankLayout
 
 
@@ -83,7 +83,7 @@ class Binding:
 
 
 @dataclass(eq=False, slots=True)
-class Worker:
+class LaneWorker:
     """One worker's memory, as this lane holds it.
 
     Attributes:
@@ -132,15 +132,15 @@ def _user(uid: int) -> str:
         return f"{uid}"
 
 
-class Workers:
+class WorkerTable:
     """The imported workers, by session number and by token."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._by_session: dict[int, Worker] = {}
-        self._by_token: dict[bytes, Worker] = {}
+        self._by_session: dict[int, LaneWorker] = {}
+        self._by_token: dict[bytes, LaneWorker] = {}
 
-    def add(self, message: ImportWorker, descriptors: Sequence[int]) -> Worker:
+    def add(self, message: ImportWorker, descriptors: Sequence[int]) -> LaneWorker:
         """Map the memory of a worker whose registration the broker has checked.
 
         The descriptors stay the caller's; number 0 is the control page. None at all: the worker
@@ -162,22 +162,22 @@ class Workers:
         except HandleRefused as error:
             raise ImportFailed(f"{error}{_users_differ(message.uid)}") from error
         expander = Expander(message.layout)
-        who, has_page = identity_of(message), bool(descriptors)
-        worker = Worker(message, who, memory, control, has_page, expander)
+        identity, has_page = identity_of(message), bool(descriptors)
+        worker = LaneWorker(message, identity, memory, control, has_page, expander)
         self._by_session[message.session] = self._by_token[message.token] = worker
         return worker
 
-    def remove(self, worker: Worker) -> None:
+    def remove(self, worker: LaneWorker) -> None:
         """Unmap a worker's memory; nothing may be in flight on it."""
         self._device.release_memory(worker.memory)
         worker.control.unmap()
         del self._by_session[worker.order.session], self._by_token[worker.order.token]
 
-    def by_session(self, session: int) -> Worker | None:
+    def by_session(self, session: int) -> LaneWorker | None:
         """The worker of a session, by the broker's number."""
         return self._by_session.get(session)
 
-    def by_token(self, token: bytes) -> Worker | None:
+    def by_token(self, token: bytes) -> LaneWorker | None:
         """The worker whose LaneUp has this token."""
         return self._by_token.get(token)
 

@@ -2,7 +2,7 @@
 
 Thin wrappers over `cuda.bindings.driver`: numbers in, numbers out; a failure is a CudaDriverError
 that says what was attempted. The bindings are imported at the first call, so a daemon without them
-serves host memory. What a lane does with a device is in `kvd.lane.devices.cuda`.
+serves host memory. What a lane does with a device is in `kvd.lane.cuda`.
 """
 
 import logging

@@ -18,9 +18,9 @@ from typing import Self
 
 from kvd.machine.numa import has_gpus
 from kvd_proto.capacity import PIN_KERNEL_BYTES, pin_kernel_bytes
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
-TRAILER_BYTES = 33 * 4096  # behind the chunks in the pool's file, see kvd.cache.trailer
+TRAILER_BYTES = 33 * 4096  # behind the chunks in the pool's file, see kvd.cache.recovery
 HEADROOM = 2**30  # for the daemon's own processes; half of the memory where there is little
 _HUGETLBFS = "hugetlbfs"
 _TMPFS = "tmpfs"
@@ -260,7 +260,10 @@ class PoolLimits:
 
     def _largest_of_machine(self, held: int) -> int:
         """The same by the machine's memory alone, with `held` bytes there: pool and pins fit."""
-        room, pins = _without_headroom(self.memory.available), self.pinning_lanes * PIN_KERNEL_BYTES
+        room, pins = (
+            _without_headroom(self.memory.available),
+            self.pinning_lanes * PIN_KERNEL_BYTES,
+        )
         if self._counts_as_memory:
             most = (held + room) * 2**30 // (2**30 + pins)
         else:

@@ -12,8 +12,7 @@ from typing import Any, Literal
 
 from kvd.metrics import schema
 from kvd.metrics.counts import BREAKER_REASONS
-from kvd.metrics.history import Span
-from kvd.metrics.words import duration, latency, percent, several, size
+from kvd.metrics.reading import Span, duration, latency, percent, several, size
 
 Level = Literal["error", "warning", "hint"]
 Case = Mapping[str, Any] | bool

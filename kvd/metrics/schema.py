@@ -17,15 +17,15 @@ from kvd.metrics.counts import (
     TierCounts,
 )
 from kvd.metrics.declare import (
-    Items,
+    ItemLabels,
     counter,
     counters,
     gauge,
     info,
     listed,
     part,
-    rows,
-    shown,
+    plain,
+    report_fields,
     sums,
 )
 
@@ -34,31 +34,31 @@ MAX_ENGINES = 64
 
 
 @dataclass(slots=True)
-class Drain:
+class DrainStatus:
     """An operator's drain."""
 
-    uid: int = shown("Who gave it")
-    pid: int = shown("Process that gave it")
-    seconds: float = shown("Since when")
-    stores_in_flight: int = shown("Chunks being written that began before it")
-    leases_in_flight: int = shown("Leases that began before it and have not ended")
+    uid: int = plain("Who gave it")
+    pid: int = plain("Process that gave it")
+    seconds: float = plain("Since when")
+    stores_in_flight: int = plain("Chunks being written that began before it")
+    leases_in_flight: int = plain("Leases that began before it and have not ended")
 
 
 @dataclass(slots=True)
-class Check:
+class CheckStatus:
     """One condition of readiness."""
 
-    name: str = shown("`pool`; `lane` and the device, for each lane; `drain`")
+    name: str = plain("`pool`; `lane` and the device, for each lane; `drain`")
     ok: bool = gauge(
         "1 if it holds. An engine that is absent fails nothing: with `cpu_bytes = auto` the"
         " daemon is ready before the first engine decides the pool's size",
         "kvd_check_ok",
     )
-    text: str = shown(
+    text: str = plain(
         "What holds, or what is wrong; while the pool is made, how far it is and how long it takes"
         " by the rate of the last ten seconds"
     )
-    percent: float | None = shown(
+    percent: float | None = plain(
         "Of `pool`: how much is allocated, and pinned by every lane with workers that has to pin;"
         " null where it does not apply",
         default=None,
@@ -72,19 +72,19 @@ class Check:
 class Condition:
     """Something that is wrong."""
 
-    name: str = shown("Which condition, such as `lane down`")
-    level: str = shown(
+    name: str = plain("Which condition, such as `lane down`")
+    level: str = plain(
         "`error` costs engines their cache now, `warning` will or may, `hint` could go better"
     )
-    text: str = shown("What is wrong, over the last minute")
-    remedy: str = shown("What to do")
+    text: str = plain("What is wrong, over the last minute")
+    remedy: str = plain("What to do")
 
 
 @dataclass(slots=True)
-class Quota:
+class QuotaStatus:
     """What a model with a quota may hold."""
 
-    model: str = shown("The model's name, as the setting `quota` has it")
+    model: str = plain("The model's name, as the setting `quota` has it")
     floor_bytes: int = gauge("Bytes that others leave to the model", "kvd_quota_floor_bytes")
     cap_bytes: int | None = gauge(
         "Most bytes that the model may hold; null where there is no cap", "kvd_quota_cap_bytes"
@@ -93,7 +93,7 @@ class Quota:
 
 
 @dataclass(slots=True)
-class Pool:
+class PoolStatus:
     """The memory that holds chunks."""
 
     cpu_bytes: int = gauge("Size of the pool; 0 while it is not decided", "kvd_pool_bytes")
@@ -105,11 +105,11 @@ class Pool:
     allocated_bytes: int = gauge(
         "Bytes of the pool whose memory is there", "kvd_pool_allocated_bytes"
     )
-    quotas: list[Quota] = listed(Items(("model",), lambda quota: (quota["model"],)))
+    quotas: list[QuotaStatus] = listed(ItemLabels(("model",), lambda quota: (quota["model"],)))
 
 
 @dataclass(slots=True)
-class Chunks:
+class ChunksStatus:
     """Chunks of a namespace by state."""
 
     ready: int = gauge("Chunks that can be found", "kvd_namespace_chunks", state="ready")
@@ -125,58 +125,58 @@ class Chunks:
         state="draining",
     )
     pinned: int = gauge("Of `ready`: chunks under a lease", "kvd_namespace_pinned_chunks")
-    doomed: int = shown("Of `ready`: dropped by a reset, gone when the last lease ends")
+    doomed: int = plain("Of `ready`: dropped by a reset, gone when the last lease ends")
 
 
 @dataclass(slots=True, kw_only=True)
 class ForecastSize:
     """What a pool of another size would find."""
 
-    pool: str = shown("`-50%`, `-25%`, `now`, `+25%`, `+50%`, `+100%`, `+200%` or `unlimited`")
-    bytes: int | None = shown("Bytes of such a pool; null without limit")
+    pool: str = plain("`-50%`, `-25%`, `now`, `+25%`, `+50%`, `+100%`, `+200%` or `unlimited`")
+    bytes: int | None = plain("Bytes of such a pool; null without limit")
     hit_ratio: float = gauge(
         "Share of looked-up tokens that a pool of this size would find, 0 to 1",
         "kvd_would_hit_ratio",
     )
-    prefill_seconds_per_hour: float | None = shown(
+    prefill_seconds_per_hour: float | None = plain(
         "Seconds an hour in which engines would compute what it misses, all of them together; null"
         " where no engine reports its prefill rate"
     )
 
 
 @dataclass(slots=True, kw_only=True)
-class Forecast:
+class ForecastStatus:
     """What the namespace's engines would find in a pool of another size."""
 
-    requests: int = shown(
+    requests: int = plain(
         "Finished requests that it is made of. As all its sums, halved after each hour with lookups"
     )
-    first_time: float = shown("Share of prompts' chunks that no request had before, 0 to 1")
-    ceiling: float = shown("Share of looked-up tokens that a pool without limit would find, 0 to 1")
-    hit_ratio: float = shown(
+    first_time: float = plain("Share of prompts' chunks that no request had before, 0 to 1")
+    ceiling: float = plain("Share of looked-up tokens that a pool without limit would find, 0 to 1")
+    hit_ratio: float = plain(
         "Share of looked-up tokens that were found; where engines count no tokens, that of chunks"
         " by the miss-ratio curve"
     )
-    prefill_seconds_per_token: float | None = shown(
+    prefill_seconds_per_token: float | None = plain(
         "Time in which an engine computes a token of a prompt, as measured by the engines; null"
         " where none reports it"
     )
-    sizes: list[ForecastSize] = listed(Items(("pool",), lambda size: (size["pool"],)))
+    sizes: list[ForecastSize] = listed(ItemLabels(("pool",), lambda size: (size["pool"],)))
 
 
 @dataclass(slots=True, kw_only=True)
-class Namespace:
+class NamespaceStatus:
     """Chunks that may be shared."""
 
-    id: str = shown("32 hex digits, from the fingerprint and the layout")
-    model: str = shown("The model's name")
+    id: str = plain("32 hex digits, from the fingerprint and the layout")
+    model: str = plain("The model's name")
     engines: int = gauge("Engines attached to the namespace now", "kvd_namespace_engines")
-    world_size: int = shown("Ranks that hold shares of one chunk")
-    replicated: bool = shown("All ranks hold the same bytes, stored once")
+    world_size: int = plain("Ranks that hold shares of one chunk")
+    replicated: bool = plain("All ranks hold the same bytes, stored once")
     bytes_per_chunk: int = gauge(
         "Bytes of one chunk, all ranks together", "kvd_namespace_chunk_bytes"
     )
-    tokens_per_chunk: int | None = shown(
+    tokens_per_chunk: int | None = plain(
         "null where groups' blocks hold different numbers of tokens"
     )
     num_chunks: int = gauge(
@@ -190,23 +190,23 @@ class Namespace:
         "Chunks of the namespace that tiers are known to have; what a shared one has nobody counts",
         "kvd_namespace_tier_chunks",
     )
-    directory_bytes: int = shown("Bytes of its directory, which is not part of the pool")
+    directory_bytes: int = plain("Bytes of its directory, which is not part of the pool")
     ready_bytes: int = gauge("Bytes of `chunks.ready`", "kvd_namespace_bytes", state="ready")
     writing_bytes: int = gauge("Bytes of `chunks.writing`", "kvd_namespace_bytes", state="writing")
     draining_bytes: int = gauge(
         "Bytes of `chunks.draining`", "kvd_namespace_bytes", state="draining"
     )
-    chunks: Chunks = part()
+    chunks: ChunksStatus = part()
     missed_tokens: dict[str, int] = counters(
         "Tokens of `counters.missed`, by the same reasons; empty where `tokens_per_chunk` is null",
         "kvd_namespace_missed_tokens_total",
         "reason",
     )
-    forecast: Forecast | None = part(
+    forecast: ForecastStatus | None = part(
         "Hits by the size of the pool; null before 50 requests have finished, and for a namespace"
         " of a self-test"
     )
-    advice: str | None = shown(
+    advice: str | None = plain(
         "What to buy by the forecast: memory, a tier or neither; null without a forecast"
     )
     counters: ChunkCounts = part(prefix="kvd_namespace_")
@@ -218,20 +218,20 @@ class Namespace:
 
 
 @dataclass(slots=True, kw_only=True)
-class SessionOfEngine:
+class SessionStatus:
     """A connection of an engine's process."""
 
-    kind: str = shown("`scheduler` or `worker`")
-    rank: int | None = shown("Of a registered worker, else null", default=None)
-    device: str | None = shown("Of a registered worker, else null", default=None)
-    state: str = shown("See the life cycles in `docs/protocol.md`")
-    pid: int = shown("As the kernel has it")
-    uid: int = shown("As the kernel has it")
-    seconds: float = shown("Since its HELLO")
+    kind: str = plain("`scheduler` or `worker`")
+    rank: int | None = plain("Of a registered worker, else null", default=None)
+    device: str | None = plain("Of a registered worker, else null", default=None)
+    state: str = plain("See the life cycles in `docs/protocol.md`")
+    pid: int = plain("As the kernel has it")
+    uid: int = plain("As the kernel has it")
+    seconds: float = plain("Since its HELLO")
 
 
 @dataclass(slots=True, kw_only=True)
-class Published(EventCounts):
+class PublishedStatus(EventCounts):
     """What an engine publishes as KV events."""
 
     lag_max_seconds: float = gauge(
@@ -242,7 +242,7 @@ class Published(EventCounts):
 
 
 @dataclass(slots=True)
-class Engine:
+class EngineStatus:
     """An inference server instance.
 
     Engines look up in shared memory, so the daemon knows what their schedulers report: once a
@@ -250,34 +250,34 @@ class Engine:
     engine or the daemon dies is not counted; nothing counts twice.
     """
 
-    name: str = shown("As it calls itself")
+    name: str = plain("As it calls itself")
     attached: bool = gauge("1 if every rank of the engine is registered", "kvd_engine_attached")
-    namespace: str | None = shown("id of its namespace, or null")
-    world_size: int = shown("Ranks; 0 before the first has registered")
+    namespace: str | None = plain("id of its namespace, or null")
+    world_size: int = plain("Ranks; 0 before the first has registered")
     missing_ranks: list[int] = gauge(
         "Ranks of the engine that are not registered; their number", "kvd_engine_missing_ranks"
     )
-    sessions: list[SessionOfEngine] = listed()
+    sessions: list[SessionStatus] = listed()
     counters: LookupCounts = part(prefix="kvd_engine_")
-    published: Published = part(prefix="kvd_engine_")
+    published: PublishedStatus = part(prefix="kvd_engine_")
 
 
 @dataclass(slots=True)
-class Lane:
+class LaneStatus:
     """The process of one device. Its own figures are up to half a second old."""
 
-    device: str = shown(
+    device: str = plain(
         "`host`, or `cuda:` and the device's UUID. CUDA devices appear when workers register on"
         " them; a lane that cannot start is not listed"
     )
     up: bool = gauge("1 if the lane serves or is ending", "kvd_lane_up")
-    state: str = shown(
+    state: str = plain(
         "`up`, `ending` (told to finish its jobs, unpin and exit), `starting` (it never was up) or"
         " `down` (lost, and started again)"
     )
-    pid: int = shown("Of its process")
-    incarnation: int = shown("Number of its process")
-    last_error: str = shown("How its last process ended")
+    pid: int = plain("Of its process")
+    incarnation: int = plain("Number of its process")
+    last_error: str = plain("How its last process ended")
     seconds_since_heard: float | None = gauge(
         "Time since the lane was heard of; null where it is down", "kvd_lane_silent_seconds"
     )
@@ -289,32 +289,32 @@ class Lane:
         "Bytes given to the device and not reported", "kvd_lane_in_flight_bytes"
     )
     workers: int = gauge("Ranks whose memory it has mapped", "kvd_lane_workers")
-    pool_bytes: int = shown("Size of the pool")
+    pool_bytes: int = plain("Size of the pool")
     usable_bytes: int = gauge(
         "Longest part of the pool, in the order of filling, where all that the lane's ranks use"
         " can be copied; the whole pool where no rank is bound",
         "kvd_lane_pool_usable_bytes",
     )
-    pins: bool = shown("It can use only memory that it has pinned")
-    pin_error: str = shown("Why it cannot pin all of the pool; empty while there is hope")
+    pins: bool = plain("It can use only memory that it has pinned")
+    pin_error: str = plain("Why it cannot pin all of the pool; empty while there is hope")
     pinned_bytes: int = gauge("Bytes of the pool that the lane has pinned", "kvd_lane_pinned_bytes")
     counters: LaneCounts = part(prefix="kvd_")
 
 
 @dataclass(slots=True, kw_only=True)
-class Tier:
+class TierReport:
     """What keeps chunks below memory, in the order of the setting `tier`."""
 
-    name: str = shown("Its kind, such as `disk`; the second of one kind is `disk-2`")
-    setting: str = shown("As the operator wrote it")
-    keep: str = shown("Which chunks go down: `asked`, `all` or `never`")
-    medium: str = shown("What engines and routers call it: `disk`, `remote`, `memory`")
-    shared: bool = shown("Other daemons put and remove chunks there, too")
-    described: str = shown("How it works, as its process says; empty until one serves")
-    state: str = shown("`up`, `starting` (it never was up) or `down` (lost, and started again)")
+    name: str = plain("Its kind, such as `disk`; the second of one kind is `disk-2`")
+    setting: str = plain("As the operator wrote it")
+    keep: str = plain("Which chunks go down: `asked`, `all` or `never`")
+    medium: str = plain("What engines and routers call it: `disk`, `remote`, `memory`")
+    shared: bool = plain("Other daemons put and remove chunks there, too")
+    described: str = plain("How it works, as its process says; empty until one serves")
+    state: str = plain("`up`, `starting` (it never was up) or `down` (lost, and started again)")
     up: bool = gauge("1 if the tier's process serves", "kvd_tier_up")
-    pid: int = shown("Of its process; 0 where none serves")
-    breaker: str = shown(
+    pid: int = plain("Of its process; 0 where none serves")
+    breaker: str = plain(
         "`closed` (used), `open` (set aside: lookups miss what only it has) or `probing` (whether"
         " it works again is tried)"
     )
@@ -332,7 +332,7 @@ class Tier:
         "kvd_tier_unopened_seconds",
     )
     full: bool = gauge("1 while puts rest, because it has no room", "kvd_tier_full")
-    last_error: str = shown("The last error of its medium or process; empty where there was none")
+    last_error: str = plain("The last error of its medium or process; empty where there was none")
     total_bytes: int = gauge("Its budget; 0 where nobody knows", "kvd_tier_budget_bytes")
     used_bytes: int = gauge("Bytes that it takes of its medium", "kvd_tier_used_bytes")
     chunks: int = gauge("Chunks that it keeps, all namespaces together", "kvd_tier_chunks")
@@ -352,7 +352,7 @@ class Tier:
 
 
 @dataclass(slots=True, kw_only=True)
-class Broker(BrokerCounts):
+class BrokerStatus(BrokerCounts):
     """The process that decides."""
 
     loop_lag_max_seconds: float = gauge(
@@ -367,7 +367,7 @@ class Broker(BrokerCounts):
 
 
 @dataclass(slots=True)
-class Sessions:
+class SessionLimit:
     """Sessions: connections to the broker's socket."""
 
     open: int = gauge("Open connections of engines' processes and tools", "kvd_sessions")
@@ -375,13 +375,13 @@ class Sessions:
 
 
 @dataclass(slots=True)
-class Event:
+class EventStatus:
     """Something that happened; the last 200, oldest first."""
 
-    number: int = shown("From 1 since the start")
-    time: float = shown("When")
-    level: str = shown("`info`, `warning` or `error`")
-    text: str = shown("For people")
+    number: int = plain("From 1 since the start")
+    time: float = plain("When")
+    level: str = plain("`info`, `warning` or `error`")
+    text: str = plain("For people")
 
 
 @dataclass(slots=True)
@@ -389,12 +389,12 @@ class Report:
     """The daemon."""
 
     version: str = info("Name and version of the daemon", "kvd_build_info")
-    boot_id: str = shown("32 hex digits, new at every start")
-    pid: int = shown("The broker's process id")
-    host: str = shown("The machine's name, as the kernel has it")
-    time: float = shown("When this report was made")
+    boot_id: str = plain("32 hex digits, new at every start")
+    pid: int = plain("The broker's process id")
+    host: str = plain("The machine's name, as the kernel has it")
+    time: float = plain("When this report was made")
     started: float = gauge("When the daemon started", "process_start_time_seconds")
-    runtime_dir: str = shown("Where its sockets are")
+    runtime_dir: str = plain("Where its sockets are")
     ready: bool = gauge(
         "1 if engines can store and load now: every check is ok; the exit status of `kvd status`"
         " is 0 only then",
@@ -405,29 +405,29 @@ class Report:
         " to another",
         "kvd_draining",
     )
-    drain: Drain | None = part("The operator's drain; null where there is none")
-    checks: list[Check] = listed(Items(("check",), lambda check: (check["name"],)))
+    drain: DrainStatus | None = part("The operator's drain; null where there is none")
+    checks: list[CheckStatus] = listed(ItemLabels(("check",), lambda check: (check["name"],)))
     conditions: list[Condition] = listed()
-    pool: Pool = part()
-    namespaces: list[Namespace] = listed(
-        Items(("namespace", "model"), lambda space: (space["id"][:12], space["model"]))
+    pool: PoolStatus = part()
+    namespaces: list[NamespaceStatus] = listed(
+        ItemLabels(("namespace", "model"), lambda space: (space["id"][:12], space["model"]))
     )
-    engines: list[Engine] = listed(
-        Items(("engine",), lambda engine: (engine["name"],), MAX_ENGINES),
+    engines: list[EngineStatus] = listed(
+        ItemLabels(("engine",), lambda engine: (engine["name"],), MAX_ENGINES),
         "Engines that are here",
         "kvd_engines",
     )
-    lanes: list[Lane] = listed(Items(("device",), lambda lane: (lane["device"],)))
-    tiers: list[Tier] = listed(Items(("tier",), lambda tier: (tier["name"],)))
-    broker: Broker = part()
-    sessions: Sessions = part()
+    lanes: list[LaneStatus] = listed(ItemLabels(("device",), lambda lane: (lane["device"],)))
+    tiers: list[TierReport] = listed(ItemLabels(("tier",), lambda tier: (tier["name"],)))
+    broker: BrokerStatus = part()
+    sessions: SessionLimit = part()
     leases: int = gauge("Leases that have not ended: groups of chunks pinned", "kvd_leases")
     counters: dict[str, Any] = sums(
         *(("kvd_", ChunkCounts), ("kvd_", LookupCounts)),
         *(("kvd_", EventCounts), (None, LaneCounts)),
     )
-    events: list[Event] = listed()
+    events: list[EventStatus] = listed()
 
 
-ROWS = tuple(rows(Report))
+REPORT_FIELDS = tuple(report_fields(Report))
 """Every field of the report."""

@@ -41,12 +41,12 @@ from kvd_proto.capacity import (
     size_pool,
 )
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec, validate_layout
-from kvd_proto.sizes import format_size
-from kvd_proto.tier_table import ENTRY_BYTES, entries_for
+from kvd_proto.text import format_size
+from kvd_proto.tier_table import ENTRY_BYTES, tier_table_capacity
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ModelGroup:
     """One group of layers; state_bytes: in use of each page, None where attention fills it."""
 
     layers: LayerGroup
@@ -55,7 +55,7 @@ class Group:
 
 def make_groups(
     model: Model, block_size: int, token_bytes: int, state_bytes: int | None
-) -> list[Group]:
+) -> list[ModelGroup]:
     """Spread layers of one kind over as many groups as it takes.
 
     No group is larger than the kind with the fewest layers (10 full and 52
@@ -82,13 +82,13 @@ def make_groups(
         for index in range(number):
             pages = (block_size * token_bytes,) * len(range(index, layers, number))
             groups.append(
-                Group(LayerGroup(pages, block_size, window), state_bytes if is_state else None)
+                ModelGroup(LayerGroup(pages, block_size, window), state_bytes if is_state else None)
             )
     return groups
 
 
 def rank_layout(
-    groups: list[Group], hash_block_size: int, blocks_per_chunk: int, *, replicated: bool
+    groups: list[ModelGroup], hash_block_size: int, blocks_per_chunk: int, *, replicated: bool
 ) -> RankLayout:
     """What a worker of this engine registers, but for the blocks; a chunk's size is the same."""
     page = groups[0].layers.page_bytes[0]
@@ -315,7 +315,7 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
         pool_tokens=sizes.num_chunks // len(groups) * tokens_per_chunk,
         tier_chunks=tier_chunks,
         tier_tokens=tier_chunks // len(groups) * tokens_per_chunk,
-        tier_table_bytes=entries_for(tier_chunks) * ENTRY_BYTES if tier_chunks else 0,
+        tier_table_bytes=tier_table_capacity(tier_chunks) * ENTRY_BYTES if tier_chunks else 0,
         promotion_seconds=chunk_bytes / bandwidth if bandwidth else None,
         tier_tokens_per_second=(
             bandwidth / (chunk_bytes * len(groups)) * tokens_per_chunk if bandwidth else None

@@ -52,7 +52,7 @@ DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True, slots=True)
-class States:
+class StateLayers:
     """State layers of a model.
 
     layers: their number; attention_layers: that of the others.
@@ -93,7 +93,7 @@ class States:
         return conv * conv_bytes + state * state_bytes
 
 
-def read_states(fields: Mapping[str, Any]) -> States | None:
+def read_states(fields: Mapping[str, Any]) -> StateLayers | None:
     """Return the state layers of a model of a known family, None for any other.
 
     Raises:
@@ -102,7 +102,7 @@ def read_states(fields: Mapping[str, Any]) -> States | None:
     family = fields.get("model_type")
     if family in MAMBA2:
         layers, attention = _nemotron_layers(fields)
-        return States(
+        return StateLayers(
             layers=layers,
             attention_layers=attention,
             heads=required(fields, ("mamba_num_heads",)),
@@ -116,7 +116,7 @@ def read_states(fields: Mapping[str, Any]) -> States | None:
     if family in DELTA:
         layers, attention = _delta_layers(fields)
         dtype = fields.get("mamba_ssm_dtype") if family != "qwen3_next" else None
-        return States(
+        return StateLayers(
             layers=layers,
             attention_layers=attention,
             heads=required(fields, ("linear_num_value_heads",)),
@@ -226,7 +226,7 @@ class Model:
     head_elements: int
     dtype: str | None
     max_positions: int | None
-    states: States | None
+    states: StateLayers | None
 
     @property
     def replicated(self) -> bool:

@@ -228,7 +228,7 @@ class Tenant(Protocol):
         """Evict these unpinned chunks, end loans of these slots, and give them to the space."""
 
 
-class Space:
+class PoolSpace:
     """Free and used slots of one namespace. Columns come and go by `kvd.pool.pool.Pool`.
 
     `active`: engines are attached, so that the namespace has a share of its own.
@@ -379,6 +379,6 @@ class Space:
 
     def __repr__(self) -> str:
         return (
-            f"<Space {self.number}: {len(self._free)} of {len(self.column_extents)} columns,"
+            f"<PoolSpace {self.number}: {len(self._free)} of {len(self.column_extents)} columns,"
             f" {self.free_slots} slots free, {self.held} extents>"
         )

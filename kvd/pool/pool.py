@@ -32,15 +32,17 @@ import numpy.typing as npt
 
 from kvd.config.values import Quota
 from kvd.errors import IntegrityError
-from kvd.pool.geometry import Extents, FillOrder, Geometry, Space, Tenant
+from kvd.pool.geometry import Extents, FillOrder, Geometry, PoolSpace, Tenant
 
 _ROUNDS = 40
 
 
-class Group:
+class QuotaGroup:
     """The namespaces of one model, under its quota; `spaces` are all of the pool's."""
 
-    def __init__(self, model: str, quota: Quota, extents: Extents, spaces: Sequence[Space]) -> None:
+    def __init__(
+        self, model: str, quota: Quota, extents: Extents, spaces: Sequence[PoolSpace]
+    ) -> None:
         self.model = model
         self.quota = quota
         cap = extents.count if quota.cap_bytes is None else quota.cap_bytes // extents.size
@@ -49,7 +51,7 @@ class Group:
         self._all = spaces
 
     @property
-    def spaces(self) -> list[Space]:
+    def spaces(self) -> list[PoolSpace]:
         """Its namespaces' parts of the pool."""
         return [space for space in self._all if space.model == self.model]
 
@@ -59,11 +61,11 @@ class Group:
         return sum(space.held for space in self.spaces)
 
     @property
-    def room(self) -> int:
+    def num_left(self) -> int:
         """Extents up to the cap; negative where a lowered cap has not been reached yet."""
         return self.cap - self.held
 
-    def may_lose(self, extents: int, taker: Space) -> bool:
+    def may_lose(self, extents: int, taker: PoolSpace) -> bool:
         """Whether it stays at its floor without so many extents, or gives to one of its own."""
         return not extents or self.model == taker.model or self.held - extents >= self.floor
 
@@ -71,26 +73,26 @@ class Group:
 class Quotas:
     """The quotas of a pool, by model; `spaces` are its spaces, a list that the pool changes."""
 
-    def __init__(self, extents: Extents, spaces: Sequence[Space]) -> None:
+    def __init__(self, extents: Extents, spaces: Sequence[PoolSpace]) -> None:
         self._extents = extents
         self._spaces = spaces
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, QuotaGroup] = {}
 
     def set(self, quotas: Mapping[str, Quota]) -> None:
         """These hold from now on, and no others."""
         self._groups = {
-            model: Group(model, quota, self._extents, self._spaces)
+            model: QuotaGroup(model, quota, self._extents, self._spaces)
             for model, quota in quotas.items()
         }
 
-    def of(self, space: Space) -> Group | None:
+    def of(self, space: PoolSpace) -> QuotaGroup | None:
         """The group of a namespace; None where it has no quota."""
         return self._groups.get(space.model)
 
-    def __iter__(self) -> Iterator[Group]:
+    def __iter__(self) -> Iterator[QuotaGroup]:
         return iter(self._groups.values())
 
-    def fair(self) -> dict[Space, float]:
+    def fair(self) -> dict[PoolSpace, float]:
         """Extents that each namespace may take from others for.
 
         The pool is divided evenly among those with engines, as far as floors and
@@ -112,7 +114,7 @@ class Quotas:
                 fair[space] = _clamped(group, active[space.model], level) / active[space.model]
         return fair
 
-    def _level(self, alone: int, groups: Sequence[tuple[Group, int]], available: int) -> float:
+    def _level(self, alone: int, groups: Sequence[tuple[QuotaGroup, int]], available: int) -> float:
         """The even part that, with floors and caps, divides what is available."""
         if not groups:
             return available / alone if alone else 0.0
@@ -126,11 +128,11 @@ class Quotas:
         return low
 
 
-def _clamped(group: Group, active: int, level: float) -> float:
+def _clamped(group: QuotaGroup, active: int, level: float) -> float:
     return min(max(level * active, group.floor), group.cap)
 
 
-Columns = list[tuple[Space, int]]
+Columns = list[tuple[PoolSpace, int]]
 
 
 class Pool:
@@ -140,9 +142,9 @@ class Pool:
         self.cpu_bytes = cpu_bytes
         self.extents = Extents(cpu_bytes)
         self.fill = fill or FillOrder.of(cpu_bytes)
-        self._spaces: list[Space] = []
+        self._spaces: list[PoolSpace] = []
         self.quotas = Quotas(self.extents, self._spaces)
-        self._owner: list[Space | None] = [None] * self.extents.count
+        self._owner: list[PoolSpace | None] = [None] * self.extents.count
         self._claims = [0] * self.extents.count  # columns of the owner that touch the extent
         self._changes = 0  # of owners and quotas: until then who cannot grow need not look again
         self._joined = 0
@@ -153,7 +155,7 @@ class Pool:
         """Bytes of the extents that no namespace owns."""
         return self.cpu_bytes - sum(map(self.held_bytes, self._spaces))
 
-    def held_bytes(self, space: Space) -> int:
+    def held_bytes(self, space: PoolSpace) -> int:
         """Bytes of the extents that a space owns."""
         owned = space.held * self.extents.size
         if self._owner[-1] is space:  # the last extent may be cut short
@@ -172,7 +174,7 @@ class Pool:
         To be called now and then: a column in which something is in use stays until later.
         """
         for group in self.quotas:
-            if group.room >= 0:
+            if group.num_left >= 0:
                 continue
             columns = [
                 (column not in space.empty, used_at[column], space.number, column, space)
@@ -183,26 +185,26 @@ class Pool:
             ]
             columns.sort(key=lambda entry: entry[:4])
             for *_, column, space in columns:
-                if group.room >= 0:
+                if group.num_left >= 0:
                     break
                 self._empty_out(space, column)
 
-    def is_capped(self, space: Space) -> bool:
+    def is_capped(self, space: PoolSpace) -> bool:
         """Whether nothing but the model's cap keeps the space from having another column."""
         group = self.quotas.of(space)
         return group is not None and not any(
-            column not in space and self._gain(space, column) <= group.room
+            column not in space and self._gain(space, column) <= group.num_left
             for column in range(len(space.column_extents))
         )
 
-    def join(self, geometry: Geometry, tenant: Tenant, model: str = "") -> Space:
+    def join(self, geometry: Geometry, tenant: Tenant, model: str = "") -> PoolSpace:
         """Add a space, which owns nothing yet; `model` says whose quota counts, if any."""
-        space = Space(geometry, self._joined, self.fill, tenant, model)
+        space = PoolSpace(geometry, self._joined, self.fill, tenant, model)
         self._joined += 1
         self._spaces.append(space)
         return space
 
-    def leave(self, space: Space) -> None:
+    def leave(self, space: PoolSpace) -> None:
         """Remove a space, whatever chunks it holds."""
         for column in space.claimed:
             self._release(space, column)
@@ -216,7 +218,7 @@ class Pool:
         self._tick = max(self._tick + uses, now)
         return self._tick
 
-    def restore(self, space: Space, slots: npt.NDArray[np.int64], last: int) -> None:
+    def restore(self, space: PoolSpace, slots: npt.NDArray[np.int64], last: int) -> None:
         """Claim what holds these chunks of the previous daemon, whose last tick is `last`.
 
         IntegrityError says that another namespace claims the same bytes.
@@ -231,7 +233,7 @@ class Pool:
     # ------------------------------------------------------------------ acquiring
 
     def acquire(
-        self, space: Space, slots: int, usable: int | None = None, *, evict: bool = True
+        self, space: PoolSpace, slots: int, usable: int | None = None, *, evict: bool = True
     ) -> None:
         """Claim columns until `slots` are free in `space`, or no more may be had.
 
@@ -254,7 +256,7 @@ class Pool:
             self._claim(space, column)
             self._claim_unowned(space, slots, usable)
 
-    def _claim_unowned(self, space: Space, slots: int, usable: int | None) -> None:
+    def _claim_unowned(self, space: PoolSpace, slots: int, usable: int | None) -> None:
         """Claim columns over extents that no other namespace owns."""
         short = slots - space.free_within(usable)
         if space.exhausted == self._changes or space.is_whole:
@@ -266,20 +268,20 @@ class Pool:
             if (
                 (usable is None or space.needs[column] <= usable)
                 and self._is_free_for(space, column)
-                and (group is None or self._gain(space, column) <= group.room)
+                and (group is None or self._gain(space, column) <= group.num_left)
             ):
                 self._claim(space, column)
                 short -= len(space.geometry.column_range(column))
         if usable is None:
             space.exhausted = self._changes
 
-    def _best_take(self, space: Space) -> tuple[int, Columns] | None:
+    def _best_take(self, space: PoolSpace) -> tuple[int, Columns] | None:
         """The best column to take from others, with the columns that go for it."""
         if space.capped == self._changes:
             return None
         quotas, fair = self.quotas, self.quotas.fair()
         own, group = fair[space], quotas.of(space)
-        room = group.room if group is not None else 0
+        room = group.num_left if group is not None else 0
         below_floor = group is not None and group.held < group.floor
         others = [other for other in self._spaces if other is not space]
         if (
@@ -325,25 +327,25 @@ class Pool:
             space.capped = self._changes
         return None if best is None else best[1:]
 
-    def _empty_out(self, space: Space, column: int) -> None:
+    def _empty_out(self, space: PoolSpace, column: int) -> None:
         """Evict what is in a column and release it."""
         used = space.used_slots(column)
         if used:
             space.tenant.yield_slots(used)
         self._release(space, column)
 
-    def give_back(self, space: Space) -> None:
+    def release_empty_columns(self, space: PoolSpace) -> None:
         """Release every column of a space that holds no chunk."""
         for column in list(space.empty):
             self._release(space, column)
 
     # -------------------------------------------------------------------- extents
 
-    def _gain(self, space: Space, column: int) -> int:
+    def _gain(self, space: PoolSpace, column: int) -> int:
         """How many extents the space would own besides, with this column."""
         return sum(self._owner[extent] is not space for extent in space.column_extents[column])
 
-    def _losses(self, columns: Iterable[tuple[Space, int]]) -> Counter[str]:
+    def _losses(self, columns: Iterable[tuple[PoolSpace, int]]) -> Counter[str]:
         """How many extents each model would lose with these columns: those no other one keeps."""
         claims = Counter((s, e) for s, column in columns for e in s.column_extents[column])
         losses: Counter[str] = Counter()
@@ -351,15 +353,15 @@ class Pool:
             losses[space.model] += self._claims[extent] == count
         return losses
 
-    def _is_free_for(self, space: Space, column: int) -> bool:
+    def _is_free_for(self, space: PoolSpace, column: int) -> bool:
         """Whether the space has not claimed the column, and no other owns an extent of it."""
         return column not in space and all(
             self._owner[extent] in {None, space} for extent in space.column_extents[column]
         )
 
-    def _overlapped(self, space: Space, column: int) -> Columns:
+    def _overlapped(self, space: PoolSpace, column: int) -> Columns:
         """The claimed columns of others that share an extent with this one."""
-        found: dict[tuple[Space, int], None] = {}
+        found: dict[tuple[PoolSpace, int], None] = {}
         for extent in space.column_extents[column]:
             other = self._owner[extent]
             if other is not None and other is not space:
@@ -368,7 +370,7 @@ class Pool:
                         found[other, theirs] = None
         return list(found)
 
-    def _claim(self, space: Space, column: int) -> None:
+    def _claim(self, space: PoolSpace, column: int) -> None:
         """The space has a column that is free for it."""
         self._changes += 1
         for extent in space.column_extents[column]:
@@ -378,7 +380,7 @@ class Pool:
             self._claims[extent] += 1
         space.open_column(column)
 
-    def _release(self, space: Space, column: int) -> None:
+    def _release(self, space: PoolSpace, column: int) -> None:
         """A column goes back."""
         self._changes += 1
         space.close_column(column)
@@ -390,7 +392,7 @@ class Pool:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError where extents are not owned as claimed, or chunks overlap."""
-        owner: list[Space | None] = [None] * self.extents.count
+        owner: list[PoolSpace | None] = [None] * self.extents.count
         claims = [0] * self.extents.count
         shares: list[tuple[int, int, int, int]] = []
         for space in self._spaces:
@@ -420,7 +422,7 @@ class Pool:
         return f"<Pool {self.cpu_bytes} bytes, {free} of {self.extents.count} extents free>"
 
 
-def _search_order(space: Space) -> range:
+def _search_order(space: PoolSpace) -> range:
     """The columns of a space, in the order in which it looks for room."""
     # Every other namespace starts at the far end, so that two that grow have one border
     # instead of many that cut columns.

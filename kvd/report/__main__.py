@@ -43,7 +43,7 @@ def main() -> int:
 async def _serve(options: argparse.Namespace) -> None:
     from uvicorn import Config, Server  # noqa: PLC0415  # all that is large comes after os.nice
 
-    from kvd.report.app import App, Listener  # noqa: PLC0415
+    from kvd.report.app import App, HttpListener  # noqa: PLC0415
     from kvd.report.broker_client import BrokerClient  # noqa: PLC0415
 
     class Quiet(Server):
@@ -77,7 +77,7 @@ async def _serve(options: argparse.Namespace) -> None:
     fds = [options.unix_fd] + ([options.tcp_fd] if options.tcp_fd is not None else [])
     link = Channel(socket.socket(fileno=options.link_fd))
     beating = asyncio.create_task(_beat(link))
-    serving = asyncio.create_task(Quiet(config).serve([Listener(fd) for fd in fds]))
+    serving = asyncio.create_task(Quiet(config).serve([HttpListener(fd) for fd in fds]))
     recording = asyncio.create_task(app.record())
     tasks = [beating, serving, recording]
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,9 @@
-"""The routes, and what holds for every connection and request: bounds, own names, headers."""
+"""HTTP: routes, bounds on connections, host names and headers, and the metrics of a scrape.
+
+Every metric of the report is declared with its field in `kvd.metrics`. Totals of the daemon and of
+its parts have different names: a sum never counts twice, and a total never falls when a part
+leaves. Labels are few: never keys, never process ids.
+"""
 
 import asyncio
 import contextlib
@@ -6,11 +11,21 @@ import ipaddress
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
-from dataclasses import asdict
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from prometheus_client import Counter, Gauge, disable_created_metrics
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.exposition import choose_encoder
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
@@ -20,9 +35,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvd.config.values import ListenAddress
 from kvd.errors import NotRunning
-from kvd.metrics.schema import Check
+from kvd.metrics.declare import ReportField
+from kvd.metrics.schema import REPORT_FIELDS, CheckStatus
 from kvd.report.broker_client import BrokerClient, Samples
-from kvd.report.exposition import REQUESTS, WATCHERS, Exposition
 
 MAX_CONNECTIONS = 128
 _UNREAD_MS = 5000
@@ -48,8 +63,43 @@ _HEADERS = {
     "x-frame-options": "DENY",
 }
 
+disable_created_metrics()  # type: ignore[no-untyped-call]  # as the library has it
+REQUESTS = Counter(
+    "kvd_http_requests_total",
+    "Answers over HTTP since its process began, by path and status.",
+    ["path", "code"],
+    registry=None,
+)
+WATCHERS = Gauge(
+    "kvd_http_watchers", "Open event streams: pages that are being watched.", registry=None
+)
 
-class Listener(socket.socket):
+SHARED_METRICS = {
+    "store_answered_chunks_total": "Chunks that engines asked to store, by answer: accepted, there"
+    " already (present), being written (pending), or refused.",
+    "load_answered_chunks_total": "Chunks that engines asked to load, by whether they were found.",
+    "descriptions_dropped_total": "Descriptions of stored chunks that are not kept, so that routers"
+    " learn neither token ids nor parent of these chunks.",
+    "bytes_total": "Bytes of chunks that a tier kept (put) and gave back (get).",
+    "kvd_tier_queued_bytes": "Bytes of chunks on their way down to a tier (put) and up (get).",
+    "busy_seconds_total": "Time in which puts or gets of a tier were under way, one or several.",
+    "evicted_chunks_total": "Chunks evicted to make room for others.",
+    "removed_chunks_total": "Stored chunks dropped because an engine reset them or an operator"
+    " cleared them.",
+    "copied_bytes_total": "Bytes copied between engines and pool.",
+    "copy_seconds_total": "Time in which bytes were being copied.",
+    "lane_dropped_messages_total": "Messages that the lane could not read, and replies that nobody"
+    " took.",
+}
+"""The meaning of metrics that are made from several counters."""
+METRICS: dict[str, list[ReportField]] = defaultdict(list)
+"""Fields of the report by metric."""
+for _field in REPORT_FIELDS:
+    if _field.metric:
+        METRICS[_field.metric].append(_field)
+
+
+class HttpListener(socket.socket):
     """A listening socket; beyond `MAX_CONNECTIONS` the oldest connection is closed.
 
     So clients that are idle, send slowly or never read do not keep others out,
@@ -168,13 +218,13 @@ class App:
         try:
             if probe == "readyz":
                 report = await self._broker.report(seconds)
-                checks = [Check(**check) for check in report["checks"]]
+                checks = [CheckStatus(**check) for check in report["checks"]]
             else:
                 took = await self._broker.ping(seconds)
                 text = f"answered a PING in {1e3 * took:.1f} ms"
-                checks = [Check("broker", ok=True, text=text)]
+                checks = [CheckStatus("broker", ok=True, text=text)]
         except NotRunning as error:
-            checks = [Check("broker", ok=False, text=str(error))]
+            checks = [CheckStatus("broker", ok=False, text=str(error))]
         failed = [check for check in checks if not check.ok]
         status = 503 if failed else 200
         accepted = Headers(scope=request.scope).get("accept", "")
@@ -276,3 +326,67 @@ def _file(path: Path) -> tuple[str, Callable[[Request], Awaitable[Response]]]:
         return Response(body, media_type=kind, headers={"cache-control": "no-cache"})
 
     return "/" if path.name == "index.html" else f"/static/{path.name}", serve
+
+
+# ------------------------------------------------------------------- metrics
+
+
+def families(report: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield every family that is computed from the report."""
+    for name, report_fields in METRICS.items():
+        first = report_fields[0]
+        samples: dict[tuple[str, ...], Any] = {}
+        for field in report_fields:
+            for labels, value in field.samples(report):
+                samples[labels] = samples[labels] + value if labels in samples else value
+        text = SHARED_METRICS.get(first.declaration.metric, first.declaration.text)
+        yield _family(name, text, first, samples)
+
+
+def _family(
+    name: str, text: str, field: ReportField, samples: Mapping[tuple[str, ...], Any]
+) -> Metric:
+    if field.declaration.kind == "histogram":
+        histogram = HistogramMetricFamily(name, text, labels=field.label_names)
+        for labels, value in samples.items():
+            bounds = [*map(str, value["bounds"]), "+Inf"]
+            buckets = list(zip(bounds, accumulate(value["counts"]), strict=True))
+            histogram.add_metric(labels, buckets, value["sum"])
+        return histogram
+    kind = CounterMetricFamily if field.declaration.kind == "counter" else GaugeMetricFamily
+    family = kind(name, text, labels=field.label_names)
+    for labels, value in samples.items():
+        if field.declaration.kind == "info":
+            family.add_metric((*labels, value), 1)
+        else:
+            family.add_metric(labels, value)
+    return family
+
+
+@dataclass(frozen=True, slots=True)
+class Exposition:
+    """One scrape's answer, in the shape of a registry.
+
+    report: None where the broker has not answered; silent_seconds: for how long it has not.
+    """
+
+    report: Mapping[str, Any] | None
+    silent_seconds: float
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield every family."""
+        text = "1 if the broker answered in time; else all that it would tell is missing here."
+        yield GaugeMetricFamily("kvd_up", text, self.report is not None)
+        text = "Time for which the broker has owed an answer; 0 if it owes none."
+        yield GaugeMetricFamily("kvd_broker_silent_seconds", text, self.silent_seconds)
+        if self.report is not None:
+            yield from families(self.report)
+        yield from REQUESTS.collect()
+        yield from WATCHERS.collect()
+        text = "CPU time of the process that answers here."
+        yield CounterMetricFamily("kvd_http_cpu_seconds_total", text, time.process_time())
+
+    def encode(self, accept: str) -> tuple[bytes, str]:
+        """Return the text in the format that the client prefers, and its content type."""
+        encoder, kind = choose_encoder(accept)
+        return encoder(self), kind

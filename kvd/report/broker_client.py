@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvd.errors import NotRunning, Refusal
-from kvd.metrics.history import Report
+from kvd.metrics.reading import Report
 from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Message, Ping, Pong, Status, StatusReport
 

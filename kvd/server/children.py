@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 
 from kvd.broker.broker import Broker
-from kvd.broker.child import ChildState
+from kvd.broker.children import ChildState
 from kvd.broker.effects import Effect, KillTier
-from kvd.broker.tiers.tier import Tier, tiers_of
+from kvd.broker.tiers.tier import TierProcess, tiers_of
 from kvd.config.values import ListenAddress, parse_listen, parse_tiers
 from kvd.server.child import Child, end_all
 from kvd.server.pool_memory import PoolMemory
@@ -33,7 +33,7 @@ _HTTP_AFTER_SECONDS = 2.0
 _HTTP_SILENT_SECONDS = 30.0
 
 
-def configured_tiers(texts: list[str]) -> list[Tier]:
+def configured_tiers(texts: list[str]) -> list[TierProcess]:
     """Return the configured tiers; each backend has checked its options.
 
     Raises:
@@ -41,7 +41,7 @@ def configured_tiers(texts: list[str]) -> list[Tier]:
     """
     if not texts:
         return []
-    from kvd.tier.backends import check_tiers  # noqa: PLC0415  # most daemons have no tier
+    from kvd.tier.contract import check_tiers  # noqa: PLC0415  # most daemons have no tier
 
     settings = parse_tiers(texts)
     configured = zip(settings, check_tiers(settings), strict=True)
@@ -152,7 +152,7 @@ class Children:
 
     def _begin_tier(self, index: int, tier: Child, pool: PoolMemory, now: float) -> None:
         state = self._core.state
-        self._core.tiering.begun(index, tier.pid, now)
+        self._core.tiering.process_started(index, tier.pid, now)
         begin = BeginTier(
             index=index,
             setting=state.tiers[index].setting.text,
@@ -198,8 +198,8 @@ class Children:
     def kill_tier(self, effect: KillTier) -> None:
         """Kill a tier's process; if it was at fault (`wrong`), its restart is backed off."""
         tier = self.tiers[effect.tier]
-        tier.served &= not effect.wrong
-        tier.kill(effect.why)
+        tier.served &= not effect.back_off
+        tier.kill(effect.reason)
 
     def close(self) -> None:
         """Stop all processes: lanes at once, tiers after a grace period; abandon hung tiers."""

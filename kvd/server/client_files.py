@@ -15,9 +15,15 @@ from pathlib import Path
 
 from kvd.errors import Refusal
 from kvd.server.state_files import is_own_file, remove_tree
-from kvd_proto.descriptions import pack_header, pack_record, place, read_header, room
+from kvd_proto.descriptions import (
+    max_description_bytes,
+    pack_header,
+    pack_record,
+    read_header,
+    record_offset,
+)
 from kvd_proto.messages import ErrorCode
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 _F_SEAL_FUTURE_WRITE = 0x10  # linux/fcntl.h; not in Python's fcntl
@@ -116,7 +122,7 @@ class DescriptionFile:
         persistent: leave the file to the next daemon; else it is unlinked now.
 
     Attributes:
-        room: maximal bytes of a description.
+        max_bytes: of a description.
         read_fd: a read-only descriptor.
 
     Raises:
@@ -127,7 +133,7 @@ class DescriptionFile:
         with contextlib.suppress(FileNotFoundError):
             if not is_own_file(path.lstat()):
                 remove_tree(path)
-        self.room = room(record_bytes)
+        self.max_bytes = max_description_bytes(record_bytes)
         self.read_fd = -1
         self._record_bytes = record_bytes
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -147,7 +153,7 @@ class DescriptionFile:
         """Store the description of the slot's chunk; return False if there is no space."""
         record = pack_record(slot, generation, description)
         try:
-            written = os.pwrite(self._fd, record, place(slot, self._record_bytes))
+            written = os.pwrite(self._fd, record, record_offset(slot, self._record_bytes))
         except OSError:
             return False
         return written == len(record)

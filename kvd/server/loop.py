@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from types import FrameType
 
+from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
 from kvd.broker.effects import (
     ChunksReady,
@@ -24,11 +25,11 @@ from kvd.broker.effects import (
     DropFds,
     DropLane,
     Effect,
-    Event,
     FdName,
     KillLane,
     KillTier,
     LifelineFd,
+    LogEvent,
     NamespaceFds,
     Notify,
     OpenPool,
@@ -38,9 +39,8 @@ from kvd.broker.effects import (
     ToLane,
     ToTier,
 )
-from kvd.broker.engines.admission import auto_size
-from kvd.broker.requests.reloading import Reloading
-from kvd.cache.namespaces import Keeping, Namespaces
+from kvd.broker.operations import ConfigReload
+from kvd.cache.namespaces import LedgerSetup, Namespaces
 from kvd.config.settings import Settings
 from kvd.config.sources import LoadedSettings, Sources
 from kvd.errors import ConfigError, PoolError, Refusal
@@ -59,7 +59,7 @@ from kvd.server.sessions import SessionServer
 from kvd.server.state_files import ResetFile, forget_pool_dir, remember_pool_dir
 from kvd_proto.capacity import pinning_lanes
 from kvd_proto.messages import HOST, ErrorCode
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 TICK_SECONDS = 0.25
@@ -82,12 +82,12 @@ class ConfigReader:
         del number, frame
         self._sighup_received = True
 
-    def turn(self, core: Reloading) -> list[Effect]:
+    def turn(self, core: ConfigReload) -> list[Effect]:
         """Apply what was read, and start reading if requested; return the effects."""
         effects: list[Effect] = []
         outcome, self._outcome = self._outcome, None
         if outcome is not None:
-            effects += core.read(outcome)
+            effects += core.finish(outcome)
             set_level(core.loaded.settings.log_level)
         if self._sighup_received:
             self._sighup_received = False
@@ -173,7 +173,7 @@ class BrokerService:
         )
         reserve = settings.reserve_bytes if settings.pool_bytes is None else None
         for warning in self._pool_limits().warnings(reserve):
-            self._log_event(Event(warning, "warning"))
+            self._log_event(LogEvent(warning, "warning"))
         if settings.pool_bytes is not None:
             self.core.registration.pool_opened(self._open_pool(settings.pool_bytes))
         self._children = Children(self._runtime.path, self.core, self._poller, self._execute)
@@ -230,7 +230,7 @@ class BrokerService:
         ready = dict(self._poller.poll(timeout))
         now = self._last_poll = time.monotonic()
         if stall := self._stall_detector.woke(now):
-            self._log_event(Event(stall, "warning"))
+            self._log_event(LogEvent(stall, "warning"))
         sessions.handle_events(ready)
         due = ready or now >= min(self._next_tick, tier_deadline) or busy or self._pool_in_use
         if due:
@@ -287,7 +287,7 @@ class BrokerService:
         return PoolLimits.of(pool_dir, self._persistent_pool.allocated_bytes(), pinning_lanes)
 
     def _open_pool(self, cpu_bytes: int, engine: OpenPool | None = None) -> Namespaces:
-        def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
+        def make(ledger_setup: LedgerSetup | None, fill: FillOrder) -> Namespaces:
             return Namespaces(
                 cpu_bytes,
                 self._settings,
@@ -295,7 +295,7 @@ class BrokerService:
                 make_buffer=self._directories.make,
                 make_descriptions=self._descriptions.make,
                 drop_buffers=self._drop_buffers,
-                keeping=keeping,
+                ledger_setup=ledger_setup,
                 fill=fill,
                 resets=self._resets,
             )
@@ -366,7 +366,7 @@ class BrokerService:
                 case DropLane():
                     del self._children.lanes[effect.device]  # its process has ended
                 case KillLane():
-                    self._children.lanes[effect.device].kill(effect.why)
+                    self._children.lanes[effect.device].kill(effect.reason)
                 case _:
                     self._execute_locally(effect)
 
@@ -383,11 +383,11 @@ class BrokerService:
                 self._ready_pipes.signal(effect.engine)
             case DropEngine():
                 self._ready_pipes.drop(effect.engine)
-            case Event():
+            case LogEvent():
                 self._log_event(effect)
 
-    def _log_event(self, event: Event) -> None:
-        self.core.note(event, time.time())
+    def _log_event(self, event: LogEvent) -> None:
+        self.core.record_event(event, time.time())
         level = logging.getLevelNamesMapping()[event.level.upper()]
         text = f"{event.text}\n{event.trace}" if event.trace else event.text
         log.log(level, text, extra=event.fields)

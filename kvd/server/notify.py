@@ -16,8 +16,8 @@ import socket
 from collections import deque
 from collections.abc import Mapping
 
-from kvd.broker.report.status_report import checks
 from kvd.broker.state import BrokerState
+from kvd.broker.status_report import readiness_checks
 from kvd.errors import ConfigError
 
 log = logging.getLogger("kvd.daemon")
@@ -156,7 +156,7 @@ class Notifier:
 
 
 def _state_text(state: BrokerState, now: float) -> str:
-    missing = [str(check) for check in checks(state, now) if not check.ok]
+    missing = [str(check) for check in readiness_checks(state, now) if not check.ok]
     return "serving, not ready: " + "; ".join(missing) if missing else "ready"
 
 

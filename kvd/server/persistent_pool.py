@@ -25,8 +25,8 @@ from pathlib import Path
 
 from kvd.broker.effects import OpenPool
 from kvd.cache.ledger import MAGIC, Ledger
-from kvd.cache.namespaces import Keeping, Namespaces
-from kvd.cache.trailer import EPOCH_SHIFT, NAME_BYTES, PoolTrailer
+from kvd.cache.namespaces import LedgerSetup, Namespaces
+from kvd.cache.recovery import EPOCH_SHIFT, POOL_NAME_BYTES, PoolTrailer
 from kvd.errors import IntegrityError, LedgerDamaged, PoolError, Refusal
 from kvd.machine.memory import allocated_bytes
 from kvd.pool.geometry import FillOrder
@@ -44,7 +44,7 @@ from kvd.server.state_files import (
     remove_tree,
 )
 from kvd_proto.messages import ErrorCode
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 
@@ -52,7 +52,7 @@ _DRAFT = ".new"  # suffix of a new pool's files before `commit`
 _LAST_CLOCK = 2**32 - 2**24
 _SHORTAGES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
-MakeNamespaces = Callable[[Keeping | None, FillOrder], Namespaces]
+MakeNamespaces = Callable[[LedgerSetup | None, FillOrder], Namespaces]
 _Ledgers = dict[Path, mmap.mmap]  # mapped ledgers of the previous daemon, by file
 
 
@@ -154,11 +154,11 @@ class PersistentPool:
         self._pending = manifest, pool
         if self._reuses_pool or pool.fresh:  # no previous pool is replaced
             self.commit()
-        keeping = None
+        ledger_setup = None
         if self.persistent:
-            keeping = Keeping(self.make_ledger, name, trailer, epoch << EPOCH_SHIFT)
+            ledger_setup = LedgerSetup(self.make_ledger, name, trailer, epoch << EPOCH_SHIFT)
         while True:
-            namespaces = make_namespaces(keeping, pool.fill)
+            namespaces = make_namespaces(ledger_setup, pool.fill)
             if self._reopen_ledgers(ledgers, namespaces, trailer):
                 self._remove_orphaned_descriptions(ledgers)
                 trailer.retain(file.name.removesuffix(LEDGER) for file in ledgers)
@@ -188,7 +188,7 @@ class PersistentPool:
             manifest = None
         self._reuses_pool = manifest is not None
         if manifest is None:
-            return os.urandom(NAME_BYTES // 2).hex(), {}
+            return os.urandom(POOL_NAME_BYTES // 2).hex(), {}
         ledgers: _Ledgers = {}
         for file in self._files.ledgers():
             try:
@@ -210,8 +210,8 @@ class PersistentPool:
             began = time.perf_counter()
             try:
                 ledger = Ledger(buffer, trailer)
-                if ledger.kept.namespace != file.name.removesuffix(LEDGER):
-                    raise LedgerDamaged(f"it is that of namespace {ledger.kept.namespace}")
+                if ledger.description.namespace != file.name.removesuffix(LEDGER):
+                    raise LedgerDamaged(f"it is that of namespace {ledger.description.namespace}")
                 outdated = namespaces.is_outdated(ledger)
                 if outdated and len(ledger):
                     log.warning(

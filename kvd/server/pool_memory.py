@@ -1,6 +1,6 @@
 """The pool's file on tmpfs, which lanes and tiers map and clients never see.
 
-Behind the chunks lies a trailer in separate pages (`kvd.cache.trailer`), which only the broker
+Behind the chunks lies a trailer in separate pages (`kvd.cache.recovery`), which only the broker
 maps. Its pages are allocated first, so no write to it can fail later.
 
 A thread allocates the other pages, so that a full /dev/shm is an error at the start instead of a
@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
-from kvd.broker.effects import Event, OpenPool
-from kvd.cache.trailer import HEAD_BYTES
+from kvd.broker.effects import LogEvent, OpenPool
+from kvd.cache.recovery import TRAILER_HEAD_BYTES
 from kvd.errors import PoolError
 from kvd.machine import numa
 from kvd.machine.memory import TRAILER_BYTES, Filesystem, PoolLimits, allocated_bytes
@@ -35,7 +35,7 @@ from kvd.machine.process import is_out_of_files, open_files_remedy
 from kvd.pool.geometry import FillOrder
 from kvd.server.state_files import remove_tree
 from kvd_proto.capacity import pinning_lanes, size_pool
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 _STEP = 16 * 2**20
 _MAX_FAR_SHARE = 0.05  # of the pool; a smaller share may be sampling error
@@ -119,7 +119,7 @@ class PoolMemory:
         self.path = path
         self.allocated = 0
         self.error = ""
-        self.placement: Event | None = None
+        self.placement: LogEvent | None = None
         try:
             filesystem = Filesystem.of(path.parent)
             self.nbytes = filesystem.whole_pages(nbytes)
@@ -183,7 +183,7 @@ class PoolMemory:
             PoolError: the trailer cannot be mapped now; nothing has changed.
         """
         with self._map_trailer(offset) as mapped:
-            mapped[:HEAD_BYTES] = bytes(HEAD_BYTES)
+            mapped[:TRAILER_HEAD_BYTES] = bytes(TRAILER_HEAD_BYTES)
 
     def _map_trailer(self, offset: int) -> mmap.mmap:
         try:
@@ -245,7 +245,7 @@ class PoolMemory:
             self.placement = self._placement_event()
             wake()
 
-    def _placement_event(self) -> Event:
+    def _placement_event(self) -> LogEvent:
         """Return an event with the pool's nodes; a warning if ranges are far from their GPUs."""
         bytes_on: dict[int, float] = defaultdict(float)  # by node
         far_bytes = 0.0
@@ -258,8 +258,8 @@ class PoolMemory:
         shares = {node: nbytes / self.nbytes for node, nbytes in sorted(bytes_on.items())}
         text = f"the pool's memory: {numa.described(shares) or 'its nodes are unknown'}"
         if far_bytes <= _MAX_FAR_SHARE * self.nbytes:
-            return Event(text)
-        return Event(
+            return LogEvent(text)
+        return LogEvent(
             f"{text}; {100 * far_bytes / self.nbytes:.0f} % of it is on another node than its GPU,"
             " so copies are slower: choose a smaller --cpu-bytes or end the processes that fill the"
             " node, then run kvd purge, since a kept pool is not moved",

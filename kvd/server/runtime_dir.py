@@ -20,7 +20,7 @@ from kvd.client_names import Peer
 from kvd.config.values import parse_names
 from kvd.errors import AlreadyRunning, ConfigError
 from kvd.machine.process import MAX_DIRECTORY_BYTES, check_directory, lock_directory
-from kvd_proto.access import explain_denied
+from kvd_proto.text import explain_denied
 
 
 class RuntimeDir:

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, Event, Reply
-from kvd.broker.engines.sessions import Session
+from kvd.broker.effects import Effect, LogEvent, Reply
+from kvd.broker.sessions import Session
 from kvd.client_names import Peer
 from kvd.errors import Refusal
 from kvd.machine.process import SEALED_MEMFD_RECIPE, open_files_remedy
@@ -145,7 +145,7 @@ class SessionServer:
                 session = self._admit(peer)
             except Refusal as refusal:
                 text = f"connection of pid {peer.pid} refused: {refusal}"
-                self._execute([Event(text, "warning", {"pid": peer.pid})])
+                self._execute([LogEvent(text, "warning", {"pid": peer.pid})])
                 self._core.error_sent(refusal.code)
                 self._server.refuse(client, _error_notice(refusal))
                 continue

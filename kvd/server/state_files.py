@@ -16,7 +16,7 @@ one path a line, the latest first: a daemon with another `pool_dir` does not tou
 whose memory stays in use. At its start a daemon logs the other pools with the command that frees
 them, and drops paths without a pool.
 
-`kvd.resets` in the runtime directory is the table of resets (`kvd.cache.resets`). A tier may be
+`kvd.resets` in the runtime directory is the table of resets (`kvd.cache.recovery`). A tier may be
 down or hung during a reset, and the daemon may be killed before the tier has recorded it. So the
 daemon writes a reset to this file before it replies. The file does not depend on the pool: it
 survives another pool, ``--cold`` and `kvd purge`. On tmpfs a write never waits for a disk.
@@ -33,12 +33,22 @@ from typing import Annotated
 
 import msgspec
 
-from kvd.cache.resets import PAGE_BYTES, Resets
-from kvd.cache.trailer import HEAD_BYTES, NAME_BYTES, pack_head
+from kvd.cache.recovery import (
+    POOL_NAME_BYTES,
+    RESET_BYTES,
+    TRAILER_HEAD_BYTES,
+    ResetTable,
+    pack_head,
+)
 from kvd.errors import AlreadyRunning, ConfigError, LedgerDamaged, PoolError
-from kvd.machine.memory import TRAILER_BYTES, Filesystem, allocated_bytes, pool_directory_name
+from kvd.machine.memory import (
+    TRAILER_BYTES,
+    Filesystem,
+    allocated_bytes,
+    pool_directory_name,
+)
 from kvd.machine.process import check_directory, lock_directory
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 log = logging.getLogger("kvd.daemon")
 
@@ -66,7 +76,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """
 
     version: int
-    pool: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{NAME_BYTES}}}$")]
+    pool: Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{POOL_NAME_BYTES}}}$")]
     cpu_bytes: int
     bytes: Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
     inode: int
@@ -95,7 +105,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 return f"{pool_file} is another file"
             if status.st_size < self.file_bytes(filesystem):
                 return f"{pool_file} is cut off: it has {status.st_size} bytes"
-            if os.pread(fd, HEAD_BYTES, self.bytes) != pack_head(self.pool):
+            if os.pread(fd, TRAILER_HEAD_BYTES, self.bytes) != pack_head(self.pool):
                 return f"{pool_file} has the chunks of another pool, or none"
         finally:
             os.close(fd)
@@ -366,7 +376,7 @@ def _write(file: Path, pool_dirs: list[Path]) -> None:
 _FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
-class ResetFile(Resets):
+class ResetFile(ResetTable):
     """The table of resets, stored in a file; the first reset creates the file.
 
     A save overwrites the page by one write, which is atomic. A damaged or foreign file is replaced
@@ -396,7 +406,7 @@ class ResetFile(Resets):
             self._save()
 
     def draw(self, namespace: str) -> str:
-        """Write the new salt to the file before returning; see `Resets.draw`."""
+        """Write the new salt to the file before returning; see `ResetTable.draw`."""
         super().draw(namespace)
         return self._save()
 
@@ -405,7 +415,7 @@ class ResetFile(Resets):
         try:
             if not is_own_file(os.fstat(fd)):
                 raise LedgerDamaged("it is not a file of this user")
-            return os.read(fd, PAGE_BYTES + 1)
+            return os.read(fd, RESET_BYTES + 1)
         finally:
             os.close(fd)
 
@@ -429,7 +439,7 @@ class ResetFile(Resets):
             status = self._path.lstat()
         except FileNotFoundError:
             return False
-        return is_own_file(status) and status.st_size == PAGE_BYTES
+        return is_own_file(status) and status.st_size == RESET_BYTES
 
     def _replace(self) -> None:
         """Replace the file by a rename, so that no partial file is ever read."""
@@ -443,7 +453,7 @@ class ResetFile(Resets):
     def _write(self, path: Path, flags: int = 0) -> None:
         fd = os.open(path, os.O_WRONLY | _FLAGS | flags, 0o600)
         try:
-            if os.pwrite(fd, self.pack(), 0) != PAGE_BYTES:
+            if os.pwrite(fd, self.pack(), 0) != RESET_BYTES:
                 raise OSError(0, "only a part was written")
         finally:
             os.close(fd)

@@ -7,18 +7,22 @@ import hashlib
 import math
 import mmap
 import os
+import struct
 import threading
 import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
+from xxhash import xxh3_64, xxh3_64_intdigest
+
+from kvd.errors import TierError
 from kvd.tier.contract import Outcome, Space
-from kvd.tier.seal import HEAD_BYTES
 from kvd.wire.tiering import BatchResult, Get, Lookup, OpenNamespace, Put
-from kvd_proto.arrays import IntArray
 from kvd_proto.descriptions import DescriptionsView
-from kvd_proto.directory import DirectoryView, SlotState
+from kvd_proto.directory import KEY_BYTES, DirectoryView, SlotState
+from kvd_proto.jobs import IntArray
 
 MAX_DESCRIPTIONS_BYTES = 2**20
 """Limit for the descriptions in one answer, so that the broker reads it quickly."""
@@ -30,7 +34,7 @@ def space_id(namespace: bytes, salt: bytes) -> bytes:
     return hashlib.blake2b(namespace + salt, digest_size=16).digest()
 
 
-class Place:
+class NamespaceMapping:
     """A namespace in the pool: the bytes of its slots, and the directory's entries for them.
 
     The mappings are released with the last reference: threads may still read after a close.
@@ -92,7 +96,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class BatchPart:
     """Chunks begin..end - 1 of a batch, for one thread."""
 
     batch: "Batch"
@@ -126,7 +130,7 @@ class Batch:
     """
 
     order: Put | Get | Lookup
-    place: Place
+    place: NamespaceMapping
     space: Space | None = None
     slots: Sequence[int] = ()
     generations: Sequence[int] = ()
@@ -153,13 +157,13 @@ class Batch:
         self.descriptions = [b""] * count
         self.deadline = time.monotonic() + order.deadline_ms / 1000
 
-    def parts(self, batch_bytes: int) -> list[Part]:
+    def parts(self, batch_bytes: int) -> list[BatchPart]:
         """Split it into parts of at most `batch_bytes`, or one chunk; one part if it is empty."""
         count = len(self.order.keys)
         step = max(1, count)
         if not isinstance(self.order, Lookup):
             step = max(1, batch_bytes // self.place.chunk_bytes)
-        parts = [Part(self, at, min(count, at + step)) for at in range(0, max(1, count), step)]
+        parts = [BatchPart(self, at, min(count, at + step)) for at in range(0, max(1, count), step)]
         self.left = len(parts)
         return parts
 
@@ -216,3 +220,99 @@ class Batch:
             waited=max(0, began - self.received),
             error=self.error,
         )
+
+
+MAGIC = b"kvdC"
+VERSION = 2
+_HEAD = struct.Struct(f"<4sHBx16sQQHHH2xI4x{KEY_BYTES}s")
+_CHECK = struct.Struct("<Q")
+HEAD_BYTES: Final = _HEAD.size + _CHECK.size
+"""Of a head without a description."""
+
+
+class Damaged(TierError):
+    """What was read is not what was put; the text says which part of it."""
+
+
+class OtherChunk(Damaged):
+    """A whole head, of another chunk: as where a power loss brings an old index back."""
+
+
+@dataclass(frozen=True, slots=True)
+class SealedHead:
+    """What a head says.
+
+    Attributes:
+        coverage: first block, count of blocks, group.
+        checksum: xxh3-64 of the shares.
+        description: as the scheduler encoded it; empty: there is none.
+    """
+
+    coverage: tuple[int, int, int]
+    checksum: int
+    description: bytes
+
+
+def checksum_of(shares: Sequence[memoryview]) -> int:
+    """The xxh3-64 of the bytes of all shares, one after the other.
+
+    The interpreter lock is let go while a large share is read.
+    """
+    if len(shares) == 1:
+        return xxh3_64_intdigest(shares[0])
+    state = xxh3_64()
+    for share in shares:
+        state.update(share)
+    return state.intdigest()
+
+
+def seal(
+    space: Space, key: bytes, coverage: tuple[int, int, int], checksum: int, description: bytes
+) -> bytes:
+    """The head of a chunk.
+
+    Args:
+        space: its own.
+        key: 1 to 48 bytes.
+        coverage: first block, count of blocks, group; 16 bits each.
+        checksum: `checksum_of` its shares.
+        description: empty where there is none.
+    """
+    head = _HEAD.pack(
+        MAGIC,
+        VERSION,
+        len(key),
+        space.id,
+        space.chunk_bytes,
+        checksum,
+        *coverage,
+        len(description),
+        key,
+    )
+    head += description
+    return head + _CHECK.pack(xxh3_64_intdigest(head))
+
+
+def unseal(head: bytes, space: Space, key: bytes) -> SealedHead:
+    """What a head says, which must be that of this chunk.
+
+    Raises:
+        Damaged: it is not, or not whole. The shares are to be compared with `SealedHead.checksum`.
+    """
+    size = len(head) - _CHECK.size
+    if size < _HEAD.size:
+        raise Damaged(f"a head of {len(head)} bytes, {HEAD_BYTES} are the least")
+    body = memoryview(head)[:size]
+    if _CHECK.unpack_from(head, size)[0] != xxh3_64_intdigest(body):
+        raise Damaged("the head's check word does not fit it")
+    magic, version, key_len, space_id, nbytes, checksum, *coverage, length, padded = (
+        _HEAD.unpack_from(head)
+    )
+    if (magic, version) != (MAGIC, VERSION):
+        raise Damaged(f"a head of version {magic!r} {version}, this is {VERSION}")
+    if (padded[:key_len], space_id) != (key, space.id):
+        raise OtherChunk("the record of another chunk")
+    if nbytes != space.chunk_bytes or size - _HEAD.size != length:
+        raise Damaged(f"a record of {nbytes} bytes, a chunk has {space.chunk_bytes}")
+    first, count, group = coverage
+    return SealedHead((first, count, group), checksum, bytes(body[_HEAD.size :]))

@@ -1,6 +1,6 @@
 """The interface of a tier's backend, which keeps chunks on a medium, in batches.
 
-`kvd.tier.workers` calls a backend from several threads at a time; a backend may block. The common
+`kvd.tier.threads` calls a backend from several threads at a time; a backend may block. The common
 layer does the rest for every backend: it finds the bytes in the pool, seals them with a check word
 before a put and verifies it after a get, checks that a slot still holds the chunk, and keeps
 deadlines. A backend is found by the entry point (`kvd.tiers`) named before the colon of
@@ -10,11 +10,26 @@ deadlines. A backend is found by the entry point (`kvd.tiers`) named before the 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import entry_points
 from typing import ClassVar, Self
 
+from kvd.config.values import TierSetting
+from kvd.errors import ConfigError
 from kvd.outcomes import Outcome
 
-__all__ = ["Capacity", "Chunk", "Options", "Outcome", "Space", "Tier"]
+__all__ = [
+    "BackendOptions",
+    "Capacity",
+    "Chunk",
+    "Outcome",
+    "Space",
+    "TierBackend",
+    "backend_class",
+    "backend_options",
+    "check_tiers",
+]
+
+GROUP = "kvd.tiers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +62,9 @@ class Chunk:
         key: 1 to 48 bytes.
         shares: its memory in the pool, which a put reads and a get writes.
         head: sealed bytes kept with the chunk, at most `space.head_bytes`; a get sets it. It
-            identifies the chunk (`kvd.tier.seal`), and is opaque to a backend.
+            identifies the chunk (`kvd.tier.batches`), and is opaque to a backend.
         coverage: first block, count of blocks and group; `scan` returns it.
-        check: xxh3-64 of the shares, for backends that have an index of their own.
+        checksum: xxh3-64 of the shares, for backends that have an index of their own.
     """
 
     space: Space
@@ -57,7 +72,7 @@ class Chunk:
     shares: tuple[memoryview, ...]
     head: bytes = field(default=b"", repr=False)
     coverage: tuple[int, int, int] = (0, 0, 0)
-    check: int = 0
+    checksum: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +85,14 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class BackendOptions:
     """The operator's setting ``NAME:TARGET,key=value,…``, without the name."""
 
     target: str
     values: Mapping[str, str] = field(default_factory=dict)
 
 
-class Tier(ABC):
+class TierBackend(ABC):
     """A backend. All methods but `open` and `check` may be called from several threads at a time.
 
     `put`, `get` and `contains` return one item for each chunk or key, in order. Their deadline is
@@ -87,7 +102,7 @@ class Tier(ABC):
 
     Attributes:
         shared: other nodes put and remove chunks too, so the broker asks `contains`. Otherwise the
-            broker learns from `scan` and `take_gone` what is there, and never asks.
+            broker learns from `scan` and `take_dropped` what is there, and never asks.
         medium: the name for routers and engines: `disk`, `remote` or `memory`.
         threads: how many batches to process at a time.
         batch_bytes: the preferred size of a batch.
@@ -104,7 +119,7 @@ class Tier(ABC):
 
     @classmethod
     @abstractmethod
-    def check(cls, options: Options) -> None:
+    def check(cls, options: BackendOptions) -> None:
         """Check the operator's options, without any I/O.
 
         Raises:
@@ -113,7 +128,7 @@ class Tier(ABC):
 
     @classmethod
     @abstractmethod
-    def open(cls, options: Options, pool: memoryview) -> Self:
+    def open(cls, options: BackendOptions, pool: memoryview) -> Self:
         """Open the medium, with the chunks kept on it. `pool` is all of the pool, writable.
 
         Raises:
@@ -162,7 +177,7 @@ class Tier(ABC):
         del space
 
     @abstractmethod
-    def begin(self, space: Space) -> None:
+    def open_space(self, space: Space) -> None:
         """Start to use a space, with the chunks kept of it."""
 
     @abstractmethod
@@ -170,7 +185,7 @@ class Tier(ABC):
         """Yield keys and coverages of all chunks of a space, in pieces; nothing if shared."""
 
     @abstractmethod
-    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
+    def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
         """Return, by space id, the keys that the backend dropped by itself since the last call."""
 
     @abstractmethod
@@ -180,3 +195,53 @@ class Tier(ABC):
     @abstractmethod
     def close(self) -> None:
         """Close the medium; acknowledged chunks stay if it is persistent."""
+
+
+def backend_class(setting: TierSetting) -> type[TierBackend]:
+    """Return the class that serves a tier.
+
+    Raises:
+        ConfigError: there is none of this name, or it cannot be imported; says what to do.
+    """
+    known = {point.name: point for point in entry_points(group=GROUP)}
+    if setting.kind not in known:
+        raise ConfigError(
+            f"{setting.text!r}: no tier is called {setting.kind}; known are"
+            f" {', '.join(sorted(known)) or 'none: install kvd again'}"
+        )
+    try:
+        found = known[setting.kind].load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{setting.text!r}: {known[setting.kind].value} cannot be imported ({error});"
+            " install what it needs, or remove the tier"
+        ) from error
+    if not (isinstance(found, type) and issubclass(found, TierBackend)):
+        raise ConfigError(
+            f"{setting.text!r}: {known[setting.kind].value} is no kvd.tier.contract.TierBackend"
+        )
+    return found
+
+
+def backend_options(setting: TierSetting) -> BackendOptions:
+    """What of a tier's setting its backend is told."""
+    return BackendOptions(setting.target, setting.options)
+
+
+def check_tiers(settings: Sequence[TierSetting]) -> list[type[TierBackend]]:
+    """Return the tiers' classes, which have looked at what is written for them, without any I/O.
+
+    Raises:
+        ConfigError: all that is wrong, a line each.
+    """
+    kinds, problems = [], []
+    for setting in settings:
+        try:
+            kinds.append(backend_class(setting))
+            kinds[-1].check(backend_options(setting))
+        except ConfigError as error:
+            text = str(error)
+            problems.append(text if setting.text in text else f"{setting.text!r}: {text}")
+    if problems:
+        raise ConfigError("\n".join(problems))
+    return kinds

@@ -8,6 +8,7 @@ import math
 import os
 import secrets
 import select
+import sys
 import time
 import weakref
 from collections import Counter, deque
@@ -15,12 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
+from kvd.config.values import parse_tier
 from kvd.errors import TierError
-from kvd.tier.batches import Batch, Part, Place
-from kvd.tier.contract import Capacity, Outcome, Space, Tier
-from kvd.tier.workers import Clerk, Workers
+from kvd.logs import configure
+from kvd.machine.process import lock_pool, map_pool, to_high_number
+from kvd.tier.batches import Batch, BatchPart, NamespaceMapping
+from kvd.tier.contract import Capacity, Outcome, Space, TierBackend, backend_class, backend_options
+from kvd.tier.threads import BatchThreads, SerialThread
+from kvd.wire.child_process import serve_broker
 from kvd.wire.tiering import (
     TIERING,
+    BeginTier,
     CloseNamespace,
     Drop,
     Get,
@@ -32,23 +38,25 @@ from kvd.wire.tiering import (
     RemovedChunks,
     ScanResult,
     StopTier,
+    TierFailed,
     TierPing,
     TierPong,
     TierReady,
 )
-from kvd_proto.arrays import IntArray
 from kvd_proto.channel import Channel
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Message
 
 log = logging.getLogger("kvd.tier")
 PER_MESSAGE = 1024  # keys: the broker handles so many in one or two milliseconds
 SALT_BYTES = 8
+_SWITCH_SECONDS = 0.0005  # a computing thread holds up the loop for so long
 _ORDERS_A_TURN = 64
 _LOOK_MS = 50  # between checks for parts that are late in the queue
 _AGAIN_SECONDS = 1.0  # between attempts to begin a namespace
 _Rows: TypeAlias = list[tuple[bytes, tuple[int, int, int]]]
 """Keys and coverages of chunks."""
-_Scan: TypeAlias = tuple[Place, Space, Iterator[_Rows]]
+_Scan: TypeAlias = tuple[NamespaceMapping, Space, Iterator[_Rows]]
 
 
 class TierService:
@@ -61,12 +69,12 @@ class TierService:
         name: of the tier, for the log.
     """
 
-    def __init__(self, link: Channel, tier: Tier, pool: memoryview, name: str) -> None:
+    def __init__(self, link: Channel, tier: TierBackend, pool: memoryview, name: str) -> None:
         self._link, self._tier, self._pool, self._name = link, tier, pool, name
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         weakref.finalize(self, os.close, self._wake)  # not in `run`: a hung thread may still use it
         self._told: deque[Callable[[], None]] = deque()  # callbacks from threads, for the loop
-        self._places: dict[bytes, Place] = {}
+        self._places: dict[bytes, NamespaceMapping] = {}
         self._salts: dict[bytes, bytes] = {}  # used by the clerk's thread alone
         self._scans: deque[_Scan] = deque()  # scans whose next piece is due
         self._dropping: Counter[tuple[bytes, bytes]] = Counter()  # space ids and keys
@@ -75,8 +83,10 @@ class TierService:
         self._capacity = tier.capacity()
         self._progress = 0
         self._tidying = self._tidy_again = self._stopping = False
-        self._workers = Workers(tier, name, lambda part: self._tell(partial(self._ended, part)))
-        self._clerk = Clerk(self._tell)
+        self._workers = BatchThreads(
+            tier, name, lambda part: self._tell(partial(self._ended, part))
+        )
+        self._clerk = SerialThread(self._tell)
 
     def run(self) -> None:
         """Serve until StopTier (parts that threads run are finished first) or the broker's exit."""
@@ -163,7 +173,7 @@ class TierService:
                 self._answer_ping()
             case OpenNamespace():
                 self._close(order.namespace)
-                place = self._places[order.namespace] = Place(order, fds, self._pool)
+                place = self._places[order.namespace] = NamespaceMapping(order, fds, self._pool)
                 self._begin(place)
             case NewSalt():
                 if known := self._places.get(order.namespace):
@@ -208,7 +218,7 @@ class TierService:
         self._batches.add(batch)
         self._workers.submit(batch.parts(self._tier.batch_bytes))
 
-    def _refuse_early(self, place: Place, outcome: Outcome, error: str = "") -> None:
+    def _refuse_early(self, place: NamespaceMapping, outcome: Outcome, error: str = "") -> None:
         early, place.early = place.early, []
         for batch in early:
             self._refuse(batch, outcome, error)
@@ -235,7 +245,7 @@ class TierService:
 
     # ---------------------------------------------------------------- batches end
 
-    def _ended(self, part: Part) -> None:
+    def _ended(self, part: BatchPart) -> None:
         batch = part.batch
         self._progress += part.end - part.begin
         if not batch.ends():
@@ -249,12 +259,12 @@ class TierService:
 
     # ---------------------------------------------------------------- namespaces begin
 
-    def _begin(self, place: Place) -> None:
+    def _begin(self, place: NamespaceMapping) -> None:
         place.retry_at = math.inf
         asked = place.asked
         self._clerk.ask(partial(self._start, place, asked), partial(self._begun, place, asked))
 
-    def _start(self, place: Place, asked: bytes) -> bytes:
+    def _start(self, place: NamespaceMapping, asked: bytes) -> bytes:
         """Begin a namespace in the backend; return the salt in effect. For the clerk's thread.
 
         1. Choose the salt: the broker's, else the one noted by the backend, else the one that this
@@ -269,10 +279,10 @@ class TierService:
         self._salts[namespace] = salt
         if before not in {b"", salt}:
             tier.drop_space(place.space_of(before))
-        tier.begin(place.space_of(salt))
+        tier.open_space(place.space_of(salt))
         return salt
 
-    def _begun(self, place: Place, asked: bytes, salt: bytes | TierError) -> None:
+    def _begun(self, place: NamespaceMapping, asked: bytes, salt: bytes | TierError) -> None:
         namespace = place.order.namespace
         if place.asked != asked or self._places.get(namespace) is not place:
             return  # the namespace was reset again, or closed
@@ -364,7 +374,7 @@ class TierService:
         self._tidy_again = self._tidying
         if not self._tidying:
             self._tidying = True
-            self._clerk.ask(self._tier.take_gone, self._gone)
+            self._clerk.ask(self._tier.take_dropped, self._gone)
             self._clerk.ask(self._tier.capacity, self._tidied)
 
     def _tidied(self, capacity: Capacity | TierError) -> None:
@@ -390,3 +400,31 @@ class TierService:
                     later = RemovedChunks(namespace=namespace, keys=both)
                     self._gone_later.setdefault(batch, []).append(later)
         self._send(RemovedChunks(namespace=namespace, keys=tuple(keys)))
+
+
+def run(link_fd: int) -> int:
+    """Serve until the broker stops the process; return the exit status."""
+    return serve_broker(link_fd, TIERING, _open, lambda error: TierFailed(error=error))
+
+
+def _open(link: Channel, begin: BeginTier, fds: tuple[int, ...]) -> TierService:
+    """Map the pool and open the medium; return the service.
+
+    Raises:
+        KvdError: the medium cannot be used now, or the setting is invalid.
+    """
+    kind = begin.setting.partition(":")[0]
+    name = f"tier {begin.index} ({kind})"
+    configure(begin.log_level, begin.log_style, f"tier {kind}#{begin.index}", tier=begin.index)
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    pool_fd = to_high_number(fds[0])
+    lock_pool(pool_fd)
+    setting = parse_tier(begin.setting)
+    pool = map_pool(pool_fd, begin.pool_bytes)
+    os.close(pool_fd)
+    implementation = backend_class(setting)
+    options = backend_options(setting)
+    implementation.check(options)
+    tier = implementation.open(options, pool)
+    log.info("%s: %s; %s", name, setting.text, tier.described)
+    return TierService(link, tier, pool, name)

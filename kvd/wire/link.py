@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 
-from kvd_proto.arrays import IntArray
 from kvd_proto.codec import Codec
+from kvd_proto.jobs import IntArray
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import Count, Handle, Message, Name, Text
 

@@ -8,8 +8,8 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-from kvd_proto.arrays import IntArray
 from kvd_proto.codec import Codec
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Count, Encoded, Keys, Message, Name, NamespaceId, Text
 
 MAX_BATCH = 1024  # chunks

@@ -12,11 +12,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from kvd.errors import NotRunning, Refusal, SocketAccessDenied
 from kvd.version import VERSION
-from kvd_proto.access import explain_denied
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
 from kvd_proto.messages import PROTOCOL_VERSION, Error, Hello, Message, Status, StatusReport
-from kvd_proto.printable import printable, printable_tree
+from kvd_proto.text import explain_denied, printable, printable_tree
 
 M = TypeVar("M", bound=Message)
 _NEVER_MS = 2**31 - 1

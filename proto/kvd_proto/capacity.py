@@ -1,4 +1,4 @@
-"""What fits: chunks into kvd's pool, requests into the engine's. Formulas are vLLM's.
+"""How many chunks fit kvd's pool, and how many requests the engine's; the formulas are vLLM's.
 
 ::
 
@@ -6,11 +6,11 @@
     bytes_per_chunk    = kv_bytes_per_block * blocks_per_chunk
     num_chunks         = cpu_bytes // bytes_per_chunk
 
-Never from a page size times a number of tensors: a group's page size is already a sum over its
-layers when they differ, and would be counted twice.
+The first formula does not multiply a page size by a number of tensors: where layers differ, a
+group's page size is already the sum over its layers, and would count twice.
 
-An operator's block-count override beats the measured count everywhere, so that nobody admits by a
-capacity that the engine does not have (``v1/core/kv_cache_utils.py``).
+An operator's override of the block count replaces the measured count everywhere, as in the engine
+(``v1/core/kv_cache_utils.py``).
 """
 
 import math
@@ -20,83 +20,89 @@ from dataclasses import dataclass
 
 from kvd_proto.errors import SizeError
 from kvd_proto.layout import RankLayout
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 
 NULL_BLOCKS = 1  # block 0 is never handed out
 DEFAULT_BATCHED_TOKENS = 8192
 
 PIN_KERNEL_BYTES = 12 * 2**20
-"""Kernel memory of a pinned GiB, in each lane that pins it.
+"""Kernel memory for a pinned GiB, in each lane that pins it.
 
 48 bytes for each page of 4 KiB, measured on an H200 (driver 580, 2026-11-26); the sources of the
 driver's kernel module name 32. It cannot be swapped out, and no control group's limit counts it.
 """
 PIN_GPU_BYTES = 2 * 2**20
-"""Memory of a lane's GPU that a pinned GiB takes; measured with the above."""
+"""GPU memory that a lane takes for a pinned GiB; same measurement."""
 CONTEXT_GPU_BYTES = 528 * 2**20
-"""Memory of its GPU that a lane takes before it pins anything; measured with the above."""
+"""GPU memory that a lane takes before it pins anything; same measurement."""
 
 
 def tokens_per_chunk(layout: RankLayout) -> int | None:
-    """Tokens of one chunk; None where groups' blocks hold different numbers of them."""
-    sizes = {group.block_size for group in layout.groups}
-    return layout.blocks_per_chunk * sizes.pop() if len(sizes) == 1 else None
+    """Return the tokens of one chunk; None if groups have different block sizes."""
+    block_sizes = {group.block_size for group in layout.groups}
+    return layout.blocks_per_chunk * block_sizes.pop() if len(block_sizes) == 1 else None
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkSizes:
-    """A pool laid out for one engine: one arena per rank, or one for all if replicated."""
+class PoolSizes:
+    """A pool laid out for one engine.
+
+    slot_bytes: of each arena; one arena per rank, or one for all ranks if shares are replicated.
+    """
 
     slot_bytes: tuple[int, ...]
     bytes_per_chunk: int
     num_chunks: int
 
 
-def size_pool(layouts: Sequence[RankLayout], cpu_bytes: int) -> ChunkSizes:
-    """Sizes for one engine's ranks, in rank order.
+def size_pool(layouts: Sequence[RankLayout], cpu_bytes: int) -> PoolSizes:
+    """Return the pool's sizes for the ranks of one engine.
 
-    Pipeline stages may hold different layers, so bytes per chunk is the sum of
-    the ranks' own shares, each rounded up to 4 KiB; `* world_size` is the case
-    where all are equal. The layouts are valid (`validate_layout`), one at least.
+    Pipeline stages may hold different layers, so `bytes_per_chunk` is the sum of the ranks' own
+    shares, each rounded up to 4 KiB.
+
+    Args:
+        layouts: validated (`validate_layout`), in rank order, at least one.
+        cpu_bytes: of the pool.
 
     Raises:
-        SizeError: no chunk fits, with the figures.
-        LayoutError: a rank's groups need more than it reported.
+        SizeError: not one chunk fits.
+        LayoutError: a rank's groups need more bytes than it reported.
     """
-    arenas = tuple(layout.slot_bytes for layout in _shares(layouts))
-    chunk = sum(arenas)
-    count = cpu_bytes // chunk if chunk else 0
-    if count < 1:
+    slot_bytes = tuple(layout.slot_bytes for layout in _stored_layouts(layouts))
+    bytes_per_chunk = sum(slot_bytes)
+    num_chunks = cpu_bytes // bytes_per_chunk if bytes_per_chunk else 0
+    if num_chunks < 1:
         raise SizeError(
             f"a pool of {cpu_bytes} bytes ({format_size(cpu_bytes)}) holds no chunk of"
-            f" {chunk} bytes ({format_size(chunk)}); raise --cpu-bytes to at least"
-            f" {chunk}, or lower blocks_per_chunk"
+            f" {bytes_per_chunk} bytes ({format_size(bytes_per_chunk)}); raise --cpu-bytes to at"
+            f" least {bytes_per_chunk}, or lower blocks_per_chunk"
         )
-    return ChunkSizes(arenas, chunk, count)
+    return PoolSizes(slot_bytes, bytes_per_chunk, num_chunks)
 
 
-def _shares(layouts: Sequence[RankLayout]) -> Sequence[RankLayout]:
-    """Return the ranks whose shares are stored: one of those that hold the same."""
+def _stored_layouts(layouts: Sequence[RankLayout]) -> Sequence[RankLayout]:
+    """Return the layouts whose shares are stored: one, if all ranks hold the same bytes."""
     return layouts[:1] if layouts[0].replicated else layouts
 
 
 def pinning_lanes(layouts: Sequence[RankLayout], devices: Sequence[str]) -> int:
-    """How many lanes pin all of a pool for one engine; those whose arenas divide it are one.
+    """Return how many times one engine's lanes pin the whole pool.
 
-    A GPU's lane pins the arenas of its ranks: together one pool, and with replicated shares all of
-    it in each lane. The host's lane pins nothing.
+    A GPU's lane pins the arenas of its ranks: with replicated shares that is the whole pool in each
+    lane, otherwise the lanes divide it, which is 1. The host's lane pins nothing.
     """
-    lanes = len({device for device in devices if device.startswith("cuda:")})
-    return lanes if layouts[0].replicated else min(lanes, 1)
+    num_gpus = len({device for device in devices if device.startswith("cuda:")})
+    return num_gpus if layouts[0].replicated else min(num_gpus, 1)
 
 
 def pin_kernel_bytes(nbytes: int, lanes: int) -> int:
-    """Return the kernel memory that pinning `nbytes` in each of so many lanes takes."""
+    """Return the kernel memory for pinning `nbytes` in each of `lanes` lanes."""
     return _cdiv(nbytes * lanes * PIN_KERNEL_BYTES, 2**30)
 
 
 def pin_gpu_bytes(nbytes: int) -> int:
-    """Return the memory of its GPU that a lane takes for pinning `nbytes`."""
+    """Return the GPU memory that a lane takes for pinning `nbytes`."""
     return _cdiv(nbytes * PIN_GPU_BYTES, 2**30)
 
 
@@ -108,56 +114,54 @@ def auto_cpu_bytes(
     ratio: float = 2.0,
     lanes: int = 0,
 ) -> tuple[int, str]:
-    """Ratio x the KV bytes of all ranks of an engine, at most what is available less a reserve.
+    """Return the size of the pool for `cpu_bytes = auto`, and its computation in one line of text.
 
+    The size is `ratio` times the KV bytes of all ranks, but at most `available - reserve`.
     Replicated shares count once. The order of the ranks does not matter.
 
     Args:
-        layouts: of the ranks.
-        available: bytes of the largest pool that fits, beside what pinning it takes.
-        reserve: bytes that are left to others.
+        layouts: of the engine's ranks.
+        available: bytes of the largest pool that fits beside the kernel memory for pinning it.
+        reserve: bytes to leave free.
         ratio: bytes of the pool for each byte of KV.
-        lanes: see `pinning_lanes`; for the line.
-
-    Returns:
-        The size, and how it came about, in one line.
+        lanes: see `pinning_lanes`; for the text.
 
     Raises:
-        SizeError: a negative number, or a ratio that is none.
+        SizeError: `available` or `reserve` is negative, or `ratio` not a finite number above 0.
     """
-    _at_least("available", available, 0)
-    _at_least("reserve", reserve, 0)
+    _check_at_least("available", available, 0)
+    _check_at_least("reserve", reserve, 0)
     if not 0 < ratio < math.inf:
         raise SizeError(f"ratio = {ratio}; give a finite number above 0")
-    reported = [layout.used_bytes for layout in _shares(layouts)]
-    wanted = int(ratio * sum(reported))
-    room = max(0, available - reserve)
-    size = min(wanted, room)
-    if len(set(reported)) == 1:
-        kv = f"{format_size(reported[0])} GPU KV x {len(reported)} ranks"
+    kv_bytes = [layout.used_bytes for layout in _stored_layouts(layouts)]
+    desired_bytes = int(ratio * sum(kv_bytes))
+    limit_bytes = max(0, available - reserve)
+    pool_bytes = min(desired_bytes, limit_bytes)
+    if len(set(kv_bytes)) == 1:
+        kv = f"{format_size(kv_bytes[0])} GPU KV x {len(kv_bytes)} ranks"
     else:
-        kv = f"{format_size(sum(reported))} GPU KV of {len(reported)} ranks"
+        kv = f"{format_size(sum(kv_bytes))} GPU KV of {len(kv_bytes)} ranks"
     text = (
-        f"{ratio:g} x {kv} = {format_size(wanted)}; available {format_size(available)}"
+        f"{ratio:g} x {kv} = {format_size(desired_bytes)}; available {format_size(available)}"
         f"{' after pinning' if lanes else ''} - reserve {format_size(reserve)} ="
-        f" {format_size(room)}; pool {format_size(size)}"
+        f" {format_size(limit_bytes)}; pool {format_size(pool_bytes)}"
     )
     if lanes:
-        pins = format_size(pin_kernel_bytes(size, lanes))
+        pins = format_size(pin_kernel_bytes(pool_bytes, lanes))
         text += f", pinned {'once' if lanes == 1 else f'{lanes} times'} for {pins} of kernel memory"
-    return size, text
+    return pool_bytes, text
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
     """Layers that share one block table.
 
-    page_bytes: padded page of each layer, in bytes of one rank.
+    page_bytes: padded page size of each layer on one rank.
     block_size, sliding_window: in tokens.
-    uniform_type: pages may differ in size; memory is laid out in tuples of one page of each.
+    uniform_type: pages may differ in size; memory is laid out in tuples of one page of each size.
 
     Raises:
-        SizeError: blocks or a window of no tokens.
+        SizeError: block size or window is below 1.
     """
 
     page_bytes: tuple[int, ...]
@@ -166,40 +170,38 @@ class LayerGroup:
     uniform_type: bool = False
 
     def __post_init__(self) -> None:
-        _at_least("block_size", self.block_size, 1)
+        _check_at_least("block_size", self.block_size, 1)
         if self.sliding_window is not None:
-            _at_least("sliding_window", self.sliding_window, 1)
+            _check_at_least("sliding_window", self.sliding_window, 1)
 
     def blocks_for(self, tokens: int, batched_tokens: int) -> int:
-        """Blocks that a request of `tokens` holds in this group at its worst moment.
+        """Return the most blocks that a request of `tokens` holds in this group at any time.
 
-        Behind a window blocks are given back: the window and one batch are alive, and one block
-        more where they do not start at a block's edge.
+        With a sliding window the engine frees blocks behind it: the window and one batch are alive,
+        plus one block because they may start within a block.
 
         Raises:
-            SizeError: a negative request, or steps of no tokens.
+            SizeError: `tokens` is negative, or `batched_tokens` below 1.
         """
-        _at_least("tokens", tokens, 0)
-        _at_least("batched_tokens", batched_tokens, 1)
+        _check_at_least("tokens", tokens, 0)
+        _check_at_least("batched_tokens", batched_tokens, 1)
         blocks = _cdiv(tokens, self.block_size)
         if self.sliding_window is None:
             return blocks
-        alive = min(tokens, self.sliding_window - 1 + batched_tokens)
-        return min(blocks, _cdiv(alive, self.block_size) + 1)
+        alive_tokens = min(tokens, self.sliding_window - 1 + batched_tokens)
+        return min(blocks, _cdiv(alive_tokens, self.block_size) + 1)
 
 
 def per_block_pool_bytes(groups: Sequence[LayerGroup]) -> int:
-    """Bytes of one rank's pool that one block takes.
+    """Return the bytes of one block in one rank's engine memory.
 
-    - one group of uniform type: its page size, which is the sum over its
-      layers; times a number of tensors it would be counted twice;
-    - several groups, all of uniform type: one page of each size makes a tuple;
-      the sum of those pages times the largest number of tuples of any group;
-    - anything else: layers of the largest group times the common page size.
+    - One group of uniform type: the sum of its layers' pages.
+    - Several groups, all of uniform type: one page of each size makes a tuple; the sum of these
+      pages times the largest number of tuples of any group.
+    - Otherwise: the number of layers of the largest group times the common page size.
 
     Raises:
-        SizeError: no layers, pages of no bytes, or pages that differ where
-            they must be common.
+        SizeError: a group has no layers, a page no bytes, or pages differ where they must be equal.
     """
     if not groups or any(not group.page_bytes or min(group.page_bytes) <= 0 for group in groups):
         raise SizeError(
@@ -223,7 +225,7 @@ def per_block_pool_bytes(groups: Sequence[LayerGroup]) -> int:
 def blocks_needed(
     groups: Sequence[LayerGroup], tokens: int, batched_tokens: int = DEFAULT_BATCHED_TOKENS
 ) -> int:
-    """Blocks that a request of `tokens` holds over all groups at its worst moment."""
+    """Return the most blocks that a request of `tokens` holds in all groups together."""
     return sum(group.blocks_for(tokens, batched_tokens) for group in groups)
 
 
@@ -233,22 +235,21 @@ def longest_request(
     limit: int,
     batched_tokens: int = DEFAULT_BATCHED_TOKENS,
 ) -> int:
-    """Tokens of the longest request that fits (auto-fit), 0 if none does.
+    """Return the tokens of the longest request that fits; 0: none does.
 
     Args:
         groups: all groups of the model.
-        num_blocks: effective blocks, the null block included.
-        limit: the model's own limit in tokens; with sliding windows alone
-            nothing else may bound a request.
-        batched_tokens: most tokens of one engine step.
+        num_blocks: of the engine, the null block included.
+        limit: the model's own limit in tokens.
+        batched_tokens: the most tokens of one engine step.
 
     Raises:
-        SizeError: no block, a negative limit, or steps of no tokens.
+        SizeError: `num_blocks` or `batched_tokens` is below 1, or `limit` negative.
     """
-    _at_least("num_blocks", num_blocks, 1)
-    _at_least("limit", limit, 0)
+    _check_at_least("num_blocks", num_blocks, 1)
+    _check_at_least("limit", limit, 0)
     low, high = 0, limit
-    while low < high:  # needs grow with tokens, so bisect
+    while low < high:  # the blocks needed grow with the tokens, so bisect
         middle = (low + high + 1) // 2
         if blocks_needed(groups, middle, batched_tokens) <= num_blocks - NULL_BLOCKS:
             low = middle
@@ -264,11 +265,10 @@ def admit(
     override: int | None = None,
     batched_tokens: int = DEFAULT_BATCHED_TOKENS,
 ) -> None:
-    """Check that a request of `max_seq_len` tokens can ever be served.
+    """Check that the engine has blocks for a request of `max_seq_len` tokens.
 
     Raises:
-        SizeError: it cannot, or there is no pool; with both figures, in blocks and bytes of one
-            rank, and what to change.
+        SizeError: it has not; the text has blocks and bytes, needed and available, and the remedy.
     """
     blocks = measured if override is None else override
     origin = "measured" if override is None else "by the override"
@@ -281,19 +281,20 @@ def admit(
     needed = blocks_needed(groups, max_seq_len, batched_tokens)
     if needed <= available:
         return
-    each = per_block_pool_bytes(groups)
-    fits = longest_request(groups, blocks, max_seq_len, batched_tokens)
-    more = "give the KV cache more memory" if override is None else "raise the block override"
+    block_bytes = per_block_pool_bytes(groups)
+    max_tokens = longest_request(groups, blocks, max_seq_len, batched_tokens)
+    remedy = "give the KV cache more memory" if override is None else "raise the block override"
     raise SizeError(
-        f"max seq len {max_seq_len} needs {needed} blocks ({format_size(needed * each)} a rank),"
-        f" available are {available} ({format_size(available * each)}; {blocks} blocks"
-        f" {origin}, less the null block); {more}, or lower max seq len to {fits} or less"
+        f"max seq len {max_seq_len} needs {needed} blocks ({format_size(needed * block_bytes)} a"
+        f" rank), available are {available} ({format_size(available * block_bytes)}; {blocks}"
+        f" blocks {origin}, less the null block); {remedy}, or lower max seq len to {max_tokens} or"
+        " less"
     )
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise SizeError(f"{name} = {value}; give {least} or more")
+def _check_at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise SizeError(f"{name} = {value}; give {minimum} or more")
 
 
 def _cdiv(a: int, b: int) -> int:

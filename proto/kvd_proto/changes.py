@@ -1,16 +1,14 @@
-"""The ring of changes, which lies in the directory's file behind the index.
+"""The ring of changes: which chunks became available or went, in order.
 
-A change is that a chunk that lookups find as READY begins to be there, or ceases to be; and that
-all chunks were dropped at once. Where there are tiers, changes also say which chunks lie in one or
-more of them: those are other changes, as a chunk may be in memory, below it, or both. The n-th
-change of a directory has number n, from 1 on, and lies at index (n - 1) % capacity of the ring. The
-word `head`, in the directory's header page, is the number of the last change that is written whole.
+It lies in the directory's file behind the index. Changes of memory and of tiers are separate, since
+a chunk may be in either or both; see `ChangeKind`. The n-th change of a directory has number n,
+from 1 on, and lies at index (n - 1) % capacity. The word `head` in the directory's header page is
+the number of the last complete change.
 
 The broker writes the directory's record and index, or the tier table's entry, first, then the
-change, then head. So who reads
-head, then the directory, and then the ring from that head on, misses nothing; what it sees twice
-it may apply twice. Nobody waits for a reader: one that falls behind by the whole ring is told so
-by `read`, and has to look through the directory again.
+change, then head. So a reader that reads head, then the directory, then the ring from that head on
+misses nothing; changes that it sees twice may be applied twice. The broker never waits for readers:
+after an overrun `read` returns None, and the reader has to scan the directory again.
 """
 
 import struct
@@ -20,36 +18,36 @@ from operator import eq, itemgetter
 from typing import TypeAlias
 
 CHANGE = struct.Struct("<QQQIHHHB49p4x")
-"""A record of the ring. The key is preceded by its length, in a byte, and padded with zeros."""
+"""A record of the ring. The last field is a byte with the key's length, and the zero-padded key."""
 CHANGE_BYTES = CHANGE.size
 _NUMBER = itemgetter(0)
-HEAD_AT = 192  # in the header page, apart from the words that every lookup reads
+HEAD_AT = 192  # in the header page, on a cache line that lookups do not read
 MIN_CHANGES, MAX_CHANGES = 1024, 2**24
 
 Change: TypeAlias = tuple[int, int, int, int, int, int, int, int, bytes]
 """Number, time in ns of CLOCK_MONOTONIC, generation, slot, first block, count of blocks, group,
-`ChangeKind` and key; a plain tuple, because thousands are read in a moment. What a kind
-says nothing of is 0."""
+`ChangeKind` and key; a plain tuple, because thousands are read at once. Fields that a kind does not
+use are 0."""
 
 
 class ChangeKind(IntEnum):
-    """What has happened."""
+    """What changed."""
 
     READY = 1  # lookups find the chunk from now on
-    REMOVED = 2  # they do not any more
-    CLEARED = 3  # no chunk is there any more whose generation is not above this one
-    KEPT = 4  # tiers hold these blocks of the chunk from now on: none did, or other blocks
+    REMOVED = 2  # lookups miss the chunk from now on
+    CLEARED = 3  # all chunks with this generation or a lower one are removed
+    KEPT = 4  # tiers hold these blocks of the chunk from now on; none did, or other blocks
     RELEASED = 5  # no tier holds the chunk any more
-    TIERS = 6  # what tiers hold is to be looked up anew in the tier table
+    TIERS = 6  # many tier entries changed: scan the tier table again
 
 
 def change_capacity(records: int) -> int:
-    """The capacity of a ring for so many records: the next power of two, within the bounds."""
+    """Return the capacity of a ring for `records` changes: the next power of two, within bounds."""
     return 1 << (min(max(records, MIN_CHANGES), MAX_CHANGES) - 1).bit_length()
 
 
 class ChangesView:
-    """A ring to read changes from; sans-I/O, never writes.
+    """Reads a ring of changes; never writes, no I/O.
 
     Args:
         whole: the directory.
@@ -64,14 +62,13 @@ class ChangesView:
 
     @property
     def head(self) -> int:
-        """The number of the last change; 0: there was none."""
+        """The number of the last change; 0: none yet."""
         return self._head[0]
 
     def read(self, after: int, limit: int) -> list[Change] | None:
-        """Up to `limit` changes, those with the numbers after + 1, after + 2 and so on.
+        """Return up to `limit` changes: numbers after + 1, after + 2 and so on.
 
-        Returns:
-            None where the ring holds number after + 1 no more (overrun), or never did.
+        None: the ring does not hold number after + 1 any more (overrun), or never did.
         """
         head = self._head[0]
         count = min(limit, head - after)
@@ -80,27 +77,24 @@ class ChangesView:
         begin = after % self.capacity * CHANGE_BYTES
         end = begin + count * CHANGE_BYTES
         ring = self._ring
-        found = bytes(ring[begin:end])
+        records = bytes(ring[begin:end])
         if end > len(ring):
-            found += bytes(ring[: end - len(ring)])
-        # The writer may be about to overwrite the oldest record, before it moves head.
+            records += bytes(ring[: end - len(ring)])
+        # The writer may be overwriting the oldest record now; it moves head afterwards.
         if after + 1 <= self._head[0] + 1 - self.capacity:
             return None
-        changes = list(CHANGE.iter_unpack(found))
-        # Where memory is seen out of order a record may come later than head.
-        there = map(eq, map(_NUMBER, changes), range(after + 1, after + 1 + count))
-        return changes if all(there) else _in_order(changes, after)
+        changes = list(CHANGE.iter_unpack(records))
+        # On CPUs that reorder reads, a record may become visible after head.
+        in_order = map(eq, map(_NUMBER, changes), range(after + 1, after + 1 + count))
+        return changes if all(in_order) else _leading_in_order(changes, after)
 
     def release(self) -> None:
-        """Let go of the buffer. Nothing works afterwards."""
+        """Release the buffer. Nothing works afterwards."""
         self._head.release()
         self._ring.release()
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {self.capacity} changes, the last is {self.head}>"
 
-
-def _in_order(changes: list[Change], after: int) -> list[Change]:
-    """The first of them, as many as have the numbers that they should have."""
+def _leading_in_order(changes: list[Change], after: int) -> list[Change]:
+    """Return the changes before the first one with a wrong number."""
     numbered = enumerate(changes, after + 1)
-    return [change for _, change in takewhile(lambda each: each[0] == each[1][0], numbered)]
+    return [change for _, change in takewhile(lambda pair: pair[0] == pair[1][0], numbered)]

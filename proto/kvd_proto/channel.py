@@ -1,13 +1,13 @@
 """One end of a connection: messages with descriptors over a Unix stream socket.
 
-The broker, its child processes and the client use it; it is the only I/O of this package. Every
-call sends and receives in the caller's thread and returns at once. libzmq passes each message
-through a thread of its own, which takes longer than the rest of a small job.
+Used by the broker, its child processes and the client; the only sockets of this package. Every call
+sends and receives in the caller's thread and never blocks. libzmq would pass each message through
+a thread of its own, which takes longer than the rest of a small job.
 
-The bytes are ZMTP (`kvd_proto.zmtp`): a ZeroMQ library can be the peer as long as no message has
+The bytes are ZMTP (`kvd_proto.zmtp`): the peer may use a ZeroMQ library as long as no message has
 descriptors. Descriptors (SCM_RIGHTS) are sent with the first byte of their message, by a `sendmsg`
-of this message's bytes alone. A read ends behind the bytes that descriptors came with, so they
-belong to the message of the read's last byte.
+of this message's bytes alone. The kernel ends a read after the bytes that descriptors came with, so
+received descriptors belong to the message that contains the read's last byte.
 """
 
 import array
@@ -24,35 +24,35 @@ from kvd_proto.zmtp import MAX_MESSAGE_BYTES, Decoder, DecoderState, frame_heade
 READ_BYTES = 64 * 1024
 MAX_UNSENT_BYTES = 32 * 2**20
 MAX_UNSENT_DESCRIPTORS = 2**14
-"""Default bounds of what waits for a peer that does not read."""
+"""Default bounds of the queue of unsent messages."""
 _SCM_MAX_FD = 253  # net/scm.h; not in Python's socket
 _ANCILLARY_BYTES = socket.CMSG_SPACE(_SCM_MAX_FD * array.array("i").itemsize)
 _NOT_NOW = frozenset({errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM, errno.ETOOMANYREFS})
-_TWICE = "descriptors with two parts of one message; send all with the first"
+_SPLIT_DESCRIPTORS = "descriptors with two parts of one message; send all with the first byte"
 
 ReceivedFrame = tuple[bytes, tuple[int, ...]]
-"""A message and its descriptors, which are the receiver's and close-on-exec."""
+"""A message and its descriptors; the receiver closes them. They are close-on-exec."""
 
 
 class Channel:
     """One end of a connection. Not thread-safe.
 
-    Owns its socket, and the descriptors of messages that wait; those passed to `send` stay the
-    caller's.
+    Owns its socket and duplicates of queued messages' descriptors; the caller keeps the descriptors
+    passed to `send`.
 
     Args:
-        sock: a connected Unix stream socket; made non-blocking here.
-        socket_type: which ZeroMQ socket this end is: `DEALER` connects, `ROUTER` listens.
-        max_bytes: of a message that arrives.
-        max_unsent_bytes: what may wait to be sent.
-        max_unsent_descriptors: what may wait of these.
-        takes_descriptors: without, the kernel drops those that come.
-        scratch: what reads fill before they copy; channels of one thread may share it.
+        sock: a connected Unix stream socket; becomes non-blocking.
+        socket_type: the ZeroMQ socket type of this end: `DEALER` connects, `ROUTER` listens.
+        max_bytes: the longest message to receive.
+        max_unsent_bytes: above it `send` raises `ChannelFull`.
+        max_unsent_descriptors: the same for descriptors.
+        takes_descriptors: False: the kernel drops received descriptors.
+        scratch: the buffer for reads; channels of one thread may share it.
 
     Attributes:
-        unsent_bytes: how much waits for the peer to read.
-        undecoded_bytes: how much has been read and was not returned by `receive`.
-        more: messages may wait that polling does not report.
+        unsent_bytes: bytes queued until the peer reads.
+        undecoded_bytes: bytes read and not yet returned by `receive`.
+        more: `receive` may have messages although polling reports none.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Channel:
         self._scratch = memoryview(bytearray(READ_BYTES)) if scratch is None else scratch
         self._max_unsent_bytes = max_unsent_bytes
         self._max_unsent_descriptors = max_unsent_descriptors
-        # What the socket did not take, with descriptors of its own.
+        # Bytes that the socket did not take, with duplicates of their descriptors.
         self._unsent: deque[tuple[memoryview, tuple[int, ...]]] = deque()
         self._unsent_descriptors = 0
         self.unsent_bytes = 0
@@ -80,13 +80,13 @@ class Channel:
         self._takes_descriptors = takes_descriptors
         self._recv_into, self._recvmsg_into = sock.recv_into, sock.recvmsg_into
         self.undecoded_bytes = 0
-        # With messages that were not returned: up to which byte of the stream the read went that
-        # brought them, the descriptors, and whether some were lost.
-        self._with: deque[tuple[int, tuple[int, ...], bool]] = deque()
+        # Descriptors of messages not returned yet: the stream position where their read ended,
+        # the descriptors, and whether the kernel dropped some.
+        self._received_fds: deque[tuple[int, tuple[int, ...], bool]] = deque()
         self._orphans: tuple[int, ...] = ()
         self._deferred: Exception | None = None
         self.more = False
-        with contextlib.suppress(EOFError):  # what the peer has sent can be received all the same
+        with contextlib.suppress(EOFError):  # the peer's messages can still be received
             self._write(opening(socket_type), ())
 
     def fileno(self) -> int:
@@ -95,30 +95,30 @@ class Channel:
 
     @property
     def open(self) -> bool:
-        """Whether the peer has greeted."""
+        """Whether the peer has completed the handshake."""
         return self._decoder.state is DecoderState.OPEN
 
     @property
     def wants_write(self) -> bool:
-        """Whether something waits to be sent: poll for writability and call `flush`."""
+        """Whether unsent bytes are queued: poll for writability and call `flush`."""
         return bool(self._unsent)
 
     @property
     def holds_descriptors(self) -> bool:
-        """Whether descriptors have come with a message that is not complete."""
-        return bool(self._with)
+        """Whether descriptors of an incomplete message were received."""
+        return bool(self._received_fds)
 
     # ------------------------------------------------------------------- send
 
     def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
-        """Send a message with descriptors; what the socket does not take now waits.
+        """Send a message with descriptors; bytes that the socket does not take are queued.
 
         Raises:
-            ChannelFull: too much waits already; nothing of this one was sent.
-            EOFError: the peer is gone; what it has sent can still be received.
+            ChannelFull: the queue is full; nothing of this message was sent.
+            EOFError: the peer is gone; its messages can still be received.
         """
-        waiting = self._unsent_descriptors + len(fds) if self._unsent and fds else 0
-        if self.unsent_bytes > self._max_unsent_bytes or waiting > self._max_unsent_descriptors:
+        num_queued = self._unsent_descriptors + len(fds) if self._unsent and fds else 0
+        if self.unsent_bytes > self._max_unsent_bytes or num_queued > self._max_unsent_descriptors:
             raise ChannelFull(
                 f"{self.unsent_bytes} bytes and {self._unsent_descriptors} descriptors wait for a"
                 " peer that does not read"
@@ -126,7 +126,7 @@ class Channel:
         self._write(frame_header(len(frame)) + frame, fds)
 
     def flush(self) -> bool:
-        """Send what waits, as far as the socket takes it; return whether nothing waits any more.
+        """Send queued bytes as far as the socket takes them; return whether the queue is empty.
 
         Raises:
             EOFError: the peer is gone.
@@ -154,7 +154,7 @@ class Channel:
             self.unsent_bytes += len(data) - sent
 
     def _write_now(self, data: bytes | memoryview, fds: Sequence[int]) -> int:
-        """Return how many bytes the socket has taken; descriptors go with the first."""
+        """Return how many bytes the socket took; descriptors are sent with the first byte."""
         try:
             if fds:
                 return socket.send_fds(self._sock, [data], list(fds), socket.MSG_NOSIGNAL)
@@ -172,20 +172,20 @@ class Channel:
     # ---------------------------------------------------------------- receive
 
     def receive(self) -> ReceivedFrame | None:
-        """Return the next message with its descriptors; None where none has arrived in full.
+        """Return the next message with its descriptors; None if none is complete.
 
-        Reads the socket once, where no message waits. `more` says afterwards whether another call
-        may return a message before the socket is polled again.
+        Reads the socket once if no message is buffered. Afterwards `more` says whether another call
+        may return a message without polling the socket.
 
         Raises:
-            EOFError: the peer has closed its end, or died, and all its messages were returned.
-            BadFrame: see `Decoder.next_message`; descriptors that come with no message, or with
+            EOFError: the peer closed its end, or died, and all its messages were returned.
+            BadFrame: see `Decoder.next_message`; or descriptors came without a message, or with
                 two parts of one.
-            DescriptorsLost: this process may open no more files; the message is in the error. Call
-                `take_descriptors`; the channel goes on.
+            DescriptorsLost: this process reached its limit of open files; the error has the
+                message. Call `take_descriptors`; the channel stays usable.
         """
         if self.more and ((received := self._next_message()) is not None or self.more):
-            return received  # else only commands were decoded
+            return received  # otherwise only commands were decoded: read on
         try:
             if self._takes_descriptors:
                 size, ancillary, flags, _ = self._recvmsg_into(
@@ -216,15 +216,16 @@ class Channel:
         self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int
     ) -> ReceivedFrame | None:
         end = self._decoder.consumed + self.undecoded_bytes + size
-        self._with.append((end, _descriptors_in(ancillary), bool(flags & socket.MSG_CTRUNC)))
+        lost = bool(flags & socket.MSG_CTRUNC)
+        self._received_fds.append((end, _descriptors_in(ancillary), lost))
         received = self._decode(size)
         self.more = True
         return received
 
     def receive_all(self) -> list[ReceivedFrame]:
-        """Return every message that has arrived in full.
+        """Return every complete message.
 
-        Raises as `receive` does; an error that comes behind messages is raised by the next call.
+        Raises as `receive` does; an error after some messages is raised by the next call.
         """
         messages: list[ReceivedFrame] = []
         if (deferred := self._deferred) is not None:
@@ -252,49 +253,49 @@ class Channel:
                 self._write(pongs, ())
         self.undecoded_bytes = len(decoder)
         self.more = decoder.paused or (frame is not None and self.undecoded_bytes > 0)
-        if self._with:
-            if decoder.consumed >= self._with[0][0]:
+        if self._received_fds:
+            if decoder.consumed >= self._received_fds[0][0]:
                 return self._with_descriptors(frame)
-            if frame is None and not decoder.paused and len(self._with) > 1:
-                raise BadFrame(_TWICE)
+            if frame is None and not decoder.paused and len(self._received_fds) > 1:
+                raise BadFrame(_SPLIT_DESCRIPTORS)
         return None if frame is None else (frame, ())
 
     def _with_descriptors(self, frame: bytes | None) -> ReceivedFrame:
         if frame is None:
-            raise BadFrame("descriptors that came with no message")
-        if len(self._with) > 1 and self._decoder.consumed >= self._with[1][0]:
-            raise BadFrame(_TWICE)
-        _, fds, lost = self._with.popleft()
+            raise BadFrame("descriptors without a message")
+        if len(self._received_fds) > 1 and self._decoder.consumed >= self._received_fds[1][0]:
+            raise BadFrame(_SPLIT_DESCRIPTORS)
+        _, fds, lost = self._received_fds.popleft()
         if lost:
             self._orphans += fds
             raise DescriptorsLost("no file descriptor is left to receive", frame)
         return frame, fds
 
     def take_descriptors(self) -> tuple[int, ...]:
-        """Return the descriptors that are held, for the caller to close.
+        """Return all descriptors held here, for the caller to close.
 
-        They came with messages that have not arrived in full, which have lost theirs then, or
-        are what there was room for of those that a `DescriptorsLost` is about.
+        They belong to incomplete messages, for which `receive` then raises `DescriptorsLost`, or
+        are those that the kernel could deliver before a `DescriptorsLost`.
         """
-        untaken = self._orphans + tuple([fd for _, fds, _ in self._with for fd in fds])
+        fds = self._orphans + tuple([fd for _, fds, _ in self._received_fds for fd in fds])
         self._orphans = ()
-        self._with = deque([(end, (), True) for end, _, _ in self._with])
-        return untaken
+        self._received_fds = deque([(end, (), True) for end, _, _ in self._received_fds])
+        return fds
 
     # -------------------------------------------------------------------- end
 
     def detach(self) -> socket.socket:
-        """Return the socket, shut down, for the caller to close; what waits is dropped.
+        """Return the socket, shut down, for the caller to close; unsent messages are dropped.
 
-        What the peer has sent and was not read goes when the socket is closed.
+        Closing the socket drops bytes of the peer that were not read.
         """
         self._drop_unsent()
-        with contextlib.suppress(OSError):  # the peer was faster
+        with contextlib.suppress(OSError):  # the peer closed first
             self._sock.shutdown(socket.SHUT_RDWR)
         return self._sock
 
     def close(self) -> None:
-        """Close the socket and every descriptor that is held. May be called again."""
+        """Close the socket and every descriptor held here. May be called again."""
         self._drop_unsent()
         close_all(self.take_descriptors())
         self._sock.close()
@@ -315,17 +316,17 @@ def _descriptors_in(ancillary: list[tuple[int, int, bytes]]) -> tuple[int, ...]:
 
 
 def close_all(fds: Sequence[int]) -> None:
-    """Close descriptors, those already closed included."""
+    """Close descriptors; errors are ignored."""
     for fd in fds:
         with contextlib.suppress(OSError):
             os.close(fd)
 
 
 def duplicated(fds: Sequence[int]) -> tuple[int, ...]:
-    """Return descriptors of the same files.
+    """Return duplicates of descriptors.
 
     Raises:
-        OSError: the limit of open files leaves no room; none is left open.
+        OSError: this process reached its limit of open files; no duplicate stays open.
     """
     copies: list[int] = []
     try:

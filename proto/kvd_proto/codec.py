@@ -1,8 +1,8 @@
-"""Bytes ↔ messages. Sans-I/O: no sockets here.
+"""Encodes messages to bytes and decodes them. No I/O.
 
-A message is one frame: a header of 16 bytes, as docs/protocol.md has it, and a msgpack map of
-fields. The header has a fixed shape so that a request whose body cannot be decoded can still be
-answered by its id.
+A message is one frame: a header of 16 bytes (docs/protocol.md) and a msgpack map of fields. The
+header has a fixed shape so that a request whose body cannot be decoded still gets a reply by its
+id.
 """
 
 import struct
@@ -33,7 +33,7 @@ class Codec:
     """Encodes and decodes the messages of one tag table.
 
     Args:
-        tags: tag → message type. The wire's own table is `messages.TAGS`.
+        tags: tag → message type, such as `messages.TAGS`.
     """
 
     def __init__(self, tags: Mapping[int, type[Message]]) -> None:
@@ -41,10 +41,10 @@ class Codec:
         self._tags = {kind: tag for tag, kind in tags.items()}
 
     def encode(self, message: Message, request_id: int = 0) -> bytes:
-        """The frame of `message`.
+        """Return the frame of `message`.
 
         Raises:
-            Oversize: the frame would be above `MAX_MESSAGE_BYTES`.
+            Oversize: the frame is longer than `MAX_MESSAGE_BYTES`.
         """
         header = _HEADER.pack(MAGIC, PROTOCOL_VERSION, self._tags[type(message)], request_id)
         frame: bytes = header + msgspec.msgpack.encode(message)
@@ -55,10 +55,10 @@ class Codec:
         return frame
 
     def decode_header(self, frame: bytes) -> Header:
-        """The header of `frame`, without a look at the body or the version.
+        """Return the header of `frame`; neither body nor version are checked.
 
         Raises:
-            DecodeError: too short, or not a kvd message.
+            DecodeError: `frame` is too short, or no kvd message.
         """
         if len(frame) < HEADER_BYTES:
             raise DecodeError(f"{len(frame)} bytes, a header has {HEADER_BYTES}")
@@ -68,16 +68,16 @@ class Codec:
         return Header(tag, request_id, version)
 
     def decode(self, frame: bytes) -> tuple[Header, Message]:
-        """Header and message of `frame`, validated in full."""
+        """Return header and message of `frame`, validated; raises as the two calls inside do."""
         header = self.decode_header(frame)
         return header, self.decode_body(header, frame)
 
     def decode_body(self, header: Header, frame: bytes) -> Message:
-        """The message of `frame`, whose header was read before.
+        """Return the message of `frame`, validated, given its header.
 
         Raises:
-            VersionMismatch: another protocol version.
-            DecodeError: anything else that is wrong; nothing is guessed.
+            VersionMismatch: the frame has another protocol version.
+            DecodeError: the tag or the body is invalid, or the frame too long.
         """
         if header.version != PROTOCOL_VERSION:
             raise VersionMismatch(
@@ -101,5 +101,5 @@ WIRE = Codec(TAGS)
 """The codec of the wire between clients and daemon."""
 
 REQUESTS = Codec({tag: kind for tag, kind in TAGS.items() if kind in REPLY_OF})
-"""What the daemon decodes: requests alone. Their fields are of declared types, so that no body
-makes more objects than its fields hold; a StatusReport may be any tree, which takes seconds."""
+"""The codec for what the daemon receives: requests only. Their fields have declared types, which
+bounds the work of decoding; a StatusReport can hold any tree and take seconds to decode."""

@@ -1,4 +1,4 @@
-"""Byte ranges to move, as runs."""
+"""The byte ranges that a job copies between a rank's storages and its arena, as runs."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,11 +7,11 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvd_proto.arrays import FEW
 from kvd_proto.errors import JobShapeError
+from kvd_proto.jobs import FEW
 
 Run: TypeAlias = tuple[int, int, int, int]
-"""Storage, byte in the storage, byte in the arena, and length."""
+"""Storage index, offset in the storage, offset in the arena, and length; in bytes."""
 Columns: TypeAlias = tuple[
     npt.NDArray[np.int32],
     npt.NDArray[np.int64],
@@ -22,11 +22,11 @@ Columns: TypeAlias = tuple[
 
 @dataclass(frozen=True, slots=True)
 class Regions:
-    """Where the pages of several tensors lie, in memory and in a slot, one item each.
+    """Where the pages of several tensors lie, in memory and in a slot: one item per tensor.
 
     storage: int32[regions], index of the rank's storage.
-    offset: int64[regions], byte of block 0 in the storage.
-    start: int64[regions], byte of a chunk's first page in its slot.
+    offset: int64[regions], of block 0 in the storage, in bytes.
+    start: int64[regions], of a chunk's first page in its slot, in bytes.
     first, last: the smallest and the largest start.
     """
 
@@ -38,12 +38,12 @@ class Regions:
 
 
 class Grid(NamedTuple):
-    """The same runs in each of several regions: [regions, runs] in all.
+    """The same runs in each of several regions, so [regions, runs] runs in total.
 
     memory: int64[runs], bytes from the region's offset.
-    arena: int64[runs], bytes from the arena's start without the region's.
-    nbytes: int64[runs].
-    longest: the largest of these.
+    arena: int64[runs], bytes from the arena's start, to which the region's start is added.
+    nbytes: int64[runs], length of each run.
+    longest: the largest length.
     """
 
     regions: Regions
@@ -65,26 +65,26 @@ class Grid(NamedTuple):
 
     @property
     def size(self) -> int:
-        """How many runs it has."""
+        """The number of runs."""
         return len(self.regions.storage) * len(self.nbytes)
 
 
 class Copies:
-    """Byte ranges to move; either side may be the source. Not to be changed.
+    """An immutable set of byte ranges to copy, in either direction.
 
-    Runs that are contiguous on both sides are one. There are three forms of the same: columns for
-    arithmetic on many, grids where many are alike, and a list for going through few. Columns and
-    list are made when they are first asked for.
+    Ranges that are contiguous on both sides form one run. The runs have three forms: columns for
+    arithmetic on many of them, grids where many are alike, and a list to iterate over few. Columns
+    and list are computed on first use.
 
     Args:
-        storage: int32, index of the rank's storage.
-        tensor_offset: int64, bytes from its start.
-        arena_offset: int64, bytes from the start of the rank's arena.
-        nbytes: int64.
+        storage: int32[runs], index of the rank's storage.
+        tensor_offset: int64[runs], bytes from the storage's start.
+        arena_offset: int64[runs], bytes from the start of the rank's arena.
+        nbytes: int64[runs], length of each run.
 
     Attributes:
-        few: going through the runs is faster than arithmetic on columns.
-        grids: all of it, where it is made of grids; else empty.
+        few: iterating over the runs is faster than arithmetic on columns.
+        grids: all runs, if they were given as grids; otherwise empty.
     """
 
     __slots__ = ("_columns", "_runs", "few", "grids")
@@ -96,52 +96,58 @@ class Copies:
         arena_offset: npt.NDArray[np.int64],
         nbytes: npt.NDArray[np.int64],
     ) -> None:
-        self._keep((storage, tensor_offset, arena_offset, nbytes), None, ())
+        self._set_forms((storage, tensor_offset, arena_offset, nbytes), None, ())
 
     @classmethod
     def of(cls, runs: list[Run]) -> "Copies":
-        """The same by runs, of which there are few."""
-        made = cls.__new__(cls)
-        made._columns, made._runs, made.grids = None, runs, ()  # noqa: SLF001  # of this class
-        made.few = len(runs) <= FEW
-        return made
+        """Return copies given as a short list of runs."""
+        copies = cls.__new__(cls)
+        copies._columns, copies._runs, copies.grids = None, runs, ()  # noqa: SLF001  # own class
+        copies.few = len(runs) <= FEW
+        return copies
 
     @classmethod
     def of_grids(cls, grids: Sequence[Grid]) -> "Copies":
-        """The same by grids; none is empty."""
-        made = cls.__new__(cls)
-        made._keep(None, None if grids else [], grids)  # noqa: SLF001  # of this class
-        return made
+        """Return copies given as grids; none may be empty."""
+        copies = cls.__new__(cls)
+        copies._set_forms(None, None if grids else [], grids)  # noqa: SLF001  # own class
+        return copies
 
-    def _keep(self, columns: Columns | None, runs: list[Run] | None, grids: Sequence[Grid]) -> None:
+    def _set_forms(
+        self, columns: Columns | None, runs: list[Run] | None, grids: Sequence[Grid]
+    ) -> None:
         self._columns, self._runs, self.grids = columns, runs, grids
         self.few = len(self) <= FEW
 
     @property
     def runs(self) -> list[Run]:
-        """All of it, one run after another."""
+        """All runs as a list."""
         if self._runs is None:
             self._runs = list(zip(*(column.tolist() for column in self.columns), strict=True))
         return self._runs
 
     @property
     def columns(self) -> Columns:
-        """Storage, tensor offset, arena offset and bytes of every run: [runs] each."""
+        """Storage, tensor offset, arena offset and length of every run: [runs] each."""
         if self._columns is None:
-            self._columns = self._made_columns()
+            self._columns = self._make_columns()
         return self._columns
 
-    def _made_columns(self) -> Columns:
+    def _make_columns(self) -> Columns:
         if not self.grids:
             table = np.array(self._runs, np.int64).reshape(-1, 4)
-            storage, *others = np.ascontiguousarray(table.T)
-            return storage.astype(np.int32), *others
-        parts = [grid.columns for grid in self.grids]
-        if len(parts) == 1:
-            return parts[0]
-        storages, offsets, at, nbytes = zip(*parts, strict=True)
-        joined = np.concatenate(offsets), np.concatenate(at), np.concatenate(nbytes)
-        return np.concatenate(storages), *joined
+            storage, *offsets_and_lengths = np.ascontiguousarray(table.T)
+            return storage.astype(np.int32), *offsets_and_lengths
+        by_grid = [grid.columns for grid in self.grids]
+        if len(by_grid) == 1:
+            return by_grid[0]
+        storages, tensor_offsets, arena_offsets, nbytes = zip(*by_grid, strict=True)
+        return (
+            np.concatenate(storages),
+            np.concatenate(tensor_offsets),
+            np.concatenate(arena_offsets),
+            np.concatenate(nbytes),
+        )
 
     @property
     def storage(self) -> npt.NDArray[np.int32]:
@@ -160,19 +166,19 @@ class Copies:
 
     @property
     def nbytes(self) -> npt.NDArray[np.int64]:
-        """Bytes: [runs]."""
+        """Length in bytes: [runs]."""
         return self.columns[3]
 
     @property
     def total_bytes(self) -> int:
-        """Bytes moved in all."""
+        """Bytes of all runs together."""
         if self.few:
             return sum([run[3] for run in self.runs])
         return int(self.nbytes.sum())
 
     @property
     def longest(self) -> int:
-        """Bytes of the longest run; 0 where there is none."""
+        """Bytes of the longest run; 0 if there is none."""
         if self.grids:
             return max([grid.longest for grid in self.grids])
         if self.few:
@@ -180,7 +186,7 @@ class Copies:
         return int(self.nbytes.max())
 
     def split(self, unit: int, base: int = 0) -> "Copies":
-        """Cut runs so that none crosses a multiple of `unit` bytes; the arena begins at `base`."""
+        """Return the runs cut at multiples of `unit` bytes of the pool; `base`: of the arena."""
         begins = self.arena_offset + base
         first = begins // unit
         parts = (begins + self.nbytes - 1) // unit - first + 1
@@ -190,7 +196,7 @@ class Copies:
         return self._cut(run, np.maximum((first[run] + part) * unit - begins[run], 0))
 
     def shorten(self, longest: int) -> "Copies":
-        """Cut runs so that none has more than `longest` bytes."""
+        """Return the runs cut into pieces of `longest` bytes at most."""
         if self.longest <= longest:
             return self
         parts = -(-self.nbytes // longest)
@@ -198,7 +204,7 @@ class Copies:
         return self._cut(run, part * longest)
 
     def _cut(self, run: npt.NDArray[np.int64], begin: npt.NDArray[np.int64]) -> "Copies":
-        """Parts of runs, each from this byte of its run on to where the next part begins."""
+        """Return pieces of runs: piece i is of run[i], from byte begin[i] to the next piece."""
         end = np.empty_like(begin)
         end[:-1] = begin[1:]
         last = np.flatnonzero(np.diff(run, append=-1))
@@ -214,17 +220,18 @@ class Copies:
         """Check that every run lies inside its storage and inside the arena.
 
         Raises:
-            JobShapeError: one does not.
+            JobShapeError: a run does not.
         """
         if self.few:
-            for storage, offset, at, nbytes in self.runs:
+            for storage, tensor_offset, arena_offset, nbytes in self.runs:
                 if not (
                     0 <= storage < len(storages)
                     and nbytes > 0
-                    and 0 <= offset <= storages[storage] - nbytes
-                    and 0 <= at <= arena_bytes - nbytes
+                    and 0 <= tensor_offset <= storages[storage] - nbytes
+                    and 0 <= arena_offset <= arena_bytes - nbytes
                 ):
-                    raise _outside(storage, offset, at, nbytes, arena_bytes)
+                    run = storage, tensor_offset, arena_offset, nbytes
+                    raise _out_of_bounds(run, arena_bytes)
             return
         sizes = np.array(storages, dtype=np.int64)
         inside = (
@@ -238,8 +245,7 @@ class Copies:
         if bool(inside.all()):
             inside = self.tensor_offset + self.nbytes <= sizes[self.storage]
         if not bool(inside.all()):
-            worst = int(np.argmin(inside))
-            raise _outside(*self.runs[worst], arena_bytes)
+            raise _out_of_bounds(self.runs[int(np.argmin(inside))], arena_bytes)
 
     def __len__(self) -> int:
         if self._runs is not None:
@@ -250,13 +256,14 @@ class Copies:
 def _numbered(
     parts: npt.NDArray[np.int64],
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Of all parts of runs of so many parts, in order: the run, and which part of it."""
+    """Return for each part, in order, its run and its number in the run; run i has parts[i]."""
     run = np.repeat(np.arange(len(parts)), parts)
     return run, np.arange(len(run)) - np.repeat(np.cumsum(parts) - parts, parts)
 
 
-def _outside(storage: int, offset: int, at: int, nbytes: int, arena: int) -> JobShapeError:
+def _out_of_bounds(run: Run, arena_bytes: int) -> JobShapeError:
+    storage, tensor_offset, arena_offset, nbytes = run
     return JobShapeError(
-        f"{nbytes} bytes between offset {offset} of storage {storage} and offset {at} of the arena"
-        f" of {arena} bytes lie outside"
+        f"{nbytes} bytes between offset {tensor_offset} of storage {storage} and offset"
+        f" {arena_offset} of the arena of {arena_bytes} bytes lie outside"
     )

@@ -1,12 +1,12 @@
-"""Descriptions of chunks: what a router must know of a chunk's blocks, kept with the chunk.
+"""Descriptions of chunks: what routers need to know of a chunk's blocks, stored with the chunk.
 
-A scheduler describes a chunk when it begins to store it. The daemon keeps the encoded bytes, which
-it does not look into, in a file for each namespace, and every scheduler of the namespace reads it.
+A scheduler describes a chunk when it begins to store it. The daemon writes the encoded bytes, which
+it does not decode, into a file for each namespace; every scheduler of the namespace reads it.
 
-Little-endian: a header page, then a record of `record_bytes` for every slot; see docs/protocol.md.
-The daemon writes a record in pieces, and is followed by readers at any moment: the generation says
-whether the record is the chunk's, the check word whether it is whole. Readers call `os.pread`: a
-file that is shortened is short for them, where a mapping would end the process.
+The file is little-endian: a header page, then a record of `record_bytes` for every slot; see
+docs/protocol.md. A record may be read while it is written: its generation says whether it is the
+chunk's, its check word whether it is complete. Readers use `os.pread`, which returns short reads
+when the file was truncated; access to a truncated mapping would kill the process.
 """
 
 import os
@@ -42,9 +42,9 @@ _PLAIN = (bool, int, float, str, bytes)
 
 
 class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A whole chunk's blocks, as KV events have them.
+    """The blocks of a whole chunk, with the fields of a KV event.
 
-    parent: hash of the block before the chunk's first one; empty: there is none.
+    parent: hash of the block before the chunk's first one; empty: none.
     hashes: of the chunk's blocks, in their order, 1 to 64 bytes each; at least one.
     tokens: u4, little-endian, `block_size` for each block.
     block_size: tokens of a block.
@@ -52,10 +52,10 @@ class Description(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     kind: the engine's word for the group's kind of attention.
     window: tokens that attention looks back; None: all.
     lora: name of the adapter; None: none.
-    extra: for each block what its hash was made of besides tokens, None for nothing: plain values,
-        and tuples of plain values; None: nothing for all of them.
-    lookahead: u4 token ids that follow the chunk and that the hash of its last blocks covers too,
-        `MAX_LOOKAHEAD_TOKENS` at most; empty: hashes cover no tokens after a block.
+    extra: for each block the keys that its hash covers besides tokens: plain values and tuples of
+        plain values, or None; None: no block has any.
+    lookahead: u4 token ids after the chunk that the hashes of its last blocks cover too, at most
+        `MAX_LOOKAHEAD_TOKENS`; empty: no hash covers tokens after its block.
     """
 
     parent: Annotated[bytes, Meta(max_length=MAX_HASH_BYTES)]
@@ -81,17 +81,17 @@ def encode(description: Description) -> bytes:
     """Return a description's bytes.
 
     Raises:
-        DescriptionError: it contradicts itself, or has more than `MAX_DESCRIPTION_BYTES`.
+        DescriptionError: it contradicts itself, or is longer than `MAX_DESCRIPTION_BYTES`.
     """
     try:
         _check_tokens(description)
         _check_hashes(description)
         if description.extra is not None:
             _check_extra(description)
-        items = msgspec.structs.astuple(description)
-        encoded: bytes = _encoder.encode(items if description.lookahead else items[:-1])
+        fields = msgspec.structs.astuple(description)
+        encoded: bytes = _encoder.encode(fields if description.lookahead else fields[:-1])
     except (TypeError, ValueError, OverflowError) as error:
-        raise DescriptionError(f"{error}; pass what the fields are declared as") from error
+        raise DescriptionError(f"{error}; pass the declared types") from error
     if len(encoded) > MAX_DESCRIPTION_BYTES:
         raise DescriptionError(
             f"a description of {len(encoded)} bytes, {MAX_DESCRIPTION_BYTES} are possible:"
@@ -101,33 +101,33 @@ def encode(description: Description) -> bytes:
 
 
 def decode(encoded: bytes | memoryview) -> Description:
-    """Return the description that these bytes are.
+    """Return the description encoded in these bytes.
 
     Raises:
-        DescriptionError: they are none.
+        DescriptionError: they are no description.
     """
     try:
-        found = _decoder.decode(encoded)
-        if found.extra is not None:
-            extra = tuple(None if keys is None else _tuples(keys) for keys in found.extra)
-            found = msgspec.structs.replace(found, extra=extra)
-            _check_extra(found)
+        description = _decoder.decode(encoded)
+        if description.extra is not None:
+            extra = tuple(None if keys is None else _as_tuples(keys) for keys in description.extra)
+            description = msgspec.structs.replace(description, extra=extra)
+            _check_extra(description)
     except (msgspec.DecodeError, ValueError, TypeError, OverflowError, RecursionError) as error:
         raise DescriptionError(f"no description: {error}") from error
-    _check_tokens(found)
-    return found
+    _check_tokens(description)
+    return description
 
 
-def _tuples(keys: tuple[Any, ...]) -> tuple[Any, ...]:
+def _as_tuples(keys: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(tuple(key) if isinstance(key, list) else key for key in keys)
 
 
 def _check_tokens(description: Description) -> None:
-    blocks, size = len(description.hashes), description.block_size
-    if not blocks or size < 1 or len(description.tokens) != TOKEN_BYTES * size * blocks:
+    num_blocks, size = len(description.hashes), description.block_size
+    if not num_blocks or size < 1 or len(description.tokens) != TOKEN_BYTES * size * num_blocks:
         raise DescriptionError(
-            f"{len(description.tokens)} bytes of tokens for {blocks} blocks of {size} tokens:"
-            f" {TOKEN_BYTES} for each token are needed, and a block"
+            f"{len(description.tokens)} bytes of tokens for {num_blocks} blocks of {size} tokens:"
+            f" {TOKEN_BYTES} for each token are needed, and at least one block"
         )
     lookahead = len(description.lookahead)
     if lookahead % TOKEN_BYTES or lookahead > TOKEN_BYTES * MAX_LOOKAHEAD_TOKENS:
@@ -147,76 +147,80 @@ def _check_hashes(description: Description) -> None:
 
 
 def _check_extra(description: Description) -> None:
-    extra, blocks = description.extra or (), len(description.hashes)
-    if len(extra) != blocks or not all(keys is None or all(map(_is_extra, keys)) for keys in extra):
+    extra, num_blocks = description.extra or (), len(description.hashes)
+    if len(extra) != num_blocks or not all(
+        keys is None or all(map(_is_extra_key, keys)) for keys in extra
+    ):
         raise DescriptionError(
-            f"extra keys of {len(extra)} for {blocks} blocks: None or plain values for each"
+            f"extra has {len(extra)} items for {num_blocks} blocks: give None or plain values for"
+            " each block"
         )
 
 
-def _is_extra(key: object) -> bool:
+def _is_extra_key(key: object) -> bool:
     return isinstance(key, _PLAIN) or (
-        isinstance(key, tuple) and all(part is None or isinstance(part, _PLAIN) for part in key)
+        isinstance(key, tuple) and all(item is None or isinstance(item, _PLAIN) for item in key)
     )
 
 
 def record_bytes(layout: RankLayout) -> int:
-    """Return the size of a record for the chunks of a layout: what their descriptions need.
+    """Return the size of a record that fits usual descriptions of the layout's chunks.
 
-    4 bytes for each token and 130 for each block of the group that has most; blocks are counted as
-    if each had one hash of `hash_block_size` tokens. A longer description is not kept.
+    4 bytes for each token and 130 for each hash of the group with the most tokens in a chunk, as if
+    each hash covered `hash_block_size` tokens. Longer descriptions are not kept.
     """
-    tokens = layout.blocks_per_chunk * max(group.block_size for group in layout.groups)
-    hashes = tokens // layout.hash_block_size
-    needed = tokens * TOKEN_BYTES + hashes * (_HASH_BYTES + _EXTRA_BYTES) + _REST_BYTES
-    size = RECORD_HEADER_BYTES + min(needed, MAX_DESCRIPTION_BYTES)
+    num_tokens = layout.blocks_per_chunk * max(group.block_size for group in layout.groups)
+    num_hashes = num_tokens // layout.hash_block_size
+    usual = num_tokens * TOKEN_BYTES + num_hashes * (_HASH_BYTES + _EXTRA_BYTES) + _REST_BYTES
+    size = RECORD_HEADER_BYTES + min(usual, MAX_DESCRIPTION_BYTES)
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def room(record: int) -> int:
-    """Return how many bytes a description may have that fits records of so many bytes."""
-    return min(record - RECORD_HEADER_BYTES, MAX_DESCRIPTION_BYTES)
+def max_description_bytes(record_size: int) -> int:
+    """Return the size of the longest description that fits a record of `record_size` bytes."""
+    return min(record_size - RECORD_HEADER_BYTES, MAX_DESCRIPTION_BYTES)
 
 
-def pack_header(record: int) -> bytes:
-    """Return the beginning of a file with records of so many bytes; zeros fill its page."""
-    head = _HEADER.pack(MAGIC, VERSION, record)
+def pack_header(record_size: int) -> bytes:
+    """Return the header of a file with records of `record_size` bytes; zeros fill its page."""
+    head = _HEADER.pack(MAGIC, VERSION, record_size)
     return head + _CHECK.pack(crc32(head))
 
 
 def read_header(fd: int) -> int:
-    """Return the size of the records of a file; 0 where it is none of this version."""
+    """Return the record size of a file; 0 if it is no file of this version."""
     try:
         page = os.pread(fd, _HEADER.size + _CHECK.size, 0)
     except OSError:
         return 0
     if len(page) < _HEADER.size + _CHECK.size:
         return 0
-    magic, version, record = _HEADER.unpack_from(page)
-    good = (magic, version) == (MAGIC, VERSION) and page == pack_header(record)
+    magic, version, record_size = _HEADER.unpack_from(page)
+    intact = (magic, version) == (MAGIC, VERSION) and page == pack_header(record_size)
     largest = RECORD_HEADER_BYTES + MAX_DESCRIPTION_BYTES + _ALIGNMENT
-    return record if good and RECORD_HEADER_BYTES < record <= largest else 0
+    return record_size if intact and RECORD_HEADER_BYTES < record_size <= largest else 0
 
 
-def place(slot: int, record: int) -> int:
-    """Return where a slot's record begins in the file."""
-    return HEADER_BYTES + slot * record
+def record_offset(slot: int, record_size: int) -> int:
+    """Return the file offset of a slot's record."""
+    return HEADER_BYTES + slot * record_size
 
 
 def pack_record(slot: int, generation: int, encoded: bytes) -> bytes:
-    """Return the record of a chunk; `encoded` has at most `room` bytes."""
+    """Return the record of a chunk; `encoded` has at most `max_description_bytes` bytes."""
     check = crc32(encoded, crc32(_COVERED.pack(slot, generation, len(encoded))))
     return _RECORD.pack(generation, check, len(encoded)) + encoded
 
 
 class DescriptionsView:
-    """Reads the descriptions of a namespace; never raises for what the file has.
+    """Reads the descriptions of a namespace; a damaged file raises no error.
 
     Args:
-        fd: of the file; it stays open, and the caller's, as long as this is used.
+        fd: of the file; the caller closes it after the last use of this object.
 
     Attributes:
-        record_bytes: of a slot; 0 where the file is none of this version: nothing is described.
+        record_bytes: size of a record; 0 if the file is not of this version: then `read` finds
+            nothing.
     """
 
     def __init__(self, fd: int) -> None:
@@ -224,9 +228,9 @@ class DescriptionsView:
         self.record_bytes = read_header(fd)
 
     def read(self, slot: int, generation: int) -> Description | None:
-        """Return the description of the chunk that a slot holds, or held, with this generation.
+        """Return the description of the slot's chunk of this generation.
 
-        None: it has none, or not any more, or what is there is damaged.
+        None: there is none, a later chunk's has replaced it, or it is damaged.
         """
         encoded = self.read_encoded(slot, generation)
         try:
@@ -235,19 +239,19 @@ class DescriptionsView:
             return None
 
     def read_encoded(self, slot: int, generation: int) -> bytes:
-        """Return the bytes that `read` decodes; empty where there are none, or damaged ones."""
+        """Return the encoded description; empty where `read` returns None."""
         size = self.record_bytes
         if not size or not 0 <= slot < MAX_SLOTS:
             return b""
         try:
-            record = os.pread(self._fd, size, place(slot, size))
+            record = os.pread(self._fd, size, record_offset(slot, size))
         except (OSError, OverflowError):
             return b""
         if len(record) < RECORD_HEADER_BYTES:
             return b""
-        found, check, length = _RECORD.unpack_from(record)
+        record_generation, check, length = _RECORD.unpack_from(record)
         encoded = record[RECORD_HEADER_BYTES : RECORD_HEADER_BYTES + length]
-        if found != generation or len(encoded) != length:
+        if record_generation != generation or len(encoded) != length:
             return b""
         if check != crc32(encoded, crc32(_COVERED.pack(slot, generation, length))):
             return b""

@@ -19,23 +19,23 @@
 
 
 class ProtoError(Exception):
-    """Base of everything that kvd_proto raises."""
+    """Base of every error that kvd_proto raises."""
 
 
 class DecodeError(ProtoError):
-    """The other side sent something that is not the protocol; the text names the fault."""
+    """Received bytes are no message of the protocol; the text names the fault."""
 
 
 class VersionMismatch(DecodeError):
-    """The message is of a protocol version that this side does not have."""
+    """A message has a protocol version that this side does not speak."""
 
 
 class WrongType(ProtoError):
-    """Numbers that an array of their type cannot hold."""
+    """Values that do not fit the array's integer type."""
 
 
 class Oversize(ProtoError):
-    """A message or an array that is to be sent is above its limit."""
+    """A message or an array to be sent is above its limit."""
 
 
 class LayoutError(ProtoError):
@@ -43,14 +43,14 @@ class LayoutError(ProtoError):
 
 
 class SizeError(LayoutError):
-    """Sizes that hold nothing; sizes and durations that cannot be read.
+    """A size or duration that is out of range or cannot be read.
 
-    `meant` is the size that a text with half a unit, such as 64Gi, stands for; else empty.
+    `suggestion` is the size that half a unit, such as 64Gi, stands for; otherwise empty.
     """
 
-    def __init__(self, text: str, meant: str = "") -> None:
-        super().__init__(f"{text}; did you mean {meant}?" if meant else text)
-        self.meant = meant
+    def __init__(self, text: str, suggestion: str = "") -> None:
+        super().__init__(f"{text}; did you mean {suggestion}?" if suggestion else text)
+        self.suggestion = suggestion
 
 
 class JobShapeError(LayoutError):
@@ -58,15 +58,15 @@ class JobShapeError(LayoutError):
 
 
 class DirectoryError(ProtoError):
-    """A buffer that is not a chunk directory of this version."""
+    """A buffer is no directory of this version, or a directory's figures are out of range."""
 
 
 class DescriptionError(ProtoError):
-    """What is to describe a chunk contradicts itself, or bytes that are no description."""
+    """A chunk's description contradicts itself, or bytes are no description."""
 
 
 class BadFrame(ProtoError):
-    """A peer speaks no ZMTP, or goes above a bound, which `limit` names."""
+    """A peer sent bytes that are no ZMTP, or exceeded a bound, which `limit` names."""
 
     def __init__(self, text: str, limit: str = "") -> None:
         super().__init__(text)
@@ -74,11 +74,11 @@ class BadFrame(ProtoError):
 
 
 class ChannelFull(ProtoError):
-    """What waits to be sent is above its bound: the peer does not read."""
+    """The queue of unsent messages is full: the peer does not read."""
 
 
 class DescriptorsLost(ProtoError):
-    """This process's limit of open files left no room for a message's descriptors.
+    """A message's descriptors exceeded this process's limit of open files.
 
     `frame` is the message.
     """

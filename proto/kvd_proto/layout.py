@@ -1,13 +1,13 @@
-"""What one rank's KV memory looks like, and where its pages lie in a slot.
+"""The layout of one rank's KV memory, and where its pages lie in a slot.
 
-A rank reports storages (allocations), tensors (pages at a stride inside a
-storage) and groups (which tensors hold the pages of one block table). Nothing
-here is read from a tensor's shape: with per-layer page sizes or a KV-first
-layout the shape lies. `num_blocks` is the engine's configured number.
+A rank reports storages (allocations), tensors (pages at a stride inside a storage) and groups
+(which tensors hold the pages of one block table). Nothing is derived from a tensor's shape, which
+is misleading with per-layer page sizes or a KV-first layout. `num_blocks` is the engine's
+configured number.
 
-A slot holds one rank's share of one chunk: the refs of the chunk's group back
-to back, each a region of `blocks_per_chunk` pages, block after block, so that
-consecutive blocks are one run on both sides.
+A slot holds one rank's share of one chunk: the refs of the chunk's group back to back, each a
+region of `blocks_per_chunk` pages in block order, so that consecutive blocks are one run on both
+sides.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ MAX_STORAGES = 4096
 
 
 class Range(NamedTuple):
-    """Figures, or counts of items, that `validate_layout` takes, both ends included."""
+    """The values that `validate_layout` accepts, both ends included."""
 
     low: int
     high: int
@@ -138,25 +138,24 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
 
     @cached_property
     def used_bytes(self) -> int:
-        """Sum of the sizes of the storages that some tensor uses, each counted once."""
+        """Bytes of all storages that a tensor uses, each counted once."""
         return sum(self.storages[index] for index in {tensor.storage for tensor in self.tensors})
 
     @cached_property
     def layers(self) -> int:
-        """Number of layers, as the refs count them."""
+        """The number of layers that the refs name."""
         return 1 + max(ref.layer for group in self.groups for ref in group.refs)
 
     @property
     def share_bytes(self) -> int:
-        """Bytes of the rank's share of one chunk: used bytes // num_blocks * blocks_per_chunk."""
+        """Bytes of the rank's share of a chunk: used_bytes // num_blocks * blocks_per_chunk."""
         return self.used_bytes // self.num_blocks * self.blocks_per_chunk
 
     @cached_property
     def slot_bytes(self) -> int:
         """Stride of slots in the rank's arena: the share, rounded up to 4 KiB.
 
-        The shares of tiny models take more than the formula's bytes by that; `num_chunks` counts
-        the rounded size, so that a pool never exceeds its budget.
+        `num_chunks` counts the rounded size, so that a pool never exceeds its budget.
 
         Raises:
             LayoutError: a group's pages need more than the share.
@@ -173,7 +172,7 @@ class RankLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=T
         return -(-share // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
 
     def group_bytes(self, group: int) -> int:
-        """Return the bytes that a chunk of this group has in the rank's slot."""
+        """Return the bytes that a chunk of this group takes in the rank's slot."""
         return sum(ref.page_bytes for ref in self.groups[group].refs) * self.blocks_per_chunk
 
     def ref_offsets(self, group: int) -> tuple[int, ...]:
@@ -199,11 +198,11 @@ def _contents(layout: RankLayout) -> list[str]:
 
 
 def validate_layout(layout: RankLayout) -> None:
-    """Check one rank's report.
+    """Check one rank's layout.
 
     Raises:
-        SizeError: a count or size that makes no pool.
-        LayoutError: indices, ranges or block sizes that do not fit what was reported.
+        SizeError: a count or size is out of range.
+        LayoutError: indices, ranges or block sizes contradict each other.
     """
     _check_range("num_blocks", layout.num_blocks, COUNT, "start the engine with more memory")
     _check_range("blocks_per_chunk", layout.blocks_per_chunk, CHUNK_BLOCKS, "use 1 or more")
@@ -231,9 +230,9 @@ def validate_layout(layout: RankLayout) -> None:
     _ = layout.slot_bytes  # raises
 
 
-def _check_range(name: str, value: int, taken: Range, remedy: str) -> None:
-    if not taken.low <= value <= taken.high:
-        raise SizeError(f"{name} = {value} is not within {taken.low}..{taken.high}; {remedy}")
+def _check_range(name: str, value: int, allowed: Range, remedy: str) -> None:
+    if not allowed.low <= value <= allowed.high:
+        raise SizeError(f"{name} = {value} is not within {allowed.low}..{allowed.high}; {remedy}")
 
 
 def _check_tensor(layout: RankLayout, index: int, tensor: TensorSpec) -> None:
@@ -293,24 +292,24 @@ def _check_group(layout: RankLayout, index: int, group: GroupSpec) -> None:
 def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) -> None:
     """Check that the ranks of one engine agree.
 
-    All ranks must have the same num_blocks, null block, factors and groups; ranks of one
-    pipeline stage also the same page sizes and contents (other stages hold other
-    layers, and so cannot hold replicas of each other's shares).
+    All ranks must have the same num_blocks, null block, factors and groups; ranks of one pipeline
+    stage also the same page sizes and contents. Other stages hold other layers, so several stages
+    cannot hold replicated shares.
 
     Raises:
-        LayoutError: naming the odd rank and both figures.
+        LayoutError: they differ; the text names a rank and both figures.
     """
     for name in ("num_blocks", "null_block", "blocks_per_chunk", "hash_block_size", "replicated"):
         _agree(name, layouts, attrgetter(name))
     _agree("groups (kind, block size, window)", layouts, attrgetter("kinds"), _kinds)
-    of = {rank: stages[rank] for rank in sorted(layouts)}
-    if len(set(of.values())) > 1 and any(layout.replicated for layout in layouts.values()):
+    stage_of = {rank: stages[rank] for rank in sorted(layouts)}
+    if len(set(stage_of.values())) > 1 and any(layout.replicated for layout in layouts.values()):
         raise LayoutError(
-            f"pipeline stages by rank are {of}, and stages hold different layers: they cannot hold"
-            " replicated shares; register with replicated=False"
+            f"pipeline stages by rank are {stage_of}, and stages hold different layers: they cannot"
+            " hold replicated shares; register with replicated=False"
         )
-    for stage in sorted(set(of.values())):
-        members = {rank: layout for rank, layout in layouts.items() if of[rank] == stage}
+    for stage in sorted(set(stage_of.values())):
+        members = {rank: layout for rank, layout in layouts.items() if stage_of[rank] == stage}
         _agree(f"page sizes (stage {stage})", members, attrgetter("pages"), _page_sizes)
         _agree(f"contents (stage {stage})", members, attrgetter("contents"), _contents)
         _agree(f"bytes per chunk (stage {stage})", members, attrgetter("slot_bytes"))
@@ -319,18 +318,18 @@ def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) 
 def _agree(
     name: str,
     layouts: Mapping[int, RankLayout],
-    compared: Callable[[RankLayout], Hashable],
+    figure: Callable[[RankLayout], Hashable],
     shown: Callable[[RankLayout], object] | None = None,
 ) -> None:
-    """Check that all have the same `compared`: what is `shown`, or a digest of it."""
-    found = {rank: compared(layout) for rank, layout in layouts.items()}
-    votes = Counter(found[rank] for rank in sorted(found))
+    """Check that `figure` is equal for all ranks; the error has `shown` if that is more telling."""
+    figures = {rank: figure(layout) for rank, layout in layouts.items()}
+    votes = Counter(figures[rank] for rank in sorted(figures))
     if len(votes) <= 1:
         return
-    usual = max(votes, key=votes.__getitem__)  # of equally many, that of the lowest rank
-    odd = next(rank for rank in sorted(found) if found[rank] != usual)
-    others = [rank for rank in sorted(found) if found[rank] == usual]
-    show = shown or compared
+    usual = max(votes, key=votes.__getitem__)  # in a tie, the lowest rank's
+    odd = next(rank for rank in sorted(figures) if figures[rank] != usual)
+    others = [rank for rank in sorted(figures) if figures[rank] == usual]
+    show = shown or figure
     raise LayoutError(
         f"rank {odd} reports {name} = {show(layouts[odd])}, rank(s) {others} report"
         f" {show(layouts[others[0]])}; start all ranks with the same model and settings"

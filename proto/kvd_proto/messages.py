@@ -9,15 +9,14 @@ docs/protocol.md is generated from here: a docstring's first line says what a me
 for, lines of the form ``field, field: meaning`` what its fields are, comments what codes mean.
 """
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 from typing import Annotated, Any, Literal, TypeAlias
 
 import msgspec
 from msgspec import Meta
 
-from kvd_proto.arrays import MAX_ARRAY_ITEMS, IntArray, JobBlocks
-from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.descriptions import MAX_DESCRIPTION_BYTES
+from kvd_proto.jobs import EPOCH_WORDS, MAX_ARRAY_ITEMS, PROGRESS_WORDS, IntArray, JobBlocks
 from kvd_proto.layout import MAX_STORAGES, RankLayout
 
 PROTOCOL_VERSION = 4
@@ -82,6 +81,32 @@ class JobStatus(StrEnum):
     REFUSED = "refused"  # arrays that do not fit, a job number in use, or no engine attached
     SHED = "shed"  # the engine's queue in the lane is full; stores go first
     FAILED = "failed"  # the device failed
+
+
+MAX_SECONDS = 86_400
+"""Longer waits are cut to this."""
+LABEL_ONLY = 0x80
+"""Set in a label's byte: the request was reported before, and only its label is new."""
+
+
+class Label(IntEnum):
+    """When the next request that uses the same chunks is expected."""
+
+    NONE = 0  # nothing is known
+    DONE = 1  # no request will continue this one
+    UNDER_10S = 2  # one will in less than 10 s
+    UNDER_60S = 3  # one will in less than 60 s
+    UNDER_600S = 4  # one will in less than 600 s
+    LATER = 5  # one will in 600 s or more
+
+
+def label_for(seconds: float) -> Label:
+    """The label of a request that is continued after so many seconds; negative counts as 0."""
+    if seconds < 10:
+        return Label.UNDER_10S
+    if seconds < 60:
+        return Label.UNDER_60S
+    return Label.UNDER_600S if seconds < 600 else Label.LATER
 
 
 # ---------------------------------------------------------------- handshake

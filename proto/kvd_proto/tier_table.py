@@ -51,7 +51,7 @@ BODY = struct.Struct(f"<IIHHH2x{KEY_BYTES}s")
 BODY_READERS = tuple(struct.Struct(f"<IIHHH2x{n}s").unpack_from for n in range(KEY_BYTES + 1))
 
 
-class TierPlace(msgspec.Struct, frozen=True, gc=False):
+class TierEntry(msgspec.Struct, frozen=True, gc=False):
     """Where a chunk lies: bit i of `tiers` is set where tier i holds it.
 
     No bit: the tiers that could be asked do not have it. The blocks are those of the chunk that
@@ -64,7 +64,7 @@ class TierPlace(msgspec.Struct, frozen=True, gc=False):
     group: int
 
 
-class TierStatus(NamedTuple):
+class TierHealth(NamedTuple):
     """What is known of a tier.
 
     Attributes:
@@ -80,7 +80,7 @@ class TierStatus(NamedTuple):
     queued_bytes: int
 
 
-def entries_for(chunks: int | None) -> int:
+def tier_table_capacity(chunks: int | None) -> int:
     """The capacity of a table for so many chunks; None: nobody knows how many.
 
     A power of two, within the bounds, at a load of 0.75 or less.
@@ -121,7 +121,7 @@ class TierTableView:
         end = STATUS_AT + num_tiers * STATUS_STRIDE
         self._status = whole[STATUS_AT:end].cast("Q")
 
-    def find(self, key: bytes) -> TierPlace | None:
+    def find(self, key: bytes) -> TierEntry | None:
         """Where a chunk lies below the pool; None: in no tier, as far as is known.
 
         A place without tiers: a shared tier was asked a moment ago, and none has it.
@@ -138,13 +138,13 @@ class TierTableView:
                 epoch, time, first, count, group, name = BODY_READERS[size](self._bytes, at * 8 + 8)
                 if name == key and epoch == self._epoch[0] and words[at] == word:
                     if word & 0xFF == HELD:
-                        return TierPlace(word >> 8 & 0xFF, first, count, group)
+                        return TierEntry(word >> 8 & 0xFF, first, count, group)
                     age = (monotonic_ns() // 1_000_000 - time) & 0xFFFF_FFFF
-                    return TierPlace(0, 0, 0, 0) if age < ABSENT_MS else None
+                    return TierEntry(0, 0, 0, 0) if age < ABSENT_MS else None
             at += WORDS
         return None
 
-    def status(self, tier: int) -> TierStatus:
+    def health(self, tier: int) -> TierHealth:
         """What is known of a tier.
 
         Raises:
@@ -154,9 +154,9 @@ class TierTableView:
             raise IndexError(f"tier {tier} of {self.num_tiers}")
         at = tier * STATUS_STRIDE // 8
         usable, latency, rate, queued = self._status[at : at + 4]
-        return TierStatus(bool(usable), latency, rate, queued)
+        return TierHealth(bool(usable), latency, rate, queued)
 
-    def held(self, begin: int, end: int) -> list[tuple[bytes, TierPlace]]:
+    def held_chunks(self, begin: int, end: int) -> list[tuple[bytes, TierEntry]]:
         """The chunks that tiers hold with entries at the places from `begin` up to `end`.
 
         To see all of a table that is written meanwhile, go from its last places to its first: then
@@ -170,7 +170,7 @@ class TierTableView:
             word = words[at]
             entry_epoch, _, first, count, group, key = read(self._bytes, at * 8 + 8)
             if word & 0xFF == HELD and entry_epoch == epoch and words[at] == word:
-                place_ = TierPlace(word >> 8 & 0xFF, first, count, group)
+                place_ = TierEntry(word >> 8 & 0xFF, first, count, group)
                 found.append((key[: word >> 16 & 0xFF], place_))
         return found
 

@@ -1,14 +1,14 @@
-"""ZMTP 3.1, the bytes of ZeroMQ's sockets, for either end of one connection. No I/O.
+"""ZMTP 3.1, the wire format of ZeroMQ's sockets, for either end of one connection. No I/O.
 
-Both ends send `opening` at once. What arrives goes into a `Decoder`, which returns messages::
+Both ends send `opening` at once. Feed received bytes to a `Decoder`, which returns messages::
 
     GREETING ──64 bytes──▶ HANDSHAKE ──READY──▶ OPEN ──▶ messages, PING
 
-Anything else is a `BadFrame`: close the connection. A message has one part. libzmq would put
-a message of many parts together without a bound; here such a message ends the connection.
+Any other input raises `BadFrame`: close the connection. A message has one part; libzmq assembles
+messages of many parts without a bound, here such a message is a `BadFrame`.
 
-A peer that sends PING gets its PONG. This side sends no PING, and ignores the time to live that
-comes with one: the end of a Unix socket's peer is seen without.
+The decoder answers each PING with a PONG. This side sends no PING and ignores a PING's time to
+live: the kernel reports the end of a Unix socket's peer.
 
 Specification: https://rfc.zeromq.org/spec/37/ (ZMTP 3.1, NULL mechanism).
 """
@@ -19,12 +19,12 @@ from enum import Enum
 from kvd_proto.errors import BadFrame
 
 MORE, LONG, COMMAND = 1, 2, 4
-"""Flags of a frame: others follow, its size has eight bytes, it is a command."""
+"""Flags of a frame: more frames follow, its size has eight bytes, it is a command."""
 GREETING_BYTES = 64
 MAX_MESSAGE_BYTES = 16 * 2**20
 MAX_COMMAND_BYTES = 4096
 MAX_COMMANDS = 64
-"""Commands that one call decodes, however short they are."""
+"""Commands decoded in one call at most: a flood of short commands must not block the caller."""
 _LARGE_BYTES = 64 * 1024
 _READY, _PING = b"\x05READY", b"\x04PING"
 _TTL_BYTES, _MAX_CONTEXT_BYTES = 2, 16
@@ -37,7 +37,7 @@ def command(name: bytes, body: bytes) -> bytes:
 
 
 def opening(socket_type: bytes) -> bytes:
-    """Return what one end sends first: greeting and READY, of a `DEALER` or a `ROUTER`."""
+    """Return the first bytes of one end: greeting and READY, for a `DEALER` or a `ROUTER`."""
     signature = b"\xff" + bytes(8) + b"\x7f"
     greeting = signature + b"\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
     name = b"Socket-Type"
@@ -50,12 +50,12 @@ _pack_long_header = struct.Struct(">BQ").pack
 
 
 def frame_header(nbytes: int) -> bytes:
-    """Return what goes before a message of so many bytes."""
+    """Return the frame header of a message of `nbytes` bytes."""
     return _SHORT_HEADERS[nbytes] if nbytes < 256 else _pack_long_header(LONG, nbytes)
 
 
 class DecoderState(Enum):
-    """How far a connection has come."""
+    """The states of a connection."""
 
     GREETING = "greeting"
     HANDSHAKE = "handshake"
@@ -63,41 +63,41 @@ class DecoderState(Enum):
 
 
 class Decoder:
-    """Decodes what one peer sends, from its first byte on.
+    """Decodes one peer's stream of bytes, from its first byte on.
 
     Args:
-        max_bytes: of a message.
+        max_bytes: the longest message allowed.
 
     Attributes:
-        state: how far the connection has come.
+        state: of the connection.
         consumed: bytes decoded since the connection began.
-        paused: `next_message` has not looked at all that has arrived.
+        paused: `next_message` stopped before the end of the bytes fed so far; call it again.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._buffer = bytearray()
-        self._start = 0  # of what is not decoded yet
+        self._start = 0  # of the bytes not decoded yet
         self._pongs: list[bytes] = []
         self.state = DecoderState.GREETING
         self.consumed = 0
         self.paused = False
 
     def __len__(self) -> int:
-        """Return how many bytes wait: of frames that are not complete, or not taken."""
+        """Return the number of bytes fed and not decoded yet."""
         return len(self._buffer) - self._start
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Add bytes that have arrived."""
+        """Add received bytes."""
         if self._start:
             del self._buffer[: self._start]
             self._start = 0
         self._buffer += data
 
     def only_message(self, buffer: memoryview, size: int) -> bytes | None:
-        """Return the message that the first `size` bytes are, where they are that and no more.
+        """Return the message if the first `size` bytes are exactly one; None: `feed` them.
 
-        So it is as a rule, and nothing has to be kept. None: `feed` them.
+        The common case: one read, one message, nothing buffered.
         """
         if self._buffer or self.state is not DecoderState.OPEN:
             return None
@@ -114,12 +114,12 @@ class Decoder:
         return buffer[body:size].tobytes()
 
     def next_message(self) -> bytes | None:
-        """Return the next message; None where it has not arrived in full.
+        """Return the next message; None if it is incomplete.
 
-        Also None after `MAX_COMMANDS` commands; `paused` says so, and another call goes on.
+        Also None after `MAX_COMMANDS` commands; then `paused` is set, and the next call continues.
 
         Raises:
-            BadFrame: the peer speaks no ZMTP, or a message is above its bound.
+            BadFrame: the bytes are no ZMTP, or a message is too long.
         """
         if self.state is DecoderState.GREETING and not self._decode_greeting():
             return None
@@ -153,7 +153,7 @@ class Decoder:
         return None
 
     def take_pongs(self) -> bytes:
-        """Return the answers to the PINGs that were decoded, to be sent."""
+        """Return the PONGs to send for the PINGs decoded since the last call."""
         if not self._pongs:
             return b""
         pongs = b"".join(self._pongs)
@@ -164,15 +164,15 @@ class Decoder:
         self.consumed += end - self._start
         self._start = end
         if end == len(self._buffer) or (end > _LARGE_BYTES and 2 * end > len(self._buffer)):
-            self._buffer, self._start = self._buffer[end:], 0  # a large one is not kept
+            self._buffer, self._start = self._buffer[end:], 0  # frees a large buffer
 
     def _decode_greeting(self) -> bool:
-        seen = bytes(self._buffer[:GREETING_BYTES])
-        complete = len(seen) == GREETING_BYTES
+        greeting = bytes(self._buffer[:GREETING_BYTES])
+        complete = len(greeting) == GREETING_BYTES
         if (
-            seen[:1] not in {b"", b"\xff"}
-            or (len(seen) > 10 and seen[10] < 3)
-            or (complete and (not seen[9] & 1 or seen[12:32].rstrip(b"\0") != b"NULL"))
+            greeting[:1] not in {b"", b"\xff"}
+            or (len(greeting) > 10 and greeting[10] < 3)
+            or (complete and (not greeting[9] & 1 or greeting[12:32].rstrip(b"\0") != b"NULL"))
         ):
             raise BadFrame("no greeting of ZMTP 3 without a mechanism")
         if complete:
@@ -182,10 +182,10 @@ class Decoder:
 
     def _check_message(self, flags: int, size: int) -> None:
         if self.state is not DecoderState.OPEN or flags & ~(MORE | LONG):
-            raise BadFrame(f"a frame with flags 0x{flags:02x} that has no place here")
+            raise BadFrame(f"unexpected frame with flags 0x{flags:02x}")
         if flags & MORE:
             raise BadFrame(
-                "a message of several parts, one is needed; use a DEALER and send no empty frame",
+                "a message of several parts; send one part, from a DEALER, without an empty frame",
                 limit="message_parts",
             )
         if size > self._max_bytes:

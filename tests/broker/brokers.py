@@ -7,10 +7,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from kvd.broker.admission import auto_size
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, OpenPool, Reply
-from kvd.broker.engines.admission import auto_size
-from kvd.broker.engines.sessions import Session
+from kvd.broker.sessions import Session
 from kvd.broker.tiers.tier import tiers_of
 from kvd.cache.namespaces import Namespaces
 from kvd.client_names import Peer
@@ -30,7 +30,7 @@ from kvd.wire.link import (
     Revoked,
     ShareDone,
 )
-from kvd_proto.arrays import IntArray
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     Error,

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
-from kvd.broker.effects import ChunksReady, Effect, Event, KillTier, ToTier
-from kvd.broker.tiers.tier import Tier
+from kvd.broker.effects import ChunksReady, Effect, KillTier, LogEvent, ToTier
+from kvd.broker.tiers.tier import TierProcess
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import (
     BatchResult,
@@ -21,8 +21,8 @@ from kvd.wire.tiering import (
     TierPong,
     TierReady,
 )
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Message
 from tests.broker.test_steps import Bench, Ref, pin
 from tests.cache.tables import loans_of
@@ -49,14 +49,14 @@ class FakeTier:
         self.pinged = False
 
     @property
-    def tier(self) -> Tier:
+    def tier(self) -> TierProcess:
         """What the broker knows of it."""
         return self.bench.broker.state.tiers[self.index]
 
     def start(self, damaged_records: int = 0) -> None:
         """A process begins, and serves."""
         pid = 100 + self.index
-        self.bench.broker.tiering.begun(self.index, pid, self.bench.now)
+        self.bench.broker.tiering.process_started(self.index, pid, self.bench.now)
         ready = TierReady(
             pid=pid,
             described="",
@@ -157,7 +157,7 @@ class TierBench(Bench):
     def __init__(self, *tiers: str, chunks: int = 64, **settings: Any) -> None:
         type(self).now = 1.0
         self.woken: list[int] = []
-        self.events: list[Event] = []
+        self.events: list[LogEvent] = []
         self.killed: list[int] = []
         self.fakes: list[FakeTier] = []
         super().__init__(chunks, tier=list(tiers), **settings)
@@ -181,7 +181,7 @@ class TierBench(Bench):
                     self.killed.append(index)
                 case ChunksReady(engine=engine):
                     self.woken.append(engine)
-                case Event():
+                case LogEvent():
                     self.events.append(effect)
         self.answer(effects)
 

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
 from kvd.broker.broker import Broker
+from kvd.broker.children import EXITED, MAX_FATAL_IMPORTS
 from kvd.broker.effects import DropLane, Effect, KillLane, StartLane, ToLane
-from kvd.broker.engines.fatal_imports import MOST_ENDS
-from kvd.broker.engines.lanes import EXITED
 from kvd.wire.link import (
     BindWorker,
     Importing,
@@ -69,7 +68,7 @@ class LaneRules(DrivenBroker):
         match message:
             case ImportWorker(session=number):
                 assert device not in self.ending
-                assert self.fatal[self.worker(number)] < MOST_ENDS
+                assert self.fatal[self.worker(number)] < MAX_FATAL_IMPORTS
             case BindWorker():
                 self.bindings[device] += 1
             case StopLane():
@@ -81,9 +80,9 @@ class LaneRules(DrivenBroker):
     def worker(self, number: int) -> tuple[object, ...]:
         """What stays of a worker in its next session."""
         session = self.broker.state.registry.sessions.get(number)
-        if session is None or session.stated is None or session.engine is None:
+        if session is None or session.register_message is None or session.engine is None:
             return ()
-        return session.engine.name, session.stated.rank, session.stated.device
+        return session.engine.name, session.register_message.rank, session.register_message.device
 
     @rule(device=DEVICE)
     def start_lane(self, device: str) -> None:
@@ -153,7 +152,9 @@ class LaneRules(DrivenBroker):
     def attempt(self, order: ImportWorker) -> int | None:
         """Which answer of a lane about this memory counts; None where it is wanted no more."""
         session = self.broker.state.registry.sessions.get(order.session)
-        return session.attempt if session is not None and session.stated is not None else None
+        if session is None or session.register_message is None:
+            return None
+        return session.attempt
 
     @rule(likely=st.sampled_from([True, False, False]))
     def lane_cannot_pin(self, likely: bool) -> None:

@@ -8,9 +8,9 @@ from kvd.broker.tiers.breaker import (
     FIRST_PAUSE,
     LONGEST_PAUSE,
     QUIET_SECONDS,
-    TABLE,
+    TRANSITIONS,
     Breaker,
-    State,
+    BreakerState,
 )
 
 LATE = 0.2
@@ -26,14 +26,14 @@ def opened() -> Breaker:
 def test_what_is_outstanding_and_does_not_move_opens_it() -> None:
     """After `late_seconds` without progress, and not while something moves or nothing is due."""
     breaker = Breaker(LATE)
-    breaker.look(50.0, outstanding=False)
+    breaker.check(50.0, outstanding=False)
     breaker.moved_at = 100.0
-    breaker.look(100.19, outstanding=True)
+    breaker.check(100.19, outstanding=True)
     breaker.moved_at = 100.19
-    breaker.look(100.38, outstanding=True)
+    breaker.check(100.38, outstanding=True)
     assert breaker.closed
-    breaker.look(100.4, outstanding=True)
-    assert (breaker.state, breaker.why) == (State.OPEN, "nothing moved for 0.21 s")
+    breaker.check(100.4, outstanding=True)
+    assert (breaker.state, breaker.reason) == (BreakerState.OPEN, "nothing moved for 0.21 s")
     assert breaker.opened == {"late": 1}
 
 
@@ -41,8 +41,8 @@ def test_time_in_which_nobody_watched_is_not_the_tiers() -> None:
     """A daemon that stood still itself sets nobody aside for it."""
     breaker = Breaker(LATE)
     breaker.moved_at = 100.0
-    breaker.held_up(9.0, 109.1)
-    breaker.look(109.1, outstanding=True)
+    breaker.excuse(9.0, 109.1)
+    breaker.check(109.1, outstanding=True)
     assert breaker.closed
 
 
@@ -51,17 +51,17 @@ def test_half_of_the_last_batches_open_it(failed: int, opens: bool) -> None:
     """Four at least, so that one error of a tier that is used little costs nothing."""
     breaker = Breaker(LATE)
     for _ in range(4):
-        breaker.ended(1.0, failed=False)
+        breaker.batch_ended(1.0, failed=False)
     for _ in range(failed):
-        breaker.ended(2.0, failed=True)
-    assert (breaker.state is State.OPEN) is opens
+        breaker.batch_ended(2.0, failed=True)
+    assert (breaker.state is BreakerState.OPEN) is opens
 
 
 def test_errors_that_are_few_among_many_do_not_open_it() -> None:
     """Seven of sixteen stay below half, however long that goes on."""
     breaker = Breaker(LATE)
     for i in range(160):
-        breaker.ended(float(i), failed=i % 16 >= 9)
+        breaker.batch_ended(float(i), failed=i % 16 >= 9)
     assert breaker.closed
 
 
@@ -69,12 +69,12 @@ def test_three_corrupt_chunks_in_a_minute_open_it() -> None:
     """Three in more than a minute do not."""
     breaker = Breaker(LATE)
     for now in (0.0, 31.0, 62.0, 93.0):
-        breaker.corrupt(now)
+        breaker.chunk_corrupt(now)
     assert breaker.closed
-    breaker.corrupt(123.0)
+    breaker.chunk_corrupt(123.0)
     assert breaker.closed
-    breaker.corrupt(124.0)
-    assert (breaker.state, breaker.opened) == (State.OPEN, {"corrupt": 1})
+    breaker.chunk_corrupt(124.0)
+    assert (breaker.state, breaker.opened) == (BreakerState.OPEN, {"corrupt": 1})
 
 
 def test_it_is_probed_after_the_pause_when_it_is_idle() -> None:
@@ -82,9 +82,9 @@ def test_it_is_probed_after_the_pause_when_it_is_idle() -> None:
     breaker = opened()
     states = []
     for after, outstanding in ((0.0, True), (-0.1, False), (0.0, False)):
-        breaker.look(100.0 + FIRST_PAUSE + after, outstanding=outstanding)
+        breaker.check(100.0 + FIRST_PAUSE + after, outstanding=outstanding)
         states.append(breaker.state)
-    assert states == [State.OPEN, State.OPEN, State.HALF_OPEN]
+    assert states == [BreakerState.OPEN, BreakerState.OPEN, BreakerState.HALF_OPEN]
 
 
 def test_the_state_counts_from_when_use_began_or_ceased() -> None:
@@ -94,11 +94,11 @@ def test_the_state_counts_from_when_use_began_or_ceased() -> None:
     assert breaker.since == 50.0
     breaker.trip("lost", 100.0, "a test")
     breaker.process_changed(101.0)
-    breaker.look(102.0, outstanding=False)
-    breaker.ended(103.0, failed=True)
-    breaker.look(104.0, outstanding=False)
-    assert (breaker.state, breaker.since) == (State.HALF_OPEN, 100.0)
-    breaker.ended(105.0, failed=False)
+    breaker.check(102.0, outstanding=False)
+    breaker.batch_ended(103.0, failed=True)
+    breaker.check(104.0, outstanding=False)
+    assert (breaker.state, breaker.since) == (BreakerState.HALF_OPEN, 100.0)
+    breaker.batch_ended(105.0, failed=False)
     assert breaker.since == 105.0
 
 
@@ -108,19 +108,19 @@ def test_pauses_double_up_to_five_seconds_and_begin_anew_after_a_quiet_time() ->
     for _ in range(8):
         pauses.append(breaker.retry_at - now)
         now = breaker.retry_at
-        breaker.look(now, outstanding=False)
-        breaker.ended(now, failed=True)
+        breaker.check(now, outstanding=False)
+        breaker.batch_ended(now, failed=True)
     assert pauses == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE) for i in range(8)]
     assert breaker.opened == {"late": 1}
     now = breaker.retry_at
-    breaker.look(now, outstanding=False)
-    breaker.ended(now, failed=False)
+    breaker.check(now, outstanding=False)
+    breaker.batch_ended(now, failed=False)
     assert breaker.closed
     breaker.trip("lost", now + 1, "it ended")
     assert breaker.retry_at == now + 1 + LONGEST_PAUSE
     now = breaker.retry_at
-    breaker.look(now, outstanding=False)
-    breaker.ended(now, failed=False)
+    breaker.check(now, outstanding=False)
+    breaker.batch_ended(now, failed=False)
     breaker.trip("lost", now + QUIET_SECONDS, "it ended")
     assert breaker.retry_at == now + QUIET_SECONDS + FIRST_PAUSE
 
@@ -129,11 +129,11 @@ def test_what_ends_while_it_is_open_says_nothing() -> None:
     """Batches that were sent before it opened neither close it nor open it again."""
     breaker = opened()
     for _ in range(20):
-        breaker.ended(100.1, failed=True)
-    breaker.look(101.0, outstanding=False)
-    breaker.ended(101.0, failed=False)
+        breaker.batch_ended(100.1, failed=True)
+    breaker.check(101.0, outstanding=False)
+    breaker.batch_ended(101.0, failed=False)
     assert breaker.closed
-    breaker.ended(101.1, failed=True)
+    breaker.batch_ended(101.1, failed=True)
     assert breaker.closed
 
 
@@ -158,26 +158,26 @@ def test_it_is_never_used_but_by_way_of_a_probe(events: list[tuple[str, float]])
             case "moved":
                 breaker.moved_at = now
             case "good" | "bad":
-                breaker.ended(now, failed=what == "bad")
+                breaker.batch_ended(now, failed=what == "bad")
             case "corrupt":
-                breaker.corrupt(now)
+                breaker.chunk_corrupt(now)
             case "lost":
                 breaker.trip("lost", now, "it ended")
             case "busy" | "idle":
-                breaker.look(now, outstanding=what == "busy")
+                breaker.check(now, outstanding=what == "busy")
             case "nothing":
-                breaker.prove(now)
+                breaker.skip_probe(now)
             case _:
-                breaker.held_up(seconds, now)
+                breaker.excuse(seconds, now)
         after = breaker.state
         assert breaker.moved_at <= now
         if what == "lost":
-            assert after is State.OPEN
+            assert after is BreakerState.OPEN
         if after is not before:
-            assert (before, after) in {(a, b) for (a, _), b in TABLE.items()}
-            assert breaker.since == now or State.CLOSED not in {before, after}
-        if after is State.HALF_OPEN and before is State.OPEN:
+            assert (before, after) in {(a, b) for (a, _), b in TRANSITIONS.items()}
+            assert breaker.since == now or BreakerState.CLOSED not in {before, after}
+        if after is BreakerState.HALF_OPEN and before is BreakerState.OPEN:
             assert now >= due
-        if after is State.OPEN and before is not State.OPEN:
+        if after is BreakerState.OPEN and before is not BreakerState.OPEN:
             assert FIRST_PAUSE <= breaker.retry_at - now + 1e-9 <= LONGEST_PAUSE + 1e-6
-            assert breaker.why
+            assert breaker.reason

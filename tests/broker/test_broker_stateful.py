@@ -16,9 +16,9 @@ from hypothesis.stateful import (
 )
 
 from kvd.broker.effects import Effect, Notify
-from kvd.broker.engines.sessions import Session
-from kvd.broker.report.status_report import status_report
-from kvd_proto.arrays import IntArray
+from kvd.broker.sessions import Session
+from kvd.broker.status_report import status_report
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     Attached,
     Clear,

@@ -1,6 +1,6 @@
 """The one rule by which a process counts as dead."""
 
-from kvd.broker.child import ChildState
+from kvd.broker.children import ChildState
 
 LIMIT = 8.0
 STEP = 1.0

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.broker.report.forecast import MIN_REQUESTS, Forecast
+from kvd.broker.forecast import MIN_REQUESTS, Forecast
 from kvd.cache.miss_curve import MissCurve
 
 POOL = 64

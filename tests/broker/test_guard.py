@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from kvd.broker.tiers.breaker import State
+from kvd.broker.tiers.breaker import BreakerState
 from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
 from kvd.broker.tiers.tiering import STUCK_SECONDS, Tiering
@@ -67,8 +67,8 @@ def faults_told(bench: TierBench) -> list[str]:
 
 
 PLACES: dict[str, tuple[type, str]] = {
-    "a get's answer": (Promotion, "done"),
-    "a put's answer": (Demotion, "done"),
+    "a get's answer": (Promotion, "get_ended"),
+    "a put's answer": (Demotion, "put_ended"),
     "what is sought": (Promotion, "_sorted"),
     "orders of gets": (Promotion, "_get_all"),
     "orders of puts": (Demotion, "_put"),
@@ -102,7 +102,7 @@ def test_a_fault_replaces_the_tiers_processes_and_they_are_used_again(
     for fake in bench.fakes:
         assert fake.tier.counts.opened["wrong"] <= 1
         assert fake.tier.counts.restarts >= 1
-        assert fake.tier.breaker.state is State.CLOSED
+        assert fake.tier.breaker.state is BreakerState.CLOSED
     bench.seek(b"a", b"b")
     live(bench, 2.0)
     assert bench.lookup(b"a", b"b") == [HIT, HIT]
@@ -112,7 +112,7 @@ def test_a_fault_replaces_the_tiers_processes_and_they_are_used_again(
     stats = bench.table().slots.stats()
     assert (stats["writing"], stats["draining"]) == (0, 0)
     assert tiering.promotion._filling == {}
-    assert all(not waiting.under_way for waiting in tiering.promotion._waiting.values())
+    assert all(not state.get_bytes for state in tiering.promotion._states.values())
     bench.check()
 
 
@@ -168,10 +168,10 @@ def test_what_is_told_of_a_fault_shows_no_key(monkeypatch: pytest.MonkeyPatch) -
         raise KeyError(b"SECRET")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Promotion, "done", fault)
+        patch.setattr(Promotion, "get_ended", fault)
         bench.seek(b"a")
         bench.run(0.2)
-    disk_told = [disk.tier.child.last_error, disk.tier.breaker.why]
+    disk_told = [disk.tier.child.last_error, disk.tier.breaker.reason]
     live(bench, 8.0)
     unknown = Lookup(number=99, namespace=bench.namespace.id, keys=(b"SECRET",), deadline_ms=1)
     disk.say(replace(done(unknown, [Outcome.OK]), descriptions=(b"SECRET",)))
@@ -203,7 +203,7 @@ def test_a_fault_that_comes_again_while_tiers_begin_anew(
     bench = TierBench(DISK)
     live(bench, 1.0)
     fault = Fault(monkeypatch, *place, times=2)
-    bench.fakes[0].tier.pace.bytes_per_second = 5  # so there is something to publish
+    bench.fakes[0].tier.speed.bytes_per_second = 5  # so there is something to publish
     live(bench, 5.0)
     assert fault.left == 0
     assert bench.fakes[0].tier.up

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.broker.report.measures import event_counts, gained
+from kvd.broker.broker import event_counts
 from kvd.metrics.counts import EventCounts
 from kvd_proto.messages import KvEvents, Ping, Status, StatusReport
 from tests.broker.brokers import join, make_broker, replies
@@ -25,7 +25,7 @@ def test_events_count_once_however_often_they_are_told(
         reports.append(told(*grown))
     known, published = EventCounts(), EventCounts()
     for report in data.draw(st.permutations(reports * 2)):
-        published.add(gained(known, event_counts(report)))
+        published.add(known.catch_up(event_counts(report)))
     assert published == EventCounts(*grown)
 
 

@@ -3,22 +3,22 @@
 import pytest
 from msgspec.structs import replace
 
+from kvd.broker.admission import FAILED_SECONDS, MAX_CUDA_LANES
 from kvd.broker.broker import Broker
+from kvd.broker.children import FATAL_IMPORT_SECONDS
 from kvd.broker.effects import (
     DropFds,
     DropLane,
     Effect,
-    Event,
     KillLane,
+    LogEvent,
     Notify,
     Reply,
     StartLane,
     ToLane,
 )
-from kvd.broker.engines.admission import FAILED_SECONDS, MAX_CUDA_LANES
-from kvd.broker.engines.fatal_imports import REMEMBERED_SECONDS
-from kvd.broker.engines.sessions import Session
-from kvd.broker.report.status_report import status_report
+from kvd.broker.sessions import Session
+from kvd.broker.status_report import status_report
 from kvd.client_names import Peer
 from kvd.wire.link import (
     Importing,
@@ -124,7 +124,7 @@ def test_a_lane_that_cannot_start_refuses_in_its_own_words(broker: Broker) -> No
     effects = broker.supervision.lost(CUDA, "exit status 1")
     errors = [r.message for r in replies(effects) if isinstance(r.message, Error)]
     assert [(e.code, e.text) for e in errors] == [(ErrorCode.BAD_LAYOUT, "no such device")] * 2
-    lines = [effect.text for effect in effects if isinstance(effect, Event)]
+    lines = [effect.text for effect in effects if isinstance(effect, LogEvent)]
     assert [line.partition(" (")[0] for line in lines] == ["engine one worker", "engine two worker"]
     assert effects[-1] == DropLane(CUDA)
     assert list(broker.state.lanes) == ["host"]
@@ -239,7 +239,7 @@ def test_a_slow_broker_still_notices_a_silent_lane(broker: Broker) -> None:
     """However long each turn of the broker takes, a lane that never answers is killed."""
     effects = [effect for turn in range(20) for effect in broker.tick(turn * 100.0)]
     (killed,) = [effect for effect in effects if isinstance(effect, KillLane)]
-    assert killed.why.startswith("did not report for ")
+    assert killed.reason.startswith("did not report for ")
 
 
 def importing(broker: Broker, session: Session) -> None:
@@ -274,7 +274,7 @@ def test_memory_that_ended_two_lanes_is_not_mapped_again(broker: Broker) -> None
     for session in (bad, anew):
         assert refusal(broker.request(session, 3, register(CUDA), 1.0, 2)) == error
     assert imports(broker.request(other, 2, register(CUDA), 1.0, 2)) == [other.number]
-    later = REMEMBERED_SECONDS + 1.0
+    later = FATAL_IMPORT_SECONDS + 1.0
     assert imports(broker.request(anew, 4, register(CUDA), later, 2)) == [anew.number]
 
 
@@ -312,9 +312,9 @@ def test_a_lane_that_answers_clears_the_worker(broker: Broker) -> None:
         mapped(broker, session, CUDA)
 
 
-def events(effects: list[Effect]) -> list[Event]:
+def events(effects: list[Effect]) -> list[LogEvent]:
     """The events among the effects."""
-    return [effect for effect in effects if isinstance(effect, Event)]
+    return [effect for effect in effects if isinstance(effect, LogEvent)]
 
 
 def watch(broker: Broker, begin: float, end: float) -> list[tuple[float, ToLane | KillLane]]:

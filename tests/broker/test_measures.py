@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.broker.effects import Event
-from kvd.broker.report.measures import Progress, RecentMax, gained, lookup_counts
+from kvd.broker.broker import lookup_counts
+from kvd.broker.effects import LogEvent
 from kvd.broker.state import MAX_EVENTS
 from kvd.metrics import schema
 from kvd.metrics.counts import LookupCounts
+from kvd.metrics.declare import Progress, RecentMax
 from kvd_proto.messages import Lookups, Ping
 from tests.broker.brokers import make_broker
 from tests.broker.test_steps import Bench
@@ -58,11 +59,11 @@ def test_events_are_numbered_and_bounded() -> None:
     """The last ones are kept, with numbers that tell how many there were."""
     broker = make_broker()
     for i in range(MAX_EVENTS + 5):
-        broker.note(Event(f"event {i}", "warning"), float(i))
+        broker.record_event(LogEvent(f"event {i}", "warning"), float(i))
     recent = broker.state.events
     assert [event.number for event in recent] == list(range(6, MAX_EVENTS + 6))
     last = MAX_EVENTS + 4
-    assert recent[-1] == schema.Event(last + 1, float(last), "warning", f"event {last}")
+    assert recent[-1] == schema.EventStatus(last + 1, float(last), "warning", f"event {last}")
 
 
 def said(*totals: int, tokens: bool = True) -> Lookups:
@@ -94,15 +95,15 @@ def test_lookups_count_once_however_often_they_are_said(
         reports.append(said(*grown))
     known, total = LookupCounts(), LookupCounts()
     for report in data.draw(st.permutations(reports * 2)):
-        total.add(gained(known, lookup_counts(report)))
+        total.add(known.catch_up(lookup_counts(report)))
     assert total == LookupCounts(*grown)
 
 
 def test_keys_are_no_tokens() -> None:
     """A session that counts no tokens adds none, however many keys it has looked up."""
     known, total = LookupCounts(), LookupCounts()
-    total.add(gained(known, lookup_counts(said(5, 3, tokens=False))))
-    total.add(gained(known, lookup_counts(said(9, 4, tokens=False))))
+    total.add(known.catch_up(lookup_counts(said(5, 3, tokens=False))))
+    total.add(known.catch_up(lookup_counts(said(9, 4, tokens=False))))
     assert total == LookupCounts(9, 4)
 
 
@@ -121,5 +122,5 @@ def test_totals_stay_within_a_message() -> None:
     """However much sessions claim, the report can still be sent."""
     total = LookupCounts()
     for _ in range(3):
-        total.add(gained(LookupCounts(), lookup_counts(said(MOST, MOST, MOST, MOST))))
+        total.add(LookupCounts().catch_up(lookup_counts(said(MOST, MOST, MOST, MOST))))
     assert total == LookupCounts(MOST, MOST, MOST, MOST)

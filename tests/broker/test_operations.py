@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvd.broker.background import MAX_TASKS
-from kvd.broker.effects import Event, Reply
-from kvd.broker.engines.sessions import Session
-from kvd.broker.requests.operations import CHECK_SLOTS, WHOLE_CHUNKS
+from kvd.broker.effects import LogEvent, Reply
+from kvd.broker.operations import CHECK_SLOTS, WHOLE_CHUNKS
+from kvd.broker.sessions import Session
+from kvd.broker.state import MAX_TASKS
 from kvd.cache.chunks import PIECE_SLOTS
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.client_names import Peer
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     Check,
     Checked,
@@ -104,7 +104,7 @@ class Bench:
             self.turns += 1
             effects += self.broker.background.work()
             self.broker.state.check_integrity()
-        self.events += [effect.text for effect in effects if isinstance(effect, Event)]
+        self.events += [effect.text for effect in effects if isinstance(effect, LogEvent)]
         (reply,) = [each.message for each in replies(effects) if each.request_id == 7]
         return reply
 
@@ -262,7 +262,7 @@ def test_evict_drops_what_was_of_no_use_for_so_long(bench: Bench) -> None:
     bench.broker.tick(bench.now)
     tables.pin(table, [b"loaded"], bench.now, number=2)
     table.loads.unpin(2, OWNER)
-    table.loads.finished([b"used"], bench.now)
+    table.loads.refresh([b"used"], bench.now)
     bench.now += 10
     evict = Clear(unused_seconds=30.0, namespace=namespace.id)
     assert bench.ask(evict) == Cleared(chunks=1, bytes=4096, deferred=0)

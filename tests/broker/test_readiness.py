@@ -4,8 +4,8 @@ from typing import Any
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Reply
-from kvd.broker.report.status_report import checks, status_report
-from kvd.metrics.schema import Check
+from kvd.broker.status_report import readiness_checks, status_report
+from kvd.metrics.schema import CheckStatus
 from kvd.wire.link import PoolUsable
 from kvd_proto.messages import Status, StatusReport
 from tests.broker import brokers
@@ -28,9 +28,9 @@ def engine_comes(broker: Broker, device: str) -> None:
     assert broker.state.workers_of(device)
 
 
-def named(broker: Broker, name: str, now: float = 1.0) -> Check:
+def named(broker: Broker, name: str, now: float = 1.0) -> CheckStatus:
     """One of the checks."""
-    (found,) = [check for check in checks(broker.state, now) if check.name == name]
+    (found,) = [check for check in readiness_checks(broker.state, now) if check.name == name]
     return found
 
 
@@ -43,7 +43,7 @@ def test_a_daemon_that_waits_for_the_size_of_its_pool_is_ready() -> None:
     """With auto, the absence of the first engine fails nothing: it waits for readiness itself."""
     broker = make_broker("auto")
     assert broker.state.ready
-    assert all(check.ok for check in checks(broker.state, 0.0))
+    assert all(check.ok for check in readiness_checks(broker.state, 0.0))
     assert "first engine" in named(broker, "pool").text
     assert named(broker, "pool").percent is None
     assert report(broker)["ready"]
@@ -60,7 +60,7 @@ def test_the_pool_says_how_far_it_is_and_how_long_it_takes() -> None:
     assert (check.ok, check.percent) == (False, 37.5)
     assert str(check) == "pool: 24 MiB of 64 MiB are allocated (38 %, about 5 s left)"
     broker.pool_allocated(POOL)
-    assert named(broker, "pool") == Check("pool", True, "64 MiB are allocated", 100.0)
+    assert named(broker, "pool") == CheckStatus("pool", True, "64 MiB are allocated", 100.0)
     assert broker.state.ready
 
 
@@ -90,7 +90,7 @@ def test_a_lost_lane_is_named_with_its_end() -> None:
     """The host's lane fails its check while it is not up, and says why."""
     broker = make_broker()
     broker.pool_allocated(POOL)
-    assert named(broker, "lane host") == Check("lane host", False, "starting")
+    assert named(broker, "lane host") == CheckStatus("lane host", False, "starting")
     brokers.lane_up(broker)
     assert named(broker, "lane host").text == "up, last heard 1.0 s ago, 0 jobs queued"
     broker.supervision.lost("host", "killed by signal 9")

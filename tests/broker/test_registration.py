@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from kvd.broker.admission import check_layout, check_rank
+from kvd.broker.attachment import namespace_id
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, Event, Notify, OpenPool, Reply, ToLane
-from kvd.broker.engines.admission import check_layout, check_rank
-from kvd.broker.engines.attachment import namespace_id
-from kvd.broker.engines.registration import AT_ONCE
-from kvd.broker.engines.sessions import Engine, Registry, Session
+from kvd.broker.effects import Effect, LogEvent, Notify, OpenPool, Reply, ToLane
+from kvd.broker.registration import MAX_CHECKED_AT_ONCE
+from kvd.broker.sessions import Engine, Registry, Session
 from kvd.cache.namespaces import Namespaces
 from kvd.client_names import Peer
 from kvd.errors import Refusal
@@ -68,7 +68,7 @@ def opened(effects: list[Effect]) -> list[OpenPool]:
 
 def events(effects: list[Effect]) -> list[str]:
     """The lines of the log among the effects."""
-    return [effect.text for effect in effects if isinstance(effect, Event)]
+    return [effect.text for effect in effects if isinstance(effect, LogEvent)]
 
 
 def imports(effects: list[Effect]) -> list[int]:
@@ -158,10 +158,17 @@ def large(rank: int = 0, world_size: int = 1) -> Register:
     """A rank with so many tensors that its layout is looked at in a turn of its own."""
     message = register(rank, world_size)
     tensors = tuple(
-        TensorSpec(storage=0, offset=number * PAGE, page_bytes=PAGE, block_stride=PAGE * AT_ONCE)
-        for number in range(AT_ONCE)
+        TensorSpec(
+            storage=0,
+            offset=number * PAGE,
+            page_bytes=PAGE,
+            block_stride=PAGE * MAX_CHECKED_AT_ONCE,
+        )
+        for number in range(MAX_CHECKED_AT_ONCE)
     )
-    layout = replace(message.layout, storages=(BLOCKS * PAGE * AT_ONCE,), tensors=tensors)
+    layout = replace(
+        message.layout, storages=(BLOCKS * PAGE * MAX_CHECKED_AT_ONCE,), tensors=tensors
+    )
     return replace(message, layout=layout)
 
 
@@ -173,7 +180,7 @@ def test_a_large_registration_takes_a_turn_for_each_step(monkeypatch: pytest.Mon
         looks.append(message.rank)
         check_layout(message, *rest)
 
-    monkeypatch.setattr("kvd.broker.engines.registration.check_layout", watched)
+    monkeypatch.setattr("kvd.broker.registration.check_layout", watched)
     broker = unsized()
     open_pool(broker, 2**30)
     sessions = [join(broker), join(broker)]

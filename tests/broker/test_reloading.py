@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Effect, Event, ToLane
-from kvd.broker.report.status_report import status_report
-from kvd.broker.requests.reloading import take_up
+from kvd.broker.effects import Effect, LogEvent, ToLane
+from kvd.broker.operations import apply_live_settings
+from kvd.broker.status_report import status_report
 from kvd.client_names import Peer
 from kvd.config.settings import SETTINGS, Settings
 from kvd.config.sources import LoadedSettings
@@ -55,7 +55,7 @@ def reload(broker: Broker, outcome: LoadedSettings | ConfigError) -> list[Effect
     """What a tool's order brings whose reading ends so."""
     assert ask(broker, tool(broker), ReloadConfig()) == []
     assert broker.reloading.begin()
-    return broker.reloading.read(outcome)
+    return broker.reloading.finish(outcome)
 
 
 def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
@@ -75,7 +75,7 @@ def test_what_can_change_live_holds_at_once(broker: Broker) -> None:
     (reply,) = replies(effects)
     assert isinstance(reply.message, ConfigReloaded)
     assert all(change.live for change in reply.message.changes)
-    (event,) = [effect for effect in effects if isinstance(effect, Event)]
+    (event,) = [effect for effect in effects if isinstance(effect, LogEvent)]
     assert "uid 5 pid 77" in event.text
     assert "lease_seconds = 1.0 (was 60.0)" in event.text
 
@@ -99,7 +99,7 @@ def test_what_cannot_change_live_waits_and_is_shown(broker: Broker) -> None:
     assert shown["after_restart"] == {"value": "1GiB", "from": "kvd.toml:1"}
     broker.reloading.sighup()
     broker.reloading.begin()
-    broker.reloading.read(read())
+    broker.reloading.finish(read())
     assert not broker.reloading.loaded.waiting
 
 
@@ -109,7 +109,7 @@ def test_a_file_that_cannot_be_used_changes_nothing(broker: Broker) -> None:
     assert broker.state.settings == START
     error = refusal(effects)
     assert (error.code, error.text) == (ErrorCode.BAD_CONFIG, "line one\nline two")
-    (event,) = [effect for effect in effects if isinstance(effect, Event)]
+    (event,) = [effect for effect in effects if isinstance(effect, LogEvent)]
     assert event.level == "error"
     assert "uid 5 pid 77" in event.text
 
@@ -122,10 +122,10 @@ def test_who_asks_during_a_reading_is_answered_from_the_next(broker: Broker) -> 
     ask(broker, second, ReloadConfig())
     ask(broker, third, ReloadConfig())
     assert not broker.reloading.begin()
-    answered = [reply.session for reply in replies(broker.reloading.read(read()))]
+    answered = [reply.session for reply in replies(broker.reloading.finish(read()))]
     assert answered == [first]
     assert broker.reloading.begin()
-    answered = [reply.session for reply in replies(broker.reloading.read(read()))]
+    answered = [reply.session for reply in replies(broker.reloading.finish(read()))]
     assert answered == [second, third]
     assert not broker.reloading.begin()
 
@@ -150,7 +150,7 @@ def test_after_any_readings_live_settings_are_the_last_and_others_the_first(
     """Live settings follow the file, the others stay, and exactly what differs waits."""
     present = LoadedSettings(START)
     for changes in readings:
-        present, _ = take_up(present, read(**changes))
+        present, _ = apply_live_settings(present, read(**changes))
     last = read(**readings[-1]).settings if readings else START
     for key, known in SETTINGS.items():
         wanted = getattr(last if known.live else START, key)

@@ -9,19 +9,20 @@ import pytest
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import ChunksReady, Effect, ToLane
-from kvd.broker.engines.sessions import Session
+from kvd.broker.sessions import Session
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ghosts import GhostCause
 from kvd.metrics.counts import MissReason
 from kvd.wire.link import Revoke, Revoked, ShareDone
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
-from kvd_proto.labels import LABEL_ONLY, Label
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
+    LABEL_ONLY,
     MAX_FINISHED,
     Drain,
     ErrorCode,
     Fingerprint,
+    Label,
     Pin,
     Resume,
     Step,

@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from kvd.broker.effects import Notify, Reply
-from kvd.broker.tiers.breaker import State
+from kvd.broker.tiers.breaker import BreakerState
 from kvd.broker.tiers.demotion import GATHER_SECONDS
 from kvd.broker.tiers.promotion import MAX_REQUESTS, PromotionRequests
 from kvd.broker.tiers.tier import GET_BYTES
@@ -23,8 +23,8 @@ from kvd.wire.tiering import (
     Put,
     RemovedChunks,
 )
-from kvd_proto.arrays import IntArray
 from kvd_proto.directory import LookupResult
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Attached, Clear, Drain, Error, ErrorCode, Reset, TierInfo
 from tests.broker.brokers import join, mapped, register
 from tests.broker.fake_tier import STEP, FakeTier, TierBench, done, held, pong
@@ -158,7 +158,7 @@ def test_a_full_batch_waits_for_nothing_and_a_turn_sends_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is left of it waits as ever."""
-    monkeypatch.setattr("kvd.broker.tiers.demotion.CHUNKS_A_TURN", 8)
+    monkeypatch.setattr("kvd.broker.tiers.demotion.CHUNKS_PER_TURN", 8)
     bench, disk = bench_of(DISK, chunks=400)
     refs = bench.store(*names(200))
     bench.load(refs[:19])
@@ -185,7 +185,7 @@ def test_chunks_do_not_wait_where_they_are_much_of_what_memory_holds() -> None:
 def test_what_no_tier_takes_at_present_keeps_nobody_awake() -> None:
     """Chunks that have waited long enough for a tier that is full wait on, and the loop sleeps."""
     bench, disk = bench_of(DISK)
-    disk.tier.full(bench.now)
+    disk.tier.on_full(bench.now)
     bench.load(bench.store(b"a"))
     bench.turn(2 * GATHER_SECONDS)
     assert puts(disk) == []
@@ -252,7 +252,7 @@ def test_what_is_sought_comes_up_and_wakes_the_engine() -> None:
     assert bench.woken == [bench.engine(bench.scheduler).number]
     assert disk.tier.counts.gets["ok"] == 2
     assert disk.tier.counts.get_bytes == 8192
-    assert disk.tier.pace.bytes_per_second > 0
+    assert disk.tier.speed.bytes_per_second > 0
     assert keys_told(disk, Put) == [b"a", b"b"]  # and not once more, when it is asked for
     bench.check()
 
@@ -387,16 +387,16 @@ def test_gets_are_as_many_as_keep_a_tier_busy() -> None:
     """More would wait in its queue, ahead of what other engines request meanwhile."""
     _, disk = bench_of(DISK)
     tier = disk.tier
-    assert tier.get_room(0, 2 * GET_BYTES)
-    assert tier.get_room(GET_BYTES - 1, 1)
-    assert not tier.get_room(GET_BYTES, 1)
-    tier.pace.observe(100_000_000, 0.02, 0.0)
-    fast = tier.pace.bytes_per_second * 0.01
+    assert tier.has_get_room(0, 2 * GET_BYTES)
+    assert tier.has_get_room(GET_BYTES - 1, 1)
+    assert not tier.has_get_room(GET_BYTES, 1)
+    tier.speed.observe(100_000_000, 0.02, 0.0)
+    fast = tier.speed.bytes_per_second * 0.01
     assert GET_BYTES < fast < tier.setting.queue_bytes
-    assert tier.get_room(int(fast) - 1, 1)
-    assert not tier.get_room(int(fast), 1)
-    tier.pace.observe(100_000_000_000, 0.03, 0.0)
-    assert not tier.get_room(tier.setting.queue_bytes, 1)
+    assert tier.has_get_room(int(fast) - 1, 1)
+    assert not tier.has_get_room(int(fast), 1)
+    tier.speed.observe(100_000_000_000, 0.03, 0.0)
+    assert not tier.has_get_room(tier.setting.queue_bytes, 1)
 
 
 def test_what_was_sought_and_nobody_asked_for_is_counted() -> None:
@@ -531,12 +531,12 @@ def test_a_tier_that_hangs_is_set_aside_and_its_slots_stay_until_it_has_ended() 
     disk.hangs = True
     bench.seek(b"a", b"b")
     assert bench.lookup(b"a", b"b") == [PENDING, PENDING]
-    assert bench.namespace.directory.tiers.status(0).usable
+    assert bench.namespace.directory.tiers.health(0).usable
     bench.woken.clear()
     bench.turn(0.2 + 2 * STEP)
-    assert disk.tier.breaker.state is State.OPEN
+    assert disk.tier.breaker.state is BreakerState.OPEN
     assert bench.lookup(b"a", b"b") == [MISS, MISS]
-    assert not bench.namespace.directory.tiers.status(0).usable
+    assert not bench.namespace.directory.tiers.health(0).usable
     assert bench.woken == [bench.engine(bench.scheduler).number]
     assert bench.table().slots.stats()["draining"] == 2
     bench.check()
@@ -602,7 +602,7 @@ def test_a_process_that_falls_silent_with_nothing_to_do_is_set_aside() -> None:
     bench, disk = bench_of(DISK)
     disk.hangs = True
     bench.turn(3.0)
-    assert disk.tier.breaker.state is State.OPEN
+    assert disk.tier.breaker.state is BreakerState.OPEN
     bench.turn(STUCK_SECONDS)
     assert bench.killed == [0]
 
@@ -652,7 +652,7 @@ def test_half_of_the_batches_failing_sets_it_aside_and_one_that_works_brings_it_
     for i in range(6):
         bench.load(bench.store(bytes([i])))
         bench.run(STEP)
-    assert disk.tier.breaker.state is not State.CLOSED
+    assert disk.tier.breaker.state is not BreakerState.CLOSED
     assert disk.tier.counts.opened["failed"] == 1
     bench.load(bench.store(b"x", b"y"))
     bench.run(1.0)

@@ -2,7 +2,7 @@
 
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Notify, ToLane
-from kvd.broker.engines.sessions import Session
+from kvd.broker.sessions import Session
 from kvd.pool.geometry import MIN_PIECE_BYTES
 from kvd.wire.link import ImportWorker, PoolUsable, ReleaseWorker
 from kvd_proto.messages import Attached, Detached, Registered, Step, Stepped

@@ -6,8 +6,8 @@ from typing import Any
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.directory import Blocks, Refs, covers
-from kvd.cache.namespaces import Keeping, Namespace, Namespaces
-from kvd.cache.resets import Resets
+from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
+from kvd.cache.recovery import ResetTable
 from kvd.cache.stores import MakeDescriptions
 from kvd.config.settings import Settings
 from kvd.config.values import Quota
@@ -22,8 +22,8 @@ MIB = 2**20
 def make_namespaces(
     cpu_bytes: int,
     *,
-    keeping: Keeping | None = None,
-    resets: Resets | None = None,
+    ledger_setup: LedgerSetup | None = None,
+    resets: ResetTable | None = None,
     fill: FillOrder | None = None,
     quotas: Mapping[str, Quota] | None = None,
     make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
@@ -32,11 +32,11 @@ def make_namespaces(
     """Return namespaces whose directories are bytearrays, with small rings of changes."""
     namespaces = Namespaces(
         cpu_bytes,
-        Settings(**({} if keeping is not None else {"change_ring": MIN_CHANGES}) | settings),
+        Settings(**({} if ledger_setup is not None else {"change_ring": MIN_CHANGES}) | settings),
         boot_id=bytes(16),
         make_buffer=lambda _, size: bytearray(size),
         make_descriptions=make_descriptions,
-        keeping=keeping,
+        ledger_setup=ledger_setup,
         resets=resets,
         fill=fill,
     )

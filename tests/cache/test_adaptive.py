@@ -20,7 +20,7 @@ from kvd.cache.adaptive import BINS, AdaptivePolicy, gains
 from kvd.cache.eviction import TICKS_PER_SECOND, EvictionPolicy, LruPolicy
 from kvd.cache.ghosts import Ghosts
 from kvd.errors import IntegrityError
-from kvd_proto.labels import Label
+from kvd_proto.messages import Label
 
 SLOTS = 12
 KEYS = 30

@@ -33,7 +33,7 @@ def test_the_end_of_a_request_is_a_use() -> None:
     table = make_table(2)
     store(table, names(2), BOOT)
     table.expire(BOOT + 50)
-    table.loads.finished(names(2), BOOT + 50)
+    table.loads.refresh(names(2), BOOT + 50)
     table.expire(BOOT)  # a clock that is told an older time does no harm
     store(table, names(2, first=10), BOOT + 54)
     assert ages(table) == {5: 2}

@@ -12,7 +12,7 @@ ROOM = 8
 class Writer:
     """Notes what is written, and the state that each slot had in the directory then."""
 
-    room = ROOM
+    max_bytes = ROOM
 
     def __init__(self) -> None:
         self.full = False

@@ -8,7 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvd.cache.ghosts import Ghost, GhostCause, Ghosts
 from kvd.errors import IntegrityError
-from kvd_proto.labels import Label
+from kvd_proto.messages import Label
 
 CAPACITY = 6
 

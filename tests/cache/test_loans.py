@@ -12,7 +12,7 @@ from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.pool.geometry import FillOrder
 from kvd_proto.directory import LookupResult, SlotState
-from kvd_proto.labels import LABEL_ONLY, Label
+from kvd_proto.messages import LABEL_ONLY, Label
 from tests.cache import tables
 from tests.cache.tables import (
     PAGE,
@@ -236,10 +236,10 @@ def test_a_ghost_says_why_a_chunk_left() -> None:
 
     store(table, names(8))
     store(table, names(1, first=10))
-    table.stores.note_unstored([b"key 0", b"new"], 1.0)
+    table.stores.remember_unstored([b"key 0", b"new"], 1.0)
     assert causes([b"key 7", b"key 0", b"new"]) == [GhostCause.EVICTED, None, GhostCause.QUOTA]
     namespaces.pool.set_quotas({})
-    table.stores.note_unstored([b"new"], 1.0)
+    table.stores.remember_unstored([b"new"], 1.0)
     assert causes([b"new"]) == [GhostCause.REFUSED]
     begun = tables.begin(table, [b"key 7", b"new"])
     assert begun.keys == [b"key 7", b"new"]

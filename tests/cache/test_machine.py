@@ -22,8 +22,8 @@ from kvd.cache.ghosts import GhostCause
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.values import Quota
 from kvd_proto.directory import TIER_OWNER, LookupResult
-from kvd_proto.labels import LABEL_ONLY
-from kvd_proto.tier_table import TierPlace
+from kvd_proto.messages import LABEL_ONLY
+from kvd_proto.tier_table import TierEntry
 from tests.cache.followers import Follower, records
 from tests.cache.tables import add, make_namespaces, removed
 
@@ -272,7 +272,7 @@ class TableMachine(RuleBasedStateMachine):
             blocks_per_chunk=BLOCKS,
         )
         self.namespaces.detach_engine(namespace)
-        namespace.table.watch(ready=True, asked=True)
+        namespace.table.queue_demotions(ready=True, asked=True)
         return namespace
 
     @rule(space=st.sampled_from(SPACES), attach=st.booleans())
@@ -643,7 +643,7 @@ class TableMachine(RuleBasedStateMachine):
         """
         model = self.models[space]
         here = [key for key in dict.fromkeys(keys) if key in model.chunks]
-        assert model.table.loads.finished(keys, self.now) == len(here)
+        assert model.table.loads.refresh(keys, self.now) == len(here)
         model.use(here)
         model.end_loans([model.chunks[key].slot for key in here])
         for key in here:
@@ -904,7 +904,7 @@ class TableMachine(RuleBasedStateMachine):
         self.trim()
         for model in self.models:
             group = self.namespaces.pool.quotas.of(model.table.space)
-            model.room = group.room if group is not None else 0
+            model.room = group.num_left if group is not None else 0
 
     @rule()
     @precondition(lambda self: self.quotas)
@@ -915,7 +915,7 @@ class TableMachine(RuleBasedStateMachine):
             model.forget_yielded()
             space = model.table.space
             group = self.namespaces.pool.quotas.of(space)
-            if group is not None and group.room < 0:
+            if group is not None and group.num_left < 0:
                 assert space.busy_columns() >= set(space.claimed)
 
     @invariant()
@@ -923,7 +923,7 @@ class TableMachine(RuleBasedStateMachine):
         """No model holds more than its cap, but for what is in use since the cap was lowered."""
         for model in self.models:
             group = self.namespaces.pool.quotas.of(model.table.space)
-            room = group.room if group is not None else 0
+            room = group.num_left if group is not None else 0
             assert room >= min(0, model.room)
             model.room = room
 
@@ -967,8 +967,8 @@ class TableMachine(RuleBasedStateMachine):
                 and not model.pinned()
             )
             if (tiers := table.directory.tiers) is not None:
-                held = {key: TierPlace(1, *blocks, 0) for key, blocks in model.held.items()}
-                assert dict(tiers.held(0, tiers.places)) == held
+                held = {key: TierEntry(1, *blocks, 0) for key, blocks in model.held.items()}
+                assert dict(tiers.held_chunks(0, tiers.places)) == held
             for slot, loan in model.loans.items():
                 assert table.directory.is_lent(slot, loan.generation)
             self.check_ghosts(model)

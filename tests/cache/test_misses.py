@@ -5,14 +5,14 @@ from collections.abc import Callable
 import pytest
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.ghosts import GhostCause, Misses
+from kvd.cache.ghosts import GhostCause, MissReasons
 from kvd.metrics.counts import MissReason
 from tests.cache.tables import begin, make_table, names, store
 
 
-def misses(table: ChunkTable, elsewhere: Callable[[bytes], bool] = lambda _: False) -> Misses:
+def misses(table: ChunkTable, elsewhere: Callable[[bytes], bool] = lambda _: False) -> MissReasons:
     """What counts the missed keys of a table."""
-    return Misses(table.directory, table.ghosts, table.counts, elsewhere)
+    return MissReasons(table.directory, table.ghosts, table.counts, elsewhere)
 
 
 def counted(table: ChunkTable) -> dict[str, int]:
@@ -25,7 +25,7 @@ def test_a_ghost_says_why_its_key_is_missed(cause: GhostCause) -> None:
     """Evicted, refused, quota, reset and removed: each cause of a ghost is the reason of a miss."""
     table = make_table(4)
     table.ghosts.add(b"key 0", cause, 1.0)
-    misses(table).explain([b"key 0"], 2.0)
+    misses(table).count([b"key 0"], 2.0)
     assert counted(table) == {cause.name.lower(): 1}
 
 
@@ -36,7 +36,7 @@ def test_an_evicted_key_is_counted_with_the_time_since_it_left() -> None:
     store(table, names(2, first=10), now=100.0)
     gone = [key for key in names(4) if table.directory.find(key) < 0]
     assert len(gone) == 2
-    misses(table).explain([*gone, b"new"], 130.0)
+    misses(table).count([*gone, b"new"], 130.0)
     assert counted(table) == {MissReason.EVICTED: 2, MissReason.NEVER_SEEN: 1}
     assert (table.counts.missed_age.count, table.counts.missed_age.sum) == (2, 60.0)
     table.counts.check_integrity()
@@ -47,7 +47,7 @@ def test_what_is_on_its_way_or_here_is_told_apart() -> None:
     table = make_table(4)
     begin(table, [b"written"])
     store(table, [b"ready"])
-    misses(table).explain([b"written", b"ready"], 1.0)
+    misses(table).count([b"written", b"ready"], 1.0)
     assert counted(table) == {MissReason.BEING_STORED: 1, MissReason.READY: 1}
 
 
@@ -60,7 +60,7 @@ def test_another_namespace_is_asked_last() -> None:
         asked.append(key)
         return key == b"other"
 
-    misses(table, elsewhere).explain([b"other", b"reset", b"new"], 2.0)
+    misses(table, elsewhere).count([b"other", b"reset", b"new"], 2.0)
     reasons = (MissReason.OTHER_LAYOUT, MissReason.RESET, MissReason.NEVER_SEEN)
     assert counted(table) == dict.fromkeys(reasons, 1)
     assert asked == [b"other", b"new"]

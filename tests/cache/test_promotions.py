@@ -4,13 +4,13 @@ from typing import Any
 
 import pytest
 
-from kvd.cache import candidates
-from kvd.cache.candidates import Candidates
+from kvd.cache import uses
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.directory import Refs
 from kvd.cache.ledger import Ledger
-from kvd.cache.namespaces import Keeping, Namespace, Namespaces
-from kvd.cache.trailer import PoolTrailer
+from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
+from kvd.cache.recovery import PoolTrailer
+from kvd.cache.uses import DemotionQueue
 from kvd_proto.directory import TIER_OWNER, LookupResult, SlotState
 from tests.cache.tables import (
     PAGE,
@@ -38,7 +38,7 @@ def drained(table: ChunkTable, refs: Refs, name: str = TIER) -> int:
     return table.slots.revoked(name, [slot for slot, _ in refs], [each for _, each in refs])
 
 
-def waiting(queue: Candidates | None) -> list[bytes]:
+def waiting(queue: DemotionQueue | None) -> list[bytes]:
     """The keys that are to go down, which are in the queue no more."""
     assert queue is not None
     return [key for key, *_ in queue.take(99)]
@@ -127,15 +127,15 @@ def test_a_reset_gives_up_what_comes_up() -> None:
 def test_chunks_that_were_asked_for_are_to_go_down() -> None:
     """When they are pinned, or with the second request that used them; once."""
     table = make_table(8, tier=ONE)
-    table.watch(ready=False, asked=True)
+    table.queue_demotions(ready=False, asked=True)
     store(table, names(3))
-    table.loads.finished(names(3), 0.0)
+    table.loads.refresh(names(3), 0.0)
     assert waiting(table.on_asked) == []
     pin(table, names(1))
-    table.loads.finished(names(2), 0.0)
+    table.loads.refresh(names(2), 0.0)
     assert waiting(table.on_asked) == names(2)
     pin(table, names(2), number=2)
-    table.loads.finished(names(2), 0.0)
+    table.loads.refresh(names(2), 0.0)
     assert waiting(table.on_asked) == []
     assert table.on_ready is None
 
@@ -143,15 +143,15 @@ def test_chunks_that_were_asked_for_are_to_go_down() -> None:
 def test_a_slot_forgets_what_its_chunk_before_was_asked_for() -> None:
     """The next one is new."""
     table = make_table(1, tier=ONE)
-    table.watch(ready=False, asked=True)
+    table.queue_demotions(ready=False, asked=True)
     store(table, [b"old"])
     pin(table, [b"old"])
     table.loads.unpin(1, 1)
     store(table, [b"new"])
     assert waiting(table.on_asked) == []
-    table.loads.finished([b"new"], 0.0)
+    table.loads.refresh([b"new"], 0.0)
     assert waiting(table.on_asked) == []
-    table.loads.finished([b"new"], 0.0)
+    table.loads.refresh([b"new"], 0.0)
     assert waiting(table.on_asked) == [b"new"]
 
 
@@ -159,7 +159,7 @@ def test_what_came_up_goes_down_only_to_tiers_that_lack_it() -> None:
     """With one tier that holds it to none; with two to the other."""
     for setting, expected in ((ONE, []), (TWO, [b"k"])):
         table = make_table(4, tier=setting)
-        table.watch(ready=False, asked=True)
+        table.queue_demotions(ready=False, asked=True)
         tiers = table.directory.tiers
         assert tiers is not None
         tiers.hold(b"k", 0, 0, 4, 0)
@@ -172,9 +172,9 @@ def test_what_came_up_goes_down_only_to_tiers_that_lack_it() -> None:
 
 def test_a_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its oldest go, and are counted; `take` looks at a bounded number."""
-    monkeypatch.setattr(candidates, "MOST", 4)
+    monkeypatch.setattr(uses, "MAX_QUEUED", 4)
     table = make_table(16, tier=ONE)
-    table.watch(ready=True, asked=False)
+    table.queue_demotions(ready=True, asked=False)
     store(table, names(6))
     queue = table.on_ready
     assert queue is not None
@@ -199,8 +199,8 @@ class Daemons:
     def start(self) -> tuple[Namespaces, Namespace | None]:
         """The next daemon's namespaces, and the one that was there."""
         self.number += 1
-        keeping = Keeping(self._make, "pool", self.trailer, self.number << 32)
-        namespaces = make_namespaces(4 * PAGE, keeping=keeping, tier=ONE)
+        ledger_setup = LedgerSetup(self._make, "pool", self.trailer, self.number << 32)
+        namespaces = make_namespaces(4 * PAGE, ledger_setup=ledger_setup, tier=ONE)
         ledgers = [Ledger(buffer, self.trailer) for buffer in self.buffers.values()]
         known = [namespaces.reopen(ledger) for ledger in ledgers]
         return namespaces, known[0] if known else None
@@ -256,7 +256,7 @@ def test_what_the_daemon_before_has_left_goes_down() -> None:
     store(add(namespaces, 0, PAGE).table, names(2))
     _, again = daemons.start()
     assert again is not None
-    again.table.watch(ready=True, asked=True)
+    again.table.queue_demotions(ready=True, asked=True)
     assert waiting(again.table.on_ready) == names(2)
-    again.table.loads.finished(names(1), 0.0)
+    again.table.loads.refresh(names(1), 0.0)
     assert waiting(again.table.on_asked) == names(1)

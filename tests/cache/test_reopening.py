@@ -10,9 +10,8 @@ from hypothesis.stateful import rule, run_state_machine_as_test
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
-from kvd.cache.namespaces import Keeping, Namespace, Namespaces
-from kvd.cache.resets import Resets
-from kvd.cache.trailer import PoolTrailer
+from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
+from kvd.cache.recovery import PoolTrailer, ResetTable
 from kvd.errors import LedgerDamaged
 from kvd.machine.memory import TRAILER_BYTES
 from kvd_proto.directory import SlotState
@@ -67,7 +66,7 @@ class Reopening(TableMachine):
         self.older_ledgers: dict[str, bytearray] = {}
         self.older: tuple[dict[str, bytearray], bytearray] | None = None
         self.epoch = self.looks = 0
-        self.resets = Resets()  # as the file has them
+        self.resets = ResetTable()  # as the file has them
         self.models = []
         super().__init__()
 
@@ -84,9 +83,9 @@ class Reopening(TableMachine):
             return buffers[name]
 
         trailer = PoolTrailer(memory)
-        keeping = Keeping(make, "pool", trailer, self.epoch << 32)
+        ledger_setup = LedgerSetup(make, "pool", trailer, self.epoch << 32)
         namespaces = make_namespaces(
-            64 * KIB, keeping=keeping, resets=self.resets, policy=self.policy
+            64 * KIB, ledger_setup=ledger_setup, resets=self.resets, policy=self.policy
         )
         for buffer in buffers.values():
             ledger = Ledger(buffer, trailer)

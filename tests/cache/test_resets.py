@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cache.resets import MOST, PAGE_BYTES, SALT_BYTES, Resets
+from kvd.cache.recovery import MAX_RESETS, RESET_BYTES, SALT_BYTES, ResetTable
 from kvd.errors import LedgerDamaged
 from tests.cache.tables import PAGE, add, make_namespaces
 
@@ -14,17 +14,17 @@ def name(number: int) -> str:
     return f"{number:032x}"
 
 
-def table_of(numbers: list[int]) -> Resets:
+def table_of(numbers: list[int]) -> ResetTable:
     """A table with resets of these namespaces."""
-    table = Resets()
+    table = ResetTable()
     for number in numbers:
         table.draw(name(number))
     return table
 
 
-def loaded(page: bytes) -> Resets:
+def loaded(page: bytes) -> ResetTable:
     """The table of a page."""
-    table = Resets()
+    table = ResetTable()
     table.load(page)
     return table
 
@@ -35,7 +35,7 @@ NUMBERS = st.lists(st.integers(0, 250), max_size=300)
 @given(NUMBERS)
 def test_each_reset_gives_a_salt_that_none_was_before(numbers: list[int]) -> None:
     """Also where the namespace has lost its place, and after the page was read again."""
-    table, before = Resets(), dict[int, set[bytes]]()
+    table, before = ResetTable(), dict[int, set[bytes]]()
     for number in numbers:
         before.setdefault(number, {b""}).add(table.salt_of(name(number)))
         table.draw(name(number))
@@ -50,19 +50,19 @@ def test_each_reset_gives_a_salt_that_none_was_before(numbers: list[int]) -> Non
 
 def test_the_namespace_whose_reset_is_longest_ago_loses_its_place() -> None:
     """It and all that have none get a salt that none had before."""
-    table = table_of(list(range(MOST)))
-    salts = {number: table.salt_of(name(number)) for number in range(MOST)}
-    assert (len(table), table.base) == (MOST, b"")
+    table = table_of(list(range(MAX_RESETS)))
+    salts = {number: table.salt_of(name(number)) for number in range(MAX_RESETS)}
+    assert (len(table), table.base) == (MAX_RESETS, b"")
     table = loaded(table.pack())
     table.draw(name(0))
-    table.draw(name(MOST))
-    assert (len(table), len(table.base)) == (MOST, SALT_BYTES)
+    table.draw(name(MAX_RESETS))
+    assert (len(table), len(table.base)) == (MAX_RESETS, SALT_BYTES)
     assert table.salt_of(name(1)) == table.salt_of(name(999)) == table.base
     assert table.base not in salts.values()
     assert table.salt_of(name(2)) == salts[2]
 
 
-@given(NUMBERS, st.integers(0, 250), st.integers(0, PAGE_BYTES))
+@given(NUMBERS, st.integers(0, 250), st.integers(0, RESET_BYTES))
 def test_a_write_that_is_cut_short_is_seen(numbers: list[int], number: int, cut: int) -> None:
     """At any byte: what is read is the table of before, the one of after, or damaged."""
     table = table_of(numbers)
@@ -79,7 +79,7 @@ def test_a_write_that_is_cut_short_is_seen(numbers: list[int], number: int, cut:
             assert found in {before, after}
 
 
-@given(NUMBERS, st.integers(0, PAGE_BYTES - 1), st.integers(1, 255))
+@given(NUMBERS, st.integers(0, RESET_BYTES - 1), st.integers(1, 255))
 def test_a_byte_that_somebody_has_changed_is_seen(numbers: list[int], at: int, flip: int) -> None:
     """Nothing of such a page is taken over."""
     page = bytearray(table_of(numbers).pack())
@@ -91,7 +91,9 @@ def test_a_byte_that_somebody_has_changed_is_seen(numbers: list[int], at: int, f
     assert table.pack() == before
 
 
-@pytest.mark.parametrize("page", [b"", bytes(PAGE_BYTES), bytes(PAGE_BYTES + 1), b"x" * PAGE_BYTES])
+@pytest.mark.parametrize(
+    "page", [b"", bytes(RESET_BYTES), bytes(RESET_BYTES + 1), b"x" * RESET_BYTES]
+)
 def test_what_is_no_page_is_refused(page: bytes) -> None:
     """Empty, zeros, too long, foreign."""
     with pytest.raises(LedgerDamaged):

@@ -7,7 +7,7 @@ import pytest
 from kvd.cache.chunks import ChunkTable
 from kvd.errors import IntegrityError
 from kvd_proto.directory import PROBE_LIMIT, READ_HEADS, SlotState
-from kvd_proto.labels import LABEL_ONLY, Label
+from kvd_proto.messages import LABEL_ONLY, Label
 from tests.cache.tables import begin, finish, make_table, names, pin, ref_of, store
 
 
@@ -19,7 +19,7 @@ def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) ->
     pin(table, names(2), 1.0)
     parts = [begin(table, names(2, first=first), 2.0) for first in (2, 4)]
     table.loads.unpin(1, 1)
-    assert table.loads.finished([*names(2), *names(4, first=2)], 2.0) == 6
+    assert table.loads.refresh([*names(2), *names(4, first=2)], 2.0) == 6
     for part in reversed(parts):
         finish(table, part)
     order = [store(table, names(1, first=10 + n)).evicted[0] for n in range(6)]

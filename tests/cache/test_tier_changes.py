@@ -29,7 +29,7 @@ def test_a_chunk_is_kept_from_its_first_tier_to_its_last() -> None:
     tiers.hold(A, 0, 1, 3, 5)
     tiers.hold(A, 1, 1, 3, 5)
     tiers.hold(A, 1, 2, 1, 5)  # less than the other tier has: not noted
-    tiers.absent(B, 1.0)
+    tiers.mark_absent(B, 1.0)
     tiers.release(A, 1)
     tiers.release(B, 0)
     assert told(writer) == [(1, 3, 5, KEPT, A)]
@@ -54,5 +54,5 @@ def test_chunks_that_go_together_are_one_change() -> None:
         tiers.sweep()
     tiers.forget()
     assert told(writer, 2) == [(0, 4, 0, KEPT, A), (0, 0, 0, TIERS, b""), (0, 0, 0, TIERS, b"")]
-    assert not tiers.held(0, tiers.places)
+    assert not tiers.held_chunks(0, tiers.places)
     writer.check_integrity()

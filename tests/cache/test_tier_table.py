@@ -36,10 +36,10 @@ from kvd_proto.tier_table import (
     MAX_TIER_ENTRIES,
     MIN_TIER_ENTRIES,
     UNKNOWN_ENTRIES,
-    TierPlace,
-    TierStatus,
+    TierEntry,
+    TierHealth,
     TierTableView,
-    entries_for,
+    tier_table_capacity,
 )
 from tests.cache import tier_reader
 from tests.cache.tables import add, make_namespaces
@@ -71,10 +71,10 @@ def keys_at(home: int, capacity: int, count: int) -> list[bytes]:
     return [next(n for n in names if zlib.crc32(n) % capacity == home) for _ in range(count)]
 
 
-def whole_table(view: TierTableView, piece: int = 7) -> dict[bytes, TierPlace]:
+def whole_table(view: TierTableView, piece: int = 7) -> dict[bytes, TierEntry]:
     """All that tiers hold, as one sees it who looks from the last place to the first."""
     ends = range(view.places, 0, -piece)
-    return dict(entry for end in ends for entry in view.held(max(0, end - piece), end))
+    return dict(entry for end in ends for entry in view.held_chunks(max(0, end - piece), end))
 
 
 def test_a_directory_without_tiers_has_no_table() -> None:
@@ -123,7 +123,7 @@ def test_figures_that_contradict_each_other_are_refused(capacity: int, tiers: in
 )
 def test_the_capacity_follows_from_the_tiers_sizes(chunks: int | None, entries: int) -> None:
     """A power of two for a load of 0.75 or less, within bounds."""
-    assert entries_for(chunks) == entries
+    assert tier_table_capacity(chunks) == entries
 
 
 def test_several_tiers_hold_the_same_blocks() -> None:
@@ -131,13 +131,13 @@ def test_several_tiers_hold_the_same_blocks() -> None:
     table, view = make()
     assert view.find(b"k") is None
     assert table.hold(b"k", 1, 0, 4, 2)
-    assert view.find(b"k") == TierPlace(0b10, 0, 4, 2)
+    assert view.find(b"k") == TierEntry(0b10, 0, 4, 2)
     assert table.hold(b"k", 0, 0, 4, 2)
-    assert view.find(b"k") == TierPlace(0b11, 0, 4, 2)
+    assert view.find(b"k") == TierEntry(0b11, 0, 4, 2)
     assert table.release(b"k", 1)
     assert not table.release(b"k", 1)
     assert not table.release(b"other", 0)
-    assert view.find(b"k") == TierPlace(0b01, 0, 4, 2)
+    assert view.find(b"k") == TierEntry(0b01, 0, 4, 2)
     assert table.release(b"k", 0)
     assert view.find(b"k") is None
     assert len(table) == 0
@@ -148,13 +148,13 @@ def test_a_tier_with_fewer_blocks_than_another_is_not_noted() -> None:
     table, view = make()
     table.hold(b"k", 0, 0, 4, 0)
     assert table.hold(b"k", 1, 2, 2, 0)
-    assert view.find(b"k") == TierPlace(0b01, 0, 4, 0)
+    assert view.find(b"k") == TierEntry(0b01, 0, 4, 0)
     assert table.hold(b"k", 0, 1, 2, 0)
-    assert view.find(b"k") == TierPlace(0b01, 1, 2, 0)
+    assert view.find(b"k") == TierEntry(0b01, 1, 2, 0)
     assert table.hold(b"k", 1, 0, 4, 0)
-    assert view.find(b"k") == TierPlace(0b10, 0, 4, 0)
+    assert view.find(b"k") == TierEntry(0b10, 0, 4, 0)
     assert table.hold(b"k", 0, 0, 4, 1)
-    assert view.find(b"k") == TierPlace(0b01, 0, 4, 1)
+    assert view.find(b"k") == TierEntry(0b01, 0, 4, 1)
 
 
 def test_what_no_tier_has_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,14 +162,14 @@ def test_what_no_tier_has_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) 
     table, view = make()
     now = monotonic()
     monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(now * 1e9))
-    table.absent(b"k", now)
-    table.absent(b"late", now - ABSENT_MS / 1000)
-    assert (view.find(b"k"), view.find(b"late")) == (TierPlace(0, 0, 0, 0), None)
-    table.absent(b"late", now)
-    assert view.find(b"late") == TierPlace(0, 0, 0, 0)
+    table.mark_absent(b"k", now)
+    table.mark_absent(b"late", now - ABSENT_MS / 1000)
+    assert (view.find(b"k"), view.find(b"late")) == (TierEntry(0, 0, 0, 0), None)
+    table.mark_absent(b"late", now)
+    assert view.find(b"late") == TierEntry(0, 0, 0, 0)
     table.hold(b"k", 0, 1, 3, 0)
-    table.absent(b"k", now)
-    assert view.find(b"k") == TierPlace(1, 1, 3, 0)
+    table.mark_absent(b"k", now)
+    assert view.find(b"k") == TierEntry(1, 1, 3, 0)
     table.check_integrity()
 
 
@@ -179,14 +179,14 @@ def test_what_a_tier_finds_at_its_start_is_noted_at_once() -> None:
     keys = [b"%d" % number for number in range(6200)]
     for key in keys[:300:3]:
         table.hold(key, 1, 0, 4, 0)
-    table.absent(keys[1], monotonic())
+    table.mark_absent(keys[1], monotonic())
     count, zeros = np.arange(1, 3001) % 4 + 1, np.zeros(3000, np.int64)
     head = table._changes.head
     assert table.hold_all(keys[:3000], 0, zeros, count, zeros + 7) == 3000
     assert table._changes.head - head < 1000
     table.check_integrity()
     assert len(table) == 3000
-    held = {key: TierPlace(1, 0, i % 4 + 1, 7) for i, key in enumerate(keys[:3000], 1)}
+    held = {key: TierEntry(1, 0, i % 4 + 1, 7) for i, key in enumerate(keys[:3000], 1)}
     assert whole_table(view, 999) == held
     assert all(view.find(key) == place for key, place in held.items())
     more = np.zeros(3200, np.int64)
@@ -199,7 +199,7 @@ def test_of_what_no_tier_has_the_oldest_is_forgotten() -> None:
     table, view = make(2**13)
     keys = [b"%d" % number for number in range(MOST_ABSENT + 2)]
     for key in (*keys[:2], keys[0], *keys[2:]):
-        table.absent(key, monotonic())
+        table.mark_absent(key, monotonic())
     known = [key for key in keys if view.find(key) is not None]
     assert known == keys[2:]
     table.check_integrity()
@@ -211,7 +211,7 @@ def test_a_full_table_takes_no_more() -> None:
     keys = [b"%d" % number for number in range(60)]
     taken = [key for key in keys if table.hold(key, 0, 0, 4, 0)]
     assert taken == keys[:48]
-    table.absent(keys[50], monotonic())
+    table.mark_absent(keys[50], monotonic())
     assert view.find(keys[50]) is None
     assert table.hold(keys[0], 1, 0, 4, 0)
     table.release(keys[7], 0)
@@ -242,12 +242,12 @@ def test_a_tier_that_is_released_comes_back_when_it_is_swept() -> None:
     assert not table.hold(b"new", 0, 0, 4, 0)
     assert not table.release(keys[0], 0)
     sweeps = 0
-    while table.is_leaving(0):
+    while table.is_releasing(0):
         table.sweep()
         table.check_integrity()
         sweeps += 1
     assert sweeps > 1
-    assert whole_table(view, 9999) == dict.fromkeys(keys[::3], TierPlace(2, 0, 4, 0))
+    assert whole_table(view, 9999) == dict.fromkeys(keys[::3], TierEntry(2, 0, 4, 0))
     assert table.hold(b"new", 0, 0, 4, 0)
     while not table.is_swept:
         table.sweep()
@@ -264,23 +264,23 @@ def test_after_a_reset_nothing_is_there() -> None:
     assert whole_table(view) == {}
     assert not any(map(view.find, keys))
     assert table.hold(keys[3], 1, 2, 2, 0)
-    assert whole_table(view) == {keys[3]: TierPlace(2, 2, 2, 0)}
+    assert whole_table(view) == {keys[3]: TierEntry(2, 2, 2, 0)}
     table.check_integrity()
     while not table.is_swept:
         table.sweep()
     table.check_integrity()
-    assert whole_table(view) == {keys[3]: TierPlace(2, 2, 2, 0)}
+    assert whole_table(view) == {keys[3]: TierEntry(2, 2, 2, 0)}
 
 
 def test_what_is_known_of_a_tier() -> None:
     """Readers see the figures that were set, and zeros before."""
     table, view = make()
-    assert view.status(1) == TierStatus(False, 0, 0, 0)
-    status = TierStatus(True, 1200, 3 * 10**9, 2**40)
-    table.set_status(1, status)
-    assert (view.status(0), view.status(1)) == (TierStatus(False, 0, 0, 0), status)
+    assert view.health(1) == TierHealth(False, 0, 0, 0)
+    status = TierHealth(True, 1200, 3 * 10**9, 2**40)
+    table.set_health(1, status)
+    assert (view.health(0), view.health(1)) == (TierHealth(False, 0, 0, 0), status)
     with pytest.raises(IndexError):
-        view.status(2)
+        view.health(2)
 
 
 def test_integrity_is_checked() -> None:
@@ -354,7 +354,7 @@ def test_an_entry_is_not_found_while_it_is_written(monkeypatch: pytest.MonkeyPat
     """A reader that comes while blocks are replaced sees neither the old nor half of the new."""
     table, view = make()
     table.hold(b"k", 0, 0, 4, 0)
-    found: list[TierPlace | None] = []
+    found: list[TierEntry | None] = []
 
     def pack(*told: Any) -> None:
         found.append(view.find(b"k"))
@@ -364,14 +364,14 @@ def test_an_entry_is_not_found_while_it_is_written(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(tier_table, "_PACK", pack)
     assert table.hold(b"k", 0, 4, 4, 0)
     assert found == [None, None]
-    assert view.find(b"k") == TierPlace(0b01, 4, 4, 0)
+    assert view.find(b"k") == TierEntry(0b01, 4, 4, 0)
 
 
 def test_an_entry_is_not_found_half_moved() -> None:
     """While entries shift back, a reader finds each with its own blocks, or misses it."""
     table, view = make()
     keys = keys_at(3, 64, 6)
-    places = {key: TierPlace(0b01, i, i + 1, i) for i, key in enumerate(keys)}
+    places = {key: TierEntry(0b01, i, i + 1, i) for i, key in enumerate(keys)}
     for key, place in places.items():
         table.hold(key, 0, place.first, place.count, place.group)
     looks = itertools.count(1)
@@ -415,9 +415,9 @@ class TierTableMachine(RuleBasedStateMachine):
         self.stays: set[bytes] = set()
         self.table._words = Watched(self.table._words, self.look)  # type: ignore[assignment]
 
-    def places(self, tiers: set[int], blocks: tuple[int, int, int]) -> TierPlace:
+    def places(self, tiers: set[int], blocks: tuple[int, int, int]) -> TierEntry:
         """What a lookup says."""
-        return TierPlace(sum(1 << tier for tier in tiers), *blocks)
+        return TierEntry(sum(1 << tier for tier in tiers), *blocks)
 
     def look(self) -> None:
         """While one key changes, each other one is missed or found as it is."""
@@ -442,7 +442,7 @@ class TierTableMachine(RuleBasedStateMachine):
             self.stays = self.model.keys() - self.changing
             self.next_place = self.view.places
         self.next_place -= 1
-        for key, place in self.view.held(self.next_place, self.next_place + 1):
+        for key, place in self.view.held_chunks(self.next_place, self.next_place + 1):
             if key not in self.changing and not self.leaving:
                 assert place == self.places(*self.model[key])
             self.seen.add(key)
@@ -514,7 +514,7 @@ class TierTableMachine(RuleBasedStateMachine):
     def is_absent(self, key: bytes) -> None:
         """No tier has it."""
         self.changing = {key, *self.absent}  # the oldest one goes
-        self.table.absent(key, monotonic())
+        self.table.mark_absent(key, monotonic())
         place = self.view.find(key)
         if place is not None and not place.tiers:
             self.absent = [each for each in self.absent if each != key] + [key]
@@ -546,7 +546,7 @@ class TierTableMachine(RuleBasedStateMachine):
         self.changing = set()
         self.table.sweep()
         self.look_through()
-        self.leaving = {tier for tier in self.leaving if self.table.is_leaving(tier)}
+        self.leaving = {tier for tier in self.leaving if self.table.is_releasing(tier)}
 
     @invariant()
     def agrees(self) -> None:

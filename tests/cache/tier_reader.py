@@ -12,7 +12,7 @@ from pathlib import Path
 from zlib import crc32
 
 from kvd_proto.directory import DirectoryView
-from kvd_proto.tier_table import TierPlace
+from kvd_proto.tier_table import TierEntry
 
 HOMES = 64
 KEYS = [k for k in (b"%d" % n for n in range(2000)) if crc32(k) % HOMES in {10, 11, 12, 60, 63}][
@@ -28,7 +28,7 @@ def blocks(key: bytes) -> tuple[int, int, int]:
     return number % 997, number // 997 % 60_000 + 1, number % 7
 
 
-def is_right(key: bytes, place: TierPlace) -> bool:
+def is_right(key: bytes, place: TierEntry) -> bool:
     """Whether a place is that of the key."""
     return key in KEYS and (place.first, place.count, place.group) == blocks(key)
 
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
             if place is not None:
                 hits += 1
                 wrong += not is_right(key, place)
-        seen = dict(view.tiers.held(0, view.tiers.places))
+        seen = dict(view.tiers.held_chunks(0, view.tiers.places))
         wrong += sum(not is_right(key, place) for key, place in seen.items())
         missed += sum(key not in seen for key in STAY)
     print(f"{hits} hits, {wrong} wrong, {missed} missed in a whole table")

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd_client import HostMemory
-from kvd_tools.demo.memory import POISON, page_content, page_seed
+from kvd_tools.demo.workload import POISON, page_content, page_seed
 from tests.chaos.shared import BLOCKS, Spec
 
 Place = tuple[int, int]  # tensor, block

@@ -61,7 +61,7 @@ class Process:
     def launch(self, module: str, *arguments: str, **environment: str) -> None:
         """Start the next process."""
         self.starts += 1
-        tether = ["-m", "kvd_tools.demo.tether", str(os.getpid())]
+        tether = ["-m", "kvd_tools.tether", str(os.getpid())]
         with self.log.open("ab") as sink:
             self._process = subprocess.Popen(
                 [sys.executable, *tether, module, *arguments],

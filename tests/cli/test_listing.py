@@ -8,8 +8,8 @@ from click.testing import CliRunner, Result
 
 from kvd.cli import cli
 from kvd.cli.tables import print_report
-from kvd.metrics.words import shorten
-from kvd.report.exposition import Exposition
+from kvd.metrics.reading import shorten
+from kvd.report.app import Exposition
 from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Status, StatusReport
 from tests.client.fake_daemon import FakeDaemon

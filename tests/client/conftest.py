@@ -28,7 +28,7 @@ def patience() -> Iterator[None]:
     """A test that stands still is not taken for a daemon or an engine that does."""
     with pytest.MonkeyPatch.context() as patch:  # a test's own patches are taken back first
         patch.setattr(connection, "HANDSHAKE_SECONDS", SECONDS)
-        patch.setattr(attachment, "LEFT_BEHIND_SECONDS", 3600.0)
+        patch.setattr(attachment, "OVERDUE_SECONDS", 3600.0)
         yield
 
 

@@ -32,9 +32,9 @@ from kvd_client import (
 )
 from kvd_client import memory as memory_module
 from kvd_client import timeline as timelines
-from kvd_client.memory import ControlPage, Descriptors
-from kvd_client.registration import Registration, registration
-from kvd_client.timeline import StreamSignals
+from kvd_client.memory import Descriptors
+from kvd_client.registration import WorkerRegistration, register_message
+from kvd_client.timeline import ControlPage, StreamSignals
 from kvd_proto.messages import (
     MAX_DESCRIPTORS,
     Fingerprint,
@@ -73,7 +73,7 @@ def signalled() -> tuple[ControlPage, Timeline]:
     """A page whose timeline streams signal."""
     page = ControlPage()
     timeline = Timeline(page)
-    timeline.follow(StreamSignals(0, page))
+    timeline.set_signals(StreamSignals(0, page))
     return page, timeline
 
 
@@ -108,7 +108,7 @@ def ipc_memory_is_its_allocation_and_an_offset() -> None:
 
 def registered(*memory: HostMemory | DeviceMemory) -> tuple[Register, Descriptors]:
     """The registration of this memory."""
-    return registration(
+    return register_message(
         memory,
         make_layout(blocks=8),
         Fingerprint(model="m"),
@@ -143,7 +143,7 @@ def has_marked(timeline: Timeline) -> bool:
     """Whether the event after the last number has happened, too: a page that is closed goes."""
     assert timeline._signals is not None
     with cuda_driver.beside_captures():
-        return cuda_driver.has_happened(timeline._signals._last)
+        return cuda_driver.has_happened(timeline._signals._event)
 
 
 def stays(timeline: Timeline, number: int) -> None:
@@ -345,7 +345,7 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
     opened = open_files()
     for name in sorted(functions & calls.keys()):
         for number, failure in itertools.product(range(1, calls[name] + 1), FAILURES):
-            kept = len(timelines._KEPT)
+            kept = len(timelines._NOT_CLOSED)
             with failing(name, number, failure):
                 errors = life(plain, exported, streams)
             if failure == 999:
@@ -357,8 +357,8 @@ def every_failure_of_the_driver_names_what_was_attempted() -> None:
             assert all(text.endswith(cause) for text in errors), (name, errors)
             # A page of which it is not known that nothing writes to it stays, without a word; its
             # mapping holds a descriptor.
-            assert errors or name in HARMLESS or len(timelines._KEPT) > kept, name
-            assert open_files() <= opened + len(timelines._KEPT), name
+            assert errors or name in HARMLESS or len(timelines._NOT_CLOSED) > kept, name
+            assert open_files() <= opened + len(timelines._NOT_CLOSED), name
     assert life(plain, exported, streams) == []
 
 
@@ -388,7 +388,7 @@ def life(plain: int, exported: int, streams: list[int]) -> list[str]:
     page = ControlPage()
     timeline = Timeline(page)
     try:
-        timeline.follow(StreamSignals(0, page))
+        timeline.set_signals(StreamSignals(0, page))
         with ThreadPoolExecutor(1) as other:  # where the device's context is not the current one
             numbers = list(other.map(timeline.signal_on, streams))
     except CudaError as error:
@@ -396,7 +396,7 @@ def life(plain: int, exported: int, streams: list[int]) -> list[str]:
     else:
         until(timeline, numbers[-1])
     cuda.call("cuCtxSynchronize")  # a page is let go when its last event has happened
-    timeline.follow(None)
+    timeline.set_signals(None)
     page.close()
     return errors
 
@@ -444,9 +444,9 @@ def a_capture_in_another_thread_goes_on() -> None:
     page, timeline = signalled()
     until(timeline, timeline.signal_on(stream))
     eventually(lambda: has_marked(timeline))
-    timeline.follow(None)
+    timeline.set_signals(None)
     page.close()
-    assert not timelines._KEPT
+    assert not timelines._NOT_CLOSED
     calls = harness.calls(Path(os.environ["FAKECUDA_LOG"]))
     assert "cuMemHostUnregister" in calls
     assert "@broken-capture" not in calls
@@ -515,7 +515,7 @@ def numbers_are_reached_when_the_stream_is_there() -> None:
         timeline.signal(4)
     with refused(UsageError, "handle of a CUDA stream"):
         timeline.signal_on(-1)
-    timeline.follow(None)
+    timeline.set_signals(None)
     with refused(UsageError, "no CUDA memory is registered"):
         timeline.signal_on(idle)
     timeline.signal(timeline.reserve())
@@ -528,7 +528,7 @@ def a_page_that_is_written_to_later_stays() -> None:
     page, timeline = signalled()
     stream = held_up(allocated())
     number = timeline.signal_on(stream)
-    timeline.follow(None)
+    timeline.set_signals(None)
     page.close()
     switch("hold=")
     cuda.call("cuStreamSynchronize", stream)
@@ -544,7 +544,7 @@ def a_page_stays_when_a_write_is_not_marked() -> None:
     with refused(CudaError, "record an event"):
         timeline.signal_on(stream)
     switch("fail=")
-    timeline.follow(None)
+    timeline.set_signals(None)
     page.close()
     switch("hold=")
     cuda.call("cuStreamSynchronize", stream)
@@ -611,7 +611,7 @@ def the_stream_writes_the_number_at_its_turn() -> None:
 
 def a_write_counts_when_it_is_marked() -> None:
     """Else the event says that nothing will write while a stream has yet to."""
-    StreamSignals._marked = property(lambda _: True, lambda _, __: None)  # type: ignore[assignment]  # as its stand-in
+    StreamSignals._is_recorded = property(lambda _: True, lambda _, __: None)  # type: ignore[assignment]  # as its stand-in
 
 
 def a_page_is_let_go_when_nothing_will_write_to_it() -> None:
@@ -626,20 +626,20 @@ def an_address_is_asked_about_with_a_context_current() -> None:
 
 def segments_keep_their_order() -> None:
     """Else a block is taken for another."""
-    exported = memory_module._exported
-    memory_module._exported = lambda allocations: exported(allocations[::-1])
+    exported = memory_module._export
+    memory_module._export = lambda allocations: exported(allocations[::-1])
 
 
 def memory_that_is_not_wanted_is_let_go() -> None:
     """Else its descriptors keep it, and the engine that sleeps has given nothing back."""
-    drop = Registration.drop
+    drop = WorkerRegistration.drop
 
-    def keep(registration: Registration) -> None:
+    def keep(registration: WorkerRegistration) -> None:
         memory = registration.memory
         drop(registration)
         registration.memory = memory
 
-    Registration.drop = keep  # type: ignore[assignment,method-assign]  # as its stand-in
+    WorkerRegistration.drop = keep  # type: ignore[assignment,method-assign]  # as its stand-in
 
 
 def without(rule: str, scenario: str) -> None:

@@ -17,11 +17,11 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 from kvd.cache.directory import DirectoryWriter
 from kvd.wire.server import Client, Server
-from kvd_client.session import Session
-from kvd_proto.arrays import IntArray
+from kvd_client.session import ClientSession
 from kvd_proto.codec import MAX_MESSAGE_BYTES, WIRE
-from kvd_proto.descriptions import room
+from kvd_proto.descriptions import max_description_bytes
 from kvd_proto.directory import DirectoryHeader, SlotState
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     Attached,
@@ -51,7 +51,7 @@ from kvd_proto.messages import (
     Wait,
     Welcome,
 )
-from kvd_proto.tier_table import MIN_TIER_ENTRIES, TierStatus
+from kvd_proto.tier_table import MIN_TIER_ENTRIES, TierHealth
 from tests.waiting import PATIENCE
 
 NAMESPACE = b"namespace-16byte"
@@ -60,7 +60,7 @@ RECORD_BYTES = 256
 BLOCKS_PER_CHUNK = 2
 OWNER, OTHER = 1, 2  # who has the slots: the one engine, and others
 SECONDS = PATIENCE
-USABLE = TierStatus(usable=True, latency_us=0, bytes_per_second=0, queued_bytes=0)
+USABLE = TierHealth(usable=True, latency_us=0, bytes_per_second=0, queued_bytes=0)
 P = ParamSpec("P")
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -82,7 +82,7 @@ def make_directory(boot_id: bytes, tiers: int) -> tuple[int, DirectoryWriter]:
     directory.make_ready(0)
     if directory.tiers is not None:
         for tier in range(tiers):
-            directory.tiers.set_status(tier, USABLE)
+            directory.tiers.set_health(tier, USABLE)
     return fd, directory
 
 
@@ -197,7 +197,7 @@ class FakeDaemon:
             assert self._seen.wait_for(lambda: len(those()) >= count, SECONDS), kind
             return those()
 
-    def attach(self, *sessions: Session) -> None:
+    def attach(self, *sessions: ClientSession) -> None:
         """Tell every session that the engine is attached, and wait until these ones know it."""
         fd, self.directory = make_directory(self.boot_id, len(self.tiers))
         message = Attached(
@@ -206,7 +206,9 @@ class FakeDaemon:
             bytes_per_chunk=4096,
             num_chunks=NUM_SLOTS,
             reuse_threshold=self.reuse_threshold,
-            description_bytes=0 if self.descriptions is None else room(RECORD_BYTES),
+            description_bytes=0
+            if self.descriptions is None
+            else max_description_bytes(RECORD_BYTES),
             tiers=self.tiers,
         )
         self.notify(message, (fd,) if self.descriptions is None else (fd, self.descriptions))

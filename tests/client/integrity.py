@@ -4,11 +4,11 @@ from collections import ChainMap
 from collections.abc import Mapping
 
 from kvd_client.announcer import MAX_REMEMBERED_REMOVALS, Announcer
-from kvd_client.block_chains import BlockChains, each
-from kvd_client.change_reader import ChangeReader, Place, PublishedState
+from kvd_client.block_chains import BlockChains, members
+from kvd_client.changes import ChangeReader, ChunkLocation, PublishedState
 
 
-def published_in(state: PublishedState) -> Mapping[bytes, Place]:
+def published_in(state: PublishedState) -> Mapping[bytes, ChunkLocation]:
     """All that is published of one medium."""
     return ChainMap(state.confirmed, state.unconfirmed, state.gone)
 
@@ -28,7 +28,7 @@ def check_announcer(announcer: Announcer) -> None:
     check_chains(announcer._chains)
     chunks = {*announcer._memory.values(), *announcer._tiers.values()}
     assert len(chunks) == len(announcer)
-    holders = {(block, chunk) for block in announcer._chains for chunk in each(block.holders)}
+    holders = {(block, chunk) for block in announcer._chains for chunk in members(block.holders)}
     assert holders == {(block, chunk) for chunk in chunks for block in chunk.blocks}
     removals = announcer._removals.keys()
     assert len(removals) <= MAX_REMEMBERED_REMOVALS
@@ -43,7 +43,7 @@ def check_chains(chains: BlockChains) -> None:
         (group.number, parent, block)
         for group in groups
         for parent, some in group.children.items()
-        for block in each(some)
+        for block in members(some)
     }
     for block in chains:
         assert block.holders is not None

@@ -24,7 +24,7 @@ from msgspec import structs
 from kvd_client import announcer as announcer_module
 from kvd_client.announcer import Announcer
 from kvd_client.block_chains import Announcement, BlockId, RemovedBlocks, StoredBlocks
-from kvd_client.change_reader import NO_SLOT, Differences, Place
+from kvd_client.changes import NO_SLOT, ChunkLocation, Differences
 from kvd_proto.descriptions import Description
 from tests.client.integrity import check_announcer
 
@@ -167,8 +167,8 @@ class RoutersMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.descriptions: dict[Place, Description] = {}
-        self.said: dict[bytes, Place] = {}
+        self.descriptions: dict[ChunkLocation, Description] = {}
+        self.said: dict[bytes, ChunkLocation] = {}
         self.kept: dict[bytes, tuple[int, int]] = {}  # node, and blocks left out; in tiers
         self.bare: set[bytes] = set()  # of these, those that are known by their keys alone
         self.doomed: set[bytes] = set()  # of `said`, those that cannot be described any more
@@ -202,12 +202,12 @@ class RoutersMachine(RuleBasedStateMachine):
             at = self.parents[at]
         return path, at
 
-    def place(self, node: int, group: int, cut: int) -> Place:
+    def place(self, node: int, group: int, cut: int) -> ChunkLocation:
         """A new place of this chunk, without some of its first blocks."""
         path, before = self.nodes(node)
         self.generation += 1
         first = min(cut, len(path) - 1)
-        place = Place(node, self.generation, first, len(path) - first, 0)
+        place = ChunkLocation(node, self.generation, first, len(path) - first, 0)
         if node not in self.undescribed:
             self.descriptions[place] = describe(path, before, group)
         return place
@@ -249,10 +249,10 @@ class RoutersMachine(RuleBasedStateMachine):
                 key = list(self.kept)[choice % len(self.kept)]
                 del self.kept[key]
                 self.bare.discard(key)
-                differences.released.append(key)
+                differences.removed_from_tiers.append(key)
         for node, group, cut in kept:
             key = key_of(node, group)
-            if key not in differences.released:
+            if key not in differences.removed_from_tiers:
                 self.keep(key, node, cut, differences, is_described=self.is_described(key))
         self.bare -= {key for key in differences.stored if self.is_described(key)}
         self.hear(self.announcer.announce(differences))
@@ -268,7 +268,7 @@ class RoutersMachine(RuleBasedStateMachine):
         else:
             self.bare.discard(key)
         self.kept[key] = node, first
-        differences.kept[key] = Place(NO_SLOT, 0, first, len(path) - first, 0)
+        differences.stored_in_tiers[key] = ChunkLocation(NO_SLOT, 0, first, len(path) - first, 0)
 
     @rule(choices=st.lists(st.integers(0, 100), min_size=1, max_size=4))
     def move_down(self, choices: list[int]) -> None:
@@ -289,7 +289,7 @@ class RoutersMachine(RuleBasedStateMachine):
         if is_reused:
             self.descriptions.pop(place, None)
         if key not in self.said:
-            differences = Differences(left={key: place})
+            differences = Differences(last_locations={key: place})
             is_described = place in self.descriptions or key in self.remembered
             self.keep(key, node, cut, differences, is_described=is_described)
             self.hear(self.announcer.announce(differences))
@@ -498,7 +498,7 @@ def test_routers_have_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def tell(chunks: dict[int, Description | None]) -> tuple[Announcer, list[Announcement]]:
     """What is told of these chunks, by the node that ends each, when all come at once."""
-    places = {Place(node, 1, 0, 4, 0): found for node, found in chunks.items()}
+    places = {ChunkLocation(node, 1, 0, 4, 0): found for node, found in chunks.items()}
     announcer = Announcer(places.get)
     stored = {key_of(place.slot): place for place in places}
     return announcer, announcer.announce(Differences(stored))
@@ -523,13 +523,13 @@ def test_a_chunk_without_description_is_named_by_its_key() -> None:
     """Without a description hash and group are read from the key; tokens are empty."""
     _, told = tell({5: None})
     assert told == [StoredBlocks((block_hash(5),), b"", b"", 0, 0)]
-    short = Announcer(lambda _: None).announce(Differences({b"key": Place(0, 1, 0, 1, 0)}))
+    short = Announcer(lambda _: None).announce(Differences({b"key": ChunkLocation(0, 1, 0, 1, 0)}))
     assert short == [StoredBlocks((b"key",), b"", b"", 0, 0)]
 
 
-def below(first: int = 0) -> Place:
+def below(first: int = 0) -> ChunkLocation:
     """A chunk in tiers, without some of its four blocks."""
-    return Place(NO_SLOT, 0, first, 4 - first, 0)
+    return ChunkLocation(NO_SLOT, 0, first, 4 - first, 0)
 
 
 def test_a_chunk_that_left_memory_before_a_tier_says_that_it_has_it_keeps_its_description(
@@ -537,21 +537,23 @@ def test_a_chunk_that_left_memory_before_a_tier_says_that_it_has_it_keeps_its_de
 ) -> None:
     """Of so many chunks that have left."""
     monkeypatch.setattr(announcer_module, "MAX_DEPARTED", 2)
-    places = [Place(node, 1, 0, 1, 0) for node in range(3)]
+    places = [ChunkLocation(node, 1, 0, 1, 0) for node in range(3)]
     found = {place: describe([place.slot], None) for place in places}
     announcer = Announcer(found.get)
     announcer.has_tiers = True
     announcer.announce(Differences({key_of(place.slot): place for place in places}))
     found.clear()
     announcer.announce(Differences(removed=[key_of(node) for node in range(3)]))
-    told = announcer.announce(Differences(kept={key_of(node): below() for node in range(3)}))
+    told = announcer.announce(
+        Differences(stored_in_tiers={key_of(node): below() for node in range(3)})
+    )
     tokens = [each.tokens for each in told if isinstance(each, StoredBlocks)]
     assert tokens == [b"", tokens_of([1]), tokens_of([2])]
 
 
 def test_only_descriptions_that_tiers_may_need_are_remembered() -> None:
     """Of groups that are announced there, from the time on that there are tiers."""
-    places = {Place(node, 1, 0, 1, 0): describe([node], None, node) for node in range(2)}
+    places = {ChunkLocation(node, 1, 0, 1, 0): describe([node], None, node) for node in range(2)}
     announcer = Announcer(places.get, tier_groups=[0])
     stored = {key_of(place.slot, place.slot): place for place in places}
     announcer.announce(Differences(stored))
@@ -566,10 +568,10 @@ def test_only_descriptions_that_tiers_may_need_are_remembered() -> None:
 
 def test_both_media_of_a_chunk_remember_one_description() -> None:
     """The bytes of what is in memory and in tiers are kept once."""
-    announcer = Announcer({Place(0, 1, 0, 1, 0): describe([0], None)}.get)
+    announcer = Announcer({ChunkLocation(0, 1, 0, 1, 0): describe([0], None)}.get)
     announcer.has_tiers = True
-    announcer.announce(Differences({key_of(0): Place(0, 1, 0, 1, 0)}))
-    announcer.announce(Differences(kept={key_of(0): below()}))
+    announcer.announce(Differences({key_of(0): ChunkLocation(0, 1, 0, 1, 0)}))
+    announcer.announce(Differences(stored_in_tiers={key_of(0): below()}))
     memory, tiers = announcer._memory[key_of(0)], announcer._tiers[key_of(0)]
     assert memory.description
     assert memory.description is tiers.description
@@ -578,16 +580,16 @@ def test_both_media_of_a_chunk_remember_one_description() -> None:
 def test_blocks_are_told_with_the_tokens_that_follow_them() -> None:
     """Of a hash that covers tokens after its block, those of the next block or after the chunk."""
     description = structs.replace(describe([0, 1, 2], None), lookahead=tokens_of([3])[:4])
-    place = Place(0, 1, 1, 2, 0)
+    place = ChunkLocation(0, 1, 1, 2, 0)
     (told,) = Announcer({place: description}.get).announce(Differences({key_of(2): place}))
     assert isinstance(told, StoredBlocks)
     assert (told.hashes, told.tokens) == ((block_hash(1), block_hash(2)), tokens_of([1, 2]))
     assert told.lookahead == (tokens_of([2])[:4], tokens_of([3])[:4])
 
 
-def announced_chain(length: int) -> tuple[Announcer, list[Place]]:
+def announced_chain(length: int) -> tuple[Announcer, list[ChunkLocation]]:
     """Chunks of one block, each the parent of the next, announced from the last one on."""
-    places = [Place(node, 1, 0, 1, 0) for node in range(length)]
+    places = [ChunkLocation(node, 1, 0, 1, 0) for node in range(length)]
     described = {
         place: describe([place.slot], place.slot - 1 if place.slot else None) for place in places
     }
@@ -613,14 +615,14 @@ def test_a_part_of_a_round_is_bounded() -> None:
 
 def test_a_block_in_tiers_that_loses_its_tokens_in_a_round_is_repeated_in_memory_first() -> None:
     """A router that knows it in tiers only never drops what follows it."""
-    found = {Place(1, 1, 0, 2, 0): describe([0, 1], None)}
+    found = {ChunkLocation(1, 1, 0, 2, 0): describe([0, 1], None)}
     announcer = Announcer(found.get)
     announcer.announce(Differences(dict.fromkeys([key_of(1)], next(iter(found)))))
     late = TreeRouter()
     announcer.begin_repeat()
-    both, last = Place(NO_SLOT, 0, 0, 2, 0), Place(NO_SLOT, 0, 1, 1, 0)
+    both, last = ChunkLocation(NO_SLOT, 0, 0, 2, 0), ChunkLocation(NO_SLOT, 0, 1, 1, 0)
     for kept in ({key_of(1): both}, {key_of(0): below(3), key_of(1): last}):
-        for each in announcer.announce(Differences(kept=kept)):
+        for each in announcer.announce(Differences(stored_in_tiers=kept)):
             late.hear(each)
     assert (0, True, block_hash(1)) in late.parents
 
@@ -652,8 +654,8 @@ def test_the_newest_removals_are_repeated(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("late", [False, True])
 def test_children_of_what_a_round_could_not_read_are_told_again(late: bool) -> None:
     """Once; a router that follows parents has them, with all messages or with the round's only."""
-    first, again = Place(0, 1, 0, 1, 0), Place(7, 2, 0, 1, 0)
-    child = Place(1, 1, 0, 1, 0)
+    first, again = ChunkLocation(0, 1, 0, 1, 0), ChunkLocation(7, 2, 0, 1, 0)
+    child = ChunkLocation(1, 1, 0, 1, 0)
     found = {first: describe([0], None), child: describe([1], 0)}
     announcer, router = Announcer(found.get), TreeRouter()
     told = announcer.announce(Differences({key_of(0): first, key_of(1): child}))

@@ -144,7 +144,7 @@ CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
         {"asked": 5, "found": 0},
     ),
     "Scheduler.count_aborted": (lambda rig: rig.scheduler.count_aborted, {"requests": 1}),
-    "Scheduler.held": (lambda rig: rig.scheduler.held, {"key": b"key"}),
+    "Scheduler.cached_blocks": (lambda rig: rig.scheduler.cached_blocks, {"key": b"key"}),
     "Scheduler.prepare_store": (
         lambda rig: rig.scheduler.prepare_store,
         {"keys": KEYS, "blocks": BLOCKS},

@@ -10,8 +10,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from kvd_client import change_reader
-from kvd_client.change_reader import ChangeReader, Differences, Place
+from kvd_client import changes as module
+from kvd_client.changes import ChangeReader, ChunkLocation, Differences
 from tests.client.integrity import check_reader, published_in
 from tests.proto.changing import KEYS, RING, Changing, InterruptedView, Operation, operations
 
@@ -23,23 +23,23 @@ class Listener:
 
     def __init__(self) -> None:
         self.reader = ChangeReader(clock=lambda: 2**63)
-        self.told: dict[bytes, Place] = {}
-        self.below: dict[bytes, Place] = {}
+        self.told: dict[bytes, ChunkLocation] = {}
+        self.below: dict[bytes, ChunkLocation] = {}
         self.view: InterruptedView | None = None
 
     def attach(self, changing: Changing) -> None:
         """Follow the directory of now."""
         self.view = changing.view()
-        self.reader.follow(self.view)
+        self.reader.attach(self.view)
 
     def take(self, limit: int = 10**6, meanwhile: list[Operation] | None = None) -> Differences:
         """Apply the next differences."""
         if self.view is not None:
             self.view.meanwhile = meanwhile or []
         differences = self.reader.take(limit)
-        assert differences.left.keys() <= differences.kept.keys()
+        assert differences.last_locations.keys() <= differences.stored_in_tiers.keys()
         _apply(self.told, differences.stored, differences.removed)
-        _apply(self.below, differences.kept, differences.released)
+        _apply(self.below, differences.stored_in_tiers, differences.removed_from_tiers)
         return differences
 
     def settle(self) -> None:
@@ -51,7 +51,9 @@ class Listener:
         raise AssertionError(f"never done: {self.reader!r}")
 
 
-def _apply(told: dict[bytes, Place], stored: dict[bytes, Place], gone: list[bytes]) -> None:
+def _apply(
+    told: dict[bytes, ChunkLocation], stored: dict[bytes, ChunkLocation], gone: list[bytes]
+) -> None:
     """What differences of memory or of tiers make of what was told before."""
     for key in gone:
         assert told.pop(key, None) is not None, f"{key!r} was removed, and was not said"
@@ -67,10 +69,10 @@ def _apply(told: dict[bytes, Place], stored: dict[bytes, Place], gone: list[byte
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """A snapshot has several pieces, and a call reads one or two of them."""
-    monkeypatch.setattr(change_reader, "PIECE_SLOTS", 5)
-    monkeypatch.setattr(change_reader, "MOST_PIECES", 2)
-    monkeypatch.setattr(change_reader, "PIECE_PLACES", 5)
-    monkeypatch.setattr(change_reader, "MOST_PLACES_PIECES", 7)  # of 10
+    monkeypatch.setattr(module, "PIECE_SLOTS", 5)
+    monkeypatch.setattr(module, "MAX_SLOT_PIECES", 2)
+    monkeypatch.setattr(module, "PIECE_PLACES", 5)
+    monkeypatch.setattr(module, "MAX_PLACE_PIECES", 7)  # of 10
 
 
 class ReadersMachine(RuleBasedStateMachine):
@@ -108,7 +110,7 @@ class ReadersMachine(RuleBasedStateMachine):
     def leave(self, reader: int) -> None:
         """A reader is detached: it goes on saying what it said."""
         listener = self.listeners[reader]
-        listener.reader.leave()
+        listener.reader.detach()
         listener.view = None
         assert published_in(listener.reader._memory).keys() == listener.told.keys()
 
@@ -199,8 +201,8 @@ def test_it_is_said_where_a_chunk_was_that_went_down_and_left(known: bool) -> No
     for operation in (("keep", 0, 0), DROP_A, ("drop", 1, 0)):
         changing.apply(operation)
     differences = listener.take()
-    assert differences.kept.keys() == differences.left.keys() == {A}
-    assert differences.left[A][:4] == place
+    assert differences.stored_in_tiers.keys() == differences.last_locations.keys() == {A}
+    assert differences.last_locations[A][:4] == place
     assert differences.removed == [A] * known
     assert not listener.take()
 
@@ -210,7 +212,7 @@ def test_a_chunk_that_stayed_is_not_taken_back() -> None:
     changing, listener = following(STORE_A, STORE_B)
     changing.open(warm=True)
     changing.apply(DROP_A)
-    listener.reader.leave()
+    listener.reader.detach()
     assert not listener.take()
     listener.attach(changing)
     told: list[Differences] = []
@@ -273,7 +275,7 @@ def test_an_overrun_keeps_what_was_said() -> None:
         said |= differences.stored.keys()
         removed += differences.removed
     assert (said, removed) == (set(KEYS[3:7]), [A])
-    assert (listener.reader.overruns, listener.reader.snapshots) == (1, 2)
+    assert (listener.reader.num_overruns, listener.reader.num_snapshots) == (1, 2)
 
 
 def test_each_call_does_a_bounded_amount() -> None:
@@ -284,14 +286,14 @@ def test_each_call_does_a_bounded_amount() -> None:
     for i in range(6):
         changing.apply(("store", i, 0))
     assert [len(listener.take(4).stored) for _ in range(3)] == [4, 2, 0]
-    assert listener.reader.changes == 7
+    assert listener.reader.num_changes == 7
 
 
 def test_the_lag_is_the_oldest_changes() -> None:
     """The lag is the time from a change until it was taken, of the one that waited longest."""
     changing, listener = following()
     reader = ChangeReader(clock=lambda: when)
-    reader.follow(changing.view())
+    reader.attach(changing.view())
     changing.apply(STORE_A)
     changing.apply(STORE_B)
     changes = changing.writer.changes.read(0, 2)

@@ -7,9 +7,15 @@ from pathlib import Path
 import pytest
 
 from kvd_client import Scheduler, UsageError, session
-from kvd_client.change_reader import Differences, Place
-from kvd_client.changes import ABSENT_SECONDS, Changes, Source
-from kvd_proto.descriptions import Description, encode, pack_header, pack_record, place
+from kvd_client.changes import ChunkLocation, Differences
+from kvd_client.scheduler_session import ABSENT_SECONDS, ChangeSource, PublishedChanges
+from kvd_proto.descriptions import (
+    Description,
+    encode,
+    pack_header,
+    pack_record,
+    record_offset,
+)
 from kvd_proto.directory import DirectoryView
 from kvd_proto.messages import Message, Ping, Reset, ResetDone
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
@@ -22,7 +28,7 @@ def all_changes(scheduler: Scheduler) -> tuple[set[bytes], set[bytes]]:
     return summed(scheduler, scheduler.take_changes)
 
 
-def summed(source: Scheduler | Changes, take: object) -> tuple[set[bytes], set[bytes]]:
+def summed(source: Scheduler | PublishedChanges, take: object) -> tuple[set[bytes], set[bytes]]:
     """The same of anything that has changes."""
     assert callable(take)
     waiting = "changes_waiting" if isinstance(source, Scheduler) else "waiting"
@@ -53,7 +59,7 @@ def test_changes_are_what_lookups_find(daemon: FakeDaemon, scheduler: Scheduler)
 @pytest.fixture
 def every_absence_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     """No absence in this test counts as long."""
-    monkeypatch.setattr("kvd_client.changes.ABSENT_SECONDS", 3600.0)
+    monkeypatch.setattr("kvd_client.scheduler_session.ABSENT_SECONDS", 3600.0)
 
 
 @pytest.mark.usefixtures("every_absence_is_short")
@@ -140,8 +146,8 @@ def test_descriptions_are_read_by_place(daemon: FakeDaemon, scheduler: Scheduler
     found = Description(parent=b"", hashes=(b"h",), tokens=bytes(8), block_size=2)
     daemon.descriptions = fd = os.memfd_create("descriptions")
     os.pwrite(fd, pack_header(RECORD_BYTES), 0)
-    os.pwrite(fd, pack_record(0, 1, encode(found)), place(0, RECORD_BYTES))
-    assert scheduler.description(Place(0, 1, 0, 1, 0)) is None
+    os.pwrite(fd, pack_record(0, 1, encode(found)), record_offset(0, RECORD_BYTES))
+    assert scheduler.description(ChunkLocation(0, 1, 0, 1, 0)) is None
     daemon.attach(scheduler)
     where = scheduler.take_changes().stored[b"ready"]
     assert scheduler.description(where) == found
@@ -175,10 +181,10 @@ class Clock:
         return self.now
 
 
-def following(stored: Iterable[int]) -> tuple[Clock, Changing, Changes]:
+def following(stored: Iterable[int]) -> tuple[Clock, Changing, PublishedChanges]:
     """Changes of a directory with these chunks, all of which were told."""
     clock, changing = Clock(), Changing()
-    changes = Changes(clock)
+    changes = PublishedChanges(clock)
     for key in stored:
         changing.apply(("store", key, 0))
     changes.switch(source_of(changing))
@@ -187,9 +193,9 @@ def following(stored: Iterable[int]) -> tuple[Clock, Changing, Changes]:
     return clock, changing, changes
 
 
-def source_of(changing: Changing) -> Source:
+def source_of(changing: Changing) -> ChangeSource:
     """To read."""
-    return Source(DirectoryView(memoryview(changing.buffer).toreadonly()), None)
+    return ChangeSource(DirectoryView(memoryview(changing.buffer).toreadonly()), None)
 
 
 def test_a_long_absence_takes_all_back() -> None:

@@ -38,7 +38,7 @@ def test_a_reply_reaches_who_waits_for_it_whoever_takes_it_in(
     eventually(lambda: line._awaited)
     daemon.thaw()
     while waiting.is_alive():
-        line.take_in()
+        line.receive_all()
     waiting.join()
     assert got == [StatusReport(status={"ready": True})]
 
@@ -49,17 +49,17 @@ def test_replies_to_posted_requests_are_kept_in_their_order(
     """Nobody waits for them; a request that waits meanwhile takes them in with its own."""
     daemon.freeze()
     posted = [line.post(Ping()) for _ in range(3)]
-    assert line.unanswered == 3
-    assert list(line.replies()) == []
-    assert line.oldest is not None
+    assert line.num_unanswered == 3
+    assert list(line.take_replies()) == []
+    assert line.oldest_posted_at is not None
     assert line.is_overdue(0.0)
     assert not line.is_overdue(SECONDS)
     daemon.thaw()
     ask(line)
-    assert line.unanswered == 0
+    assert line.num_unanswered == 0
     assert line.has_replies
     assert not line.is_overdue(0.0)
-    replies = list(line.replies())
+    replies = list(line.take_replies())
     assert [number for number, _ in replies] == posted
     assert {type(reply) for _, reply in replies} == {Pong}
     assert not line.has_replies
@@ -79,7 +79,7 @@ def test_what_is_no_answer_ends_the_connection(
     daemon.replies[Status] = answer
     with pytest.raises(DaemonLost):
         ask(line)
-    assert line.failed
+    assert line.failure
 
 
 def test_a_closed_connection_takes_nothing(daemon: FakeDaemon, line: Connection) -> None:
@@ -100,7 +100,7 @@ def test_a_closed_connection_takes_nothing(daemon: FakeDaemon, line: Connection)
     waiting.join()
     assert lost
     assert line.post(Ping()) == 0
-    line.take_in()
+    line.receive_all()
     with pytest.raises(DaemonLost):
         ask(line)
     daemon.thaw()
@@ -131,14 +131,14 @@ def test_replies_to_a_busy_caller_do_not_wake_the_keeper(
     """An engine posts once a step: its reply costs no switch between threads."""
     monkeypatch.setattr(connection, "BUSY_SECONDS", SECONDS)
     tended = threading.Event()
-    monkeypatch.setattr(quiet, "_tend", lambda _: tended.set())
+    monkeypatch.setattr(quiet, "_receive", lambda _: tended.set())
     line.post(Ping())
     assert tended.wait(SECONDS)  # it was waiting for anything that arrives
     tended.clear()
     for _ in range(3):
         line.post(Ping())
     ask(line)  # takes in the replies to these, too
-    assert not line.unanswered
+    assert not line.num_unanswered
     assert not tended.is_set()
     daemon.kill()  # which it is to see at once
     assert tended.wait(SECONDS)

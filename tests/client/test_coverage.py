@@ -6,8 +6,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_client.arguments import Blocks
-from kvd_client.sglang.coverage import Piece, chunk_keys, covered, cut, prefix, windows
+from kvd_client.sglang.pages import (
+    PageRun,
+    cached_pages,
+    cached_prefix,
+    chunk_keys,
+    split_into_chunks,
+    window_ends,
+)
+from kvd_client.tickets import BlockRange
 
 PAGES = 40
 KEYS = [bytes([page]) * 32 for page in range(PAGES)]
@@ -16,35 +23,35 @@ KEYS = [bytes([page]) * 32 for page in range(PAGES)]
 class Store:
     """Chunks by key, as the directory has them."""
 
-    def __init__(self, factor: int) -> None:
-        self.factor = factor
-        self.blocks: dict[bytes, Blocks] = {}
+    def __init__(self, pages_per_chunk: int) -> None:
+        self.pages_per_chunk = pages_per_chunk
+        self.blocks: dict[bytes, BlockRange] = {}
         self.content: dict[tuple[bytes, int], int] = {}
 
     def put(self, first: int, end: int) -> None:
         """Store the pages of a node."""
-        for piece in cut(KEYS[first:end], self.factor):
-            held = self.blocks.get(piece.key, (self.factor, 0))
-            if held[0] > piece.block:
-                self.blocks[piece.key] = piece.blocks
-                for i in range(piece.pages):
-                    self.content[piece.key, piece.block + i] = first + piece.page + i
+        for run in split_into_chunks(KEYS[first:end], self.pages_per_chunk):
+            held = self.blocks.get(run.key, (self.pages_per_chunk, 0))
+            if held[0] > run.block:
+                self.blocks[run.key] = run.blocks
+                for i in range(run.num_pages):
+                    self.content[run.key, run.block + i] = first + run.page + i
 
-    def pages(self, pieces: Sequence[Piece]) -> list[int]:
-        """What a load of these pieces reads."""
-        return [self.content[p.key, p.block + i] for p in pieces for i in range(p.pages)]
+    def pages(self, runs: Sequence[PageRun]) -> list[int]:
+        """What a load of these runs reads."""
+        return [self.content[run.key, run.block + i] for run in runs for i in range(run.num_pages)]
 
 
 stores = st.builds(
-    lambda factor, nodes: (factor, nodes),
+    lambda pages_per_chunk, nodes: (pages_per_chunk, nodes),
     st.integers(1, 8),
     st.lists(st.tuples(st.integers(0, PAGES - 1), st.integers(1, PAGES)), max_size=8),
 )
 
 
-def filled(factor: int, nodes: list[tuple[int, int]]) -> tuple[Store, set[int]]:
+def filled(pages_per_chunk: int, nodes: list[tuple[int, int]]) -> tuple[Store, set[int]]:
     """A store of these nodes, and the pages that it has."""
-    store, there = Store(factor), set()
+    store, there = Store(pages_per_chunk), set()
     for first, count in nodes:
         store.put(first, min(first + count, PAGES))
         there |= set(range(first, min(first + count, PAGES)))
@@ -53,13 +60,13 @@ def filled(factor: int, nodes: list[tuple[int, int]]) -> tuple[Store, set[int]]:
 
 @given(stores, st.integers(0, PAGES - 1))
 def test_a_prefix_reads_the_right_pages(made: tuple[int, list[tuple[int, int]]], at: int) -> None:
-    """From wherever a lookup starts, its pieces hold just its first pages, in order."""
+    """From wherever a lookup starts, its runs hold just its first pages, in order."""
     store, _ = filled(*made)
-    pieces = prefix(KEYS[at:], store.factor, store.blocks.get)
-    reach = sum(piece.pages for piece in pieces)
-    assert store.pages(pieces) == list(range(at, at + reach))
-    assert [piece.page for piece in pieces] == [
-        sum(p.pages for p in pieces[:i]) for i in range(len(pieces))
+    runs = cached_prefix(KEYS[at:], store.pages_per_chunk, store.blocks.get)
+    reach = sum(run.num_pages for run in runs)
+    assert store.pages(runs) == list(range(at, at + reach))
+    assert [run.page for run in runs] == [
+        sum(run.num_pages for run in runs[:i]) for i in range(len(runs))
     ]
 
 
@@ -69,17 +76,17 @@ def test_a_prefix_ends_at_the_first_page_that_is_not_there(
 ) -> None:
     """All pages up to the first gap are found, in whatever chunks they are."""
     store, _ = filled(*made)
-    there = covered(KEYS, store.factor, store.blocks.get)
+    there = cached_pages(KEYS, store.pages_per_chunk, store.blocks.get)
     gap = next((page for page in range(at, PAGES) if not there[page]), PAGES)
-    pieces = prefix(KEYS[at:], store.factor, store.blocks.get)
-    assert sum(piece.pages for piece in pieces) == gap - at
+    runs = cached_prefix(KEYS[at:], store.pages_per_chunk, store.blocks.get)
+    assert sum(run.num_pages for run in runs) == gap - at
 
 
 @given(stores)
 def test_all_that_was_stored_is_covered(made: tuple[int, list[tuple[int, int]]]) -> None:
     """A page is found in some chunk just where a node with it was stored."""
     store, there = filled(*made)
-    found = covered(KEYS, store.factor, store.blocks.get)
+    found = cached_pages(KEYS, store.pages_per_chunk, store.blocks.get)
     assert {page for page in range(PAGES) if found[page]} == there
 
 
@@ -87,12 +94,12 @@ def test_all_that_was_stored_is_covered(made: tuple[int, list[tuple[int, int]]])
 def test_windows_end_where_their_pages_are(found: list[bool], size: int) -> None:
     """A length counts where its last pages are there, all of them where it is shorter."""
     expected = {n for n in range(1, len(found) + 1) if all(found[max(0, n - size) : n])}
-    assert windows(found, size) == expected
+    assert window_ends(found, size) == expected
 
 
 def test_a_chunk_is_named_by_its_last_page() -> None:
     """Full chunks first, the rest filled from the chunk's end."""
-    assert cut(KEYS[:5], 4) == [Piece(KEYS[3], 0, 4, 0), Piece(KEYS[4], 4, 1, 3)]
+    assert split_into_chunks(KEYS[:5], 4) == [PageRun(KEYS[3], 0, 4, 0), PageRun(KEYS[4], 4, 1, 3)]
 
 
 def test_keys_are_the_bytes_of_hashes() -> None:

@@ -15,7 +15,7 @@ from kvd_client import (
     UsageError,
     cuda_driver,
 )
-from kvd_client.memory import ControlPage
+from kvd_client.timeline import ControlPage
 from tests.client import cuda_scenarios as scenarios
 from tests.fakecuda.harness import FakeCuda
 from tests.processes import python

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd_client.decisions import LEAST_WANTED, Loans, ReuseFilter
+from kvd_client.decisions import MIN_LOANS_WANTED, LoanQueue, ReuseFilter
 
 
 def always(slot: int, generation: int) -> bool:
@@ -11,9 +11,9 @@ def always(slot: int, generation: int) -> bool:
     return True
 
 
-def lent(*slots: int) -> Loans:
+def lent(*slots: int) -> LoanQueue:
     """Loans of these slots, generation 5."""
-    loans = Loans()
+    loans = LoanQueue()
     loans.add((slot, 5) for slot in slots)
     return loans
 
@@ -66,21 +66,21 @@ def test_loans_of_pinned_chunks_are_looked_at_once_an_answer() -> None:
 
 def test_steps_that_wait_for_the_same_answer_count_as_one() -> None:
     """They have to do with the same loans: where answers come late, more are to be at hand."""
-    loans = Loans()
+    loans = LoanQueue()
     for _ in range(3):
         for _ in range(40):
             loans.take(always)
         loans.end_step()
-    assert loans.wanted == 240
+    assert loans.num_wanted == 240
     loans.add([])
     loans.take(always)
     loans.end_step()
-    assert 200 < loans.wanted < 240
+    assert 200 < loans.num_wanted < 240
 
 
 def test_what_was_needed_once_is_forgotten() -> None:
     """Steps that store less lower it bit by bit, down to the least."""
-    loans = Loans()
+    loans = LoanQueue()
     for _ in range(1000):
         loans.take(always)
     loans.add([])
@@ -88,10 +88,10 @@ def test_what_was_needed_once_is_forgotten() -> None:
     for _ in range(200):
         loans.take(always)
         loans.add([])
-        wanted.append(loans.wanted)
+        wanted.append(loans.num_wanted)
     assert wanted == sorted(wanted, reverse=True)
     assert 1900 < wanted[0] < 2000
-    assert wanted[-1] == LEAST_WANTED
+    assert wanted[-1] == MIN_LOANS_WANTED
 
 
 def test_a_new_session_keeps_the_need_and_no_loan() -> None:
@@ -100,18 +100,18 @@ def test_a_new_session_keeps_the_need_and_no_loan() -> None:
     while loans.take(always):
         pass
     loans.end_step()
-    wanted = loans.wanted
+    wanted = loans.num_wanted
     loans.add([(1, 5)])
     loans.clear()
     assert loans.take(always) is None
-    assert loans.wanted == wanted > LEAST_WANTED
+    assert loans.num_wanted == wanted > MIN_LOANS_WANTED
 
 
 @pytest.mark.parametrize("threshold", [1, 2, 3])
 def test_a_key_passes_at_its_nth_offer(threshold: int) -> None:
     """And is forgotten then."""
     reuse = ReuseFilter(threshold, 10)
-    assert [reuse.offer(b"k") for _ in range(threshold)] == [False] * (threshold - 1) + [True]
+    assert [reuse.admit(b"k") for _ in range(threshold)] == [False] * (threshold - 1) + [True]
     assert len(reuse) == 0
 
 
@@ -119,17 +119,17 @@ def test_a_key_passes_at_its_nth_offer(threshold: int) -> None:
 def test_a_key_that_passed_and_was_not_stored_passes_again(threshold: int) -> None:
     """Want of room is no reason to count from the beginning."""
     reuse = ReuseFilter(threshold, 10)
-    while not reuse.offer(b"k"):
+    while not reuse.admit(b"k"):
         pass
-    reuse.give_back(b"k")
-    assert reuse.offer(b"k")
+    reuse.undo_admission(b"k")
+    assert reuse.admit(b"k")
 
 
 def test_the_latest_keys_are_remembered() -> None:
     """Those that were offered longest ago make room."""
     reuse = ReuseFilter(2, 3)
     for key in (b"a", b"b", b"c", b"d"):
-        assert not reuse.offer(key)
+        assert not reuse.admit(key)
     assert len(reuse) == 3
-    assert not reuse.offer(b"a")
-    assert reuse.offer(b"d")
+    assert not reuse.admit(b"a")
+    assert reuse.admit(b"d")

@@ -15,7 +15,7 @@ from kvd_proto.descriptions import (
     encode,
     pack_header,
     pack_record,
-    place,
+    record_offset,
 )
 from kvd_proto.messages import Attached, Detached
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
@@ -32,7 +32,7 @@ def kept(daemon: FakeDaemon) -> Iterator[int]:
     """The daemon keeps descriptions; its file has one, of slot 3."""
     daemon.descriptions = fd = os.memfd_create("descriptions")
     os.pwrite(fd, pack_header(RECORD_BYTES), 0)
-    os.pwrite(fd, pack_record(3, 7, encode(DESCRIPTION)), place(3, RECORD_BYTES))
+    os.pwrite(fd, pack_record(3, 7, encode(DESCRIPTION)), record_offset(3, RECORD_BYTES))
     yield fd
     os.close(fd)
 
@@ -84,7 +84,7 @@ def test_keys_before_one_whose_description_raises_are_told_all_the_same(
     there = describing._attachments.current
     assert there is not None
     outbox = there.decisions.outbox
-    assert (outbox.begun, outbox.given) == ({}, {})
+    assert (outbox.started_stores, outbox.reassigned) == ({}, {})
 
 
 def test_a_function_describes_what_can_be_accepted(

@@ -2,17 +2,19 @@
 
 import pytest
 
-from kvd_client.engine_options import OptionsError
-from kvd_client.sglang.options import Options, read_options
+from kvd_client.adapters import OptionsError
+from kvd_client.sglang.pool_cache import SglangOptions, read_options
 
 
 def test_what_is_given_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is as it is by default, and the directory as the environment says."""
     monkeypatch.setenv("KVD_RUNTIME_DIR", "/run/other")
-    assert read_options({"load_timeout": 5}) == Options(runtime_dir="/run/other", load_timeout=5.0)
+    assert read_options({"load_timeout": 5}) == SglangOptions(
+        runtime_dir="/run/other", load_timeout=5.0
+    )
     assert read_options({"runtime_dir": "/run/this"}).runtime_dir == "/run/this"
     monkeypatch.delenv("KVD_RUNTIME_DIR")
-    assert read_options(None) == Options()
+    assert read_options(None) == SglangOptions()
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,7 @@ import threading
 import pytest
 
 from kvd_client import Label, LookupResult, Scheduler, StoreAnswer, UsageError
-from kvd_proto.labels import LABEL_ONLY
-from kvd_proto.messages import Message, Step
+from kvd_proto.messages import LABEL_ONLY, Message, Step
 from tests.client.fake_daemon import FakeDaemon, stepped
 from tests.client.test_steps import answered, steps, wait_steps
 from tests.waiting import DEADLINE
@@ -19,7 +18,7 @@ def misses(scheduler: Scheduler, key: bytes) -> bool:
     return (
         scheduler.lookup(key) is LookupResult.MISS
         and scheduler.lookup_many([key]) == [LookupResult.MISS]
-        and scheduler.held(key) is None
+        and scheduler.cached_blocks(key) is None
         and scheduler.prepare_load([key]).keys == ()
     )
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_client import Label
-from kvd_client.hints import Hint, read_hint
+from kvd_client.adapters import Hint, read_hint
 
 
 def envelope(*actions: tuple[str, str, Any], version: str = "0.1") -> SimpleNamespace:
@@ -48,7 +48,7 @@ def envelope(*actions: tuple[str, str, Any], version: str = "0.1") -> SimpleName
 def test_fields_of_a_request_are_a_label(fields: dict[str, Any], label: Label) -> None:
     """Done before any time; nothing of a valid field is ignored or cut."""
     other = {"do_remote_prefill": False, "max_load_tokens": 0}
-    assert read_hint({"kvd": fields} | other) == Hint(label, given=True)
+    assert read_hint({"kvd": fields} | other) == Hint(label, is_present=True)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ def test_fields_of_a_request_are_a_label(fields: dict[str, Any], label: Label) -
 )
 def test_what_is_not_known_is_ignored_and_counted(fields: Any, ignored: int) -> None:
     """Unknown fields and wrong types say nothing."""
-    assert read_hint({"kvd": fields}) == Hint(Label.NONE, given=True, ignored=ignored)
+    assert read_hint({"kvd": fields}) == Hint(Label.NONE, is_present=True, ignored=ignored)
 
 
 def test_an_unknown_field_leaves_the_others_valid() -> None:
     """A newer client's request is labelled by what this release knows."""
     hint = read_hint({"kvd": {"resume_in_s": 30, "likelihood": 0.9}})
-    assert hint == Hint(Label.UNDER_60S, given=True, ignored=1)
+    assert hint == Hint(Label.UNDER_60S, is_present=True, ignored=1)
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_an_unknown_field_leaves_the_others_valid() -> None:
 )
 def test_absurd_numbers_are_cut_and_counted(seconds: float, label: Label) -> None:
     """To 0 and to a day."""
-    assert read_hint({"kvd": {"resume_in_s": seconds}}) == Hint(label, given=True, cut=1)
+    assert read_hint({"kvd": {"resume_in_s": seconds}}) == Hint(label, is_present=True, cut=1)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_actions_that_say_when_chunks_are_needed_are_a_label(
     action: tuple[str, str, Any], label: Label, version: str
 ) -> None:
     """Retention for a time, and its end."""
-    assert read_hint(None, envelope(action, version=version)) == Hint(label, given=True)
+    assert read_hint(None, envelope(action, version=version)) == Hint(label, is_present=True)
 
 
 @pytest.mark.parametrize(
@@ -138,11 +138,11 @@ def test_unknown_actions_and_versions_are_ignored_and_counted(
     actions: list[tuple[str, str, Any]], ignored: int
 ) -> None:
     """Each one; the known ones beside them count."""
-    assert read_hint(None, envelope(*actions)) == Hint(given=True, ignored=ignored)
+    assert read_hint(None, envelope(*actions)) == Hint(is_present=True, ignored=ignored)
     beside = read_hint(None, envelope(*actions, ("kv.retain", "1.0", {"ttl_seconds": 1})))
-    assert beside == Hint(Label.UNDER_10S, given=True, ignored=ignored)
+    assert beside == Hint(Label.UNDER_10S, is_present=True, ignored=ignored)
     unknown = envelope(("kv.deref", "1.0", {}), version="7.0")
-    assert read_hint(None, unknown) == Hint(given=True, ignored=1)
+    assert read_hint(None, unknown) == Hint(is_present=True, ignored=1)
 
 
 def test_kvds_own_fields_count_before_an_envelope() -> None:

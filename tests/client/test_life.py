@@ -64,13 +64,13 @@ def test_a_process_that_closes_nothing_exits(runtime_dir: Path) -> None:
 def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """How long keepers want to wait between two tries; they are not made to."""
     wanted: list[float] = []
-    pause = session.Session._pause
+    pause = session.ClientSession._pause
 
-    def at_once(one: session.Session, seconds: float) -> None:
+    def at_once(one: session.ClientSession, seconds: float) -> None:
         wanted.append(seconds)
         pause(one, 0.01)
 
-    monkeypatch.setattr(session.Session, "_pause", at_once)
+    monkeypatch.setattr(session.ClientSession, "_pause", at_once)
     return wanted
 
 
@@ -155,20 +155,20 @@ def test_a_keeper_that_is_busy_while_the_session_closes_leaves_nothing(
     """close() does not wait for it for ever; it lets go of everything when it ends."""
     monkeypatch.setattr(session, "CLOSE_SECONDS", 0.0)
     go_on = threading.Event()
-    watch = session.Session._watch
+    watch = session.ClientSession._serve
 
-    def busy(one: session.Session, connection: Connection) -> None:
+    def busy(one: session.ClientSession, connection: Connection) -> None:
         watch(one, connection)
         assert go_on.wait(SECONDS)
 
-    monkeypatch.setattr(session.Session, "_watch", busy)
+    monkeypatch.setattr(session.ClientSession, "_serve", busy)
     before = len(open_files())
     scheduler = Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE)
     scheduler.close()
     assert scheduler._keeper.is_alive()
     go_on.set()
     scheduler._keeper.join(SECONDS)
-    assert scheduler._stop < 0
+    assert scheduler._stop_fd < 0
     eventually(lambda: len(open_files()) <= before)
 
 
@@ -215,7 +215,7 @@ def test_fork_does_not_hold_the_connection_open(daemon: FakeDaemon, worker: Work
         os.read(read, 1)
         os._exit(0)
     os.close(read)
-    session.Session.close(worker)
+    session.ClientSession.close(worker)
     eventually(lambda: not daemon.call(lambda: list(daemon.sessions)))
     os.close(write)
     os.waitpid(child, 0)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from kvd_client import DeviceMemory, HostMemory, UnsupportedMemory, UsageError
-from kvd_client.memory import ControlPage, Memory
-from kvd_client.registration import registration
+from kvd_client.memory import Memory
+from kvd_client.registration import register_message
+from kvd_client.timeline import ControlPage
 from kvd_client.torch_memory import BlockTensor, share_torch
 from kvd_proto.layout import TensorSpec
 from tests.client.conftest import FINGERPRINT, LAYOUT
@@ -87,7 +88,9 @@ def test_a_process_out_of_descriptors_registers_nothing_and_keeps_none(
 
     monkeypatch.setattr(os, "dup", dup)
     with pytest.raises(UnsupportedMemory, match=r"2 descriptors .* raise the limit of open files"):
-        registration(memory, layout, FINGERPRINT, rank=0, world_size=1, stage=0, temporary=False)
+        register_message(
+            memory, layout, FINGERPRINT, rank=0, world_size=1, stage=0, temporary=False
+        )
     assert open_on(memory[0].fd) == held
 
 

@@ -75,7 +75,7 @@ def test_what_is_owed_to_a_daemon_that_stands_still_is_bounded(
         patient.end_step()
     there = patient._attachments.current
     assert there is not None
-    assert there.line.unanswered < 100
+    assert there.connection.num_unanswered < 100
     daemon.thaw()
 
     def told() -> list[bytes]:
@@ -146,12 +146,12 @@ def test_the_keepers_own_requests_hold_nobody_up(daemon: FakeDaemon, patient: Sc
     assert wait_steps(daemon, 1)[0].keys == (b"k",)
 
 
-@pytest.mark.parametrize("lock", ["_changed", "_ready_news"])
+@pytest.mark.parametrize("lock", ["_changed", "_readiness"])
 def test_a_step_needs_no_lock_of_who_waits(
     daemon: FakeDaemon, patient: Scheduler, lock: str
 ) -> None:
     """Whoever waits for an attachment, or is told of news, is in nobody's way."""
-    held = patient._changed if lock == "_changed" else patient._ready_news._lock
+    held = patient._changed if lock == "_changed" else patient._readiness._lock
     with held:
         stepping = threading.Thread(target=step, args=(patient, "k"))
         stepping.start()

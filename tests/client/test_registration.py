@@ -5,11 +5,11 @@ from collections.abc import Callable
 import pytest
 
 from kvd_client.memory import Descriptors, HostMemory
-from kvd_client.registration import Registration, RegistrationState, registration
+from kvd_client.registration import RegistrationState, WorkerRegistration, register_message
 from kvd_proto.messages import Error, ErrorCode, Register, Registered, Unregister
 from tests.client.conftest import FINGERPRINT, LAYOUT
 
-Event = Callable[[Registration], object]
+Event = Callable[[WorkerRegistration], object]
 State = RegistrationState
 BAD = Error(code=ErrorCode.BAD_LAYOUT, text="never")
 LATER = Error(code=ErrorCode.LANE_LOST, text="not yet")
@@ -19,25 +19,25 @@ LATER = Error(code=ErrorCode.LANE_LOST, text="not yet")
 def message() -> Register:
     """One rank's registration."""
     memory = [HostMemory.allocate(LAYOUT.storages[0])]
-    return registration(
+    return register_message(
         memory, LAYOUT, FINGERPRINT, rank=0, world_size=1, stage=0, temporary=False
     )[0]
 
 
 def answer(reply: Registered | Error) -> Event:
     """The daemon answers the registration."""
-    return lambda held: held.answered(reply)
+    return lambda held: held.on_answered(reply)
 
 
-def nobody_waits(held: Registration) -> None:
+def nobody_waits(held: WorkerRegistration) -> None:
     """`register` has returned."""
-    held.raises = False
+    held.has_waiter = False
 
 
-ask: Event = Registration.next_request
-drop: Event = Registration.drop
-lose: Event = Registration.session_lost
-release: Event = Registration.released
+ask: Event = WorkerRegistration.next_request
+drop: Event = WorkerRegistration.drop
+lose: Event = WorkerRegistration.on_session_lost
+release: Event = WorkerRegistration.on_released
 GOOD, attach = answer(Registered(missing_ranks=())), lambda held: held.set_attached(attached=True)
 
 
@@ -47,12 +47,12 @@ GOOD, attach = answer(Registered(missing_ranks=())), lambda held: held.set_attac
         ([], State.WAITING, False),
         ([drop], State.NONE, False),
         ([lose], State.WAITING, False),
-        ([ask], State.ASKED, False),
+        ([ask], State.REQUESTED, False),
         ([ask, lose], State.WAITING, True),
         ([ask, answer(LATER)], State.WAITING, False),
         ([ask, answer(BAD)], State.REFUSED, False),
         ([ask, answer(BAD), lose], State.REFUSED, False),
-        ([ask, answer(BAD), Registration.take_refusal], State.NONE, False),
+        ([ask, answer(BAD), WorkerRegistration.take_refusal], State.NONE, False),
         ([nobody_waits, ask, answer(BAD)], State.WAITING, False),
         ([ask, GOOD], State.REGISTERED, False),
         ([ask, GOOD, lose], State.WAITING, True),
@@ -79,25 +79,25 @@ def test_events_lead_from_state_to_state(
     message: Register, events: list[Event], state: State, lost: bool
 ) -> None:
     """As the table says; `lost` is what keeps `unregister` from saying that memory is free."""
-    held = Registration()
-    held.want(message, Descriptors(()))
+    held = WorkerRegistration()
+    held.request(message, Descriptors(()))
     for event in events:
         event(held)
-    assert (held.state, held.lost) == (state, lost)
-    assert held.holds is (state in {State.REGISTERED, State.ATTACHED})
+    assert (held.state, held.was_lost) == (state, lost)
+    assert held.is_registered is (state in {State.REGISTERED, State.ATTACHED})
 
 
 def test_what_is_wanted_next_waits_until_the_daemon_has_let_go(message: Register) -> None:
     """The keeper releases before it registers."""
-    held = Registration()
-    held.want(message, Descriptors(()))
+    held = WorkerRegistration()
+    held.request(message, Descriptors(()))
     for event in (ask, GOOD, drop):
         event(held)
-    held.want(message, Descriptors(()))
+    held.request(message, Descriptors(()))
     request = held.next_request()
     assert request is not None
     assert isinstance(request[0], Unregister)
-    held.released()
+    held.on_released()
     request = held.next_request()
     assert request is not None
     assert request[0] is message

@@ -269,13 +269,13 @@ def test_news_come_with_what_they_tell_of(
 ) -> None:
     """Who was told of an attachment finds what is there, and of its end, nothing."""
     quieten(scheduler)
-    look_in, early = scheduler._attachments._look_in, []
+    look_in, early = scheduler._attachments._read_from, []
 
     def look_first(attachment: Attachment | None) -> None:
         early.append(scheduler.take_ready())
         look_in(attachment)
 
-    monkeypatch.setattr(scheduler._attachments, "_look_in", look_first)
+    monkeypatch.setattr(scheduler._attachments, "_read_from", look_first)
     for _ in range(3):
         daemon.attach()
         wait_for_news(scheduler)
@@ -300,15 +300,15 @@ class LooksAtOnce(Attachments):
 
 def test_held_says_which_blocks_are_there(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """First block and count of a READY chunk; nothing of others, nor before and after ATTACHED."""
-    assert scheduler.held(b"ready") is None
+    assert scheduler.cached_blocks(b"ready") is None
     daemon.attach(scheduler)
     daemon.call(lambda: daemon.make_ready(b"partial", 1, 1))
-    assert scheduler.held(b"partial") == (1, 1)
-    assert [scheduler.held(key) for key in (b"writing", b"no")] == [None, None]
+    assert scheduler.cached_blocks(b"partial") == (1, 1)
+    assert [scheduler.cached_blocks(key) for key in (b"writing", b"no")] == [None, None]
     with pytest.raises(UsageError, match="key"):
-        scheduler.held(b"")
+        scheduler.cached_blocks(b"")
     daemon.notify(Detached(reason="rank 0 is gone"))
-    eventually(lambda: scheduler.held(b"partial") is None)
+    eventually(lambda: scheduler.cached_blocks(b"partial") is None)
 
 
 def test_lookups_have_changed_once_attached_has(daemon: FakeDaemon, scheduler: Scheduler) -> None:

@@ -6,9 +6,17 @@ from types import SimpleNamespace
 import pytest
 
 from kvd.cache.tier_table import TierTable
-from kvd_client import NOT_BELOW, UNKNOWN, LookupResult, Scheduler, TierInfo, TierStatus, UsageError
+from kvd_client import (
+    NO_TIER,
+    TIER_UNKNOWN,
+    LookupResult,
+    Scheduler,
+    TierHealth,
+    TierInfo,
+    UsageError,
+)
 from kvd_client import decisions as module
-from kvd_client.decisions import SEEK_AGAIN_SECONDS, Seeking
+from kvd_client.decisions import RESEND_SECONDS, PromotionRequests
 from kvd_proto.messages import MAX_KEYS, Detached, Step
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, USABLE, FakeDaemon
 from tests.client.test_steps import steps, wait_steps
@@ -36,7 +44,7 @@ def table_of(daemon: FakeDaemon) -> TierTable:
 
 def set_usable(table: TierTable, tier: int, usable: bool) -> None:
     """Whether a tier is."""
-    table.set_status(tier, USABLE._replace(usable=usable))
+    table.set_health(tier, USABLE._replace(usable=usable))
 
 
 def attach_anew(daemon: FakeDaemon, scheduler: Scheduler) -> None:
@@ -62,9 +70,9 @@ def test_the_first_usable_tier_that_holds_a_chunk_is_named(
     table.hold(b"k", 1, *WHOLE, 0)
     table.hold(b"only disk", 0, *WHOLE, 0)
     assert stepping.lookup(b"k") is LookupResult.MISS
-    assert (stepping.below(b"k"), stepping.below(b"only disk")) == (0, 0)
+    assert (stepping.find_tier(b"k"), stepping.find_tier(b"only disk")) == (0, 0)
     set_usable(table, 0, usable=False)
-    assert (stepping.below(b"k"), stepping.below(b"only disk")) == (1, NOT_BELOW)
+    assert (stepping.find_tier(b"k"), stepping.find_tier(b"only disk")) == (1, NO_TIER)
 
 
 def test_blocks_that_a_tier_does_not_hold_are_not_below(
@@ -73,9 +81,9 @@ def test_blocks_that_a_tier_does_not_hold_are_not_below(
     """A chunk at a window's edge has only some; without a count all of the rest are needed."""
     table.hold(b"edge", 0, 1, 1, 0)
     table.hold(b"head", 0, 0, 1, 0)
-    assert stepping.below(b"edge") == stepping.below(b"head") == NOT_BELOW
-    assert stepping.below(b"edge", 0, 1) == NOT_BELOW
-    assert stepping.below(b"edge", 1) == stepping.below(b"edge", 1, 1) == 0
+    assert stepping.find_tier(b"edge") == stepping.find_tier(b"head") == NO_TIER
+    assert stepping.find_tier(b"edge", 0, 1) == NO_TIER
+    assert stepping.find_tier(b"edge", 1) == stepping.find_tier(b"edge", 1, 1) == 0
 
 
 def test_what_nobody_knows_is_unknown_where_a_shared_tier_can_be_asked(
@@ -83,12 +91,12 @@ def test_what_nobody_knows_is_unknown_where_a_shared_tier_can_be_asked(
 ) -> None:
     """Not for a while after it has said that it has no such chunk, nor while it is unusable."""
     monkeypatch.setattr("kvd_proto.tier_table.ABSENT_MS", 3_600_000)
-    assert stepping.below(b"k") == UNKNOWN
-    table.absent(b"k", time.monotonic())
-    assert stepping.below(b"k") == NOT_BELOW
-    assert stepping.below(b"other") == UNKNOWN
+    assert stepping.find_tier(b"k") == TIER_UNKNOWN
+    table.mark_absent(b"k", time.monotonic())
+    assert stepping.find_tier(b"k") == NO_TIER
+    assert stepping.find_tier(b"other") == TIER_UNKNOWN
     set_usable(table, 1, usable=False)
-    assert stepping.below(b"other") == NOT_BELOW
+    assert stepping.find_tier(b"other") == NO_TIER
 
 
 def test_a_chunk_on_its_way_up_is_still_below(
@@ -97,11 +105,11 @@ def test_a_chunk_on_its_way_up_is_still_below(
     """Who waits for it sees from which tier it comes."""
     table.hold(b"writing", 0, *WHOLE, 0)
     assert stepping.lookup(b"writing") is LookupResult.HIT_PENDING
-    assert stepping.below(b"writing") == 0
+    assert stepping.find_tier(b"writing") == 0
     table.hold(b"k", 0, *WHOLE, 0)
     daemon.make_ready(b"k")
     assert stepping.lookup(b"k") is LookupResult.HIT
-    assert stepping.below(b"k") == 0
+    assert stepping.find_tier(b"k") == 0
 
 
 def test_a_chunk_that_is_ready_with_other_blocks_is_not_brought_up(
@@ -111,16 +119,16 @@ def test_a_chunk_that_is_ready_with_other_blocks_is_not_brought_up(
     table.hold(b"part", 0, *WHOLE, 0)
     daemon.make_ready(b"part", 1, 1)
     assert stepping.lookup(b"part") is LookupResult.MISS
-    assert stepping.below(b"part") == NOT_BELOW
-    assert stepping.below(b"part", 1, 1) == 0
+    assert stepping.find_tier(b"part") == NO_TIER
+    assert stepping.find_tier(b"part", 1, 1) == 0
 
 
 def test_the_tiers_and_their_figures_are_read_from_shared_memory(
     table: TierTable, daemon: FakeDaemon, stepping: Scheduler
 ) -> None:
     """As the daemon writes them; of a number that is none there is nothing."""
-    status = TierStatus(usable=True, latency_us=80, bytes_per_second=2 * 10**9, queued_bytes=4096)
-    table.set_status(1, status)
+    status = TierHealth(usable=True, latency_us=80, bytes_per_second=2 * 10**9, queued_bytes=4096)
+    table.set_health(1, status)
     before = len(daemon.received)
     assert stepping.tiers == (DISK, SHARED)
     assert stepping.tier_status(1) == status
@@ -136,9 +144,9 @@ def test_without_tiers_nothing_is_below_and_nothing_is_sought(
     def nothing() -> bool:
         return (
             stepping.tiers == ()
-            and stepping.below(b"k") == NOT_BELOW
+            and stepping.find_tier(b"k") == NO_TIER
             and stepping.tier_status(0) is None
-            and stepping.seek([b"k"]) == 0
+            and stepping.request_promotion([b"k"]) == 0
         )
 
     assert nothing()
@@ -148,7 +156,7 @@ def test_without_tiers_nothing_is_below_and_nothing_is_sought(
     assert steps(daemon) == []
     daemon.tiers = (DISK, SHARED)
     attach_anew(daemon, stepping)
-    assert stepping.below(b"k") == UNKNOWN
+    assert stepping.find_tier(b"k") == TIER_UNKNOWN
     daemon.freeze()
     stepping.reset(0)
     assert nothing()
@@ -163,10 +171,10 @@ def test_what_is_sought_is_told_with_the_step(
 ) -> None:
     """All of it in one message, in order, beside what else was decided; nothing waits for it."""
     del table
-    monkeypatch.setattr(module, "SEEK_AGAIN_SECONDS", 3600.0)
-    assert stepping.seek([b"a", b"b"]) == 2
+    monkeypatch.setattr(module, "RESEND_SECONDS", 3600.0)
+    assert stepping.request_promotion([b"a", b"b"]) == 2
     ticket = stepping.prepare_store([b"new"])
-    assert stepping.seek([b"c", b"a", b"c"]) == 1
+    assert stepping.request_promotion([b"c", b"a", b"c"]) == 1
     assert steps(daemon) == []
     stepping.end_step()
     (step,) = wait_steps(daemon, 1)
@@ -177,7 +185,7 @@ def test_without_steps_it_is_told_at_once(daemon: FakeDaemon, scheduler: Schedul
     """As all that such a scheduler decides."""
     daemon.tiers = (DISK,)
     daemon.attach(scheduler)
-    scheduler.seek([b"a"])
+    scheduler.request_promotion([b"a"])
     (step,) = wait_steps(daemon, 1)
     assert step == Step(wanted=step.wanted, sought=(b"a",))
 
@@ -190,13 +198,13 @@ def test_a_key_is_told_again_after_a_while_or_when_it_was_loaded(
     clock = SimpleNamespace(now=100.0)
     fake_time = SimpleNamespace(monotonic=lambda: clock.now)
     monkeypatch.setattr("kvd_client.scheduler.time", fake_time)
-    assert stepping.seek([b"a", b"ready"]) == 2
-    clock.now += SEEK_AGAIN_SECONDS - 0.1
-    assert stepping.seek([b"a", b"ready"]) == 0
+    assert stepping.request_promotion([b"a", b"ready"]) == 2
+    clock.now += RESEND_SECONDS - 0.1
+    assert stepping.request_promotion([b"a", b"ready"]) == 0
     stepping.complete_load(stepping.prepare_load([b"ready"]))
-    assert stepping.seek([b"a", b"ready"]) == 1
+    assert stepping.request_promotion([b"a", b"ready"]) == 1
     clock.now += 0.1
-    assert stepping.seek([b"a", b"ready"]) == 1
+    assert stepping.request_promotion([b"a", b"ready"]) == 1
     stepping.end_step()
     wait_steps(daemon, 1)
     assert sought(daemon) == [(b"a", b"ready", b"ready", b"a")]
@@ -207,21 +215,21 @@ def test_a_new_attachment_has_been_told_nothing(
 ) -> None:
     """Another daemon, or one that has lost a rank, does not know what was sought before."""
     del table
-    assert stepping.seek([b"a"]) == 1
+    assert stepping.request_promotion([b"a"]) == 1
     attach_anew(daemon, stepping)
-    assert stepping.seek([b"a"]) == 1
+    assert stepping.request_promotion([b"a"]) == 1
 
 
 def test_only_so_many_keys_are_remembered(
     table: TierTable, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest are forgotten first; those of one call are told of all the same."""
-    monkeypatch.setattr(module, "MAX_SOUGHT_KEYS", 3)
+    monkeypatch.setattr(module, "MAX_SENT_KEYS", 3)
     assert daemon.directory is not None
-    seeking = Seeking(daemon.directory, table, (DISK,))
-    assert seeking.due([b"a", b"b", b"c", b"d"], 0.0) == [b"a", b"b", b"c", b"d"]
-    assert seeking.due([b"a", b"d"], 1.0) == [b"a"]
-    assert seeking.due([b"b"], 1.0) == [b"b"]
+    requests = PromotionRequests(daemon.directory, table, (DISK,))
+    assert requests.take_unsent([b"a", b"b", b"c", b"d"], 0.0) == [b"a", b"b", b"c", b"d"]
+    assert requests.take_unsent([b"a", b"d"], 1.0) == [b"a"]
+    assert requests.take_unsent([b"b"], 1.0) == [b"b"]
 
 
 def test_more_than_a_message_holds_is_left_for_the_next_step(
@@ -232,8 +240,8 @@ def test_more_than_a_message_holds_is_left_for_the_next_step(
     daemon.freeze()
     stepping.deadline = 1000.0
     keys = [b"%d" % number for number in range(MAX_KEYS)]
-    assert stepping.seek(keys) == MAX_KEYS
-    assert stepping.seek([b"one more"]) == 1  # what there was is sent
+    assert stepping.request_promotion(keys) == MAX_KEYS
+    assert stepping.request_promotion([b"one more"]) == 1  # what there was is sent
     daemon.thaw()
 
 
@@ -241,17 +249,17 @@ def test_more_than_a_message_holds_is_left_for_the_next_step(
 def test_keys_that_are_none_are_refused(stepping: Scheduler, keys: object) -> None:
     """Before anything is done."""
     with pytest.raises(UsageError):
-        stepping.seek(keys)  # type: ignore[arg-type]
+        stepping.request_promotion(keys)  # type: ignore[arg-type]
 
 
 def test_numbers_that_are_none_are_refused(stepping: Scheduler) -> None:
     """Of tiers and of blocks, and keys."""
     for key in (b"", b"x" * 49, "k"):
         with pytest.raises(UsageError):
-            stepping.below(key)  # type: ignore[arg-type]
+            stepping.find_tier(key)  # type: ignore[arg-type]
     for number in (-1, 4, True, "0"):
         with pytest.raises(UsageError):
             stepping.tier_status(number)  # type: ignore[arg-type]
     for blocks in ((-1, 1), (0, 0), (1, -1)):
         with pytest.raises(UsageError):
-            stepping.below(b"k", *blocks)
+            stepping.find_tier(b"k", *blocks)

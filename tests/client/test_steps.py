@@ -13,7 +13,7 @@ from kvd_client import (
     UsageError,
     attachment,
 )
-from kvd_client.decisions import LEAST_WANTED
+from kvd_client.decisions import MIN_LOANS_WANTED
 from kvd_proto.messages import MAX_FINISHED, Detached, Error, ErrorCode, Hello, Message, Step
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, NUM_SLOTS, FakeDaemon, stepped
 from tests.waiting import DEADLINE, eventually
@@ -43,7 +43,7 @@ def answered(scheduler: Scheduler) -> None:
     def quiet() -> bool:
         scheduler.end_step()
         there = scheduler._attachments.current
-        return there is not None and not there.line.has_replies
+        return there is not None and not there.connection.has_replies
 
     eventually(quiet)
 
@@ -60,7 +60,7 @@ def test_new_keys_get_slots_that_are_lent(daemon: FakeDaemon, stepping: Schedule
     """The slots are on loan to this engine; the step tells the daemon which key has which."""
     daemon.attach(stepping)
     loans = set(daemon.lent())
-    assert len(loans) == LEAST_WANTED
+    assert len(loans) == MIN_LOANS_WANTED
     ticket = stepping.prepare_store([b"a", b"b"])
     assert (ticket.keys, ticket.answers) == ((b"a", b"b"), (ACCEPTED, ACCEPTED))
     assert set(ticket.slots.tolist()) < loans
@@ -129,15 +129,15 @@ def test_a_store_that_is_lost_may_be_offered_again(daemon: FakeDaemon, stepping:
 def test_without_a_loan_the_first_keys_come_first(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """The others are FULL; the daemon is told, and lends twice as many for the next step."""
     daemon.attach(stepping)
-    keys = keys_of(LEAST_WANTED + 10)
+    keys = keys_of(MIN_LOANS_WANTED + 10)
     ticket = stepping.prepare_store(keys)
-    assert ticket.answers == (ACCEPTED,) * LEAST_WANTED + (FULL,) * 10
-    assert ticket.keys == tuple(keys[:LEAST_WANTED])
+    assert ticket.answers == (ACCEPTED,) * MIN_LOANS_WANTED + (FULL,) * 10
+    assert ticket.keys == tuple(keys[:MIN_LOANS_WANTED])
     stepping.end_step()
     (step,) = wait_steps(daemon, 1)
     assert (step.refused, step.wanted) == (10, 2 * len(keys))
     answered(stepping)
-    assert stepping.prepare_store(keys).answers == (PENDING,) * LEAST_WANTED + (ACCEPTED,) * 10
+    assert stepping.prepare_store(keys).answers == (PENDING,) * MIN_LOANS_WANTED + (ACCEPTED,) * 10
 
 
 def test_a_step_in_which_nothing_got_a_slot_asks_for_loans(
@@ -155,14 +155,14 @@ def test_a_step_in_which_nothing_got_a_slot_asks_for_loans(
 def test_answers_are_read_where_loans_run_short(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """Within a step, too: what has arrived by then is used."""
     daemon.attach(stepping)
-    stepping.prepare_store(keys_of(LEAST_WANTED))
+    stepping.prepare_store(keys_of(MIN_LOANS_WANTED))
     stepping.end_step()
     there = stepping._attachments.current
     assert there is not None
 
     def arrived() -> bool:
-        there.line.take_in()
-        return not there.line.unanswered
+        there.connection.receive_all()
+        return not there.connection.num_unanswered
 
     eventually(arrived)
     assert stepping.prepare_store([b"more"]).answers == (ACCEPTED,)
@@ -383,7 +383,7 @@ def test_the_keeper_sends_what_was_left_behind(
     daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An engine that has stopped making steps still gives its leases back."""
-    monkeypatch.setattr(attachment, "LEFT_BEHIND_SECONDS", 0.1)
+    monkeypatch.setattr(attachment, "OVERDUE_SECONDS", 0.1)
     daemon.attach(stepping)
     ticket = stepping.prepare_load([b"ready"])
     stepping.end_step()
@@ -439,7 +439,7 @@ def test_an_engine_is_attached_when_it_has_loans(daemon: FakeDaemon, scheduler: 
     daemon.replies[Step] = look
     daemon.attach(scheduler)
     assert seen == [False]
-    assert len(scheduler.prepare_store(keys_of(LEAST_WANTED))) == LEAST_WANTED
+    assert len(scheduler.prepare_store(keys_of(MIN_LOANS_WANTED))) == MIN_LOANS_WANTED
 
 
 def test_a_scheduler_knows_whether_more_loans_may_come(
@@ -448,7 +448,7 @@ def test_a_scheduler_knows_whether_more_loans_may_come(
     """While an answer is under way nobody can say; where it lent nothing there are none."""
     assert not stepping.loans
     daemon.attach(stepping)
-    assert eventually(lambda: stepping.loans) == LEAST_WANTED
+    assert eventually(lambda: stepping.loans) == MIN_LOANS_WANTED
     answer = threading.Event()
 
     def lend_nothing(message: Step) -> Message:
@@ -457,7 +457,7 @@ def test_a_scheduler_knows_whether_more_loans_may_come(
         return stepped([], [])
 
     daemon.replies[Step] = lend_nothing
-    stepping.prepare_store(keys_of(LEAST_WANTED))
+    stepping.prepare_store(keys_of(MIN_LOANS_WANTED))
     stepping.end_step()
     assert stepping.loans is None
     answer.set()
@@ -467,7 +467,7 @@ def test_a_scheduler_knows_whether_more_loans_may_come(
 def test_bulk_work_reserves_its_loans(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """It waits until they are there; where there are enough the daemon is not asked."""
     daemon.attach(scheduler)
-    assert scheduler.reserve(LEAST_WANTED) >= LEAST_WANTED
+    assert scheduler.reserve(MIN_LOANS_WANTED) >= MIN_LOANS_WANTED
     assert len(daemon.wait_for(Step)) == 1
     assert scheduler.reserve(200) >= 200
     assert len(scheduler.prepare_store(keys_of(200))) == 200

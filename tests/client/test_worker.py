@@ -28,7 +28,7 @@ from kvd_client import (
     lane_link,
     readiness,
 )
-from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
+from kvd_proto.jobs import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.messages import (
     Cancel,
     Detached,
@@ -296,7 +296,7 @@ def test_more_stores_than_there_are_words_are_shed(daemon: FakeDaemon, worker: W
     assert worker.submit(Load, 4, JOB)
     (shed,) = worker.get_finished()
     assert (shed.job_id, shed.status) == (3, JobStatus.SHED)
-    assert "stores are under way already" in shed.text
+    assert "stores are running already" in shed.text
     worker.wait([1], timeout=0)
     assert worker.submit(Store, 3, JOB)
 
@@ -324,12 +324,12 @@ def test_an_answer_that_comes_while_the_lane_is_told_something_is_seen(
     daemon.wait_for(Load)
     if call == "cancel":
         worker.get_finished()
-    tell = jobs.JobTable._tell_lanes
+    tell = jobs.JobTable._send_to_lanes
 
     def answered_meanwhile(
         table: jobs.JobTable, kind: type[Wait] | type[Cancel], job_ids: Collection[int]
     ) -> None:
-        monkeypatch.setattr(jobs.JobTable, "_tell_lanes", tell)
+        monkeypatch.setattr(jobs.JobTable, "_send_to_lanes", tell)
         daemon.finish()
         assert table._lane is not None
         channel = table._lane._channel
@@ -337,7 +337,7 @@ def test_an_answer_that_comes_while_the_lane_is_told_something_is_seen(
         assert select.select([channel], [], [], SECONDS)[0]
         tell(table, kind, job_ids)
 
-    monkeypatch.setattr(jobs.JobTable, "_tell_lanes", answered_meanwhile)
+    monkeypatch.setattr(jobs.JobTable, "_send_to_lanes", answered_meanwhile)
     got: list[JobResult] = []
     if call == "wait":
         assert worker.wait([1], timeout=3600.0) == frozenset()
@@ -408,8 +408,8 @@ def test_a_lane_that_takes_no_connection_is_asked_less_often_and_its_reason_is_s
     daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An event loop has nothing to do meanwhile; jobs fail with what the lane has said."""
-    monkeypatch.setattr(lane_link, "FIRST_PAUSE_SECONDS", 3600.0)
-    monkeypatch.setattr(lane_link, "LONGEST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(lane_link, "MIN_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(lane_link, "MAX_PAUSE_SECONDS", 3600.0)
     worker.submit(Load, 1, JOB)
     assert results(worker)[0].success  # so it has joined
     monkeypatch.setattr(server, "free_descriptors", lambda: 0)
@@ -430,8 +430,8 @@ def test_a_lane_that_answers_join_by_an_error_of_its_own_has_said_nothing_of_its
     daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may write yet: they end when a later Join is answered."""
-    monkeypatch.setattr(lane_link, "FIRST_PAUSE_SECONDS", 3600.0)
-    monkeypatch.setattr(lane_link, "LONGEST_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(lane_link, "MIN_PAUSE_SECONDS", 3600.0)
+    monkeypatch.setattr(lane_link, "MAX_PAUSE_SECONDS", 3600.0)
     daemon.hold_jobs = True
     worker.submit(Load, 1, JOB)
     daemon.wait_for(Load)

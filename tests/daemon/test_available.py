@@ -15,7 +15,7 @@ from kvd.machine.memory import (
     PoolLimits,
     memory_limit,
 )
-from kvd_proto.sizes import format_size
+from kvd_proto.text import format_size
 from tests.daemon.engines import Engine
 from tests.daemon.serving import StartDaemon, run_kvd
 from tests.nodes import describe

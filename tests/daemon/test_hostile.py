@@ -11,7 +11,7 @@ import pytest
 
 from kvd_client.memory import sealed_file
 from kvd_proto.codec import HEADER_BYTES, MAX_MESSAGE_BYTES, WIRE
-from kvd_proto.control import CONTROL_BYTES
+from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.messages import (
     Attached,
     Detached,

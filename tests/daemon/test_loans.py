@@ -40,7 +40,7 @@ def wait_slots(
 @pytest.fixture
 def engine(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """One with a rank, that says at a step's end what it has to say, and not before."""
-    monkeypatch.setattr(attachment, "LEFT_BEHIND_SECONDS", LONG)
+    monkeypatch.setattr(attachment, "OVERDUE_SECONDS", LONG)
     with Engine(daemon.runtime_dir, world_size=1, steps=True).wait_attached() as engine:
         yield engine
 

@@ -3,9 +3,8 @@
 from msgspec.structs import replace
 
 from kvd_client.memory import sealed_file
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.codec import WIRE
-from kvd_proto.control import CONTROL_BYTES
+from kvd_proto.jobs import CONTROL_BYTES, JobBlocks
 from kvd_proto.messages import (
     Done,
     Job,

@@ -12,12 +12,15 @@ import torch
 
 from kvd_client import Fingerprint
 from kvd_client.sglang import pool_cache
-from kvd_client.sglang.coverage import prefix
-from kvd_client.sglang.loads import Batch, LayerCounter, Wanted
-from kvd_client.sglang.offloads import Offload, Offloads
-from kvd_client.sglang.options import Options
-from kvd_client.sglang.pages import LayerPages, PagePool
-from kvd_client.sglang.pool_cache import PoolCache
+from kvd_client.sglang.pages import LayerPages, PagePool, cached_prefix
+from kvd_client.sglang.pool_cache import PoolCache, SglangOptions
+from kvd_client.sglang.transfers import (
+    LayerCounter,
+    LoadBatch,
+    NodeStore,
+    PoolLoad,
+    StoreQueue,
+)
 from tests.conftest import Daemon, StartDaemon
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
@@ -46,7 +49,7 @@ def make_cache() -> Iterator[MakeCache]:
     made: list[PoolCache] = []
 
     def make(daemon: Daemon, page_tokens: int = 1, factor: int = 4) -> PoolCache:
-        options = Options(
+        options = SglangOptions(
             runtime_dir=str(daemon.runtime_dir),
             deadline=DEADLINE,
             load_timeout=TIMEOUT,
@@ -95,30 +98,30 @@ def wrong(cache: PoolCache, keys: list[bytes], pages: list[int], layers: int = L
         for key, page in zip(keys, pages, strict=True):
             where = slice(page * part.rows, (page + 1) * part.rows)
             right = content(key, number, part.tensor[where].shape)
-            bad += part.layer < layers and not torch.equal(part.tensor[where], right)
+            bad += part.number < layers and not torch.equal(part.tensor[where], right)
     return bad
 
 
 def store(cache: PoolCache, keys: list[bytes], pages: list[int]) -> bool:
     """Store a node; whether all of it was taken."""
-    offloads = Offloads()
+    queue = StoreQueue()
     try:
-        offloads.add(Offload([(cache, keys, indices(cache, pages))], ()))
-        eventually(lambda: offloads.completed() == 1)
-        return offloads.pop()
+        queue.add(NodeStore([(cache, keys, indices(cache, pages))], ()))
+        eventually(lambda: queue.num_ended() == 1)
+        return queue.pop()
     finally:
-        offloads.close()
+        queue.close()
 
 
-def want(cache: PoolCache, keys: list[bytes], pages: list[int]) -> Wanted:
+def want(cache: PoolCache, keys: list[bytes], pages: list[int]) -> PoolLoad:
     """Pin what is to be loaded."""
-    pieces = eventually(
-        lambda: prefix(keys, cache.factor, cache.held),
-        lambda found: sum(piece.pages for piece in found) == len(keys),
+    runs = eventually(
+        lambda: cached_prefix(keys, cache.pages_per_chunk, cache.blocks_of),
+        lambda runs: sum(run.num_pages for run in runs) == len(keys),
     )
-    ticket = cache.pin(pieces)
+    ticket = cache.pin(runs)
     assert ticket is not None
-    return Wanted(cache, pieces, cache.rows(pieces, indices(cache, pages)), ticket)
+    return PoolLoad(cache, runs, cache.rows(runs, indices(cache, pages)), ticket)
 
 
 @pytest.mark.parametrize(("page_tokens", "factor"), [(1, 8), (4, 4), (16, 1)])
@@ -136,7 +139,7 @@ def test_what_one_engine_stores_another_loads(
         pages = [40 + (7 * page) % 23 for page in range(end - at)]
         fill(other, [KEYS[100]] * len(pages), pages)
         counter = LayerCounter()
-        index = counter.add(Batch([want(other, keys[at:end], pages)], None, TIMEOUT))
+        index = counter.add(LoadBatch([want(other, keys[at:end], pages)], None, TIMEOUT))
         counter.set_consumer(index)
         for layer in range(LAYERS):
             counter.wait_until(layer)
@@ -152,7 +155,7 @@ def test_requests_that_start_together_are_one_batch(daemon: Daemon, make_cache: 
     fill(cache, keys, list(range(1, 9)))
     assert store(cache, keys, list(range(1, 9)))
     first, second = list(range(20, 28)), list(range(50, 54))
-    batch = Batch([want(cache, keys, first), want(cache, keys[:4], second)], None, TIMEOUT)
+    batch = LoadBatch([want(cache, keys, first), want(cache, keys[:4], second)], None, TIMEOUT)
     assert batch.finish()
     assert wrong(cache, keys, first) == wrong(cache, keys[:4], second) == 0
 
@@ -166,7 +169,7 @@ def test_what_one_job_cannot_have_are_several(
     keys, pages = KEYS[:21], list(range(30, 51))
     fill(cache, keys, list(range(1, 22)))
     assert store(cache, keys, list(range(1, 22)))
-    batch = Batch([want(cache, keys, pages)], None, TIMEOUT)
+    batch = LoadBatch([want(cache, keys, pages)], None, TIMEOUT)
     batch.wait_for(LAYERS - 1)
     assert batch.finish()
     assert wrong(cache, keys, pages) == 0
@@ -184,13 +187,13 @@ def test_a_load_goes_on_at_the_daemon_that_follows(
     assert store(cache, keys, list(range(1, 13)))
     wanted = want(cache, keys, pages)
     daemon.stop(signal.SIGKILL)
-    batch = Batch([wanted], None, TIMEOUT)
+    batch = LoadBatch([wanted], None, TIMEOUT)
     start_daemon("--keep-pool", "yes", ready=False)
     assert batch.finish()
     assert wrong(cache, keys, pages) == 0
 
 
-def orphan(start_daemon: StartDaemon, make_cache: MakeCache) -> Wanted:
+def orphan(start_daemon: StartDaemon, make_cache: MakeCache) -> PoolLoad:
     """Pinned chunks of a daemon that has been killed since."""
     daemon = start_daemon()
     cache = make_cache(daemon)
@@ -209,7 +212,7 @@ def test_a_load_without_a_daemon_fails_in_time(
     """Nobody waits longer than the timeout, layers are not waited for, and the end says so."""
     wanted = orphan(start_daemon, make_cache)
     begun = time.monotonic()
-    batch = Batch([wanted], None, 0.3)
+    batch = LoadBatch([wanted], None, 0.3)
     batch.wait_for(0)
     assert not batch.finish()
     assert time.monotonic() - begun >= 0.3
@@ -221,7 +224,7 @@ def test_a_load_that_may_not_be_begun_anew_ends_with_its_daemon(
     """It does not wait for the next one: its request is computed."""
     wanted = orphan(start_daemon, make_cache)
     begun = time.monotonic()
-    assert not Batch([wanted], None, TIMEOUT, again=False).finish()
+    assert not LoadBatch([wanted], None, TIMEOUT, retry=False).finish()
     assert time.monotonic() - begun < TIMEOUT
 
 

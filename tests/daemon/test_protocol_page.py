@@ -11,9 +11,9 @@ from docs.generate_protocol import FILE, TOKEN
 from kvd_client.memory import sealed_file
 from kvd_proto.channel import close_all
 from kvd_proto.codec import WIRE
-from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.descriptions import MAGIC as DESCRIPTIONS_MAGIC
 from kvd_proto.directory import MAGIC as DIRECTORY_MAGIC
+from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.messages import Attached, Done, LaneUp, Message, Register, Welcome
 from kvd_proto.zmtp import COMMAND, GREETING_BYTES, LONG
 from tests.conftest import Daemon

@@ -13,8 +13,8 @@ import pytest
 from kvd.machine.memory import pool_directory_name
 from kvd.tier.disk.slabs import parse_header
 from kvd_client import LookupResult
-from kvd_proto.arrays import IntArray
 from kvd_proto.codec import HEADER_BYTES, WIRE
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Attached, Error, Step, Stepped
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import POISON, Engine, content, keys_of, make_layout, wait_hit
@@ -93,7 +93,7 @@ def test_leases_and_stores_of_another_engine_cannot_be_ended(daemon: Daemon) -> 
         with Engine(daemon.runtime_dir, name="forger", world_size=1).wait_attached() as forger:
             guesses = (*range(3), *range(lease.lease - 3, lease.lease + 3))
             forged = Step(dropped=tuple(writing), unpinned=guesses)
-            assert isinstance(forger.scheduler._ask(forged, DEADLINE), Stepped)
+            assert isinstance(forger.scheduler._request(forged, DEADLINE), Stepped)
         chunks = daemon.status()["namespaces"][0]["chunks"]
         assert (chunks["writing"], chunks["pinned"]) == (2, 2)
         owner.fill(writing, 1)
@@ -117,7 +117,7 @@ def test_slots_on_loan_to_another_engine_cannot_be_used(daemon: Daemon) -> None:
         assert not forger.results(jobs)[0].success
         arrays = IntArray.of(ticket.slots, "u4"), IntArray.of(ticket.generations, "u8")
         forged = Step(keys=tuple(stolen), slots=arrays[0], generations=arrays[1])
-        assert isinstance(forger.scheduler._ask(forged, DEADLINE), Stepped)
+        assert isinstance(forger.scheduler._request(forged, DEADLINE), Stepped)
         assert forger.scheduler.lookup_many(stolen) == [LookupResult.MISS] * 2
         owner.fill(mine, 1)
         jobs = owner.submit("store", [0], [1, 2, 3, 4], ticket.slots, ticket.generations)
@@ -265,7 +265,7 @@ def test_keys_and_tokens_are_nowhere_to_be_read(
         damage_slabs(slabs)
 
         def is_corrupt() -> bool:
-            engine.scheduler.seek(keys)
+            engine.scheduler.request_promotion(keys)
             return bool(tier_of(daemon)["counters"]["gets"]["corrupt"])
 
         eventually(is_corrupt)

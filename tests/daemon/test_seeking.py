@@ -3,7 +3,7 @@
 import select
 from pathlib import Path
 
-from kvd_client import NOT_BELOW, LookupResult
+from kvd_client import NO_TIER, LookupResult
 from tests.conftest import StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import wait_state
@@ -28,7 +28,7 @@ def test_who_seeks_a_chunk_is_woken_when_it_is_there(
         engine.store(keys)
         wait_hit(engine, keys)
         assert [tier.medium for tier in scheduler.tiers] == ["disk"]
-        eventually(lambda: scheduler.below(key), lambda number: number == 0)
+        eventually(lambda: scheduler.find_tier(key), lambda number: number == 0)
         flood = iter(range(10_000))
         while scheduler.lookup(key) is not MISS:
             engine.store(keys_of(f"flood-{next(flood)}", 8), must=False)
@@ -40,7 +40,7 @@ def test_who_seeks_a_chunk_is_woken_when_it_is_there(
 
         def is_there() -> bool:
             nonlocal told
-            told += scheduler.seek(keys)  # once more where the tier was late
+            told += scheduler.request_promotion(keys)  # once more where the tier was late
             return scheduler.lookup(key) is HIT
 
         eventually(is_there)
@@ -48,4 +48,4 @@ def test_who_seeks_a_chunk_is_woken_when_it_is_there(
         assert poll.poll(PATIENCE * 1000), "the scheduler was not woken"
         assert other.scheduler.lookup(key) is HIT
         assert engine.load(keys) == other.load(keys) == (1, 0)
-        assert scheduler.below(b"unheard of") == NOT_BELOW
+        assert scheduler.find_tier(b"unheard of") == NO_TIER

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from kvd_client import LookupResult, Scheduler
-from kvd_tools.selftest import bench as bench_module
-from kvd_tools.selftest.bench import Bench
-from kvd_tools.selftest.steps import STEPS, run
+from kvd_tools import selftest_engine
+from kvd_tools.selftest import STEPS, run_steps
+from kvd_tools.selftest_engine import SelftestEngine
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import run_kvd
@@ -22,20 +22,20 @@ from tests.waiting import DEADLINE, PATIENCE
 MIB = 2**20
 
 
-def run_steps(daemon: Daemon) -> list[dict[str, Any]]:
+def host_steps(daemon: Daemon) -> list[dict[str, Any]]:
     """The self-test of the host's lane in this process; its memory is given back."""
     with (
         Scheduler(daemon.runtime_dir, "observer", deadline=DEADLINE) as observer,
-        Bench(daemon.runtime_dir, "host", observer, 64 * MIB, PATIENCE) as bench,
+        SelftestEngine(daemon.runtime_dir, "host", observer, 64 * MIB, PATIENCE) as engine,
     ):
-        return run(bench)
+        return run_steps(engine)
 
 
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon on a busy machine is sound, too."""
     for name in ("ANSWER_SECONDS", "PATIENCE_SECONDS"):
-        monkeypatch.setattr(bench_module, name, PATIENCE)
+        monkeypatch.setattr(selftest_engine, name, PATIENCE)
 
 
 def selftest(
@@ -46,10 +46,10 @@ def selftest(
     patience: for what it asked for; where that does not come, it takes so long.
     """
     program = (
-        "from kvd_tools.selftest import bench, command;"
-        f"bench.ANSWER_SECONDS = command.ANSWER_SECONDS = {PATIENCE};"
-        f"bench.PATIENCE_SECONDS = {patience};"
-        "command.selftest()"
+        "from kvd_tools import selftest, selftest_engine;"
+        f"selftest_engine.ANSWER_SECONDS = selftest.ANSWER_SECONDS = {PATIENCE};"
+        f"selftest_engine.PATIENCE_SECONDS = {patience};"
+        "selftest.selftest()"
     )
     environment = os.environ | {"COLUMNS": "200"}
     return python("-c", program, "--runtime-dir", runtime_dir, *arguments, environment=environment)
@@ -60,7 +60,7 @@ NAMES = list(STEPS)
 
 def test_a_sound_daemon_passes_and_is_left_as_it_was(shared_daemon: Daemon) -> None:
     """Every step proves something; afterwards nothing of it is there and no room is held."""
-    steps = run_steps(shared_daemon)
+    steps = host_steps(shared_daemon)
     assert [step["name"] for step in steps] == NAMES
     assert all(step["ok"] and step["text"] for step in steps), steps
     report = shared_daemon.status()
@@ -70,8 +70,8 @@ def test_a_sound_daemon_passes_and_is_left_as_it_was(shared_daemon: Daemon) -> N
 
 
 Move = Callable[..., None]
-_move: Move = Bench._move
-_leave = Bench.leave
+_move: Move = SelftestEngine._move
+_leave = SelftestEngine.leave
 
 
 def _nothing(*_: object) -> None:
@@ -80,47 +80,47 @@ def _nothing(*_: object) -> None:
 
 def _without(missing: str) -> Move:
     """Jobs of one kind are said to be done."""
-    return lambda bench, kind, *rest: None if kind == missing else _move(bench, kind, *rest)
+    return lambda engine, kind, *rest: None if kind == missing else _move(engine, kind, *rest)
 
 
-def _late(bench: Bench) -> None:
+def _late(engine: SelftestEngine) -> None:
     """The engine is still there after the steps."""
-    bench_module.PATIENCE_SECONDS = 0.5  # what is waited for does not come
-    if vars(bench).setdefault("asked", False):
-        _leave(bench)
-    vars(bench)["asked"] = True
+    selftest_engine.PATIENCE_SECONDS = 0.5  # what is waited for does not come
+    if vars(engine).setdefault("asked", False):
+        _leave(engine)
+    vars(engine)["asked"] = True
 
 
-def _other_blocks(bench: Bench, kind: str, ticket: Any, blocks: Any) -> None:
+def _other_blocks(engine: SelftestEngine, kind: str, ticket: Any, blocks: Any) -> None:
     """Stores take other blocks."""
-    chosen = bench.destination[: len(blocks)] if kind == "store" else blocks
-    _move(bench, kind, ticket, chosen)
+    chosen = engine.destination[: len(blocks)] if kind == "store" else blocks
+    _move(engine, kind, ticket, chosen)
 
 
-def _same_blocks(bench: Bench, kind: str, ticket: Any, blocks: Any) -> None:
+def _same_blocks(engine: SelftestEngine, kind: str, ticket: Any, blocks: Any) -> None:
     """Loads go back to where the bytes came from."""
-    _move(bench, kind, ticket, bench.source[: len(blocks)] if kind == "load" else blocks)
+    _move(engine, kind, ticket, engine.source[: len(blocks)] if kind == "load" else blocks)
 
 
-def _other_order(bench: Bench, kind: str, ticket: Any, blocks: Any) -> None:
+def _other_order(engine: SelftestEngine, kind: str, ticket: Any, blocks: Any) -> None:
     """Loads mix the chunks up."""
-    _move(bench, kind, ticket, blocks[::-1] if kind == "load" else blocks)
+    _move(engine, kind, ticket, blocks[::-1] if kind == "load" else blocks)
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "lie", "found_by"),
     [
-        (Bench, "write", _nothing, "memory"),
-        (Bench, "poison", _nothing, "poison"),
-        (Bench, "differences", lambda *_: 7, "fill"),
-        (Bench, "differences", lambda *_: 0, "compare"),
-        (Bench, "_move", _without("store"), "store"),
-        (Bench, "_move", _without("load"), "load"),
-        (Bench, "_move", _same_blocks, "load"),
-        (Bench, "_move", _other_blocks, "compare"),
-        (Bench, "_move", _other_order, "compare"),
+        (SelftestEngine, "write", _nothing, "memory"),
+        (SelftestEngine, "poison", _nothing, "poison"),
+        (SelftestEngine, "differences", lambda *_: 7, "fill"),
+        (SelftestEngine, "differences", lambda *_: 0, "compare"),
+        (SelftestEngine, "_move", _without("store"), "store"),
+        (SelftestEngine, "_move", _without("load"), "load"),
+        (SelftestEngine, "_move", _same_blocks, "load"),
+        (SelftestEngine, "_move", _other_blocks, "compare"),
+        (SelftestEngine, "_move", _other_order, "compare"),
         (Scheduler, "reset", _nothing, "measure"),
-        (Bench, "leave", _late, "leave"),
+        (SelftestEngine, "leave", _late, "leave"),
     ],
 )
 def test_a_part_that_says_it_was_done_is_found_out(
@@ -133,9 +133,9 @@ def test_a_part_that_says_it_was_done_is_found_out(
 ) -> None:
     """What the steps call may lie: bytes that were not moved, or not there, are noticed."""
     if found_by == "store":  # what is waited for does not come
-        monkeypatch.setattr(bench_module, "PATIENCE_SECONDS", 0.5)
+        monkeypatch.setattr(selftest_engine, "PATIENCE_SECONDS", 0.5)
     monkeypatch.setattr(owner, name, lie)
-    last = run_steps(shared_daemon)[-1]
+    last = host_steps(shared_daemon)[-1]
     monkeypatch.undo()
     assert (last["name"], last["ok"]) == (found_by, False), last
 
@@ -184,28 +184,28 @@ def test_chunks_that_are_evicted_meanwhile_are_no_failure(
     start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where the pool is full another store takes the place of a chunk; the others are compared."""
-    store: Callable[[Bench], None] = Bench.store
+    store: Callable[[SelftestEngine], None] = SelftestEngine.store
     gone: list[int] = []
 
-    def store_another(bench: Bench) -> None:
-        store(bench)
-        before = bench.stored
-        assert bench.wait_until(bench.ready)
-        bench.scheduler.reserve(1)
-        ticket = bench.scheduler.prepare_store([b"another"])
-        bench.scheduler.complete_store(ticket, success=False)
-        assert bench.wait_until(lambda: bench.scheduler.lookup(b"another") is LookupResult.MISS)
-        assert bench.wait_until(bench.ready)
-        gone.append(len(before) - len(bench.stored))
+    def store_another(engine: SelftestEngine) -> None:
+        store(engine)
+        before = engine.stored
+        assert engine.wait_until(engine.ready)
+        engine.scheduler.reserve(1)
+        ticket = engine.scheduler.prepare_store([b"another"])
+        engine.scheduler.complete_store(ticket, success=False)
+        assert engine.wait_until(lambda: engine.scheduler.lookup(b"another") is LookupResult.MISS)
+        assert engine.wait_until(engine.ready)
+        gone.append(len(before) - len(engine.stored))
 
-    monkeypatch.setattr(Bench, "store", store_another)
+    monkeypatch.setattr(SelftestEngine, "store", store_another)
     daemon = start_daemon(cpu_bytes="32MiB")
     with Engine(daemon.runtime_dir).wait_attached() as engine:
         keys = keys_of("full", engine.scheduler.num_chunks)
         for first in range(0, len(keys), 12):
             engine.store(keys[first : first + 12])
         with engine.scheduler.prepare_load(keys[12:]):  # of this engine's next to nothing may go
-            steps = run_steps(daemon)
+            steps = host_steps(daemon)
     assert [step["name"] for step in steps if step["ok"]] == NAMES, steps
     assert sum(gone) > 0
 

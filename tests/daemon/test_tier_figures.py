@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvd.metrics.words import size
+from kvd.metrics.reading import size
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import DOUBLES, Daemon, daemon_left_clean, run_kvd
 from tests.waiting import eventually

@@ -76,12 +76,12 @@ def test_only_what_was_asked_for_goes_down_where_nothing_else_is_said(
             if time.monotonic() > loaded + AGAIN_SECONDS:  # a put that is late comes to nothing
                 assert engine.load(asked) == (2, 0)
                 loaded = time.monotonic()
-            return min(map(engine.scheduler.below, asked)) >= 0
+            return min(map(engine.scheduler.find_tier, asked)) >= 0
 
         eventually(down)
         push_out(engine, [*asked, *stored])
         comes_back(engine, asked)
-        assert [engine.scheduler.below(key) for key in stored] == [-1, -1]
+        assert [engine.scheduler.find_tier(key) for key in stored] == [-1, -1]
 
 
 def test_a_tier_that_hangs_costs_misses_and_is_used_again_by_itself(
@@ -115,7 +115,7 @@ def test_chunks_that_come_back_wrong_are_misses(start_daemon: StartDaemon) -> No
     with kept(daemon) as (engine, keys):
 
         def corrupt() -> bool:
-            engine.scheduler.seek(keys)
+            engine.scheduler.request_promotion(keys)
             return bool(tier_of(daemon)["counters"]["opened"]["corrupt"])
 
         eventually(corrupt)
@@ -130,7 +130,7 @@ def test_chunks_that_a_tier_has_lost_are_misses(start_daemon: StartDaemon) -> No
     with kept(daemon) as (engine, keys):
 
         def absent() -> int:
-            engine.scheduler.seek(keys)
+            engine.scheduler.request_promotion(keys)
             return int(tier_of(daemon)["counters"]["gets"]["absent"])
 
         eventually(absent, lambda n: n >= 8)
@@ -145,7 +145,7 @@ def test_a_tier_that_is_killed_is_started_again(start_daemon: StartDaemon) -> No
         os.kill(tier_of(daemon)["pid"], signal.SIGKILL)
         eventually(lambda: tier_of(daemon)["counters"]["restarts"], lambda n: n >= 1)
         wait_usable(engine)
-        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+        assert [engine.scheduler.find_tier(key) for key in keys] == [-1] * 8
     with kept(daemon, "again") as (engine, keys):
         comes_back(engine, keys)
 
@@ -177,8 +177,8 @@ def test_a_reset_forgets_what_tiers_have(start_daemon: StartDaemon, disk: str) -
     daemon = start_daemon("--tier", f"{disk},keep=all", cpu_bytes=POOL)
     with kept(daemon) as (engine, keys):
         engine.scheduler.reset()
-        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
-        engine.scheduler.seek(keys)
+        assert [engine.scheduler.find_tier(key) for key in keys] == [-1] * 8
+        engine.scheduler.request_promotion(keys)
         fresh = keys_of("fresh", 8)
         go_down(engine, fresh)
         push_out(engine, fresh)
@@ -243,7 +243,7 @@ def test_a_new_daemon_with_an_empty_pool_finds_what_a_disk_has(
     with engine_of(daemon) as engine:
         wait_usable(engine)
         go_down(engine, keys_of("fresh", 8))
-        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+        assert [engine.scheduler.find_tier(key) for key in keys] == [-1] * 8
 
 
 @pytest.mark.parametrize(
@@ -272,11 +272,11 @@ def test_a_reset_is_remembered_where_the_daemon_ends_before_its_tier_knows(
     daemon = start_daemon(*disk, *then, cpu_bytes=POOL)
     with engine_of(daemon) as engine:
         wait_usable(engine)
-        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
+        assert [engine.scheduler.find_tier(key) for key in keys] == [-1] * 8
         fresh = keys_of("fresh", 8)
         go_down(engine, fresh)
-        assert [engine.scheduler.below(key) for key in keys] == [-1] * 8
-        engine.scheduler.seek(keys)
+        assert [engine.scheduler.find_tier(key) for key in keys] == [-1] * 8
+        engine.scheduler.request_promotion(keys)
         push_out(engine, fresh)
         comes_back(engine, fresh)
         assert {MISS}.issuperset(engine.scheduler.lookup_many(keys))

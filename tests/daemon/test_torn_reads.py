@@ -31,7 +31,7 @@ def daemon(start_daemon: StartDaemon) -> Daemon:
 @pytest.fixture
 def loading(daemon: Daemon, monkeypatch: pytest.MonkeyPatch) -> Iterator[Engine]:
     """An engine that sends a step at its end; its chunks fill the pool."""
-    monkeypatch.setattr(attachment, "LEFT_BEHIND_SECONDS", LONG)
+    monkeypatch.setattr(attachment, "OVERDUE_SECONDS", LONG)
     with Engine(daemon.runtime_dir, "loading", 1, deadline=LONG, steps=True) as engine:
         engine.wait_attached()
         assert engine.scheduler.num_chunks == CHUNKS
@@ -158,7 +158,7 @@ def test_a_step_gives_away_no_slot_of_a_chunk_that_it_pins(daemon: Daemon, loadi
     with scheduler.prepare_load(pinned) as found:
         assert found.keys == tuple(pinned)
         assert not scheduler.prepare_store(NEW).keys
-        assert not attachment.line.has_replies
+        assert not attachment.connection.has_replies
         scheduler.end_step()
         chunks = dict(zip(pinned, zip(found.slots, found.generations, strict=True), strict=True))
         assert read(loading, chunks) == (True, 0)

@@ -40,12 +40,12 @@ def wait_tier(daemon: Daemon, index: int = 0, **wanted: Any) -> dict[str, Any]:
 
 def wait_below(engine: Engine, keys: Sequence[bytes], tier: int) -> None:
     """Until the directory says that this one has all of these, or -1: that none has."""
-    eventually(lambda: set(map(engine.scheduler.below, keys)), {tier}.__eq__)
+    eventually(lambda: set(map(engine.scheduler.find_tier, keys)), {tier}.__eq__)
 
 
 def wait_down(engine: Engine, keys: Sequence[bytes]) -> None:
     """Until the directory says that a tier has all of these."""
-    below = engine.scheduler.below
+    below = engine.scheduler.find_tier
     eventually(lambda: [below(key) for key in keys], lambda found: min(found) >= 0)
 
 
@@ -53,7 +53,7 @@ def wait_aside(daemon: Daemon, engine: Engine, keys: Sequence[bytes]) -> None:
     """Seek these until the first tier is set aside, or was until its process was replaced."""
 
     def aside() -> bool:
-        engine.scheduler.seek(keys)
+        engine.scheduler.request_promotion(keys)
         opened = tier_of(daemon)["counters"]["opened"]
         return bool(opened["late"] + opened["failed"])
 
@@ -102,7 +102,7 @@ def go_down(
     engine: Engine, keys: Sequence[bytes], is_down: Callable[[bytes], bool] | None = None
 ) -> None:
     """Store these until a tier has them all, or all are down: a put that is late is lost."""
-    stored, below = float("-inf"), engine.scheduler.below
+    stored, below = float("-inf"), engine.scheduler.find_tier
     is_down = is_down or (lambda key: below(key) >= 0)
 
     def down() -> bool:
@@ -121,7 +121,7 @@ def bring_up(engine: Engine, keys: Sequence[bytes]) -> None:
     """Seek these until they are in memory."""
 
     def sought() -> list[LookupResult]:
-        engine.scheduler.seek(keys)
+        engine.scheduler.request_promotion(keys)
         return engine.scheduler.lookup_many(keys)
 
     eventually(sought, {HIT}.issuperset)

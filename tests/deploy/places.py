@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.broker.engines.supervision import UNPIN_SECONDS_PER_GIB
+from kvd.broker.supervision import UNPIN_SECONDS_PER_GIB
 from kvd.config.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import yaml
 
 from kvd.config.settings import SETTINGS, Settings
 from kvd.config.values import parse_tiers
-from kvd.tier.backends import check_tiers
+from kvd.tier.contract import check_tiers
 from tests.deploy.places import ROOT, run, stop_seconds
 
 DOCKER = ROOT / "docker"

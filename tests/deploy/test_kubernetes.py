@@ -10,9 +10,9 @@ import yaml
 from kvd.config.settings import Settings
 from kvd.config.sources import Sources
 from kvd.config.values import parse_tiers
-from kvd.tier.backends import check_tiers
+from kvd.tier.contract import check_tiers
 from kvd.version import VERSION
-from kvd_proto.sizes import parse_size
+from kvd_proto.text import parse_size
 from tests.deploy.places import DEPLOY, stop_seconds
 
 KUBERNETES = DEPLOY / "kubernetes"

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import yaml
 
-from kvd.broker.report.forecast import SIZES
+from kvd.broker.forecast import SIZES
 from kvd.metrics.counts import DIRECTIONS, GET_OUTCOMES, PUT_OUTCOMES, STAGES
-from kvd.metrics.schema import ROWS
-from kvd.report.exposition import Exposition
+from kvd.metrics.schema import REPORT_FIELDS
+from kvd.report.app import Exposition
 from kvd_proto.messages import JobStatus
 from tests.deploy.places import DEPLOY, ROOT, run, tool
 from tests.report.reports import empty_report
@@ -111,8 +111,8 @@ def test_every_metric_that_is_used_is_served() -> None:
 def test_values_of_labels_are_ones_that_exist() -> None:
     """An outcome, answer, state, stage or direction in a selector is one that kvd reports."""
     known: dict[str, set[str]] = defaultdict(set)
-    for row in ROWS:
-        for label, value in row.shown.labels:
+    for row in REPORT_FIELDS:
+        for label, value in row.declaration.labels:
             known[label].add(value)
     known |= {
         "direction": {*DIRECTIONS, "put", "get"},

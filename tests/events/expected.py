@@ -38,7 +38,7 @@ def held_below(directory: bytes) -> Held:
         DirectoryError: it is none.
     """
     table = DirectoryView(directory).tiers
-    found = [] if table is None else table.held(0, table.places)
+    found = [] if table is None else table.held_chunks(0, table.places)
     return {key: range(place.first, place.first + place.count) for key, place in found}
 
 

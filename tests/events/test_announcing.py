@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvd_client.announcer import Announcer
 from kvd_client.block_chains import RemovedBlocks, StoredBlocks
-from kvd_client.change_reader import NO_SLOT, Differences, Place
+from kvd_client.changes import NO_SLOT, ChunkLocation, Differences
 from kvd_proto.descriptions import Description, decode
 from tests.events.content import FACTOR, MAIN_GROUP, Chunk, conversation
 from tests.events.expected import Expected, Held, Indexes
@@ -95,7 +95,7 @@ class Published:
         self.announcer = Announcer(self.describe, [MAIN_GROUP])
         self._differences = Differences()
 
-    def describe(self, place: Place) -> Description | None:
+    def describe(self, place: ChunkLocation) -> Description | None:
         """What the side file has of a slot."""
         encoded = self.slots[place.slot].description()
         return None if encoded is None else decode(encoded)
@@ -110,7 +110,9 @@ class Published:
                 self.memory[chunk.key] = range(missing, FACTOR)
                 self.slots.append(chunk)
                 slot = len(self.slots) - 1
-                differences.stored[chunk.key] = Place(slot, 1 + slot, missing, FACTOR - missing, 0)
+                differences.stored[chunk.key] = ChunkLocation(
+                    slot, 1 + slot, missing, FACTOR - missing, 0
+                )
                 if chunk.key in differences.removed:  # net: it did not go
                     differences.removed.remove(chunk.key)
             elif step.change is Change.GOES:
@@ -118,13 +120,13 @@ class Published:
                     differences.stored.pop(chunk.key, None)
                     differences.removed.append(chunk.key)
             elif step.change is Change.MOVES_DOWN:
-                if chunk.key in self.memory and chunk.key not in differences.released:
+                if chunk.key in self.memory and chunk.key not in differences.removed_from_tiers:
                     blocks = self.in_tiers[chunk.key] = self.memory[chunk.key]
-                    place = Place(NO_SLOT, 0, blocks.start, len(blocks), 0)
-                    differences.kept[chunk.key] = place
+                    place = ChunkLocation(NO_SLOT, 0, blocks.start, len(blocks), 0)
+                    differences.stored_in_tiers[chunk.key] = place
             elif self.in_tiers.pop(chunk.key, None) is not None:
-                differences.kept.pop(chunk.key, None)
-                differences.released.append(chunk.key)
+                differences.stored_in_tiers.pop(chunk.key, None)
+                differences.removed_from_tiers.append(chunk.key)
         if not step.later:
             self.announce()
 

@@ -3,8 +3,8 @@
 import contextlib
 
 from kvd.broker.effects import Effect, KillLane, Notify, Reply, StartLane, ToLane
-from kvd.broker.engines.sessions import Session
-from kvd.broker.report.status_report import status_report
+from kvd.broker.sessions import Session
+from kvd.broker.status_report import status_report
 from kvd.wire.link import BindWorker, ImportWorker, LaneFailed, ReleaseWorker
 from kvd_proto.codec import REQUESTS, WIRE, Header
 from kvd_proto.errors import DecodeError, ProtoError
@@ -105,7 +105,7 @@ class CorePlay(DrivenBroker):
             self.request(session, header.request_id, message, descriptors)
             if self.broker.reloading.begin():
                 loaded = self.broker.reloading.loaded
-                self.carry_out(self.broker.reloading.read(loaded))
+                self.carry_out(self.broker.reloading.finish(loaded))
 
     def _job(self, step: Act) -> None:
         """The lane gets a job."""

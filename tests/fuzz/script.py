@@ -13,9 +13,9 @@ from typing import Literal, TypeVar
 import msgspec
 from msgspec.structs import replace
 
-from kvd_proto.arrays import IntArray, JobBlocks
 from kvd_proto.codec import WIRE
 from kvd_proto.errors import DecodeError
+from kvd_proto.jobs import IntArray, JobBlocks
 from kvd_proto.messages import (
     Attached,
     Clear,

@@ -8,11 +8,10 @@ from typing import Any
 
 from msgspec.structs import fields
 
-from kvd_proto.arrays import IntArray, JobBlocks
-from kvd_proto.control import CONTROL_BYTES
-from kvd_proto.labels import LABEL_ONLY, Label
+from kvd_proto.jobs import CONTROL_BYTES, IntArray, JobBlocks
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import (
+    LABEL_ONLY,
     PROTOCOL_VERSION,
     REPLY_OF,
     Cancel,
@@ -24,6 +23,7 @@ from kvd_proto.messages import (
     Join,
     Kind,
     KvEvents,
+    Label,
     Load,
     Lookups,
     Message,

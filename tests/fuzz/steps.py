@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from kvd_proto.arrays import IntArray
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Pin, Step
 from tests.fuzz.script import GENERATION, SLOT
 from tests.fuzz.sessions import arrays

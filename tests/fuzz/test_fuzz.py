@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.broker.engines.sessions import Registry
-from kvd.broker.report.status_report import status_report
+from kvd.broker.sessions import Registry
+from kvd.broker.status_report import status_report
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.lending import Loads
+from kvd.cache.uses import Loads
 from kvd_proto.messages import REPLY_OF, TAGS
 from tests.fuzz.core_target import CorePlay, play_core
 from tests.fuzz.live_target import live_target
@@ -79,7 +79,7 @@ def _raises(*_: object, **__: object) -> NoReturn:
 @pytest.mark.parametrize(
     ("owner", "name", "planted", "leak"),
     [
-        (Loads, "finished", _raises, False),
+        (Loads, "refresh", _raises, False),
         (ChunkTable, "drop_owner", lambda *_: [], True),
         (Registry, "remove", lambda *_: None, True),
     ],

@@ -9,9 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvd.broker.report.forecast import advice
-from kvd.metrics.schema import Forecast
-from kvd.metrics.words import NOTHING
+from kvd.broker.forecast import advice
+from kvd.metrics.reading import NOTHING
+from kvd.metrics.schema import ForecastStatus
 from tests.daemon.engines import Engine, keys_of
 from tests.daemon.serving import Daemon
 from tests.http.browser import CONTRAST, NAMELESS, SPLIT, OpenTab, Tab
@@ -35,7 +35,7 @@ CUT_OFF = """[...document.querySelectorAll("#forecast *, #misses *")].filter((no
 def advised(*hit_ratios: float, **given: Any) -> dict[str, Any]:
     """`forecast` and `advice` of a namespace."""
     told = forecast(*hit_ratios, **given)
-    return {"forecast": told, "advice": advice(msgspec.convert(told, Forecast))}
+    return {"forecast": told, "advice": advice(msgspec.convert(told, ForecastStatus))}
 
 
 def made_up(*of_namespaces: dict[str, Any], seconds: float = 60.0) -> dict[str, Any]:

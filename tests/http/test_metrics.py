@@ -11,8 +11,8 @@ import pytest
 from prometheus_client.core import Metric
 
 from docs import generate_status
-from kvd.metrics.schema import MAX_ENGINES, ROWS
-from kvd.report.exposition import Exposition, families
+from kvd.metrics.schema import MAX_ENGINES, REPORT_FIELDS
+from kvd.report.app import Exposition, families
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.http.serving import Scrape, over_unix, report_of, scrape
@@ -203,7 +203,7 @@ def test_every_metric_is_told_with_its_labels() -> None:
     told = {
         name: set(re.findall(r"`(\w+)`", labels)) for name, labels in ROW.findall(DOCS.read_text())
     }
-    told |= {row.metric: set(row.names) for row in ROWS if row.metric}
+    told |= {row.metric: set(row.label_names) for row in REPORT_FIELDS if row.metric}
     found = {}
     for family in Exposition(REPORT, 0.0).collect():
         name = family.name + ("_total" if family.type == "counter" else "")
@@ -218,5 +218,5 @@ def test_every_metric_is_told_with_its_labels() -> None:
 
 def test_the_page_of_the_report_is_up_to_date() -> None:
     """docs/status.md is what its generator writes."""
-    page = generate_status.PAGE.read_text(encoding="utf-8")
-    assert generate_status.page(page) == page, "run make docs"
+    written = generate_status.PAGE.read_text(encoding="utf-8")
+    assert generate_status.page() == written, "run make docs"

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from kvd.metrics.words import NOTHING, shorten
+from kvd.metrics.reading import NOTHING, shorten
 from kvd_proto.messages import KvEvents, Ping
 from tests.daemon.engines import Engine, keys_of, make_layout
 from tests.daemon.serving import Daemon, StartDaemon, daemon_left_clean, run_kvd
@@ -205,7 +205,7 @@ def test_real_names_take_a_line_or_two(tab: OpenTab, crowd: Daemon, width: int) 
 
 
 def test_the_page_shortens_names_as_the_commands_do(tab: OpenTab, web: Daemon) -> None:
-    """`shorten` of the page and of `kvd.metrics.words` agree."""
+    """`shorten` of the page and of `kvd.metrics.reading` agree."""
     page = tab(web, DESKTOP)
     names = json.dumps([*LONG_NAMES])
     script = f"import('/static/words.js').then((words) => {names}.map(words.shorten))"

@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from kvd.errors import DeviceLost, ImportFailed, LaneError
-from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.backend import Options
-from kvd.lane.devices.device import Direction, MemoryId
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.backend import CudaOptions
+from kvd.lane.device import Direction, MemoryId
 from kvd.lane.runner import Runner
-from kvd.lane.workers import Binding, Workers
-from kvd_proto.control import CONTROL_BYTES
+from kvd.lane.workers import Binding, WorkerTable
 from kvd_proto.directory import SlotState
+from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.layout import TensorSpec
 from kvd_proto.messages import IpcHandle, Job, JobStatus, Load, Store
 from tests.lane.cuda_memory import CudaWorkers
@@ -42,9 +42,9 @@ COPY = "cuMemcpyBatchAsync"
 
 def options(
     *, bytes_in_flight: int = 32 * 2**20, stuck_seconds: float = 60.0, inline_runs: int | None = 64
-) -> Options:
+) -> CudaOptions:
     """Small registrations."""
-    return Options(
+    return CudaOptions(
         registration_bytes=65536,
         bytes_in_flight=bytes_in_flight,
         stuck_seconds=stuck_seconds,
@@ -379,7 +379,7 @@ class Served:
         self._page = Memory(CONTROL_BYTES)
         known = import_message(layout, self.source.handles)
         fds = [self._page.fd, *self.source.descriptors[1:]]
-        self._worker = Workers(rig.device).add(known, fds)
+        self._worker = WorkerTable(rig.device).add(known, fds)
         self._directory = Directory(blocks)
         self._directory.set(range(blocks), state, count=1)
         bind, fds = bind_message(1, self._directory), [self._directory.memory.fd]

@@ -10,9 +10,9 @@ from itertools import pairwise
 import pytest
 
 from kvd.errors import ImportFailed
-from kvd.lane.devices.cuda import driver
-from kvd.lane.devices.cuda.pinning import LONGEST_PAUSE, PinnedPool
-from kvd.lane.devices.device import Direction
+from kvd.lane.cuda import driver
+from kvd.lane.cuda.pinning import LONGEST_PAUSE, PinnedPool
+from kvd.lane.device import Direction
 from kvd.pool.geometry import FillOrder
 from tests.asked import Asked
 from tests.lane.cuda_checks import SIZES

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvd.lane.devices.cuda.backend import CudaDevice, Options
-from kvd.lane.devices.device import Direction, MemoryId
+from kvd.lane.cuda.backend import CudaDevice, CudaOptions
+from kvd.lane.device import Direction, MemoryId
 from kvd.machine import cuda
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 from tests.fakecuda.harness import FakeCuda, calls, mark, switch
@@ -90,7 +90,7 @@ class CudaRig(Rig):
         self,
         fake_driver: TestDriver,
         workers: CudaWorkers,
-        options: Options,
+        options: CudaOptions,
         *,
         pinned: bool = True,
         pool: Memory | None = None,

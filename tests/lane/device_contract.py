@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from kvd.errors import ImportFailed, LaneError
-from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Transfer
+from kvd.lane.device import CompletedTransfer, Device, Direction, MemoryId, Transfer
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle
 from tests.lane.support import Memory
@@ -93,9 +93,9 @@ def copies_of(runs: Sequence[Run]) -> Copies:
     return Copies(columns[0].astype(np.int32), columns[1], columns[2], columns[3])
 
 
-def drain(device: Device, seconds: float = PATIENCE) -> dict[int, Finished]:
+def drain(device: Device, seconds: float = PATIENCE) -> dict[int, CompletedTransfer]:
     """Look until nothing is in flight; what has finished, by number."""
-    finished: dict[int, Finished] = {}
+    finished: dict[int, CompletedTransfer] = {}
     deadline = time.monotonic() + seconds
     while device.in_flight:
         late = time.monotonic() >= deadline  # before the look: a look that comes late counts, too

@@ -21,7 +21,7 @@ from typing import IO, Any, Self, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from kvd.lane.queue import Limits
+from kvd.lane.queue import QueueLimits
 from kvd.wire.link import (
     LINK,
     BeginLane,
@@ -35,11 +35,10 @@ from kvd.wire.link import (
     ShareDone,
     lane_socket,
 )
-from kvd_proto.arrays import JobBlocks
 from kvd_proto.channel import Channel, close_all
 from kvd_proto.codec import Header
-from kvd_proto.control import CONTROL_BYTES
 from kvd_proto.directory import HEADER_BYTES, RECORD_DTYPE, DirectoryHeader, SlotState
+from kvd_proto.jobs import CONTROL_BYTES, JobBlocks
 from kvd_proto.layout import RankLayout
 from kvd_proto.messages import (
     HOST,
@@ -318,8 +317,8 @@ class Lane:
             incarnation=1,
             endpoint=f"ipc://{runtime_dir / lane_socket(HOST, 1, bytes(2))}",
             pool_bytes=pool_bytes,
-            max_queued_jobs=Limits().jobs,
-            max_queued_bytes=Limits().nbytes,
+            max_queued_jobs=QueueLimits().jobs,
+            max_queued_bytes=QueueLimits().nbytes,
             log_level="info",
             log_style="human",
         )

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from kvd.lane import jobs
 from kvd.lane.workers import Binding
-from kvd_proto.arrays import Chunks
 from kvd_proto.directory import SlotState
+from kvd_proto.jobs import Chunks
 from tests.lane.support import SLOTS, Directory, bind_message
 from tests.layouts import flat_layout
 

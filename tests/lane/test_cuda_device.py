@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from kvd.errors import CudaMissing, ImportFailed
-from kvd.lane.devices.cuda.backend import MOST_IN_FLIGHT, Options
-from kvd.lane.devices.cuda.copies import BatchCopy
-from kvd.lane.devices.device import Direction
-from kvd.lane.workers import Workers
+from kvd.lane.cuda.backend import MOST_IN_FLIGHT, CudaOptions
+from kvd.lane.cuda.copies import BatchCopy
+from kvd.lane.device import Direction
+from kvd.lane.workers import WorkerTable
 from kvd.pool.geometry import FillOrder
-from kvd_proto.control import CONTROL_BYTES
+from kvd_proto.jobs import CONTROL_BYTES
 from kvd_proto.messages import HostHandle, VmmHandle, VmmSegment
 from tests.fakecuda.cudatensor import GRANULARITY
 from tests.lane.cuda_checks import PAGE, options
@@ -33,7 +33,7 @@ SIZES = DeviceContract.SIZES
 
 # Seed, a switch, whether memory has descriptors, and the backend's options: copies in batches, as
 # a driver for CUDA 12.8 has them, and one by one, as without them; by the directions' threads.
-BACKENDS: dict[str, tuple[int, str, bool, Options]] = {
+BACKENDS: dict[str, tuple[int, str, bool, CudaOptions]] = {
     "batches": (1, "any=random", False, options()),
     "single copies": (2, "fail=cuMemcpyBatchAsync:*:801", True, options()),
     "an old driver": (3, "driver_version=12000", False, options()),
@@ -160,7 +160,7 @@ def test_an_error_names_the_users_where_they_differ(rig: CudaRig, *, foreign: bo
     rig.driver.set("fail=cuIpcOpenMemHandle:1:801")
     page = Memory(CONTROL_BYTES)
     with pytest.raises(ImportFailed, match="pid must differ") as failed:
-        Workers(rig.device).add(order, [page.fd, *source.descriptors[1:]])
+        WorkerTable(rig.device).add(order, [page.fd, *source.descriptors[1:]])
     page.close()
     own = f"{os.geteuid()} ({pwd.getpwuid(os.geteuid()).pw_name})"
     said = str(failed.value)
@@ -336,7 +336,7 @@ def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
     rig = CudaRig(
         fake_driver,
         ipc_workers,
-        Options(registration_bytes=HUGE),
+        CudaOptions(registration_bytes=HUGE),
         pinned=False,
         pool=huge_pool,
         pool_bytes=HUGE_POOL_BYTES,

@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 
 from kvd.errors import CudaDriverError, DeviceLost, ImportFailed, LaneError
-from kvd.lane.devices.cuda import copies, driver
-from kvd.lane.devices.cuda.backend import Options
-from kvd.lane.devices.device import Direction
+from kvd.lane.cuda import copies, driver
+from kvd.lane.cuda.backend import CudaOptions
+from kvd.lane.device import Direction
 from kvd.machine import cuda
 from tests.fakecuda.harness import FakeCuda, functions_named
 from tests.lane.cuda_checks import SIZES, options
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.fakecuda
 INJECTED = "CUDA_ERROR_NOT_SUPPORTED"
 CODE = 801
 UNKNOWN = 99999  # of which the bindings raise ValueError
-OPTIONS = Options(registration_bytes=2**19)
+OPTIONS = CudaOptions(registration_bytes=2**19)
 # What the driver's module may call and the lives below do not, and why that is no gap.
 ELSEWHERE = {
     "cuStreamQuery": "test_a_stream_that_cannot_be_asked_is_asked_again",
@@ -332,7 +332,7 @@ def test_a_daemon_without_the_bindings_names_the_package() -> None:
     """Without cuda-bindings the modules load all the same, and a device's lane says what to do."""
     code = (
         "import sys; sys.modules['cuda'] = None\n"
-        "import kvd.lane.process, kvd.lane.devices.cuda.backend\n"
+        "import kvd.lane.loop, kvd.lane.cuda.backend\n"
         "from kvd.machine import cuda\n"
         "cuda.start()"
     )

@@ -5,11 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.lane.devices.cuda.copies import PoolSide, prepare
-from kvd.lane.devices.cuda.flow import INLINE_NS, RUN_NS, run_ns
-from kvd_proto.arrays import JobBlocks
+from kvd.lane.cuda.copies import PoolSide, prepare
+from kvd.lane.cuda.streams import INLINE_NS, RUN_NS, run_ns
 from kvd_proto.copies import Copies
 from kvd_proto.expand import Expander
+from kvd_proto.jobs import JobBlocks
 from kvd_proto.layout import RankLayout
 from tests.layouts import flat_layout
 

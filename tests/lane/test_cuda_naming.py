@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd.lane.devices.cuda.backend import show_slice, stay_near
+from kvd.lane.cuda.backend import show_slice, stay_near
 
 HEX = "0123456789abcdef0123456789abcdef"
 DASHED = "01234567-89ab-cdef-0123-456789abcdef"

@@ -17,11 +17,11 @@ import pytest
 
 from kvd.errors import LaneError
 from kvd.lane import runner
-from kvd.lane.devices.cuda import driver, flow, pinning
-from kvd.lane.devices.cuda.backend import CudaDevice, Options
-from kvd.lane.devices.cuda.copies import BatchCopy
-from kvd.lane.devices.cuda.driver import Event, Stream
-from kvd.lane.devices.cuda.pinning import PinnedPool
+from kvd.lane.cuda import driver, pinning, streams
+from kvd.lane.cuda.backend import CudaDevice, CudaOptions
+from kvd.lane.cuda.copies import BatchCopy
+from kvd.lane.cuda.driver import Event, Stream
+from kvd.lane.cuda.pinning import PinnedPool
 from kvd.lane.jobs import JobOutcome, JobState, LaneJob
 from kvd.machine import cuda
 from kvd_proto.copies import Copies
@@ -67,9 +67,9 @@ def record_the_end_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(driver, "record", early)
 
 
-def reported_at_once() -> Callable[[flow.Flow, Any], bool]:
+def reported_at_once() -> Callable[[streams.TransferStream, Any], bool]:
     """A transfer that could not be enqueued whole is over without a look at its parts."""
-    has_ended = flow.Flow._has_ended
+    has_ended = streams.TransferStream._has_ended
     return lambda self, entry: bool(entry.error) or has_ended(self, entry)
 
 
@@ -122,7 +122,7 @@ class Rule:
 
     check: Callable[[CudaRig], None]
     taken: tuple[Taken, ...] | Callable[[pytest.MonkeyPatch], None]
-    options: Options = field(default_factory=checks.options)
+    options: CudaOptions = field(default_factory=checks.options)
     setting: str = ""
     before_start: bool = False
     pinned: bool = True
@@ -163,24 +163,24 @@ RULES = [
     ),
     Rule(
         checks.pieces_of_a_direction_keep_their_order,
-        ((flow.Feeder, "idle", True),),
+        ((streams.EnqueueThread, "idle", True),),
         checks.options(inline_runs=1),
     ),
     Rule(
         checks.a_thread_reports_a_failure_with_its_piece,
-        ((flow._Enqueued, "fail", lambda _self, _error: None),),
+        ((streams._Enqueued, "fail", lambda _self, _error: None),),
         checks.options(inline_runs=0),
         setting="fail=cuMemcpyBatchAsync:*:801",
     ),
     Rule(checks.ends_are_reported_after_the_last_byte, record_the_end_first),
     Rule(
         checks.a_half_enqueued_transfer_is_drained,
-        ((flow.Flow, "_has_ended", reported_at_once()),),
+        ((streams.TransferStream, "_has_ended", reported_at_once()),),
         setting="fail=cuMemcpyBatchAsync:*:801",
     ),
     Rule(
         DeviceContract().test_memory_in_use_is_not_released,
-        ((flow.Flow, "uses", lambda _self, _memory: False),),
+        ((streams.TransferStream, "uses", lambda _self, _memory: False),),
     ),
     Rule(checks.no_copy_spans_two_registrations, (NO_SPLIT,)),
     Rule(

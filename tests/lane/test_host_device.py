@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from kvd.errors import ImportFailed, PoolError
-from kvd.lane.devices.device import Direction
-from kvd.lane.devices.host import HostDevice
+from kvd.lane.device import Direction
+from kvd.lane.host_device import HostDevice
 from kvd.lane.workers import open_control_page
 from kvd_client.memory import sealed_file
 from kvd_proto import copies
-from kvd_proto.arrays import FEW
+from kvd_proto.jobs import FEW
 from kvd_proto.messages import HostHandle
 from tests.lane.device_contract import Bytes, DeviceContract, Rig, Source, drain
 from tests.lane.support import Memory

@@ -21,8 +21,8 @@ from kvd.wire.link import (
     StopLane,
 )
 from kvd_proto.codec import HEADER_BYTES, WIRE
-from kvd_proto.control import EPOCH_WORDS
 from kvd_proto.directory import SlotState
+from kvd_proto.jobs import EPOCH_WORDS
 from kvd_proto.messages import (
     Cancel,
     Done,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvd_proto.control import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.directory import SlotState
+from kvd_proto.jobs import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Error, ErrorCode, JobStatus, Load, Store
 from tests.lane.support import Directory, FakeWorker, Lane

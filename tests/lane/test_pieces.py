@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.lane.devices.device import Moves
+from kvd.lane.device import PreparedRuns
 
 MIB = 2**20
 
 
-def pieces_of(moves: Moves, most: int) -> list[tuple[int, int]]:
+def pieces_of(moves: PreparedRuns, most: int) -> list[tuple[int, int]]:
     """End and bytes of every piece."""
     pieces, begin = [], 0
     while begin < len(moves):
@@ -25,7 +25,7 @@ def pieces_of(moves: Moves, most: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("run", [4096, 65536, 2 * MIB, 8 * MIB])
 def test_a_job_of_whole_pieces_is_cut_into_just_these(run: int, most: int) -> None:
     """32 MiB are four pieces of 8 MiB or one of 32, whatever the length of a run."""
-    moves = Moves(np.full(32 * MIB // run, run).cumsum())
+    moves = PreparedRuns(np.full(32 * MIB // run, run).cumsum())
     assert [nbytes for _, nbytes in pieces_of(moves, most)] == [most] * (32 * MIB // most)
 
 
@@ -39,7 +39,7 @@ def test_no_job_has_more_pieces_than_its_bytes_need(
 ) -> None:
     """Every run is in one piece, in order; none is above what is wanted by a whole run."""
     ends = list(itertools.accumulate(lengths))
-    pieces = pieces_of(Moves(ends if few else np.array(ends)), most)
+    pieces = pieces_of(PreparedRuns(ends if few else np.array(ends)), most)
     assert len(pieces) <= -(-sum(lengths) // most)
     begins = [0, *(end for end, _ in pieces)]
     assert begins[-1] == len(lengths)

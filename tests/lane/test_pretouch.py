@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvd.lane.devices.device import PretouchPresent
+from kvd.lane.device import MemoryPretouch
 from tests.lane.support import Memory
 
 PAGE = mmap.PAGESIZE
@@ -32,7 +32,7 @@ def test_what_is_there_is_mapped_up_to_the_last_page() -> None:
     memory.bytes[::PAGE] = 1
     view = mapped(memory)
     assert resident(view) == 0
-    touch = PretouchPresent([view])
+    touch = MemoryPretouch([view])
     touch.thread.join()
     assert resident(view) == SIZE // 1024
     touch.stop()
@@ -43,7 +43,7 @@ def test_what_is_not_there_is_not_allocated() -> None:
     """Pages that a worker has not used stay free, and are not charged to the lane."""
     memory = Memory(SIZE)
     memory.bytes[3 * PAGE] = 1
-    touch = PretouchPresent([mapped(memory)])
+    touch = MemoryPretouch([mapped(memory)])
     touch.thread.join()
     assert os.fstat(memory.fd).st_blocks * 512 == PAGE
     memory.close()
@@ -54,6 +54,6 @@ def test_a_stop_leaves_nothing_mapped() -> None:
     memory = Memory(SIZE)
     memory.bytes[:] = 1
     view = mapped(memory)
-    PretouchPresent([view]).stop()
+    MemoryPretouch([view]).stop()
     view.release()  # fails while an array over it is alive
     memory.close()

@@ -8,13 +8,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvd.lane.queue import JobQueue, Limits, Queued
+from kvd.lane.queue import JobQueue, QueuedJob, QueueLimits
 
 Test = Callable[[str], bool]
 
 
 @dataclass(eq=False, kw_only=True)
-class Named(Queued):
+class Named(QueuedJob):
     """A job with a name."""
 
     name: str
@@ -24,7 +24,7 @@ class Queue:
     """A queue of jobs by name: that of a load begins with l, that of a store with s."""
 
     def __init__(self, jobs: int = 100, nbytes: int = 10_000) -> None:
-        self.inner: JobQueue[Named] = JobQueue(Limits(jobs, nbytes))
+        self.inner: JobQueue[Named] = JobQueue(QueueLimits(jobs, nbytes))
         self.jobs: dict[str, Named] = {}
 
     def push(self, name: str, engine: int = 1, worker: int = 1, nbytes: int = 1) -> list[str]:
@@ -183,7 +183,7 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(jobs=st.integers(1, 6), nbytes=st.integers(10, 60))
     def make(self, jobs: int, nbytes: int) -> None:
         """An empty queue with small bounds."""
-        self.limits = Limits(jobs=jobs, nbytes=nbytes)
+        self.limits = QueueLimits(jobs=jobs, nbytes=nbytes)
         self.queue = Queue(jobs, nbytes)
         self.model: dict[str, dict[str, Any]] = {}
         self.blocked: set[str] = set()

@@ -13,20 +13,19 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from kvd.errors import LaneError
-from kvd.lane.devices.device import Device, Direction, Finished, MemoryId, Moves, Transfer
-from kvd.lane.devices.host import HostMoves
-from kvd.lane.orders import Orders
-from kvd.lane.queue import Limits
-from kvd.lane.reports import Reports
+from kvd.lane.device import CompletedTransfer, Device, Direction, MemoryId, PreparedRuns, Transfer
+from kvd.lane.host_device import HostRuns
+from kvd.lane.orders import OrderHandler
+from kvd.lane.queue import QueueLimits
+from kvd.lane.reports import Reporter
 from kvd.lane.runner import Runner
-from kvd.lane.workers import Binding, Worker, Workers
+from kvd.lane.workers import Binding, LaneWorker, WorkerTable
 from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
-from kvd_proto.arrays import IntArray
 from kvd_proto.channel import Channel
-from kvd_proto.control import EPOCH_WORDS
 from kvd_proto.copies import Copies
 from kvd_proto.directory import SlotState
 from kvd_proto.errors import DescriptorsLost, JobShapeError
+from kvd_proto.jobs import EPOCH_WORDS, IntArray
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Handle, Job, JobStatus, Load, Message, Store
 from tests.lane.support import (
@@ -54,7 +53,7 @@ class HeldDevice(Device):
     def __init__(self) -> None:
         self.flying: list[Transfer] = []
         self.closed: set[Direction] = set()
-        self.landed: list[Finished] = []
+        self.landed: list[CompletedTransfer] = []
         self.width = 2
         self.pinned = 2**62
 
@@ -79,10 +78,10 @@ class HeldDevice(Device):
 
     def prepare(
         self, memory: MemoryId, direction: Direction, pool_base: int, copies: Copies
-    ) -> Moves:
+    ) -> PreparedRuns:
         """As the host backend does it."""
         assert memory
-        return HostMoves(copies.shorten(self.piece_bytes[direction]), pool_base)
+        return HostRuns(copies.shorten(self.piece_bytes[direction]), pool_base)
 
     def submit(self, transfer: Transfer) -> None:
         """Take it."""
@@ -99,9 +98,9 @@ class HeldDevice(Device):
 
     def land(self, index: int = 0, error: str = "") -> None:
         """Let one end."""
-        self.landed.append(Finished(self.flying.pop(index), 1000, error))
+        self.landed.append(CompletedTransfer(self.flying.pop(index), 1000, error))
 
-    def progress(self) -> list[Finished]:
+    def progress(self) -> list[CompletedTransfer]:
         """What the test has let end."""
         landed, self.landed = self.landed, []
         return landed
@@ -113,7 +112,7 @@ class HeldDevice(Device):
 class Bench:
     """A runner over a held device, with a clock that the test moves."""
 
-    def __init__(self, limits: Limits | None = None, layout: RankLayout | None = None) -> None:
+    def __init__(self, limits: QueueLimits | None = None, layout: RankLayout | None = None) -> None:
         self.now = 0
         self.device = HeldDevice()
         self.runner = Runner(self.device, limits, clock=lambda: self.now)
@@ -121,9 +120,9 @@ class Bench:
         self.directory = Directory(SLOTS)
         self.directory.set(range(SLOTS), SlotState.WRITING)
         self.sources: list[FakeWorker] = []
-        self.workers = Workers(self.device)
+        self.workers = WorkerTable(self.device)
 
-    def worker(self, session: int = 1, owner: int = 7, *, page: bool = True) -> Worker:
+    def worker(self, session: int = 1, owner: int = 7, *, page: bool = True) -> LaneWorker:
         """A bound worker, with or without a control page."""
         source = FakeWorker(self.layout, session=session)
         self.sources.append(source)
@@ -133,7 +132,7 @@ class Bench:
         worker.binding = Binding.of(bind, fds, self.layout, self.layout.slot_bytes * SLOTS)
         return worker
 
-    def submit(self, worker: Worker, job: Job) -> None:
+    def submit(self, worker: LaneWorker, job: Job) -> None:
         """Hand a job in."""
         self.runner.submit(worker, job, request_id=1)
 
@@ -218,7 +217,7 @@ def test_layers_are_told_when_all_their_bytes_are_in() -> None:
     bench.runner.turn()
     while bench.device.flying:
         piece = bench.device.flying[0]
-        assert isinstance(piece.moves, HostMoves)
+        assert isinstance(piece.moves, HostRuns)
         moved += piece.moves.copies.runs[piece.begin : piece.end]
         bench.device.land()
         bench.runner.turn()
@@ -407,7 +406,7 @@ class RunnerMachine(RuleBasedStateMachine):
     @initialize()
     def make(self) -> None:
         """Two engines."""
-        self.bench = Bench(Limits(jobs=4))
+        self.bench = Bench(QueueLimits(jobs=4))
         self.pair = [self.bench.worker(1, owner=7), self.bench.worker(2, owner=8)]
         self.bench.directory.set(range(6), SlotState.READY, count=1)
         self.open: set[int] = set()
@@ -548,12 +547,12 @@ class Link:
         return [type(message) for message in self.sent]
 
 
-def orders_on(bench: Bench) -> tuple[Orders, Reports, Link]:
+def orders_on(bench: Bench) -> tuple[OrderHandler, Reporter, Link]:
     """The broker's orders and the reports of ended jobs over the bench's runner and workers."""
     link = Link()
     server: Any = SimpleNamespace(limits={})
-    reports = Reports(server, cast(Channel, link), bench.runner)
-    return Orders(reports, bench.workers, bench.device, pool_bytes=1), reports, link
+    reports = Reporter(server, cast(Channel, link), bench.runner)
+    return OrderHandler(reports, bench.workers, bench.device, pool_bytes=1), reports, link
 
 
 def test_a_binding_whose_directory_was_lost_is_counted(bench: Bench) -> None:

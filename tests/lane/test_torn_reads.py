@@ -17,11 +17,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvd.cache.namespaces import Namespaces
 from kvd.config.settings import Settings
-from kvd.lane.devices.device import Direction
-from kvd.lane.devices.host import HostDevice
+from kvd.lane.device import Direction
+from kvd.lane.host_device import HostDevice
 from kvd.lane.jobs import LaneJob
 from kvd.lane.runner import Runner
-from kvd.lane.workers import Binding, Worker, Workers
+from kvd.lane.workers import Binding, LaneWorker, WorkerTable
 from kvd.wire.link import BindWorker
 from kvd_proto.directory import SlotState
 from kvd_proto.messages import JobStatus, Load, Store
@@ -128,7 +128,7 @@ class TornReadsMachine(RuleBasedStateMachine):
         self.pool = Memory(POOL_BYTES)
         self.device = SmallPieces(self.pool.fd, POOL_BYTES)
         self.runner = Runner(self.device, clock=lambda: self.now)
-        self.workers = Workers(self.device)
+        self.workers = WorkerTable(self.device)
         self.now = 0
         self.sources: dict[int, FakeWorker] = {}
         self.bound = {owner: self._worker(owner) for owner in (STORING, LOADING)}
@@ -150,7 +150,7 @@ class TornReadsMachine(RuleBasedStateMachine):
         self.memories.append(memory)
         return mmap.mmap(memory.fd, size)
 
-    def _worker(self, owner: int) -> Worker:
+    def _worker(self, owner: int) -> LaneWorker:
         source = self.sources[owner] = FakeWorker(LAYOUT, session=owner)
         worker = self.workers.add(import_message(LAYOUT, session=owner), source.fds)
         bind = BindWorker(

@@ -83,7 +83,7 @@ def test_the_coldest_column_goes_first() -> None:
     old = add(namespaces, 1, PAGE)
     for first in range(0, 256, 2):
         store(old, first, 2)
-    old.table.loads.finished([b"key %d" % number for number in range(4)], 1.0)
+    old.table.loads.refresh([b"key %d" % number for number in range(4)], 1.0)
     new = add(namespaces, 2, PAGE)
     assert store(new, 0, 2) == 2
     gone = [n for n in range(256) if old.directory.find(b"key %d" % n) < 0]

@@ -8,9 +8,9 @@ import numpy as np
 from hypothesis import strategies as st
 
 from kvd.cache.directory import DirectoryWriter
-from kvd.cache.ledger import KeptChunks
+from kvd.cache.ledger import LedgerChunks
 from kvd_proto.directory import DirectoryHeader, DirectoryView, SlotState
-from kvd_proto.tier_table import TierPlace, TierTableView
+from kvd_proto.tier_table import TierEntry, TierTableView
 
 KEYS = [bytes([97 + i]) * (1 + 3 * i) for i in range(12)]
 SLOTS = 24
@@ -81,7 +81,7 @@ class Changing:
         places = {key: self.tiers.find(key) for key in KEYS}
         return {key: (place.first, place.count) for key, place in places.items() if place}
 
-    def kept(self) -> KeptChunks:
+    def kept(self) -> LedgerChunks:
         """As a ledger keeps them."""
         found = self.found()
         fields = ("<u8", "<u4", "<u2", "<u2", "u1", "<u2", "V48")
@@ -94,7 +94,7 @@ class Changing:
             record["first"], record["count"], record["key_len"] = first, count, len(key)
             record["key"] = np.void(key.ljust(48, b"\0"))
         slots = np.array([place[0] for place in found.values()], np.int64)
-        return KeptChunks(slots, np.zeros(len(found), np.uint64), records)
+        return LedgerChunks(slots, np.zeros(len(found), np.uint64), records)
 
     def apply(self, operation: Operation) -> None:
         """Do one; what is not possible now changes nothing."""
@@ -193,11 +193,11 @@ class InterruptedTable(TierTableView):
         super().__init__(whole, offset, capacity, limit, TIERS)
         self._view = view
 
-    def held(self, begin: int, end: int) -> list[tuple[bytes, TierPlace]]:
+    def held_chunks(self, begin: int, end: int) -> list[tuple[bytes, TierEntry]]:
         """The same, place by place."""
         found = []
         for place in reversed(range(begin, end)):
-            if here := super().held(place, place + 1):
+            if here := super().held_chunks(place, place + 1):
                 self._view.happen()
             found += here
         return found

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from docs import generate_protocol
 from docs.generate_protocol import EXAMPLES, REQUEST_ID, vector
-from kvd_proto.arrays import MAX_ARRAY_ITEMS, IntArray
 from kvd_proto.codec import (
     HEADER_BYTES,
     MAGIC,
@@ -27,6 +26,7 @@ from kvd_proto.errors import (
     VersionMismatch,
     WrongType,
 )
+from kvd_proto.jobs import MAX_ARRAY_ITEMS, IntArray
 from kvd_proto.messages import (
     PROTOCOL_VERSION,
     REPLY_OF,

@@ -19,11 +19,11 @@ from kvd_proto.descriptions import (
     DescriptionsView,
     decode,
     encode,
+    max_description_bytes,
     pack_header,
     pack_record,
-    place,
     record_bytes,
-    room,
+    record_offset,
 )
 from kvd_proto.errors import DescriptionError
 from tests.layouts import flat_layout
@@ -86,7 +86,7 @@ def write(fd: int, *records: tuple[int, int, bytes]) -> DescriptionsView:
     os.ftruncate(fd, 0)
     os.pwrite(fd, pack_header(RECORD), 0)
     for slot, generation, encoded in records:
-        os.pwrite(fd, pack_record(slot, generation, encoded), place(slot, RECORD))
+        os.pwrite(fd, pack_record(slot, generation, encoded), record_offset(slot, RECORD))
     return DescriptionsView(fd)
 
 
@@ -107,10 +107,10 @@ def test_a_description_survives(description: Description) -> None:
         ({"extra": (None,)}, "extra keys of 1 for 2 blocks"),
         ({"extra": (None, ({},))}, "None or plain values"),
         ({"extra": (None, (((("a",),),),))}, "None or plain values"),
-        ({"extra": (None, (2**64,))}, "pass what the fields are declared as"),
+        ({"extra": (None, (2**64,))}, "pass the declared types"),
         ({"lookahead": bytes(6)}, "6 bytes of lookahead: 4 for each token are needed"),
         ({"lookahead": bytes(260)}, "260 bytes of lookahead: 4 for each token are needed, for 64"),
-        ({"hashes": None}, "pass what the fields are declared as"),
+        ({"hashes": None}, "pass the declared types"),
         ({"kind": "k" * MAX_DESCRIPTION_BYTES}, "a description of 1048"),
     ],
 )
@@ -158,7 +158,7 @@ def test_a_description_is_read_for_its_slot_and_generation_alone(fd: int) -> Non
 def test_a_record_in_another_slots_place_is_not_believed(fd: int) -> None:
     """The check word covers the slot."""
     view = write(fd)
-    os.pwrite(fd, pack_record(1, 7, encode(described())), place(2, RECORD))
+    os.pwrite(fd, pack_record(1, 7, encode(described())), record_offset(2, RECORD))
     assert view.read(2, 7) is None
 
 
@@ -237,10 +237,10 @@ def test_a_record_has_room_for_what_an_engine_says_of_its_chunk(factor: int) -> 
     )
     record = record_bytes(layout)
     assert record % 64 == 0
-    assert len(encode(description)) <= room(record) < record
+    assert len(encode(description)) <= max_description_bytes(record) < record
 
 
 def test_a_record_is_bounded() -> None:
     """A chunk of very many tokens has no larger record than a description may have bytes."""
     layout = flat_layout(4096, blocks=64, factor=65_535)
-    assert room(record_bytes(layout)) == MAX_DESCRIPTION_BYTES
+    assert max_description_bytes(record_bytes(layout)) == MAX_DESCRIPTION_BYTES

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_proto.arrays import FEW, JobBlocks, chunks_per_group
 from kvd_proto.copies import Copies
 from kvd_proto.errors import JobShapeError, WrongType
 from kvd_proto.expand import Expander
+from kvd_proto.jobs import FEW, JobBlocks, chunks_per_group
 from kvd_proto.layout import (
     GroupSpec,
     RankLayout,
@@ -300,7 +300,7 @@ def test_a_chunk_at_the_window_edge_counts_what_was_appended() -> None:
     assert job.expand().total_bytes == 4 * PAGE
     chunks = job.blocks.chunks(4)
     assert (list(chunks.first), list(chunks.count)) == ([2, 0], [2, 2])
-    with pytest.raises(JobShapeError, match=r"\[8\] sum to 8, but 4 block_ids.*appended"):
+    with pytest.raises(JobShapeError, match=r"\[8\] sum to 8, but 4 block_ids.*add up"):
         replace(job, group_sizes=[8]).expand()
 
 

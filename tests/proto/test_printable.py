@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd_proto.printable import printable, printable_tree, unprintable
+from kvd_proto.text import printable, printable_tree, unprintable
 
 
 @pytest.mark.parametrize("name", ["llama-3.1-70B", "meta-llama/Llama 3", "<b>", "モデル", "café"])

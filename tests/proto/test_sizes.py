@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import format_duration, format_size, parse_duration, parse_size
+from kvd_proto.text import format_duration, format_size, parse_duration, parse_size
 
 GIB = 1024**3
 

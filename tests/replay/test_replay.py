@@ -16,10 +16,17 @@ from hypothesis import strategies as st
 from kvd.cache.adaptive import POLICIES, AdaptivePolicy
 from kvd.cache.eviction import LruPolicy
 from kvd.cli import cli
-from kvd.metrics.words import NOTHING
-from kvd.replay.simulate import NEVER, labels_for, replay_belady, replay_policy, return_gaps
-from kvd.replay.traces import Trace, TracedRequest
-from kvd_proto.labels import Label
+from kvd.metrics.reading import NOTHING
+from kvd.replay import (
+    NEVER,
+    Trace,
+    TracedRequest,
+    labels_for,
+    replay_belady,
+    replay_policy,
+    return_gaps,
+)
+from kvd_proto.messages import Label
 
 
 def trace_of(*prompts: Sequence[int]) -> Trace:

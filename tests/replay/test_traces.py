@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvd.errors import TraceError
-from kvd.replay.traces import Trace, read_trace
+from kvd.replay import Trace, read_trace
 
 
 def lines(path: Path, *requests: dict[str, Any]) -> Path:

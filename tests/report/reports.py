@@ -64,7 +64,7 @@ def histogram(bounds: list[float], *counts: int) -> dict[str, Any]:
 def _report(seconds: float, done: int, **given: Any) -> dict[str, Any]:
     checks = {"pool": "64 GiB are allocated", "lane host": "up", "drain": "not draining"}
     broker = part(
-        schema.Broker,
+        schema.BrokerStatus,
         loop_lag=histogram(BOUNDS, int(100 * seconds)),
         loop_lag_max_seconds=0.002,
         requests={"Step": int(40 * seconds), "Status": int(seconds)},
@@ -81,7 +81,7 @@ def _report(seconds: float, done: int, **given: Any) -> dict[str, Any]:
         "started": START,
         "runtime_dir": "/run/kvd",
         "ready": True,
-        "checks": [schema.Check(name, ok=True, text=text) for name, text in checks.items()],
+        "checks": [schema.CheckStatus(name, ok=True, text=text) for name, text in checks.items()],
         "broker": broker,
         "counters": _counters(done),
     }
@@ -96,7 +96,7 @@ def empty_report(seconds: float = 0.0) -> dict[str, Any]:
         0,
         pool=_pool(64),
         lanes=[_lane("host", 0)],
-        sessions=schema.Sessions(1, 1024),
+        sessions=schema.SessionLimit(1, 1024),
         events=[_event(1, 0.0, "info", "the pool of 64 GiB is there")],
     )
 
@@ -122,7 +122,7 @@ def loaded_report(seconds: float = 0.0) -> dict[str, Any]:
             _tier("disk", "disk", "disk:/var/lib/kvd,size=500GiB", done),
             _tier("mooncake", "remote", "mooncake:master=10.0.0.1:50051", done),
         ],
-        sessions=schema.Sessions(12, 1024),
+        sessions=schema.SessionLimit(12, 1024),
         leases=7,
         events=[
             _event(1, 0.0, "info", "the pool of 64 GiB is there"),
@@ -174,18 +174,20 @@ def changed(report: dict[str, Any], *path: str | int, to: Any) -> dict[str, Any]
     return copied
 
 
-def _event(number: int, seconds: float, level: str, text: str) -> schema.Event:
-    return schema.Event(number, START + seconds, level, text)
+def _event(number: int, seconds: float, level: str, text: str) -> schema.EventStatus:
+    return schema.EventStatus(number, START + seconds, level, text)
 
 
 def _pool(free: int) -> Any:
-    return part(schema.Pool, cpu_bytes=64 * GIB, free_bytes=free * GIB, allocated_bytes=64 * GIB)
+    return part(
+        schema.PoolStatus, cpu_bytes=64 * GIB, free_bytes=free * GIB, allocated_bytes=64 * GIB
+    )
 
 
 def _namespace(identity: str, model: str, done: int, held: int, *bytes_by_state: int) -> Any:
     ready, writing, draining = (each * GIB for each in bytes_by_state)
     return part(
-        schema.Namespace,
+        schema.NamespaceStatus,
         id=identity,
         model=model,
         engines=1,
@@ -198,7 +200,7 @@ def _namespace(identity: str, model: str, done: int, held: int, *bytes_by_state:
         ready_bytes=ready,
         writing_bytes=writing,
         draining_bytes=draining,
-        chunks=part(schema.Chunks, ready=1536, lent=205, writing=51, pinned=12),
+        chunks=part(schema.ChunksStatus, ready=1536, lent=205, writing=51, pinned=12),
         counters=_chunks(done) | {"eviction_age": histogram(AGES, 0, 0, 10 * done)},
     )
 
@@ -206,13 +208,13 @@ def _namespace(identity: str, model: str, done: int, held: int, *bytes_by_state:
 def _engine(name: str, namespace: str, world_size: int, done: int) -> Any:
     sessions = [("scheduler", None), *(("worker", rank) for rank in range(world_size))]
     return part(
-        schema.Engine,
+        schema.EngineStatus,
         name=name,
         attached=True,
         namespace=namespace,
         world_size=world_size,
         sessions=[
-            schema.SessionOfEngine(
+            schema.SessionStatus(
                 kind=kind,
                 rank=rank,
                 device=None if rank is None else "host",
@@ -228,13 +230,13 @@ def _engine(name: str, namespace: str, world_size: int, done: int) -> Any:
     )
 
 
-def _published(changes: int) -> schema.Published:
-    return schema.Published(kv_events=changes, kv_event_snapshots=1, lag_max_seconds=0.012)
+def _published(changes: int) -> schema.PublishedStatus:
+    return schema.PublishedStatus(kv_events=changes, kv_event_snapshots=1, lag_max_seconds=0.012)
 
 
 def _lane(device: str, done: int) -> Any:
     return part(
-        schema.Lane,
+        schema.LaneStatus,
         device=device,
         up=True,
         state="up",
@@ -249,7 +251,7 @@ def _lane(device: str, done: int) -> Any:
 
 def _tier(name: str, medium: str, setting: str, done: int) -> Any:
     return part(
-        schema.Tier,
+        schema.TierReport,
         name=name,
         setting=setting,
         keep="asked",

@@ -5,9 +5,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from kvd.broker.report.forecast import advice
+from kvd.broker.forecast import advice
 from kvd.cli.tables import misses_in_words
-from kvd.metrics.schema import Forecast
+from kvd.metrics.schema import ForecastStatus
 from tests.report.reports import STEEP, forecast, loaded_report
 
 FLAT = (0.6, 0.609, 0.61, 0.611, 0.612, 0.613, 0.614, 0.615)
@@ -59,7 +59,7 @@ ADVICE: list[tuple[dict[str, Any], str]] = [
 )
 def test_one_sentence_says_what_to_buy(told: dict[str, Any], says: str) -> None:
     """Memory, a tier or neither; each with the figures that say so."""
-    assert advice(msgspec.convert(told, Forecast)) == says
+    assert advice(msgspec.convert(told, ForecastStatus)) == says
 
 
 def test_without_a_prefill_rate_the_advice_names_hits_alone() -> None:
@@ -67,7 +67,7 @@ def test_without_a_prefill_rate_the_advice_names_hits_alone() -> None:
     told = forecast(*STEEP)
     for line in told["sizes"]:
         line["prefill_seconds_per_hour"] = None
-    assert advice(msgspec.convert(told, Forecast)) == (
+    assert advice(msgspec.convert(told, ForecastStatus)) == (
         "Buy memory: +64 GiB would find 48.5 % of the prompt tokens instead of 28 %."
     )
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from kvd.metrics.conditions import CONDITIONS, conditions
-from kvd.metrics.history import Span
+from kvd.metrics.reading import Span
 from tests.report.reports import AGES, changed, empty_report, histogram, loaded_report
 
 LATER = 60.0

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import ASK_OUTCOMES, GET_OUTCOMES, PUT_OUTCOMES
-from kvd.metrics.declare import Histogram, report_of, shown
+from kvd.metrics.declare import Histogram, plain, report_of
 from kvd.outcomes import Outcome
 
 BOUNDS = (0.001, 0.5, 1.0, 60.0)
@@ -83,10 +83,10 @@ def test_every_outcome_is_counted() -> None:
 class Declared:
     """A part of a report."""
 
-    one: int = shown("Derived before held")
-    two: int = shown("Held by two")
-    three: Histogram | None = shown("Held by one")  # noqa: RUF009  # fields are declared by functions
-    four: int = shown("Held by nobody", default=4)
+    one: int = plain("Derived before held")
+    two: int = plain("Held by two")
+    three: Histogram | None = plain("Held by one")  # noqa: RUF009  # fields are declared by functions
+    four: int = plain("Held by nobody", default=4)
 
 
 def test_a_figure_is_read_where_it_is_held() -> None:

@@ -1,6 +1,6 @@
 """Differences of reports."""
 
-from kvd.metrics.history import History, Span
+from kvd.metrics.reading import History, Span
 from tests.report.reports import changed, loaded_report
 
 
@@ -46,7 +46,7 @@ def test_a_new_boot_starts_anew() -> None:
 
 def test_old_reports_go() -> None:
     """The span reaches back as far as is kept."""
-    history = History(keep=60.0)
+    history = History(keep_seconds=60.0)
     for second in range(100):
         history.add(loaded_report(float(second)))
     assert history.span().seconds == 60.0

@@ -14,7 +14,7 @@ from rich.console import Console, RenderableType
 from kvd.cli.tables import tier_state
 from kvd.cli.top import picture, shares, waiting
 from kvd.metrics.conditions import conditions
-from kvd.metrics.history import History, Span
+from kvd.metrics.reading import History, Span
 from tests.report.reports import (
     GIB,
     START,

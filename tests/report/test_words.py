@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.metrics.words import NAME_LENGTH, shorten
+from kvd.metrics.reading import NAME_LENGTH, shorten
 from tests.report.reports import LONG_NAMES
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from vllm.distributed.kv_events import KVEventBatch, ZmqEventPublisher
 
 from kvd_client import ChunkBlocks, Store, StoreAnswer, StoreTicket
-from kvd_client.change_reader import Differences
+from kvd_client.changes import Differences
 from kvd_client.tickets import pack_chunks
 from kvd_client.vllm.events import PoolEvents
 from tests.daemon.engines import Engine, make_layout
@@ -94,8 +94,8 @@ class RecordingScheduler:
         changes: Differences = self._scheduler.take_changes()
         self.ready.difference_update(changes.removed)
         self.ready.update(changes.stored)
-        self.in_tiers.difference_update(changes.released)
-        self.in_tiers.update(changes.kept)
+        self.in_tiers.difference_update(changes.removed_from_tiers)
+        self.in_tiers.update(changes.stored_in_tiers)
         return changes
 
 
@@ -166,7 +166,7 @@ class Member:
         missing = FACTOR - 1 if group and chance.random() < PARTIAL else 0
         keys = [chunk.key for chunk in chunks]
         if engine.scheduler.tiers and chance.random() < SOUGHT:
-            engine.scheduler.seek(keys)
+            engine.scheduler.request_promotion(keys)
         ranges = [(missing, FACTOR - missing), *[(0, FACTOR)] * (len(keys) - 1)]
         described = [chunk.description() for chunk in chunks]
         ticket = engine.scheduler.prepare_store(keys, ranges, described)

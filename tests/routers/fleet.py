@@ -17,8 +17,8 @@ from kvd_client.vllm.metrics import (
     TIER_WAITS,
     TIER_WAITS_OVER,
 )
-from kvd_tools.demo_vllm.engine import EngineProcess
 from kvd_tools.models import COMMON
+from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon
 from tests.routers.indexer import NOTHING, DynamoIndexer, Matched
 from tests.routers.subscriber import Subscriber
@@ -85,7 +85,7 @@ class RoutedEngine:
     """
 
     def __init__(
-        self, instance: int, process: EngineProcess, folder: Path, indexer: DynamoIndexer
+        self, instance: int, process: VllmServer, folder: Path, indexer: DynamoIndexer
     ) -> None:
         self.instance = instance
         self.process = process
@@ -208,7 +208,7 @@ class Fleet:
         self.engines.append(engine)
         return engine
 
-    def leave(self, engine: RoutedEngine, end: Callable[[EngineProcess], None]) -> None:
+    def leave(self, engine: RoutedEngine, end: Callable[[VllmServer], None]) -> None:
         """End an engine, which the router is told by what runs the engines."""
         end(engine.process)
         self.indexer.unregister(engine.instance, MODEL)

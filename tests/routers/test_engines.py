@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvd_tools.demo_vllm.engine import EngineProcess
+from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon, StartDaemon
 from tests.daemon.serving import run_kvd
 from tests.routers.fleet import (
@@ -333,7 +333,7 @@ def test_an_engine_that_comes_late_and_leaves(
                 lambda tokens: tokens == pooled,  # noqa: B023  # called here
             )
 
-    fleet.leave(late, EngineProcess.kill)
+    fleet.leave(late, VllmServer.kill)
     for engine in fleet.engines:
         engine.check(asked, pairs)
     assert late.promise(asked[0]) == NOTHING

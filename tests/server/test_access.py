@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_proto.access import explain_denied
+from kvd_proto.text import explain_denied
 from tests.daemon.users import OTHER_UID, as_stranger, needs_root
 
 NOBODY = 65534

@@ -18,10 +18,9 @@ from click.testing import CliRunner
 
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
-from kvd.cache.namespaces import Keeping, Namespace, Namespaces
-from kvd.cache.resets import Resets
+from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
+from kvd.cache.recovery import MOST_LEDGERS, PoolTrailer, ResetTable
 from kvd.cache.stores import MakeDescriptions
-from kvd.cache.trailer import MOST_LEDGERS, PoolTrailer
 from kvd.cli.serve import purge
 from kvd.config.settings import Settings
 from kvd.config.sources import Sources
@@ -41,7 +40,7 @@ from kvd_proto.descriptions import (
     DescriptionsView,
     encode,
     pack_header,
-    place,
+    record_offset,
 )
 from kvd_proto.directory import SlotState
 from tests.cache.tables import begin, finish
@@ -138,18 +137,18 @@ def maker(
     directories: DirectoryMemory,
     cpu_bytes: int = SIZE,
     make_descriptions: MakeDescriptions = lambda _name, _record_bytes: None,
-    resets: Resets | None = None,
+    resets: ResetTable | None = None,
 ) -> MakeNamespaces:
     """As the daemon makes its namespaces."""
 
-    def make(keeping: Keeping | None, fill: FillOrder) -> Namespaces:
+    def make(ledger_setup: LedgerSetup | None, fill: FillOrder) -> Namespaces:
         return Namespaces(
             cpu_bytes,
             Settings(),
             boot_id=bytes([9]) * 16,
             make_buffer=directories.make,
             make_descriptions=make_descriptions,
-            keeping=keeping,
+            ledger_setup=ledger_setup,
             fill=fill,
             resets=resets,
         )
@@ -167,7 +166,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         *,
         persistent: bool = True,
         cold: bool = False,
-        resets: Resets | None = None,
+        resets: ResetTable | None = None,
     ) -> Life:
         for life in lives:
             life.end()
@@ -950,7 +949,7 @@ def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
 
     Nor where the record of resets is lost.
     """
-    resets = Resets()
+    resets = ResetTable()
     table = start(resets=resets).open(0).table
     store(table, keys_of("old", 2))
     resets.draw(NAMES[0].hex())
@@ -966,7 +965,7 @@ def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     assert not lack
     store(again.table(0), keys_of("newer", 2))
     assert start(resets=resets).held == [set(keys_of("newer", 2))]
-    assert start(resets=Resets()).held == []
+    assert start(resets=ResetTable()).held == []
 
 
 def test_an_area_in_use_is_refused(
@@ -1064,7 +1063,10 @@ def descriptions_of(place: Path) -> Path:
         "cut off": (lambda at: os.truncate(at, HEADER_BYTES + 5 * RECORD + 20), {0, 1, 2, 3, 4}),
         "another record size": (lambda at: at.write_bytes(pack_header(2 * RECORD)), set()),
         "another version": (lambda at: flip(at, 8), set()),
-        "a description": (lambda at: flip(at, place(3, RECORD) + 20), {0, 1, 2, 4, 5, 6, 7, 8}),
+        "a description": (
+            lambda at: flip(at, record_offset(3, RECORD) + 20),
+            {0, 1, 2, 4, 5, 6, 7, 8},
+        ),
         "a directory": (lambda at: (at.unlink(), at.mkdir()), set()),
         "a link": (lambda at: at.symlink_to(at.rename(at.with_name("elsewhere"))), set()),
     }.values(),

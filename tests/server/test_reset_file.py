@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvd.cache.resets import PAGE_BYTES
+from kvd.cache.recovery import RESET_BYTES
 from kvd.server.state_files import ResetFile
 
 ONE, TWO = "01" * 16, "02" * 16
@@ -68,9 +68,9 @@ def link(path: Path) -> None:
 DAMAGE: dict[str, Callable[[Path], object]] = {
     "empty": lambda path: os.truncate(path, 0),
     "cut off": lambda path: os.truncate(path, 100),
-    "longer": lambda path: os.truncate(path, PAGE_BYTES + 1),
-    "zeros": lambda path: path.write_bytes(bytes(PAGE_BYTES)),
-    "other bytes": lambda path: path.write_bytes(b"x" * PAGE_BYTES),
+    "longer": lambda path: os.truncate(path, RESET_BYTES + 1),
+    "zeros": lambda path: path.write_bytes(bytes(RESET_BYTES)),
+    "other bytes": lambda path: path.write_bytes(b"x" * RESET_BYTES),
     "another user's": foreign,
     "directory": directory,
     "pipe": pipe,
@@ -102,7 +102,7 @@ def test_what_cannot_be_believed_costs_misses(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from([ONE, TWO, "03" * 16]), min_size=1, max_size=8),
-    st.integers(0, PAGE_BYTES),
+    st.integers(0, RESET_BYTES),
 )
 def test_no_write_that_is_cut_short_forgets_a_reset(path: Path, names: list[str], cut: int) -> None:
     """At any byte: the next daemon uses nothing that is older than what was answered."""

@@ -9,14 +9,14 @@ import pytest
 from sglang.srt.mem_cache.hybrid_cache import linker_pool_assembler
 
 from kvd_client.sglang.linker import KvdLinker
-from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
 from kvd_tools.models import write_model
+from kvd_tools.sglang_engine import SglangServer, SglangServerOptions
 from tests.conftest import Daemon
 from tests.sglang.device_pools import Kind, make_linker
 from tests.sglang.support import PATIENT, ask_all, prompts
 
-StartEngine = Callable[[EngineOptions], EngineProcess]
+StartEngine = Callable[[SglangServerOptions], SglangServer]
 StartLinker = Callable[..., KvdLinker]
 
 
@@ -29,10 +29,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def start_engine(tmp_path: Path) -> Iterator[StartEngine]:
     """Starts engines without waiting for them, and kills what is left at the test's end."""
-    engines: list[EngineProcess] = []
+    engines: list[SglangServer] = []
 
-    def start(options: EngineOptions) -> EngineProcess:
-        engines.append(EngineProcess(options, tmp_path / f"engine-{len(engines)}.log"))
+    def start(options: SglangServerOptions) -> SglangServer:
+        engines.append(SglangServer(options, tmp_path / f"engine-{len(engines)}.log"))
         return engines[-1]
 
     yield start
@@ -41,10 +41,10 @@ def start_engine(tmp_path: Path) -> Iterator[StartEngine]:
 
 
 @pytest.fixture(scope="session")
-def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Answer]:
+def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Completion]:
     """Answers of an engine without an external cache to the first prompts."""
     log = tmp_path_factory.mktemp("plain") / "engine.log"
-    engine = EngineProcess(EngineOptions(model), log)
+    engine = SglangServer(SglangServerOptions(model), log)
     try:
         engine.wait_ready()
         return ask_all(engine, prompts(4))

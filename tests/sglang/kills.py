@@ -24,10 +24,10 @@ from typing import Self
 
 import psutil
 
-from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
 from kvd_tools.errors import DemoError, RequestAborted
 from kvd_tools.models import LLAMA, write_model
+from kvd_tools.sglang_engine import SglangServer, SglangServerOptions
 from tests.daemon.serving import Daemon, started_daemons
 from tests.sglang.support import TOLERANCE, ask_all, far_apart, prompts, with_kvd
 from tests.waiting import eventually
@@ -93,8 +93,8 @@ class Load:
 
     def __init__(
         self,
-        engine: EngineProcess,
-        expected: list[tuple[list[int], Answer]],
+        engine: SglangServer,
+        expected: list[tuple[list[int], Completion]],
         tally: Tally,
         seed: int,
     ) -> None:
@@ -143,7 +143,7 @@ class Load:
             else:
                 self._count(number, prompt, answer, right)
 
-    def _count(self, number: int, prompt: list[int], answer: Answer, right: Answer) -> None:
+    def _count(self, number: int, prompt: list[int], answer: Completion, right: Completion) -> None:
         tally = self._tally
         with self._found:
             tally.answers += 1
@@ -177,9 +177,9 @@ def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
     with ExitStack() as stack:
         place = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvd-", dir="/tmp")))
         start = stack.enter_context(started_daemons(place / "run"))
-        plain = EngineOptions(write_model(place / "model", MODEL), DEVICE_TOKENS, threads=2)
+        plain = SglangServerOptions(write_model(place / "model", MODEL), DEVICE_TOKENS, threads=2)
         asked = prompts(PROMPTS, tokens=PROMPT_TOKENS)
-        with EngineProcess(plain, place / "plain.log") as engine:
+        with SglangServer(plain, place / "plain.log") as engine:
             expected = list(zip(asked, ask_all(engine, asked), strict=True))
 
         def next_daemon() -> Daemon:
@@ -191,7 +191,7 @@ def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
             plain, daemon.runtime_dir, load_timeout=LOAD_TIMEOUT, deadline=1, layerwise=layerwise
         )
         log = place / "engine.log"
-        engine = stack.enter_context(EngineProcess(options, log))
+        engine = stack.enter_context(SglangServer(options, log))
         load = stack.enter_context(Load(engine, expected, tally, seed))
         for number in range(kills):
             daemon.wait_ready()
@@ -215,7 +215,7 @@ def run(kills: int, seed: int, *, layerwise: bool) -> Tally:
         load.wait_found()
         said = log.read_text(errors="replace")
         tally.failed_loads = said.count(" were not loaded in ")
-        tally.begun_anew = said.count(" is begun anew")
+        tally.begun_anew = said.count(" is submitted again")
     return tally
 
 

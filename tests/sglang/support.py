@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
-from kvd_tools.engine_server import Answer, EngineServer
+from kvd_tools.engine_server import Completion, EngineServer
 from kvd_tools.models import COMMON
+from kvd_tools.sglang_engine import SglangServer, SglangServerOptions
 from tests.daemon.serving import Daemon
 from tests.waiting import DEADLINE, eventually
 
@@ -37,17 +37,17 @@ def findable(chunk_tokens: int = CHUNK_TOKENS) -> int:
     return (PROMPT_TOKENS - 1) // chunk_tokens * chunk_tokens
 
 
-def with_kvd(options: EngineOptions, runtime_dir: Path, **extra: Any) -> EngineOptions:
+def with_kvd(options: SglangServerOptions, runtime_dir: Path, **extra: Any) -> SglangServerOptions:
     """The same engine with kvd behind it, and with patience where nothing else is said."""
     return replace(options, linker={"runtime_dir": str(runtime_dir), **PATIENT, **extra})
 
 
-def ask_all(engine: EngineServer, asked: Sequence[Sequence[int]]) -> list[Answer]:
+def ask_all(engine: EngineServer, asked: Sequence[Sequence[int]]) -> list[Completion]:
     """Answers to prompts that are sent one after another."""
     return [engine.generate([prompt])[0] for prompt in asked]
 
 
-def push_out(engine: EngineProcess) -> None:
+def push_out(engine: SglangServer) -> None:
     """Fill the engine's own cache with other prompts."""
     ask_all(engine, prompts(8, seed=1000))
 
@@ -76,7 +76,7 @@ def wait_stored(daemon: Daemon, at_least: int) -> None:
     )
 
 
-def far_apart(one: Answer, other: Answer) -> float:
+def far_apart(one: Completion, other: Completion) -> float:
     """The largest difference of log-probabilities that both tell; infinite where tokens differ."""
     if one.tokens != other.tokens:
         return float("inf")
@@ -87,7 +87,7 @@ def far_apart(one: Answer, other: Answer) -> float:
     )
 
 
-def check(answers: Sequence[Answer], expected: Sequence[Answer]) -> None:
+def check(answers: Sequence[Completion], expected: Sequence[Completion]) -> None:
     """The same tokens, and log-probabilities as near as the engine's own are."""
     apart = [far_apart(*pair) for pair in zip(answers, expected, strict=True)]
     assert max(apart) <= TOLERANCE, apart

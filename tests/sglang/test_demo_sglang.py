@@ -16,4 +16,4 @@ def test_known_prompts_are_found_also_after_a_restart() -> None:
 def test_ctrl_c_ends_everything() -> None:
     """An interrupt while the engine starts ends it, the daemon and the demo."""
     with running("demo-sglang") as demo:
-        ends_with_ctrl_c(demo, "kvd_tools.demo_sglang.server")
+        ends_with_ctrl_c(demo, "kvd_tools.forked_server")

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_sglang.engine import EngineOptions
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
 from kvd_tools.errors import DemoError
+from kvd_tools.sglang_engine import SglangServerOptions
 from tests.conftest import StartDaemon
 from tests.processes import python
 from tests.sglang.conftest import StartEngine
@@ -40,10 +40,12 @@ def test_absent_killed_and_frozen_it_costs_misses(
     runtime_dir: Path,
     model: Path,
     start_engine: StartEngine,
-    expected: list[Answer],
+    expected: list[Completion],
 ) -> None:
     """One engine through all of it: started without a daemon, it finds prompts whenever it can."""
-    engine = start_engine(with_kvd(EngineOptions(model), runtime_dir, deadline=ENGINE_DEADLINE))
+    engine = start_engine(
+        with_kvd(SglangServerOptions(model), runtime_dir, deadline=ENGINE_DEADLINE)
+    )
     engine.wait_ready()
     check(ask_all(engine, PROMPTS), expected)
 
@@ -89,7 +91,7 @@ def test_a_setting_that_is_wrong_stops_the_engine_with_a_sentence(
     model: Path, start_engine: StartEngine, runtime_dir: Path
 ) -> None:
     """It names the key, its value and what is possible."""
-    options = EngineOptions(model, linker={"runtime_dir": str(runtime_dir), "leese": 3})
+    options = SglangServerOptions(model, linker={"runtime_dir": str(runtime_dir), "leese": 3})
     engine = start_engine(options)
     with pytest.raises(DemoError, match="leese"):
         engine.wait_ready()

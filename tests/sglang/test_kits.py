@@ -11,8 +11,8 @@ from unittest import TestCase
 import pytest
 from sglang.test.kits.unified_radix_cache_kit import AccuracyTwoPassMixin, UnifiedRadixTreeTestMixin
 
-from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
 from kvd_tools.models import LLAMA, write_model
+from kvd_tools.sglang_engine import SglangServer, SglangServerOptions
 from tests.daemon.serving import daemon_left_clean
 from tests.sglang.support import TEST_SECONDS, prompts, wait_served, with_kvd
 
@@ -44,9 +44,9 @@ def kit(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """The kit, on an engine with pages of so many tokens."""
     place: Path = tmp_path_factory.mktemp("kit")
     model = write_model(place / "model", LLAMA | {"vocab_size": VOCABULARY})
-    options = EngineOptions(model, DEVICE_TOKENS, page_size=request.param, threads=2)
+    options = SglangServerOptions(model, DEVICE_TOKENS, page_size=request.param, threads=2)
     with daemon_left_clean() as daemon:
-        engine = EngineProcess(with_kvd(options, daemon.runtime_dir), place / "engine.log")
+        engine = SglangServer(with_kvd(options, daemon.runtime_dir), place / "engine.log")
         try:
             engine.wait_ready()
             wait_served(daemon)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_sglang.engine import EngineOptions
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
+from kvd_tools.sglang_engine import SglangServerOptions
 from tests.conftest import Daemon
 from tests.sglang.conftest import StartEngine
 from tests.sglang.support import (
@@ -29,7 +29,7 @@ CHUNKS = len(PROMPTS) * (PROMPT_TOKENS // CHUNK_TOKENS)
 pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
-def test_the_answers_are_worth_comparing(expected: list[Answer]) -> None:
+def test_the_answers_are_worth_comparing(expected: list[Completion]) -> None:
     """They differ from prompt to prompt, and the model is not sure of itself everywhere."""
     assert len({tuple(answer.tokens) for answer in expected}) == len(expected)
     assert min(min(top.values()) for answer in expected for top in answer.logprobs) < -1
@@ -40,12 +40,12 @@ def test_what_was_pushed_out_comes_back(
     daemon: Daemon,
     model: Path,
     start_engine: StartEngine,
-    expected: list[Answer],
+    expected: list[Completion],
     page_size: int,
     layerwise: bool,
 ) -> None:
     """Prompts that have left the engine's cache are found in kvd's, also together."""
-    plain = EngineOptions(model, page_size=page_size)
+    plain = SglangServerOptions(model, page_size=page_size)
     chunk_tokens = max(page_size, CHUNK_TOKENS)
     engine = start_engine(with_kvd(plain, daemon.runtime_dir, layerwise=layerwise))
     engine.wait_ready()
@@ -63,10 +63,10 @@ def test_what_was_pushed_out_comes_back(
 
 
 def test_a_new_engine_finds_what_the_one_before_has_stored(
-    daemon: Daemon, model: Path, start_engine: StartEngine, expected: list[Answer]
+    daemon: Daemon, model: Path, start_engine: StartEngine, expected: list[Completion]
 ) -> None:
     """The pool outlives an engine's crash."""
-    options = with_kvd(EngineOptions(model), daemon.runtime_dir)
+    options = with_kvd(SglangServerOptions(model), daemon.runtime_dir)
     first = start_engine(options)
     first.wait_ready()
     wait_served(daemon)
@@ -87,11 +87,11 @@ def test_two_ranks_load_alike(
     daemon: Daemon,
     model: Path,
     start_engine: StartEngine,
-    expected: list[Answer],
+    expected: list[Completion],
     layerwise: bool,
 ) -> None:
     """With tensor parallelism each rank has chunks of its own, and both find the same prefix."""
-    plain = EngineOptions(model, tensor_parallel=2)
+    plain = SglangServerOptions(model, tensor_parallel=2)
     engine = start_engine(with_kvd(plain, daemon.runtime_dir, layerwise=layerwise))
     engine.wait_ready()
     wait_served(daemon, pools=2)

@@ -11,9 +11,8 @@ from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from kvd_client import CudaError, StoreAnswer, StoreTicket
 from kvd_client.errors import cause
 from kvd_client.sglang import pool_cache
-from kvd_client.sglang.coverage import chunk_keys
 from kvd_client.sglang.linker import KvdLinker
-from kvd_client.sglang.pages import PagePool
+from kvd_client.sglang.pages import PagePool, chunk_keys
 from tests.conftest import StartDaemon
 from tests.daemon.serving import Daemon
 from tests.processes import has_memory

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from kvd_tools.demo_sglang.engine import EngineOptions, EngineProcess
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
 from kvd_tools.models import write_model
+from kvd_tools.sglang_engine import SglangServer, SglangServerOptions
 from tests.conftest import Daemon
 from tests.engine_models import DEEPSEEK, FALCON_H1, LAGUNA, LFM2
 from tests.sglang.conftest import StartEngine
@@ -89,9 +89,9 @@ class Kind:
     norm: float = 1.0
     vectors: Mapping[str, float] = field(default_factory=dict)
 
-    def options(self, models: Path) -> EngineOptions:
+    def options(self, models: Path) -> SglangServerOptions:
         """Its engine, without an external cache."""
-        return EngineOptions(
+        return SglangServerOptions(
             write_model(
                 models / self.config["model_type"],
                 self.config,
@@ -123,9 +123,9 @@ class Plain:
     again: answers to what is asked again, with the prompts in its own cache.
     """
 
-    options: EngineOptions
-    cold: list[Answer]
-    again: list[Answer]
+    options: SglangServerOptions
+    cold: list[Completion]
+    again: list[Completion]
 
 
 # A cache with pages and one with states are asked every time; the slower ones at night.
@@ -148,7 +148,7 @@ def plain(kind: Kind, tmp_path_factory: pytest.TempPathFactory) -> Plain:
     """What the answers must be."""
     place = tmp_path_factory.mktemp("plain")
     options = kind.options(place)
-    engine = EngineProcess(options, place / "engine.log")
+    engine = SglangServer(options, place / "engine.log")
     try:
         engine.wait_ready()
         cold = ask_all(engine, PROMPTS)

@@ -5,11 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_sglang.engine import EngineOptions
-from kvd_tools.demo_vllm import engine as vllm
-from kvd_tools.demo_vllm.engine import EngineOptions as VllmOptions
-from kvd_tools.demo_vllm.engine import kvd_transfer
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
+from kvd_tools.sglang_engine import SglangServerOptions
+from kvd_tools.vllm_engine import VllmServer, VllmServerOptions, kvd_transfer
 from tests.conftest import Daemon
 from tests.processes import ROOT
 from tests.sglang.conftest import StartEngine
@@ -38,10 +36,10 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 def test_two_engines_share_what_either_has_stored(
-    daemon: Daemon, model: Path, start_engine: StartEngine, expected: list[Answer]
+    daemon: Daemon, model: Path, start_engine: StartEngine, expected: list[Completion]
 ) -> None:
     """Each computes two prompts and finds the other's two, in one namespace."""
-    options = with_kvd(EngineOptions(model), daemon.runtime_dir)
+    options = with_kvd(SglangServerOptions(model), daemon.runtime_dir)
     one, two = start_engine(options), start_engine(options)
     one.wait_ready()
     two.wait_ready()
@@ -56,10 +54,10 @@ def test_two_engines_share_what_either_has_stored(
 
 
 def test_replicas_of_one_server_share_what_either_has_stored(
-    daemon: Daemon, model: Path, start_engine: StartEngine, expected: list[Answer]
+    daemon: Daemon, model: Path, start_engine: StartEngine, expected: list[Completion]
 ) -> None:
     """With data parallelism each replica is an engine of its own, in one namespace."""
-    replicas = EngineOptions(
+    replicas = SglangServerOptions(
         model,
         args=("--dp-size", "2"),
         env={"SGLANG_CPU_OMP_THREADS_BIND": "0|0"},  # one entry a replica
@@ -77,10 +75,14 @@ def test_replicas_of_one_server_share_what_either_has_stored(
 
 @pytest.mark.skipif(not VLLM.exists(), reason="vLLM's environment is missing: make .venv-vllm")
 def test_sglang_and_vllm_work_at_once(
-    daemon: Daemon, model: Path, start_engine: StartEngine, expected: list[Answer], tmp_path: Path
+    daemon: Daemon,
+    model: Path,
+    start_engine: StartEngine,
+    expected: list[Completion],
+    tmp_path: Path,
 ) -> None:
     """Both find their own chunks and never each other's: bytes and hashes are not the same."""
-    other = VllmOptions(
+    other = VllmServerOptions(
         model,
         num_gpu_blocks=128,
         max_model_len=1024,
@@ -89,9 +91,9 @@ def test_sglang_and_vllm_work_at_once(
         ),
     )
     log = tmp_path / "vllm.log"
-    beside = vllm.EngineProcess(other, log, python=str(VLLM))
+    beside = VllmServer(other, log, python=str(VLLM))
     try:
-        engine = start_engine(with_kvd(EngineOptions(model), daemon.runtime_dir))
+        engine = start_engine(with_kvd(SglangServerOptions(model), daemon.runtime_dir))
         engine.wait_ready()
         beside.wait_ready()
         wait_served(daemon, pools=2)

@@ -68,13 +68,13 @@ class Client(kill_loop.Client):
     def attach(self, daemon: Daemon) -> Attachment:
         """Until the directory of this daemon is here."""
         attached = super().attach(daemon)
-        self.line = attached.line
+        self.line = attached.connection
         return attached
 
     @property
     def asking(self) -> bool:
         """Whether the daemon has not answered all that it was told."""
-        return self.line is not None and self.line.unanswered > 0
+        return self.line is not None and self.line.num_unanswered > 0
 
     def records(self, state: SlotState) -> dict[bytes, Record]:
         """The chunks in this state, by key, as the directory has them."""

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvd.tier.batches import space_id
-from kvd.tier.contract import Chunk, Space, Tier
-from kvd.tier.seal import HEAD_BYTES, check_of
+from kvd.tier.batches import HEAD_BYTES, checksum_of, space_id
+from kvd.tier.contract import Chunk, Space, TierBackend
 
 POISON = 0xEE
 AREA_BYTES = 64 * 2**20
@@ -24,9 +23,9 @@ def space_of(
     return Space(space_id(name, salt), share_bytes, HEAD_BYTES + description)
 
 
-def begun(tier: Tier, space: Space) -> Space:
+def begun(tier: TierBackend, space: Space) -> Space:
     """A space that a backend was told to begin."""
-    tier.begin(space)
+    tier.open_space(space)
     return space
 
 
@@ -72,7 +71,7 @@ class Area:
             share[:] = whole[at : at + len(share)].tobytes()
             at += len(share)
         made = head_of(space, key, salt) if head is None else head
-        return Chunk(space, key, shares, made, coverage_of(key), check_of(shares))
+        return Chunk(space, key, shares, made, coverage_of(key), checksum_of(shares))
 
     def chunks(self, space: Space, keys: Iterable[bytes], *, salt: int = 0) -> list[Chunk]:
         """Chunks to put."""

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Tier
+from kvd.tier.contract import TierBackend
 from kvd.tier.service import TierService
 from kvd.wire.tiering import (
     TIERING,
@@ -31,9 +31,9 @@ from kvd.wire.tiering import (
     TierReady,
 )
 from kvd_proto import descriptions
-from kvd_proto.arrays import IntArray
 from kvd_proto.channel import Channel
 from kvd_proto.directory import RECORD_DTYPE, DirectoryHeader, SlotState
+from kvd_proto.jobs import IntArray
 from kvd_proto.messages import Message
 from tests.tier.areas import POISON
 from tests.waiting import PATIENCE
@@ -43,7 +43,7 @@ SLOTS = 16
 SALT = b"salt-one"
 SHARES = (4096, 1000)
 RECORD_BYTES = 256  # of a description
-ROOM = descriptions.room(RECORD_BYTES)
+ROOM = descriptions.max_description_bytes(RECORD_BYTES)
 
 
 def content(key: bytes, salt: int = 0) -> bytes:
@@ -97,7 +97,7 @@ class Namespace:
         self.write(slot, content(key, salt))
         generation = self.set(slot, SlotState.READY, key)
         record = descriptions.pack_record(slot, generation, described(key))
-        os.pwrite(self.described, record, descriptions.place(slot, RECORD_BYTES))
+        os.pwrite(self.described, record, descriptions.record_offset(slot, RECORD_BYTES))
         return generation
 
     def expect(self, slot: int, key: bytes) -> int:
@@ -189,7 +189,7 @@ class FakeBroker:
         others: messages that nobody has waited for yet.
     """
 
-    def __init__(self, tier: Tier) -> None:
+    def __init__(self, tier: TierBackend) -> None:
         self.pool = memoryview(mmap.mmap(-1, 2 * SLOTS * sum(SHARES)))
         ours, theirs = socket.socketpair(socket.AF_UNIX)
         self.link = Channel(ours, b"ROUTER")

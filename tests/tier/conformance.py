@@ -17,10 +17,10 @@ from typing import ClassVar, TypeAlias
 import pytest
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Chunk, Space, Tier
+from kvd.tier.contract import Chunk, Space, TierBackend
 from tests.tier.areas import Area, begun, coverage_of, is_whole, keys_of, space_of
 
-MakeTier: TypeAlias = Callable[[int], Tier]
+MakeTier: TypeAlias = Callable[[int], TierBackend]
 """Opens the backend with a budget of so many bytes, on the same medium each time; the fixture
 closes at its end what the test did not."""
 SHARES = [
@@ -41,7 +41,7 @@ def soon() -> float:
     return time.monotonic() + 120
 
 
-def put_all(tier: Tier, chunks: Sequence[Chunk]) -> None:
+def put_all(tier: TierBackend, chunks: Sequence[Chunk]) -> None:
     """Put, every one of them with success."""
     assert tier.put(chunks, soon()) == [OK] * len(chunks)
 
@@ -51,7 +51,7 @@ class Conformance:
 
     Attributes:
         keeps: what was acknowledged is there when the backend is opened again.
-        shared: as `Tier.shared` says.
+        shared: as `TierBackend.shared` says.
         evicts: it makes room by itself; otherwise a full one answers FULL.
         roomy: a budget in which 64 MiB fit.
         small: the smallest budget that makes sense, in bytes.
@@ -76,21 +76,23 @@ class Conformance:
         raise NotImplementedError
 
     @pytest.fixture
-    def tier(self, make_tier: MakeTier) -> Tier:
+    def tier(self, make_tier: MakeTier) -> TierBackend:
         """A backend with room."""
         return make_tier(self.roomy)
 
-    def begin(self, tier: Tier, *shares: int, name: bytes = b"n" * 16, salt: bytes = b"") -> Space:
+    def begin(
+        self, tier: TierBackend, *shares: int, name: bytes = b"n" * 16, salt: bytes = b""
+    ) -> Space:
         """A namespace in use."""
         return begun(tier, space_of(*shares, name=name, salt=salt))
 
-    def held(self, tier: Tier, space: Space, keys: Sequence[bytes]) -> set[bytes]:
+    def held(self, tier: TierBackend, space: Space, keys: Sequence[bytes]) -> set[bytes]:
         """Which of these it says that it has."""
         found = tier.contains(space, keys, soon())
         assert len(found) == len(keys)
         return {key for key, there in zip(keys, found, strict=True) if there}
 
-    def scanned(self, tier: Tier, space: Space) -> dict[bytes, tuple[int, int, int]]:
+    def scanned(self, tier: TierBackend, space: Space) -> dict[bytes, tuple[int, int, int]]:
         """What it lists, none of it twice."""
         rows = [row for piece in tier.scan(space) for row in piece]
         listed = dict(rows)
@@ -101,7 +103,7 @@ class Conformance:
 
     @pytest.mark.parametrize("shares", SHARES, ids=str)
     def test_what_is_put_is_got_byte_for_byte(
-        self, tier: Tier, area: Area, shares: tuple[int, ...]
+        self, tier: TierBackend, area: Area, shares: tuple[int, ...]
     ) -> None:
         """Chunks of any share sizes come back with every byte and their heads."""
         space = self.begin(tier, *shares)
@@ -125,7 +127,7 @@ class Conformance:
         assert tier.get(back, soon()) == [OK] * len(keys)
         assert all(map(is_whole, back))
 
-    def test_heads_of_any_length(self, tier: Tier, area: Area) -> None:
+    def test_heads_of_any_length(self, tier: TierBackend, area: Area) -> None:
         """A head comes back as it was, be it empty or as long as the space allows."""
         space = self.begin(tier, 4096)
         heads = [bytes(n % 251 for n in range(size)) for size in (0, 1, 7, 64, space.head_bytes)]
@@ -138,7 +140,7 @@ class Conformance:
         assert tier.get(back, soon()) == [OK] * len(keys)
         assert [chunk.head for chunk in back] == heads
 
-    def test_keys_of_any_length(self, tier: Tier, area: Area) -> None:
+    def test_keys_of_any_length(self, tier: TierBackend, area: Area) -> None:
         """Keys of 1 to 48 arbitrary bytes are different keys, though one begins another."""
         space = self.begin(tier, 512)
         keys = [b"\0" * size for size in (1, 2, 47, 48)] + [b"\xff", b"a/b", b"../x", b"\n" * 48]
@@ -147,7 +149,7 @@ class Conformance:
         assert tier.get(back, soon()) == [OK] * len(keys)
         assert all(map(is_whole, back))
 
-    def test_nothing_to_do(self, tier: Tier) -> None:
+    def test_nothing_to_do(self, tier: TierBackend) -> None:
         """Empty batches are none."""
         space = self.begin(tier, 4096)
         assert tier.put([], soon()) == []
@@ -155,7 +157,7 @@ class Conformance:
         assert tier.contains(space, [], soon()) == []
         tier.remove(space, [])
 
-    def test_absent(self, tier: Tier, area: Area) -> None:
+    def test_absent(self, tier: TierBackend, area: Area) -> None:
         """What was never put is ABSENT, also between chunks that are there."""
         space = self.begin(tier, 4096)
         keys = keys_of("some", 6)
@@ -165,7 +167,7 @@ class Conformance:
         assert all(map(is_whole, back[::2]))
         assert self.held(tier, space, keys) == set(keys[::2])
 
-    def test_put_again(self, tier: Tier, area: Area) -> None:
+    def test_put_again(self, tier: TierBackend, area: Area) -> None:
         """A key that is put again holds the old chunk or the new one, never of both."""
         space = self.begin(tier, 5000, 300)
         keys = keys_of("again", 8)
@@ -178,7 +180,7 @@ class Conformance:
             assert self.scanned(tier, space).keys() == set(keys)
             assert tier.capacity().chunks == len(keys)
 
-    def test_remove(self, tier: Tier, area: Area) -> None:
+    def test_remove(self, tier: TierBackend, area: Area) -> None:
         """What is removed is gone, the rest stays, and what is not there is no error."""
         space = self.begin(tier, 4096)
         keys = keys_of("remove", 10)
@@ -193,7 +195,7 @@ class Conformance:
         assert tier.get(again, soon()) == [OK] * 4
         assert all(is_whole(chunk, salt=1) for chunk in again)
 
-    def test_spaces_share_nothing(self, tier: Tier, area: Area) -> None:
+    def test_spaces_share_nothing(self, tier: TierBackend, area: Area) -> None:
         """The same keys in two namespaces are different chunks."""
         one = self.begin(tier, 4096, name=b"1" * 16)
         two = self.begin(tier, 1000, 24, name=b"2" * 16)
@@ -209,7 +211,7 @@ class Conformance:
 
     # ------------------------------------------------------------- what is there
 
-    def test_scan_equals_what_was_put(self, tier: Tier, area: Area) -> None:
+    def test_scan_equals_what_was_put(self, tier: TierBackend, area: Area) -> None:
         """A scan lists every chunk that is there with its coverage; nothing where shared."""
         space = self.begin(tier, 600)
         other = self.begin(tier, 600, name=b"o" * 16)
@@ -221,7 +223,7 @@ class Conformance:
         there = {} if self.shared else {key: coverage_of(key) for key in keys[100:]}
         assert self.scanned(tier, space) == there
 
-    def test_capacity_adds_up(self, tier: Tier, area: Area) -> None:
+    def test_capacity_adds_up(self, tier: TierBackend, area: Area) -> None:
         """Capacity counts chunks and at least their bytes, and counts those that go."""
         if self.shared:
             pytest.skip("others put and remove there, too")
@@ -254,7 +256,7 @@ class Conformance:
             assert set(outcomes) <= {OK, Outcome.FULL}
             put |= {key for key, out in zip(batch, outcomes, strict=True) if out is OK}
             refused += outcomes.count(Outcome.FULL)
-            for name, dropped in tier.take_gone():
+            for name, dropped in tier.take_dropped():
                 assert name == space.id
                 gone += dropped
             assert tier.capacity().used <= self.small + self.slack
@@ -265,7 +267,7 @@ class Conformance:
         if not self.shared:
             assert there == put - set(gone)
             assert self.scanned(tier, space).keys() == there
-            assert tier.take_gone() == []
+            assert tier.take_dropped() == []
         back = area.empties(space, sorted(there))
         for at in range(0, len(back), 8):
             assert tier.get(back[at : at + 8], soon()) == [OK] * len(back[at : at + 8])
@@ -273,7 +275,7 @@ class Conformance:
 
     # ------------------------------------------------------------- resets
 
-    def test_a_dropped_space_is_gone(self, tier: Tier, area: Area) -> None:
+    def test_a_dropped_space_is_gone(self, tier: TierBackend, area: Area) -> None:
         """After a reset nothing of before is found under the new name, and its room is free."""
         old = self.begin(tier, 4096, salt=b"1")
         keys = keys_of("reset", 20)
@@ -290,7 +292,7 @@ class Conformance:
         assert tier.get(back, soon()) == [OK] * 3
         assert all(is_whole(chunk, salt=1) for chunk in back)
 
-    def test_a_late_put_of_a_dropped_space(self, tier: Tier, area: Area) -> None:
+    def test_a_late_put_of_a_dropped_space(self, tier: TierBackend, area: Area) -> None:
         """A put that still names the space before is never found in the new one."""
         old = self.begin(tier, 4096, salt=b"1")
         tier.drop_space(old)
@@ -305,7 +307,7 @@ class Conformance:
         assert tier.get(back, soon()) == [OK] * 4
         assert all(is_whole(chunk, salt=1) for chunk in back)
 
-    def test_begin_again(self, tier: Tier, area: Area) -> None:
+    def test_begin_again(self, tier: TierBackend, area: Area) -> None:
         """A space that begins again has what it had."""
         space = self.begin(tier, 4096)
         keys = keys_of("again", 3)
@@ -350,7 +352,7 @@ class Conformance:
         if not self.shared:
             assert tier.capacity().chunks == 0
 
-    def test_a_deadline_that_has_passed(self, tier: Tier, area: Area) -> None:
+    def test_a_deadline_that_has_passed(self, tier: TierBackend, area: Area) -> None:
         """A batch that is late is LATE or done, and nothing of it is wrong."""
         space = self.begin(tier, 4096)
         keys = keys_of("deadline", 4)
@@ -404,7 +406,7 @@ class Conformance:
             assert self.scanned(tier, space).keys() == every
             assert tier.capacity().chunks == len(every)
 
-    def test_what_it_says_of_itself(self, tier: Tier) -> None:
+    def test_what_it_says_of_itself(self, tier: TierBackend) -> None:
         """Medium, threads, batch size and a description are given."""
         assert tier.medium in {"disk", "remote", "memory"}
         assert tier.shared == self.shared

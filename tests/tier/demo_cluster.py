@@ -19,11 +19,11 @@ from pathlib import Path
 from statistics import median
 from typing import ClassVar
 
-from kvd_proto.sizes import format_size
-from kvd_tools.demo_vllm.command import Scenario
-from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess
-from kvd_tools.engine_server import Answer
+from kvd_proto.text import format_size
+from kvd_tools.engine_demo import VllmWorkload
+from kvd_tools.engine_server import Completion
 from kvd_tools.models import ANSWER_TOKENS
+from kvd_tools.vllm_engine import VllmServer, VllmServerOptions
 from tests.daemon.serving import Daemon, started_daemons
 from tests.tier.mooncake_cluster import Cluster, why_not
 from tests.waiting import eventually
@@ -32,18 +32,18 @@ LAYERS, PROMPTS, PROMPT_TOKENS = 9, 4, 2000
 ATTACHED, HITS = "vllm:kv_offload_kvd_attached", "vllm:external_prefix_cache_hits"
 
 
-class ExactScenario(Scenario):
+class ExactWorkload(VllmWorkload):
     """Prompts whose answers do not depend on how much of them is found."""
 
     __slots__ = ()
     NUMBER_BYTES: ClassVar[int] = 4
 
-    def write_options(self, place: Path, runtime_dir: Path) -> EngineOptions:
-        """As `Scenario` writes them, in float32."""
-        return replace(Scenario.write_options(self, place, runtime_dir), dtype="float32")
+    def write_options(self, place: Path, runtime_dir: Path) -> VllmServerOptions:
+        """As `VllmWorkload` writes them, in float32."""
+        return replace(VllmWorkload.write_options(self, place, runtime_dir), dtype="float32")
 
 
-def serve(name: str, engine: EngineProcess, prompts: list[list[int]]) -> tuple[list[Answer], int]:
+def serve(name: str, engine: VllmServer, prompts: list[list[int]]) -> tuple[list[Completion], int]:
     """Every prompt, one after another; the answers, and how many tokens were found."""
     before = engine.metric(HITS)
     answers = [engine.generate([prompt], ANSWER_TOKENS)[0] for prompt in prompts]
@@ -54,7 +54,7 @@ def serve(name: str, engine: EngineProcess, prompts: list[list[int]]) -> tuple[l
     return answers, hits
 
 
-def attach(engine: EngineProcess, prompt: list[int]) -> None:
+def attach(engine: VllmServer, prompt: list[int]) -> None:
     """Do everything once, with the daemon behind it."""
 
     def attached() -> float:
@@ -78,13 +78,13 @@ def wait_kept(daemon: Daemon) -> int:
 
 def run(prompts: int, tokens: int) -> bool:
     """Run it; whether all was found and the same."""
-    scenario = ExactScenario(LAYERS, 2 * prompts, tokens)
-    first, *every = scenario.make_prompts()
+    workload = ExactWorkload(LAYERS, 2 * prompts, tokens)
+    first, *every = workload.make_prompts()
     shared, own = every[:prompts], every[prompts:]
-    needed = (prompts + 1) * scenario.longest * scenario.token_bytes
-    pool = scenario.pool_bytes
+    needed = (prompts + 1) * workload.longest * workload.token_bytes
+    pool = workload.pool_bytes
     print(
-        f"model: dense, {LAYERS} layers, random weights; {format_size(scenario.token_bytes)} of KV"
+        f"model: dense, {LAYERS} layers, random weights; {format_size(workload.token_bytes)} of KV"
         f" per token\npools: {format_size(pool)} on each node; load: prompts of {tokens:,} tokens\n"
     )
     with (
@@ -101,7 +101,7 @@ def run(prompts: int, tokens: int) -> bool:
             where = place / name / "run"
             daemon = start("--tier", tier, cpu_bytes=str(pool), where=where, before=node.command())
             daemons.append(daemon)
-            written = scenario.write_options(place, daemon.runtime_dir)
+            written = workload.write_options(place, daemon.runtime_dir)
             options.append(written)
         with engine_of(options[0], place / "engine-a.log", first) as engine:
             stored, _ = serve("A: computed", engine, shared)
@@ -123,9 +123,9 @@ def run(prompts: int, tokens: int) -> bool:
 
 
 @contextmanager
-def engine_of(options: EngineOptions, log: Path, prompt: list[int]) -> Iterator[EngineProcess]:
+def engine_of(options: VllmServerOptions, log: Path, prompt: list[int]) -> Iterator[VllmServer]:
     """An engine that has done everything once."""
-    with EngineProcess(options, log) as engine:
+    with VllmServer(options, log) as engine:
         attach(engine, prompt)
         yield engine
 

@@ -26,7 +26,7 @@ import psutil
 
 from kvd.wire.tool import ToolConnection
 from kvd_client import LookupResult
-from kvd_client.decisions import NOT_BELOW
+from kvd_client.decisions import NO_TIER
 from kvd_proto.messages import Clear, Cleared
 from tests.daemon.engines import described, keys_of, read_descriptions
 from tests.daemon.serving import Daemon, StartDaemon
@@ -64,7 +64,7 @@ class Client(kill_loop.Client):
         tiers = self.directory.tiers if self.directory is not None else None
         if tiers is None:
             return set()
-        return {key for key, place in tiers.held(0, tiers.places) if place.tiers}
+        return {key for key, place in tiers.held_chunks(0, tiers.places) if place.tiers}
 
     def bring_up(self, keys: list[bytes], seconds: float) -> list[bytes]:
         """Seek these, and wait until they are hits; those that are not in time are missing."""
@@ -75,12 +75,12 @@ class Client(kill_loop.Client):
             missing = [
                 key
                 for key, result in zip(keys, found, strict=True)
-                if result is not LookupResult.HIT and scheduler.below(key) != NOT_BELOW
+                if result is not LookupResult.HIT and scheduler.find_tier(key) != NO_TIER
             ]
             if not missing or time.monotonic() > end:
                 hits = zip(keys, found, strict=True)
                 return [key for key, result in hits if result is LookupResult.HIT]
-            scheduler.seek(missing)
+            scheduler.request_promotion(missing)
             scheduler.end_step()
             time.sleep(PAUSE)
 

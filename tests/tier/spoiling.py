@@ -7,11 +7,10 @@ import sys
 
 from kvd.errors import TierError
 from kvd.outcomes import Outcome
-from kvd.tier.batches import space_id
-from kvd.tier.contract import Options, Space
+from kvd.tier.batches import HEAD_BYTES, space_id
+from kvd.tier.contract import BackendOptions, Space
 from kvd.tier.mooncake import MooncakeTier
-from kvd.tier.seal import HEAD_BYTES
-from kvd_proto.descriptions import record_bytes, room
+from kvd_proto.descriptions import max_description_bytes, record_bytes
 from tests.daemon.engines import FACTOR, PAGE, TENSORS, make_layout
 from tests.tier.areas import Area
 from tests.tier.conformance import put_all, soon
@@ -26,13 +25,13 @@ def main(master: str, namespace: str, *keys: str) -> None:
 
     def opened() -> MooncakeTier | TierError:
         try:
-            return MooncakeTier.open(Options("", {"master": master}), area.memory)
+            return MooncakeTier.open(BackendOptions("", {"master": master}), area.memory)
         except TierError as error:  # the master stands still for a while
             return error
 
     tier = eventually(opened, lambda found: isinstance(found, MooncakeTier))
     assert isinstance(tier, MooncakeTier)
-    head_bytes = HEAD_BYTES + room(record_bytes(make_layout()))
+    head_bytes = HEAD_BYTES + max_description_bytes(record_bytes(make_layout()))
     name = bytes.fromhex(namespace)
     space = Space(space_id(name, tier.salt(name)), SHARES, head_bytes)
     wanted = [bytes.fromhex(key) for key in keys]

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Options
+from kvd.tier.contract import BackendOptions
 from kvd.tier.disk import DiskTier
 from kvd.tier.disk.slabs import Slab
 from tests.tier.areas import Area, begun, keys_of, space_of
@@ -29,7 +29,9 @@ class TestDiskTier(Conformance):
         opened: list[DiskTier] = []
 
         def make(nbytes: int) -> DiskTier:
-            options = Options(str(tmp_path / "tier"), {"size": str(nbytes), "floor": "64MiB"})
+            options = BackendOptions(
+                str(tmp_path / "tier"), {"size": str(nbytes), "floor": "64MiB"}
+            )
             DiskTier.check(options)
             opened.append(DiskTier.open(options, area.memory))
             return opened[-1]
@@ -44,7 +46,7 @@ def test_a_batch_is_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     """Four chunks of 1 MiB are written by one call and read by one, though slots have tails."""
     area = Area(8 * MIB)
     tier = DiskTier.open(
-        Options(str(tmp_path / "tier"), {"size": "512MiB", "floor": "0"}), area.memory
+        BackendOptions(str(tmp_path / "tier"), {"size": "512MiB", "floor": "0"}), area.memory
     )
     space = begun(tier, space_of(MIB))
     calls: list[str] = []
@@ -58,7 +60,7 @@ def test_a_batch_is_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             nbytes: int = real(fd, pieces, at)
             return nbytes
 
-        monkeypatch.setattr(f"kvd.tier.disk.transfer.os.{name}", moved)
+        monkeypatch.setattr(f"kvd.tier.disk.slot_io.os.{name}", moved)
     keys = keys_of("k", 4)
     put_all(tier, area.chunks(space, keys))
     assert tier.get(area.empties(space, keys), soon()) == [Outcome.OK] * 4
@@ -70,7 +72,7 @@ def test_chunks_go_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     """In a full tier records are erased for several puts at once, and who goes early is told."""
     area = Area(8 * MIB)
     tier = DiskTier.open(
-        Options(str(tmp_path / "tier"), {"size": "16MiB", "floor": "0"}), area.memory
+        BackendOptions(str(tmp_path / "tier"), {"size": "16MiB", "floor": "0"}), area.memory
     )
     space = begun(tier, space_of(4096))
     number = 0
@@ -81,7 +83,7 @@ def test_chunks_go_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             put_all(tier, area.chunks(space, [b"k%d" % number]))
             number += 1
 
-    while not tier.take_gone():
+    while not tier.take_dropped():
         put(1)
     full = tier.capacity().chunks
     erased: list[int] = []
@@ -96,7 +98,7 @@ def test_chunks_go_some_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert sum(erased) >= 100 - full // 256
     assert len(erased) < 25
     assert full - full // 128 <= tier.capacity().chunks <= full + full // 128
-    told = sum(len(keys) for _, keys in tier.take_gone())
+    told = sum(len(keys) for _, keys in tier.take_dropped())
     assert told == sum(erased)
     check_integrity(tier)
     tier.close()
@@ -108,7 +110,7 @@ def test_a_size_that_cannot_be_reached_is_said_at_start(
     """A budget above what the file system has is a warning with the figures and the remedy."""
     area = Area(MIB)
     for size in ("900TiB", "1MiB"):
-        options = Options(str(tmp_path / size), {"size": size, "floor": "0"})
+        options = BackendOptions(str(tmp_path / size), {"size": size, "floor": "0"})
         DiskTier.open(options, area.memory).close()
     (record,) = caplog.records
     assert record.levelname == "WARNING"

@@ -19,10 +19,10 @@ import pytest
 from kvd.errors import ConfigError, TierError
 from kvd.machine.memory import Filesystem
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Options, Space
+from kvd.tier.batches import Damaged, OtherChunk, checksum_of, seal, unseal
+from kvd.tier.contract import BackendOptions, Space
 from kvd.tier.disk import DiskTier, directory, slabs
-from kvd.tier.disk.transfer import Alignment, layout_of
-from kvd.tier.seal import Damaged, OtherChunk, check_of, seal, unseal
+from kvd.tier.disk.slot_io import Alignment, layout_of
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import put_all, soon
 from tests.tier.disk_integrity import check_integrity
@@ -51,7 +51,7 @@ class Disks:
 
     def open(self, size: str = "16MiB", floor: str = "0", place: Path | None = None) -> DiskTier:
         """A tier in the folder, the same one each time."""
-        options = Options(str(place or self.folder), {"size": size, "floor": floor})
+        options = BackendOptions(str(place or self.folder), {"size": size, "floor": floor})
         DiskTier.check(options)
         self._opened.append(DiskTier.open(options, self.area.memory))
         return self._opened[-1]
@@ -132,7 +132,7 @@ def disk_bytes(folder: Path) -> int:
 def test_bad_options(target: str, values: dict[str, str], needle: str) -> None:
     """An option that cannot work is named with its value."""
     with pytest.raises(ConfigError, match=needle):
-        DiskTier.check(Options(target, values))
+        DiskTier.check(BackendOptions(target, values))
 
 
 def test_a_second_daemon(disks: Disks) -> None:
@@ -319,7 +319,7 @@ def test_others_fill_the_file_system(
     tmp_path: Path, disks: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room is given back, slab by slab, where the floor is passed by others."""
-    monkeypatch.setattr("kvd.tier.disk.room._PAUSE", 0.0)
+    monkeypatch.setattr("kvd.tier.disk.allocator._PAUSE", 0.0)
     with mounted("tmpfs", "none", tmp_path / "small", "size=16m") as small:
         tier = disks.open("8MiB", "4MiB", small / PLACE)
         space = begun(tier, space_of(65536))
@@ -409,9 +409,9 @@ def test_a_sector_that_cannot_be_read(disks: Disks, monkeypatch: pytest.MonkeyPa
                 raise OSError(errno.EIO, os.strerror(errno.EIO))
             return real(fd, pieces, offset)
 
-        patch.setattr("kvd.tier.disk.transfer.os.preadv", moved)
+        patch.setattr("kvd.tier.disk.slot_io.os.preadv", moved)
         assert disks.got(tier, space, keys) == [OK, OK, FAILED, OK, OK, OK]
-        assert tier.take_gone() == [(space.id, [keys[2]])]
+        assert tier.take_dropped() == [(space.id, [keys[2]])]
         bad = 0
         with pytest.raises(TierError, match="read: Input/output error"):
             disks.got(tier, space, keys[:1])
@@ -428,7 +428,7 @@ def test_a_disk_that_cannot_be_written(disks: Disks, monkeypatch: pytest.MonkeyP
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvd.tier.disk.transfer.os.pwritev", refuse)
+        patch.setattr("kvd.tier.disk.slot_io.os.pwritev", refuse)
         with pytest.raises(TierError, match="write: Input/output error"):
             tier.put(disks.area.chunks(space, keys), soon())
         assert tier.capacity().chunks == 0
@@ -440,7 +440,7 @@ def test_a_file_system_that_does_not_say_how_full_it_is(
     disks: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EIO of statvfs fails the put as any error of the medium, and takes no slot away."""
-    monkeypatch.setattr("kvd.tier.disk.room._PAUSE", 0.0)
+    monkeypatch.setattr("kvd.tier.disk.allocator._PAUSE", 0.0)
     tier = disks.open("4MiB")
     space = begun(tier, space_of(16384))
     put_all(tier, disks.area.chunks(space, keys_of("first", 1)))  # makes a slab of more slots
@@ -481,7 +481,7 @@ def test_a_file_goes_underneath(
         else:
             os.truncate(file, 4096)
     assert disks.got(tier, space, keys) == [ABSENT] * 3
-    assert sorted(tier.take_gone()[0][1]) == keys
+    assert sorted(tier.take_dropped()[0][1]) == keys
     assert "leave the files to kvd" in caplog.text
     assert not files_of(disks.folder, ".slab")
     put_all(tier, disks.area.chunks(space, keys))
@@ -509,7 +509,7 @@ def test_a_file_goes_between_runs(disks: Disks, suffix: str, how: str) -> None:
             with file.open("r+b") as raw:
                 raw.write(b"\xa5" * min(file.stat().st_size, MIB))
     tier = disks.open("4MiB")
-    tier.begin(space)
+    tier.open_space(space)
     if suffix == ".slab" and how == "scribbled":  # which the seal finds out
         found = disks.area.empties(space, keys)
         assert tier.get(found, soon()) == [OK] * 3
@@ -536,7 +536,7 @@ def test_a_slab_that_became_a_link(disks: Disks, tmp_path: Path) -> None:
     slab.symlink_to(tmp_path / "moved")
     before = (tmp_path / "moved").read_bytes()
     tier = disks.open()
-    tier.begin(space)
+    tier.open_space(space)
     assert disks.got(tier, space, keys_of("k", 1)) == [ABSENT]
     put_all(tier, disks.area.chunks(space, keys_of("k", 1)))
     assert (tmp_path / "moved").read_bytes() == before
@@ -552,7 +552,7 @@ def test_records_that_are_torn(disks: Disks, caplog: pytest.LogCaptureFixture) -
     keys = keys_of("k", 2 * slabs.RECORD_BYTES)
     chunks = disks.area.chunks(space, keys)
     for chunk in chunks:
-        chunk.head = seal(space, chunk.key, chunk.coverage, chunk.check, b"")
+        chunk.head = seal(space, chunk.key, chunk.coverage, chunk.checksum, b"")
     for at in range(0, len(keys), 8):
         put_all(tier, chunks[at : at + 8])
     tier.close()
@@ -566,14 +566,14 @@ def test_records_that_are_torn(disks: Disks, caplog: pytest.LogCaptureFixture) -
     assert tier.damaged_records == 2  # the length of a key, and the highest byte of a sequence
     (line,) = [each.getMessage() for each in caplog.records if each.levelno >= logging.WARNING]
     assert "damaged records in its index: 2; their chunks are dropped" in line
-    tier.begin(space)
+    tier.open_space(space)
     back = disks.area.empties(space, keys)
     for number, (chunk, outcome) in enumerate(zip(back, tier.get(back, soon()), strict=True)):
         assert outcome is OK or (outcome is ABSENT and number % 2)
         if outcome is OK:
             with contextlib.suppress(Damaged):
-                check = unseal(chunk.head, space, chunk.key).check
-                assert check == check_of(chunk.shares)
+                check = unseal(chunk.head, space, chunk.key).checksum
+                assert check == checksum_of(chunk.shares)
                 continue
             assert number % 2
     put_all(tier, disks.area.chunks(space, keys_of("more", 8)))
@@ -593,7 +593,7 @@ def test_wrong_bytes_in_a_share(disks: Disks) -> None:
         os.fsync(raw.fileno())
     back = disks.area.empty(space, b"k")
     assert tier.get([back], soon()) == [OK]
-    assert check_of(back.shares) != chunk.check
+    assert checksum_of(back.shares) != chunk.checksum
     tier.remove(space, [b"k"])
     assert disks.got(disks.reopen(tier), space, [b"k"]) == [ABSENT]
 
@@ -609,7 +609,7 @@ def test_a_record_that_a_power_loss_brought_back(disks: Disks) -> None:
     names = keys_of("new", 40)  # a slab has fewer slots
     chunks = disks.area.chunks(space, names)
     for chunk in chunks:
-        chunk.head = seal(space, chunk.key, chunk.coverage, chunk.check, b"")
+        chunk.head = seal(space, chunk.key, chunk.coverage, chunk.checksum, b"")
     put_all(tier, chunks)
     tier.close()
     index.write_bytes(old)
@@ -730,7 +730,7 @@ def test_a_disk_that_hangs(tmp_path: Path, disks: Disks) -> None:
             assert tier.contains(space, keys, soon()) == [True] * 4
             assert disks.got(tier, space, keys) == [OK] * 4
             assert tier.capacity().chunks == 4
-            assert tier.take_gone() == []
+            assert tier.take_dropped() == []
             assert sum(map(len, tier.scan(space))) == 4
         finally:
             fcntl.ioctl(root, _FITHAW, 0)
@@ -744,17 +744,17 @@ def test_a_disk_that_hangs(tmp_path: Path, disks: Disks) -> None:
 
 _WRITER = """
 import sys
-from kvd.tier.contract import Options
+from kvd.tier.contract import BackendOptions
 from kvd.tier.disk import DiskTier
 from tests.tier.areas import Area, begun, keys_of, space_of
 from tests.tier.conformance import soon
 area = Area(4 * 2**20)
-tier = DiskTier.open(Options(sys.argv[1], {"size": "6MiB", "floor": "0"}), area.memory)
+tier = DiskTier.open(BackendOptions(sys.argv[1], {"size": "6MiB", "floor": "0"}), area.memory)
 space = begun(tier, space_of(20480, 500))
 for at in range(10**6):
     keys = keys_of(f"{sys.argv[2]}-{at}", 5)
     outcomes = tier.put(area.chunks(space, keys), soon())
-    gone = [key for _, some in tier.take_gone() for key in some]
+    gone = [key for _, some in tier.take_dropped() for key in some]
     kept = [key for key, outcome in zip(keys, outcomes) if outcome == 0]
     print(" ".join(key.hex() for key in kept), "|", " ".join(key.hex() for key in gone), flush=True)
 """
@@ -780,7 +780,7 @@ def test_killed_in_mid_write(disks: Disks) -> None:
                 if line.endswith("\n"):
                     known = _told(known, line)
         tier = disks.open("6MiB")
-        tier.begin(space)
+        tier.open_space(space)
         there = {key for piece in tier.scan(space) for key, _ in piece}
         # A batch that was under way may have been written, and may have evicted as many.
         assert len(known - there) <= 5
@@ -830,7 +830,7 @@ def test_a_record_of_a_large_chunk_in_a_slab_of_small_slots(disks: Disks) -> Non
         index.seek(begin)
         index.write(struct.pack("<Q", 1000) + two.read_bytes()[begin + 8 : end])
     tier = disks.open("64MiB")
-    tier.begin(large)
+    tier.open_space(large)
     with pytest.raises(TierError, match="too small for its chunk"):
         disks.got(tier, large, [b"l"])
     assert disks.got(tier, large, [b"l"]) == [ABSENT]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Options, Space
+from kvd.tier.contract import BackendOptions, Space
 from kvd.tier.disk import DiskTier
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import soon
@@ -21,7 +21,7 @@ def test_any_order_of_calls(tmp_path: Path, seed: int) -> None:
     """Whatever is called in any order, also over restarts, memory and files agree with a model."""
     chance = random.Random(seed)
     area = Area(8 * 2**20)
-    options = Options(str(tmp_path / "tier"), {"size": str(SIZE), "floor": "0"})
+    options = BackendOptions(str(tmp_path / "tier"), {"size": str(SIZE), "floor": "0"})
     tier = DiskTier.open(options, area.memory)
     shares = ((20_000,), (4096, 4096), (60_000, 5))
     spaces = [begun(tier, space_of(*some, name=bytes([i]) * 16)) for i, some in enumerate(shares)]
@@ -35,7 +35,7 @@ def test_any_order_of_calls(tmp_path: Path, seed: int) -> None:
             salt = chance.randrange(2)
             outcomes = tier.put(area.chunks(space, some, salt=salt), soon())
             assert outcomes == [Outcome.OK] * len(some)
-            _take_gone(tier, model)
+            _take_dropped(tier, model)
             model[space.id] |= dict.fromkeys(some, salt)
         elif step < 0.8:
             _compare(tier, area, space, some, model[space.id])
@@ -53,7 +53,7 @@ def test_any_order_of_calls(tmp_path: Path, seed: int) -> None:
             tier = DiskTier.open(options, area.memory)
             spaces = [begun(tier, space) for space in spaces]
         check_integrity(tier)
-        _take_gone(tier, model)
+        _take_dropped(tier, model)
         files = (tmp_path / "tier").iterdir()
         slabs = [file for file in files if file.suffix in {".slab", ".index"}]
         assert sum(file.stat().st_blocks * 512 for file in slabs) <= SIZE
@@ -64,8 +64,8 @@ def test_any_order_of_calls(tmp_path: Path, seed: int) -> None:
     tier.close()
 
 
-def _take_gone(tier: DiskTier, model: dict[bytes, dict[bytes, int]]) -> None:
-    for name, gone in tier.take_gone():
+def _take_dropped(tier: DiskTier, model: dict[bytes, dict[bytes, int]]) -> None:
+    for name, gone in tier.take_dropped():
         for key in gone:
             del model[name][key]
 

@@ -7,15 +7,15 @@ import pytest
 
 from kvd.errors import TierError
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Options, Tier
+from kvd.tier.contract import BackendOptions, TierBackend
 from tests.tier.areas import Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import Conformance, MakeTier, put_all, soon
 from tests.tier.doubles.memory_tier import MemoryTier
 
 
-def opened(area: Area, **values: str) -> Tier:
+def opened(area: Area, **values: str) -> TierBackend:
     """A double with these options."""
-    options = Options("", values)
+    options = BackendOptions("", values)
     MemoryTier.check(options)
     return MemoryTier.open(options, area.memory)
 

@@ -8,9 +8,8 @@ import pytest
 
 from kvd.errors import ConfigError, TierError
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Options
-from kvd.tier.mooncake import MooncakeTier
-from kvd.tier.mooncake.tier import name_of
+from kvd.tier.contract import BackendOptions
+from kvd.tier.mooncake import MooncakeTier, name_of
 from tests.tier.areas import ID, Area, begun, is_whole, keys_of, space_of
 from tests.tier.conformance import Conformance, MakeTier, put_all, soon
 from tests.tier.mooncake_cluster import Cluster, why_not
@@ -36,7 +35,7 @@ class Openers:
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
-        self._options = Options("", {"master": cluster.master_address})
+        self._options = BackendOptions("", {"master": cluster.master_address})
         self.area = Area()
         self._tier: MooncakeTier | None = None
 
@@ -193,13 +192,13 @@ class TestCluster:
 def test_bad_options(target: str, values: dict[str, str], needle: str) -> None:
     """An option that cannot work is named with its value and the remedy."""
     with pytest.raises(ConfigError, match=needle):
-        MooncakeTier.check(Options(target, values))
+        MooncakeTier.check(BackendOptions(target, values))
 
 
 def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the package or a library of the system is missing, both say what to install."""
-    options = Options("", {"master": "127.0.0.1:1"})
-    monkeypatch.setattr("kvd.tier.mooncake.client.find_spec", lambda _name: None)
+    options = BackendOptions("", {"master": "127.0.0.1:1"})
+    monkeypatch.setattr("kvd.tier.mooncake_client.find_spec", lambda _name: None)
     with pytest.raises(ConfigError, match="pip install mooncake-transfer-engine-non-cuda"):
         MooncakeTier.check(options)
     monkeypatch.setitem(sys.modules, "mooncake.store", None)
@@ -211,7 +210,7 @@ def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_cluster
 def test_what_breaks_comes_back(openers: Openers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a store puts find no room; without a master all fails; then both serve again."""
-    monkeypatch.setattr("kvd.tier.mooncake.tier._REMIND_SECONDS", 3600.0)  # no put is one of these
+    monkeypatch.setattr("kvd.tier.mooncake._REMIND_SECONDS", 3600.0)  # no put is one of these
     tier, cluster, area = openers(), openers.cluster, openers.area
     space = begun(tier, space_of(65536))
     keys = keys_of("breaks", 4)
@@ -231,7 +230,7 @@ def test_what_breaks_comes_back(openers: Openers, monkeypatch: pytest.MonkeyPatc
     with pytest.raises(TierError, match="start mooncake_master"):
         tier.contains(space, keys, soon())
     with pytest.raises(TierError, match="start mooncake_master"):
-        MooncakeTier.open(Options("", {"master": cluster.master_address}), Area(4096).memory)
+        MooncakeTier.open(BackendOptions("", {"master": cluster.master_address}), Area(4096).memory)
     cluster.start_master()
     cluster.wait_segments(1)
     assert tier.get(area.empties(space, keys), soon()) == [ABSENT] * 4

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvd_client import LookupResult
-from kvd_client.decisions import NOT_BELOW
+from kvd_client.decisions import NO_TIER
 from tests.daemon.engines import Engine, keys_of, wait_hit
 from tests.daemon.hidden import assert_hidden, texts_of
 from tests.daemon.serving import Daemon, StartDaemon, started_daemons
@@ -61,7 +61,7 @@ class Place:
         """Seek chunks until all are in memory, and compare their bytes."""
 
         def sought() -> list[LookupResult]:
-            self.engine.scheduler.seek(keys)
+            self.engine.scheduler.request_promotion(keys)
             return self.engine.scheduler.lookup_many(keys)
 
         eventually(sought, {LookupResult.HIT}.issuperset)
@@ -76,14 +76,14 @@ class Place:
         before, turn = self.opened(), itertools.count()
 
         def asked() -> int:
-            self.engine.scheduler.seek(keys_of(f"{before}-ask-{next(turn)}", 1))
+            self.engine.scheduler.request_promotion(keys_of(f"{before}-ask-{next(turn)}", 1))
             return self.opened()
 
         eventually(asked, lambda now: now > before)
 
     def misses(self, keys: list[bytes]) -> None:
         """What cannot be had is sought, and is a miss in the end."""
-        self.engine.scheduler.seek(keys)
+        self.engine.scheduler.request_promotion(keys)
         eventually(lambda: self.engine.scheduler.lookup_many(keys), {LookupResult.MISS}.issuperset)
 
 
@@ -160,7 +160,7 @@ def test_damaged_objects_are_told_of_without_their_keys(
     spoil(cluster, here.engine.scheduler.namespace, keys)
 
     def corrupt() -> int:
-        there.engine.scheduler.seek(keys)
+        there.engine.scheduler.request_promotion(keys)
         gets: int = there.tier["counters"]["gets"]["corrupt"]
         return gets
 
@@ -198,7 +198,7 @@ def test_the_master_is_lost(cluster: Cluster, here: Place, there: Place) -> None
     cluster.kill_master()
     there.ask_until_open()
     there.misses(keys)
-    assert there.engine.scheduler.below(keys[0]) == NOT_BELOW
+    assert there.engine.scheduler.find_tier(keys[0]) == NO_TIER
     assert there.engine.load(own) == (4, 0)
     cluster.start_master()
     cluster.wait_segments(1)

@@ -166,7 +166,7 @@ def test_a_pool_that_is_taken_over(process: Process) -> None:
 def test_what_it_imports() -> None:
     """The process with a disk behind it imports no torch, click, zmq or HTTP server."""
     code = (
-        "import sys, kvd.tier.process, kvd.tier.disk\n"
+        "import sys, kvd.tier.service, kvd.tier.disk\n"
         "print(sorted({'torch', 'click', 'zmq', 'uvicorn', 'mooncake'} & set(sys.modules)))"
     )
     done = python("-c", code)

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvd.tier.batches import HEAD_BYTES, Damaged, SealedHead, checksum_of, seal, unseal
 from kvd.tier.contract import Space
-from kvd.tier.seal import HEAD_BYTES, Damaged, Sealed, check_of, seal, unseal
 
 HALF = st.integers(0, 2**16 - 1)
 SPACES = st.builds(
@@ -16,18 +16,18 @@ SPACES = st.builds(
 )
 KEYS = st.binary(min_size=1, max_size=48)
 SEALED = st.builds(
-    Sealed, st.tuples(HALF, HALF, HALF), st.integers(0, 2**64 - 1), st.binary(max_size=300)
+    SealedHead, st.tuples(HALF, HALF, HALF), st.integers(0, 2**64 - 1), st.binary(max_size=300)
 )
 SPACE = Space(b"n" * 16, (4096, 100), HEAD_BYTES + 40)
 
 
-def sealed(space: Space, key: bytes, what: Sealed) -> bytes:
+def sealed(space: Space, key: bytes, what: SealedHead) -> bytes:
     """The head that says this."""
-    return seal(space, key, what.coverage, what.check, what.description)
+    return seal(space, key, what.coverage, what.checksum, what.description)
 
 
 @given(SPACES, KEYS, SEALED)
-def test_round_trip(space: Space, key: bytes, what: Sealed) -> None:
+def test_round_trip(space: Space, key: bytes, what: SealedHead) -> None:
     """A head says what was sealed, in the bytes that a space counts for it."""
     head = sealed(space, key, what)
     assert len(head) == HEAD_BYTES + len(what.description)
@@ -36,7 +36,7 @@ def test_round_trip(space: Space, key: bytes, what: Sealed) -> None:
 
 @given(SPACES, KEYS, SEALED, SPACES, KEYS)
 def test_it_is_good_for_one_chunk_only(
-    space: Space, key: bytes, what: Sealed, other: Space, another: bytes
+    space: Space, key: bytes, what: SealedHead, other: Space, another: bytes
 ) -> None:
     """The head of another key, space or size is damaged for this chunk."""
     head = sealed(space, key, what)
@@ -54,7 +54,7 @@ def test_it_is_good_for_one_chunk_only(
 
 def test_every_single_bit_of_a_head_counts() -> None:
     """A head with any one bit turned is damaged."""
-    head = sealed(SPACE, b"key", Sealed((1, 2, 3), 99, b"description"))
+    head = sealed(SPACE, b"key", SealedHead((1, 2, 3), 99, b"description"))
     for bit in range(8 * len(head)):
         turned = bytearray(head)
         turned[bit // 8] ^= 1 << bit % 8
@@ -65,7 +65,7 @@ def test_every_single_bit_of_a_head_counts() -> None:
 @given(st.integers(1, 400), st.binary(max_size=20))
 def test_every_length_counts(cut: int, more: bytes) -> None:
     """A head that is cut off or longer is damaged."""
-    head = sealed(SPACE, b"key", Sealed((0, 1, 0), 5, b"d" * 30))
+    head = sealed(SPACE, b"key", SealedHead((0, 1, 0), 5, b"d" * 30))
     with pytest.raises(Damaged):
         unseal(head[:-cut], SPACE, b"key")
     with pytest.raises(Damaged):
@@ -83,16 +83,16 @@ def test_every_single_bit_of_the_shares_counts() -> None:
     """The check word of shares with any one bit turned is another one."""
     whole = bytearray(range(256)) * 2
     shares = memoryview(whole)[:300], memoryview(whole)[300:]
-    check = check_of(shares)
+    check = checksum_of(shares)
     for bit in range(8 * len(whole)):
         whole[bit // 8] ^= 1 << bit % 8
-        assert check_of(shares) != check
+        assert checksum_of(shares) != check
         whole[bit // 8] ^= 1 << bit % 8
-    assert check_of(shares) == check
+    assert checksum_of(shares) == check
 
 
 @given(st.binary(min_size=1, max_size=200), st.integers(0, 200))
 def test_shares_are_read_one_after_the_other(whole: bytes, at: int) -> None:
     """Where a chunk is divided does not matter to its check word."""
     view = memoryview(whole)
-    assert check_of((view[:at], view[at:])) == check_of((view,))
+    assert checksum_of((view[:at], view[at:])) == checksum_of((view,))

@@ -11,9 +11,8 @@ import pytest
 from kvd.errors import TierError
 from kvd.logs import LineFormatter
 from kvd.outcomes import Outcome
-from kvd.tier.batches import space_id
-from kvd.tier.contract import Capacity, Chunk, Options, Space
-from kvd.tier.seal import seal, unseal
+from kvd.tier.batches import seal, space_id, unseal
+from kvd.tier.contract import BackendOptions, Capacity, Chunk, Space
 from kvd.wire.tiering import (
     BatchResult,
     CloseNamespace,
@@ -39,7 +38,7 @@ POISONED = bytes((POISON,)) * sum(SHARES)
 
 def memory(**values: str) -> MemoryTier:
     """A double with these options."""
-    return MemoryTier.open(Options("", values), memoryview(b""))
+    return MemoryTier.open(BackendOptions("", values), memoryview(b""))
 
 
 @pytest.fixture
@@ -66,7 +65,7 @@ class Hooked(MemoryTier):
     after_get: Callable[[Sequence[Chunk]], object] | None = None
 
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """See Tier."""
+        """See TierBackend."""
         if self.before_put:
             self.before_put()
         outcomes = super().put(chunks, deadline)
@@ -75,7 +74,7 @@ class Hooked(MemoryTier):
         return outcomes
 
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """See Tier."""
+        """See TierBackend."""
         if self.before_get:
             self.before_get()
         outcomes = super().get(chunks, deadline)
@@ -157,7 +156,7 @@ def test_a_get_looks_first(broker: FakeBroker, state: SlotState) -> None:
 
 def test_a_put_looks_afterwards() -> None:
     """A slot that moves on while its chunk is put: GONE, and nothing is kept."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     with FakeBroker(tier) as broker:
         space = broker.spaces[0]
         space.open()
@@ -169,7 +168,7 @@ def test_a_put_looks_afterwards() -> None:
 
 def test_bytes_that_change_under_a_put() -> None:
     """A record with bytes of another chunk is CORRUPT when it is got, and dropped."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     with FakeBroker(tier) as broker:
         space = broker.spaces[0]
         space.open()
@@ -184,7 +183,7 @@ def test_bytes_that_change_under_a_put() -> None:
 
 def test_a_get_looks_afterwards() -> None:
     """A slot that was given up while it was filled: GONE."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     with FakeBroker(tier) as broker:
         space = broker.spaces[0]
         space.open()
@@ -199,7 +198,7 @@ def test_every_wrong_record_is_found_out(caplog: pytest.LogCaptureFixture) -> No
 
     Neither the log nor the answer has any part of a key.
     """
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     heads = [b"", b"\0" * 100]
     keys = b"SECRET-a", b"SECRET-b"
 
@@ -239,7 +238,7 @@ def test_every_wrong_record_is_found_out(caplog: pytest.LogCaptureFixture) -> No
 
 def test_a_fault_of_a_backend_shows_no_key(caplog: pytest.LogCaptureFixture) -> None:
     """An exception that holds a key fails the batch; log and answer name it without the key."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
 
     def fault() -> None:
         raise KeyError(b"SECRET")
@@ -309,7 +308,7 @@ def test_a_long_scan_in_small_messages() -> None:
             for at in range(0, 20_000, 5_000):
                 yield [(b"%047d" % i, (1, 2, 3)) for i in range(at, at + 5_000)]
 
-    with FakeBroker(Many(Options("", {}))) as broker:
+    with FakeBroker(Many(BackendOptions("", {}))) as broker:
         broker.spaces[0].open()
         assert broker.pong()
         found = broker.held()
@@ -324,7 +323,7 @@ def test_a_scan_that_fails_ends(caplog: pytest.LogCaptureFixture) -> None:
             yield [(b"k", (0, 1, 0))]
             raise TierError(f"{space.id!r}: the index cannot be read")
 
-    with FakeBroker(Broken(Options("", {}))) as broker:
+    with FakeBroker(Broken(BackendOptions("", {}))) as broker:
         broker.spaces[0].open()
         assert broker.held() == {b"k": (0, 1, 0)}
     assert "ends early" in caplog.text
@@ -362,7 +361,7 @@ def test_what_is_evicted_while_evictions_are_asked_for_is_told() -> None:
                 go_on.wait()
             return super().capacity()
 
-    tier = Slow(Options("", {"size": str(sum(SHARES) + 200)}))
+    tier = Slow(BackendOptions("", {"size": str(sum(SHARES) + 200)}))
     with FakeBroker(tier) as broker:
         space = broker.spaces[0]
         space.open()
@@ -388,7 +387,7 @@ def test_another_salt(broker: FakeBroker, tier: MemoryTier) -> None:
 
 def test_a_reset_while_batches_run() -> None:
     """A put and a get that a reset overtakes are GONE, and nothing of them is kept."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def hold() -> None:
@@ -417,7 +416,7 @@ def test_a_reset_while_batches_run() -> None:
 
 def test_puts_leave_a_thread_for_gets() -> None:
     """While puts hang in all threads that they may have, gets are served."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def hold() -> None:
@@ -446,7 +445,7 @@ def test_puts_leave_a_thread_for_gets() -> None:
 
 def test_puts_give_way() -> None:
     """The thread that carries a put has a tenth of others' share, that of a get has all of it."""
-    tier, nice = Hooked(Options("", {})), dict[str, int]()
+    tier, nice = Hooked(BackendOptions("", {})), dict[str, int]()
 
     def note(kind: str) -> None:
         nice[kind] = os.getpriority(os.PRIO_PROCESS, 0)  # of the thread
@@ -512,7 +511,7 @@ def test_a_deadline_in_the_past(broker: FakeBroker, tier: MemoryTier) -> None:
 @pytest.mark.parametrize("error", [TierError("no disk"), ValueError("a bug"), OSError(5, "EIO")])
 def test_a_backend_that_raises(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
     """Whatever a backend raises, the batch FAILED, the log says why, and the next one works."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
 
     def fail() -> None:
         raise error
@@ -537,7 +536,7 @@ def test_a_backend_that_answers_too_little() -> None:
         def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
             return super().put(chunks, deadline)[:-1]
 
-    with FakeBroker(Short(Options("", {}))) as broker:
+    with FakeBroker(Short(BackendOptions("", {}))) as broker:
         space = broker.spaces[0]
         space.open()
         done = broker.done(space.put(1, [(b"k", 0, space.store(0, b"k"))]))
@@ -556,7 +555,7 @@ def test_a_namespace_that_cannot_begin(caplog: pytest.LogCaptureFixture) -> None
                 raise TierError("no room for a salt")
             return super().note_salt(namespace, salt, reset=reset)
 
-    tier = Refusing(Options("", {}))
+    tier = Refusing(BackendOptions("", {}))
     with FakeBroker(tier) as broker:
         bad, good = broker.spaces
         broker.send(bad.order(), (bad.fd,))
@@ -601,18 +600,18 @@ def test_the_salts_of_a_backend(asked: bytes) -> None:
         def drop_space(self, space: Space) -> None:
             told.append(("drop", space.id))
 
-        def begin(self, space: Space) -> None:
+        def open_space(self, space: Space) -> None:
             told.append(("begin", space.id))
 
     noted: dict[bytes, bytes] = {}
-    with FakeBroker(Noting(Options("", {}))) as broker:
+    with FakeBroker(Noting(BackendOptions("", {}))) as broker:
         space = broker.spaces[0]
         first = space.open(asked)
         assert len(first) == 8
         assert asked in {b"", first}
         assert noted == {space.name: first}
         broker.held()
-    with FakeBroker(Noting(Options("", {}))) as broker:
+    with FakeBroker(Noting(BackendOptions("", {}))) as broker:
         assert space.name == broker.spaces[0].name
         assert broker.spaces[0].open(b"") == first
         broker.held()
@@ -656,12 +655,12 @@ def test_a_reset_before_it_has_begun(tmp_path: Path) -> None:
 
 def test_long_descriptions_are_bounded() -> None:
     """Descriptions beyond what an answer holds are left out; the chunks are there."""
-    tier = Hooked(Options("", {}))
+    tier = Hooked(BackendOptions("", {}))
 
     def enlarge(chunks: Sequence[Chunk]) -> None:
         for chunk in chunks:
             said = unseal(chunk.head, chunk.space, chunk.key)
-            chunk.head = seal(chunk.space, chunk.key, said.coverage, said.check, bytes(400_000))
+            chunk.head = seal(chunk.space, chunk.key, said.coverage, said.checksum, bytes(400_000))
 
     tier.after_get = enlarge
     with FakeBroker(tier) as broker:
@@ -684,7 +683,7 @@ def test_stopping() -> None:
         def close(self) -> None:
             closed.set()
 
-    tier = Closing(Options("", {}))
+    tier = Closing(BackendOptions("", {}))
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def hold() -> None:
@@ -735,7 +734,7 @@ def test_capacity_is_asked_elsewhere() -> None:
                 go_on.wait()
             return super().capacity()
 
-    tier = Slow(Options("", {}))
+    tier = Slow(BackendOptions("", {}))
     with FakeBroker(tier) as broker:
         tier.slow = True
         assert broker.pong().chunks == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvd.outcomes import Outcome
-from kvd.tier.contract import Options
+from kvd.tier.contract import BackendOptions
 from kvd.wire.tiering import (
     BatchResult,
     CloseNamespace,
@@ -63,7 +63,9 @@ class Service(RuleBasedStateMachine):
         self.folder = tempfile.TemporaryDirectory()
         self.hang = Path(self.folder.name) / "hang"
         options = {"size": str(ROOM), "corrupt": self.corrupt, "fail": self.fail}
-        tier = MemoryTier.open(Options("", options | {"hang": str(self.hang)}), memoryview(b""))
+        tier = MemoryTier.open(
+            BackendOptions("", options | {"hang": str(self.hang)}), memoryview(b"")
+        )
         tier.batch_bytes = 2 * sum(SHARES)
         self.tier = tier
         self.broker = FakeBroker(tier).__enter__()

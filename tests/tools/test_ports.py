@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_sglang.engine import PORTS, free_port
+from kvd_tools.sglang_engine import PORTS, free_port
 
 GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
@@ -25,5 +25,5 @@ def test_a_port_that_is_taken_is_not_chosen(monkeypatch: pytest.MonkeyPatch) -> 
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", free_port()))
         port = taken.getsockname()[1]
-        monkeypatch.setattr("kvd_tools.demo_sglang.engine.PORTS", range(port, port + 10))
+        monkeypatch.setattr("kvd_tools.sglang_engine.PORTS", range(port, port + 10))
         assert port not in {free_port() for _ in range(100)}

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd_client.tickets import ChunkBlocks
-from kvd_tools.demo.memory import (
+from kvd_tools.demo.workload import (
     POISON,
     STRIDES,
     USED_BYTES,
@@ -72,4 +72,4 @@ def test_a_write_to_null_block_or_padding_strays(tensor: int, block: int, byte: 
     """The null block, and bytes between a page's end and the next page, may never be written."""
     memory = make_memory()
     memory.pages[tensor][block, byte] = POISON ^ 1
-    assert memory.strayed() == 1
+    assert memory.count_stray_bytes() == 1

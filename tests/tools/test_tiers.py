@@ -6,7 +6,7 @@ from unittest.mock import Mock
 from kvd_client.scheduler import Scheduler
 from kvd_tools.demo.command import MEANING
 from kvd_tools.demo.engine import NO_FIGURES, figures, settled_figures
-from kvd_tools.selftest.steps import line, told
+from kvd_tools.selftest import tier_line, tier_report
 from tests.report.reports import changed, loaded_report
 
 TIERS: list[dict[str, Any]] = loaded_report(60.0)["tiers"]
@@ -41,13 +41,13 @@ def test_a_status_that_comes_late_is_asked_for_again() -> None:
 
 def test_the_self_test_tells_whether_a_tier_is_used() -> None:
     """A tier that serves and is not set aside is well; the figures are the daemon's."""
-    well = told(TIERS[0])
+    well = tier_report(TIERS[0])
     assert (well["ok"], well["stored"], well["loaded"], well["corrupt"]) == (True, 600, 300, 0)
-    assert line(well) == (
+    assert tier_line(well) == (
         "tier disk: up, 5,120 chunks; since the start 600 stored, 300 loaded, 0 corrupt"
     )
     aside = changed(TIERS[0], "usable", to=False) | {"breaker": "open", "last_error": "EIO"}
-    assert not told(aside)["ok"]
-    assert "breaker open" in line(told(aside))
-    assert line(told(aside)).endswith("last error: EIO")
-    assert not told(changed(TIERS[0], "up", to=False))["ok"]
+    assert not tier_report(aside)["ok"]
+    assert "breaker open" in tier_line(tier_report(aside))
+    assert tier_line(tier_report(aside)).endswith("last error: EIO")
+    assert not tier_report(changed(TIERS[0], "up", to=False))["ok"]

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from kvd_client.vllm.ranges import BlockRanges
+from kvd_client.vllm.chunks import BlockRanges
 from kvd_tools.models import LLAMA
 
 BLOCK = 16  # tokens

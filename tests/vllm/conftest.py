@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess
+from kvd_tools.vllm_engine import VllmServer, VllmServerOptions
 from tests.waiting import PATIENCE
 
 
@@ -14,7 +14,7 @@ from tests.waiting import PATIENCE
 def patient_resets() -> Iterator[None]:
     """An engine's own cache is reset once its stores have ended, however long they take."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvd_tools.demo_vllm.engine.RESET_SECONDS", PATIENCE)
+        patch.setattr("kvd_tools.vllm_engine.RESET_SECONDS", PATIENCE)
         yield
 
 
@@ -31,17 +31,17 @@ def module_dir() -> Iterator[Path]:
         yield Path(path) / "run"
 
 
-StartEngine = Callable[[EngineOptions], EngineProcess]
+StartEngine = Callable[[VllmServerOptions], VllmServer]
 
 
 @pytest.fixture(scope="module")
 def start_engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartEngine]:
     """Starts engines without waiting for them, and kills what is left at the module's end."""
     folder = tmp_path_factory.mktemp("engines")
-    engines: list[EngineProcess] = []
+    engines: list[VllmServer] = []
 
-    def start(options: EngineOptions) -> EngineProcess:
-        engines.append(EngineProcess(options, folder / f"engine-{len(engines)}.log"))
+    def start(options: VllmServerOptions) -> VllmServer:
+        engines.append(VllmServer(options, folder / f"engine-{len(engines)}.log"))
         return engines[-1]
 
     yield start

@@ -8,8 +8,8 @@ import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvd_client import RankLayout
-from kvd_proto.arrays import JobBlocks, chunks_per_group
 from kvd_proto.expand import Expander
+from kvd_proto.jobs import JobBlocks, chunks_per_group
 from tests.vllm.configs import whole
 
 Views = Mapping[str, torch.Tensor]

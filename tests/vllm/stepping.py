@@ -21,9 +21,9 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvd_client import Label, LoadTicket, LookupResult, StoreAnswer, StoreTicket, TierInfo
-from kvd_client.change_reader import Differences, Place
+from kvd_client.changes import ChunkLocation, Differences
 from kvd_client.vllm import KvdOffloadingManager, KvdOffloadingSpec
-from kvd_client.vllm.connector import KvdConnectorScheduler
+from kvd_client.vllm.scheduler import KvdConnectorScheduler
 from tests.vllm.configs import BLOCK, configured, full
 
 
@@ -138,7 +138,7 @@ class Lender:
         """See Scheduler."""
         self.steps += 1
 
-    def description(self, place: Place) -> None:
+    def description(self, place: ChunkLocation) -> None:
         """See Scheduler: nothing is kept."""
         del place
 

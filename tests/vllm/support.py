@@ -14,9 +14,9 @@ from typing import Any, Literal, Self
 import psutil
 
 from kvd_client.vllm.metrics import ATTACHED
-from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess, kvd_transfer
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
 from kvd_tools.models import COMMON, LLAMA, write_model
+from kvd_tools.vllm_engine import VllmServer, VllmServerOptions, kvd_transfer
 from tests.conftest import Daemon
 from tests.engine_models import DEEPSEEK, GEMMA
 from tests.waiting import DEADLINE, PATIENCE, eventually
@@ -34,12 +34,12 @@ GPU_BLOCKS: dict[str, int] = {"dense": 64, "hybrid": 160, "mla": 128}
 MODELS = {"dense": LLAMA, "hybrid": GEMMA, "mla": DEEPSEEK}
 
 
-def numbers(answer: Answer) -> tuple[list[int], list[dict[int, float]]]:
+def numbers(answer: Completion) -> tuple[list[int], list[dict[int, float]]]:
     """All that two equal answers have in common: tokens and log-probabilities."""
     return answer.tokens, answer.logprobs
 
 
-def pid_of(engine: EngineProcess, *titles: str) -> int:
+def pid_of(engine: VllmServer, *titles: str) -> int:
     """The process of an engine that vLLM has given the first of these titles that there is."""
     found = {}
     for process in psutil.Process(engine.pid).children(recursive=True):
@@ -61,9 +61,9 @@ class Setting:
     kind: Literal["dense", "hybrid", "mla"] = "dense"
     tensor_parallel: int = 1
 
-    def options(self, models: Path, kv_transfer: dict[str, Any] | None = None) -> EngineOptions:
+    def options(self, models: Path, kv_transfer: dict[str, Any] | None = None) -> VllmServerOptions:
         """An engine of this setting, with or without a cache behind it."""
-        return EngineOptions(
+        return VllmServerOptions(
             model=write_model(
                 models / self.kind,
                 MODELS[self.kind],
@@ -77,7 +77,7 @@ class Setting:
         )
 
 
-def with_in_process_copy(options: EngineOptions) -> EngineOptions:
+def with_in_process_copy(options: VllmServerOptions) -> VllmServerOptions:
     """The same engine with vLLM's own offloading and a copy inside the engine.
 
     MLA needs it to be warm on a CPU without AMX: vLLM has no prefix cache of its own there.
@@ -100,11 +100,11 @@ class References:
     """Answers of an engine without kvd: computed, and with the prompt in its own cache."""
 
     prompts: list[list[int]]
-    cold: list[Answer]
-    warm: list[Answer]
+    cold: list[Completion]
+    warm: list[Completion]
 
 
-def compute_references(engine: EngineProcess, count: int) -> References:
+def compute_references(engine: VllmServer, count: int) -> References:
     """Ask an engine that no daemon serves, prompt by prompt, each twice."""
     asked = prompts(count)
     cold, warm = [], []
@@ -117,14 +117,14 @@ def compute_references(engine: EngineProcess, count: int) -> References:
     return References(asked, cold, warm)
 
 
-def with_kvd(options: EngineOptions, runtime_dir: Path, **extra: Any) -> EngineOptions:
+def with_kvd(options: VllmServerOptions, runtime_dir: Path, **extra: Any) -> VllmServerOptions:
     """The same engine with kvd behind it, and with patience where nothing else is said."""
     timeouts = ("deadline", "load_timeout", "preemption_timeout")
     patience = dict.fromkeys(timeouts, DEADLINE)
     return replace(options, kv_transfer=kvd_transfer(runtime_dir, **(patience | extra)))
 
 
-def far_apart(a: Answer, b: Answer, tolerance: float = TOLERANCE) -> str:
+def far_apart(a: Completion, b: Completion, tolerance: float = TOLERANCE) -> str:
     """How two answers differ by more than another batch explains; "" if they do not."""
     for at, (one, other) in enumerate(zip(a.tokens, b.tokens, strict=True)):
         if one != other:
@@ -152,7 +152,7 @@ def chunks_of(daemon: Daemon) -> dict[str, int]:
     return total
 
 
-def wait_served(daemon: Daemon, *engines: EngineProcess) -> None:
+def wait_served(daemon: Daemon, *engines: VllmServer) -> None:
     """Until these engines are attached, and their schedulers know it.
 
     After an outage each of an engine's processes finds the daemon by itself. The daemon says so to
@@ -169,7 +169,7 @@ def wait_served(daemon: Daemon, *engines: EngineProcess) -> None:
     )
     for engine in engines:
 
-        def knows(engine: EngineProcess = engine) -> bool:
+        def knows(engine: VllmServer = engine) -> bool:
             engine.generate([SHORT])  # vLLM renews the metric with every step
             return engine.metric(ATTACHED) > 0
 
@@ -196,13 +196,13 @@ def lane_pid(daemon: Daemon) -> int:
 class Traffic:
     """Prompts sent all the while, a few at a time; every answer is kept."""
 
-    def __init__(self, engine: EngineProcess, references: References, at_once: int = 3) -> None:
+    def __init__(self, engine: VllmServer, references: References, at_once: int = 3) -> None:
         self._engine = engine
         self._references = references
         self._at_once = at_once
         self._numbers = itertools.count()
         self._going = True
-        self._sent: dict[int, Future[Answer]] = {}
+        self._sent: dict[int, Future[Completion]] = {}
 
     def __enter__(self) -> Self:
         for _ in range(self._at_once):
@@ -213,7 +213,7 @@ class Traffic:
         self._going = False
         assert not futures.wait(self._sent.values(), 2 * PATIENCE).not_done
 
-    def _send(self, ended: Future[Answer] | None = None) -> None:
+    def _send(self, ended: Future[Completion] | None = None) -> None:
         """Send the next prompt, when one is answered."""
         if self._going and (ended is None or not ended.exception()):
             number = next(self._numbers)
@@ -242,20 +242,20 @@ class Traffic:
         return f"{len(answers)} answers, {hits} with hits, the slowest took {slowest:.1f} s"
 
 
-def ask_all(engine: EngineProcess, asked: Iterable[list[int]]) -> list[Answer]:
+def ask_all(engine: VllmServer, asked: Iterable[list[int]]) -> list[Completion]:
     """Answers one by one, so that the batch is the same as for the references."""
     return [engine.generate([prompt])[0] for prompt in asked]
 
 
 def ask_found(
-    engine: EngineProcess, asked: Iterable[list[int]], tokens: int = CACHED_TOKENS
-) -> list[Answer]:
+    engine: VllmServer, asked: Iterable[list[int]], tokens: int = CACHED_TOKENS
+) -> list[Completion]:
     """Answers one by one, so many tokens of each from kvd.
 
     What is not there yet, or is loaded too late, is computed and stored; then it is asked again.
     """
 
-    def ask(prompt: list[int]) -> Answer:
+    def ask(prompt: list[int]) -> Completion:
         engine.reset()
         return engine.generate([prompt])[0]
 
@@ -271,6 +271,6 @@ def stored_chunks(daemon: Daemon) -> int:
     return int(namespace["counters"]["stored"])
 
 
-def results(sent: Iterable[Future[Answer]]) -> list[Answer]:
+def results(sent: Iterable[Future[Completion]]) -> list[Completion]:
     """Answers that were asked for; they come, or fail, by themselves."""
     return [answer.result() for answer in sent]

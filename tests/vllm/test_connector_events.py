@@ -12,8 +12,8 @@ from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEve
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
-from kvd_client.change_reader import Place
-from kvd_client.vllm import KvdOffloadingSpec, events, idle
+from kvd_client.changes import ChunkLocation
+from kvd_client.vllm import KvdOffloadingSpec, events
 from kvd_proto.descriptions import decode
 from tests.vllm.configs import BLOCK, configured
 from tests.vllm.stepping import Lender, Stepping
@@ -66,7 +66,7 @@ class Core(EngineCoreProc):  # type: ignore[misc]  # without vLLM's types
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread looks whether something waits."""
-    monkeypatch.setattr(idle, "POLL_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr(events, "POLL_SECONDS", 2 * PATIENCE)
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender) -> Ite
 
 def change(lender: Lender, name: str) -> None:
     """Another engine has stored a chunk."""
-    lender.changes.stored[name.encode().ljust(36)] = Place(1, 1, 0, 1, 0)
+    lender.changes.stored[name.encode().ljust(36)] = ChunkLocation(1, 1, 0, 1, 0)
 
 
 def test_an_engine_without_requests_publishes_and_does_not_step(
@@ -104,7 +104,7 @@ def test_an_idle_engine_is_woken_to_publish(core: Core, lender: Lender) -> None:
     change(lender, "another engine's")
     assert core.input_queue.get(timeout=PATIENCE) == WAKEUP
     with pytest.raises(queue.Empty):
-        core.input_queue.get(timeout=3 * idle.POLL_SECONDS)
+        core.input_queue.get(timeout=3 * events.POLL_SECONDS)
 
 
 @pytest.mark.usefixtures("patient")
@@ -127,7 +127,7 @@ def test_an_engine_without_kv_events_is_not_woken(
     assert not core.half.has_pending_push_work()
     assert not core.batches
     with pytest.raises(queue.Empty):
-        core.input_queue.get(timeout=3 * idle.POLL_SECONDS)
+        core.input_queue.get(timeout=3 * events.POLL_SECONDS)
 
 
 def test_an_error_ends_idle_publishing_and_not_the_engine(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_vllm.engine import EngineOptions, EngineProcess
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
+from kvd_tools.vllm_engine import VllmServer, VllmServerOptions
 from tests.conftest import Daemon, started_daemons
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
@@ -43,8 +43,8 @@ class Served:
     """An engine, the daemon that serves it, and what the answers should be."""
 
     setting: Setting
-    options: EngineOptions
-    engine: EngineProcess
+    options: VllmServerOptions
+    engine: VllmServer
     daemon: Daemon
     known: References
 
@@ -95,7 +95,7 @@ def test_one_flipped_page_in_the_pool_changes_the_answer(served: Served) -> None
     chunks = wait_stored(served.daemon)
     (namespace,) = served.daemon.status()["namespaces"]
     stored_bytes = chunks * namespace["bytes_per_chunk"]
-    damaged: list[Answer] = []
+    damaged: list[Completion] = []
     with pool_of(served.daemon).open("r+b") as file, mmap.mmap(file.fileno(), stored_bytes) as pool:
         used = [at for at in range(0, stored_bytes, PAGE) if any(pool[at : at + PAGE])]
         for at in used[:: max(1, len(used) // TRIED)]:

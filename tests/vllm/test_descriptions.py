@@ -31,7 +31,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.request import Request
 
 from kvd_client.vllm import KvdOffloadingSpec
-from kvd_client.vllm.descriptions import ChunkDescriber
+from kvd_client.vllm.chunks import ChunkDescriber
 from kvd_proto.descriptions import Description, decode
 from tests.vllm.configs import BLOCK, configured, full, window
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvd_client.vllm.metrics import LOAD_FAILURES
-from kvd_tools.demo_vllm.engine import EngineProcess
+from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
@@ -48,7 +48,7 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 
 
 @pytest.fixture(scope="module")
-def engine(models: Path, module_dir: Path, start_engine: StartEngine) -> EngineProcess:
+def engine(models: Path, module_dir: Path, start_engine: StartEngine) -> VllmServer:
     """One engine for all these failures; when it starts there is no daemon."""
     options = with_kvd(
         DENSE.options(models),
@@ -63,14 +63,14 @@ def engine(models: Path, module_dir: Path, start_engine: StartEngine) -> EngineP
 
 
 @pytest.fixture(scope="module")
-def known(engine: EngineProcess) -> References:
+def known(engine: VllmServer) -> References:
     """What the answers should be: asked before the first daemon starts."""
     return compute_references(engine, 10)
 
 
 @pytest.fixture
 def new_daemon(
-    module_dir: Path, start_daemon: StartDaemon, engine: EngineProcess, known: References
+    module_dir: Path, start_daemon: StartDaemon, engine: VllmServer, known: References
 ) -> Callable[..., Daemon]:
     """Starts a daemon where the engine looks for it, and waits until it serves the engine."""
     del known  # which is asked for first
@@ -111,13 +111,13 @@ def patient(folder: Path, lane_timeout: float = 120.0) -> Path:
     return config
 
 
-def store_all(engine: EngineProcess, known: References) -> None:
+def store_all(engine: VllmServer, known: References) -> None:
     """Every prompt's chunks into the pool, and off the GPU."""
     ask_found(engine, known.prompts)
     engine.reset()
 
 
-def check_hits(engine: EngineProcess, daemon: Daemon, known: References) -> None:
+def check_hits(engine: VllmServer, daemon: Daemon, known: References) -> None:
     """What is stored from now on is found, and is right to the last bit."""
     wait_served(daemon, engine)
     warm = ask_found(engine, known.prompts)
@@ -126,7 +126,7 @@ def check_hits(engine: EngineProcess, daemon: Daemon, known: References) -> None
 
 
 def test_a_prefix_that_the_engines_own_cache_serves_stays(
-    engine: EngineProcess, new_daemon: Callable[..., Daemon]
+    engine: VllmServer, new_daemon: Callable[..., Daemon]
 ) -> None:
     """Asked again and again among others it is stored once, and the others make room."""
     (hot,) = prompts(1, seed=1, tokens=HOT_CHUNKS * CHUNK_TOKENS + 8)
@@ -152,7 +152,7 @@ def test_a_prefix_that_the_engines_own_cache_serves_stays(
 def test_an_engine_serves_through_the_death_of_the_broker(
     during: str,
     outage: int,
-    engine: EngineProcess,
+    engine: VllmServer,
     known: References,
     new_daemon: Callable[..., Daemon],
     tmp_path: Path,
@@ -187,7 +187,7 @@ def test_an_engine_serves_through_the_death_of_the_broker(
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_an_engine_serves_through_the_loss_of_a_lane(
     number: signal.Signals,
-    engine: EngineProcess,
+    engine: VllmServer,
     known: References,
     new_daemon: Callable[..., Daemon],
     tmp_path: Path,
@@ -219,7 +219,7 @@ def test_an_engine_serves_through_the_loss_of_a_lane(
 
 
 def test_a_load_that_takes_too_long_is_computed(
-    engine: EngineProcess,
+    engine: VllmServer,
     known: References,
     new_daemon: Callable[..., Daemon],
     tmp_path: Path,
@@ -299,7 +299,7 @@ def test_a_dead_engine_leaves_nothing_and_its_successor_hits(
 
 
 def test_blocks_that_preemption_takes_from_a_store_do_not_spoil_it(
-    engine: EngineProcess, new_daemon: Callable[..., Daemon], tmp_path: Path, thaw: list[int]
+    engine: VllmServer, new_daemon: Callable[..., Daemon], tmp_path: Path, thaw: list[int]
 ) -> None:
     """Preempted with stores in flight: the stores are done or void, never of the new contents."""
     asked, tokens = prompts(6, seed=4), 160  # with its answer a prompt needs 18 of 63 blocks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvd_client import Label
-from kvd_tools.demo_vllm.engine import EngineProcess
+from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
@@ -51,7 +51,7 @@ def record(tmp_path: Path) -> Path:
 @pytest.fixture
 def engine(
     daemon: Daemon, models: Path, record: Path, start_engine: StartEngine
-) -> Iterator[EngineProcess]:
+) -> Iterator[VllmServer]:
     """An engine that records what it reports."""
     options = with_kvd(Setting("dense").options(models), daemon.runtime_dir)
     transfer = dict(options.kv_transfer or {})
@@ -68,7 +68,7 @@ def engine(
 
 
 def test_hints_of_requests_are_labels_and_change_no_answer(
-    daemon: Daemon, engine: EngineProcess, record: Path
+    daemon: Daemon, engine: VllmServer, record: Path
 ) -> None:
     """Valid ones are labels, invalid ones are counted, and every answer is that without a hint."""
     before = len(records(record, "request_finished"))

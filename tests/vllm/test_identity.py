@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvd_client import Fingerprint
-from kvd_client.vllm import identity
+from kvd_client.vllm.spec import fingerprint
 from tests.vllm.configs import configured
 
 HUB_MODEL = "org/name"
@@ -37,7 +37,7 @@ def of_hub_model(
     vllm_config.model_config.model = HUB_MODEL
     vllm_config.model_config.revision = revision
     vllm_config.load_config.download_dir = download_dir and str(download_dir)
-    return identity.fingerprint(config, vllm_config, "")
+    return fingerprint(config, vllm_config, "")
 
 
 @pytest.mark.parametrize(
@@ -81,10 +81,10 @@ def test_engines_that_compute_otherwise_share_nothing(
 ) -> None:
     """Whatever the KV's bytes or the keys depend on is in the identity; so is the label."""
     vllm_config, _, config = configured(tmp_path)
-    before = identity.fingerprint(config, vllm_config, "")
-    assert identity.fingerprint(config, vllm_config, "label") != before
+    before = fingerprint(config, vllm_config, "")
+    assert fingerprint(config, vllm_config, "label") != before
     change(vllm_config)
-    assert identity.fingerprint(config, vllm_config, "") != before
+    assert fingerprint(config, vllm_config, "") != before
 
 
 def test_a_model_that_no_cache_knows_has_an_identity(tmp_path: Path, cache: Path) -> None:

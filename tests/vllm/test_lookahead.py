@@ -13,8 +13,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from kvd_client.announcer import Announcer
-from kvd_client.change_reader import Differences, Place
-from kvd_client.vllm.descriptions import describe
+from kvd_client.changes import ChunkLocation, Differences
+from kvd_client.vllm.chunks import describe
 from kvd_client.vllm.events import event_hash_function, to_event
 from kvd_proto.descriptions import decode, encode
 
@@ -59,7 +59,9 @@ def test_events_of_chunks_have_vllms_lookahead_tokens() -> None:
         describe(request, GROUP, end, BLOCK, LOOKAHEAD)
         for end in range(2 * BLOCK, BLOCKS * BLOCK + 1, 2 * BLOCK)
     ]
-    places = {chunk.hashes[-1] + bytes(4): Place(i, 1, 0, 2, 0) for i, chunk in enumerate(chunks)}
+    places = {
+        chunk.hashes[-1] + bytes(4): ChunkLocation(i, 1, 0, 2, 0) for i, chunk in enumerate(chunks)
+    }
     announcer = Announcer(lambda place: decode(encode(chunks[place.slot])))
     events = [
         to_event(announced, event_hash_function())

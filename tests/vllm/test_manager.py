@@ -20,7 +20,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client import Scheduler, attachment
 from kvd_client.vllm import KvdOffloadingManager, metrics
-from kvd_client.vllm.descriptions import ChunkDescriber
+from kvd_client.vllm.chunks import ChunkDescriber
 from kvd_client.vllm.manager import ChunkSlots
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from kvd_proto.messages import (
@@ -351,7 +351,7 @@ def test_a_step_is_at_most_one_message(engine: Engine, monkeypatch: pytest.Monke
     A load of no chunks pins nothing, nor one of more than a message holds.
     """
     # No call of a step comes so late that the session sends by itself.
-    monkeypatch.setattr(attachment, "LEFT_BEHIND_SECONDS", 2 * PATIENCE)
+    monkeypatch.setattr(attachment, "OVERDUE_SECONDS", 2 * PATIENCE)
     manager = manager_of(engine)
     keys = keys_of("counted", 20)
     store(manager, engine, keys)
@@ -451,9 +451,9 @@ class Edge(WholeChunks):
 
     def __init__(self, blocks_per_chunk: int) -> None:
         super().__init__(blocks_per_chunk)
-        self.parts = True
+        self.has_partial_chunks = True
 
-    def least(self, key: OffloadKey) -> tuple[int, int]:
+    def minimum(self, key: OffloadKey) -> tuple[int, int]:
         """See BlockRanges."""
         del key
         return 1, 1
@@ -461,7 +461,7 @@ class Edge(WholeChunks):
     def offered(self, key: OffloadKey, request: ReqContext) -> tuple[int, int]:
         """See BlockRanges."""
         del key
-        return (1, 1) if request is REQUEST else self.whole
+        return (1, 1) if request is REQUEST else self.all_blocks
 
 
 def test_a_part_of_a_chunk_is_stored_anew_when_the_whole_is_offered(engine: Engine) -> None:
@@ -479,14 +479,14 @@ def test_a_part_of_a_chunk_is_stored_anew_when_the_whole_is_offered(engine: Engi
         slot, generation = spec.slots[at : at + 1], spec.generations[at : at + 1]
         engine.results(engine.submit("store", [0], [block], slot, generation, index=1))
     eventually(lambda: looked_up(manager, keys) == {LookupResult.HIT})
-    assert manager.lacking(dict.fromkeys(keys, (1, 1))) == set()
-    assert manager.lacking({keys[0]: (0, 2), keys[1]: (1, 1)}) == {keys[0]}
-    with manager.missing() as missing:
-        missing.add(keys[0])
+    assert manager.incomplete(dict.fromkeys(keys, (1, 1))) == set()
+    assert manager.incomplete({keys[0]: (0, 2), keys[1]: (1, 1)}) == {keys[0]}
+    with manager.hiding() as hidden:
+        hidden.add(keys[0])
         assert manager.lookup(keys[0], OTHER) is LookupResult.MISS
         assert manager.lookup(keys[1], OTHER) is LookupResult.HIT
     assert manager.prepare_load(keys, OTHER).missing == len(keys)
-    manager.need(OTHER.req_id, dict.fromkeys(keys, (1, 1)))
+    manager.set_needed(OTHER.req_id, dict.fromkeys(keys, (1, 1)))
     assert not manager.prepare_load(keys, OTHER).missing
     settle(engine)
     assert manager.prepare_store(keys, REQUEST).keys_to_store == []

@@ -12,9 +12,14 @@ import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 
-from kvd_client.vllm import KvdConnector, Options, OptionsError
-from kvd_client.vllm.options import VLLM_KEYS, read_options
-from kvd_client.vllm.versions import TESTED, release, untested
+from kvd_client.vllm import KvdConnector, OptionsError, VllmOptions
+from kvd_client.vllm.options import (
+    TESTED_RELEASES,
+    VLLM_KEYS,
+    read_options,
+    release,
+    untested_warning,
+)
 from tests.vllm.configs import configured
 from tests.vllm.support import ROOT
 
@@ -47,7 +52,7 @@ def refusal(extra: dict[str, Any]) -> str:
 
 def test_defaults() -> None:
     """Without settings the engine runs with a daemon at /run/kvd, or without one."""
-    assert read_options({}, {}) == Options(
+    assert read_options({}, {}) == VllmOptions(
         runtime_dir="/run/kvd",
         required=False,
         deadline=1.0,
@@ -200,14 +205,14 @@ def test_kvds_lines_go_where_vllms_go(tmp_path: Path, logger: logging.Logger) ->
 @pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+g0123456", "0.32.0+cpu"])
 def test_a_tested_release_needs_no_sentence(version: str) -> None:
     """Patches and builds of a tested release are that release."""
-    assert release(version) in TESTED
-    assert not untested(version)
+    assert release(version) in TESTED_RELEASES
+    assert not untested_warning(version)
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.33.1", "1.32.0", "dev", "0.320.0"])
 def test_an_untested_release_is_named(version: str) -> None:
     """One sentence: which it is, which are tested, what to do."""
-    text = untested(version)
+    text = untested_warning(version)
     assert f"not tested with vLLM {version}, only with vLLM 0.32;" in text
     assert "install a tested release" in text
 

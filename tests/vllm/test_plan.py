@@ -31,8 +31,7 @@ from vllm.v1.kv_offload.cpu.swap_blocks_triton import THRESHOLD_BYTES
 from docs import generate_models
 from kvd.plan.figures import BLOCKS, HEADS_OUTSIDE, PAGES, SMALL_BYTES
 from kvd.plan.model import Model, read_model
-from kvd_client.vllm.layout import share_caches
-from kvd_client.vllm.wish import SMALL
+from kvd_client.vllm.layout import SMALL_FRAGMENT, share_caches
 from tests.vllm.configs import allocated, engine_config
 
 MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))
@@ -191,7 +190,7 @@ def test_the_layouts_are_those_that_vllm_has() -> None:
 
 def test_small_is_what_vllm_calls_so() -> None:
     """Plan and log call fragments small below the threshold under which vLLM uses a kernel."""
-    assert SMALL_BYTES == SMALL == THRESHOLD_BYTES
+    assert SMALL_BYTES == SMALL_FRAGMENT == THRESHOLD_BYTES
 
 
 def restricted() -> dict[str, set[tuple[str, ...]]]:

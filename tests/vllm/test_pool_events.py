@@ -12,9 +12,14 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 
 from kvd_client.block_chains import RemovedBlocks, StoredBlocks
-from kvd_client.change_reader import NO_SLOT, Differences, Place
-from kvd_client.vllm.events import PART_CHUNKS, PoolEvents, event_hash_function, to_event
-from kvd_client.vllm.idle import IDLE_SECONDS
+from kvd_client.changes import NO_SLOT, ChunkLocation, Differences
+from kvd_client.vllm.events import (
+    IDLE_SECONDS,
+    PART_CHUNKS,
+    PoolEvents,
+    event_hash_function,
+    to_event,
+)
 from kvd_proto.descriptions import Description
 from kvd_proto.messages import TierInfo
 from tests.events.vectors import PAYLOADS
@@ -56,7 +61,7 @@ class Pool:
         self.repeated = 0
         self.tiers: tuple[TierInfo, ...] = ()
 
-    def description(self, place: Place) -> Description | None:
+    def description(self, place: ChunkLocation) -> Description | None:
         """See Scheduler."""
         return self.chunks[place.slot] if place.slot < len(self.chunks) else None
 
@@ -75,11 +80,11 @@ class Pool:
         taken, self.coming = self.coming, Differences()
         return taken
 
-    def there(self, slots: Iterable[int]) -> dict[bytes, Place]:
+    def there(self, slots: Iterable[int]) -> dict[bytes, ChunkLocation]:
         """The chunks in these slots, as they are found."""
         hashes = [self.chunks[slot].hashes[-1] for slot in slots]
         return {
-            value + bytes(4): Place(slot, 1, 0, 1, 0)
+            value + bytes(4): ChunkLocation(slot, 1, 0, 1, 0)
             for slot, value in zip(slots, hashes, strict=True)
         }
 
@@ -184,7 +189,7 @@ def test_a_chunk_in_tiers_is_told_of_on_its_own() -> None:
     )
     events = events_of(pool)
     pool.coming.stored.update(pool.there([0]))
-    pool.coming.kept[key_of(11)] = Place(NO_SLOT, 0, 0, 1, 0)
+    pool.coming.stored_in_tiers[key_of(11)] = ChunkLocation(NO_SLOT, 0, 0, 1, 0)
     in_memory, below = events.take()
     assert isinstance(in_memory, BlockStored)
     assert isinstance(below, BlockStored)
@@ -195,7 +200,7 @@ def test_a_chunk_in_tiers_is_told_of_on_its_own() -> None:
     pool.coming.removed.append(key_of(11))
     assert events.take() == [BlockRemoved([11], "CPU", 0, "LOCAL")]
     pool.tiers = ()
-    pool.coming.released.append(key_of(11))
+    pool.coming.removed_from_tiers.append(key_of(11))
     assert events.take() == [BlockRemoved([11], "STORAGE", 0, "REMOTE")]
 
 
@@ -207,7 +212,7 @@ def test_a_chunk_that_goes_down_is_described_though_its_slot_is_used_again() -> 
     pool.coming.stored.update(pool.there([0]))
     assert len(events.take()) == 1
     pool.chunks = ()
-    pool.coming.kept[key_of(11)] = Place(NO_SLOT, 0, 0, 1, 0)
+    pool.coming.stored_in_tiers[key_of(11)] = ChunkLocation(NO_SLOT, 0, 0, 1, 0)
     pool.coming.removed.append(key_of(11))
     below, gone = events.take()
     assert isinstance(below, BlockStored)
@@ -221,18 +226,18 @@ def test_of_tiers_only_groups_of_whole_prefixes_are_published() -> None:
     pool = Pool(described(11), window)
     events = events_of(pool)
     keys = {key_of(11): 0, key_of(12, group=1): 1}
-    pool.coming.stored.update({key: Place(slot, 1, 0, 1, 0) for key, slot in keys.items()})
-    pool.coming.kept.update(dict.fromkeys(keys, Place(NO_SLOT, 0, 0, 1, 0)))
+    pool.coming.stored.update({key: ChunkLocation(slot, 1, 0, 1, 0) for key, slot in keys.items()})
+    pool.coming.stored_in_tiers.update(dict.fromkeys(keys, ChunkLocation(NO_SLOT, 0, 0, 1, 0)))
     published = [(event.medium, event.group_idx) for event in events.take()]
     assert sorted(published) == [("CPU", 0), ("CPU", 1), ("STORAGE", 0)]
-    pool.coming.released += keys
+    pool.coming.removed_from_tiers += keys
     assert events.take() == [BlockRemoved([11], "STORAGE", 0, "LOCAL")]
 
 
 def test_a_chunk_without_a_description_is_told_by_its_key() -> None:
     """Hash and group; without tokens, which routers take for another medium of a known block."""
     pool = Pool()
-    pool.coming.stored[key_of(13, group=2)] = Place(5, 1, 0, 1, 0)
+    pool.coming.stored[key_of(13, group=2)] = ChunkLocation(5, 1, 0, 1, 0)
     (event,) = events_of(pool).take()
     assert isinstance(event, BlockStored)
     assert (event.block_hashes, event.group_idx) == ([13], 2)

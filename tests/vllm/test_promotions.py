@@ -12,9 +12,9 @@ from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.request import Request
 
-from kvd_client import NOT_BELOW, UNKNOWN, LookupResult, TierInfo, TierStatus
+from kvd_client import NO_TIER, TIER_UNKNOWN, LookupResult, TierHealth, TierInfo
 from kvd_client.vllm import metrics
-from kvd_client.vllm.promotions import TRIED_CHUNKS, TRY_SECONDS
+from kvd_client.vllm.promotions import PROBE_CHUNKS, PROBE_SECONDS
 from tests.vllm.configs import BLOCK, window
 from tests.vllm.stepping import Lender, Stepping
 
@@ -43,7 +43,7 @@ class Tiered(Lender):
         self.tiers = tiers
         self.held: dict[bytes, int] = {}
         self.pending: set[bytes] = set()
-        self.status = [TierStatus(True, 0, 10**9, 0)] * len(tiers)
+        self.status = [TierHealth(True, 0, 10**9, 0)] * len(tiers)
         self.sought: list[list[bytes]] = []
 
     def lookup(self, key: bytes, *blocks: int) -> LookupResult:
@@ -51,21 +51,21 @@ class Tiered(Lender):
         pending = key in self.pending
         return LookupResult.HIT_PENDING if pending else super().lookup(key, *blocks)
 
-    def below(self, key: bytes, *blocks: int) -> int:
+    def find_tier(self, key: bytes, *blocks: int) -> int:
         """See Scheduler."""
         del blocks
         askable = any(
             tier.shared and status.usable
             for tier, status in zip(self.tiers, self.status, strict=True)
         )
-        number = self.held.get(key, UNKNOWN if askable else NOT_BELOW)
-        return number if number < 0 or self.status[number].usable else NOT_BELOW
+        number = self.held.get(key, TIER_UNKNOWN if askable else NO_TIER)
+        return number if number < 0 or self.status[number].usable else NO_TIER
 
-    def tier_status(self, number: int) -> TierStatus:
+    def tier_status(self, number: int) -> TierHealth:
         """See Scheduler."""
         return self.status[number]
 
-    def seek(self, keys: Sequence[bytes]) -> int:
+    def request_promotion(self, keys: Sequence[bytes]) -> int:
         """See Scheduler."""
         known = {key for step in self.sought for key in step}
         due = [key for key in keys if key not in known]
@@ -93,7 +93,7 @@ class Engine:
         def seconds(tokens: int) -> float | None:
             return None if self.computing is None else tokens * self.computing
 
-        monkeypatch.setattr(self.manager.promotions.speed, "seconds", seconds)
+        monkeypatch.setattr(self.manager.tier_waits.speed, "seconds", seconds)
         self.now = 100.0
         fake_time = SimpleNamespace(monotonic=lambda: self.now)
         monkeypatch.setattr("kvd_client.vllm.promotions.time", fake_time)
@@ -211,7 +211,7 @@ def test_only_what_would_be_computed_otherwise_counts(
     keys = engine.add("r", 6)
     engine.session.present = set(keys[:4])
     engine.session.held = dict.fromkeys(keys, 0)
-    engine.session.status = [TierStatus(True, round(latency * 1e6), 10**9, 0)]
+    engine.session.status = [TierHealth(True, round(latency * 1e6), 10**9, 0)]
     for _ in range(2):
         assert engine.ask("r") == (WAITS if waits else hits(4))
 
@@ -219,14 +219,14 @@ def test_only_what_would_be_computed_otherwise_counts(
 def test_a_tier_that_is_too_slow_is_tried_now_and_then(make: MakeEngine) -> None:
     """Some chunks come up that nobody waits for, so that its figures are renewed."""
     engine = make(Tiered(DISK))
-    engine.session.status = [TierStatus(True, 10**9, 10**9, 0)]
+    engine.session.status = [TierHealth(True, 10**9, 10**9, 0)]
     names = "first", "second", "third"
     keys = [engine.add(name, 40) for name in names]
     engine.session.held = {key: 0 for own in keys for key in own}
-    for name, later in zip(names, (0.0, TRY_SECONDS - 0.1, 0.1), strict=True):
+    for name, later in zip(names, (0.0, PROBE_SECONDS - 0.1, 0.1), strict=True):
         engine.now += later
         assert engine.ask(name) == hits(0)
-    assert engine.session.sought == [keys[0][:TRIED_CHUNKS], keys[2][:TRIED_CHUNKS]]
+    assert engine.session.sought == [keys[0][:PROBE_CHUNKS], keys[2][:PROBE_CHUNKS]]
 
 
 def test_what_waits_at_the_tier_counts_also_that_of_the_same_step(make: MakeEngine) -> None:
@@ -234,7 +234,7 @@ def test_what_waits_at_the_tier_counts_also_that_of_the_same_step(make: MakeEngi
     engine = make(Tiered(DISK))
     first, second = engine.add("first", 6), engine.add("second", 6)
     engine.session.held = dict.fromkeys([*first, *second], 0)
-    engine.session.status = [TierStatus(True, 0, 100 * CHUNK, 2 * CHUNK)]  # 10 ms a chunk
+    engine.session.status = [TierHealth(True, 0, 100 * CHUNK, 2 * CHUNK)]  # 10 ms a chunk
     assert engine.ask("first") == WAITS  # 20 + 60 ms, computing takes 96
     assert engine.ask("second") == hits(0)  # 60 ms more
     third = engine.add("third", 6)
@@ -280,7 +280,7 @@ def test_a_tier_that_is_set_aside_is_a_miss_at_once(make: MakeEngine) -> None:
     keys = engine.add("r", 6)
     engine.session.held = dict.fromkeys(keys, 0)
     assert engine.ask("r") == WAITS
-    engine.session.status = [TierStatus(False, 0, 0, 0)]
+    engine.session.status = [TierHealth(False, 0, 0, 0)]
     assert engine.ask("r") == hits(0)
 
 
@@ -302,7 +302,7 @@ def test_what_a_shared_tier_has_is_waited_for(make: MakeEngine) -> None:
     keys = engine.add("r", 6)
     assert engine.ask("r") == WAITS
     engine.session.pending = set(keys[:4])  # it has these, and they are promoted
-    engine.session.held = dict.fromkeys(keys[4:], NOT_BELOW)
+    engine.session.held = dict.fromkeys(keys[4:], NO_TIER)
     assert engine.ask("r") == WAITS
     engine.now += 0.063  # computing the four takes 64 ms
     assert engine.ask("r") == WAITS
@@ -313,7 +313,7 @@ def test_what_a_shared_tier_has_is_waited_for(make: MakeEngine) -> None:
     keys = engine.add("other", 6)
     assert engine.ask("other") == WAITS
     engine.session.pending = set(keys[:4])
-    engine.session.held |= dict.fromkeys(keys[4:], NOT_BELOW)
+    engine.session.held |= dict.fromkeys(keys[4:], NO_TIER)
     assert engine.ask("other") == WAITS
     engine.now += 0.065
     assert engine.ask("other") == hits(0)
@@ -324,10 +324,10 @@ def test_what_a_shared_tier_has_not_is_a_miss_at_once(make: MakeEngine) -> None:
     engine = make(Tiered(SHARED))
     keys = engine.add("r", 6)
     assert engine.ask("r") == WAITS
-    engine.session.held = dict.fromkeys(keys, NOT_BELOW)
+    engine.session.held = dict.fromkeys(keys, NO_TIER)
     assert engine.ask("r") == hits(0)
     engine.add("far", 6)
-    engine.session.status = [TierStatus(True, 100_000, 10**9, 0)]
+    engine.session.status = [TierHealth(True, 100_000, 10**9, 0)]
     assert engine.ask("far") == hits(0)
     assert len(engine.session.sought) == 1
 
@@ -425,4 +425,4 @@ def test_a_request_that_was_preempted_may_wait_again(make: MakeEngine) -> None:
     engine.admit("r")
     assert engine.ask("r") == WAITS
     engine.manager.on_request_finished(engine._half._req_status["r"].req_context)
-    assert repr(engine.manager.promotions).startswith("<Promotions 0 requests waiting")
+    assert not engine.manager.tier_waits._waits

@@ -12,7 +12,7 @@ from vllm.v1.core.single_type_kv_cache_manager import (
 from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, MambaSpec, SlidingWindowSpec
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 
-from kvd_client.vllm.ranges import BlockRanges, skipped_tokens
+from kvd_client.vllm.chunks import BlockRanges, skipped_tokens
 
 BLOCK, SIZE = 16, 4  # tokens of a block, blocks of a chunk
 CHUNK = BLOCK * SIZE
@@ -114,11 +114,11 @@ def test_a_request_offers_the_blocks_that_it_has() -> None:
     offered = [ranges.offered(key, request) for key in keys_of(0)[1:]]
     assert offered == [(2, 2), (0, 4), (1, 3)]
     assert ranges.offered(keys_of(1)[1], request) == (3, 1)
-    assert ranges.offered(keys_of(0)[1], ReqContext("unknown")) == ranges.whole
+    assert ranges.offered(keys_of(0)[1], ReqContext("unknown")) == ranges.all_blocks
 
 
 def test_a_hint_asks_for_what_every_load_needs() -> None:
     """Of a window's chunk the last block, of others all."""
     ranges, _ = ranges_of(group(0, None, sparse=False), group(1, window(CHUNK)))
-    assert ranges.least(keys_of(0)[0]) == ()
-    assert ranges.least(keys_of(1)[0]) == (3, 1)
+    assert ranges.minimum(keys_of(0)[0]) == ()
+    assert ranges.minimum(keys_of(1)[0]) == (3, 1)

@@ -21,12 +21,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 
 from kvd_client import CudaError, JobBlocks, JobResult, JobStatus, UsageError, Worker
-from kvd_client.vllm import KvdOffloadingWorker, Options
-from kvd_client.vllm.connector import KvdConnectorWorker, KvdWorkerMetadata
+from kvd_client.vllm import KvdOffloadingWorker, VllmOptions
+from kvd_client.vllm.connector import KvdConnectorWorker
 from kvd_client.vllm.manager import ChunkSlots
+from kvd_client.vllm.scheduler import KvdWorkerMetadata
 
 FACTOR = 4
-OPTIONS = Options(load_timeout=3.0, preemption_timeout=2.0)
+OPTIONS = VllmOptions(load_timeout=3.0, preemption_timeout=2.0)
 
 
 @dataclass
@@ -97,7 +98,7 @@ def offloading(
 ) -> KvdOffloadingWorker:
     """The worker under test."""
     worker = cast("Worker | None", lane)
-    return KvdOffloadingWorker(worker, groups, factor, OPTIONS, share=lambda _: None)
+    return KvdOffloadingWorker(worker, groups, factor, OPTIONS, register=lambda _: None)
 
 
 @pytest.fixture

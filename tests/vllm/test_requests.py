@@ -209,7 +209,7 @@ def test_the_measured_speed_of_prefill_is_reported(stepping: Stepping, lender: L
     stepping.step(a=30 * BLOCK)
     stepping.report(())
     large = lender.prefill_seconds
-    measured = stepping.manager.promotions.speed.seconds(30 * BLOCK)
+    measured = stepping.manager.tier_waits.speed.seconds(30 * BLOCK)
     assert measured is not None
     assert large == pytest.approx(measured / (30 * BLOCK))
     stepping.step(a=3)

@@ -9,7 +9,7 @@ import pytest
 import vllm
 
 from kvd_client.vllm.metrics import ATTACHED
-from kvd_tools.demo_vllm.engine import EngineProcess
+from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import StartDaemon
 from tests.vllm.support import (
     CACHED_TOKENS,
@@ -52,7 +52,7 @@ def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
     env = {"KVD_RUNTIME_DIR": str(runtime_dir), "PYTHONPATH": path_for_serve(tmp_path / "path")}
     options = replace(Setting("dense").options(models, json.loads(TYPED)), env=env)
     asked = prompts(3)
-    with EngineProcess(options, tmp_path / "server.log", server=SERVE) as server:
+    with VllmServer(options, tmp_path / "server.log", server=SERVE) as server:
 
         def found_in_kvd() -> bool:  # on a busy machine not within the usual deadlines
             server.reset()  # the GPU's cache: what is found comes from kvd

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_tools.demo_vllm.engine import EngineProcess
+from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
@@ -39,8 +39,8 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 class Pair:
     """Two engines of one hybrid model; when they start there is no daemon."""
 
-    first: EngineProcess
-    second: EngineProcess
+    first: VllmServer
+    second: VllmServer
     known: References
 
 

@@ -74,7 +74,7 @@ def served(tmp_path: Path, runtime_dir: Path) -> tuple[Any, Worker, Any]:
     """A rank that serves, its worker, and what puts its engine to sleep."""
     spec, views = make_spec(tmp_path, runtime_dir)
     config = sleeping(spec)
-    rank = spec.serve(views)
+    rank = spec.make_worker(views)
     assert rank.worker is not None
     NotedBackend.worker = rank.worker
     return rank, rank.worker, SleepModeBackendFactory.create_backend(config)
@@ -86,7 +86,7 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
     """The memory is let go of before it is freed and registered when it is back, not before."""
     spec, views = make_spec(tmp_path, daemon.runtime_dir, required=True)
     config = sleeping(spec)
-    manager, rank = spec.get_manager(), spec.serve(views)
+    manager, rank = spec.get_manager(), spec.make_worker(views)
     assert isinstance(manager, KvdOffloadingManager)
     assert rank.worker is not None
     manager.ranges = WholeChunks(FACTOR)
@@ -114,7 +114,7 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
             partial(backend.discard, ("weights",)),
             partial(backend.discard, ("kv_cache",)),
             backend.resume,
-            rank.take_up,
+            rank.restore_memory,
         ):
             step()
             registered.append(rank.worker.registered)
@@ -169,7 +169,7 @@ def test_what_goes_wrong_is_a_line_each_and_no_exception(
     def refuse(_: Worker) -> None:
         raise UnsupportedMemory("this is memory that the daemon cannot map")
 
-    rank._share = refuse
+    rank._register = refuse
     backend.resume()
     rank.worker = None  # as where the first registration was refused
     backend.suspend()
@@ -195,7 +195,7 @@ def test_an_error_that_nobody_expects_stops_no_engine(
         patch.setattr(worker, "unregister", broken)
         backend.suspend()
     worker.unregister()
-    rank._share = broken
+    rank._register = broken
     backend.resume()
     lines = [(line.levelname, line.getMessage()) for line in caplog.records if line.exc_info]
     assert [level for level, _ in lines] == ["ERROR", "ERROR"]
@@ -218,7 +218,7 @@ def test_vllms_own_backend_is_told_where_memory_can_be_freed(
     config = sleeping(spec, "cumem", sleep=sleep, cumem=cumem)
     kinds = []
     for _ in range(2):
-        spec.serve(views).shutdown()
+        spec.make_worker(views).shutdown()
         kinds.append(type(SleepModeBackendFactory.create_backend(config)))
     assert kinds[0] is kinds[1]
     assert (kinds[0] is CuMemBackend) is not told

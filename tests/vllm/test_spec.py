@@ -119,7 +119,7 @@ def test_every_byte_comes_back_whatever_the_layout(
     """What each group stored is loaded into other blocks, through manager, daemon and worker."""
     spec, views = make_spec(tmp_path, daemon.runtime_dir, *groups, layout=layout, required=True)
     with ExitStack() as ends:
-        manager, worker = spec.get_manager(), spec.serve(views)
+        manager, worker = spec.get_manager(), spec.make_worker(views)
         ends.callback(manager.shutdown)
         ends.callback(worker.shutdown)
         assert isinstance(manager, KvdOffloadingManager)
@@ -152,7 +152,7 @@ def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
     """
     spec, views = make_spec(tmp_path, daemon.runtime_dir)
     whole(views).untyped_storage().share_memory_()
-    worker = spec.serve(views)
+    worker = spec.make_worker(views)
     (line,) = [record for record in caplog.records if record.name == "kvd_client.vllm"]
     assert line.levelno == logging.ERROR
     assert "share tensors with kvd before share_memory_()" in line.getMessage()
@@ -161,7 +161,7 @@ def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
     assert worker.worker is None
     spec.options = msgspec.structs.replace(spec.options, required=True)
     with pytest.raises(UnsupportedMemory, match="before share_memory_"):
-        spec.serve(views)
+        spec.make_worker(views)
 
 
 def test_no_failure_of_the_driver_or_of_torch_reaches_the_engine(
@@ -186,7 +186,7 @@ def test_no_failure_of_the_driver_or_of_torch_reaches_the_engine(
         for name, driver.failure, late in itertools.product(names, FAILURES, (False, True)):
             caplog.clear()
             driver.failing = "" if late else name
-            rank = spec.serve(views)
+            rank = spec.make_worker(views)
             driver.failing = name
             lines = [record.getMessage() for record in caplog.records if record.levelno > 30]
             assert len(lines) == (rank.worker is None)
@@ -198,8 +198,8 @@ def test_no_failure_of_the_driver_or_of_torch_reaches_the_engine(
             results = reported(rank, 2)
             assert {result.job_id for result in results} == {STORE, LOAD}
             failed[name] += sum(not result.success for result in results)
-            rank.let_go()
-            rank.take_up()
+            rank.release_memory()
+            rank.restore_memory()
             rank.shutdown()
     rounds = len(FAILURES)
     assert (refused["cuMemHostRegister"], failed["cuMemHostRegister"]) == (rounds, 2 * rounds)
@@ -216,7 +216,7 @@ def test_an_absent_daemon_stops_an_engine_that_requires_it(
     assert defaults is not None
     monkeypatch.setitem(defaults, "timeout", 0.2)  # seconds instead of half a minute
     with pytest.raises(Unavailable, match="is `kvd serve` running there"):
-        spec.serve(views)
+        spec.make_worker(views)
 
 
 def test_vllms_own_view_of_the_memory_is_not_taken(tmp_path: Path, runtime_dir: Path) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from kvd_client.vllm.metrics import TIER_WAITS
-from kvd_tools.demo_vllm.engine import EngineProcess
-from kvd_tools.engine_server import Answer
+from kvd_tools.engine_server import Completion
+from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon, StartDaemon
 from tests.vllm.conftest import StartEngine
 from tests.vllm.support import (
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.timeout(TEST_SECONDS)
 @pytest.fixture(scope="module")
 def engines(
     models: Path, module_dir: Path, start_engine: StartEngine
-) -> tuple[EngineProcess, EngineProcess]:
+) -> tuple[VllmServer, VllmServer]:
     """Two engines of one model; when they start there is no daemon."""
     options = with_kvd(Setting("dense").options(models), module_dir, blocks_per_chunk=2)
     engines = start_engine(options), start_engine(options)
@@ -55,7 +55,7 @@ def engines(
 
 
 @pytest.fixture(scope="module")
-def known(engines: tuple[EngineProcess, EngineProcess]) -> References:
+def known(engines: tuple[VllmServer, VllmServer]) -> References:
     """What the answers should be: asked before the first daemon starts."""
     return compute_references(engines[0], PROMPTS)
 
@@ -64,7 +64,7 @@ class Tiered:
     """Engines, and a daemon with a tier and a pool that is too small."""
 
     def __init__(
-        self, engines: tuple[EngineProcess, EngineProcess], daemon: Daemon, known: References
+        self, engines: tuple[VllmServer, VllmServer], daemon: Daemon, known: References
     ) -> None:
         self.engine, self.other = engines
         self.daemon = daemon
@@ -76,7 +76,7 @@ class Tiered:
         found: dict[str, Any] = tier
         return found
 
-    def ask(self, engine: EngineProcess | None = None, **fields: Any) -> list[Answer]:
+    def ask(self, engine: VllmServer | None = None, **fields: Any) -> list[Completion]:
         """All prompts, one by one, on an empty cache of the engine's own; the answers are right."""
         asked = engine or self.engine
         asked.reset()
@@ -87,7 +87,7 @@ class Tiered:
         return answers
 
     def ask_until(
-        self, is_so: Callable[[], object], engine: EngineProcess | None = None, **fields: Any
+        self, is_so: Callable[[], object], engine: VllmServer | None = None, **fields: Any
     ) -> None:
         """Ask all prompts again and again until this is so.
 
@@ -103,7 +103,7 @@ class Tiered:
         """Store all prompts. The tier has what was not evicted before its turn: most of it."""
         self.ask_until(lambda: wait_stored(self.daemon, 0) and self.tier()["chunks"] >= MOST_CHUNKS)
 
-    def wait_loads(self, source: str, engine: EngineProcess | None = None) -> None:
+    def wait_loads(self, source: str, engine: VllmServer | None = None) -> None:
         """Ask until a request has waited for a tier, and tokens have come from there."""
         asked = engine or self.engine
 
@@ -121,7 +121,7 @@ Start = Callable[[str], Tiered]
 
 @pytest.fixture
 def start(
-    engines: tuple[EngineProcess, EngineProcess],
+    engines: tuple[VllmServer, VllmServer],
     known: References,
     module_dir: Path,
     start_daemon: StartDaemon,

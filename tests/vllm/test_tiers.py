@@ -8,9 +8,17 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client import TierInfo, TierStatus
-from kvd_client.vllm.prefill import MOST_OPEN, SAMPLES, PrefillSpeed, prompt_tokens
-from kvd_client.vllm.tiers import allowed, patience, promotion_seconds, source
+from kvd_client import TierHealth, TierInfo
+from kvd_client.vllm.promotions import (
+    MAX_OPEN_STEPS,
+    SAMPLES,
+    PrefillSpeed,
+    hit_source,
+    is_allowed,
+    promotion_seconds,
+    prompt_tokens,
+    worthwhile_wait,
+)
 
 DISK = TierInfo(name="disk", medium="disk", shared=False)
 REMOTE = TierInfo(name="mooncake", medium="remote", shared=True)
@@ -34,19 +42,19 @@ def test_a_request_says_which_tiers_it_loads_from(
 ) -> None:
     """By vLLM's names of medium and locality; a medium that has none there fits any, as in vLLM."""
     wanted = TierFilter(matchers)
-    assert [tier for tier in (DISK, REMOTE, MEMORY, OTHER) if allowed(tier, wanted)] == expected
+    assert [tier for tier in (DISK, REMOTE, MEMORY, OTHER) if is_allowed(tier, wanted)] == expected
 
 
 def test_where_tokens_come_from_is_vllms_name_for_it() -> None:
     """What vLLM has no name for is unspecified."""
     unspecified = CacheHitSource.EXTERNAL_UNSPECIFIED
     expected = [CacheHitSource.DISK, unspecified, CacheHitSource.HOST, unspecified]
-    assert list(map(source, (DISK, REMOTE, MEMORY, OTHER))) == expected
+    assert list(map(hit_source, (DISK, REMOTE, MEMORY, OTHER))) == expected
 
 
-def status(latency_us: int, speed: int, queued: int = 0) -> TierStatus:
+def status(latency_us: int, speed: int, queued: int = 0) -> TierHealth:
     """Of a usable tier."""
-    return TierStatus(True, latency_us, speed, queued)
+    return TierHealth(True, latency_us, speed, queued)
 
 
 def test_promotions_take_as_long_as_the_slowest_tier() -> None:
@@ -80,7 +88,7 @@ def test_a_request_waits_no_longer_than_computing_takes(
     promoting: float | None, computing: float | None, expected: float
 ) -> None:
     """Not at all where promoting is no faster, and never longer than the limit."""
-    assert patience(promoting, computing, 2.0) == expected
+    assert worthwhile_wait(promoting, computing, 2.0) == expected
 
 
 # ----------------------------------------------------------------- prefill speed
@@ -92,18 +100,20 @@ class Engine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         fake_time = SimpleNamespace(monotonic=lambda: self.now)
-        monkeypatch.setattr("kvd_client.vllm.prefill.time", fake_time)
+        monkeypatch.setattr("kvd_client.vllm.promotions.time", fake_time)
         self.speed = PrefillSpeed()
 
     def schedule(self, prompt: int, decoded: int = 0) -> None:
         """Schedule a step of so many tokens of a new prompt, and of requests that have answers."""
         names = [f"d{i}" for i in range(decoded)]
-        self.speed.scheduled(output({"new": prompt} if prompt else {}, dict.fromkeys(names, 1)))
+        self.speed.step_scheduled(
+            output({"new": prompt} if prompt else {}, dict.fromkeys(names, 1))
+        )
 
     def end(self, seconds: float) -> None:
         """The oldest step ends, so much later than what was before."""
         self.now += seconds
-        self.speed.ended()
+        self.speed.step_ended()
 
 
 def output(new: dict[str, int], decoding: dict[str, int], **more: int) -> SchedulerOutput:
@@ -187,7 +197,7 @@ def test_small_and_large_steps_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -
     assert engine.speed.seconds(600) == pytest.approx(0.6)
     assert engine.speed.seconds(4096) == pytest.approx(0.512)
     assert engine.speed.seconds(8) == pytest.approx(0.008)
-    assert "1024+: 125" in repr(engine.speed)
+    assert engine.speed.seconds_per_token == pytest.approx(125e-6)
 
 
 def test_steps_whose_end_cannot_be_told_are_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +208,7 @@ def test_steps_whose_end_cannot_be_told_are_not_measured(monkeypatch: pytest.Mon
     engine.end(0.001)
     engine.end(0.001)
     assert engine.speed.seconds(1024) is None
-    for _ in range(MOST_OPEN + 1):
+    for _ in range(MAX_OPEN_STEPS + 1):
         engine.schedule(1024)
     engine.end(1.0)
     engine.end(1.0)

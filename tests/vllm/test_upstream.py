@@ -40,8 +40,9 @@ from kvd_client.vllm import (
     metrics,
     upstream,
 )
-from kvd_client.vllm.connector import KvdConnectorScheduler, KvdConnectorWorker
+from kvd_client.vllm.connector import KvdConnectorWorker
 from kvd_client.vllm.manager import ChunkSlots
+from kvd_client.vllm.scheduler import KvdConnectorScheduler
 from tests.vllm.configs import BLOCK, engine_config, window
 from tests.vllm.stepping import Lender, Stepping
 

@@ -15,8 +15,8 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvd_client import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_client.vllm import KvdConnector, OptionsError
+from kvd_client.vllm.layout import layout_line
 from kvd_client.vllm.options import KV_LAYOUTS
-from kvd_client.vllm.wish import layout_line
 from tests.vllm.configs import engine_config
 
 KIB = 1024

@@ -8,9 +8,9 @@ r"""kvd_client.sglang: SGLang on a kvd daemon.
         --unified-cache-external-linker-config \
         '{"linker": "KvdLinker", "linker_module_path": "kvd_client.sglang.linker"}'
 
-SGLang's tree of prefixes decides what is looked up, stored and loaded; kvd implements the
-external linker by its own method names. Every rank's process looks things up by itself, and has
-chunks of its own; the tree intersects what the ranks find. `linker.py` is the interface,
-`pools.py` and `pages.py` say where pages lie, `coverage.py` which prefixes are there, `loads.py`
-and `offloads.py` move them, `options.py` has the settings.
+SGLang's tree of prefixes decides what is looked up, stored and loaded; kvd implements SGLang's
+external linker. Each rank's process does its own lookups and has its own chunks; the tree
+intersects the results of the ranks. `linker.py` is the interface, `pools.py` describes SGLang's
+device pools, `pages.py` says where pages lie and which chunks hold them, `pool_cache.py` is one
+pool's connection to the daemon, with the settings, and `transfers.py` has loads and stores.
 """

@@ -1,13 +1,14 @@
-"""One pool of one rank: what the daemon has of its pages, and the jobs that move them."""
+"""A device pool of a rank at the daemon: the settings, its chunks, and the jobs that move them."""
 
 import itertools
 import threading
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
+from msgspec import Meta
 
 from kvd_client import (
     Fingerprint,
@@ -22,49 +23,93 @@ from kvd_client import (
     StoreTicket,
     Worker,
 )
-from kvd_client.arguments import Blocks
+from kvd_client.adapters import EngineOptions, OptionsError, Seconds, convert_options
 from kvd_client.errors import cause, get_logger
-from kvd_client.sglang.coverage import Piece
-from kvd_client.sglang.options import Options
-from kvd_client.sglang.pages import NO_PAGE, PagePool
+from kvd_client.sglang.pages import NO_PAGE, PagePool, PageRun
+from kvd_client.tickets import BlockRange
 from kvd_client.torch_memory import work_so_far
-from kvd_proto.arrays import MAX_ARRAY_ITEMS
+from kvd_proto.jobs import MAX_ARRAY_ITEMS
 
-Rows = npt.NDArray[np.uint32]
-"""[chunks, blocks per chunk]: the page of each block; `NO_PAGE` for those that are left out."""
+OPTIONS_NAME = "--unified-cache-external-linker-config: linker_extra_config"
+PageRows = npt.NDArray[np.uint32]
+"""[chunks, blocks per chunk]: the page of each block; `NO_PAGE` for blocks that are left out."""
 JOB_BLOCKS = MAX_ARRAY_ITEMS
 
 log = get_logger("kvd_client.sglang")
 
 
-class PoolCache:
-    """A pool's chunks. May be used by several threads.
-
-    Args:
-        pool: of this rank.
-        factor: pages of a chunk.
-        engine: name of the inference server's rank.
-        fingerprint: of the pool.
-        options: the operator's.
+class SglangOptions(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The settings under `linker_extra_config`; `EngineOptions` has those of every engine.
 
     Attributes:
-        pool, factor: as given.
-        held: the blocks of a key's READY chunk, from shared memory.
+        chunk_tokens: tokens of a chunk. A page with more tokens is a chunk of its own. Engines
+            share chunks only if they have the same value.
+        lease: seconds for which the chunks of a lookup stay pinned for its request.
+        layerwise: false: a request's forward pass begins when its load is complete, and a request
+            whose load fails is computed. true: it begins with the first layer, and SGLang aborts
+            the requests of a load that fails.
+        load_timeout: seconds for a load, daemon restarts included. The engine's scheduler waits
+            for it, with `layerwise` the forward pass.
+        store_timeout: seconds after which a store is given up. Until then the tree keeps its pages.
+        loan_timeout: seconds that a store waits for slots in the pool.
+    """
+
+    chunk_tokens: Annotated[int, Meta(ge=1, le=4096)] = 16
+    lease: Seconds = 60.0
+    layerwise: bool = False
+    load_timeout: Seconds = 10.0
+    store_timeout: Seconds = 30.0
+    loan_timeout: Seconds = 0.5
+
+
+def read_options(extra: Mapping[str, Any] | None) -> SglangOptions:
+    """Return the settings of an engine.
 
     Raises:
-        KvdClientError: the memory cannot be shared, or with `required` is not taken.
+        OptionsError: naming the key, its value and what is possible.
+    """
+    options = convert_options(SglangOptions, extra or {}, OPTIONS_NAME)
+    if options.lease < 2 * options.load_timeout:  # a pin must outlast its load
+        raise OptionsError(
+            f"{OPTIONS_NAME}: lease={options.lease:g} is below twice load_timeout="
+            f"{options.load_timeout:g}; raise lease, or lower load_timeout"
+        )
+    return options
+
+
+class PoolCache:
+    """The chunks of a device pool: a scheduler's and a worker's session. Thread-safe.
+
+    Args:
+        pool: a device pool of this rank.
+        pages_per_chunk: pages of a chunk.
+        engine: name of the engine's rank.
+        fingerprint: of the pool.
+        options: the engine's settings.
+
+    Attributes:
+        pool, pages_per_chunk: as passed.
+        blocks_of: returns the blocks of a key's READY chunk, read from shared memory.
+
+    Raises:
+        KvdClientError: the memory cannot be shared, or with `required` the daemon refuses it.
     """
 
     def __init__(
-        self, pool: PagePool, factor: int, engine: str, fingerprint: Fingerprint, options: Options
+        self,
+        pool: PagePool,
+        pages_per_chunk: int,
+        engine: str,
+        fingerprint: Fingerprint,
+        options: SglangOptions,
     ) -> None:
         self.pool = pool
-        self.factor = factor
+        self.pages_per_chunk = pages_per_chunk
         self._options = options
-        self._numbers = itertools.count(1)
+        self._job_ids = itertools.count(1)
         self._lock = threading.Lock()
-        self._ended: dict[int, JobResult] = {}
-        self._forgotten: set[int] = set()
+        self._results: dict[int, JobResult] = {}
+        self._abandoned: set[int] = set()  # jobs whose results are dropped
         name = f"{engine}-{pool.name}"
         self.worker = Worker(
             options.runtime_dir,
@@ -75,7 +120,7 @@ class PoolCache:
             job_timeout=options.store_timeout,
         )
         try:
-            shared, layout = pool.share(factor)
+            shared, layout = pool.share(pages_per_chunk)
             try:
                 self.worker.register(shared.memory, layout, fingerprint, required=options.required)
             finally:
@@ -86,16 +131,18 @@ class PoolCache:
         except BaseException:
             self.worker.close()
             raise
-        self.held = self.scheduler.held
+        self.blocks_of = self.scheduler.cached_blocks
 
     # ----------------------------------------------------------------- loads
 
-    def pin(self, pieces: Sequence[Piece]) -> LoadTicket | None:
-        """Pin chunks for a request; None where one of them is not there any more."""
-        return self.pin_blocks([p.key for p in pieces], [p.blocks for p in pieces])
+    def pin(self, runs: Sequence[PageRun]) -> LoadTicket | None:
+        """Pin chunks for a request; None: one of them is gone."""
+        return self.pin_blocks([run.key for run in runs], [run.blocks for run in runs])
 
-    def pin_blocks(self, keys: Collection[bytes], blocks: Collection[Blocks]) -> LoadTicket | None:
-        """`pin`, of chunks and their blocks."""
+    def pin_blocks(
+        self, keys: Collection[bytes], blocks: Collection[BlockRange]
+    ) -> LoadTicket | None:
+        """Pin these blocks of chunks; None: one of them is gone."""
         try:
             ticket = self.scheduler.prepare_load(keys, self._options.lease, blocks)
         except KvdClientError as error:  # too many for one request, or closed
@@ -110,86 +157,86 @@ class PoolCache:
         """End the pin."""
         self.scheduler.complete_load(ticket)
 
-    def load(self, rows: Rows, slots: Any, generations: Any, stream: Any) -> int | None:
-        """Begin to load, layer by layer; return the job's number, None where no lane takes it.
+    def load(self, rows: PageRows, slots: Any, generations: Any, stream: Any) -> int | None:
+        """Submit a load; return the job's id, None: it failed.
 
         Args:
-            rows: where the chunks' blocks go.
+            rows: the pages to load into.
             slots: of the chunks.
             generations: of these slots.
-            stream: on which the pages were used last; None for host memory.
+            stream: that used the pages last; None for host memory.
         """
         return self._submit(
             partial(self.worker.submit, Load, layerwise=True), rows, slots, generations, stream
         )
 
     def layers_loaded(self, job: int) -> int:
-        """How many layers of a load have arrived, from shared memory."""
+        """Return how many layers of a load are complete, from shared memory."""
         return self.worker.layers_loaded(job)
 
     # ---------------------------------------------------------------- stores
 
-    def offer(self, pieces: Sequence[Piece]) -> StoreTicket:
-        """Ask for slots, for a while where the pool must make room first."""
-        keys, blocks = [p.key for p in pieces], [p.blocks for p in pieces]
+    def offer(self, runs: Sequence[PageRun]) -> StoreTicket:
+        """Request slots for chunks; wait up to `loan_timeout` while the pool has none free."""
+        keys, blocks = [run.key for run in runs], [run.blocks for run in runs]
         if (self.scheduler.loans or 0) < len(keys):
-            new = sum(self.held(key) is None for key in keys)
-            if new:
-                self.scheduler.reserve(new, self._options.loan_timeout)
+            num_new = sum(self.blocks_of(key) is None for key in keys)
+            if num_new:
+                self.scheduler.reserve(num_new, self._options.loan_timeout)
         return self.scheduler.prepare_store(keys, blocks)
 
-    def store(self, rows: Rows, ticket: StoreTicket) -> int | None:
-        """Begin to store pages whose bytes have been written; as `load`."""
+    def store(self, rows: PageRows, ticket: StoreTicket) -> int | None:
+        """Submit a store of pages that are written; return the job's id, None: it failed."""
         submit = partial(self.worker.submit, Store)
         return self._submit(submit, rows, ticket.slots, ticket.generations, None)
 
     def end_store(self, ticket: StoreTicket, *, success: bool) -> None:
-        """Tell how a store has ended."""
+        """Complete a store at the daemon."""
         self.scheduler.complete_store(ticket, success)
 
     # ------------------------------------------------------------------ jobs
 
-    def rows(self, pieces: Sequence[Piece], indices: Any) -> Rows:
-        """The pages of pieces, from SGLang's indices of them: a tensor of host or device memory.
+    def rows(self, runs: Sequence[PageRun], indices: Any) -> PageRows:
+        """Return the pages of the runs' blocks, from SGLang's indices (host or device memory).
 
         Raises:
-            ValueError: a page that is none of the pool's, or the padding page.
+            ValueError: a page is outside the pool, or the padding page.
         """
         pages = (indices[:: self.pool.page_tokens] // self.pool.page_tokens).cpu().numpy()
         if len(pages) and not NO_PAGE < pages.min() <= pages.max() < self.pool.num_pages:
             raise ValueError(
                 f"pages {pages.min()}..{pages.max()} are not within 1..{self.pool.num_pages - 1}"
             )
-        rows = np.full((len(pieces), self.factor), NO_PAGE, np.uint32)
-        for row, piece in zip(rows, pieces, strict=True):
-            row[piece.block : piece.block + piece.pages] = pages[
-                piece.page : piece.page + piece.pages
-            ]
+        rows = np.full((len(runs), self.pages_per_chunk), NO_PAGE, np.uint32)
+        for row, run in zip(rows, runs, strict=True):
+            row[run.block : run.block + run.num_pages] = pages[run.page : run.page + run.num_pages]
         return rows
 
-    def jobs(self, chunks: int) -> list[slice]:
-        """Cut so many chunks into as many jobs as they need."""
-        most = max(1, JOB_BLOCKS // self.factor)
-        return [slice(begin, begin + most) for begin in range(0, chunks, most)]
+    def job_slices(self, num_chunks: int) -> list[slice]:
+        """Divide so many chunks into as few jobs as possible."""
+        chunks_per_job = max(1, JOB_BLOCKS // self.pages_per_chunk)
+        return [
+            slice(begin, begin + chunks_per_job) for begin in range(0, num_chunks, chunks_per_job)
+        ]
 
     def result(self, job: int) -> JobResult | None:
-        """How a job has ended, once; None while it has not."""
+        """Return the job's result, once; None: it has not ended."""
         with self._lock:
             for result in self.worker.get_finished():
-                if result.job_id in self._forgotten:
-                    self._forgotten.remove(result.job_id)
+                if result.job_id in self._abandoned:
+                    self._abandoned.remove(result.job_id)
                 else:
-                    self._ended[result.job_id] = result
-            return self._ended.pop(job, None)
+                    self._results[result.job_id] = result
+            return self._results.pop(job, None)
 
-    def forget(self, job: int) -> None:
-        """Nobody will ask for this job's result."""
+    def abandon(self, job: int) -> None:
+        """Drop the job's result, now or when it comes."""
         with self._lock:
-            if self._ended.pop(job, None) is None:
-                self._forgotten.add(job)
+            if self._results.pop(job, None) is None:
+                self._abandoned.add(job)
 
     def cancel(self, job: int) -> None:
-        """Ask for a job to be stopped; it still ends by itself."""
+        """Request that a job is stopped. Its result comes nevertheless."""
         self.worker.cancel([job])
 
     def close(self) -> None:
@@ -198,24 +245,21 @@ class PoolCache:
         self.scheduler.close()
 
     def _submit(
-        self, submit: Any, rows: Rows, slots: Any, generations: Any, stream: Any
+        self, submit: Any, rows: PageRows, slots: Any, generations: Any, stream: Any
     ) -> int | None:
-        number = next(self._numbers)
+        job = next(self._job_ids)
         try:
             blocks = JobBlocks.of(rows.reshape(-1), [rows.size], [0], slots, generations)
-            taken = submit(number, blocks, after=work_so_far(self.worker, stream))
-        except Exception as error:  # noqa: BLE001  # of torch or the driver too: a miss
+            submitted = submit(job, blocks, after=work_so_far(self.worker, stream))
+        except Exception as error:  # noqa: BLE001  # also from torch or the driver: a miss
             log.warning("a job of %d chunks is not submitted: %s", len(rows), cause(error))
             return None
-        if not taken:
-            self.result(number)  # it has failed already
+        if not submitted:
+            self.result(job)  # a failure, which the caller knows by None
             return None
-        return number
-
-    def __repr__(self) -> str:
-        return f"<PoolCache {self.pool.name}, {self.factor} pages a chunk, {self.worker!r}>"
+        return job
 
 
-def failed(result: JobResult) -> str:
-    """Why a job came to nothing; empty where it did not."""
+def failure_reason(result: JobResult) -> str:
+    """Return why a job failed; empty: it did not."""
     return "" if result.status is JobStatus.OK else f"{result.status}: {result.text}"

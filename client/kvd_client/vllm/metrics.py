@@ -1,4 +1,4 @@
-"""Metrics of the connector, beside those that vLLM counts itself (bytes, times, sizes)."""
+"""The connector's metrics. vLLM itself counts bytes, times and sizes."""
 
 from vllm.v1.kv_offload.base import (
     OffloadingCounterMetadata,

@@ -1,4 +1,7 @@
-"""The settings under `kv_connector_extra_config`, checked before the engine starts."""
+"""The settings under `kv_connector_extra_config`, and the releases of vLLM that are tested.
+
+Nothing of vLLM is imported here.
+"""
 
 import os
 from collections.abc import Mapping
@@ -6,37 +9,39 @@ from typing import Annotated, Any
 
 from msgspec import Meta
 
-from kvd_client.engine_options import EngineOptions, OptionsError, Seconds, convert_options
+from kvd_client.adapters import EngineOptions, OptionsError, Seconds, convert_options
+from kvd_client.errors import UnsupportedVllm
 
-# Settings of vLLM's own scheduler logic, which it reads and checks itself.
+# Settings that vLLM's own scheduler logic reads and checks.
 VLLM_KEYS = frozenset(
     {
         *("blocks_per_chunk", "block_size", "offload_prompt_only", "self_describing_kv_events"),
         *("canonical_layout", "spec_name", "spec_module_path"),
     }
 )
-# vLLM's names of layouts, by what is outermost; `wish.py` says what they mean.
+# "auto", "none" and vLLM's names of layouts, outermost dimension first; see `layout.py`.
 KV_LAYOUTS = ("auto", "none", "BLHNC", "BLNHC", "BHLNC", "LBHNC", "LBNHC", "LHBNC")
+TESTED_RELEASES = ("0.32",)
+_TESTED_NAMES = ", ".join(f"vLLM {name}" for name in TESTED_RELEASES)
 
 
-class Options(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """An engine's settings about its daemon; those of every engine are in `EngineOptions`.
+class VllmOptions(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The connector's settings; `EngineOptions` has those of every engine.
 
     Attributes:
-        load_timeout: seconds after which a load is stopped and its request computed instead.
+        load_timeout: seconds after which a load is cancelled and its request computed.
         store_timeout: seconds after which a store is given up; at least load_timeout.
-        preemption_timeout: seconds that the engine waits for a store whose blocks it reuses;
-            then the store is void.
-        pending_timeout: seconds that a request waits for chunks that are just being stored, or come
-            from a tier below the daemon's memory.
-        seek_timeout: seconds that a request waits for shared tiers to say whether they have chunks
-            of which nobody knows.
-        kv_layout: the physical layout of the KV cache that vLLM is asked for: one of its names;
-            auto: with all layers of a block side by side, where no block has to be split; none:
-            vLLM's own choice.
-        events: publish what is in the pool among the engine's KV events, if vLLM publishes any.
-        repeat_events: seconds in which everything in the pool is published once more, for routers
-            that came late or have lost events; 0: never.
+        preemption_timeout: seconds that the engine waits for a store before it reuses the store's
+            blocks. Then the store is void.
+        pending_timeout: seconds that a request waits for chunks that are being stored or promoted
+            from a tier.
+        seek_timeout: seconds that a request waits for shared tiers to say whether they have its
+            chunks.
+        kv_layout: the physical layout of the KV cache to request from vLLM. auto: all layers of a
+            block side by side, if no block has to be split. none: vLLM's own choice.
+        events: publish the pool's changes among the engine's KV events, if vLLM publishes any.
+        repeat_events: period in seconds in which the whole pool is published again, for routers
+            that started late or lost events; 0: never.
     """
 
     load_timeout: Seconds = 3.0
@@ -49,12 +54,14 @@ class Options(EngineOptions, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     repeat_events: Annotated[float, Meta(ge=0, le=86400)] = 600.0
 
 
-def read_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Options:
-    """Return the options in `kv_connector_extra_config`.
+def read_options(
+    extra: Mapping[str, Any], environment: Mapping[str, str] = os.environ
+) -> VllmOptions:
+    """Return the settings in `kv_connector_extra_config`.
 
     Args:
         extra: the configuration.
-        environment: of the process, for what is not configured.
+        environment: of the process, for settings that are not in the configuration.
 
     Raises:
         OptionsError: naming the key, its value and what is possible.
@@ -63,15 +70,40 @@ def read_options(extra: Mapping[str, Any], environment: Mapping[str, str] = os.e
         raise OptionsError(
             "kv_connector_extra_config: canonical_layout=true is not supported; remove it"
         )
-    options = convert_options(Options, extra, "kv_connector_extra_config", VLLM_KEYS, environment)
+    options = convert_options(
+        VllmOptions, extra, "kv_connector_extra_config", VLLM_KEYS, environment
+    )
     if options.kv_layout not in KV_LAYOUTS:
         raise OptionsError(
             f"kv_connector_extra_config: kv_layout={options.kv_layout!r} is no layout of vLLM's;"
             f" known are {', '.join(KV_LAYOUTS)}"
         )
-    if options.load_timeout > options.store_timeout:  # which is the lane's limit for every job
+    if options.load_timeout > options.store_timeout:  # the lane's limit for every job
         raise OptionsError(
             f"kv_connector_extra_config: load_timeout={options.load_timeout:g} is above"
             f" store_timeout={options.store_timeout:g}; raise store_timeout as well"
         )
     return options
+
+
+def release(version: str) -> str:
+    """Return major and minor number, on which interfaces and the bytes of KV depend."""
+    return ".".join(version.split(".")[:2])
+
+
+def untested_warning(version: str) -> str:
+    """Return a warning if kvd's tests were not run with this release of vLLM; "" if they were."""
+    if release(version) in TESTED_RELEASES:
+        return ""
+    return (
+        f"kvd's connector was not tested with vLLM {version}, only with {_TESTED_NAMES};"
+        " compare answers with and without it before you rely on it, or install a tested release"
+    )
+
+
+def unsupported_error(version: str, difference: str) -> UnsupportedVllm:
+    """Return the error for a release of vLLM that differs from what the connector needs."""
+    return UnsupportedVllm(
+        f"kvd's connector cannot work with vLLM {version}: {difference}; it was tested with"
+        f" {_TESTED_NAMES}: install that, or leave --kv-transfer-config out"
+    )

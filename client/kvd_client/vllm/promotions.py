@@ -1,64 +1,77 @@
 """Requests that wait for chunks from tiers below the daemon's memory.
 
-vLLM asks about one chunk at a time; whether it is worth to wait depends on all of them. So the
-first time that a request's search comes upon chunks in tiers, it is made twice more: without these
-chunks, and as if they were in memory. The difference is what would be computed otherwise. All of
-them are sought in one step, and the request waits for as long as `kvd_client.vllm.tiers` says;
-then it loads what has come by then. A request waits once, until it is admitted.
+vLLM looks up one chunk at a time, but whether waiting is worthwhile depends on all of a request's
+chunks. So the first time that a request's search meets chunks in tiers:
+
+1. the search is simulated twice: as if these chunks were missing, and as if they were in memory.
+   The difference is the number of tokens that promoting the chunks saves computing;
+2. `worthwhile_wait` compares the time to promote with the time to compute;
+3. promotion of all these chunks is requested in one step, and the request waits up to this long.
+   Then it loads what has arrived.
+
+A request waits once, until vLLM admits it.
 """
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from statistics import median
 
-from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadKey,
+    ReqContext,
+    TierFilter,
+)
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from kvd_client import NOT_BELOW, UNKNOWN, Scheduler
-from kvd_client import LookupResult as Found
-from kvd_client.arguments import Blocks
+from kvd_client import NO_TIER, TIER_UNKNOWN, Scheduler
+from kvd_client import LookupResult as DirectoryResult
+from kvd_client.tickets import BlockRange
 from kvd_client.vllm import metrics
-from kvd_client.vllm.prefill import PrefillSpeed
-from kvd_client.vllm.tiers import allowed, patience, promotion_seconds, source
-from kvd_proto.messages import MAX_KEYS
+from kvd_proto.messages import MAX_KEYS, TierInfo
+from kvd_proto.tier_table import TierHealth
 
-TRY_SECONDS = 1.0  # between chunks that are sought to see whether a tier has become faster
-TRIED_CHUNKS = 16
+PROBE_SECONDS = 1.0  # between probes whether a tier has become faster
+PROBE_CHUNKS = 16
 
 Search = Callable[[], int | None]
-"""vLLM's search for what a request can load: tokens, or None where it is to be asked again."""
+"""vLLM's search for what a request can load: tokens; None: vLLM asks again in the next step."""
 
-_HIT_PENDING = Found.HIT_PENDING
-_REFUSED = -3  # beside NOT_BELOW and UNKNOWN
+_HIT_PENDING = DirectoryResult.HIT_PENDING
+_NOT_ALLOWED = -3  # a tier's number, beside NO_TIER and TIER_UNKNOWN
 
 
 @dataclass(slots=True)
-class Waiting:
+class TierWait:
     """A request's wait for tiers.
 
     Attributes:
-        since: when it began.
-        seconds: that it lasts; 0: it is not worth it.
-        asking: whether it began with chunks of which nobody knew whether a shared tier has them.
+        started: by time.monotonic.
+        seconds: its length; 0: waiting is not worthwhile.
+        querying: for some chunks a shared tier had yet to say whether it has them.
     """
 
-    since: float
+    started: float
     seconds: float
-    asking: bool
+    querying: bool
 
-    def lasts(self, now: float, most: float) -> bool:
-        """Whether it goes on, where it lasts `most` seconds at the most."""
-        return now - self.since < min(self.seconds, most)
+    def is_running(self, now: float, limit: float) -> bool:
+        """Return whether it still lasts, if it lasts `limit` seconds at most."""
+        return now - self.started < min(self.seconds, limit)
 
 
-class Promotions:
-    """The waiting requests of one engine.
+class TierWaits:
+    """The requests of one engine that wait for tiers.
 
     Args:
         scheduler: the session with the daemon.
-        pending_timeout: seconds that a request waits at the most.
+        pending_timeout: seconds that a request waits at most.
         seek_timeout: seconds that it waits for shared tiers to say whether they have a chunk.
 
     Attributes:
@@ -73,199 +86,353 @@ class Promotions:
         self._scheduler = scheduler
         self._pending_timeout = pending_timeout
         self._seek_timeout = seek_timeout
-        self._waiting: dict[str, Waiting] = {}
-        # Of each request the chunks that it has waited for, and the tier of each.
-        self._sources: dict[str, dict[OffloadKey, int]] = {}
-        self._met: dict[OffloadKey, int] = {}  # by this search: chunks in tiers
-        self._rehearsing: bool | None = None  # whether chunks in tiers count as hits; None: neither
-        self._sought: dict[int, int] = {}  # in this step, bytes by tier
-        self._tried = -TRY_SECONDS
+        self._waits: dict[str, TierWait] = {}  # by request
+        self._sources: dict[str, dict[OffloadKey, int]] = {}  # by request: tiers of its chunks
+        self._tier_chunks: dict[OffloadKey, int] = {}  # met by the present search: their tiers
+        self._simulated_hits: bool | None = (
+            None  # how a simulation counts them; None: no simulation
+        )
+        self._requested_bytes: dict[int, int] = {}  # by tier, in this step
+        self._last_probe = -PROBE_SECONDS
 
     # ---------------------------------------------------------------- searches
 
     def search(self, request: ReqContext, search: Search) -> int | None:
-        """Return what the search finds, or None while the request is to wait for tiers."""
-        found = self._search(search)
-        if found is not None or not self._met:
-            return found
-        met, waiting = self._met, self._waiting.get(request.req_id)
-        asking = UNKNOWN in met.values()
-        if waiting is None or (waiting.asking and not asking):
-            seconds = self._decide(request, search)
+        """Return the search's result; None while the request waits for tiers."""
+        result = self._search(search)
+        if result is not None or not self._tier_chunks:
+            return result
+        tier_chunks, wait = self._tier_chunks, self._waits.get(request.req_id)
+        querying = TIER_UNKNOWN in tier_chunks.values()
+        if wait is None or (wait.querying and not querying):
+            seconds = self._wait_seconds(request, search)
             if seconds is None:
                 return None
-            if waiting is None:
-                waiting = Waiting(time.monotonic(), seconds, asking)
-                self._waiting[request.req_id] = waiting
+            if wait is None:
+                wait = TierWait(time.monotonic(), seconds, querying)
+                self._waits[request.req_id] = wait
                 self._counts[metrics.TIER_WAITS] += bool(seconds)
-            else:  # now it is known what is there
-                waiting.seconds, waiting.asking = seconds, False
+            else:  # the shared tiers have answered
+                wait.seconds, wait.querying = seconds, False
             if not seconds:
-                self._try(request, [key for key, number in met.items() if number != UNKNOWN])
+                known = [key for key, number in tier_chunks.items() if number != TIER_UNKNOWN]
+                self._probe(request, known)
                 return self._search(search)
-        self._seek(request, list(met), MAX_KEYS)
+        self._request_promotion(request, list(tier_chunks), MAX_KEYS)
         return None
 
-    def _seek(self, request: ReqContext, keys: list[OffloadKey], most: int) -> None:
-        """Seek these, a prompt's head first."""
-        ends = [request.get_offload_key_position(key) or 0 for key in keys]
-        order = sorted(range(len(keys)), key=ends.__getitem__)[:most]
-        self._scheduler.seek([keys[at] for at in order])
-
-    def _try(self, request: ReqContext, keys: list[OffloadKey]) -> None:
-        """Seek some chunks, now and then, that nobody waits for.
-
-        A tier's figures come from promotions: one that was slow once would never be used again.
-        """
-        now = time.monotonic()
-        if keys and now >= self._tried + TRY_SECONDS:
-            self._tried = now
-            self._seek(request, keys, TRIED_CHUNKS)
-
     def _search(self, search: Search) -> int | None:
-        self._met = {}
+        self._tier_chunks = {}
         return search()
 
-    def _decide(self, request: ReqContext, search: Search) -> float | None:
-        """Return for how many seconds the request waits; None: it cannot be told in this step."""
-        with self._rehearsal(hits=False):
-            without = search()
-        with self._rehearsal(hits=True):
-            everything = search()
-            coming = self._bytes(request)
-        if without is None or everything is None:
+    def _request_promotion(self, request: ReqContext, keys: list[OffloadKey], limit: int) -> None:
+        """Request promotion of up to `limit` chunks, in prompt order."""
+        ends = [request.get_offload_key_position(key) or 0 for key in keys]
+        order = sorted(range(len(keys)), key=ends.__getitem__)[:limit]
+        self._scheduler.request_promotion([keys[index] for index in order])
+
+    def _probe(self, request: ReqContext, keys: list[OffloadKey]) -> None:
+        """From time to time, request promotion of some chunks although no request waits for them.
+
+        A tier's speed is measured by promotions. Without probes, a tier that was slow once would
+        never be used again.
+        """
+        now = time.monotonic()
+        if keys and now >= self._last_probe + PROBE_SECONDS:
+            self._last_probe = now
+            self._request_promotion(request, keys, PROBE_CHUNKS)
+
+    def _wait_seconds(self, request: ReqContext, search: Search) -> float | None:
+        """Return how long the request waits; None: unknown in this step."""
+        with self._simulation(hits=False):
+            tokens_without_tiers = search()
+        with self._simulation(hits=True):
+            tokens_with_tiers = search()
+            nbytes = self._bytes_by_tier(request)
+        if tokens_without_tiers is None or tokens_with_tiers is None:
             return None
-        if everything <= without:
+        if tokens_with_tiers <= tokens_without_tiers:
             return 0.0
         scheduler = self._scheduler
         status = [scheduler.tier_status(number) for number in range(len(scheduler.tiers))]
-        queued = {number: size + self._sought.get(number, 0) for number, size in coming.items()}
-        seconds = patience(
+        queued = {
+            number: size + self._requested_bytes.get(number, 0) for number, size in nbytes.items()
+        }
+        seconds = worthwhile_wait(
             promotion_seconds(status, queued),
-            self.speed.seconds(everything - without),
+            self.speed.seconds(tokens_with_tiers - tokens_without_tiers),
             self._pending_timeout,
         )
         if seconds:
-            self._sought |= queued
+            self._requested_bytes |= queued
         return seconds
 
     @contextmanager
-    def _rehearsal(self, *, hits: bool) -> Iterator[None]:
-        self._met, before = {}, self._met
-        self._rehearsing = hits
+    def _simulation(self, *, hits: bool) -> Iterator[None]:
+        """Within the context, let lookups of chunks in tiers hit or miss."""
+        self._tier_chunks, outer = {}, self._tier_chunks
+        self._simulated_hits = hits
         try:
             yield
         finally:
-            self._met, self._rehearsing = before, None
+            self._tier_chunks, self._simulated_hits = outer, None
 
-    def _bytes(self, request: ReqContext) -> dict[int, int]:
-        """Count bytes by tier of what the search has met. Unknown chunks: of the first shared."""
-        shared = self._askable(request)
-        sizes: dict[int, int] = {}
-        for number in self._met.values():
-            tier = shared if number == UNKNOWN else number
-            sizes[tier] = sizes.get(tier, 0) + self._scheduler.bytes_per_chunk
-        return sizes
+    def _bytes_by_tier(self, request: ReqContext) -> dict[int, int]:
+        """Return the bytes of the met chunks, by tier; TIER_UNKNOWN counts as a shared one."""
+        shared = self._first_shared_tier(request)
+        nbytes: dict[int, int] = {}
+        for number in self._tier_chunks.values():
+            tier = shared if number == TIER_UNKNOWN else number
+            nbytes[tier] = nbytes.get(tier, 0) + self._scheduler.bytes_per_chunk
+        return nbytes
 
     # ----------------------------------------------------------------- lookups
 
     def lookup(
-        self, key: OffloadKey, blocks: Blocks | tuple[()], found: Found, request: ReqContext
+        self,
+        key: OffloadKey,
+        blocks: BlockRange | tuple[()],
+        result: DirectoryResult,
+        request: ReqContext,
     ) -> LookupResult | None:
-        """Return how a chunk that is no hit counts; None: as if there were no tiers.
+        """Return the lookup result of a chunk that is not in memory.
 
         Args:
             key: of the chunk.
-            blocks: that are needed of it at the least; empty: all.
-            found: MISS or HIT_PENDING, as the directory says.
+            blocks: that any load of it needs; (): all.
+            result: of the directory: MISS or HIT_PENDING.
             request: that looks it up.
+
+        Returns:
+            HIT_PENDING: a tier has it, and the request waits. RETRY: a shared tier has yet to say
+            whether it has it, and the request waits. MISS: the request may not load from its tier,
+            or has waited long enough. None: no tier has it. A simulation has its own results.
         """
-        number = self._tier(key, blocks, found, request)
-        if number == _REFUSED:
+        number = self._tier_of(key, blocks, result, request)
+        if number == _NOT_ALLOWED:
             return LookupResult.MISS
-        if self._rehearsing is not None:
-            if number == NOT_BELOW:
-                return LookupResult.HIT if found is _HIT_PENDING else None
-            self._met[key] = number
-            return LookupResult.HIT if self._rehearsing else LookupResult.MISS
-        if number == NOT_BELOW:
+        if self._simulated_hits is not None:
+            if number == NO_TIER:
+                return LookupResult.HIT if result is _HIT_PENDING else None
+            self._tier_chunks[key] = number
+            return LookupResult.HIT if self._simulated_hits else LookupResult.MISS
+        if number == NO_TIER:
             return None
-        waiting = self._waiting.get(request.req_id)
-        if waiting is not None:
-            most = self._seek_timeout if number == UNKNOWN else self._pending_timeout
-            if not waiting.lasts(time.monotonic(), most):
+        wait = self._waits.get(request.req_id)
+        if wait is not None:
+            limit = self._seek_timeout if number == TIER_UNKNOWN else self._pending_timeout
+            if not wait.is_running(time.monotonic(), limit):
                 return LookupResult.MISS
-        self._met[key] = number
+        self._tier_chunks[key] = number
         self._sources.setdefault(request.req_id, {})[key] = number
-        return LookupResult.RETRY if number == UNKNOWN else LookupResult.HIT_PENDING
+        return LookupResult.RETRY if number == TIER_UNKNOWN else LookupResult.HIT_PENDING
 
-    def _tier(
-        self, key: OffloadKey, blocks: Blocks | tuple[()], found: Found, request: ReqContext
+    def _tier_of(
+        self,
+        key: OffloadKey,
+        blocks: BlockRange | tuple[()],
+        result: DirectoryResult,
+        request: ReqContext,
     ) -> int:
-        """Return the tier from which the chunk would come, or comes.
+        """Return the number of the tier that has the chunk, or from which it is being promoted.
 
-        Or `NOT_BELOW`, `UNKNOWN`, or `_REFUSED` where the request may not load from that tier.
+        Or NO_TIER: none. TIER_UNKNOWN: a shared tier has yet to say. _NOT_ALLOWED: the request may
+        not load from its tier.
         """
-        number = self._scheduler.below(key, *blocks)
-        if found is _HIT_PENDING and number < 0:  # a store, or the promotion of what was unknown
-            number = self._sources.get(request.req_id, {}).get(key, NOT_BELOW)
-            return self._askable(request) if number == UNKNOWN else number
-        if number == UNKNOWN:
-            return number if self._askable(request) != NOT_BELOW else NOT_BELOW
+        number = self._scheduler.find_tier(key, *blocks)
+        if result is _HIT_PENDING and number < 0:  # a store, or a promotion of an unlisted chunk
+            number = self._sources.get(request.req_id, {}).get(key, NO_TIER)
+            return self._first_shared_tier(request) if number == TIER_UNKNOWN else number
+        if number == TIER_UNKNOWN:
+            return number if self._first_shared_tier(request) != NO_TIER else NO_TIER
         tiers = self._scheduler.tiers
-        if number == NOT_BELOW or number >= len(tiers):
-            return NOT_BELOW
-        return number if allowed(tiers[number], request.load_tier_filter) else _REFUSED
+        if number == NO_TIER or number >= len(tiers):
+            return NO_TIER
+        return number if is_allowed(tiers[number], request.load_tier_filter) else _NOT_ALLOWED
 
-    def _askable(self, request: ReqContext) -> int:
-        """Return the first shared tier that the request may load from, or `NOT_BELOW`."""
+    def _first_shared_tier(self, request: ReqContext) -> int:
+        """Return the number of the first shared tier that the request may use, or NO_TIER."""
         for number, tier in enumerate(self._scheduler.tiers):
-            if tier.shared and allowed(tier, request.load_tier_filter):
+            if tier.shared and is_allowed(tier, request.load_tier_filter):
                 return number
-        return NOT_BELOW
+        return NO_TIER
 
-    def rehearsed(self, key: OffloadKey, blocks: Blocks) -> bool:
-        """Whether, in a search as if chunks in tiers were in memory, these blocks are."""
-        return bool(self._rehearsing) and self._scheduler.below(key, *blocks) != NOT_BELOW
+    def counts_as_hit(self, key: OffloadKey, blocks: BlockRange) -> bool:
+        """Return whether the present simulation takes these blocks, in a tier, for hits."""
+        return bool(self._simulated_hits) and self._scheduler.find_tier(key, *blocks) != NO_TIER
 
     def source(self, key: OffloadKey, request: ReqContext) -> CacheHitSource:
         """Return where the chunk came from: memory, or the tier that the request waited for."""
         number = self._sources.get(request.req_id, {}).get(key)
         if number is None:
             return CacheHitSource.HOST
-        if number == UNKNOWN:
-            number = self._askable(request)
+        if number == TIER_UNKNOWN:
+            number = self._first_shared_tier(request)
         tiers = self._scheduler.tiers
         known = 0 <= number < len(tiers)
-        return source(tiers[number]) if known else CacheHitSource.EXTERNAL_UNSPECIFIED
+        return hit_source(tiers[number]) if known else CacheHitSource.EXTERNAL_UNSPECIFIED
 
     # ---------------------------------------------------------------- requests
 
-    def admitted(self, req_id: str) -> None:
-        """The request has its blocks: it waits no more."""
-        waiting = self._waiting.pop(req_id, None)
-        if waiting is not None and waiting.seconds:
-            over = not waiting.lasts(time.monotonic(), self._pending_timeout)
-            self._counts[metrics.TIER_WAITS_OVER] += over
+    def end_wait(self, req_id: str) -> None:
+        """End the request's wait: vLLM has admitted it. Count a wait that has timed out."""
+        wait = self._waits.pop(req_id, None)
+        if wait is not None and wait.seconds:
+            timed_out = not wait.is_running(time.monotonic(), self._pending_timeout)
+            self._counts[metrics.TIER_WAITS_OVER] += timed_out
 
-    def finished(self, req_id: str) -> None:
+    def forget(self, req_id: str) -> None:
         """Forget the request."""
-        self._waiting.pop(req_id, None)
+        self._waits.pop(req_id, None)
         self._sources.pop(req_id, None)
 
     def take_counts(self) -> dict[str, int]:
-        """Return what was counted since the last call, by metric."""
+        """Return the counts since the last call, by metric."""
         counts, self._counts = self._counts, Counter()
         return dict(+counts)
 
     def end_step(self) -> None:
-        """The daemon is told of what was sought, and soon says itself what waits."""
-        self._sought.clear()
+        """Forget the bytes requested in this step: the tiers' status will contain them."""
+        self._requested_bytes.clear()
 
     def clear(self) -> None:
-        """Nothing is in a tier any more."""
-        self._waiting.clear()
+        """Forget all requests: after a reset no tier has their chunks."""
+        self._waits.clear()
         self._sources.clear()
 
-    def __repr__(self) -> str:
-        return f"<Promotions {len(self._waiting)} requests waiting, {self.speed!r}>"
+
+# ------------------------------------------------------------------- tiers
+
+# vLLM's names for the media of tiers. Other media have none.
+_MEDIA = {
+    "memory": (Medium.CPU, Locality.LOCAL),
+    "disk": (Medium.STORAGE, Locality.LOCAL),
+    "remote": (Medium.STORAGE, Locality.REMOTE),
+}
+_SOURCES = {"memory": CacheHitSource.HOST, "disk": CacheHitSource.DISK}
+
+
+def is_allowed(tier: TierInfo, tier_filter: TierFilter) -> bool:
+    """Return whether a request's `kv_load_tiers` allow this tier.
+
+    As with vLLM's own tiers, the filter applies below the memory, not to the memory itself.
+    """
+    medium, locality = _MEDIA.get(tier.medium, (None, None))
+    allows: bool = tier_filter.allows(medium, locality)
+    return allows
+
+
+def hit_source(tier: TierInfo) -> CacheHitSource:
+    """Return the source of tokens from this tier, for vLLM's metrics."""
+    return _SOURCES.get(tier.medium, CacheHitSource.EXTERNAL_UNSPECIFIED)
+
+
+def promotion_seconds(
+    status: Sequence[TierHealth | None], nbytes: Mapping[int, int]
+) -> float | None:
+    """Return how long promotions take: the maximum over the tiers, which work in parallel.
+
+    A tier needs its latency, and the time for queued and new bytes at its speed.
+
+    Args:
+        status: of every tier.
+        nbytes: new bytes, by the tier's number.
+
+    Returns:
+        Seconds; None: a tier has not measured its speed yet.
+    """
+    longest = 0.0
+    for number, size in nbytes.items():
+        tier = status[number]
+        if tier is None or not tier.bytes_per_second:
+            return None
+        transfer = (tier.queued_bytes + size) / tier.bytes_per_second
+        longest = max(longest, tier.latency_us / 1e6 + transfer)
+    return longest
+
+
+def worthwhile_wait(promoting: float | None, computing: float | None, limit: float) -> float:
+    """Return how many seconds a request waits; 0: computing is as fast as promoting.
+
+    If one of the times is unknown, the request waits. It never waits longer than computing takes.
+
+    Args:
+        promoting: seconds to promote the chunks; None: unknown.
+        computing: seconds to compute the same tokens; None: unknown.
+        limit: seconds at most.
+    """
+    if computing is None:
+        return limit
+    if promoting is not None and promoting >= computing:
+        return 0.0
+    return min(computing, limit)
+
+
+# ------------------------------------------------------------ prefill speed
+
+SAMPLES = 9  # of each size; their median counts, so one slow step changes nothing
+MAX_OPEN_STEPS = 32  # more than vLLM ever has in flight, so that a lost step cannot stay
+
+
+class PrefillSpeed:
+    """How long this engine takes to compute a prompt, measured from its own steps.
+
+    A step's time begins when it was scheduled or when the step before it ended, whichever is later.
+    So neither idle time nor other steps count, also if vLLM schedules a step while another runs.
+    A step has a fixed cost, so sizes are kept apart by powers of two.
+    """
+
+    def __init__(self) -> None:
+        self._open: deque[tuple[int, float]] = deque()  # prompt tokens of a step, and its start
+        self._last_end = 0.0
+        self._sizes: dict[int, deque[float]] = {}  # by bits of the size: seconds a token
+
+    def step_scheduled(self, output: SchedulerOutput) -> None:
+        """Start to measure a scheduled step.
+
+        vLLM reports the end of a step without tokens only if it has something to report. Then the
+        next end could be that of any step in flight, so none of them is measured.
+        """
+        if not output.total_num_scheduled_tokens or len(self._open) >= MAX_OPEN_STEPS:
+            self._open.clear()
+        if output.total_num_scheduled_tokens:
+            self._open.append((prompt_tokens(output), time.monotonic()))
+
+    def step_ended(self) -> None:
+        """End the oldest step in flight."""
+        if not self._open:
+            return
+        now = time.monotonic()
+        num_tokens, started = self._open.popleft()
+        if num_tokens:
+            samples = self._sizes.setdefault(num_tokens.bit_length(), deque(maxlen=SAMPLES))
+            samples.append((now - max(started, self._last_end)) / num_tokens)
+        self._last_end = now
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """Return how long computing so many tokens of a prompt takes; None: not measured yet.
+
+        By steps of the same size, else by the next smaller size, because a long prompt is computed
+        in several steps; else by the smallest size.
+        """
+        if not self._sizes:
+            return None
+        bits = num_tokens.bit_length()
+        size = max((known for known in self._sizes if known <= bits), default=min(self._sizes))
+        return num_tokens * median(self._sizes[size])
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Time for a token of a long prompt, by the largest steps; None: not measured yet."""
+        return median(self._sizes[max(self._sizes)]) if self._sizes else None
+
+
+def prompt_tokens(output: SchedulerOutput) -> int:
+    """Return how many prompt tokens a step computes."""
+    scheduled = output.num_scheduled_tokens
+    num_tokens: int = sum(scheduled.get(new.req_id, 0) for new in output.scheduled_new_reqs)
+    cached = output.scheduled_cached_reqs
+    for req_id, num_output in zip(cached.req_ids, cached.num_output_tokens, strict=True):
+        if not num_output:
+            num_tokens += scheduled.get(req_id, 0)
+    return num_tokens

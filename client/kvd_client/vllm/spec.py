@@ -1,11 +1,16 @@
-"""What vLLM's offloading logic gets: a manager for the scheduler, a worker for a rank."""
+"""The offloading spec: makes the manager of a scheduler and the worker of a rank.
 
+It also makes the engine's fingerprint, which decides with which engines it shares chunks.
+"""
+
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+import vllm
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import (
@@ -18,18 +23,15 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 
-from kvd_client import RankLayout, Scheduler, Worker
-from kvd_client.engine_options import OptionsError
+from kvd_client import Fingerprint, RankLayout, Scheduler, Worker
+from kvd_client.adapters import OptionsError, digest, hub_commits, weight_files
 from kvd_client.errors import get_logger, log_no_offload
 from kvd_client.vllm import metrics
-from kvd_client.vllm.identity import fingerprint
-from kvd_client.vllm.layout import share_caches
+from kvd_client.vllm.layout import layout_line, requested_layout, share_caches
 from kvd_client.vllm.manager import KvdOffloadingManager
-from kvd_client.vllm.options import read_options
-from kvd_client.vllm.sleep import tell
+from kvd_client.vllm.options import read_options, release
 from kvd_client.vllm.upstream import attention_backends
-from kvd_client.vllm.wish import layout_line, wanted_layout
-from kvd_client.vllm.worker import KvdOffloadingWorker
+from kvd_client.vllm.worker import KvdOffloadingWorker, notify_of_sleep
 from kvd_proto.messages import HOST
 
 log = get_logger("kvd_client.vllm")
@@ -41,12 +43,12 @@ _OWN_CONNECTOR = (
 
 
 class KvdOffloadingSpec(OffloadingSpec):
-    """kvd as an offloading medium of one engine. `KvdConnector` makes it.
+    """kvd as the offloading medium of one engine. `KvdConnector` makes it.
 
     Args:
         config: vLLM's view of groups, chunks and ranks.
-        vllm_config: the rest of the configuration, which tells engines apart.
-        kv_cache_config: the KV cache as it was sized.
+        vllm_config: vLLM's whole configuration.
+        kv_cache_config: sizes and planned places of the KV cache.
 
     Raises:
         OptionsError: invalid settings.
@@ -73,13 +75,13 @@ class KvdOffloadingSpec(OffloadingSpec):
             raise OptionsError(_OWN_CONNECTOR)
         self.options = read_options(self.extra_config)
         self.publishes = self.options.events and self.kv_events_config.enable_kv_cache_events
-        # vLLM's own way to such events would keep all that it is told of, and not be asked for it.
+        # With self-describing events vLLM would collect descriptions that kvd never takes.
         self.kv_events_config = replace(self.kv_events_config, self_describing_kv_events=False)
         self._vllm_config = vllm_config
         self._kv_cache_config = kv_cache_config
 
     def get_manager(self) -> OffloadingManager:
-        """Return the scheduler's side, with a session of its own."""
+        """Return the scheduler's side, with its own session."""
         scheduler = Scheduler(
             self.options.runtime_dir,
             self.config.engine_id,
@@ -100,23 +102,23 @@ class KvdOffloadingSpec(OffloadingSpec):
         )
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Not used: kvd's connector hands over the layers' views, see `serve`."""
+        """Raise: kvd's connector passes the layers' views to `make_worker` instead."""
         del kv_caches
         raise OptionsError(_OWN_CONNECTOR)
 
-    def serve(self, views: Mapping[str, torch.Tensor]) -> KvdOffloadingWorker:
-        """Return a rank's side. The KV cache's memory is shared with the daemon, in place.
+    def make_worker(self, views: Mapping[str, torch.Tensor]) -> KvdOffloadingWorker:
+        """Return a rank's side, with the KV cache's memory registered at the daemon.
 
         Args:
             views: of each layer's pages, as vLLM hands them to a connector.
 
         Raises:
-            KvdClientError: with `required`, where the daemon is absent or cannot serve this memory.
-            Exception: with `required`, what torch or the driver raised. Without `required` nothing
-                is raised.
+            KvdClientError: with `required`: the daemon is absent or cannot serve this memory.
+            Exception: with `required`: what torch or the driver raised. Without `required` nothing
+                is raised, and the rank runs without offload.
         """
         try:
-            worker = self._register(views)
+            worker = self._connect_and_register(views)
         except Exception as error:
             if self.options.required:
                 raise
@@ -127,12 +129,12 @@ class KvdOffloadingSpec(OffloadingSpec):
             tuple(group.group_id for group in self.config.groups),
             self.config.cache.blocks_per_chunk,
             self.options,
-            share=partial(self._share, views=views),
+            register=partial(self._register, views=views),
         )
-        tell(rank, self._vllm_config.model_config)
+        notify_of_sleep(rank, self._vllm_config.model_config)
         return rank
 
-    def _register(self, views: Mapping[str, torch.Tensor]) -> Worker:
+    def _connect_and_register(self, views: Mapping[str, torch.Tensor]) -> Worker:
         parallel = self.config.parallel
         worker = Worker(
             self.options.runtime_dir,
@@ -143,16 +145,16 @@ class KvdOffloadingSpec(OffloadingSpec):
             job_timeout=self.options.store_timeout,
         )
         try:
-            self._share(worker, views, required=self.options.required)
+            self._register(worker, views, required=self.options.required)
         except BaseException:
             worker.close()
             raise
         return worker
 
-    def _share(
+    def _register(
         self, worker: Worker, views: Mapping[str, torch.Tensor], *, required: bool = False
     ) -> None:
-        """Register the KV caches' memory as it is now."""
+        """Share the KV cache's present memory and register it."""
         parallel = self.config.parallel
         shared, layout = share_caches(views, self.config, self._kv_cache_config)
         try:
@@ -168,10 +170,62 @@ class KvdOffloadingSpec(OffloadingSpec):
             shared.close()
 
     def _log_layout(self, layout: RankLayout, device: str) -> None:
-        """Say how large copies are, once for the ranks that have the same layers."""
+        """Log the layout, once for all ranks with the same layers."""
         if self.config.parallel.rank % self.config.parallel.tp_size:
             return
-        wanted = wanted_layout(self._vllm_config, self.options)
-        backends = attention_backends(self._vllm_config, without=wanted) if wanted else []
-        taken = self._vllm_config.cache_config.get_resolved_kv_cache_layout().name
-        log.info("%s", layout_line(layout, taken, wanted, backends, host=device == HOST))
+        requested = requested_layout(self._vllm_config, self.options)
+        backends = attention_backends(self._vllm_config, without=requested) if requested else []
+        actual = self._vllm_config.cache_config.get_resolved_kv_cache_layout().name
+        log.info("%s", layout_line(layout, actual, requested, backends, host=device == HOST))
+
+
+def fingerprint(config: OffloadingConfig, vllm_config: VllmConfig, label: str) -> Fingerprint:
+    """Return the fingerprint of an engine, the same in all its ranks: all that KV bytes depend on.
+
+    vLLM's block hashes cover prompt tokens, LoRA, images and cache salts; the registered layout
+    covers layers, pages and ranks. The fingerprint covers the rest. What it has in excess costs
+    misses; what it lacks costs wrong tokens.
+    """
+    model, cache, load = vllm_config.model_config, vllm_config.cache_config, vllm_config.load_config
+    speculative = vllm_config.speculative_config
+    parallel = config.parallel
+    return Fingerprint(
+        model=str(model.model),
+        revision=digest(
+            model.revision,
+            weight_files(model.model),
+            hub_commits(model.model, model.revision, load.download_dir),
+            model.hf_config.to_dict(),
+            model.quantization,
+            [load.load_format, model.seed if load.load_format == "dummy" else None],
+            speculative and [speculative.model, speculative.revision, speculative.method],
+        ),
+        dtype=(
+            f"{model.dtype} weights, {config.model.dtype} cache,"
+            f" {cache.mamba_cache_dtype} and {cache.mamba_ssm_cache_dtype} states"
+        ).replace("torch.", ""),
+        kv_layout=(
+            f"{config.kv_cache_layout}, {cache.prefix_caching_hash_algo},"
+            f" vllm {release(vllm.__version__)}"
+        ),
+        attention_backend=", ".join(attention_backends(vllm_config)),
+        parallelism=(
+            f"tp {parallel.tp_size} pp {parallel.pp_size} pcp {parallel.pcp_size}"
+            f" dcp {parallel.dcp_size}"
+            f" interleave {vllm_config.parallel_config.cp_kv_cache_interleave_size}"
+            f" {os.environ.get('VLLM_PP_LAYER_PARTITION', '')}".strip()
+        ),
+        label=label,
+    )
+
+
+def hash_seed_warning(vllm_config: VllmConfig) -> str:
+    """Return a warning if block hashes differ from process to process, else ""."""
+    algorithm = vllm_config.cache_config.prefix_caching_hash_algo
+    if not algorithm.startswith("xxhash") or os.environ.get("PYTHONHASHSEED") is not None:
+        return ""
+    return (
+        f"prefix_caching_hash_algo={algorithm} is seeded anew in every process, so that no other"
+        " and no restarted engine finds this engine's chunks; use sha256 (vLLM's default), or set"
+        " PYTHONHASHSEED to the same value for all engines"
+    )

@@ -1,9 +1,9 @@
-"""What the connector uses of vLLM beyond its interfaces, and the check that it is still there.
+"""What the connector uses of vLLM beyond its interfaces, and the check that it still exists.
 
 vLLM's interfaces for a connector are `KVConnectorBase_V1`, `OffloadingSpec`, `OffloadingManager`
-and `OffloadingWorker`. The tables below list the rest, which may change with any release.
-`check` and `require` refuse an engine's start in one sentence, so that no step fails later.
-`tests/vllm/test_upstream.py` tests that what is listed works as the connector expects.
+and `OffloadingWorker`. The tables below list the rest, which may change with any release. `check`
+and `require` end an engine's start with one sentence, so that no step fails later.
+`tests/vllm/test_upstream.py` tests that everything listed works as the connector expects.
 """
 
 import inspect
@@ -37,11 +37,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheTensor, UniformType
 from vllm.v1.kv_cache_layout import KVCacheLayout
 from vllm.v1.outputs import KVConnectorOutput
 
-from kvd_client.vllm.versions import unsupported
+from kvd_client.vllm.options import unsupported_error
 
-# Methods that are overridden, and functions, called with just these parameters (after `self`).
+# Overridden methods and called functions, with their parameters after `self`.
 METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
-    # called instead of OffloadingConnector's, which makes the halves that kvd replaces
+    # called instead of OffloadingConnector's, which makes halves that kvd replaces
     (KVConnectorBase_V1, "__init__", "vllm_config role kv_cache_config"),
     (OffloadingConnector, "get_transfer_results", "finished_req_ids"),
     (OffloadingConnector, "get_required_kvcache_layout", "vllm_config"),
@@ -63,8 +63,8 @@ METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
         "update_state_after_alloc",
         "request blocks num_external_tokens",
     ),
-    # the search for what can be loaded; repeated to see what tiers would save, and without chunks
-    # that lack needed blocks
+    # the search for what can be loaded; repeated to see what tiers would save, and with chunks
+    # hidden that lack needed blocks
     (OffloadingConnectorScheduler, "_lookup", "req_status max_num_new_tokens"),
     (OffloadingConnectorScheduler, "_lookup_complete_chunks", "req_status max_num_new_tokens"),
     (OffloadingConnectorScheduler, "build_connector_meta", "scheduler_output"),
@@ -73,7 +73,7 @@ METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
     (OffloadingConnectorScheduler, "request_finished", "request"),
     (OffloadingConnectorScheduler, "reset_cache", ""),
     (OffloadingConnectorScheduler, "shutdown", ""),
-    # asked while the engine has no requests; publishes before it answers
+    # called while the engine has no requests; kvd publishes events in it
     (OffloadingConnectorScheduler, "has_pending_push_work", ""),
     (KVCacheManager, "take_events", ""),
     (EventPublisher, "publish", "events"),
@@ -83,14 +83,14 @@ METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
     (OffloadingConnectorWorker, "register_kv_caches", "kv_caches"),
     (OffloadingWorkerMetadata, "mark_completed", "job_id"),
     (OffloadingWorkerMetadata, "aggregate", "other"),
-    # takes WAKEUP from the input queue, which makes an idle engine ask its connector
+    # handles WAKEUP from the input queue: an idle engine calls has_pending_push_work
     (EngineCoreProc, "_handle_client_request", "request_type request"),
-    # what frees a KV cache and brings it back
+    # frees a KV cache and allocates it again
     (SleepModeBackendFactory, "get_backend_class", "name"),
     (SleepModeBackend, "suspend", "level"),
     (SleepModeBackend, "resume", "tags"),
     (SleepModeBackend, "discard", "tags"),
-    # what a block's hash was made of besides tokens, and its form in KV events
+    # what a block's hash covers besides tokens, and its form in KV events
     (
         kv_cache_utils,
         "generate_block_hash_extra_keys",
@@ -100,7 +100,7 @@ METHODS: tuple[tuple[type | ModuleType, str, str], ...] = (
 )
 # Fields of dataclasses that are read or written.
 FIELDS: tuple[tuple[type, str], ...] = (
-    (TransferJobStatus, "keys is_store"),  # which chunks a failed store leaves out
+    (TransferJobStatus, "keys is_store"),  # the chunks of a failed store
     (RequestOffloadState, "group_states num_locally_computed_tokens req req_context transfer_jobs"),
     # which blocks of its chunks a request has, and which chunk it stores next
     (RequestGroupState, "block_ids next_stored_chunk_idx offload_keys"),
@@ -118,13 +118,13 @@ FIELDS: tuple[tuple[type, str], ...] = (
     (KVCacheTensor, "layers offset layer_stride block_stride host_resident"),
     (UniformTypeKVCacheSpecs, "kv_cache_specs"),
 )
-# Of the offloading configuration of a group, and of the whole.
-GROUP = (
+# Fields of the offloading configuration of a group, and of the whole one.
+GROUP_FIELDS = (
     *("group_idx", "tokens_per_block", "tokens_per_chunk", "kv_cache_spec"),
     *("sliding_window_size_in_chunks", "requires_cow_source", "kv_event_group_spec"),
 )
-CONFIG = ("kv_group_configs", "blocks_per_chunk", "tokens_per_hash")
-# A metric of vLLM's that managers count.
+CONFIG_FIELDS = ("kv_group_configs", "blocks_per_chunk", "tokens_per_hash")
+# A metric of vLLM that managers count.
 ALLOCATION_FAILURE: str = getattr(_ConnectorMetricName, "ALLOCATION_FAILURE", "")
 
 
@@ -132,7 +132,7 @@ def check(*implementations: type) -> None:
     """Compare the installed vLLM with the tables above.
 
     Args:
-        implementations: classes that must implement all that vLLM's interfaces ask for.
+        implementations: classes that must implement vLLM's interfaces completely.
 
     Raises:
         UnsupportedVllm: naming the first difference.
@@ -140,11 +140,11 @@ def check(*implementations: type) -> None:
     for owner, name, parameters in METHODS:
         require(owner, name)
         signature = inspect.signature(getattr(owner, name))
-        found = [parameter for parameter in signature.parameters if parameter != "self"]
-        if found != parameters.split():
-            raise unsupported(
+        actual = [parameter for parameter in signature.parameters if parameter != "self"]
+        if actual != parameters.split():
+            raise unsupported_error(
                 vllm.__version__,
-                f"{owner.__name__}.{name} takes ({', '.join(found)}),"
+                f"{owner.__name__}.{name} takes ({', '.join(actual)}),"
                 f" not ({', '.join(parameters.split())})",
             )
     for record, fields in FIELDS:
@@ -153,31 +153,32 @@ def check(*implementations: type) -> None:
     require(_ConnectorMetricName, "ALLOCATION_FAILURE")
     require(SleepModeBackendFactory, "_registry")
     require(EngineCoreRequestType, "WAKEUP")
-    for kind in implementations:
-        if asked := sorted(getattr(kind, "__abstractmethods__", ())):
-            raise unsupported(
-                vllm.__version__, f"it asks {kind.__name__} for {', '.join(asked)} as well"
+    for implementation in implementations:
+        if abstract := sorted(getattr(implementation, "__abstractmethods__", ())):
+            raise unsupported_error(
+                vllm.__version__,
+                f"it asks {implementation.__name__} for {', '.join(abstract)} as well",
             )
 
 
 def require(owner: object, *names: str) -> None:
-    """Check that a class or an object of vLLM's has these attributes.
+    """Check that a class or an object of vLLM has these attributes.
 
     Raises:
         UnsupportedVllm: naming the missing one.
     """
     for name in names:
         if not hasattr(owner, name):
-            kind = owner if isinstance(owner, type | ModuleType) else type(owner)
-            raise unsupported(vllm.__version__, f"its {kind.__name__} has no {name}")
+            named = owner if isinstance(owner, type | ModuleType) else type(owner)
+            raise unsupported_error(vllm.__version__, f"its {named.__name__} has no {name}")
 
 
 def attention_backends(vllm_config: VllmConfig, *, without: str | None = None) -> list[str]:
-    """Return the names of the attention kernels of this process's layers, sorted.
+    """Return the names of the attention backends of this process's layers, sorted.
 
     Args:
         vllm_config: of the engine.
-        without: a layout's name; only those that do not take it.
+        without: name of a layout; only backends that do not support it.
     """
     layers = vllm_config.compilation_config.static_forward_context.values()
     backends = [layer.get_attn_backend() for layer in layers if hasattr(layer, "get_attn_backend")]
@@ -191,5 +192,5 @@ def attention_backends(vllm_config: VllmConfig, *, without: str | None = None) -
 
 
 def _layouts(backend: type[AttentionBackend]) -> list[str]:
-    taken = backend.supported_kv_cache_layouts()
-    return [layout.name for layout in (KVCacheLayout if taken is None else taken)]
+    supported = backend.supported_kv_cache_layouts()  # None: all of them
+    return [layout.name for layout in (KVCacheLayout if supported is None else supported)]

@@ -1,13 +1,16 @@
-"""A rank's side of vLLM's offloading interface, on a kvd `Worker`.
+"""A rank's side of vLLM's offloading interface, on a kvd `Worker`, with sleep mode.
 
-Every submitted job is reported once by `get_finished`, as a success or as a
-failure; nothing raises after the start, whatever happens to the daemon or the CUDA driver.
+`get_finished` reports every submitted job once, as a success or a failure. After the start nothing
+raises, whatever happens to the daemon or the CUDA driver.
 """
 
 import logging
 import time
+import weakref
 from collections.abc import Callable
 
+from vllm.config import ModelConfig
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend, SleepModeBackendFactory
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     LoadStoreSpec,
@@ -19,9 +22,9 @@ from kvd_client import JobBlocks, JobResult, JobStatus, KvdClientError, Load, St
 from kvd_client.errors import cause, get_logger, log_no_offload
 from kvd_client.torch_memory import work_so_far
 from kvd_client.vllm.manager import ChunkSlots
-from kvd_client.vllm.options import Options
+from kvd_client.vllm.options import VllmOptions
 
-LET_GO_SECONDS = 10.0  # a sleep may wait for copies that are under way
+RELEASE_SECONDS = 10.0  # that going to sleep waits for running copies
 
 log = get_logger("kvd_client.vllm")
 
@@ -30,12 +33,11 @@ class KvdOffloadingWorker(OffloadingWorker):
     """Runs the jobs of one rank.
 
     Args:
-        worker: the registered worker; None where this rank's memory cannot be served, and then
-            every job fails.
+        worker: the registered worker; None: this rank's memory cannot be served, all jobs fail.
         group_ids: vLLM's number of each group, in the layout's order.
         blocks_per_chunk: of the layout.
         options: timeouts.
-        share: registers the KV caches' memory as it is when it is called.
+        register: registers the present memory of the KV cache.
     """
 
     def __init__(
@@ -43,26 +45,26 @@ class KvdOffloadingWorker(OffloadingWorker):
         worker: Worker | None,
         group_ids: tuple[int, ...],
         blocks_per_chunk: int,
-        options: Options,
-        share: Callable[[Worker], None],
+        options: VllmOptions,
+        register: Callable[[Worker], None],
     ) -> None:
         self.worker = worker
         self._group_ids = group_ids
         self._blocks_per_chunk = blocks_per_chunk
         self._options = options
-        self._share = share
-        self._loads: dict[int, float] = {}  # by job: when it is cancelled; infinite afterwards
+        self._register = register
+        self._load_deadlines: dict[int, float] = {}  # by job; infinite once cancelled
         self._failed: list[TransferResult] = []
         self._logged: set[str] = set()  # lines about failures
 
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec
     ) -> bool:
-        """Begin to store; always true: a failure is reported by `get_finished`."""
+        """Submit a store. Always True: `get_finished` reports failures."""
         assert isinstance(dst_spec, ChunkSlots)  # noqa: S101  # this spec's manager made it
-        torn = self._torn_chunks(src_spec, dst_spec)
-        if torn:
-            self._fail(job_id, torn)
+        problem = self._missing_blocks(src_spec, dst_spec)
+        if problem:
+            self._fail(job_id, problem)
         elif self.worker is None:
             self._fail(job_id, "this rank's memory is not served")
         else:
@@ -70,55 +72,57 @@ class KvdOffloadingWorker(OffloadingWorker):
         return True
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Begin to load; always true: a failure is reported by `get_finished`."""
+        """Submit a load. Always True: `get_finished` reports failures."""
         assert isinstance(src_spec, ChunkSlots)  # noqa: S101  # this spec's manager made it
         if src_spec.missing:
             self._fail(job_id, f"{src_spec.missing} chunks are not in the cache any more")
         elif self.worker is None:
             self._fail(job_id, "this rank's memory is not served")
         else:
-            self._loads[job_id] = time.monotonic() + self._options.load_timeout
+            self._load_deadlines[job_id] = time.monotonic() + self._options.load_timeout
             self._submit(self.worker, Load, job_id, dst_spec, src_spec)
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """Return jobs that have ended; loads that take too long are cancelled.
+        """Return the results of ended jobs; cancel loads that take longer than `load_timeout`.
 
-        A load is reported only when nothing writes to its blocks any more.
+        A cancelled load ends, and is reported, only when nothing writes to its blocks any more.
         """
-        done, self._failed = self._failed, []
+        results, self._failed = self._failed, []
         if self.worker is None:
-            return done
-        done += self._results(self.worker.get_finished())
-        if self._loads:
+            return results
+        results += self._convert(self.worker.get_finished())
+        if self._load_deadlines:
             now = time.monotonic()
-            late = [job for job, end in self._loads.items() if now >= end]
-            if late:
+            overdue = [job for job, end in self._load_deadlines.items() if now >= end]
+            if overdue:
                 log.warning(
                     "%d loads took longer than load_timeout=%g s and are stopped",
-                    len(late),
+                    len(overdue),
                     self._options.load_timeout,
                 )
-                self._loads.update(dict.fromkeys(late, float("inf")))
-                self.worker.cancel(late)
-        return done
+                self._load_deadlines.update(dict.fromkeys(overdue, float("inf")))
+                self.worker.cancel(overdue)
+        return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return when the blocks of these stores may be overwritten.
+        """Wait until the blocks of these stores may be overwritten, up to `preemption_timeout`.
 
         Loads are not waited for: vLLM keeps their blocks until they are reported.
         """
         if self.worker is not None:
-            self.worker.wait(job_ids - self._loads.keys(), self._options.preemption_timeout)
+            self.worker.wait(
+                job_ids - self._load_deadlines.keys(), self._options.preemption_timeout
+            )
 
-    def let_go(self) -> None:
-        """The memory is about to be freed: jobs end, and the daemon has it no more."""
+    def release_memory(self) -> None:
+        """Make the daemon release the KV cache, before vLLM frees it. Never raises."""
         if self.worker is None:
             return
         try:
-            free = self.worker.unregister(LET_GO_SECONDS)
+            released = self.worker.unregister(RELEASE_SECONDS)
         except KvdClientError as error:  # it was shut down
-            log.debug("nothing to let go of: %s", error)
+            log.debug("nothing to release: %s", error)
             return
         except Exception:  # the engine goes to sleep all the same
             log.exception(
@@ -126,18 +130,18 @@ class KvdOffloadingWorker(OffloadingWorker):
                 " once the daemon has ended this session"
             )
             return
-        if not free:
+        if not released:
             log.warning(
                 "the daemon did not let go of the KV cache in time; its memory is free once the"
                 " daemon has ended this session"
             )
 
-    def take_up(self) -> None:
-        """There is memory again: the daemon gets it, when it is there."""
+    def restore_memory(self) -> None:
+        """Register the KV cache again, after vLLM has allocated it. Never raises."""
         if self.worker is None or self.worker.device is not None:
             return
         try:
-            self._share(self.worker)
+            self._register(self.worker)
         except Exception as error:  # noqa: BLE001  # the engine wakes up all the same
             log_no_offload(log, error)
 
@@ -158,42 +162,42 @@ class KvdOffloadingWorker(OffloadingWorker):
         try:
             job = JobBlocks.of(*arrays, chunks.slots, chunks.generations)
             worker.submit(kind, job_id, job, after=work_so_far(worker))
-        except Exception as error:  # noqa: BLE001  # of torch or the driver too: a miss
+        except Exception as error:  # noqa: BLE001  # also from torch or the driver: a miss
             self._log_once(f"a {kind.__name__.lower()} failed and is a cache miss: {cause(error)}")
             self._fail(job_id, str(error))
 
-    def _torn_chunks(self, blocks: GPULoadStoreSpec, chunks: ChunkSlots) -> str:
-        """Return what is wrong with a store that does not list its chunks' blocks up to the end.
+    def _missing_blocks(self, blocks: GPULoadStoreSpec, chunks: ChunkSlots) -> str:
+        """Return an error text if a store does not list its chunks' blocks up to their ends.
 
-        vLLM leaves out blocks that a sliding window has passed. At the front of the first chunk
-        that is valid; anywhere else the blocks that follow would be stored in wrong places.
+        vLLM leaves out blocks that a sliding window has passed. That is valid at the front of the
+        first chunk. Anywhere else the following blocks would be stored in wrong places.
         """
         for group_id, size, index in zip(
             self._group_ids, blocks.group_sizes, blocks.block_indices, strict=True
         ):
-            needed = chunks.chunks.get(group_id, 0) * self._blocks_per_chunk
-            have = size + index % self._blocks_per_chunk if size else 0
-            if have != needed:
+            num_chunks = chunks.chunks.get(group_id, 0)
+            num_listed = size + index % self._blocks_per_chunk if size else 0
+            if num_listed != num_chunks * self._blocks_per_chunk:
                 return (
                     f"group {group_id} lists {size} blocks from {index} on for"
-                    f" {chunks.chunks.get(group_id, 0)} chunks of {self._blocks_per_chunk}"
+                    f" {num_chunks} chunks of {self._blocks_per_chunk}"
                 )
         return ""
 
-    def _fail(self, job_id: int, why: str) -> None:
-        log.debug("job %d is not done: %s", job_id, why)
-        self._loads.pop(job_id, None)
+    def _fail(self, job_id: int, reason: str) -> None:
+        log.debug("job %d failed: %s", job_id, reason)
+        self._load_deadlines.pop(job_id, None)
         self._failed.append(TransferResult(job_id, success=False))
 
-    def _results(self, ended: list[JobResult]) -> list[TransferResult]:
-        """Convert results; each reason of a failure is logged once until a job succeeds.
+    def _convert(self, results: list[JobResult]) -> list[TransferResult]:
+        """Convert results to vLLM's; log each reason of a failure once until a job succeeds.
 
-        A store whose chunks are not the engine's any more is ordinary: after a reset for instance.
+        A store whose slots the engine has no more is normal, after a reset for instance.
         """
-        if any(result.success for result in ended):
+        if any(result.success for result in results):
             self._logged.clear()
-        for result in ended:
-            kind = "store" if self._loads.pop(result.job_id, None) is None else "load"
+        for result in results:
+            kind = "store" if self._load_deadlines.pop(result.job_id, None) is None else "load"
             line = f"a {kind} failed and is a cache miss: {result.text}"
             if not result.success:
                 stale_store = kind == "store" and result.status is JobStatus.STALE
@@ -207,14 +211,66 @@ class KvdOffloadingWorker(OffloadingWorker):
             )
             if result.success
             else TransferResult(result.job_id, success=False)
-            for result in ended
+            for result in results
         ]
 
     def _log_once(self, line: str, level: int = logging.WARNING) -> None:
-        """Log a reason why jobs fail, once until a job succeeds."""
+        """Log why a job failed, once until a job succeeds."""
         if line not in self._logged:
             self._logged.add(line)
             log.log(level, "%s", line)
 
-    def __repr__(self) -> str:
-        return f"<KvdOffloadingWorker {len(self._loads)} loads, {self.worker!r}>"
+
+# --------------------------------------------------------------- sleep mode
+#
+# Memory that the daemon has mapped is not freed when vLLM frees it, and the memory that vLLM
+# allocates at the same addresses when it wakes up is other memory. vLLM does not tell connectors of
+# either. The memory is freed and allocated by a backend, which a rank's process creates by name
+# when it first needs one. In the factory, kvd replaces that backend by a subclass that notifies the
+# ranks of the process.
+
+KV_CACHE_TAG = "kv_cache"  # vLLM's tag for the memory of KV caches
+
+_RANKS: weakref.WeakSet[KvdOffloadingWorker] = weakref.WeakSet()
+
+
+class _NotifyingBackend(SleepModeBackend):
+    """Notifies the ranks of this process; the next class in the MRO does the work."""
+
+    def suspend(self, level: int = 1) -> None:
+        """Free the memory of weights and KV caches."""
+        for rank in tuple(_RANKS):
+            rank.release_memory()
+        super().suspend(level)
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        """Allocate the memory with these tags again; None: all of it."""
+        super().resume(tags)
+        if tags is None or KV_CACHE_TAG in tags:
+            for rank in tuple(_RANKS):
+                rank.restore_memory()
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """Free the memory with these tags."""
+        if KV_CACHE_TAG in tags:
+            for rank in tuple(_RANKS):
+                rank.release_memory()
+        super().discard(tags)
+
+
+def notify_of_sleep(rank: KvdOffloadingWorker, model_config: ModelConfig) -> None:
+    """Notify this rank from now on before its KV cache is freed and after it is allocated again.
+
+    Does nothing if the engine is not configured to free its KV cache.
+    """
+    if not (model_config.enable_sleep_mode or model_config.enable_cumem_allocator):
+        return
+    _RANKS.add(rank)
+    name = model_config.sleep_mode_backend
+    backend = SleepModeBackendFactory.get_backend_class(name)
+    if not issubclass(backend, _NotifyingBackend):
+        notifying = type(
+            backend.__name__, (_NotifyingBackend, backend), {"__module__": backend.__module__}
+        )
+        backends: dict[str, Callable[[], type]] = SleepModeBackendFactory._registry  # noqa: SLF001  # what the factory looks up
+        backends[name] = lambda: notifying

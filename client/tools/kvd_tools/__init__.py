@@ -1,1 +1,1 @@
-"""Programs on the client's side: the demo, the self-test."""
+"""Programs on the client's side: the demos and the self-test."""

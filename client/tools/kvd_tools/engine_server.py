@@ -1,4 +1,7 @@
-"""An inference engine's HTTP server, in processes of its own that are always ended."""
+"""An inference engine's HTTP server as a child process, and requests to it.
+
+`vllm_engine.py` and `sglang_engine.py` are the two engines.
+"""
 
 import contextlib
 import json
@@ -20,24 +23,25 @@ import psutil
 
 from kvd_tools.errors import DemoError
 
-START_SECONDS = 300.0  # on a busy machine; it takes a fraction of that on an idle one
+START_SECONDS = 300.0  # enough for a busy machine
 ANSWER_SECONDS = 120.0
 END_SECONDS = 12.0
-LOOK_SECONDS, START_LOOK_SECONDS = 0.02, 0.2
+POLL_SECONDS, START_POLL_SECONDS = 0.02, 0.2
 LOG_TAIL_BYTES = 4000
-MAX_REQUESTS = 256  # at once
-# It removes shared memory and semaphores whose owners are gone, and then ends by itself.
+MAX_REQUESTS = 256  # at the same time
+# Removes the shared memory and semaphores of ended processes, then ends by itself.
 RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Completion:
     """An engine's complete answer to one prompt.
 
-    tokens: the generated token ids.
-    logprobs: for every generated token the most likely ones and itself, by token id.
-    cached_tokens: of the prompt, how many were not computed: found on the device or loaded.
-    first_token_seconds, seconds: from the request on.
+    Attributes:
+        tokens: the generated token ids.
+        logprobs: by token id, for each generated token: of the token and of the most likely ones.
+        cached_tokens: prompt tokens that were not computed: found on the device or loaded.
+        first_token_seconds, seconds: since the request was sent.
     """
 
     tokens: list[int]
@@ -48,16 +52,15 @@ class Answer:
 
 
 class EngineServer(ABC):
-    """One engine, started: serves many prompts at once, ends with all its processes.
+    """A running engine. Entering the context waits until it is ready; leaving it ends it.
 
-    It is ready when the context is entered. It does not outlive its parent: the engine's server
-    is then asked to end. Thread-safe but for ending it.
+    If this process dies, the engine's server gets SIGTERM. Requests may be sent from any thread.
 
     Args:
-        module: of the server, and its arguments.
-        environment: of its process.
-        log: the file that takes what it prints.
-        python: of an environment with the engine.
+        module: the server's module and its arguments.
+        environment: environment variables of the server.
+        log: file for the server's output.
+        python: interpreter of an environment with the engine.
     """
 
     def __init__(
@@ -68,11 +71,11 @@ class EngineServer(ABC):
         python: str = sys.executable,
     ) -> None:
         self.log = log
-        self._gone = False
+        self._killed = False
         self._requests = ThreadPoolExecutor(MAX_REQUESTS, "engine request")
         with log.open("wb") as sink:
             self._process = subprocess.Popen(
-                [python, "-m", "kvd_tools.demo.tether", str(os.getpid()), *module],
+                [python, "-m", "kvd_tools.tether", str(os.getpid()), *module],
                 stdin=subprocess.DEVNULL,
                 stdout=sink,
                 stderr=sink,
@@ -85,14 +88,14 @@ class EngineServer(ABC):
 
     @property
     def running(self) -> bool:
-        """Whether its first process is there."""
+        """Whether the server's first process is alive."""
         return self._process.poll() is None
 
     def wait_ready(self) -> None:
-        """Wait until it serves.
+        """Wait until the engine serves requests.
 
         Raises:
-            DemoError: it ended, or is not ready after START_SECONDS.
+            DemoError: the engine ended, or was not ready after START_SECONDS.
         """
         end = time.monotonic() + START_SECONDS
         while True:
@@ -100,21 +103,21 @@ class EngineServer(ABC):
                 self._text("GET", "/health")
                 return
             if not self.running:
-                raise self._died("the engine ended")
+                raise self._error("the engine ended")
             if time.monotonic() > end:
-                raise self._died(f"the engine was not ready after {START_SECONDS:g} s")
-            time.sleep(START_LOOK_SECONDS)
+                raise self._error(f"the engine was not ready after {START_SECONDS:g} s")
+            time.sleep(START_POLL_SECONDS)
 
     def kill(self) -> None:
-        """Kill all its processes, as a crash would; returns when none is left."""
-        while not self._gone and kill_group(self.pid):
-            time.sleep(LOOK_SECONDS)  # nothing tells the end of a process that is no child
-        self._gone = True  # from now on the number may be another's
+        """Kill all processes of the engine, as a crash would, and wait for their end."""
+        while not self._killed and kill_group(self.pid):
+            time.sleep(POLL_SECONDS)  # only children can be waited for, and some are not ours
+        self._killed = True  # from now on the kernel may reuse the group's number
         self._process.wait()
         self._requests.shutdown()
 
     def close(self) -> None:
-        """End it in order, and kill what is left. May be called again."""
+        """Terminate the server, then kill what is left of it. May be called again."""
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
@@ -135,16 +138,16 @@ class EngineServer(ABC):
 
     def submit(
         self, prompt: Sequence[int], max_tokens: int = 8, logprobs: int = 3, **fields: Any
-    ) -> Future[Answer]:
-        """Send a prompt; its answer comes later. Fails with DemoError where there is none.
+    ) -> Future[Completion]:
+        """Send a prompt. The future fails with DemoError if there is no complete answer.
 
         Args:
             prompt: token ids.
-            max_tokens: so many are generated, always.
-            logprobs: for each of them, so many of the most likely ones are told.
-            fields: further ones of the request.
+            max_tokens: number of tokens to generate.
+            logprobs: number of most likely tokens to return for each of them.
+            fields: further fields of the request.
         """
-        return self._requests.submit(self._answer, list(prompt), max_tokens, logprobs, fields)
+        return self._requests.submit(self._complete, list(prompt), max_tokens, logprobs, fields)
 
     def generate(
         self,
@@ -152,72 +155,72 @@ class EngineServer(ABC):
         max_tokens: int = 8,
         logprobs: int = 3,
         **fields: Any,
-    ) -> list[Answer]:
-        """Answers to prompts that are sent at once, in their order.
+    ) -> list[Completion]:
+        """Send all prompts at the same time; return their completions in order.
 
         Raises:
-            DemoError: one of them has no complete answer.
+            DemoError: a prompt got no complete answer.
         """
-        answers = [self.submit(prompt, max_tokens, logprobs, **fields) for prompt in prompts]
-        return [answer.result() for answer in answers]
+        futures = [self.submit(prompt, max_tokens, logprobs, **fields) for prompt in prompts]
+        return [future.result() for future in futures]
 
     @abstractmethod
     def _connect(self) -> socket.socket:
-        """Connect to its server; fails with OSError."""
+        """Connect to the server. Raises OSError if that fails."""
 
     @abstractmethod
-    def _answer(
+    def _complete(
         self, prompt: list[int], max_tokens: int, logprobs: int, fields: dict[str, Any]
-    ) -> Answer:
-        """Ask, and wait for the whole answer."""
+    ) -> Completion:
+        """Send a request and wait for the complete answer."""
 
     def _events(self, path: str, request: Any) -> Iterator[dict[str, Any]]:
-        """The events of an answer that comes piece by piece."""
-        with self._reply("POST", path, request) as reply:
+        """Yield the events of a streamed answer."""
+        with self._request("POST", path, request) as reply:
             if reply.status != 200:
                 raise DemoError(f"POST {path}: {reply.status} {reply.read().decode()}")
             for line in reply:
                 event = line.removeprefix(b"data: ").strip()
                 if event in {b"", b"[DONE]"}:
                     continue
-                read: dict[str, Any] = json.loads(event)
-                if "error" in read:
+                fields: dict[str, Any] = json.loads(event)
+                if "error" in fields:
                     raise DemoError(f"the engine gave no answer: {event.decode()}")
-                yield read
+                yield fields
 
     def _text(self, method: str, path: str) -> str:
-        with self._reply(method, path) as reply:
+        with self._request(method, path) as reply:
             text = reply.read().decode()
         if reply.status != 200:
             raise DemoError(f"{method} {path}: {reply.status} {text}")
         return text
 
     @contextmanager
-    def _reply(self, method: str, path: str, body: Any = None) -> Iterator[HTTPResponse]:
+    def _request(self, method: str, path: str, body: Any = None) -> Iterator[HTTPResponse]:
         connection = HTTPConnection("engine")
         try:
             connection.sock = self._connect()
             connection.sock.settimeout(ANSWER_SECONDS)
-            text = None if body is None else json.dumps(body)
-            connection.request(method, path, text, {"Content-Type": "application/json"})
+            content = None if body is None else json.dumps(body)
+            connection.request(method, path, content, {"Content-Type": "application/json"})
             yield connection.getresponse()
         except (OSError, HTTPException) as error:
-            raise self._died(f"the engine does not answer: {error!r}") from error
+            raise self._error(f"the engine does not answer: {error!r}") from error
         finally:
             connection.close()
 
-    def _died(self, why: str) -> DemoError:
+    def _error(self, reason: str) -> DemoError:
         tail = b""
         with contextlib.suppress(OSError):
             tail = self.log.read_bytes()[-LOG_TAIL_BYTES:]
-        return DemoError(f"{why}; the end of {self.log}:\n{tail.decode(errors='replace')}")
+        return DemoError(f"{reason}; the end of {self.log}:\n{tail.decode(errors='replace')}")
 
 
 def kill_group(group: int) -> bool:
-    """Kill every process of a process group but Python's resource trackers.
+    """Kill the processes of a group, except Python's resource trackers, which end by themselves.
 
     Returns:
-        Whether the group had a process left, a resource tracker among others.
+        Whether the group had any process, resource trackers included.
     """
     members = [process for process in psutil.process_iter() if _is_member(process, group)]
     for process in members:

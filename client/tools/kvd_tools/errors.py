@@ -15,22 +15,22 @@ from kvd_client.errors import KvdClientError
 
 
 class DemoError(KvdClientError):
-    """The demo cannot go on."""
+    """The demo, its daemon or its engine failed."""
 
 
 class RequestAborted(DemoError):
-    """The engine has given up a request, and serves others as before."""
+    """The engine aborted a request. It still serves others."""
 
 
 def check_installed(module: str, command: str, remedy: str) -> None:
-    """Find out before anything starts whether a command has what it needs.
+    """Check that a command's engine is installed.
 
     Raises:
-        DemoError: this Python lacks the module.
+        DemoError: this Python environment lacks the module.
     """
     if importlib.util.find_spec(module) is None:
         raise DemoError(f"{command} needs {module}, which {sys.prefix} does not have; {remedy}")
 
 
 class StepFailed(KvdClientError):
-    """A step of the self-test failed; the sentence says what was seen."""
+    """A step of the self-test failed. The message says what it saw."""

@@ -1,11 +1,11 @@
-"""Demotion: puts of chunks to tiers ahead of their eviction, of chunks asked for or of all.
+"""Demotion: puts of chunks to tiers before the pool evicts them.
 
-A put needs no pin: the tier checks before and after the copy that the slot still holds the chunk.
-So demotion holds no memory. A chunk evicted before its turn is not kept, even with `keep=all`: a
-store never waits for a tier, since engines never wait. Such chunks are counted for each tier that
-was to keep them (`unkept`).
+A tier keeps the chunks that were asked for, or all (`keep`). A put needs no pin: the tier checks
+before and after the copy that the slot still holds the chunk, so demotion holds no memory. A chunk
+that is evicted before its turn is not kept, even with `keep=all`: a store never waits for a tier.
+Such chunks are counted for each tier that should have kept them (`unkept`).
 
-Chunks are gathered for a moment, since a batch costs as much processor time as dozens of chunks.
+Chunks are gathered for a moment: a batch costs as much processor time as dozens of chunks.
 """
 
 import math
@@ -13,19 +13,19 @@ from collections.abc import Iterator
 
 from kvd.broker.effects import Effect, ToTier
 from kvd.broker.state import BrokerState
-from kvd.broker.tiers.tier import BATCH_BYTES, Batch, Tier
-from kvd.cache.candidates import Candidates
+from kvd.broker.tiers.tier import BATCH_BYTES, TierBatch, TierProcess
 from kvd.cache.directory import covers
 from kvd.cache.namespaces import Namespace
+from kvd.cache.uses import DemotionQueue
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import BatchResult, Drop, Put
-from kvd_proto.arrays import IntArray
+from kvd_proto.jobs import IntArray
 
-CHUNKS_A_TURN = 64  # all namespaces together: 0.2 ms, and 0.4 ms for the answer
+CHUNKS_PER_TURN = 64  # of all namespaces: 0.2 ms, and 0.4 ms for the answer
 PUT_SECONDS = 10.0
 GATHER_SECONDS = 0.1
 """How long a batch that is not full waits for more chunks."""
-HELD_PART = 16
+FULL_BATCH_PART = 16
 """A batch of 1/16 of the chunks in memory is full: waiting would risk their eviction."""
 
 _Chunk = tuple[bytes, int, int, int, int, int]
@@ -38,42 +38,42 @@ class Demotion:
     def __init__(self, state: BrokerState) -> None:
         self._state = state
         self._flush_at: float | None = None  # when all queues are sent; None: they are empty
-        self.blocked = False  # the queues cannot go on before a put has ended
+        self.blocked = False  # the queues wait for the end of a put
 
     def watch(self, namespace: Namespace) -> None:
         """Have a namespace's table queue the chunks that tiers are to keep."""
         keeps = {tier.setting.keep for tier in self._state.tiers}
-        namespace.table.watch(ready="all" in keeps, asked="asked" in keeps)
+        namespace.table.queue_demotions(ready="all" in keeps, asked="asked" in keeps)
 
     def due(self, now: float) -> float:
         """Return the seconds until `work` has something to do, unless events come; may be inf.
 
         Call it after each turn: it starts the gathering time when chunks begin to wait.
         """
-        soonest, waits = math.inf, False
+        soonest, has_chunks = math.inf, False
         if self.blocked:
             return soonest
         for namespace, queue, keep in self._queues():
-            waits = True
+            has_chunks = True
             if self._flush_at is None:
                 self._flush_at = now + GATHER_SECONDS
-            if now < self._flush_at and len(queue) < _full(namespace):
+            if now < self._flush_at and len(queue) < _full_batch(namespace):
                 soonest = self._flush_at - now
             elif self._takers(namespace, keep, now):
                 return 0.0
-        if not waits:
+        if not has_chunks:
             self._flush_at = None
         return soonest
 
     def work(self, now: float) -> list[Effect]:
-        """Send full batches, and after the gathering time the rest; `CHUNKS_A_TURN` at most."""
+        """Send full batches, and after the gathering time the rest; `CHUNKS_PER_TURN` at most."""
         self.blocked = False
         flush = self._flush_at is not None and now >= self._flush_at
-        left, rest, effects = CHUNKS_A_TURN, False, list[Effect]()
+        budget, has_rest, effects = CHUNKS_PER_TURN, False, list[Effect]()
         for namespace, queue, keep in self._queues():
-            full = _full(namespace)
-            wanted = len(queue) if flush else len(queue) // full * full
-            takers = self._takers(namespace, keep, now) if wanted else []
+            full = _full_batch(namespace)
+            num_due = len(queue) if flush else len(queue) // full * full
+            takers = self._takers(namespace, keep, now) if num_due else []
             if not takers:
                 continue
             # The slowest tier in use sets the pace, so that each tier gets all chunks.
@@ -82,16 +82,16 @@ class Demotion:
             if not any(tier.put_bytes for tier in takers):
                 room = max(room, 1)  # a chunk may be larger than the queue
             self.blocked |= room < 1
-            chunks = _take(queue, max(0, min(wanted, room, left)), takers)
-            left -= len(chunks)
+            chunks = _take(queue, max(0, min(num_due, room, budget)), takers)
+            budget -= len(chunks)
             for tier in takers:
                 effects += self._put(tier, namespace, chunks, now)
-            rest |= bool(queue)
-        if flush and not rest:
+            has_rest |= bool(queue)
+        if flush and not has_rest:
             self._flush_at = None
         return effects
 
-    def _queues(self) -> Iterator[tuple[Namespace, Candidates, str]]:
+    def _queues(self) -> Iterator[tuple[Namespace, DemotionQueue, str]]:
         """Non-empty queues, each with the `keep` setting of the tiers that take its chunks."""
         for namespace in self._state.open_namespaces:
             table = namespace.table
@@ -99,18 +99,18 @@ class Demotion:
                 if queue:
                     yield namespace, queue, keep
 
-    def _takers(self, namespace: Namespace, keep: str, now: float) -> list[Tier]:
+    def _takers(self, namespace: Namespace, keep: str, now: float) -> list[TierProcess]:
         return [
             tier
             for tier in self._state.tiers
             if tier.setting.keep == keep and tier.serves(namespace) and now >= tier.full_until
         ]
 
-    def probe(self, tier: Tier, now: float) -> list[Effect]:
-        """Probe a tier with a put of one waiting chunk, if there is one."""
+    def probe(self, tier: TierProcess, now: float) -> list[Effect]:
+        """Probe a tier with a put of one waiting chunk, if a chunk waits."""
         for namespace in self._state.open_namespaces:
-            opening = tier.spaces.get(namespace)
-            if opening is None or opening.salt is None:
+            space = tier.spaces.get(namespace)
+            if space is None or space.salt is None:
                 continue
             for queue in (namespace.table.on_asked, namespace.table.on_ready):
                 if queue and (chunks := _take(queue, 1, [tier])):
@@ -118,17 +118,18 @@ class Demotion:
         return []
 
     def _put(
-        self, tier: Tier, namespace: Namespace, chunks: list[_Chunk], now: float
+        self, tier: TierProcess, namespace: Namespace, chunks: list[_Chunk], now: float
     ) -> list[Effect]:
-        new = [chunk for chunk in chunks if not _is_held(tier, namespace, chunk)]
+        """Send the chunks that the tier does not have yet, in batches."""
+        new = [chunk for chunk in chunks if not _has_chunk(tier, namespace, chunk)]
         nbytes = namespace.geometry.bytes_per_chunk
-        piece = _piece(namespace)
+        batch_size = _max_batch(namespace)
         effects = []
-        for begin in range(0, len(new), piece):
-            part = new[begin : begin + piece]
-            keys, slots, generations, first, count, groups = zip(*part, strict=True)
+        for begin in range(0, len(new), batch_size):
+            batch_chunks = new[begin : begin + batch_size]
+            keys, slots, generations, first, count, groups = zip(*batch_chunks, strict=True)
             order = Put(
-                number=tier.number(),
+                number=tier.next_number(),
                 namespace=namespace.id,
                 keys=keys,
                 slots=IntArray.of(slots, "u4"),
@@ -138,18 +139,22 @@ class Demotion:
                 groups=IntArray.of(groups, "u2"),
                 deadline_ms=int(PUT_SECONDS * 1000),
             )
-            batch = Batch(order, namespace, now, nbytes * len(part), namespace.salt)
+            batch = TierBatch(order, namespace, now, nbytes * len(batch_chunks), namespace.salt)
             effects.append(tier.send(batch))
         return effects
 
-    def done(
-        self, tier: Tier, batch: Batch, order: Put, done: BatchResult, now: float
+    def put_ended(
+        self, tier: TierProcess, batch: TierBatch, order: Put, done: BatchResult, now: float
     ) -> list[Effect]:
-        """Process the answer to a put: kept chunks are entered, the others may be put again."""
-        namespace, counts, unknown = batch.namespace, tier.counts.puts, list[bytes]()
+        """Process the answer to a put.
+
+        A kept chunk enters the table of tiers; the others may be put again. If the table has no
+        room for a chunk, the tier is told to drop it: it would never be found.
+        """
+        namespace, counts, unlisted = batch.namespace, tier.counts.puts, list[bytes]()
         tiers = namespace.directory.tiers if batch.salt == namespace.salt else None
         nbytes = namespace.geometry.bytes_per_chunk
-        demotable = namespace.table.slots.demotable
+        queues = namespace.table.uses.demotion_queues
         columns = (order.first.tolist(), order.count.tolist(), order.groups.tolist())
         rows = zip(order.keys, done.outcomes.tolist(), batch.refs, *columns, strict=True)
         for key, code, ref, first, count, group in rows:
@@ -157,46 +162,43 @@ class Demotion:
             counts[outcome.name.lower()] += 1
             if outcome is Outcome.OK:
                 tier.counts.put_bytes += nbytes
-                tier.has_room()
-                found = tiers is None or tiers.hold(key, tier.index, first, count, group)
-                if not found:
-                    unknown.append(key)
+                tier.on_put_ok()
+                if tiers is not None and not tiers.hold(key, tier.index, first, count, group):
+                    unlisted.append(key)
             elif outcome is Outcome.FULL:
-                tier.full(now)
+                tier.on_full(now)
             elif outcome in {Outcome.GONE, Outcome.LATE}:
                 tier.counts.unkept += 1
-            if outcome is not Outcome.OK and demotable is not None:
-                demotable.not_kept(*ref)
-        if unknown and not tier.info.shared:  # the table is full: they would never be found
-            return [ToTier(tier.index, Drop(namespace=namespace.id, keys=tuple(unknown)))]
+            if outcome is not Outcome.OK and queues is not None:
+                queues.put_failed(*ref)
+        if unlisted and not tier.info.shared:
+            return [ToTier(tier.index, Drop(namespace=namespace.id, keys=tuple(unlisted)))]
         return []
 
-    def __repr__(self) -> str:
-        return f"<Demotion to {len(self._state.tiers)} tiers>"
 
-
-def _take(queue: Candidates, n: int, takers: list[Tier]) -> list[_Chunk]:
-    """Take `n` chunks of a queue; count those evicted before as `unkept` of each taker."""
+def _take(queue: DemotionQueue, n: int, takers: list[TierProcess]) -> list[_Chunk]:
+    """Take `n` chunks of a queue; count those evicted meanwhile as `unkept` of each taker."""
     chunks, unkept = queue.take(n), queue.take_missed()
     for tier in takers:
         tier.counts.unkept += unkept
     return chunks
 
 
-def _piece(namespace: Namespace) -> int:
+def _max_batch(namespace: Namespace) -> int:
     """The largest number of chunks in a batch."""
-    return max(1, min(CHUNKS_A_TURN, BATCH_BYTES // namespace.geometry.bytes_per_chunk))
+    return max(1, min(CHUNKS_PER_TURN, BATCH_BYTES // namespace.geometry.bytes_per_chunk))
 
 
-def _full(namespace: Namespace) -> int:
+def _full_batch(namespace: Namespace) -> int:
     """The number of chunks from which a batch does not wait for more."""
-    return max(1, min(_piece(namespace), len(namespace.table.slots.policy) // HELD_PART))
+    return max(1, min(_max_batch(namespace), len(namespace.table.slots.policy) // FULL_BATCH_PART))
 
 
-def _is_held(tier: Tier, namespace: Namespace, chunk: _Chunk) -> bool:
+def _has_chunk(tier: TierProcess, namespace: Namespace, chunk: _Chunk) -> bool:
     """Whether the tier already has all blocks of the chunk."""
+    key, _, _, first, count, group = chunk
     tiers = namespace.directory.tiers
-    place = tiers.find(chunk[0]) if tiers is not None else None
-    if place is None or not place.tiers >> tier.index & 1:
+    entry = tiers.find(key) if tiers is not None else None
+    if entry is None or not entry.tiers >> tier.index & 1:
         return False
-    return covers((place.first, place.count), (chunk[3], chunk[4])) and place.group == chunk[5]
+    return covers((entry.first, entry.count), (first, count)) and entry.group == group

@@ -1,12 +1,12 @@
 """Promotion: gets of chunks from tiers into memory, requested by engines.
 
 A promotion takes a slot first, so the bytes under way are bounded: by what keeps the tier busy
-(`Tier.get_room`), and by a quarter of what the namespace holds plus what is free. Requests without
-room wait for up to two seconds; engines take turns (`PromotionRequests`), and so do namespaces. A
-shared tier is first asked whether it has a chunk; chunks that it has are promoted at once.
+(`TierProcess.has_get_room`), and by a quarter of what the namespace holds plus what is free.
+Requests without room wait for up to two seconds; engines take turns (`PromotionRequests`), and so
+do namespaces. A shared tier is first asked whether it has a chunk; its chunks are promoted at once.
 
-A slot that a tier was told to fill is reused only after the batch has ended, or the tier's process
-has: until then the medium may still write to the slot.
+A slot that a tier was told to fill is reused only after the batch or the tier's process has ended:
+until then the medium may still write to the slot.
 """
 
 import os
@@ -14,24 +14,30 @@ from collections import OrderedDict, deque
 from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
-from kvd.broker.effects import ChunksReady, Effect, Event
+from kvd.broker.effects import ChunksReady, Effect, LogEvent
 from kvd.broker.state import BrokerState
-from kvd.broker.tiers.tier import BATCH_BYTES, BATCH_CHUNKS, Batch, Tier, first_of
+from kvd.broker.tiers.tier import (
+    BATCH_BYTES,
+    BATCH_CHUNKS,
+    TierBatch,
+    TierProcess,
+    first_serving,
+)
 from kvd.cache.namespaces import Namespace
 from kvd.cache.tier_table import TierTable
 from kvd.outcomes import Outcome
 from kvd.wire.tiering import BatchResult, Get, Lookup
-from kvd_proto.arrays import IntArray
+from kvd_proto.jobs import IntArray
 
-KEYS_A_TURN = 512  # keys examined in a turn: one or two milliseconds
-SOUGHT_SECONDS = 2.0  # a request older than this is dropped
-DESCRIBED_BYTES = 128 * 1024
+KEYS_PER_TURN = 512  # keys examined in a turn: one or two milliseconds
+REQUEST_SECONDS = 2.0  # a request older than this is dropped
+DESCRIPTION_BYTES = 128 * 1024  # of the descriptions in one answer
 ASK_KEYS = 1024
-UNUSED_SECONDS = 0.25  # if slots lack, loans unused for so long are taken back
-SLOT_SECONDS = 30.0  # a slot that is not filled by then is given up, whatever the tier does
+UNUSED_SECONDS = 0.25  # if slots lack, loans unused for this long are taken back
+SLOT_SECONDS = 30.0  # a slot that is not filled by then is given up
 REACH_PART = 4  # promotions may fill a quarter of the namespace's reach, see `_reach`
 MAX_REQUESTS = 65536
-"""Most keys of an engine that waits alone. With n engines waiting, each may add up to an n-th."""
+"""The most keys that wait for one engine. With n engines waiting, each may add up to an n-th."""
 
 
 class PromotionRequest(NamedTuple):
@@ -40,14 +46,14 @@ class PromotionRequest(NamedTuple):
     Attributes:
         key: of the chunk.
         engines: numbers of the engines that want it.
-        since: when it was requested, in monotonic seconds.
+        requested_at: in monotonic seconds.
         tier: the shared tier that has confirmed that it has the chunk; None if none has.
     """
 
     key: bytes
     engines: frozenset[int]
-    since: float
-    tier: Tier | None = None
+    requested_at: float
+    tier: TierProcess | None = None
 
     def joined(self, other: "PromotionRequest | None") -> "PromotionRequest":
         """Return this request, also for the engines of another request for the same key."""
@@ -55,10 +61,7 @@ class PromotionRequest(NamedTuple):
 
 
 class PromotionRequests:
-    """Requests of one namespace: a FIFO queue for each engine, served round-robin.
-
-    So ten keys of one engine wait for ten keys of another, not for all of them.
-    """
+    """Requests of one namespace: a FIFO queue for each engine, served round-robin."""
 
     def __init__(self) -> None:
         # In the order of turns: the next engine comes first.
@@ -66,18 +69,14 @@ class PromotionRequests:
         self._count = 0
 
     def extend(self, engine: int, keys: Sequence[bytes], now: float) -> int:
-        """Append an engine's keys, as far as there is room.
-
-        Returns:
-            The number of keys for which there was no room.
-        """
+        """Append an engine's keys as far as there is room; return the number of the others."""
         queue = self._queues.get(engine, deque())
         engines = len(self._queues.keys() | {engine})
         accepted = keys[: max(0, MAX_REQUESTS // engines - len(queue))]
         if accepted:
-            wanted_by = frozenset({engine})
+            requesters = frozenset({engine})
             self._queues[engine] = queue
-            queue.extend(PromotionRequest(key, wanted_by, now) for key in accepted)
+            queue.extend(PromotionRequest(key, requesters, now) for key in accepted)
             self._count += len(accepted)
         return len(keys) - len(accepted)
 
@@ -103,11 +102,7 @@ class PromotionRequests:
             self._count += 1
 
     def clear(self) -> int:
-        """Remove all requests.
-
-        Returns:
-            How many there were.
-        """
+        """Remove all requests; return their number."""
         count, self._count = self._count, 0
         self._queues.clear()
         return count
@@ -115,17 +110,14 @@ class PromotionRequests:
     def __len__(self) -> int:
         return self._count
 
-    def __repr__(self) -> str:
-        return f"<PromotionRequests {self._count} of {len(self._queues)} engines>"
 
-
-class _Waiting:
+class _NamespaceState:
     """Requests, unanswered Asks and bytes under way of one namespace."""
 
     def __init__(self) -> None:
-        self.keys = PromotionRequests()
-        self.asked: dict[bytes, Batch] = {}
-        self.under_way = 0  # bytes of gets
+        self.requests = PromotionRequests()
+        self.asks: dict[bytes, TierBatch] = {}  # unanswered, by key
+        self.get_bytes = 0  # under way
 
 
 class Promotion:
@@ -133,116 +125,120 @@ class Promotion:
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
-        self._waiting: OrderedDict[Namespace, _Waiting] = OrderedDict()
-        self._filling: dict[tuple[Namespace, int], Batch] = {}  # by slot
-        self.blocked = False  # requests cannot go on before a get has ended or slots are free
+        self._states: OrderedDict[Namespace, _NamespaceState] = OrderedDict()
+        self._filling: dict[tuple[Namespace, int], TierBatch] = {}  # gets by slot
+        self.blocked = False  # requests wait for the end of a get or for free slots
 
     @property
-    def waiting(self) -> bool:
+    def has_requests(self) -> bool:
         """Whether requests wait."""
-        return any(waiting.keys for waiting in self._waiting.values())
+        return any(state.requests for state in self._states.values())
 
     def waiting_bytes(self, namespace: Namespace) -> int:
         """Bytes of the chunks requested and not yet ordered, at most."""
-        waiting = self._waiting.get(namespace)
-        return len(waiting.keys) * namespace.geometry.bytes_per_chunk if waiting else 0
+        state = self._states.get(namespace)
+        return len(state.requests) * namespace.geometry.bytes_per_chunk if state else 0
 
     def request(
         self, namespace: Namespace, engine: int, keys: Sequence[bytes], now: float
     ) -> list[Effect]:
-        """Queue an engine's request for these keys, a prompt's head first, and start on it."""
+        """Queue an engine's request for these keys, a prompt's head first, and order what fits."""
         if namespace.directory.tiers is None:
             return []
-        waiting = self._waiting.setdefault(namespace, _Waiting())
-        namespace.table.counts.sought_dropped += waiting.keys.extend(engine, keys, now)
-        return self._work(namespace, waiting, now)
+        state = self._states.setdefault(namespace, _NamespaceState())
+        namespace.table.counts.sought_dropped += state.requests.extend(engine, keys, now)
+        return self._order(namespace, state, now)
 
     def prune(self) -> None:
         """Drop the requests of closed namespaces."""
-        for namespace in [each for each in self._waiting if not self._state.is_open(each)]:
-            del self._waiting[namespace]
+        for namespace in [known for known in self._states if not self._state.is_open(known)]:
+            del self._states[namespace]
 
     def work(self, now: float) -> list[Effect]:
         """Order what is requested, as far as there is room."""
         self.blocked = False
         effects: list[Effect] = []
-        for namespace, waiting in list(self._waiting.items()):
-            if waiting.keys and self._state.is_open(namespace):
-                self._waiting.move_to_end(namespace)  # other namespaces come first next time
-                effects += self._work(namespace, waiting, now)
+        for namespace, state in list(self._states.items()):
+            if state.requests and self._state.is_open(namespace):
+                self._states.move_to_end(namespace)  # other namespaces come first next time
+                effects += self._order(namespace, state, now)
         return effects
 
-    # -------------------------------------------------------------------- down
+    # ------------------------------------------------------------------ orders
 
-    def _work(self, namespace: Namespace, waiting: _Waiting, now: float) -> list[Effect]:
+    def _order(self, namespace: Namespace, state: _NamespaceState, now: float) -> list[Effect]:
+        """Get what tiers have, and ask the first shared tier for what no tier is known to have."""
         tiers = namespace.directory.tiers
         if tiers is None or not self._state.pool_ready or self._state.draining:
-            _drop(namespace, waiting)
+            namespace.table.counts.sought_dropped += state.requests.clear()
             return []
         shared = self._shared(namespace)
-        wanted, unknown = self._sorted(namespace, waiting, tiers, now, ask=shared is not None)
+        by_tier, unknown = self._sorted(namespace, state, tiers, now, ask=shared is not None)
         effects: list[Effect] = []
-        for tier, these in wanted.items():
-            effects += self._get_all(tier, namespace, waiting, these, now)
+        for tier, requests in by_tier.items():
+            effects += self._get_all(tier, namespace, state, requests, now)
         if shared is not None and unknown:
-            effects += self._ask(shared, namespace, waiting, unknown, now)
+            effects += self._ask(shared, namespace, state, unknown, now)
         return effects
 
     def _sorted(
         self,
         namespace: Namespace,
-        waiting: _Waiting,
+        state: _NamespaceState,
         tiers: TierTable,
         now: float,
         *,
         ask: bool,
-    ) -> tuple[dict[Tier, dict[bytes, PromotionRequest]], dict[bytes, PromotionRequest]]:
+    ) -> tuple[dict[TierProcess, dict[bytes, PromotionRequest]], dict[bytes, PromotionRequest]]:
         """Take requests from the queues and sort them by tier, as far as there is room.
 
-        Requests that have expired, are in memory or no usable tier can serve are consumed.
+        A request is consumed if it has expired, its chunk is in memory, or no usable tier has it.
+        It stays in the queue if its tier is busy.
 
         Returns:
             Requests to get, by tier; and, with `ask`, requests of which no tier is known.
         """
-        keys, find = waiting.keys, namespace.directory.find
-        nbytes, coming = namespace.geometry.bytes_per_chunk, waiting.under_way
-        most = max(nbytes, self._reach(namespace) // REACH_PART)
-        wanted: dict[Tier, dict[bytes, PromotionRequest]] = {}
+        requests, find = state.requests, namespace.directory.find
+        nbytes, get_bytes = namespace.geometry.bytes_per_chunk, state.get_bytes
+        max_bytes = max(nbytes, self._reach(namespace) // REACH_PART)
+        by_tier: dict[TierProcess, dict[bytes, PromotionRequest]] = {}
         unknown: dict[bytes, PromotionRequest] = {}
-        set_aside: list[PromotionRequest] = []  # their tier is busy; other tiers may have room
-        for _ in range(min(KEYS_A_TURN, len(keys))):
-            sought = keys.pop()
-            key = sought.key
-            if now - sought.since > SOUGHT_SECONDS:
+        postponed: list[PromotionRequest] = []  # their tier is busy; other tiers may have room
+        for _ in range(min(KEYS_PER_TURN, len(requests))):
+            request = requests.pop()
+            key = request.key
+            if now - request.requested_at > REQUEST_SECONDS:
                 namespace.table.counts.sought_dropped += 1
                 continue
             if (slot := find(key)) >= 0:
                 if (batch := self._filling.get((namespace, slot))) is not None:
-                    batch.engines |= sought.engines
+                    batch.engines |= request.engines
                 continue
-            tier, place = sought.tier, None
+            tier, entry = request.tier, None
             if tier is None or not tier.serves(namespace):
-                place = tiers.find(key)
-                tier = first_of(self._state.tiers, place.tiers, namespace) if place else None
+                entry = tiers.find(key)
+                tier = first_serving(self._state.tiers, entry.tiers, namespace) if entry else None
             if tier is None:
-                if (asked := waiting.asked.get(key)) is not None:
-                    asked.engines |= sought.engines
-                elif place is None and ask:
-                    unknown[key] = sought.joined(unknown.get(key))
+                if (pending_ask := state.asks.get(key)) is not None:
+                    pending_ask.engines |= request.engines
+                elif entry is None and ask:
+                    unknown[key] = request.joined(unknown.get(key))
                 continue
-            mine = wanted.setdefault(tier, {})
-            if key in mine:
-                mine[key] = sought.joined(mine[key])
-            elif coming + nbytes <= most and tier.get_room(nbytes * len(mine), nbytes):
-                mine[key] = sought
-                coming += nbytes
+            to_get = by_tier.setdefault(tier, {})
+            if key in to_get:
+                to_get[key] = request.joined(to_get[key])
+            elif get_bytes + nbytes <= max_bytes and tier.has_get_room(
+                nbytes * len(to_get), nbytes
+            ):
+                to_get[key] = request
+                get_bytes += nbytes
             else:
-                set_aside.append(sought)
-                if coming + nbytes > most or len(self._state.tiers) == 1:
+                postponed.append(request)
+                if get_bytes + nbytes > max_bytes or len(self._state.tiers) == 1:
                     break
-        self.blocked |= bool(set_aside)
-        keys.put_back(set_aside)
-        return wanted, unknown
+        self.blocked |= bool(postponed)
+        requests.put_back(postponed)
+        return by_tier, unknown
 
     def _reach(self, namespace: Namespace) -> int:
         """Bytes of the pool that the namespace holds, plus those that are free."""
@@ -250,7 +246,7 @@ class Promotion:
         free = namespaces.pool.free_bytes if namespaces is not None else 0
         return namespace.table.held_bytes + free
 
-    def _shared(self, namespace: Namespace, after: int = -1) -> Tier | None:
+    def _shared(self, namespace: Namespace, after: int = -1) -> TierProcess | None:
         """The first shared tier after index `after` that serves the namespace."""
         for tier in self._state.tiers:
             if tier.index > after and tier.info.shared and tier.serves(namespace):
@@ -259,35 +255,36 @@ class Promotion:
 
     def _get_all(
         self,
-        tier: Tier,
+        tier: TierProcess,
         namespace: Namespace,
-        waiting: _Waiting,
-        wanted: dict[bytes, PromotionRequest],
+        state: _NamespaceState,
+        requests: dict[bytes, PromotionRequest],
         now: float,
     ) -> list[Effect]:
-        piece, table = BATCH_BYTES // namespace.geometry.bytes_per_chunk, namespace.table
-        if room := table.descriptions.room:  # so that all descriptions fit the answer
-            piece = min(piece, DESCRIBED_BYTES // (room + 64))
-        piece = max(1, min(BATCH_CHUNKS, piece))
-        keys, effects = list(wanted), list[Effect]()
-        for begin in range(0, len(keys), piece):
-            part = keys[begin : begin + piece]
-            engines = set[int]().union(*(wanted[key].engines for key in part))
-            effects += self.get(tier, namespace, part, engines, now)
-            find = namespace.directory.find
-            if find(part[-1]) < 0:  # slots ran out: the rest waits
-                again = [key for key in keys[begin:] if find(key) < 0]
-                waiting.keys.put_back(wanted[key] for key in again)
+        """Order these chunks in batches; those without a slot are put back and wait."""
+        batch_size, table = BATCH_BYTES // namespace.geometry.bytes_per_chunk, namespace.table
+        if room := table.descriptions.max_bytes:
+            batch_size = min(batch_size, DESCRIPTION_BYTES // (room + 64))
+        batch_size = max(1, min(BATCH_CHUNKS, batch_size))
+        keys, effects = list(requests), list[Effect]()
+        find = namespace.directory.find
+        for begin in range(0, len(keys), batch_size):
+            batch_keys = keys[begin : begin + batch_size]
+            engines = set[int]().union(*(requests[key].engines for key in batch_keys))
+            effects += self.get(tier, namespace, batch_keys, engines, now)
+            if find(batch_keys[-1]) < 0:  # slots ran out
+                without_slot = [key for key in keys[begin:] if find(key) < 0]
+                state.requests.put_back(requests[key] for key in without_slot)
                 self.blocked = True
-                if again:
-                    for each in self._state.open_namespaces:
-                        each.table.lending.end_unused_loans(now - UNUSED_SECONDS)
+                if without_slot:
+                    for other in self._state.open_namespaces:
+                        other.table.lending.end_unused_loans(now - UNUSED_SECONDS)
                 break
         return effects
 
     def get(
         self,
-        tier: Tier,
+        tier: TierProcess,
         namespace: Namespace,
         keys: Sequence[bytes],
         engines: Collection[int],
@@ -296,73 +293,79 @@ class Promotion:
         """Order a tier to fill slots with these chunks, as far as there are slots."""
         usable = None if self._state.pool_usable else self._state.pinned_bytes
         taken = namespace.table.promotions.begin(
-            keys, tier.process, now, SLOT_SECONDS, len(keys), usable=usable
+            keys, tier.writer, now, SLOT_SECONDS, len(keys), usable=usable
         )
         if not taken:
             return []
-        found, slots, generations = zip(*taken, strict=True)
-        size = len(taken) * namespace.geometry.bytes_per_chunk
+        taken_keys, slots, generations = zip(*taken, strict=True)
+        nbytes = len(taken) * namespace.geometry.bytes_per_chunk
         order = Get(
-            number=tier.number(),
+            number=tier.next_number(),
             namespace=namespace.id,
-            keys=found,
+            keys=taken_keys,
             slots=IntArray.of(slots, "u4"),
             generations=IntArray.of(generations, "u8"),
-            deadline_ms=max(1, int(tier.deadline(size) * 1000)),
+            deadline_ms=max(1, int(tier.deadline(nbytes) * 1000)),
         )
         alone = not tier.get_bytes
-        batch = Batch(order, namespace, now, size, alone=alone, engines=set(engines))
+        batch = TierBatch(order, namespace, now, nbytes, alone=alone, engines=set(engines))
         self._filling.update(((namespace, slot), batch) for slot in slots)
-        self._waiting.setdefault(namespace, _Waiting()).under_way += size
+        self._states.setdefault(namespace, _NamespaceState()).get_bytes += nbytes
         return [tier.send(batch)]
 
     def _ask(
         self,
-        tier: Tier,
+        tier: TierProcess,
         namespace: Namespace,
-        waiting: _Waiting,
-        unknown: dict[bytes, PromotionRequest],
+        state: _NamespaceState,
+        requests: dict[bytes, PromotionRequest],
         now: float,
     ) -> list[Effect]:
-        effects, keys = list[Effect](), list(unknown)
+        """Ask a shared tier which of these chunks it has."""
+        effects, keys = list[Effect](), list(requests)
         for begin in range(0, len(keys), ASK_KEYS):
-            part = keys[begin : begin + ASK_KEYS]
-            seconds = max(4 * tier.pace.seconds(0), tier.setting.late_seconds)
+            batch_keys = keys[begin : begin + ASK_KEYS]
+            seconds = max(4 * tier.speed.seconds(0), tier.setting.late_seconds)
             order = Lookup(
-                number=tier.number(),
+                number=tier.next_number(),
                 namespace=namespace.id,
-                keys=tuple(part),
+                keys=tuple(batch_keys),
                 deadline_ms=max(1, int(seconds * 1000)),
             )
-            engines = set[int]().union(*(unknown[key].engines for key in part))
-            batch = Batch(order, namespace, now, engines=engines)
-            waiting.asked.update(dict.fromkeys(part, batch))
+            engines = set[int]().union(*(requests[key].engines for key in batch_keys))
+            batch = TierBatch(order, namespace, now, engines=engines)
+            state.asks.update(dict.fromkeys(batch_keys, batch))
             effects.append(tier.send(batch))
         return effects
 
-    def probe(self, tier: Tier, namespace: Namespace, now: float) -> list[Effect]:
+    def probe(self, tier: TierProcess, namespace: Namespace, now: float) -> list[Effect]:
         """Probe a shared tier: ask it for a random key."""
         order = Lookup(
-            number=tier.number(),
+            number=tier.next_number(),
             namespace=namespace.id,
             keys=(os.urandom(16),),
             deadline_ms=int(tier.setting.late_seconds * 1000),
         )
-        return [tier.send(Batch(order, namespace, now))]
+        return [tier.send(TierBatch(order, namespace, now))]
 
-    # ---------------------------------------------------------------------- up
+    # ----------------------------------------------------------------- answers
 
-    def done(
-        self, tier: Tier, batch: Batch, order: Get, done: BatchResult, now: float
+    def get_ended(
+        self, tier: TierProcess, batch: TierBatch, order: Get, done: BatchResult, now: float
     ) -> list[Effect]:
-        """Process the answer to a get: chunks that are OK become READY, other slots are freed."""
+        """Process the answer to a get.
+
+        1. Chunks that are OK become READY and enter the table of tiers.
+        2. Absent and corrupt chunks leave the table; the slots of all failed chunks are freed.
+        3. Measure the speed of gets, and wake the engines that wait.
+        """
         self._settle(batch)
         namespace, counts = batch.namespace, tier.counts
         table, tiers = namespace.table, namespace.directory.tiers
         nbytes, effects = namespace.geometry.bytes_per_chunk, list[Effect]()
-        outcomes, refs, ready = done.outcomes.tolist(), batch.refs, 0
+        outcomes, refs, num_ready = done.outcomes.tolist(), batch.refs, 0
         columns = (done.first.tolist(), done.count.tolist(), done.groups.tolist())
-        failed = []
+        failed_refs = []
         for i, (key, ref, code) in enumerate(zip(order.keys, refs, outcomes, strict=True)):
             outcome = Outcome(code)
             counts.gets[outcome.name.lower()] += 1
@@ -370,67 +373,65 @@ class Promotion:
                 blocks = columns[0][i], columns[1][i], columns[2][i]
                 counts.get_bytes += nbytes
                 if table.promotions.done(*ref, *blocks, done.descriptions[i]):
-                    ready += 1
+                    num_ready += 1
                     if tiers is not None:
                         tiers.hold(key, tier.index, *blocks)
                 continue
-            failed.append(ref)
+            failed_refs.append(ref)
             if outcome in {Outcome.ABSENT, Outcome.CORRUPT} and tiers is not None:
                 tiers.release(key, tier.index)
                 if tier.info.shared:
-                    tiers.absent(key, now)
+                    tiers.mark_absent(key, now)
             if outcome is Outcome.CORRUPT:
-                text = (
-                    f"tier {tier.name}: what came up for slot {ref[0]} of namespace"
-                    f" {namespace.id.hex()[:8]} is not what was put there; it is dropped and"
-                    " computed again"
-                )
-                effects.append(Event(text, "error", {"tier": tier.name}))
-                tier.breaker.corrupt(now)
-        table.promotions.give_up(failed)
-        _free(tier, batch)
-        if ready:
-            tier.pace.observe(ready * nbytes, now, batch.sent if batch.alone else None)
+                effects.append(_corrupt_event(tier, namespace, ref[0]))
+                tier.breaker.chunk_corrupt(now)
+        table.promotions.give_up(failed_refs)
+        self.free_slots(tier, batch)
+        if num_ready:
+            tier.speed.observe(num_ready * nbytes, now, batch.sent if batch.alone else None)
         else:
-            tier.pace.begin(now)
+            tier.speed.begin(now)
         return [*effects, *map(ChunksReady, sorted(batch.engines))]
 
-    def answered(
-        self, tier: Tier, batch: Batch, order: Lookup, done: BatchResult, now: float
+    def ask_ended(
+        self, tier: TierProcess, batch: TierBatch, order: Lookup, done: BatchResult, now: float
     ) -> list[Effect]:
         """Process the answer to an Lookup: get what the tier has, ask the next one for the rest."""
         namespace = batch.namespace
-        waiting = self._waiting.setdefault(namespace, _Waiting())
+        state = self._states.setdefault(namespace, _NamespaceState())
         for key in order.keys:
-            waiting.asked.pop(key, None)
+            state.asks.pop(key, None)
         engines, absent = frozenset(batch.engines), list[bytes]()
-        there: list[PromotionRequest] = []
+        present: list[PromotionRequest] = []
         for key, code in zip(order.keys, done.outcomes.tolist(), strict=True):
             outcome = Outcome(code)
-            tier.counts.asks[_ASKED.get(outcome, "failed")] += 1
+            tier.counts.asks[_ASK_LABELS.get(outcome, "failed")] += 1
             if outcome is Outcome.OK:
-                there.append(PromotionRequest(key, engines, now, tier))
+                present.append(PromotionRequest(key, engines, now, tier))
             elif outcome is Outcome.ABSENT:
                 absent.append(key)
-        waiting.keys.put_back(there)
-        effects = self._work(namespace, waiting, now)
-        following = self._shared(namespace, tier.index)
-        if following is not None and absent:
-            unknown = {key: PromotionRequest(key, engines, now) for key in absent}
-            effects += self._ask(following, namespace, waiting, unknown, now)
+        state.requests.put_back(present)
+        effects = self._order(namespace, state, now)
+        next_shared = self._shared(namespace, tier.index)
+        if next_shared is not None and absent:
+            requests = {key: PromotionRequest(key, engines, now) for key in absent}
+            effects += self._ask(next_shared, namespace, state, requests, now)
         elif (tiers := namespace.directory.tiers) is not None:
             for key in absent:
-                tiers.absent(key, now)
+                tiers.mark_absent(key, now)
         return [*effects, *map(ChunksReady, sorted(batch.engines))]
 
-    def give_up(self, tier: Tier) -> list[Effect]:
-        """End all waiting for a tier that is set aside; its gets keep slots until they end."""
+    def give_up(self, tier: TierProcess) -> list[Effect]:
+        """End all waiting for a tier that is set aside, and wake the engines that waited.
+
+        The slots of its gets stay unused until the gets have ended.
+        """
         engines: set[int] = set()
         for batch in tier.batches.values():
             if isinstance(batch.order, Lookup):
-                if (waiting := self._waiting.get(batch.namespace)) is not None:
+                if (state := self._states.get(batch.namespace)) is not None:
                     for key in batch.order.keys:
-                        waiting.asked.pop(key, None)
+                        state.asks.pop(key, None)
             elif isinstance(batch.order, Get) and not batch.given_up:
                 batch.given_up = True
                 self._settle(batch)
@@ -439,34 +440,27 @@ class Promotion:
             batch.engines = set()
         return [*map(ChunksReady, sorted(engines))]
 
-    def late(self, tier: Tier, batch: Batch) -> None:
-        """Free the slots of a get that was given up and has ended now."""
-        _free(tier, batch)
+    @staticmethod
+    def free_slots(tier: TierProcess, batch: TierBatch) -> None:
+        """Free the draining slots of a get that has ended."""
+        slots, generations = zip(*batch.refs, strict=True)
+        batch.namespace.table.slots.revoked(tier.writer, slots, generations)
 
-    def _settle(self, batch: Batch) -> None:
+    def _settle(self, batch: TierBatch) -> None:
         """Remove a get from the slots being filled and from the bytes under way."""
         for slot, _ in batch.refs:
             if self._filling.get((batch.namespace, slot)) is batch:
                 del self._filling[batch.namespace, slot]
-        if (waiting := self._waiting.get(batch.namespace)) is not None:
-            waiting.under_way -= batch.nbytes
-
-    def __repr__(self) -> str:
-        return f"<Promotion: {len(self._filling)} slots are being filled>"
+        if (state := self._states.get(batch.namespace)) is not None:
+            state.get_bytes -= batch.nbytes
 
 
-_ASKED = {
-    Outcome.OK: "ok",
-    Outcome.ABSENT: "absent",
-    Outcome.LATE: "late",
-}
+_ASK_LABELS = {Outcome.OK: "ok", Outcome.ABSENT: "absent", Outcome.LATE: "late"}
 
 
-def _drop(namespace: Namespace, waiting: _Waiting) -> None:
-    namespace.table.counts.sought_dropped += waiting.keys.clear()
-
-
-def _free(tier: Tier, batch: Batch) -> None:
-    """Free the draining slots of a get that has ended."""
-    slots, generations = zip(*batch.refs, strict=True)
-    batch.namespace.table.slots.revoked(tier.process, slots, generations)
+def _corrupt_event(tier: TierProcess, namespace: Namespace, slot: int) -> LogEvent:
+    text = (
+        f"tier {tier.name}: the chunk for slot {slot} of namespace {namespace.id.hex()[:8]} is not"
+        " what was put there; it is dropped and computed again"
+    )
+    return LogEvent(text, "error", {"tier": tier.name})

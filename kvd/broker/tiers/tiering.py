@@ -1,11 +1,11 @@
 """The broker's decisions about tiers: messages, liveness, ends of processes, namespaces.
 
-The broker never waits for a tier: while orders are under way it checks liveness every
-`LOOK_SECONDS`, and sets aside a tier without progress (`breaker`). The worst that a tier can cause
-is a miss; only slots that it may still write to stay unused until its process has ended.
+The broker never waits for a tier. While batches are under way it checks liveness every
+`LIVENESS_SECONDS` and sets aside a tier without progress (`breaker`). A tier costs misses at worst;
+only the slots that it may still write to stay unused until its process has ended.
 
-The same holds for bugs of the broker. An exception in a decision leads to `_start_over`: all tiers
-are set aside, their processes are replaced, and the daemon goes on.
+The same holds for bugs of the broker: an exception in a decision leads to `_start_over`, which sets
+all tiers aside and replaces their processes; the daemon goes on.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-from kvd.broker.effects import ChunksReady, Effect, Event, KillTier, NamespaceFds, ToTier
+from kvd.broker.effects import ChunksReady, Effect, KillTier, LogEvent, NamespaceFds, ToTier
 from kvd.broker.state import BrokerState
-from kvd.broker.tiers.breaker import FIRST_PAUSE, LONGEST_PAUSE, QUIET_SECONDS, State
+from kvd.broker.tiers.breaker import FIRST_PAUSE, LONGEST_PAUSE, QUIET_SECONDS, BreakerState
 from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
-from kvd.broker.tiers.tier import Batch, Opening, Tier
+from kvd.broker.tiers.tier import TierBatch, TierProcess, TierSpace
 from kvd.cache.namespaces import Namespace
 from kvd.logs import safe_repr, safe_traceback
 from kvd.outcomes import Outcome
@@ -41,16 +41,16 @@ from kvd.wire.tiering import (
 )
 from kvd_proto.messages import Message
 
-LOOK_SECONDS = 0.05
+LIVENESS_SECONDS = 0.05
 SPACES_SECONDS = 0.25
 PUBLISH_SECONDS = 0.01
 IDLE_PING_SECONDS = 1.0
 STUCK_SECONDS = 10.0  # without progress, the tier's process is replaced
 START_SECONDS = 120.0
-_CODES = frozenset(map(int, Outcome))
-_BAD = {int(Outcome.FAILED), int(Outcome.LATE)}
+_OUTCOMES = frozenset(map(int, Outcome))
+_FAILURES = {int(Outcome.FAILED), int(Outcome.LATE)}
 
-_Scanned: TypeAlias = tuple[Tier, Namespace, ScanResult]
+_ScanResult: TypeAlias = tuple[TierProcess, Namespace, ScanResult]
 
 
 class Tiering:
@@ -58,8 +58,8 @@ class Tiering:
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
-        self._looked = self._next_spaces = self._next_publish = 0.0
-        self._resumes_at = 0.0  # after an exception: no decision is made before
+        self._checked_at = self._next_spaces = self._next_publish = 0.0
+        self._resumes_at = 0.0  # no decisions before this time, after an exception
         self._pause = FIRST_PAUSE
         self._forget()
 
@@ -67,17 +67,17 @@ class Tiering:
         """Drop all requests, queues and scan results."""
         self.demotion = Demotion(self._state)
         self.promotion = Promotion(self._state)
-        self._scanned: deque[_Scanned] = deque()
-        self._watched: set[Namespace] = set()  # namespaces whose chunks are queued for demotion
+        self._scan_results: deque[_ScanResult] = deque()
+        self._watched: set[Namespace] = set()  # their chunks are queued for demotion
 
-    # ----------------------------------------------------------------- entrances
+    # --------------------------------------------------------------- entry points
 
-    def begun(self, index: int, pid: int, now: float) -> None:
+    def process_started(self, index: int, pid: int, now: float) -> None:
         """Record that a tier's process was started."""
         tier = self._state.tiers[index]
         tier.child.started(now)
         tier.breaker.process_changed(now)
-        tier.process = f"tier {index} pid {pid}"
+        tier.writer = f"tier {index} pid {pid}"
 
     def received(self, index: int, message: Message, now: float) -> list[Effect]:
         """Process a message from a tier's process; messages of a killed one are ignored."""
@@ -88,13 +88,13 @@ class Tiering:
         return self._guard(now, lambda: self._on_message(tier, message, now))
 
     def lost(self, index: int, reason: str, now: float) -> list[Effect]:
-        """Process the end of a tier's process: drop its batches, free its slots, count it."""
+        """Process the end of a tier's process: drop its batches, free its slots, count the end."""
         tier = self._state.tiers[index]
         served = tier.child.up
         effects = self._guard(now, lambda: self._on_end(tier, reason, now))
         self._give_up_slots(tier)  # also slots whose order was forgotten by `_start_over`
         for namespace in self._state.open_namespaces:
-            namespace.table.slots.lane_lost(tier.process)
+            namespace.table.slots.lane_lost(tier.writer)
         tier.process_ended()
         if served:
             tier.child.last_error = reason
@@ -113,15 +113,15 @@ class Tiering:
         return self._guard(now, lambda: self.promotion.request(namespace, engine, keys, now))
 
     def due(self, now: float) -> float:
-        """Seconds until `turn` has something to do, unless events come; a tick at most."""
+        """Return the seconds until `turn` has something to do; `SPACES_SECONDS` at most."""
         if not self._state.tiers or now < self._resumes_at:
             return SPACES_SECONDS
-        if self._scanned or (self.promotion.waiting and not self.promotion.blocked):
+        if self._scan_results or (self.promotion.has_requests and not self.promotion.blocked):
             return 0.0
         due = self.demotion.due(now)
-        watched = any(tier.batches or not tier.breaker.closed for tier in self._state.tiers)
-        if watched or self.promotion.waiting or self.demotion.blocked:
-            due = min(due, max(0.0, self._looked + LOOK_SECONDS - now))
+        check_due = any(tier.batches or not tier.breaker.closed for tier in self._state.tiers)
+        if check_due or self.promotion.has_requests or self.demotion.blocked:
+            due = min(due, max(0.0, self._checked_at + LIVENESS_SECONDS - now))
         return min(due, SPACES_SECONDS)
 
     def turn(self, now: float) -> list[Effect]:
@@ -144,23 +144,25 @@ class Tiering:
     def _start_over(self, error: Exception, now: float) -> list[Effect]:
         """Set all tiers aside and replace their processes: the broker's state may be wrong.
 
-        Slots being filled stay unused until the processes have ended. The pause doubles with
-        repeated exceptions.
+        1. Pause decisions; the pause doubles with repeated exceptions.
+        2. Kill the processes; slots being filled stay unused until they have ended.
+        3. Drop all requests, publish that no tier is usable, and wake the engines.
         """
         quiet = now - self._resumes_at >= QUIET_SECONDS
         self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE)
         self._resumes_at = now + self._pause
-        why = f"it cannot be handled: {safe_repr(error)}"
+        reason = f"it cannot be handled: {safe_repr(error)}"
         text = (
             f"tiers cannot be handled ({safe_repr(error)}), a bug in kvd: they are set aside, and"
             " their processes are replaced"
         )
-        effects: list[Effect] = [Event(text, "error", trace=safe_traceback(error))]
+        effects: list[Effect] = [LogEvent(text, "error", trace=safe_traceback(error))]
         for tier in self._state.tiers:
-            tier.breaker.trip("wrong", now, why)
-            tier.seen, tier.child.last_error = tier.breaker.state, why
+            tier.breaker.trip("wrong", now, reason)
+            tier.acted_state, tier.child.last_error = tier.breaker.state, reason
             tier.child.killed = True
-            effects.append(KillTier(tier.index, why, wrong=True))  # an earlier order may be lost
+            # Also if it was ordered before: that order may be lost.
+            effects.append(KillTier(tier.index, reason, back_off=True))
             self._give_up_slots(tier)
         self._forget()
         with contextlib.suppress(Exception):
@@ -168,17 +170,17 @@ class Tiering:
         engines = self._state.registry.engines.values()
         return effects + [ChunksReady(engine.number) for engine in engines]
 
-    def _give_up_slots(self, tier: Tier) -> None:
+    def _give_up_slots(self, tier: TierProcess) -> None:
         """Give up all slots that its process fills, by the slot tables and not by orders."""
         for namespace in self._state.open_namespaces:
             slots = namespace.table.slots
-            for slot in [slot for slot, name in slots.filling.items() if name == tier.process]:
-                with contextlib.suppress(Exception):  # this may be the call that has just failed
+            for slot in [slot for slot, name in slots.filling.items() if name == tier.writer]:
+                with contextlib.suppress(Exception):  # this call may be what has just failed
                     slots.give_up([slot])
 
     # ------------------------------------------------------------------ processes
 
-    def _on_message(self, tier: Tier, message: Message, now: float) -> list[Effect]:
+    def _on_message(self, tier: TierProcess, message: Message, now: float) -> list[Effect]:
         effects: list[Effect] = []
         match message:
             case BatchResult():
@@ -190,7 +192,7 @@ class Tiering:
             case ScanResult():
                 namespace = self._state.namespace(message.namespace)
                 if namespace is not None and (message.keys or message.last):
-                    self._scanned.append((tier, namespace, message))
+                    self._scan_results.append((tier, namespace, message))
             case RemovedChunks():
                 self._on_gone(tier, message)
             case NamespaceOpened():
@@ -206,7 +208,7 @@ class Tiering:
                 return [tier.event(f"sent {type(message).__name__}", "error")]
         return effects + self._on_breaker_change(tier, now)
 
-    def _on_ready(self, tier: Tier, message: TierReady, now: float) -> list[Effect]:
+    def _on_ready(self, tier: TierProcess, message: TierReady, now: float) -> list[Effect]:
         tier.child.serves(message.pid)
         tier.described = message.described
         tier.breaker.process_changed(now)
@@ -216,7 +218,7 @@ class Tiering:
         text = f"is up (pid {message.pid}): {message.described or tier.setting.text}"
         return [tier.event(text), *self._update_spaces(tier, now)]
 
-    def _on_pong(self, tier: Tier, message: TierPong, now: float) -> None:
+    def _on_pong(self, tier: TierProcess, message: TierPong, now: float) -> None:
         if message.progress > tier.progress:
             tier.breaker.moved_at = now
         tier.progress = message.progress
@@ -224,10 +226,10 @@ class Tiering:
         tier.chunks = message.chunks
         tier.child.last_error = message.error or tier.child.last_error
 
-    def _on_end(self, tier: Tier, reason: str, now: float) -> list[Effect]:
+    def _on_end(self, tier: TierProcess, reason: str, now: float) -> list[Effect]:
         tier.breaker.trip("lost", now, f"its process ended: {reason}")
         effects = self._on_breaker_change(tier, now)
-        self._scanned = deque(each for each in self._scanned if each[0] is not tier)
+        self._scan_results = deque(result for result in self._scan_results if result[0] is not tier)
         if not tier.info.shared:
             for namespace in self._state.open_namespaces:
                 if (tiers := namespace.directory.tiers) is not None:
@@ -236,29 +238,29 @@ class Tiering:
 
     # ----------------------------------------------------------------- namespaces
 
-    def _update_spaces(self, tier: Tier, now: float) -> list[Effect]:
+    def _update_spaces(self, tier: TierProcess, now: float) -> list[Effect]:
         """Send `OpenNamespace` for namespaces newly in use, `CloseNamespace` for those closed."""
         effects: list[Effect] = []
-        for namespace in [each for each in tier.spaces if not self._state.is_open(each)]:
+        for namespace in [known for known in tier.spaces if not self._state.is_open(known)]:
             del tier.spaces[namespace]
             effects.append(ToTier(tier.index, CloseNamespace(namespace=namespace.id)))
         for namespace in self._state.open_namespaces:
             tiers = namespace.directory.tiers
-            # The length of descriptions is known once an engine is attached.
+            # The length of descriptions is unknown until an engine is attached.
             if namespace in tier.spaces or tiers is None or not namespace.engines:
                 continue
-            if not tiers.is_leaving(tier.index):
-                tier.spaces[namespace] = Opening(now)
+            if not tiers.is_releasing(tier.index):
+                tier.spaces[namespace] = TierSpace(now)
                 order = _open_space(namespace, reset=namespace.id in tier.unconfirmed)
                 effects.append(ToTier(tier.index, order, NamespaceFds(namespace.id)))
         return effects
 
-    def _on_opened(self, tier: Tier, message: NamespaceOpened) -> None:
+    def _on_opened(self, tier: TierProcess, message: NamespaceOpened) -> None:
         """Record a namespace as opened, under the broker's salt, or the tier's if it has none."""
         namespace = self._state.namespace(message.namespace)
-        opening = tier.spaces.get(namespace) if namespace is not None else None
-        if namespace is not None and opening is not None:
-            opening.salt = namespace.salt or message.salt  # the message may predate the last reset
+        space = tier.spaces.get(namespace) if namespace is not None else None
+        if namespace is not None and space is not None:
+            space.salt = namespace.salt or message.salt  # the message may be older than a reset
             if message.salt == namespace.salt:
                 tier.unconfirmed.discard(namespace.id)
             self._publish()
@@ -268,10 +270,10 @@ class Tiering:
         effects: list[Effect] = []
         for tier in self._state.tiers:
             tier.unconfirmed.add(namespace.id)
-            opening = tier.spaces.get(namespace)
-            if opening is not None:
-                if opening.salt is not None:
-                    opening.salt = namespace.salt
+            space = tier.spaces.get(namespace)
+            if space is not None:
+                if space.salt is not None:
+                    space.salt = namespace.salt
                 order = NewSalt(namespace=namespace.id, salt=namespace.salt)
                 effects.append(ToTier(tier.index, order))
             if not tier.in_use and not namespace.temporary:
@@ -285,65 +287,67 @@ class Tiering:
     # ------------------------------------------------------------------- contents
 
     def _apply_scan(self) -> None:
-        """Enter one message of a scan into the directory, unless a reset has come between."""
-        tier, namespace, held = self._scanned.popleft()
-        tiers, opening = namespace.directory.tiers, tier.spaces.get(namespace)
-        current = opening is not None and held.salt == opening.salt
+        """Enter one message of a scan into the table of tiers, unless a reset has made it old."""
+        tier, namespace, scan = self._scan_results.popleft()
+        tiers, space = namespace.directory.tiers, tier.spaces.get(namespace)
+        current = space is not None and scan.salt == space.salt
         if tiers is not None and current and self._state.is_open(namespace):
-            columns = (held.first.numpy(), held.count.numpy(), held.groups.numpy())
-            tiers.hold_all(held.keys, tier.index, *columns)
-            if held.last:
-                tiers.tell()
+            columns = (scan.first.numpy(), scan.count.numpy(), scan.groups.numpy())
+            tiers.hold_all(scan.keys, tier.index, *columns)
+            if scan.last:
+                tiers.request_rescan()
 
-    def _on_gone(self, tier: Tier, message: RemovedChunks) -> None:
+    def _on_gone(self, tier: TierProcess, message: RemovedChunks) -> None:
         tier.counts.dropped += len(message.keys)
         namespace = self._state.namespace(message.namespace)
         if namespace is not None and (tiers := namespace.directory.tiers) is not None:
             for key in message.keys:
                 tiers.release(key, tier.index)
 
-    def _on_done(self, tier: Tier, done: BatchResult, now: float) -> list[Effect]:
+    def _on_done(self, tier: TierProcess, done: BatchResult, now: float) -> list[Effect]:
         outcomes, batch = done.outcomes.tolist(), tier.batches.get(done.number)
-        fits = batch is not None and len(outcomes) == len(batch.order.keys)
-        if batch is None or not fits or not _CODES.issuperset(outcomes):  # a bug of the backend
-            return self._kill(
-                tier, f"its answer {done.number}, of {len(outcomes)} chunks, fits no order"
-            )
-        tier.ended(batch, now)
+        is_complete = batch is not None and len(outcomes) == len(batch.order.keys)
+        is_valid = is_complete and _OUTCOMES.issuperset(outcomes)
+        if batch is None or not is_valid:  # a bug of the backend
+            text = f"its answer {done.number}, of {len(outcomes)} chunks, fits no order"
+            return self._kill(tier, text)
+        tier.batch_ended(batch, now)
         tier.breaker.moved_at = now
         if done.error:
             tier.child.last_error = done.error
-        bad = sum(code in _BAD for code in outcomes)
-        effects = self._take(tier, batch, done, now)
-        tier.breaker.ended(now, failed=2 * bad >= len(outcomes))
+        num_failed = sum(code in _FAILURES for code in outcomes)
+        effects = self._dispatch_answer(tier, batch, done, now)
+        tier.breaker.batch_ended(now, failed=2 * num_failed >= len(outcomes))
         return effects
 
-    def _take(self, tier: Tier, batch: Batch, done: BatchResult, now: float) -> list[Effect]:
+    def _dispatch_answer(
+        self, tier: TierProcess, batch: TierBatch, done: BatchResult, now: float
+    ) -> list[Effect]:
         if not self._state.is_open(batch.namespace):
             return []
         match batch.order:
             case Put():
-                return self.demotion.done(tier, batch, batch.order, done, now)
+                return self.demotion.put_ended(tier, batch, batch.order, done, now)
             case Get() if batch.given_up:
-                self.promotion.late(tier, batch)
+                self.promotion.free_slots(tier, batch)
                 return []
             case Get():
-                return self.promotion.done(tier, batch, batch.order, done, now)
+                return self.promotion.get_ended(tier, batch, batch.order, done, now)
             case Lookup():
-                return self.promotion.answered(tier, batch, batch.order, done, now)
+                return self.promotion.ask_ended(tier, batch, batch.order, done, now)
 
     # ---------------------------------------------------------------------- time
 
     def _turn(self, now: float) -> list[Effect]:
         effects: list[Effect] = []
-        if now >= self._looked + LOOK_SECONDS:
-            away, self._looked = now - self._looked - 2 * LOOK_SECONDS, now
+        if now >= self._checked_at + LIVENESS_SECONDS:
+            stalled, self._checked_at = now - self._checked_at - 2 * LIVENESS_SECONDS, now
             for tier in self._state.tiers:
-                if away > 0:
-                    tier.breaker.held_up(away, now)
+                if stalled > 0:
+                    tier.breaker.excuse(stalled, now)
                 effects += self._check_liveness(tier, now)
                 effects += self._on_breaker_change(tier, now)
-        if self._scanned:
+        if self._scan_results:
             self._apply_scan()
         if self._watch_new() or now >= self._next_spaces:
             self._next_spaces = now + SPACES_SECONDS
@@ -359,8 +363,8 @@ class Tiering:
         return effects
 
     def _work(self, now: float) -> list[Effect]:
-        """Send orders, as far as there is room: gets first."""
-        effects = self.promotion.work(now) if self.promotion.waiting else []
+        """Send orders as far as there is room: gets first."""
+        effects = self.promotion.work(now) if self.promotion.has_requests else []
         return effects + self.demotion.work(now)
 
     def _watch_new(self) -> bool:
@@ -377,79 +381,76 @@ class Tiering:
             self.demotion.watch(namespace)
         return bool(new)
 
-    def _check_liveness(self, tier: Tier, now: float) -> list[Effect]:
+    def _check_liveness(self, tier: TierProcess, now: float) -> list[Effect]:
         """Trip the breaker of a late tier, kill a stuck process, ping, or start a probe."""
         breaker, child = tier.breaker, tier.child
-        if why := child.check(now, STUCK_SECONDS if child.up else START_SECONDS):
-            return self._kill(tier, why)
+        if reason := child.check(now, STUCK_SECONDS if child.up else START_SECONDS):
+            return self._kill(tier, reason)
         if not tier.up:
             return []
         outstanding = bool(tier.batches)
-        breaker.look(now, outstanding=outstanding)
+        breaker.check(now, outstanding=outstanding)
         if (silent := child.silent(now)) > max(IDLE_PING_SECONDS, breaker.late_seconds):
             breaker.trip("late", now, f"its process has not answered for {silent:.1f} s")
         if outstanding and (stuck := now - breaker.moved_at) > STUCK_SECONDS:
             return self._kill(tier, f"nothing has moved for {stuck:.1f} s")
-        if child.ping_due(now, LOOK_SECONDS if outstanding else IDLE_PING_SECONDS):
+        if child.ping_due(now, LIVENESS_SECONDS if outstanding else IDLE_PING_SECONDS):
             return [ToTier(tier.index, TierPing())]
         return []
 
-    def _on_breaker_change(self, tier: Tier, now: float) -> list[Effect]:
+    def _on_breaker_change(self, tier: TierProcess, now: float) -> list[Effect]:
         """Act on a changed state of the breaker: give up, probe, log, and publish the status."""
-        before, tier.seen = tier.seen, tier.breaker.state
-        if before is tier.seen:
+        before, tier.acted_state = tier.acted_state, tier.breaker.state
+        if before is tier.acted_state:
             return []
         effects: list[Effect] = []
-        if tier.seen is State.OPEN:
+        if tier.acted_state is BreakerState.OPEN:
             gets = (batch for batch in tier.gets() if not batch.given_up)
             for batch in gets:
                 tier.trial = batch.namespace, batch.order.keys[0]
                 break
             effects = self.promotion.give_up(tier)
-            if before is State.CLOSED:
-                text = f"is set aside: {tier.breaker.why}; engines miss what it holds meanwhile"
+            if before is BreakerState.CLOSED:
+                text = f"is set aside: {tier.breaker.reason}; engines miss what it holds meanwhile"
                 effects.append(tier.event(text, "warning"))
-        elif tier.seen is State.HALF_OPEN:
+        elif tier.acted_state is BreakerState.HALF_OPEN:
             effects = self._probe(tier, now)
         else:
             effects.append(tier.event("is used again"))
         self._publish()
         return effects
 
-    def _probe(self, tier: Tier, now: float) -> list[Effect]:
+    def _probe(self, tier: TierProcess, now: float) -> list[Effect]:
         """Probe a tier: a shared one with an Lookup, else a get that was given up, else a put."""
         effects: list[Effect] = []
-        spaces = [each for each, opening in tier.spaces.items() if opening.salt is not None]
-        if tier.info.shared and spaces:
-            effects = self.promotion.probe(tier, spaces[0], now)
-        elif tier.trial is not None and tier.trial[0] in spaces:
+        opened = [namespace for namespace, space in tier.spaces.items() if space.salt is not None]
+        if tier.info.shared and opened:
+            effects = self.promotion.probe(tier, opened[0], now)
+        elif tier.trial is not None and tier.trial[0] in opened:
             namespace, key = tier.trial
             effects = self.promotion.get(tier, namespace, [key], (), now)
         tier.trial = None
         effects = effects or self.demotion.probe(tier, now)
         if not tier.batches:
-            tier.breaker.prove(now)
+            tier.breaker.skip_probe(now)
             effects += self._on_breaker_change(tier, now)
         return effects
 
-    def _kill(self, tier: Tier, why: str) -> list[Effect]:
+    def _kill(self, tier: TierProcess, reason: str) -> list[Effect]:
         """Kill a tier's process without waiting; its slots stay unused until it has ended."""
         tier.child.killed = True
-        return [tier.event(f"is killed: {why}", "error"), KillTier(tier.index, why)]
+        return [tier.event(f"is killed: {reason}", "error"), KillTier(tier.index, reason)]
 
     def _publish(self) -> None:
         """Write changed tier statuses into the directories."""
         for namespace in self._state.open_namespaces:
             if (tiers := namespace.directory.tiers) is None:
                 continue
-            waiting = self.promotion.waiting_bytes(namespace)
+            waiting_bytes = self.promotion.waiting_bytes(namespace)
             for tier in self._state.tiers:
-                status = tier.status(namespace, waiting)
-                if tiers.status(tier.index) != status:
-                    tiers.set_status(tier.index, status)
-
-    def __repr__(self) -> str:
-        return f"<Tiering of {self._state.tiers!r}>"
+                status = tier.status(namespace, waiting_bytes)
+                if tiers.health(tier.index) != status:
+                    tiers.set_health(tier.index, status)
 
 
 def _open_space(namespace: Namespace, *, reset: bool) -> OpenNamespace:
@@ -461,5 +462,5 @@ def _open_space(namespace: Namespace, *, reset: bool) -> OpenNamespace:
         slot_bytes=geometry.slot_bytes,
         arena_bases=tuple(map(geometry.arena_base, range(len(geometry.slot_bytes)))),
         num_slots=geometry.num_slots,
-        description_bytes=namespace.table.descriptions.room,
+        description_bytes=namespace.table.descriptions.max_bytes,
     )

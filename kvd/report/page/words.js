@@ -83,7 +83,7 @@ export function device(name) {
 /**
  * vllm-llama-3-…d8f6b5d-x2k4q: at most `NAME_LENGTH` characters, the middle left out. A path in
  * a Hugging Face cache becomes model and revision first: Qwen3-8B@6f6073b4. The same rule as
- * `shorten` in kvd/metrics/words.py.
+ * `shorten` in kvd/metrics/reading.py.
  */
 export function shorten(name) {
   let letters = [...name];

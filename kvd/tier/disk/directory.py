@@ -23,9 +23,9 @@ from zlib import crc32
 from kvd.errors import ConfigError, TierError
 from kvd.machine.memory import Shortage, size_as_setting
 from kvd.machine.process import mode_problem
-from kvd.tier.contract import Options
+from kvd.tier.contract import BackendOptions
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import format_size, parse_size
+from kvd_proto.text import format_size, parse_size
 
 THREADS = 4
 MAX_THREADS = 64
@@ -65,7 +65,7 @@ class DiskOptions:
     threads: int
 
     @classmethod
-    def parse(cls, options: Options) -> "DiskOptions":
+    def parse(cls, options: BackendOptions) -> "DiskOptions":
         """Parse the operator's options.
 
         Raises:

@@ -20,7 +20,7 @@ index is little-endian: a header page, then one record for each slot::
         40  48 bytes  key, padded with zeros
 
 Records locate chunks and are not checksummed: the seal in a chunk's head decides whether the bytes
-in the slot are the chunk (`kvd.tier.seal`).
+in the slot are the chunk (`kvd.tier.batches`).
 """
 
 import contextlib
@@ -47,7 +47,7 @@ KEY_BYTES = 48
 RECORD = np.dtype(
     [
         ("sequence", "<u8"),
-        ("check", "<u8"),
+        ("checksum", "<u8"),
         ("space", "V16"),
         ("key_len", "u1"),
         ("zero", "u1"),
@@ -76,7 +76,7 @@ class Record(NamedTuple):
     """The record of one slot; see the module."""
 
     sequence: int
-    check: int
+    checksum: int
     space: bytes
     coverage: tuple[int, int, int]
     key: bytes
@@ -85,7 +85,7 @@ class Record(NamedTuple):
         """Return its bytes in the index file."""
         return _RECORD.pack(
             self.sequence,
-            self.check,
+            self.checksum,
             self.space,
             len(self.key),
             *self.coverage,
@@ -170,10 +170,10 @@ class Slab:
 
     def record(self, slot: int) -> Record:
         """Return the record of a slot."""
-        sequence, check, space, length, first, count, group, key = _RECORD.unpack_from(
+        sequence, checksum, space, length, first, count, group, key = _RECORD.unpack_from(
             self.mirror, slot * RECORD_BYTES
         )
-        return Record(sequence, check, space, (first, count, group), key[:length])
+        return Record(sequence, checksum, space, (first, count, group), key[:length])
 
     def owner(self, slot: int) -> tuple[bytes, bytes]:
         """Return the space id and the key in a slot's record."""

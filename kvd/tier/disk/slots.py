@@ -15,13 +15,25 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 
-from kvd.tier.disk.slabs import BUSY, DOOMED, FREE, HELD, MAX_SLOTS, Record, Slab
+from kvd.tier.disk.slabs import (
+    BUSY,
+    DOOMED,
+    FREE,
+    HELD,
+    MAX_SLOTS,
+    RECORD,
+    Record,
+    Records,
+    Slab,
+    possible,
+)
 
 _MOST_SPARED = 4096  # accessed chunks that one call passes over, since it holds the lock
-Places: TypeAlias = dict[bytes, int]
+KeyPlaces: TypeAlias = dict[bytes, int]
 """Places by key, see `place_of`."""
-Taken: TypeAlias = tuple[Slab, int]
+TakenSlot: TypeAlias = tuple[Slab, int]
 """A slot that is taken: its slab, which may be dropped meanwhile, and its number there."""
 
 
@@ -79,7 +91,7 @@ class Ring:
         self.free = deque(place for place in self.free if split(place)[0] != slab.number)
 
 
-class Slots:
+class SlotIndex:
     """All slabs and the chunks in them. The owner holds one lock around each call.
 
     Attributes:
@@ -90,7 +102,7 @@ class Slots:
     """
 
     def __init__(
-        self, slabs: Sequence[Slab] = (), held: Mapping[bytes, Places] | None = None
+        self, slabs: Sequence[Slab] = (), held: Mapping[bytes, KeyPlaces] | None = None
     ) -> None:
         self.slabs = {slab.number: slab for slab in slabs}
         self.held = dict(held or {})
@@ -117,7 +129,7 @@ class Slots:
         pairs = [(slab.states.count(HELD), slab.slot_bytes) for slab in self.slabs.values()]
         return sum(n for n, _ in pairs), sum(n * nbytes for n, nbytes in pairs)
 
-    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
+    def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
         """Return, by space id, the keys evicted or lost since the last call."""
         gone, self._gone = self._gone, {}
         return list(gone.items())
@@ -177,15 +189,15 @@ class Slots:
         """Return the ring of this size; an empty one if there are no such slots."""
         return self._rings.get(slot_bytes) or Ring()
 
-    def take_free(self, slot_bytes: int, count: int) -> list[Taken]:
+    def take_free(self, slot_bytes: int, count: int) -> list[TakenSlot]:
         """Take up to `count` free slots to write to, in the order in which they became free."""
         ring = self.ring(slot_bytes)
         return [self._take(ring.free.popleft()) for _ in range(min(count, len(ring.free)))]
 
-    def evict(self, slot_bytes: int, count: int) -> list[Taken]:
+    def evict(self, slot_bytes: int, count: int) -> list[TakenSlot]:
         """Evict up to `count` chunks, and take their slots to write to."""
         ring = self.ring(slot_bytes)
-        taken: list[Taken] = []
+        taken: list[TakenSlot] = []
         spared = 0
         for _ in range(2 * ring.slots):
             if len(taken) == count:
@@ -202,7 +214,7 @@ class Slots:
             taken.append(self._take(place))
         return taken
 
-    def _take(self, place: int) -> Taken:
+    def _take(self, place: int) -> TakenSlot:
         number, slot = split(place)
         slab = self.slabs[number]
         slab.states[slot], slab.visited[slot] = BUSY, 0
@@ -214,7 +226,7 @@ class Slots:
         self.sequence += count
         return self.sequence - count + 1
 
-    def written(self, slab: Slab, slot: int, record: Record) -> Taken | None:
+    def written(self, slab: Slab, slot: int, record: Record) -> TakenSlot | None:
         """Enter the chunk of a slot that was taken, after its record was written.
 
         Returns:
@@ -263,7 +275,7 @@ class Slots:
         slab.pins += 1
         slab.used = self.sequence = self.sequence + 1
 
-    def unpin(self, slab: Slab, slot: int) -> Taken | None:
+    def unpin(self, slab: Slab, slot: int) -> TakenSlot | None:
         """End a read.
 
         Returns:
@@ -285,7 +297,7 @@ class Slots:
             self._forget(slab, slot)
             slab.states[slot] = DOOMED
 
-    def remove(self, space: bytes, key: bytes) -> Taken | None:
+    def remove(self, space: bytes, key: bytes) -> TakenSlot | None:
         """Drop a chunk.
 
         Returns:
@@ -299,9 +311,9 @@ class Slots:
         """Drop all chunks of a space; return their places, for `release` in pieces."""
         return sorted(self.held.pop(space, {}).values())
 
-    def release(self, places: Sequence[int]) -> list[Taken | None]:
+    def release(self, places: Sequence[int]) -> list[TakenSlot | None]:
         """Take the slots at places of a dropped space, as `remove`, unless taken already."""
-        taken: list[Taken | None] = []
+        taken: list[TakenSlot | None] = []
         for place in places:
             at, slot = split(place)
             slab = self.slabs.get(at)
@@ -311,7 +323,7 @@ class Slots:
                     taken.append(self._release(place))
         return taken
 
-    def _release(self, place: int) -> Taken | None:
+    def _release(self, place: int) -> TakenSlot | None:
         if place not in self._readers:
             return self._take(place)
         at, slot = split(place)
@@ -328,3 +340,74 @@ class Slots:
         if places.get(key) == place_of(slab.number, slot):  # else its space was dropped
             del places[key]
             self._gone.setdefault(space, []).append(key)
+
+
+def rebuild(found: Sequence[Slab]) -> tuple[dict[bytes, KeyPlaces], list[int], int]:
+    """Index the chunks in slabs, and mark their slots as HELD.
+
+    Returns:
+        - the places of keys, by space id;
+        - places to erase: of damaged records, and of older records of the same key;
+        - how many of these are damaged, i.e. not `possible`.
+    """
+    held: dict[bytes, KeyPlaces] = {}
+    by_number = {slab.number: slab for slab in found}
+    wrong: list[int] = []
+    for slab in found:
+        records = slab.records
+        counts = possible(records)
+        lost = np.flatnonzero((records["sequence"] > 0) & ~counts)
+        wrong += (place_of(slab.number, 0) + lost).tolist()
+        slab.used = int(records["sequence"][counts].max(initial=0))
+        np.frombuffer(slab.states, "u1")[counts] = HELD
+    damaged = len(wrong)
+    for slab in found:
+        slots = np.flatnonzero(np.frombuffer(slab.states, "u1") == HELD)
+        names, which = np.unique(slab.records["space"][slots], return_inverse=True)
+        for i, name in enumerate(names):
+            mine = slots[which == i]
+            wrong += _enter(held.setdefault(name.tobytes(), {}), slab, mine, by_number)
+    for place in wrong:
+        at, slot = split(place)
+        by_number[at].states[slot] = FREE
+    return held, wrong, damaged
+
+
+def _enter(
+    places: KeyPlaces,
+    slab: Slab,
+    slots: npt.NDArray[np.int64],
+    by_number: Mapping[int, Slab],
+) -> list[int]:
+    """Enter chunks of one space; return the places of older ones of the same keys."""
+    found = (place_of(slab.number, 0) + slots).tolist()
+    older: list[int] = []  # left by a process that died between writing one and erasing the other
+    for key, place in zip(_keys(slab.records[slots]), found, strict=True):
+        other = places.setdefault(key, place)
+        if other != place:
+            latest = max(place, other, key=lambda at: _sequence(by_number, at))
+            older.append(place + other - latest)
+            places[key] = latest
+    return older
+
+
+def _sequence(by_number: Mapping[int, Slab], place: int) -> int:
+    at, slot = split(place)
+    return by_number[at].record(slot).sequence
+
+
+def chunks_of(
+    slab: Slab, space: bytes
+) -> tuple[list[bytes], list[tuple[int, int, int]], list[int]]:
+    """Return keys, coverages and places of a space's records in a slab, whether HELD or not."""
+    records = np.frombuffer(bytes(slab.mirror), RECORD)
+    slots = np.flatnonzero((records["sequence"] > 0) & (records["space"] == np.void(space)))
+    some = records[slots]
+    columns = [some[name].tolist() for name in ("first", "count", "group")]
+    places = (place_of(slab.number, 0) + slots).tolist()
+    return _keys(some), list(zip(*columns, strict=True)), places
+
+
+def _keys(records: Records) -> list[bytes]:
+    pairs = zip(records["key"].tolist(), records["key_len"].tolist(), strict=True)
+    return [key[:length] for key, length in pairs]

@@ -22,20 +22,20 @@ from typing import Self
 
 from kvd.errors import TierError
 from kvd.machine.memory import Filesystem
-from kvd.tier.contract import Capacity, Chunk, Options, Outcome, Space, Tier
+from kvd.tier.contract import BackendOptions, Capacity, Chunk, Outcome, Space, TierBackend
+from kvd.tier.disk.allocator import SlotAllocator, load
 from kvd.tier.disk.directory import DiskDirectory, DiskOptions, Salts
-from kvd.tier.disk.rebuild import chunks_of, load
-from kvd.tier.disk.room import Room
 from kvd.tier.disk.slabs import Record, Slab, SlabLost
-from kvd.tier.disk.transfer import Alignment, Item, Transfer, layout_of, runs
-from kvd_proto.sizes import format_size
+from kvd.tier.disk.slot_io import Alignment, SlotChunk, SlotRunIO, layout_of, runs
+from kvd.tier.disk.slots import chunks_of
+from kvd_proto.text import format_size
 
 _log = logging.getLogger(__name__)
 _PIECE = 4096  # chunks that are freed or listed at a time
 
 
 @dataclass(slots=True)
-class Answer:
+class BatchResult:
     """The outcomes of a batch's chunks, and I/O errors.
 
     Attributes:
@@ -46,7 +46,7 @@ class Answer:
     deadline: float
     errors: list[str] = field(default_factory=list)
 
-    def set(self, run: Sequence[Item], outcome: Outcome) -> None:
+    def set(self, run: Sequence[SlotChunk], outcome: Outcome) -> None:
         """Set the same outcome for all chunks of a run."""
         for item in run:
             self.outcomes[item.index] = outcome
@@ -64,7 +64,7 @@ class Answer:
         return self.outcomes
 
 
-class DiskTier(Tier):
+class DiskTier(TierBackend):
     """Chunks in slab files; see the module.
 
     One call reads or writes a run of adjacent slots, directly from and to the pool if the file
@@ -85,7 +85,7 @@ class DiskTier(Tier):
             alignment = Alignment(1, 1) if kind == "tmpfs" else Alignment.of(directory.fd)
             self._salts = Salts(directory.fd)
             self._slots, self.damaged_records = load(directory, alignment.flags)
-            self._room = Room(
+            self._room = SlotAllocator(
                 directory,
                 self._slots,
                 self._lock,
@@ -111,13 +111,13 @@ class DiskTier(Tier):
             _log.warning("disk:%s: %s", options.directory, shortage)
 
     @classmethod
-    def check(cls, options: Options) -> None:
-        """Check the options; see `Tier.check`."""
+    def check(cls, options: BackendOptions) -> None:
+        """Check the options; see `TierBackend.check`."""
         DiskOptions.parse(options)
 
     @classmethod
-    def open(cls, options: Options, pool: memoryview) -> Self:
-        """Lock the directory and load its slabs; see `Tier.open`."""
+    def open(cls, options: BackendOptions, pool: memoryview) -> Self:
+        """Lock the directory and load its slabs; see `TierBackend.open`."""
         del pool  # files need no registration of memory
         parsed = DiskOptions.parse(options)
         directory = DiskDirectory(parsed.directory)
@@ -130,9 +130,9 @@ class DiskTier(Tier):
     # ------------------------------------------------------------ batches
 
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """Write chunks that are not there yet; see `Tier.put`."""
+        """Write chunks that are not there yet; see `TierBackend.put`."""
         self._room.keep_floor()
-        answer = Answer([Outcome.FULL] * len(chunks), deadline)
+        answer = BatchResult([Outcome.FULL] * len(chunks), deadline)
         wanted: dict[int, list[int]] = {}
         with self._lock:
             for index, chunk in enumerate(chunks):
@@ -147,7 +147,7 @@ class DiskTier(Tier):
             with self._lock:
                 first = self._slots.next_sequences(len(taken))
             items = [
-                Item(index, chunks[index], *slot, _record(chunks[index], first + i))
+                SlotChunk(index, chunks[index], *slot, _record(chunks[index], first + i))
                 for i, (index, slot) in enumerate(zip(indices, taken, strict=False))
             ]
             for run in runs(items):
@@ -160,21 +160,21 @@ class DiskTier(Tier):
         if found is None:
             return False
         slab, slot, record = found
-        if record.check != chunk.check or record.coverage != chunk.coverage:
+        if record.checksum != chunk.checksum or record.coverage != chunk.coverage:
             return False
         slab.visited[slot] = 1
         return True
 
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """Read chunks from their slots; see `Tier.get`."""
-        answer = Answer([Outcome.ABSENT] * len(chunks), deadline)
-        items: list[Item] = []
+        """Read chunks from their slots; see `TierBackend.get`."""
+        answer = BatchResult([Outcome.ABSENT] * len(chunks), deadline)
+        items: list[SlotChunk] = []
         with self._lock:
             for index, chunk in enumerate(chunks):
                 found = self._slots.find(chunk.space.id, chunk.key)
                 if found is not None:
                     self._slots.pin(found[0], found[1])
-                    items.append(Item(index, chunk, *found))
+                    items.append(SlotChunk(index, chunk, *found))
         try:
             for run in runs(items):
                 self._read(run, answer)
@@ -184,7 +184,7 @@ class DiskTier(Tier):
             self._room.free(dropped)
         return answer.take()
 
-    def _write(self, run: list[Item], answer: Answer) -> None:
+    def _write(self, run: list[SlotChunk], answer: BatchResult) -> None:
         """Write chunks, and after them their records, into the slots taken for them."""
         if time.monotonic() > answer.deadline:
             self._not_written(run, Outcome.LATE, answer)
@@ -192,7 +192,7 @@ class DiskTier(Tier):
         slab = run[0].slab
         try:
             slab.look()
-            Transfer(run, self._alignment).write()
+            SlotRunIO(run, self._alignment).write()
             slab.write_records(run[0].slot, [item.record for item in run])
         except SlabLost as error:
             self._not_written(run, Outcome.FAILED, answer)
@@ -208,7 +208,7 @@ class DiskTier(Tier):
         else:
             self._written(run, answer)
 
-    def _written(self, run: list[Item], answer: Answer) -> None:
+    def _written(self, run: list[SlotChunk], answer: BatchResult) -> None:
         with self._lock:
             before = [self._slots.written(item.slab, item.slot, item.record) for item in run]
             for item in run:
@@ -216,11 +216,11 @@ class DiskTier(Tier):
                 answer.outcomes[item.index] = Outcome.OK if is_kept else Outcome.GONE
         self._room.free(before)
 
-    def _not_written(self, run: list[Item], outcome: Outcome, answer: Answer) -> None:
+    def _not_written(self, run: list[SlotChunk], outcome: Outcome, answer: BatchResult) -> None:
         answer.set(run, outcome)
         self._room.free([(item.slab, item.slot) for item in run])
 
-    def _read(self, run: list[Item], answer: Answer) -> None:
+    def _read(self, run: list[SlotChunk], answer: BatchResult) -> None:
         """Read a run of chunks from pinned slots."""
         if time.monotonic() > answer.deadline:
             answer.set(run, Outcome.LATE)
@@ -228,7 +228,7 @@ class DiskTier(Tier):
         slab = run[0].slab
         try:
             slab.look()
-            Transfer(run, self._alignment).read()
+            SlotRunIO(run, self._alignment).read()
         except SlabLost as error:
             self._lose(slab, error)
         except OSError as error:
@@ -256,7 +256,7 @@ class DiskTier(Tier):
             error,
         )
 
-    def _failed(self, what: str, item: Item, error: OSError) -> str:
+    def _failed(self, what: str, item: SlotChunk, error: OSError) -> str:
         return (
             f"disk:{self._options.directory}/{item.slab.number:06}.slab: slot {item.slot}:"
             f" {what}: {error.strerror or error}"
@@ -265,23 +265,23 @@ class DiskTier(Tier):
     # ------------------------------------------------------------ what is there
 
     def contains(self, space: Space, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """Return which chunks are held; see `Tier.contains`."""
+        """Return which chunks are held; see `TierBackend.contains`."""
         del deadline  # this takes microseconds
         with self._lock:
             return [self._slots.find(space.id, key) is not None for key in keys]
 
     def remove(self, space: Space, keys: Sequence[bytes]) -> None:
-        """Drop chunks; see `Tier.remove`."""
+        """Drop chunks; see `TierBackend.remove`."""
         with self._lock:
             dropped = [self._slots.remove(space.id, key) for key in keys]
         self._room.free(dropped)
 
     def salt(self, namespace: bytes) -> bytes:
-        """Return the stored salt; see `Tier.salt`."""
+        """Return the stored salt; see `TierBackend.salt`."""
         return self._salts.get(namespace)
 
     def note_salt(self, namespace: bytes, salt: bytes, *, reset: bool = False) -> bytes:
-        """Store a salt in the table; see `Tier.note_salt`."""
+        """Store a salt in the table; see `TierBackend.note_salt`."""
         del reset  # the directory is not shared, so there is no other salt to respect
         try:
             return self._salts.note(namespace, salt)
@@ -292,7 +292,7 @@ class DiskTier(Tier):
             ) from error
 
     def drop_space(self, space: Space) -> None:
-        """Drop all chunks of a space; see `Tier.drop_space`."""
+        """Drop all chunks of a space; see `TierBackend.drop_space`."""
         with self._lock:
             places = self._slots.drop_space(space.id)
         for at in range(0, len(places), _PIECE):
@@ -300,13 +300,13 @@ class DiskTier(Tier):
                 taken = self._slots.release(places[at : at + _PIECE])
             self._room.free(taken)
 
-    def begin(self, space: Space) -> None:
-        """See `Tier.begin`."""
+    def open_space(self, space: Space) -> None:
+        """See `TierBackend.open_space`."""
         with self._lock:
             self._slots.held.setdefault(space.id, {})
 
     def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
-        """Yield all chunks of a space, slab by slab; see `Tier.scan`."""
+        """Yield all chunks of a space, slab by slab; see `TierBackend.scan`."""
         with self._lock:
             slabs = list(self._slots.slabs.values())
         for slab in slabs:
@@ -321,10 +321,10 @@ class DiskTier(Tier):
             for at in range(0, len(held), _PIECE):
                 yield held[at : at + _PIECE]
 
-    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
-        """Return the keys evicted or lost; see `Tier.take_gone`."""
+    def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
+        """Return the keys evicted or lost; see `TierBackend.take_dropped`."""
         with self._lock:
-            return self._slots.take_gone()
+            return self._slots.take_dropped()
 
     def capacity(self) -> Capacity:
         """Return the budget, bytes in use and chunks."""
@@ -346,4 +346,4 @@ class DiskTier(Tier):
 
 
 def _record(chunk: Chunk, sequence: int) -> Record:
-    return Record(sequence, chunk.check, chunk.space.id, chunk.coverage, chunk.key)
+    return Record(sequence, chunk.checksum, chunk.space.id, chunk.coverage, chunk.key)

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import ClassVar, Self, TypeAlias
 
 from kvd.errors import ConfigError, TierError
-from kvd.tier.contract import Capacity, Chunk, Options, Outcome, Space, Tier
+from kvd.tier.contract import BackendOptions, Capacity, Chunk, Outcome, Space, TierBackend
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import parse_size
+from kvd_proto.text import parse_size
 
 _RATES = ("lose", "corrupt", "fail")
 _PAUSE = 0.002
@@ -31,7 +31,7 @@ class _Kept:
         return len(self.head) + sum(map(len, self.shares))
 
 
-class MemoryTier(Tier):
+class MemoryTier(TierBackend):
     """Keeps chunks in a dictionary, oldest out first; nothing outlives the process.
 
     ``memory:,size=64MiB`` and, of what can be done to it, ``delay=SECONDS`` before each batch,
@@ -42,7 +42,7 @@ class MemoryTier(Tier):
 
     medium: ClassVar[str] = "memory"
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: BackendOptions) -> None:
         self._size = _size(options)
         rates = {name: _number(options, name, most=1.0) for name in _RATES}
         self._lose, self._corrupt, self._fail = (rates[name] for name in _RATES)
@@ -57,8 +57,8 @@ class MemoryTier(Tier):
         self.described = f"a test double in memory, at most {self._size} bytes; keeps nothing"
 
     @classmethod
-    def check(cls, options: Options) -> None:
-        """See Tier."""
+    def check(cls, options: BackendOptions) -> None:
+        """See TierBackend."""
         known = {"size", "delay", "hang", *_RATES}
         if unknown := sorted(options.values.keys() - known):
             raise ConfigError(f"memory: {unknown[0]} is none of {', '.join(sorted(known))}")
@@ -67,12 +67,12 @@ class MemoryTier(Tier):
         cls(options)
 
     @classmethod
-    def open(cls, options: Options, pool: memoryview) -> Self:  # noqa: ARG003  # shares come along
-        """See Tier."""
+    def open(cls, options: BackendOptions, pool: memoryview) -> Self:  # noqa: ARG003  # shares come along
+        """See TierBackend."""
         return cls(options)
 
     def put(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """See Tier."""
+        """See TierBackend."""
         if self._hold_up(deadline):
             return [Outcome.LATE] * len(chunks)
         return [self._put(chunk) for chunk in chunks]
@@ -98,7 +98,7 @@ class MemoryTier(Tier):
         return Outcome.OK
 
     def get(self, chunks: Sequence[Chunk], deadline: float) -> list[Outcome]:
-        """See Tier."""
+        """See TierBackend."""
         if self._hold_up(deadline):
             return [Outcome.LATE] * len(chunks)
         return [self._get(chunk) for chunk in chunks]
@@ -117,33 +117,33 @@ class MemoryTier(Tier):
         return Outcome.OK
 
     def contains(self, space: Space, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Tier."""
+        """See TierBackend."""
         late = self._hold_up(deadline)
         with self._lock:
             return [not late and (space.id, key) in self._kept for key in keys]
 
     def remove(self, space: Space, keys: Sequence[bytes]) -> None:
-        """See Tier."""
+        """See TierBackend."""
         self._hang_while_asked()
         with self._lock:
             for key in keys:
                 self._drop((space.id, key))
 
-    def begin(self, space: Space) -> None:
-        """See Tier."""
+    def open_space(self, space: Space) -> None:
+        """See TierBackend."""
         self._hang_while_asked()
         with self._lock:
             self._begun.add(space.id)
 
     def drop_space(self, space: Space) -> None:
-        """See Tier."""
+        """See TierBackend."""
         with self._lock:
             self._begun.discard(space.id)
             for place in [place for place in self._kept if place[0] == space.id]:
                 self._drop(place)
 
     def scan(self, space: Space) -> Iterator[list[tuple[bytes, tuple[int, int, int]]]]:
-        """See Tier."""
+        """See TierBackend."""
         with self._lock:
             keys = [key for name, key in self._kept if name == space.id]
         for at in range(0, len(keys), _PIECE):
@@ -152,18 +152,18 @@ class MemoryTier(Tier):
                 found = [(key, self._kept.get((space.id, key))) for key in keys[at : at + _PIECE]]
             yield [(key, kept.coverage) for key, kept in found if kept is not None]
 
-    def take_gone(self) -> list[tuple[bytes, list[bytes]]]:
-        """See Tier."""
+    def take_dropped(self) -> list[tuple[bytes, list[bytes]]]:
+        """See TierBackend."""
         with self._lock:
             gone, self._gone = self._gone, {}
         return list(gone.items())
 
     def capacity(self) -> Capacity:
-        """See Tier."""
+        """See TierBackend."""
         return Capacity(self._size, self._used, len(self._kept))
 
     def close(self) -> None:
-        """See Tier."""
+        """See TierBackend."""
 
     def _hold_up(self, deadline: float) -> bool:
         """Wait and fail as was asked for; whether the deadline has passed."""
@@ -190,7 +190,7 @@ class MemoryTier(Tier):
         return f"<MemoryTier {len(self._kept)} chunks, {self._used} of {self._size} bytes>"
 
 
-def _number(options: Options, name: str, most: float) -> float:
+def _number(options: BackendOptions, name: str, most: float) -> float:
     text = options.values.get(name, "0")
     try:
         value = float(text)
@@ -201,7 +201,7 @@ def _number(options: Options, name: str, most: float) -> float:
     return value
 
 
-def _size(options: Options) -> int:
+def _size(options: BackendOptions) -> int:
     text = options.values.get("size", "64MiB")
     try:
         return parse_size(text)

@@ -1,1 +1,1 @@
-"""kvd demo: a small engine that proves, byte by byte, that what is loaded is what was stored."""
+"""`kvd demo`: a small engine that checks, byte by byte, that it loads what it stored."""

@@ -1,4 +1,4 @@
-"""`kvd demo`: a private daemon, a few ranks, a workload, and every loaded byte verified."""
+"""`kvd demo`: a private daemon, a few ranks, a workload, and a check of every loaded byte."""
 
 import json
 import signal
@@ -17,11 +17,16 @@ from rich.table import Table
 from kvd_client.errors import KvdClientError
 from kvd_client.scheduler import Scheduler
 from kvd_proto.errors import SizeError
-from kvd_proto.sizes import parse_size
-from kvd_tools.demo.engine import NO_FIGURES, Engine, settled_figures
-from kvd_tools.demo.memory import STRIDES
-from kvd_tools.demo.processes import ENGINE, Daemon, Ranks, Setup
-from kvd_tools.demo.workload import BLOCKS_PER_CHUNK, Prompt, conversations, distinct_pieces
+from kvd_proto.text import parse_size
+from kvd_tools.demo.engine import NO_FIGURES, DemoEngine, settled_figures
+from kvd_tools.demo.processes import ENGINE, Daemon, RankProcesses, RankSetup
+from kvd_tools.demo.workload import (
+    BLOCKS_PER_CHUNK,
+    STRIDES,
+    Prompt,
+    conversations,
+    distinct_pieces,
+)
 
 MEMCPY_BYTES = 64 * 2**20
 MEMCPY_RUNS = 5
@@ -53,13 +58,13 @@ MEANING = {
     "world_size": "rank processes",
     "device": "where the KV tensors are",
 }
-"""The figures, in their order. Chunks count once, bytes and jobs once a rank."""
+"""The figures, in their order. Chunks count once, bytes and jobs once for each rank."""
 
 Summary = dict[str, int | float | str | None]
 
 
 def memcpy_rate() -> float:
-    """Return GB/s (1e9 bytes) of one contiguous copy in this process, the best of a few."""
+    """Return the best rate of a few contiguous copies in this process, in 1e9 bytes a second."""
     source = np.ones(MEMCPY_BYTES, np.uint8)
     target = np.zeros(MEMCPY_BYTES, np.uint8)
     best = float("inf")
@@ -71,11 +76,13 @@ def memcpy_rate() -> float:
 
 
 def summarize(
-    counts: Counter[str], job_ns: Sequence[int], others: Mapping[str, int | float | str | None]
+    counts: Counter[str],
+    job_ns: Sequence[int],
+    other_figures: Mapping[str, int | float | str | None],
 ) -> Summary:
-    """Return the flat object of the JSON file; rates in 1e9 bytes a second."""
+    """Return the object of the JSON file. Rates are in 1e9 bytes a second."""
     p50, p99 = np.percentile(job_ns or [0], [50, 99]) / 1e3
-    made: Summary = {
+    computed: Summary = {
         **{
             f"{kind}_GBps": round(counts[f"{kind}_bytes"] / max(1, counts[f"{kind}_ns"]), 3)
             for kind in ("store", "load")
@@ -84,29 +91,29 @@ def summarize(
         "job_p50_us": round(float(p50), 1),
         "job_p99_us": round(float(p99), 1),
         "lookup_us_per_key": round(counts["lookup_ns"] / 1e3 / max(1, counts["lookups"]), 3),
-        **others,
+        **other_figures,
     }
-    return {name: made.get(name, counts[name]) for name in MEANING}
+    return {name: computed.get(name, counts[name]) for name in MEANING}
 
 
-def table(summary: Summary) -> Table:
-    """Return the summary for people, without figures that this run has none of."""
-    made = Table("figure", "value", "what it is", title="kvd demo")
-    made.columns[1].justify = "right"
+def summary_table(summary: Summary) -> Table:
+    """Return a table of the figures that this run has."""
+    table = Table("figure", "value", "what it is", title="kvd demo")
+    table.columns[1].justify = "right"
     for name, value in summary.items():
         if value is not None:
             text = f"{value:,}" if isinstance(value, int) else str(value)
-            made.add_row(name, text, MEANING[name])
-    return made
+            table.add_row(name, text, MEANING[name])
+    return table
 
 
 MAX_WORLD_SIZE = 16
-POOL_SHARE = 0.4  # of the working set, so that chunks are evicted
-TIER_POOL_SHARE = 0.15  # with a tier, so that many come up again
+POOL_SHARE = 0.4  # of the working set, so that the daemon evicts chunks
+TIER_POOL_SHARE = 0.15  # the same with a tier, so that many chunks are promoted
 MAX_POOL_BYTES = 2**30  # unless --cpu-bytes says otherwise
 MIN_BLOCKS = 256
 ATTACH_SECONDS = 30.0
-LOOK_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 
 @click.command()
@@ -183,7 +190,7 @@ def demo(
         )
     except (KvdClientError, SizeError) as error:
         raise click.ClickException(str(error)) from error
-    console.print(table(summary))
+    console.print(summary_table(summary))
     if json_file is not None:
         json.dump(summary, json_file, indent=2)
     if summary["mismatched_bytes"] or summary["strayed_bytes"]:
@@ -205,31 +212,31 @@ def _run(
     signals: "Signals",
     corrupt: bool,
 ) -> Summary:
-    # Both groups of the longest prompt, and the null block.
+    # The null block, and both groups of the longest prompt.
     num_blocks = 1 + max(MIN_BLOCKS, 2 * BLOCKS_PER_CHUNK * max(map(len, prompts)))
     if cpu_bytes is None:
         bytes_per_chunk = sum(STRIDES) * BLOCKS_PER_CHUNK * world_size
-        # Both groups' chunks; the window's are about three of every `STEP_CHUNKS`.
+        # Two groups, although only about three of every `STEP_CHUNKS` chunks of WINDOW are stored.
         share = TIER_POOL_SHARE if tiers else POOL_SHARE
-        chunks = int(share * 2 * distinct_pieces(prompts)) + 4
-        cpu_bytes = min(chunks * bytes_per_chunk, MAX_POOL_BYTES)
+        num_chunks = int(share * 2 * distinct_pieces(prompts)) + 4
+        cpu_bytes = min(num_chunks * bytes_per_chunk, MAX_POOL_BYTES)
     memcpy_gbps = memcpy_rate()
     with Daemon(cpu_bytes, tiers=tiers) as daemon:
         setups = [
-            Setup(daemon.runtime_dir, rank, world_size, num_blocks, corrupt and not rank)
+            RankSetup(daemon.runtime_dir, rank, world_size, num_blocks, corrupt and not rank)
             for rank in range(world_size)
         ]
         with (
-            Ranks(setups) as ranks,
+            RankProcesses(setups) as ranks,
             Scheduler(daemon.runtime_dir, ENGINE, steps=True) as scheduler,
         ):
             end = time.monotonic() + ATTACH_SECONDS
-            while not scheduler.wait_attached(LOOK_SECONDS):
+            while not scheduler.wait_attached(POLL_SECONDS):
                 signals.check()
-                ranks.receive(0)  # raises for one that has ended
+                ranks.receive(0)  # raises if a rank has ended
                 if time.monotonic() > end:
                     raise daemon.lost(f"ranks are ready, but no chunks after {ATTACH_SECONDS:g} s")
-            engine = Engine(scheduler, ranks, num_blocks)
+            engine = DemoEngine(scheduler, ranks, num_blocks)
             started = time.perf_counter()
             for prompt in track(prompts, "serving", console=console):
                 signals.check()
@@ -239,39 +246,40 @@ def _run(
             wall_seconds = time.perf_counter() - started
             tier_figures = settled_figures(scheduler) if tiers else NO_FIGURES
             engine.counts["strayed_bytes"] = ranks.stop()
-    others: Summary = {
+    other_figures: Summary = {
         **tier_figures,
         "memcpy_GBps": round(memcpy_gbps, 3),
         "wall_seconds": round(wall_seconds, 3),
         "world_size": world_size,
         "device": ranks.device,
     }
-    return summarize(engine.counts, engine.job_ns, others)
+    return summarize(engine.counts, engine.job_ns, other_figures)
 
 
 class Signals:
-    """Ends the demo at Ctrl-C and SIGTERM: at once, or at the next `check`.
+    """Ends the demo at Ctrl-C and SIGTERM.
 
-    Python drops an exception that a signal's handler raises in a finalizer.
+    The handler raises, but Python drops an exception that is raised in a finalizer. So `check`
+    raises it again.
     """
 
     def __init__(self) -> None:
-        self._number = 0
+        self._received = 0
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self._received)
+            signal.signal(number, self._on_signal)
 
-    def _received(self, number: int, _frame: object) -> None:
-        self._number = number
+    def _on_signal(self, number: int, _frame: object) -> None:
+        self._received = number
         self.check()
 
     def check(self) -> None:
-        """Raise what ends the demo, if a signal came.
+        """End the demo if a signal was received.
 
         Raises:
             KeyboardInterrupt: after Ctrl-C.
             SystemExit: after SIGTERM, with the status 128 + 15.
         """
-        if self._number == signal.SIGINT:
+        if self._received == signal.SIGINT:
             raise KeyboardInterrupt
-        if self._number:
-            sys.exit(128 + self._number)
+        if self._received:
+            sys.exit(128 + self._received)

@@ -1,9 +1,12 @@
-"""The demo's processes: the daemon and the ranks. What is started here is ended here.
+"""The demo's child processes: the daemon and the ranks.
 
-A rank computes, stores, loads and verifies. It sends its device's name once its memory is
-registered, then takes `Step`s and sends a `Finished` for every transfer. `None` ends it: then it
-sends how many bytes changed where nothing may ever be written. A `DemoError` says why it cannot go
-on. It ends when the pipe does.
+A rank computes, stores, loads and verifies. Its pipe carries:
+
+1. from the rank: the name of its device, once its memory is registered;
+2. to the rank: `RankStep`s. From the rank: a `RankReport` for each transfer;
+3. to the rank: `None`. The rank sends the number of stray bytes and ends.
+
+A rank that fails sends a `DemoError` instead. It also ends when its pipe is closed.
 """
 
 import contextlib
@@ -29,16 +32,16 @@ from kvd_client.scheduler import Scheduler
 from kvd_client.tickets import ChunkBlocks, LoadTicket, StoreTicket
 from kvd_client.worker import Worker
 from kvd_proto.messages import Fingerprint
-from kvd_tools.demo.memory import STRIDES, KvMemory, rank_layout
+from kvd_tools.demo.workload import STRIDES, KvMemory, rank_layout
 from kvd_tools.errors import DemoError
 
-POLL_SECONDS = 100e-6  # an engine's step looks for finished jobs about so often
+JOB_POLL_SECONDS = 100e-6  # about as often as the steps of an engine
 ENGINE = "demo"
 
 
 @dataclass(frozen=True, slots=True)
-class Setup:
-    """Who the rank is, and what it owns. corrupt: flip a bit in what is stored first."""
+class RankSetup:
+    """What a rank needs to start. `corrupt`: it flips a bit of the first block that it stores."""
 
     runtime_dir: Path
     rank: int
@@ -48,10 +51,11 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Write the content of these blocks, group by group; or, with a ticket, do a transfer.
+class RankStep:
+    """What a rank is to do with blocks of its groups.
 
-    A transfer stores the ticket's chunks from the blocks, or loads them and verifies the blocks.
+    Without a ticket it computes the blocks. With a ticket it stores the ticket's chunks from them,
+    or loads the chunks into them and verifies the bytes.
     """
 
     groups: list[ChunkBlocks]
@@ -60,11 +64,13 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Finished:
-    """A transfer's end on one rank.
+class RankReport:
+    """The result of a transfer on one rank.
 
-    took_ns: from submission to seen finished.
-    verified, mismatched: bytes of a load that were compared, and of these the wrong ones.
+    Attributes:
+        result: of the job.
+        took_ns: from its submission until the rank saw its result.
+        verified, mismatched: loaded bytes that were compared, and those of them that are wrong.
     """
 
     result: JobResult
@@ -73,17 +79,17 @@ class Finished:
     mismatched: int
 
 
-def run(pipe: Connection, setup: Setup) -> None:
-    """Serve the scheduler at the other end of `pipe`: the main function of a rank's process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the scheduler ends its ranks
+def run_rank(pipe: Connection, setup: RankSetup) -> None:
+    """Serve the scheduler at the other end of `pipe`. The main function of a rank's process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # at Ctrl-C the parent ends the ranks
     with contextlib.suppress(EOFError, ConnectionError):
         try:
-            _run(pipe, setup)
+            _register_and_serve(pipe, setup)
         except KvdClientError as error:
             pipe.send(DemoError(f"rank {setup.rank}: {error}"))
 
 
-def _run(pipe: Connection, setup: Setup) -> None:
+def _register_and_serve(pipe: Connection, setup: RankSetup) -> None:
     storages = [HostMemory.allocate(setup.num_blocks * stride) for stride in STRIDES]
     arrays = [storage.array.reshape(setup.num_blocks, -1) for storage in storages]
     memory = KvMemory(setup.rank, arrays)
@@ -96,13 +102,13 @@ def _run(pipe: Connection, setup: Setup) -> None:
         )
         pipe.send(storages[0].device)
         _serve(pipe, memory, worker, corrupt=setup.corrupt)
-        pipe.send(memory.strayed())
+        pipe.send(memory.count_stray_bytes())
 
 
 def _serve(pipe: Connection, memory: KvMemory, worker: Worker, *, corrupt: bool) -> None:
-    jobs: dict[int, tuple[int, Step]] = {}  # with the time of submission, in ns
+    jobs: dict[int, tuple[int, RankStep]] = {}  # time of submission in ns, and step
     while True:
-        if pipe.poll(POLL_SECONDS if jobs else None):
+        if pipe.poll(JOB_POLL_SECONDS if jobs else None):
             step = pipe.recv()
             if step is None:
                 return
@@ -119,53 +125,53 @@ def _serve(pipe: Connection, memory: KvMemory, worker: Worker, *, corrupt: bool)
                     corrupt = False
                 worker.store(step.job, step.ticket, step.groups)
         for result in worker.get_finished():
-            now_ns = time.perf_counter_ns()
+            ended_ns = time.perf_counter_ns()
             started_ns, step = jobs.pop(result.job_id)
             verified = mismatched = 0
             if isinstance(step.ticket, LoadTicket) and result.success:
                 verified, mismatched = memory.verify(step.groups)
-            pipe.send(Finished(result, now_ns - started_ns, verified, mismatched))
+            pipe.send(RankReport(result, ended_ns - started_ns, verified, mismatched))
 
 
 START_SECONDS = 60.0
 END_SECONDS = 10.0
-LOOK_SECONDS = 0.05
+START_POLL_SECONDS = 0.05
 LOG_TAIL_BYTES = 2000
-SHARED_MEMORY = Path("/dev/shm")  # where a pool is memory, not disk
+SHARED_MEMORY = Path("/dev/shm")  # a pool there needs no disk
 
 
 class Daemon:
-    """A private `kvd serve`, ready when the context is entered; it never outlives this process.
+    """A private `kvd serve`. Entering the context waits until it is ready; leaving it ends it.
 
-    It has a process group of its own: Ctrl-C at the terminal reaches the parent alone, which
-    ends it in order.
+    It gets SIGTERM if this process dies. It has its own process group, so that Ctrl-C at the
+    terminal reaches only this process, which then ends it.
 
     Args:
-        cpu_bytes: of the pool.
-        more_bytes: that the caller wants in `place` beside it.
-        tiers: below the pool, as `kvd serve --tier` takes them.
+        cpu_bytes: size of the pool.
+        extra_bytes: space that the caller needs in `folder` beside the pool.
+        tiers: values for `kvd serve --tier`.
 
     Attributes:
-        place: a temporary folder for sockets, log and pool; removed with the context.
+        folder: a temporary folder with sockets, log and pool, removed with the context.
     """
 
-    def __init__(self, cpu_bytes: int, more_bytes: int = 0, tiers: Sequence[str] = ()) -> None:
+    def __init__(self, cpu_bytes: int, extra_bytes: int = 0, tiers: Sequence[str] = ()) -> None:
         parent = None
         with contextlib.suppress(OSError):
-            room = shutil.disk_usage(SHARED_MEMORY).free > cpu_bytes + more_bytes
-            parent = SHARED_MEMORY if room and os.access(SHARED_MEMORY, os.W_OK) else None
-        self._folder = tempfile.TemporaryDirectory(
+            fits = shutil.disk_usage(SHARED_MEMORY).free > cpu_bytes + extra_bytes
+            parent = SHARED_MEMORY if fits and os.access(SHARED_MEMORY, os.W_OK) else None
+        self._temporary = tempfile.TemporaryDirectory(
             prefix="kvd-demo-", dir=parent, ignore_cleanup_errors=True
         )
-        self.place = Path(self._folder.name)
-        self.runtime_dir = self.place / "run"
-        self._log = self.place / "daemon.log"
-        self._command = [sys.executable, "-m", "kvd_tools.demo.tether", str(os.getpid())]
+        self.folder = Path(self._temporary.name)
+        self.runtime_dir = self.folder / "run"
+        self._log = self.folder / "daemon.log"
+        self._command = [sys.executable, "-m", "kvd_tools.tether", str(os.getpid())]
         self._command += ["kvd", "serve", "--runtime-dir", str(self.runtime_dir)]
-        self._command += ["--cpu-bytes", str(cpu_bytes), "--pool-dir", str(self.place)]
-        self._command += ["--keep-pool", "no"]  # it goes with the place
+        self._command += ["--cpu-bytes", str(cpu_bytes), "--pool-dir", str(self.folder)]
+        self._command += ["--keep-pool", "no"]  # its folder is removed anyway
         self._command += [f"--tier={tier}" for tier in tiers]
-        self._command += ["--http-listen", "off"]  # several demos may run on one machine
+        self._command += ["--http-listen", "off"]  # its port would be taken by another demo
 
     def __enter__(self) -> Self:
         with self._log.open("wb") as sink:
@@ -178,11 +184,11 @@ class Daemon:
             )
         try:
             end = time.monotonic() + START_SECONDS
-            with Scheduler(self.runtime_dir, "demo-start") as asking:
-                while not asking.status().get("ready"):
+            with Scheduler(self.runtime_dir, "demo-start") as observer:
+                while not observer.status().get("ready"):
                     if not self.running or time.monotonic() > end:
                         raise self.lost("the daemon did not become ready")
-                    time.sleep(LOOK_SECONDS)
+                    time.sleep(START_POLL_SECONDS)
         except BaseException:
             self.__exit__()
             raise
@@ -190,17 +196,19 @@ class Daemon:
 
     @property
     def running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the daemon's process is alive."""
         return self._process.poll() is None
 
-    def lost(self, why: str) -> DemoError:
-        """Return an error that says what happened, with the log's end."""
+    def lost(self, reason: str) -> DemoError:
+        """Return an error with this reason, the state of the process and the end of its log."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
         status = self._process.poll()
         state = "is still running" if status is None else f"ended with status {status}"
         tail = self._log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
-        return DemoError(f"{why}; the daemon (pid {self._process.pid}) {state}. Its log:\n{tail}")
+        return DemoError(
+            f"{reason}; the daemon (pid {self._process.pid}) {state}. Its log:\n{tail}"
+        )
 
     def __exit__(self, *_: object) -> None:
         self._process.terminate()
@@ -209,16 +217,19 @@ class Daemon:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        self._folder.cleanup()
+        self._temporary.cleanup()
 
 
-class Ranks:
-    """The rank processes and the pipes to them; all are ready when the context is entered.
+class RankProcesses:
+    """The rank processes. Entering the context waits until all are ready; leaving it ends them.
 
-    Its methods raise DemoError where a rank has ended, or cannot go on.
+    Methods raise DemoError if a rank has ended or failed.
+
+    Attributes:
+        device: name of the device with the ranks' KV memory.
     """
 
-    def __init__(self, setups: Sequence[Setup]) -> None:
+    def __init__(self, setups: Sequence[RankSetup]) -> None:
         self._setups = setups
         self._processes: dict[Connection, BaseProcess] = {}
         self.device = ""
@@ -232,36 +243,36 @@ class Ranks:
             for setup in self._setups:
                 ours, theirs = spawn.Pipe()
                 name = f"rank {setup.rank}"
-                process = spawn.Process(target=run, args=(theirs, setup), name=name)
+                process = spawn.Process(target=run_rank, args=(theirs, setup), name=name)
                 process.start()
                 theirs.close()
                 self._processes[ours] = process
             for pipe in self._processes:
-                self.device = self._next(pipe, START_SECONDS)
+                self.device = self._receive(pipe, START_SECONDS)
         except BaseException:
             self.__exit__()
             raise
         return self
 
-    def send_all(self, step: Step | None) -> None:
-        """Send a step to every rank; None ends it."""
+    def send_all(self, step: RankStep | None) -> None:
+        """Send a step to every rank. None ends the ranks."""
         for pipe, process in self._processes.items():
             try:
                 pipe.send(step)
             except OSError as error:
                 raise _lost(process) from error
 
-    def receive(self, seconds: float) -> list[Finished]:
-        """Return what the ranks report; wait for the first report, at most so long."""
-        there = wait(list(self._processes), seconds)
-        return [self._next(pipe, 0) for pipe in self._processes if pipe in there]
+    def receive(self, seconds: float) -> list[RankReport]:
+        """Return the ranks' reports; wait up to `seconds` for the first one."""
+        readable = wait(list(self._processes), seconds)
+        return [self._receive(pipe, 0) for pipe in self._processes if pipe in readable]
 
     def stop(self) -> int:
-        """End all ranks; return how many bytes changed where nothing may be written."""
+        """End all ranks; return the number of bytes changed where nothing may be written."""
         self.send_all(None)
-        return sum(self._next(pipe, END_SECONDS) for pipe in self._processes)
+        return sum(self._receive(pipe, END_SECONDS) for pipe in self._processes)
 
-    def _next(self, pipe: Connection, seconds: float) -> Any:
+    def _receive(self, pipe: Connection, seconds: float) -> Any:
         process = self._processes[pipe]
         try:
             if not pipe.poll(seconds):
@@ -276,7 +287,7 @@ class Ranks:
     def __exit__(self, *_: object) -> None:
         for pipe in self._processes:
             pipe.close()
-        end = time.monotonic() + END_SECONDS  # for all of them
+        end = time.monotonic() + END_SECONDS  # for all ranks together
         for process in self._processes.values():
             process.join(max(0.0, end - time.monotonic()))
             process.kill()

@@ -1,1 +1,0 @@
-"""The real engine as a controllable process: SGLang on CPU with a small random model."""

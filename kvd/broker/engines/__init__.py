@@ -1,1 +1,0 @@
-"""Sessions, registrations and lanes: who is connected, and who maps whose memory."""

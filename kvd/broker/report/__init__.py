@@ -1,1 +1,0 @@
-"""The status report, and what is measured for it alone."""

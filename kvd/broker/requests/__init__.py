@@ -1,1 +1,0 @@
-"""What sessions ask: steps of schedulers, and what operators' tools ask for."""

@@ -1,1 +1,0 @@
-"""Device backends of a lane."""

@@ -1,0 +1,348 @@
+"""The edge to Mooncake's own client: where the cluster is, one object of it, its codes, its memory.
+
+``mooncake:master=HOST:PORT,…``: what else an operator may write, `Places` says.
+
+The client's calls take no time limit: they stall for seconds while the master is away. So the
+limits that it reads from the environment are made short, and after a call that found no master a
+connection to it is tried first, which fails in a moment.
+"""
+
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any, Final
+
+import numpy as np
+
+from kvd.errors import ConfigError, TierError
+from kvd.tier.contract import BackendOptions
+from kvd_proto.errors import SizeError
+from kvd_proto.text import parse_size
+
+PROTOCOLS = ("tcp", "rdma")
+NO_METADATA_SERVER = "P2PHANDSHAKE"
+_KEYS = ("master", "metadata", "protocol", "devices", "segment", "host")
+PACKAGES = ("mooncake-transfer-engine-non-cuda", "mooncake-transfer-engine")
+INSTALL = f"pip install {PACKAGES[0]} (or {PACKAGES[1]} where CUDA is)"
+LIBRARIES = "libibverbs1, librdmacm1 and libnuma1"
+
+DONE: Final = 0
+NO_ROOM: Final = -200  # NO_AVAILABLE_HANDLE: eviction did not keep up, or there is no store
+BAD_LENGTH: Final = -600  # INVALID_PARAMS: the object is longer than what it is read into
+NOT_READY: Final = -703  # another's put of it is not at its end
+NOT_FOUND: Final = -704
+LEASE_EXPIRED: Final = -707  # it took so long that the bytes may be another's
+MASTER_AWAY: Final = (-900, -901)  # RPC_FAIL, RPC_TIMEOUT
+
+_LIMITS = {
+    "MC_RPC_TIMEOUT_MS": "2000",
+    "MC_RPC_CONNECT_TIMEOUT_MS": "500",
+    "MC_TCP_PROGRESS_TIMEOUT_SEC": "3",
+    "MC_TCP_STATUS_TIMEOUT_SEC": "3",
+    "MC_STORE_CLIENT_SETUP_RETRIES": "1",
+    "MC_LOG_LEVEL": "ERROR",
+}
+_CONNECT_SECONDS = 1.0  # when it begins
+_PROBE_SECONDS = 0.2  # after the master was away
+_AT_ONCE_SECONDS, _STALE_CONNECTIONS = 0.1, 4
+_BUFFER_BYTES = 2**20
+_PIECE_BYTES = 64  # a piece of a buffer begins at a cache line
+
+
+@dataclass(frozen=True, slots=True)
+class MooncakeOptions:
+    """What an operator wrote.
+
+    Attributes:
+        master: host and port of the master's RPC.
+        metadata: URL of a metadata server; P2PHANDSHAKE: there is none.
+        protocol: how bytes travel.
+        devices: RDMA devices, separated by "+"; empty: Mooncake chooses.
+        segment_bytes: memory that this node's process gives to the cluster.
+        host: the address under which others reach this node; empty: that of the way to the master.
+    """
+
+    master: tuple[str, int]
+    metadata: str
+    protocol: str
+    devices: str
+    segment_bytes: int
+    host: str
+
+    @property
+    def master_text(self) -> str:
+        """As an operator writes it."""
+        return f"{self.master[0]}:{self.master[1]}"
+
+
+def parse_places(options: BackendOptions) -> MooncakeOptions:
+    """Look at a tier's options, without any I/O.
+
+    Raises:
+        ConfigError: it names key, value and remedy.
+    """
+    values = options.values
+    if options.target:
+        raise ConfigError(
+            f"mooncake:{options.target}: it has no target; give mooncake:master=HOST:PORT"
+        )
+    if "size" in values:
+        raise ConfigError(
+            f"mooncake: size={values['size']}: the cluster's stores decide how much it holds;"
+            " leave it out, or give segment=SIZE to let this node contribute"
+        )
+    if unknown := sorted(values.keys() - set(_KEYS)):
+        raise ConfigError(f"mooncake: {unknown[0]} is none of {', '.join(_KEYS)}")
+    protocol = values.get("protocol", "tcp")
+    if protocol not in PROTOCOLS:
+        raise ConfigError(f"mooncake: protocol={protocol} is none of {', '.join(PROTOCOLS)}")
+    if "devices" in values and protocol != "rdma":
+        raise ConfigError(
+            f"mooncake: devices={values['devices']} needs protocol=rdma; without it leave it out"
+        )
+    return MooncakeOptions(
+        master=_master(values.get("master", "")),
+        metadata=values.get("metadata", NO_METADATA_SERVER),
+        protocol=protocol,
+        devices=values.get("devices", ""),
+        segment_bytes=_segment(values.get("segment", "0")),
+        host=values.get("host", ""),
+    )
+
+
+def _master(text: str) -> tuple[str, int]:
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ConfigError(
+            f"mooncake: master={text}: it needs HOST:PORT of mooncake_master,"
+            " such as master=10.0.0.1:50051"
+        )
+    return host, int(port)
+
+
+def _segment(text: str) -> int:
+    try:
+        return parse_size(text)
+    except SizeError as error:
+        raise ConfigError(f"mooncake: segment={text}: {error}") from error
+
+
+def check_installed() -> None:
+    """Look whether the package is there, without importing it.
+
+    Raises:
+        ConfigError: it is not; names what to install.
+    """
+    if find_spec("mooncake") is None:
+        raise ConfigError(f"mooncake: the package is not installed; {INSTALL}")
+
+
+def package_version() -> str:
+    """Which package serves, and its version."""
+    for name in PACKAGES:
+        try:
+            return f"{name} {version(name)}"
+        except PackageNotFoundError:
+            continue
+    return "mooncake"
+
+
+def address_of(memory: memoryview) -> int:
+    """Where it begins."""
+    address: int = np.frombuffer(memory, np.uint8).__array_interface__["data"][0]
+    return address
+
+
+class MooncakeClient:
+    """A connected client. Thread-safe; calls block, and let the interpreter lock go.
+
+    Raises:
+        TierError: it cannot be had; names the remedy.
+    """
+
+    def __init__(self, places: MooncakeOptions, pool: memoryview) -> None:
+        self._master = places.master
+        self._away = False
+        self._lock = threading.Lock()
+        self._free: list[memoryview] = []
+        library = _library()
+        # `setup` holds the interpreter lock for seconds where there is no master: ask before.
+        host = self._reach(_CONNECT_SECONDS)
+        self.host = places.host or host
+        self._store = library.MooncakeDistributedStore()
+        self._pinned = library.ReplicateConfig()
+        self._pinned.with_hard_pin = True
+        code = self._store.setup(
+            {
+                "local_hostname": self.host,
+                "metadata_server": places.metadata,
+                "global_segment_size": places.segment_bytes,
+                "local_buffer_size": 0,
+                "protocol": places.protocol,
+                "rdma_devices": places.devices.replace("+", ","),
+                "master_server_addr": places.master_text,
+            }
+        )
+        if code != DONE:
+            raise TierError(
+                f"Mooncake's client cannot be set up with master={places.master_text},"
+                f" metadata={places.metadata}, protocol={places.protocol} as host={self.host}"
+                f" (code {code}); see its own lines above"
+            )
+        try:
+            self._register(pool)
+        except TierError:
+            self.close()
+            raise
+
+    def put(self, names: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> Any:
+        """Write objects from pieces of registered memory; those that are there stay as they are."""
+        return self._call(self._store.batch_put_from_multi_buffers, names, addresses, sizes)
+
+    def get(self, names: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> Any:
+        """Read objects into pieces of registered memory: bytes of each, or a code below 0."""
+        return self._call(self._store.batch_get_into_multi_buffers, names, addresses, sizes)
+
+    def exist(self, names: list[str]) -> list[bool]:
+        """Which of these are there.
+
+        Raises:
+            TierError: nobody could be asked.
+        """
+        found: list[int] = self._call(self._store.batch_is_exist, names)
+        if all(code < 0 for code in found):
+            raise TierError(f"{self.master_text} does not say what is there (code {found[0]})")
+        return [code == 1 for code in found]
+
+    def remove(self, names: list[str]) -> None:
+        """Drop objects, though they are being read: a reader sees by its check word.
+
+        Raises:
+            TierError: nobody could be asked.
+        """
+        codes = self._call(self._store.batch_remove, names, True)  # its `force`
+        if any(code in MASTER_AWAY for code in codes):
+            raise TierError(f"{self.master_text} does not answer; nothing was removed")
+
+    def read_word(self, name: str) -> bytes | None:
+        """The 8 bytes of a small object.
+
+        Raises:
+            TierError: nobody could be asked.
+        """
+        with self.buffer(8) as (memory, address):
+            (code,) = self.get([name], [[address]], [[8]])
+            if code == 8:
+                return bytes(memory[:8])
+        if code in (NOT_FOUND, NOT_READY, BAD_LENGTH):
+            return None
+        raise TierError(f"{self.master_text}: an object of 8 bytes cannot be read (code {code})")
+
+    def write_word(self, name: str, word: bytes, *, replace: bool) -> None:
+        """Write a small object that is never evicted; where one is, it stays, or is replaced.
+
+        Raises:
+            TierError: it is not written.
+        """
+        write = self._store.batch_upsert_from if replace else self._store.batch_put_from
+        with self.buffer(8) as (memory, address):
+            memory[:8] = word
+            (code,) = self._call(write, [name], [address], [8], self._pinned)
+        if code != DONE:
+            raise TierError(
+                f"{self.master_text}: an object of 8 bytes cannot be written (code {code});"
+                " is a store there, with room?"
+            )
+
+    @contextmanager
+    def buffer(self, nbytes: int) -> Iterator[tuple[memoryview, int]]:
+        """Registered memory of at least this size, and where it begins."""
+        with self._lock:
+            fitting = [free for free in self._free if len(free) >= nbytes]
+            memory = min(fitting, key=len, default=None)
+            if memory is not None:
+                self._free.remove(memory)
+        if memory is None:
+            rounded = -(-max(nbytes, 1) // _BUFFER_BYTES) * _BUFFER_BYTES
+            memory = memoryview(mmap.mmap(-1, rounded))
+            self._register(memory)
+        try:
+            yield memory, address_of(memory)
+        finally:
+            with self._lock:
+                self._free.append(memory)
+
+    def close(self) -> None:
+        """End; what this node's segment held is lost to the cluster."""
+        self._store.close()
+
+    @property
+    def master_text(self) -> str:
+        """The master, as messages name it."""
+        return f"Mooncake's master {self._master[0]}:{self._master[1]}"
+
+    def _register(self, memory: memoryview) -> None:
+        code = self._store.register_buffer(address_of(memory), len(memory))
+        if code != DONE:
+            raise TierError(
+                f"Mooncake cannot register {len(memory)} bytes (code {code}); with RDMA the process"
+                " must be allowed to lock them: LimitMEMLOCK=infinity, or ulimit -l unlimited"
+            )
+
+    def _call(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the library. All its calls may be made twice.
+
+        Connections that it has kept of a master that has ended since fail at once, one after the
+        other, also when the master is back.
+        """
+        for _ in range(_STALE_CONNECTIONS):
+            if self._away:
+                self._reach(_PROBE_SECONDS)
+            begin = time.monotonic()
+            codes = method(*arguments)
+            self._away = any(code in MASTER_AWAY for code in codes)
+            if not self._away or time.monotonic() - begin > _AT_ONCE_SECONDS:
+                break
+        return codes
+
+    def _reach(self, seconds: float) -> str:
+        """Connect to the master; this node's address on the way there."""
+        try:
+            with socket.create_connection(self._master, timeout=seconds) as connection:
+                host: str = connection.getsockname()[0]
+                return host
+        except OSError as error:
+            raise TierError(
+                f"{self.master_text} does not answer ({error}); start mooncake_master there,"
+                " or correct master="
+            ) from error
+
+
+def piece_bytes(nbytes: int) -> int:
+    """What a piece of a buffer takes, with what comes before the next one."""
+    return -(-nbytes // _PIECE_BYTES) * _PIECE_BYTES
+
+
+def only_code(codes: Sequence[int]) -> int | None:
+    """The code with which everything failed; None where something did not."""
+    return codes[0] if codes and all(code == codes[0] < 0 for code in codes) else None
+
+
+def _library() -> Any:
+    for name, value in _LIMITS.items():
+        os.environ.setdefault(name, value)
+    try:
+        from mooncake import store  # noqa: PLC0415  # large, and starts threads
+    except ImportError as error:
+        raise TierError(
+            f"Mooncake's client cannot be loaded ({error}); it needs {LIBRARIES} of the system,"
+            f" and: {INSTALL}"
+        ) from error
+    return store
