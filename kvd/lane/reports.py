@@ -213,7 +213,7 @@ class Reporter:
     @property
     def counted(self) -> dict[str, Any]:
         """The counts by name, with connections that were closed because they speak no ZMTP."""
-        dropped = self.counts.dropped_frames + self.server.dropped
+        dropped = self.counts.dropped_frames + self.server.num_invalid
         counted: dict[str, Any] = msgspec.to_builtins(replace(self.counts, dropped_frames=dropped))
         return counted
 

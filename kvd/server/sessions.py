@@ -129,7 +129,7 @@ class SessionServer:
 
     def report_drops(self) -> None:
         """Report dropped frames and replies to the broker."""
-        num_dropped_frames = self._num_dropped_frames + self._server.dropped
+        num_dropped_frames = self._num_dropped_frames + self._server.num_invalid
         self._core.messages_dropped(num_dropped_frames, self._num_dropped_replies)
 
     # -------------------------------------------------------- begin and end

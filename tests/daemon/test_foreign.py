@@ -110,7 +110,7 @@ def test_a_user_whose_file_systems_hold_threads_is_refused_until_they_answer(
 
     error = eventually(refusal)
     assert code_of(error) is ErrorCode.LIMIT
-    assert "threads wait for files of uid" in text_of(error)
+    assert "threads wait to close files that processes of uid" in text_of(error)
     with RawClient(daemon.runtime_dir) as another:
         assert isinstance(another.hello(), Welcome)
     slow.give_up()
