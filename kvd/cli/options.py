@@ -127,8 +127,8 @@ def _option(known: Setting) -> Callable[[F], F]:
         # Text: values are checked where those of the file are, so that messages agree.
         metavar="|".join(known.choices) or known.metavar,
         help=f"{known.help}{live} [default: {known.default}]",
-        multiple=known.many,
-        callback=_joined if known.many else None,
+        multiple=known.repeatable,
+        callback=_joined if known.repeatable else None,
         shell_complete=lambda _context, _option, begin: [
             word for word in known.choices if word.startswith(begin)
         ],

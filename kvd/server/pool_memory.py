@@ -251,12 +251,12 @@ class PoolMemory:
         far_bytes = 0.0
         for pool_range in self._ranges:
             range_bytes = pool_range.end - pool_range.begin
-            for node, share in numa.shares_of(self.fd, pool_range.begin, pool_range.end).items():
+            for node, share in numa.node_shares(self.fd, pool_range.begin, pool_range.end).items():
                 bytes_on[node] += share * range_bytes
                 if pool_range.node is not None and node != pool_range.node.number:
                     far_bytes += share * range_bytes
         shares = {node: nbytes / self.nbytes for node, nbytes in sorted(bytes_on.items())}
-        text = f"the pool's memory: {numa.described(shares) or 'its nodes are unknown'}"
+        text = f"the pool's memory: {numa.describe_shares(shares) or 'its nodes are unknown'}"
         if far_bytes <= _MAX_FAR_SHARE * self.nbytes:
             return LogEvent(text)
         return LogEvent(

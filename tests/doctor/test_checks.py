@@ -180,7 +180,7 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("swap", Level.WARN, "1 GiB", {"swap_used": GIB}),
     ("cgroup", Level.FAIL, "memory.max", {"cgroup": MemoryLimit(Path("/g"), 9 * GIB, 0)}),
     ("pool directory", Level.FAIL, "no such directory", pool(filesystem=None)),
-    ("pool directory", Level.FAIL, "no memory", shm(kind="ext4")),
+    ("pool directory", Level.FAIL, "not in memory", shm(kind="ext4")),
     ("pool directory", Level.FAIL, "not writable", pool(writable=False)),
     (
         "pool directory",
