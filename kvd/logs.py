@@ -295,9 +295,9 @@ def configure(level: str, style: str, process: str, **context: Any) -> None:
         context: identifiers added to every line of JSON.
     """
     handler = QueuedHandler(STDERR)
-    shown = style if style == "json" else _text_style(os.environ)
+    line_style = style if style == "json" else _text_style(os.environ)
     handler.setFormatter(
-        LineFormatter(shown, process, {"process": process.split(maxsplit=1)[0], **context})
+        LineFormatter(line_style, process, {"process": process.split(maxsplit=1)[0], **context})
     )
     logging.basicConfig(handlers=[handler], force=True)
     logging.captureWarnings(capture=True)

@@ -83,9 +83,9 @@ def _print_tiers(console: Console, tiers: list[dict[str, Any]]) -> None:
     columns = ("used", "chunks", "kept", "hits", "get p50 / p99", "set aside", "last error")
     _print_table(console, "Tiers", ("tier", "state", *columns), rows)
     for tier in tiers:
-        how = f": {tier['described']}" if tier["described"] else ""
+        description = f": {tier['described']}" if tier["described"] else ""
         pid = f", pid {tier['pid']}" if tier["pid"] else ""
-        console.print(Text(f"{tier['name']} is {tier['setting']}{pid}{how}", "dim"))
+        console.print(Text(f"{tier['name']} is {tier['setting']}{pid}{description}", "dim"))
 
 
 def print_namespaces(namespaces: list[dict[str, Any]], *, wide: bool = False) -> None:
@@ -293,10 +293,10 @@ def kv_event_text(report: Report) -> str:
     if not counters["kv_events"]:
         return ""
     lags = [engine["published"]["lag_max_seconds"] for engine in report["engines"]]
-    late = max(lags, default=0.0)
+    max_lag = max(lags, default=0.0)
     snapshots, overruns = counters["kv_event_snapshots"], counters["kv_event_overruns"]
     return (
-        f"{latency(late)} late at most; {several(snapshots, 'snapshot')},"
+        f"{latency(max_lag)} late at most; {several(snapshots, 'snapshot')},"
         f" {several(overruns, 'overrun')}"
     )
 

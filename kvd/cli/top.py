@@ -116,12 +116,12 @@ def _live(runtime_dir: Path, interval: float, *, wide: bool) -> None:
         while True:
             try:
                 restarts += _add_report(history, runtime_dir)
-                shown = picture(history, restarts, live.console.height, wide=wide)
+                view = picture(history, restarts, live.console.height, wide=wide)
             except SocketAccessDenied:  # waiting does not help
                 raise
             except NotRunning as error:
-                shown = waiting(runtime_dir, str(error))
-            live.update(shown, refresh=True)
+                view = waiting(runtime_dir, str(error))
+            live.update(view, refresh=True)
             if next_key(interval) == "q":
                 return
 

@@ -378,5 +378,5 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return quotas_of(self.quota, cpu_bytes)
 
 
-SETTINGS: dict[str, Setting] = {known.key: known for known in settings_of(Settings)}
+SETTINGS: dict[str, Setting] = {setting.key: setting for setting in settings_of(Settings)}
 """All settings by key, in the order of the sample file."""

@@ -209,7 +209,7 @@ class TierSetting:
 
 def split_tiers(text: str) -> list[str]:
     """Split a text into tiers, separated by semicolons or white space."""
-    return [part for part in _SEPARATOR.split(text.strip()) if part]
+    return [item for item in _SEPARATOR.split(text.strip()) if item]
 
 
 def parse_tier(text: str) -> TierSetting:
@@ -297,9 +297,9 @@ def tier_directory_conflicts(
         earlier.append(directory)
 
 
-def _directory_conflict(tier: TierSetting, how: str, which: str) -> str:
+def _directory_conflict(tier: TierSetting, relation: str, other: str) -> str:
     return (
-        f"{tier.text!r}: its directory {how} ({which}); give the tier a"
+        f"{tier.text!r}: its directory {relation} ({other}); give the tier a"
         f" directory of its own, such as {tier.kind}:/var/lib/kvd/tier"
     )
 

@@ -43,26 +43,26 @@ def start_process(
     Raises:
         OSError: the process could not be started; nothing is left behind.
     """
-    ours, theirs = socket.socketpair(socket.AF_UNIX)
-    with theirs:
+    broker_end, child_end = socket.socketpair(socket.AF_UNIX)
+    with child_end:
         try:
-            number = theirs.fileno()
+            child_fd = child_end.fileno()
             process = subprocess.Popen(
                 # -P: import nothing from the daemon's working directory.
-                [sys.executable, "-P", "-m", module, *arguments, str(number)],
-                pass_fds=(number, *fds),
+                [sys.executable, "-P", "-m", module, *arguments, str(child_fd)],
+                pass_fds=(child_fd, *fds),
                 stdin=subprocess.DEVNULL,
                 env=_FOR_CHILDREN
                 | {name: text for name, text in os.environ.items() if name not in _FOR_THE_BROKER},
             )
             try:
-                return StartedProcess(process, os.pidfd_open(process.pid), ours)
+                return StartedProcess(process, os.pidfd_open(process.pid), broker_end)
             except OSError:
                 process.kill()
                 process.wait()
                 raise
         except OSError:
-            ours.close()
+            broker_end.close()
             raise
 
 
@@ -113,7 +113,7 @@ class Child:
         self._delay = _FIRST_DELAY
         self._start_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
-        self._killed_because = ""
+        self._kill_reason = ""
         self._polls_for_write = False
         self.link: Channel | None = None
         self.pidfd = -1
@@ -167,9 +167,9 @@ class Child:
         except EOFError:
             return  # the process is exiting; `turn` reaps it
         except (ChannelFull, OSError) as error:
-            why = f"its orders cannot be sent: {error}"
-            log.error("%s is killed: %s", self.name, why, extra=self.fields)  # noqa: TRY400  # no bug
-            self.kill(why)
+            reason = f"its orders cannot be sent: {error}"
+            log.error("%s is killed: %s", self.name, reason, extra=self.fields)  # noqa: TRY400  # no bug
+            self.kill(reason)
             return
         self._poll_for_write()
 
@@ -208,10 +208,10 @@ class Child:
         except DescriptorsLost as error:
             self.kill(f"the broker could not receive descriptors: {error}; {open_files_remedy()}")
 
-    def kill(self, why: str = "the daemon stops") -> None:
+    def kill(self, reason: str = "the daemon stops") -> None:
         """Send SIGKILL; messages that the process has sent can still be received."""
         if self._process is not None:
-            self._killed_because = self._killed_because or why
+            self._kill_reason = self._kill_reason or reason
             self._process.kill()
 
     def close_link(self) -> None:
@@ -227,7 +227,7 @@ class Child:
             return ""
         self.close_link()
         code = self._process.wait()
-        why, self._killed_because = self._killed_because, ""
+        reason, self._kill_reason = self._kill_reason, ""
         self._process = None
         self._poller.unregister(self.pidfd)
         os.close(self.pidfd)
@@ -237,8 +237,8 @@ class Child:
             self._start_at = now + self._pause
         else:
             self._back_off(now)
-        if code == -signal.SIGKILL and why:
-            return f"killed by kvd: {why}"
+        if code == -signal.SIGKILL and reason:
+            return f"killed by kvd: {reason}"
         return f"killed by signal {-code}" if code < 0 else f"exit status {code}"
 
     def _poll_for_write(self) -> None:

@@ -118,7 +118,7 @@ class Children:
             self._poller,
             decode=LINK.decode,
             on_message=partial(self._on_lane_message, device),
-            on_end=lambda why, _: self._execute(self._core.supervision.lost(device, why)),
+            on_end=lambda reason, _: self._execute(self._core.supervision.lost(device, reason)),
         )
         return lane
 
@@ -179,9 +179,9 @@ class Children:
         self.tiers[index].served |= isinstance(message, TierReady)
         self._execute(self._core.tiering.received(index, message, now))
 
-    def _on_tier_end(self, index: int, why: str, now: float) -> None:
+    def _on_tier_end(self, index: int, reason: str, now: float) -> None:
         if not self._core.state.stopping:
-            self._execute(self._core.tiering.lost(index, why, now))
+            self._execute(self._core.tiering.lost(index, reason, now))
 
     def send_to_lane(self, device: str, message: Message, fds: Sequence[int]) -> None:
         """Send an order to a lane; kill it instead if it is to stop before it has begun."""
@@ -243,7 +243,7 @@ class HttpProcess:
             poller,
             decode=lambda frame: (None, frame),
             on_message=self._on_message,
-            on_end=lambda why, _: log.warning("the HTTP process has ended: %s", why),
+            on_end=lambda reason, _: log.warning("the HTTP process has ended: %s", reason),
             pause=_PAUSE_SECONDS,
         )
         self._start_at: float | None = None
@@ -270,8 +270,8 @@ class HttpProcess:
             self._start_at = now + _HTTP_AFTER_SECONDS
         if self._child.running:
             self._child.turn(ready, now)
-            if why := self._state.check(now, _HTTP_SILENT_SECONDS):
-                self._child.kill(why)
+            if reason := self._state.check(now, _HTTP_SILENT_SECONDS):
+                self._child.kill(reason)
         elif self._child.due(now):
             client_waiting = any(fd in ready for fd in self._watched_fds)
             if client_waiting or (self._tcp is not None and now >= self._start_at):

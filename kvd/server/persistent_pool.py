@@ -171,8 +171,8 @@ class PersistentPool:
         bounded: epochs have 32 bits and must leave numbers for more restarts.
         """
         now = max(0, min(int(time.time()), _LAST_CLOCK))
-        before = self._previous.epoch if self._previous is not None else 0
-        return max(now, before + 1, (trailer.number >> EPOCH_SHIFT) + 1)
+        previous_epoch = self._previous.epoch if self._previous is not None else 0
+        return max(now, previous_epoch + 1, (trailer.number >> EPOCH_SHIFT) + 1)
 
     def _load_previous(self, cpu_bytes: int) -> tuple[str, _Ledgers]:
         """Remove drafts; return the pool's name and the previous ledgers to reuse, mapped."""

@@ -458,16 +458,16 @@ class ResetFile(ResetTable):
         finally:
             os.close(fd)
 
-    def _report_failure(self, why: str) -> str:
+    def _report_failure(self, reason: str) -> str:
         """Log the reason unless it was logged last time; return the text for the reply."""
-        if why != self._failed:
-            self._failed = why
+        if reason != self._failed:
+            self._failed = reason
             log.error(
                 "%s; until then a reset is answered as failed and retried, since tiers might miss"
                 " it after the next start: free space there, or let this user write there",
-                why,
+                reason,
             )
         return (
-            f"{why}; the chunks are dropped, but a tier might miss the reset after the daemon's"
+            f"{reason}; the chunks are dropped, but a tier might miss the reset after the daemon's"
             " next start: free space there, and retry"
         )

@@ -237,19 +237,19 @@ class Server:
             self._update_events(client)
         return not client.closed
 
-    def disconnect(self, client: Client, why: str, limit: str = "") -> None:
+    def disconnect(self, client: Client, reason: str, limit: str = "") -> None:
         """End a client's connection; send it the reason, and log it."""
         if client.closed:
             return
         code = ErrorCode.LIMIT if limit else ErrorCode.BAD_MESSAGE
         with contextlib.suppress(ChannelFull, EOFError):
-            client.channel.send(WIRE.encode(Error.of(code, why)))
+            client.channel.send(WIRE.encode(Error.of(code, reason)))
         if limit:
             self.limits[limit] += 1
         else:
             self.num_invalid += 1
         text = "a connection of pid %d (uid %d) is closed: %s"
-        log.warning(text, client.peer.pid, client.peer.uid, why)
+        log.warning(text, client.peer.pid, client.peer.uid, reason)
         self.end(client)
 
     def _disconnect_out_of_files(self, client: Client) -> None:
