@@ -123,48 +123,54 @@ class PoolMemory:
         try:
             filesystem = Filesystem.of(path.parent)
             self.nbytes = filesystem.whole_pages(nbytes)
-            trailer_bytes = filesystem.whole_pages(TRAILER_BYTES)
-            self.file_bytes = self.nbytes + trailer_bytes
+            self.file_bytes = self.nbytes + filesystem.whole_pages(TRAILER_BYTES)
             self._step = max(_STEP, filesystem.page_bytes)
             self.fill = FillOrder.of(self.nbytes, filesystem.page_bytes)
-            num_lanes = (
-                pinning_lanes(engine.layouts, engine.devices) if engine is not None else None
-            )
-            if shortage := PoolLimits.of(path.parent, allocated_bytes(path), num_lanes).shortage(
-                nbytes
-            ):
+            lanes = pinning_lanes(engine.layouts, engine.devices) if engine is not None else None
+            limits = PoolLimits.of(path.parent, allocated_bytes(path), lanes)
+            if shortage := limits.shortage(nbytes):
                 raise PoolError(str(shortage))
             gpus = numa.gpu_nodes(os.sched_getaffinity(0))
             self._ranges = pool_ranges(nbytes, filesystem, gpus, engine)
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            if create_anew:
-                remove_tree(path)
-                flags |= os.O_EXCL
-            self.fd = os.open(path, flags, 0o600)
-            with contextlib.ExitStack() as undo:
-                undo.callback(os.close, self.fd)
-                status = os.fstat(self.fd)
-                allocated, size = status.st_blocks * 512, status.st_size
-                self.fresh = not allocated
-                if self.fresh:
-                    undo.callback(path.unlink)
-                else:
-                    undo.callback(os.ftruncate, self.fd, size)
-                os.ftruncate(self.fd, max(self.file_bytes, size))
-                if allocated >= max(self.file_bytes, size):
-                    self.allocated = self.nbytes
-                else:
-                    os.posix_fallocate(self.fd, self.nbytes, trailer_bytes)
-                undo.pop_all()
+            self._size_before: int | None = self._open_file(create_anew=create_anew)
         except OSError as error:
-            raise PoolError(f"{path}: the pool cannot be made: {error.strerror}") from error
-        self._size_before: int | None = size
+            raise PoolError(f"{path}: the pool cannot be created: {error.strerror}") from error
         # Lanes touch the allocated prefix. Which pages of a partly allocated file exist is unknown,
         # so lanes wait until all of it is allocated.
         self._partly_allocated = not self.fresh and not self.allocated
         self._had_exclusive_lock = False
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+
+    def _open_file(self, *, create_anew: bool) -> int:
+        """Open and extend the file, and allocate the trailer's pages; return the previous size.
+
+        On an error the file is as before.
+
+        Raises:
+            OSError: the file cannot be opened or extended.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        if create_anew:
+            remove_tree(self.path)
+            flags |= os.O_EXCL
+        self.fd = os.open(self.path, flags, 0o600)
+        with contextlib.ExitStack() as undo:
+            undo.callback(os.close, self.fd)
+            status = os.fstat(self.fd)
+            allocated, size = status.st_blocks * 512, status.st_size
+            self.fresh = not allocated
+            if self.fresh:
+                undo.callback(self.path.unlink)
+            else:
+                undo.callback(os.ftruncate, self.fd, size)
+            os.ftruncate(self.fd, max(self.file_bytes, size))
+            if allocated >= max(self.file_bytes, size):
+                self.allocated = self.nbytes
+            else:
+                os.posix_fallocate(self.fd, self.nbytes, self.file_bytes - self.nbytes)
+            undo.pop_all()
+        return size
 
     def map_trailer(self) -> mmap.mmap:
         """Map the trailer.
