@@ -128,9 +128,9 @@ _namespace_option = click.option(
 def clear(*, runtime_dir: Path, namespace: str | None, yes: bool) -> None:
     """Drop every chunk, of all namespaces or of one.
 
-    Engines go on; what they look for is a miss and computed anew. Stores that are
-    under way are given up. Chunks that a load has pinned are found by nobody any
-    more and go when the load has ended. Namespaces that no engine uses are closed.
+    Engines go on: their lookups miss, and they compute. Stores in flight are dropped. Chunks that a
+    load has pinned are no longer found, and dropped when the load ends. Namespaces without an
+    engine are closed.
 
     \b
     Examples:
@@ -160,11 +160,10 @@ def clear(*, runtime_dir: Path, namespace: str | None, yes: bool) -> None:
     help="Since a chunk was stored or last used, such as 1h or 2d.",
 )
 def evict(*, runtime_dir: Path, namespace: str | None, older_than: float) -> None:
-    """Drop the chunks that were of no use for some time.
+    """Drop the chunks that were not used for some time.
 
-    A chunk is of use when a request stores, loads or offers it. Pinned
-    chunks are in use and stay. Room that becomes free by it is free for every
-    namespace.
+    A chunk is used when a request stores, loads or offers it. Pinned chunks stay. Every namespace
+    can use the freed space.
 
     \b
     Examples:
@@ -190,12 +189,10 @@ def evict(*, runtime_dir: Path, namespace: str | None, older_than: float) -> Non
 def drain(*, runtime_dir: Path, wait: float) -> None:
     """Take no new stores until `kvd resume`; the daemon is then not ready.
 
-    Engines notice nothing but that their stores are refused. Stores that have
-    begun are finished. Loads are served as before, also new ones: what is cached
-    is of use until the daemon stops. With --wait the command returns when every
-    store and every load that had begun before the drain has ended; exit status 1
-    says that some had not in time, and which. The drain lasts, whatever engines
-    come and go, until `kvd resume` or the end of the daemon.
+    New stores are refused, stores in flight are finished, and loads are served as before. With
+    --wait the command returns when all stores and loads that were in flight at the drain have
+    ended; exit status 1: some had not in time. The drain lasts until `kvd resume` or the end of the
+    daemon.
 
     \b
     Examples:
