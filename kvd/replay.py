@@ -1,16 +1,20 @@
 """Replay a trace of requests through eviction policies: what each request finds in a pool.
 
-`read_trace` reads three forms, recognized by a file's name and its first line:
+A request finds the chunks of its prompt up to the first that is missing. Then all its chunks are in
+the pool, as far as they fit; each has been used once, the head of the prompt last, so that the head
+stays longest.
 
-- Mooncake's: a line of JSON a request, with `timestamp` (ms), `input_length` (tokens) and
-  `hash_ids`, one id for each `tokens_per_id` tokens, the last one for what is left.
-- LMCache's: a line of JSON a request, with `timestamp` (µs) and the prompt's text as `input`.
-- kv-cache-tester's: a file NAME.json a conversation, with `block_size` and `requests`, each with
-  `t` (s) and `hash_ids`; requests of a sub-agent are nested, their times relative.
+`read_trace` reads three forms, recognized by a file's name and first line:
 
-A folder holds one conversation a file. The files say when a request came within its
-conversation, but not how conversations overlapped: `users` of them run at a time, in the order of
-the files' names, each user beginning the next when its last one has ended.
+- Mooncake's: one JSON line per request, with `timestamp` (ms), `input_length` (tokens) and
+  `hash_ids`, one id for each `tokens_per_id` tokens, the last one for the rest.
+- LMCache's: one JSON line per request, with `timestamp` (µs) and the prompt's text as `input`.
+- kv-cache-tester's: a file NAME.json per conversation, with `block_size` and `requests`, each with
+  `t` (s) and `hash_ids`; requests of a sub-agent are nested, with times relative to its start.
+
+A folder holds one conversation per file. The files give the times within a conversation, but not
+how conversations overlapped: `users` of them run at a time, in the order of the files' names, and
+each user begins the next one when the last one has ended.
 """
 
 import heapq
@@ -33,7 +37,7 @@ TOKENS_PER_ID = 512
 USERS = 20
 GHOSTS_PER_SLOT = 2.0
 NEVER = math.inf
-_PIECE_CHARACTERS, _PIECE_TOKENS = 256, 64  # of a prompt's text: four characters a token
+_PIECE_CHARACTERS, _PIECE_TOKENS = 256, 64  # of a prompt's text: four characters per token
 _LINE_FORMS = 'a line is {"timestamp": ms, "input_length": tokens, "hash_ids": [...]}'
 
 Chunks = npt.NDArray[np.int32]
@@ -44,7 +48,7 @@ _Tokens = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class TracedRequest(NamedTuple):
-    """A request: when it came (s), its prompt's tokens, and its chunks' numbers in order."""
+    """A request: its time (s), its number of prompt tokens, and its chunks' numbers in order."""
 
     time: float
     tokens: int
@@ -52,9 +56,9 @@ class TracedRequest(NamedTuple):
 
 
 class Trace(NamedTuple):
-    """Requests in the order in which they came; their chunks are numbered 0..num_chunks - 1.
+    """Requests in the order of time; their chunks are numbered 0..num_chunks - 1.
 
-    Chunks have the same number where they and all before them are the same.
+    Chunks have the same number if they and all chunks before them are equal.
     """
 
     requests: list[TracedRequest]
@@ -63,7 +67,7 @@ class Trace(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of all prompts."""
+        """The number of tokens of all prompts."""
         return sum(request.tokens for request in self.requests)
 
 
@@ -103,14 +107,14 @@ def read_trace(
     ids_per_chunk: int = 1,
     users: int = USERS,
 ) -> Trace:
-    """Read a trace: a file, or a folder with a conversation a file.
+    """Read a trace: a file, or a folder with one conversation per file.
 
     Args:
         path: the file or folder.
-        tokens_per_id: of Mooncake's form, which does not say it.
-        ids_per_chunk: above 1, that many ids make a chunk, and what is left of a prompt is no
-            chunk, as in a pool.
-        users: of a folder, conversations at a time.
+        tokens_per_id: for Mooncake's form, which does not state it.
+        ids_per_chunk: ids that make a chunk; above 1 the rest of a prompt is no chunk, as in a
+            pool.
+        users: for a folder, the number of conversations at a time.
 
     Raises:
         TraceError: names the file, the line, what is wrong there, and the remedy.
@@ -136,32 +140,32 @@ class _TraceReader:
     """Reads files of one trace, and numbers its chunks."""
 
     def __init__(self, tokens_per_id: int, ids_per_chunk: int) -> None:
-        self.tokens_per_id = tokens_per_id  # of another form: what its first file says
-        self.numbers: dict[tuple[int, Hashable], int] = {}  # (chunk before, own ids): number
+        self.tokens_per_id = tokens_per_id  # replaced if a file states it
+        self.numbers: dict[tuple[int, Hashable], int] = {}  # by parent chunk and own ids
         self._ids_per_chunk = ids_per_chunk
-        self._roots = count(-2, -1)  # what stands before a conversation's first chunk
+        self._roots = count(-2, -1)  # parents of conversations' first chunks
         self._form: str | None = None
 
     def read(self, path: Path) -> list[TracedRequest]:
-        """The requests of a file, in its order."""
+        """Return the requests of a file, in its order."""
         if path.suffix == ".json":
             return self._conversation(path)
         return list(self._lines(path))
 
     def _lines(self, path: Path) -> Iterator[TracedRequest]:
-        text = False
+        is_text = False
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
-                place = f"{path}:{number}"
+                location = f"{path}:{number}"
                 if number == 1:
-                    text = b'"hash_ids"' not in line and b'"input"' in line
-                    self._set_form(path, "text" if text else "ids")
-                yield self._text_line(place, line) if text else self._ids_line(place, line)
+                    is_text = b'"hash_ids"' not in line and b'"input"' in line
+                    self._set_form(path, "text" if is_text else "ids")
+                yield self._text_line(location, line) if is_text else self._ids_line(location, line)
 
     def _set_form(self, path: Path, form: str, tokens_per_id: int | None = None) -> None:
-        """Note the form, and how many tokens an id stands for; all files have the same."""
+        """Set the form and the tokens of an id, or refuse a file that differs from earlier ones."""
         tokens = {"text": _PIECE_TOKENS}.get(form, tokens_per_id or self.tokens_per_id)
         if self._form is None:
             self._form, self.tokens_per_id = form, tokens
@@ -171,19 +175,19 @@ class _TraceReader:
                 f" {self.tokens_per_id}; keep them in folders of their own"
             )
 
-    def _ids_line(self, place: str, line: bytes) -> TracedRequest:
-        request = _decode(place, line, _IdsLine)
+    def _ids_line(self, location: str, line: bytes) -> TracedRequest:
+        request = _decode(location, line, _IdsLine)
         tokens, ids, size = request.input_length, request.hash_ids, self.tokens_per_id
         if len(ids) not in {tokens // size, math.ceil(tokens / size)}:
-            near = 2 ** max(0, round(math.log2(max(1, tokens) / max(1, len(ids)))))
+            guess = 2 ** max(0, round(math.log2(max(1, tokens) / max(1, len(ids)))))
             raise TraceError(
-                f"{place}: {len(ids):,} hash_ids for input_length = {tokens:,}, where"
-                f" --tokens-per-id {size} needs {math.ceil(tokens / size):,}; {near} would fit"
+                f"{location}: {len(ids):,} hash_ids for input_length = {tokens:,}, where"
+                f" --tokens-per-id {size} needs {math.ceil(tokens / size):,}; {guess} would fit"
             )
         return TracedRequest(request.timestamp / 1e3, tokens, self._chain(ids, -1))
 
-    def _text_line(self, place: str, line: bytes) -> TracedRequest:
-        request = _decode(place, line, _TextLine)
+    def _text_line(self, location: str, line: bytes) -> TracedRequest:
+        request = _decode(location, line, _TextLine)
         text, size = request.input, _PIECE_CHARACTERS
         pieces = [text[at : at + size] for at in range(0, len(text) - size + 1, size)]
         tokens = math.ceil(len(text) * _PIECE_TOKENS / size)
@@ -206,20 +210,20 @@ class _TraceReader:
                 yield TracedRequest(time, entry.tokens, self._chain(entry.hash_ids, root))
 
     def _chain(self, ids: Sequence[Hashable], parent: int) -> Chunks:
-        """The numbers of a prompt's chunks."""
+        """Return the numbers of a prompt's chunks; new chunks get new numbers."""
         size, numbers, chain = self._ids_per_chunk, self.numbers, []
         chunks: Iterator[Hashable] = (
             iter(ids)
             if size == 1
             else (tuple(ids[at : at + size]) for at in range(0, len(ids) - size + 1, size))
         )
-        for own in chunks:
-            parent = numbers.setdefault((parent, own), len(numbers))
+        for ids_of_chunk in chunks:
+            parent = numbers.setdefault((parent, ids_of_chunk), len(numbers))
             chain.append(parent)
         return np.array(chain, np.int32)
 
 
-def _decode(place: str, data: bytes, form: type[_Json]) -> _Json:
+def _decode(location: str, data: bytes, form: type[_Json]) -> _Json:
     try:
         return msgspec.json.decode(data, type=form)
     except msgspec.DecodeError as error:
@@ -228,11 +232,11 @@ def _decode(place: str, data: bytes, form: type[_Json]) -> _Json:
             if form is _ConversationFile
             else _LINE_FORMS
         )
-        raise TraceError(f"{place}: {error}; {remedy}") from error
+        raise TraceError(f"{location}: {error}; {remedy}") from error
 
 
 def _overlapped(conversations: Iterator[list[TracedRequest]], users: int) -> list[TracedRequest]:
-    """All requests, `users` conversations at a time."""
+    """Return all requests, with `users` conversations at a time."""
     requests: list[TracedRequest] = []
     free_at = [0.0] * users
     for conversation in conversations:
@@ -257,14 +261,14 @@ def replay_policy(
     labels: Sequence[Label] | None = None,
     ghosts_per_slot: float = GHOSTS_PER_SLOT,
 ) -> Hits:
-    """Play a trace through a policy of the broker; chunks that each request finds.
+    """Replay a trace through a policy of the broker; return the chunks that each request finds.
 
     Args:
-        trace: what to play.
+        trace: the requests.
         policy_type: one of `kvd.cache.eviction.POLICIES`.
         num_slots: chunks that the pool holds, at least 1.
-        labels: one for each request; none without.
-        ghosts_per_slot: evicted keys that the policy remembers, by slot of the pool.
+        labels: one for each request, or None.
+        ghosts_per_slot: evicted keys that the policy remembers, per slot of the pool.
     """
     keys = [number.to_bytes(8, "little") for number in range(trace.num_chunks)]
     chunk_in = np.zeros(num_slots, np.int32)
@@ -306,7 +310,7 @@ def replay_policy(
 
 
 def next_uses(trace: Trace) -> list[npt.NDArray[np.int64]]:
-    """For each chunk of each request, the index of the next request with it; else their number."""
+    """Return for each chunk of each request the next request with it; `len(requests)` if none."""
     upcoming = np.full(trace.num_chunks, len(trace.requests), np.int64)
     uses = []
     for index in range(len(trace.requests) - 1, -1, -1):
@@ -317,52 +321,55 @@ def next_uses(trace: Trace) -> list[npt.NDArray[np.int64]]:
 
 
 def replay_belady(trace: Trace, num_slots: int) -> Hits:
-    """What could be found at most: the chunk that is used again last goes first.
+    """Return the most that a request can find: the chunk whose next use is last is evicted first.
 
-    A chunk that is never used again is not kept. The next request with a chunk has all chunks
-    before it, too, so of a request's chunks the deepest are used again last.
+    A chunk that is never used again is not kept. The next request with a chunk also has all chunks
+    before it, so a request's deepest chunks are used again last.
     """
     never = len(trace.requests)
     present = np.zeros(trace.num_chunks, bool)
-    held = 0
-    runs: list[tuple[int, int, int, int]] = []  # (-next use, -end, begin, request): chunks of it
+    num_present = 0
+    runs: list[tuple[int, int, int, int]] = []  # of a request: (-next use, -end, begin, request)
     hits = np.zeros(never, np.int64)
     for index, (request, uses) in enumerate(zip(trace.requests, next_uses(trace), strict=True)):
         chunks = request.chunks
-        found = present[chunks]
-        hits[index] = len(found) if found.all() else int(np.argmin(found))
-        keep = uses < never
-        held += int(np.count_nonzero(keep)) - int(np.count_nonzero(found))
-        present[chunks] = keep
+        was_present = present[chunks]
+        hits[index] = len(was_present) if was_present.all() else int(np.argmin(was_present))
+        used_again = uses < never
+        num_present += int(np.count_nonzero(used_again)) - int(np.count_nonzero(was_present))
+        present[chunks] = used_again
         bounds = [0, *(np.flatnonzero(np.diff(uses)) + 1).tolist(), len(uses)]
         for begin, end in pairwise(bounds):
             if begin < end and uses[begin] < never:
                 heapq.heappush(runs, (-int(uses[begin]), -end, begin, index))
-        while held > num_slots:
+        while num_present > num_slots:
             use, end, begin, owner = heapq.heappop(runs)
-            cut = max(begin, -end - (held - num_slots))
+            cut = max(begin, -end - (num_present - num_slots))
             present[trace.requests[owner].chunks[cut:-end]] = False
-            held -= -end - cut
+            num_present -= -end - cut
             if begin < cut:
                 heapq.heappush(runs, (use, -cut, begin, owner))
     return hits
 
 
 def continuations(trace: Trace) -> list[int]:
-    """For each request the index of the next one with its last whole chunk, or their number."""
-    following = []
+    """Return for each request the index of the next one with its last complete chunk.
+
+    It is `len(requests)` if there is none.
+    """
+    indexes = []
     for request, uses in zip(trace.requests, next_uses(trace), strict=True):
-        whole = min(len(uses), request.tokens // trace.tokens_per_chunk)
-        following.append(int(uses[whole - 1]) if whole else len(trace.requests))
-    return following
+        num_complete = min(len(uses), request.tokens // trace.tokens_per_chunk)
+        indexes.append(int(uses[num_complete - 1]) if num_complete else len(trace.requests))
+    return indexes
 
 
 def return_gaps(trace: Trace) -> list[float]:
-    """Seconds until each request is continued, or NEVER."""
+    """Return the seconds until each request is continued, or NEVER."""
     times = [*(request.time for request in trace.requests), NEVER]
-    return [times[after] - times[i] for i, after in enumerate(continuations(trace))]
+    return [times[next_index] - times[i] for i, next_index in enumerate(continuations(trace))]
 
 
 def labels_for(gaps: Sequence[float]) -> list[Label]:
-    """The labels of requests that are continued after so many seconds."""
+    """Return the labels of requests that are continued after these seconds."""
     return [Label.DONE if gap == NEVER else label_for(gap) for gap in gaps]

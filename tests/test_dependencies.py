@@ -1,11 +1,11 @@
-"""docs/dependencies.md and pyproject.toml name the same packages."""
+"""CONTRIBUTING.md and pyproject.toml name the same packages."""
 
 import re
 import tomllib
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "docs" / "dependencies.md").read_text()
+PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

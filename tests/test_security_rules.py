@@ -1,4 +1,4 @@
-"""Rules about the source that no running test can show; which tests show the rules of security."""
+"""Rules about the source that no running test can show; the tests of security and of real GPUs."""
 
 import ast
 import re
@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TESTING = ROOT / "docs" / "testing.md"
 SHIPPED = sorted(
     file
     for folder in ("kvd", "client/kvd_client", "proto/kvd_proto")
@@ -205,6 +204,85 @@ RULES = {
     ),
 }
 
+# What may go wrong on a real GPU, each with the tests that show that kvd stands it on the test
+# driver, and those of `make gpu`.
+HARDWARE = {
+    "a store before the pool is pinned is taken in part": (
+        "test_lookups_are_answered_while_the_pool_is_pinned_anew",
+    ),
+    "a driver is older than the bindings": (
+        "test_a_driver_that_cannot_serve_is_named_with_the_remedy",
+        "test_a_driver_that_is_older_than_the_bindings_serves_and_is_named",
+        "test_the_version_of_the_driver_is_judged",
+    ),
+    "registered memory has another address for the device": (
+        "test_the_backend_keeps_the_rule",
+        "test_memory_and_pool_are_as_a_model_says",
+    ),
+    "pinning keeps others from the driver, some kernels pin little at a time": (
+        "test_pieces_are_short_and_whole",
+        "test_the_backend_keeps_the_rule",
+    ),
+    "pages lie on another NUMA node than the GPU": (
+        "test_the_nodes_of_gpus_are_those_that_the_kernel_names",
+        "test_memory_lies_where_the_thread_ran_that_allocated_it",
+        "test_each_part_of_a_pool_is_taken_from_the_node_of_its_gpu",
+    ),
+    "cuMemGetAddressRange does not know virtual memory": ("test_segments_are_undone_in_reverse",),
+    "only cuMemMap bounds what a worker claims": ("test_no_more_is_mapped_than_there_is_in",),
+    "a storage lies in several allocations (expandable segments)": (
+        "test_every_rule_is_missed",
+        "test_exported_memory_is_served_too",
+        "test_expandable_segments_are_served_or_refused_with_the_remedy",
+    ),
+    "another thread captures a CUDA graph in global mode": (
+        "test_a_capture_in_another_thread_goes_on",
+    ),
+    "the bindings raise for an unknown code or function": (
+        "test_every_call_of_the_worker_may_fail_once",
+        "test_no_failure_of_the_driver_or_of_torch_reaches_the_engine",
+        "test_a_lost_device_is_a_load_and_a_store_that_fail",
+    ),
+    "an engine on CUDA 12 has cuda-bindings 12.9 (make test-cuda12)": (
+        "test_worker_on_the_test_driver",
+        "test_every_call_may_fail_once",
+    ),
+    "a thread without a context asks about pointers": ("test_every_rule_is_missed",),
+    "legacy IPC between users": (
+        "test_an_error_names_the_users_where_they_differ",
+        "test_memory_of_another_user_has_descriptors",
+        "test_an_engine_of_another_user_is_served_or_told_of_both_users",
+    ),
+    "memory cannot be exported": (
+        "test_worker_on_the_test_driver",
+        "test_expandable_segments_are_served_or_refused_with_the_remedy",
+    ),
+    "an engine that sleeps frees its memory and wakes with other memory": (
+        "test_an_engine_that_sleeps_has_its_memory_back_and_other_memory_when_it_wakes_up",
+        "test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again",
+    ),
+    "a driver copies batches by kernels": (
+        "test_batches_ask_for_the_copy_engines_unless_the_driver_refuses",
+    ),
+    "the exporter of memory dies in a copy": ("test_a_worker_killed_in_a_copy_costs_nobody_else",),
+    "a driver does not close memory, or hangs in it": (
+        "test_memory_that_cannot_be_closed_does_not_end_the_lane",
+        "test_a_close_that_hangs_costs_that_lane_alone",
+    ),
+    "a bad handle fails with 999 or 719, with its context or without": (
+        "test_a_handle_that_the_driver_refuses_costs_its_own_engine_alone",
+        "test_memory_that_ends_two_lanes_is_refused",
+    ),
+    "the compute mode allows one process": (
+        "test_a_device_without_room_for_a_second_process_is_refused",
+    ),
+    "an engine's layout decides how large copies are": (
+        "test_blocks_come_back_as_they_were",
+        "test_a_block_of_all_layers_is_one_fragment",
+        "test_pages_that_are_not_where_vllm_says_are_refused",
+    ),
+}
+
 
 def imported(node: ast.AST) -> Iterator[str]:
     """Top-level names of the modules that a statement imports."""
@@ -254,21 +332,9 @@ def test_the_linters_security_rules_are_on() -> None:
     assert {rule for rule in lint["ignore"] if rule.startswith("S")} == {"S603", "S607", "S108"}
 
 
-def test_every_test_of_what_hardware_may_do_exists() -> None:
-    """The table of traps points at tests that are there, at least one a row."""
-    page = TESTING.read_text().partition("### What would go wrong on hardware")[2]
-    table = page.partition("### ")[0]
-    rows = [line for line in table.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) > 10
-    for row in rows:
-        assert "`tests/" in row.split("|")[2], row
-        for file, name in re.findall(r"`(tests/[\w/]+\.py)::(test_\w+)`", row):
-            assert f"def {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
-
-
-def test_every_rule_has_tests_that_exist() -> None:
-    """Each rule of docs/security.md names test functions of this repository."""
+def test_every_rule_and_trap_has_tests_that_exist() -> None:
+    """Each rule of docs/security.md and each trap of hardware names tests of this repository."""
     files = (ROOT / "tests").rglob("test_*.py")
     existing = {name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())}
-    missing = {rule: set(names) - existing for rule, names in RULES.items()}
-    assert {rule: names for rule, names in missing.items() if names} == {}
+    missing = {of: set(names) - existing for of, names in (RULES | HARDWARE).items()}
+    assert {of: names for of, names in missing.items() if names} == {}

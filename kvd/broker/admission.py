@@ -139,7 +139,7 @@ def auto_size(
     settings: Settings,
     layouts: Sequence[RankLayout],
     available: int,
-    kept: int | None,
+    kept_bytes: int | None,
     lanes: int = 0,
 ) -> tuple[int, str]:
     """Return the size of a pool with ``cpu_bytes = auto``, in bytes, and the explanation.
@@ -151,7 +151,7 @@ def auto_size(
         settings: of the daemon.
         layouts: of the ranks.
         available: bytes of the largest pool that fits, beside the memory that pinning it takes.
-        kept: size of the pool that the previous daemon left, if it can be used.
+        kept_bytes: size of the pool that the previous daemon left, if it can be used.
         lanes: how many times the pool is pinned, see `pinning_lanes`.
 
     Raises:
@@ -164,9 +164,10 @@ def auto_size(
         reserve=settings.reserve_bytes,
         lanes=lanes,
     )
-    if kept and kept != cpu_bytes and abs(kept - cpu_bytes) * KEPT_PART <= cpu_bytes:
-        cpu_bytes = kept
-        explanation += f"; the kept pool of {format_size(kept)} is about as large and is used"
+    difference = abs(kept_bytes - cpu_bytes) if kept_bytes else 0
+    if kept_bytes and 0 < difference * KEPT_PART <= cpu_bytes:
+        cpu_bytes = kept_bytes
+        explanation += f"; the kept pool of {format_size(kept_bytes)} is about as large and is used"
     try:
         size_pool(layouts, cpu_bytes)
     except LayoutError as error:

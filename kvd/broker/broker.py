@@ -114,7 +114,7 @@ class Broker:
     def pool_allocated(self, nbytes: int) -> list[Effect]:
         """Record the allocated bytes of the pool, in the order of `kvd.pool.geometry`."""
         state = self.state
-        was_ready, state.allocated = state.pool_ready, nbytes
+        was_ready, state.allocated_bytes = state.pool_ready, nbytes
         if was_ready or not state.pool_ready:
             return []
         return [LogEvent(f"all {format_size(nbytes)} of the pool are allocated")]

@@ -113,10 +113,10 @@ class Caching:
     def _lend(self, engine: Engine, namespace: Namespace, step: Step, now: float) -> Stepped:
         """Lend an engine slots ahead of need, and as many as it lacked a loan for.
 
-        1. An engine that stores may evict other namespaces' chunks for its loans, but not with its
-           first step: chunks that the daemon has kept stay for the first request.
-        2. A step that only wants slots asks for them in bulk.
-        3. If an engine that stores gets too few, other engines' unused loans end.
+        A step that contains only `wanted` gets slots in bulk, unless it is the engine's first one.
+        Only an engine that stores, or asks in bulk, may evict other chunks for its loans; if it
+        gets too few, other engines' unused loans end. So the chunks that the daemon has kept over a
+        restart are still there for the first request.
         """
         state, table, owner = self._state, namespace.table, engine.number
         is_first, engine.stepped = not engine.stepped, True
@@ -126,7 +126,7 @@ class Caching:
         target = step.wanted if is_bulk else min(step.wanted, lending.most_ahead(num_engines))
         need = min(target, share) - num_lent if 2 * num_lent < target else 0
         need = max(need, min(step.refused, share) - num_lent)
-        if need <= 0 or state.draining or not state.allocated:
+        if need <= 0 or state.draining or not state.allocated_bytes:
             return _NOTHING
         is_storing = bool(step.keys or step.refused or is_bulk)
         usable = state.usable_bytes(engine)

@@ -184,7 +184,7 @@ class Operations:
             if whole:
                 self._state.check_integrity()
         except IntegrityError as error:
-            text = f"what the broker believes contradicts itself: {error}"
+            text = f"the broker's tables contradict each other: {error}"
             violation = Checked(violation=str(error)[:1000], chunks=num_chunks, whole=False)
             yield [request.reply(violation), LogEvent(text, "error")]
         else:

@@ -18,7 +18,7 @@ M = TypeVar("M", bound=Message)
 
 
 class RegisterStep(StrEnum):
-    """How far a registration has come."""
+    """The step of a registration under way."""
 
     UNCHECKED = "unchecked"  # the layout is not checked yet
     WAITING = "waiting"  # for the pool's size, or for a lane that serves

@@ -50,7 +50,7 @@ class BrokerState:
     usage: reads the time and the process's figures.
     failed_lanes: when a device's lane failed to start last, and why.
     gone_lanes: counts of lanes that were dropped.
-    allocated: allocated bytes of the pool, in the order of `kvd.pool.geometry`.
+    allocated_bytes: of the pool, in the order of `kvd.pool.geometry`.
     stopping: a signal has come and lanes end, which nothing undoes; Resume undoes `drain`.
     lookups, kv_events: totals of all engines.
     tiers: below the pool, in order.
@@ -65,7 +65,7 @@ class BrokerState:
     fatal_imports: FatalImports = field(default_factory=FatalImports)
     gone_lanes: LaneCounts = field(default_factory=LaneCounts)
     namespaces: Namespaces | None = None
-    allocated: int = 0
+    allocated_bytes: int = 0
     stopping: bool = False
     drain: OperatorDrain | None = None
     started: float = 0.0
@@ -101,7 +101,9 @@ class BrokerState:
     @property
     def pool_ready(self) -> bool:
         """Whether all of the pool's memory is allocated."""
-        return self.namespaces is not None and self.allocated >= self.namespaces.pool.fill.nbytes
+        return (
+            self.namespaces is not None and self.allocated_bytes >= self.namespaces.pool.fill.nbytes
+        )
 
     @property
     def pool_usable(self) -> bool:
@@ -112,7 +114,7 @@ class BrokerState:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of the pool that are allocated and pinned by every lane that pins."""
-        return min([self.allocated, *(lane.usable_bytes for lane in self.pinning)])
+        return min([self.allocated_bytes, *(lane.usable_bytes for lane in self.pinning)])
 
     def usable_bytes(self, engine: Engine) -> int | None:
         """Return the bytes of the pool that are allocated and that the engine's lanes can copy.
@@ -121,7 +123,7 @@ class BrokerState:
         """
         if self.namespaces is None:
             return 0
-        usable = self.allocated
+        usable = self.allocated_bytes
         for worker in engine.workers.values():
             if worker.registration is not None:
                 usable = min(usable, self.lanes[worker.registration.device].usable_bytes)

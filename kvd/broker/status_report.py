@@ -75,7 +75,7 @@ def _drain(state: BrokerState, drain: OperatorDrain, now: float) -> dict[str, An
 
 def _pool(state: BrokerState) -> dict[str, Any]:
     if state.namespaces is None:
-        return asdict(schema.PoolStatus(0, 0, state.allocated, []))
+        return asdict(schema.PoolStatus(0, 0, state.allocated_bytes, []))
     pool = state.namespaces.pool
     quotas = [
         report_of(
@@ -85,7 +85,7 @@ def _pool(state: BrokerState) -> dict[str, Any]:
         )
         for group in pool.quotas
     ]
-    return report_of(schema.PoolStatus, pool, allocated_bytes=state.allocated, quotas=quotas)
+    return report_of(schema.PoolStatus, pool, allocated_bytes=state.allocated_bytes, quotas=quotas)
 
 
 def _namespace(state: BrokerState, namespace: Namespace) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def _lane(state: BrokerState, lane: Lane, now: float) -> dict[str, Any]:
         seconds_since_heard=round(now - lane.child.heard_at, 3) if lane.up else None,
         oldest_job_seconds=lane.pong.oldest_job_ns / 1e9,
         pool_bytes=state.pool_bytes or 0,
-        usable_bytes=min(lane.usable_bytes, state.allocated) if lane.up else 0,
+        usable_bytes=min(lane.usable_bytes, state.allocated_bytes) if lane.up else 0,
         pin_error=lane.pool_error,
     )
 
@@ -157,7 +157,7 @@ def _lane(state: BrokerState, lane: Lane, now: float) -> dict[str, Any]:
 def _tier(tier: TierProcess, now: float) -> dict[str, Any]:
     breaker = tier.breaker
     return report_of(
-        schema.TierReport,
+        schema.TierStatus,
         *(tier, tier.setting, tier.info),
         setting=tier.setting.text,
         state="up" if tier.up else "down" if tier.child.pid else "starting",
@@ -220,15 +220,15 @@ def _pool_check(state: BrokerState) -> CheckStatus:
         text = f"lane {failed[0].device}: {failed[0].pool_error}"
         return CheckStatus("pool", ok=False, text=text, percent=percent)
     if not state.pool_ready:
-        text = f"{format_size(state.allocated)} of {format_size(total)} are allocated"
+        text = f"{format_size(state.allocated_bytes)} of {format_size(total)} are allocated"
     else:
         slowest = min(pinning, key=lambda lane: lane.usable_bytes)
         text = (
             f"lane {slowest.device} has pinned {format_size(slowest.usable_bytes)} of"
             f" {format_size(total)}"
         )
-    left = state.progress.seconds_left(total)
-    estimate = f", about {duration(left)} left" if left else ""
+    seconds_left = state.progress.seconds_left(total)
+    estimate = f", about {duration(seconds_left)} left" if seconds_left else ""
     return CheckStatus(
         "pool", ok=False, text=f"{text} ({percent:.0f} %{estimate})", percent=percent
     )

@@ -1,9 +1,9 @@
 """Everything that is counted, by the part of the daemon that counts it.
 
-Increments are plain: `counts.stored += 1`, where it happens: jobs' stages in the lane, lookups in
-the engines, which report totals of their session, so that the broker adds differences and nothing
-counts twice. The counts of lanes, namespaces and engines are added up in the report's `counters`,
-those of parts that are gone included.
+Increments are plain, `counts.stored += 1`, and stand where the event happens: jobs' stages in the
+lane, lookups in the engines. Engines report totals of their session; the broker adds differences,
+so nothing counts twice. The report's `counters` add up the counts of lanes, namespaces and engines,
+including those that are gone.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ CONNECTION_LIMITS = (
     "connections",
     "open_files",
 )
-"""Bounds above which connections to the broker and to lanes are closed."""
+"""Limits above which connections to the broker and to lanes are closed."""
 LIMITS = (
     "max_sessions",
     "max_sessions_per_user",
@@ -42,11 +42,11 @@ LIMITS = (
     "sweeps",
     *CONNECTION_LIMITS,
 )
-"""Settings and bounds at which the broker refuses."""
+"""Settings and limits at which the broker refuses."""
 PUT_OUTCOMES = ("ok", "full", "failed", "late", "gone")
 GET_OUTCOMES = ("ok", "absent", "corrupt", "failed", "late", "gone")
 ASK_OUTCOMES = ("ok", "absent", "failed", "late")
-"""How chunks of a tier's batches end: `kvd.outcomes.Outcome` in small letters."""
+"""Outcomes of chunks in a tier's batches: names of `kvd.outcomes.Outcome` in lower case."""
 BREAKER_REASONS = ("late", "failed", "corrupt", "lost", "wrong")
 """Why a tier is set aside."""
 
@@ -75,9 +75,9 @@ class ChunkCounts(Counts):
         "store_offered_chunks_total",
     )
     accepted: int = counter("Got a slot", "store_answered_chunks_total", answer="accepted")
-    present: int = counter("Were there already", "store_answered_chunks_total", answer="present")
+    present: int = counter("Were stored already", "store_answered_chunks_total", answer="present")
     pending: int = counter(
-        "Were being written by somebody", "store_answered_chunks_total", answer="pending"
+        "Were being written already", "store_answered_chunks_total", answer="pending"
     )
     full: int = counter(
         "Found no slot at hand: the engine had used what was lent to it. It offers them again;"
@@ -104,12 +104,12 @@ class ChunkCounts(Counts):
     )
     index_full: int = counter("Of `stores_raced`: no room in the directory near the key's place")
     stores_lost: int = counter(
-        "Of `accepted`: the slot was not lent to the engine any more, when the broker heard of the"
+        "Of `accepted`: the slot was no longer lent to the engine when the broker learned of the"
         " store",
         "stores_lost_total",
     )
     stores_raced: int = counter(
-        "Of `accepted`: somebody else was first to store the same chunk, or the directory had no"
+        "Of `accepted`: another engine was first to store the same chunk, or the directory had no"
         " room for it (`index_full`)",
         "stores_raced_total",
     )
@@ -205,10 +205,10 @@ class ChunkCounts(Counts):
     )
 
     def check_integrity(self) -> None:
-        """Every key that was offered or asked for has been answered, once.
+        """Check that every key that was offered or asked for has been answered once.
 
         Raises:
-            IntegrityError: otherwise.
+            IntegrityError: a key was not, or an eviction has no age.
         """
         refused = self.full + self.quota + self.not_yet + self.draining
         answered = self.accepted + self.present + self.pending + refused
@@ -268,8 +268,8 @@ class EventCounts(Counts):
         "kv_events_total",
     )
     kv_event_snapshots: int = counter(
-        "How often an engine looked through a whole directory for them: at the start, and when"
-        " the ring of changes had overrun it",
+        "How often an engine read a whole directory for them: at the start, and when the ring of"
+        " changes had overrun it",
         "kv_event_snapshots_total",
     )
     kv_event_overruns: int = counter(
@@ -285,13 +285,13 @@ class LaneCounts(Counts):
     store_bytes: int = counter("Bytes stored", "copied_bytes_total", direction="store")
     load_bytes: int = counter("Bytes loaded", "copied_bytes_total", direction="load")
     store_seconds: float = counter(
-        "Time of stores: from submission, or the end of the one before, until the end is seen",
+        "Time of stores: from submission, or the end of the previous one, until the end is seen",
         "copy_seconds_total",
         start=0.0,
         direction="store",
     )
     load_seconds: float = counter(
-        "Time of loads: from submission, or the end of the one before, until the end is seen",
+        "Time of loads: from submission, or the end of the previous one, until the end is seen",
         "copy_seconds_total",
         start=0.0,
         direction="load",
@@ -332,7 +332,7 @@ class LaneCounts(Counts):
 
 @dataclass(slots=True)
 class BrokerCounts(Counts):
-    """What the broker counts of itself."""
+    """What the broker counts about itself."""
 
     loop_lag: Histogram = histogram(
         "Seconds for which one turn of the broker's loop kept it from looking at its sockets",
@@ -367,7 +367,7 @@ class BrokerCounts(Counts):
 
 @dataclass(slots=True)
 class TierCounts(Counts):
-    """What a tier has done, all its processes together."""
+    """What a tier has done, in all its processes."""
 
     puts: dict[str, int] = counters(
         "Chunks that were given to the tier to keep, by outcome: `ok` (kept), `full`, `failed` (an"

@@ -43,10 +43,10 @@ class Span:
         """Return the growth per second of the number at `path`; None before a second report."""
         return self.rise(*path) / self.seconds if self.seconds else None
 
-    def share(self, part: str, whole: str) -> float | None:
-        """Return the growth of counter `part` over that of `whole`; None if `whole` stood still."""
-        total = self.rise("counters", whole)
-        return self.rise("counters", part) / total if total else None
+    def share(self, part: str, total: str) -> float | None:
+        """Return the growth of counter `part` over that of `total`; None if `total` stood still."""
+        growth = self.rise("counters", total)
+        return self.rise("counters", part) / growth if growth else None
 
     def parts(self, kind: str) -> list["Span"]:
         """Return a span for each item of a list of the later report, such as "lanes".
@@ -160,12 +160,12 @@ def duration(seconds: float | None, units: int = 2) -> str:
     """`4 s`, `3 min 20 s`, `2 h 5 min`, `3 d 4 h`: the largest units, one or two."""
     if seconds is None:
         return NOTHING
-    left = max(0, int(seconds))
+    remaining = max(0, int(seconds))
     parts = []
     for unit, length in (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1)):
-        if left >= length:
-            parts.append(f"{left // length} {unit}")
-            left %= length
+        if remaining >= length:
+            parts.append(f"{remaining // length} {unit}")
+            remaining %= length
     return " ".join(parts[:units]) or "0 s"
 
 

@@ -1,8 +1,8 @@
-"""The report: what `kvd status --json` prints, and /status, the page and /metrics are made from.
+"""The report: the source of `kvd status --json`, /status, the page and /metrics.
 
-docs/status.md is generated from here. Times are seconds, those called `time` or `started`
-since 1970; sizes are bytes. What is made of these classes is written out at once, so they are
-not frozen, which would double the time that a daemon's start takes to make them.
+docs/status.md is generated from here. Times are in seconds; those called `time` or `started` count
+from 1970. Sizes are in bytes. The classes are not frozen: that would double the time that a
+daemon's start takes to create them, and their instances are written out at once.
 """
 
 from dataclasses import dataclass
@@ -37,8 +37,8 @@ MAX_ENGINES = 64
 class DrainStatus:
     """An operator's drain."""
 
-    uid: int = plain("Who gave it")
-    pid: int = plain("Process that gave it")
+    uid: int = plain("User that ordered it")
+    pid: int = plain("Process that ordered it")
     seconds: float = plain("Since when")
     stores_in_flight: int = plain("Chunks being written that began before it")
     leases_in_flight: int = plain("Leases that began before it and have not ended")
@@ -102,9 +102,7 @@ class PoolStatus:
         " free, too, and not counted here",
         "kvd_pool_free_bytes",
     )
-    allocated_bytes: int = gauge(
-        "Bytes of the pool whose memory is there", "kvd_pool_allocated_bytes"
-    )
+    allocated_bytes: int = gauge("Bytes of the pool that are allocated", "kvd_pool_allocated_bytes")
     quotas: list[QuotaStatus] = listed(ItemLabels(("model",), lambda quota: (quota["model"],)))
 
 
@@ -149,7 +147,8 @@ class ForecastStatus:
     """What the namespace's engines would find in a pool of another size."""
 
     requests: int = plain(
-        "Finished requests that it is made of. As all its sums, halved after each hour with lookups"
+        "Finished requests that it is based on; as all its sums, halved after each hour with"
+        " lookups"
     )
     first_time: float = plain("Share of prompts' chunks that no request had before, 0 to 1")
     ceiling: float = plain("Share of looked-up tokens that a pool without limit would find, 0 to 1")
@@ -187,7 +186,7 @@ class NamespaceStatus:
         "Bytes of the pool that the namespace holds, used or not", "kvd_namespace_held_bytes"
     )
     tier_chunks: int = gauge(
-        "Chunks of the namespace that tiers are known to have; what a shared one has nobody counts",
+        "Chunks of the namespace that tiers are known to have, without those of shared tiers",
         "kvd_namespace_tier_chunks",
     )
     directory_bytes: int = plain("Bytes of its directory, which is not part of the pool")
@@ -225,8 +224,8 @@ class SessionStatus:
     rank: int | None = plain("Of a registered worker, else null", default=None)
     device: str | None = plain("Of a registered worker, else null", default=None)
     state: str = plain("See the life cycles in `docs/protocol.md`")
-    pid: int = plain("As the kernel has it")
-    uid: int = plain("As the kernel has it")
+    pid: int = plain("As the kernel reports it")
+    uid: int = plain("As the kernel reports it")
     seconds: float = plain("Since its HELLO")
 
 
@@ -302,7 +301,7 @@ class LaneStatus:
 
 
 @dataclass(slots=True, kw_only=True)
-class TierReport:
+class TierStatus:
     """What keeps chunks below memory, in the order of the setting `tier`."""
 
     name: str = plain("Its kind, such as `disk`; the second of one kind is `disk-2`")
@@ -327,13 +326,13 @@ class TierReport:
         "How long the tier has been set aside; 0 where it is not", "kvd_tier_set_aside_seconds"
     )
     unopened_seconds: float = gauge(
-        "How long the tier has not begun a namespace that is in use, so that nothing of it is kept"
-        " there: the oldest one; 0 where there is none",
+        "How long the tier has not opened a namespace that is in use, so that none of its chunks"
+        " are kept there: the longest; 0 where all are open",
         "kvd_tier_unopened_seconds",
     )
     full: bool = gauge("1 while puts rest, because it has no room", "kvd_tier_full")
     last_error: str = plain("The last error of its medium or process; empty where there was none")
-    total_bytes: int = gauge("Its budget; 0 where nobody knows", "kvd_tier_budget_bytes")
+    total_bytes: int = gauge("Its budget; 0 where it is unknown", "kvd_tier_budget_bytes")
     used_bytes: int = gauge("Bytes that it takes of its medium", "kvd_tier_used_bytes")
     chunks: int = gauge("Chunks that it keeps, all namespaces together", "kvd_tier_chunks")
     queued_put_bytes: int = gauge(
@@ -391,7 +390,7 @@ class Report:
     version: str = info("Name and version of the daemon", "kvd_build_info")
     boot_id: str = plain("32 hex digits, new at every start")
     pid: int = plain("The broker's process id")
-    host: str = plain("The machine's name, as the kernel has it")
+    host: str = plain("The machine's name, as the kernel reports it")
     time: float = plain("When this report was made")
     started: float = gauge("When the daemon started", "process_start_time_seconds")
     runtime_dir: str = plain("Where its sockets are")
@@ -418,7 +417,7 @@ class Report:
         "kvd_engines",
     )
     lanes: list[LaneStatus] = listed(ItemLabels(("device",), lambda lane: (lane["device"],)))
-    tiers: list[TierReport] = listed(ItemLabels(("tier",), lambda tier: (tier["name"],)))
+    tiers: list[TierStatus] = listed(ItemLabels(("tier",), lambda tier: (tier["name"],)))
     broker: BrokerStatus = part()
     sessions: SessionLimit = part()
     leases: int = gauge("Leases that have not ended: groups of chunks pinned", "kvd_leases")

@@ -1,1 +1,1 @@
-"""From a model's config.json to what its KV cache takes, before anything runs; no I/O."""
+"""The size of a model's KV cache, computed from its config.json before anything runs; no I/O."""

@@ -1,25 +1,25 @@
-"""The plan: what a model, a parallelism and a budget come to.
+"""The plan: sizes of a model's KV cache and of the pool, for a parallelism and a budget.
 
-Sizes go through the functions that the daemon uses for a registration, so a plan and a running
-daemon agree. Layers are put in groups with pages of one size by the rules of
+Sizes come from the functions that the daemon uses for a registration, so a plan and a running
+daemon agree. Layers are grouped, with pages of one size, by the rules of
 ``_get_kv_cache_groups_uniform_page_size`` in ``vllm/v1/core/kv_cache_utils.py``.
 
-In how many runs of bytes a block lies in an engine's memory depends on its KV cache's layout.
-vLLM 0.32 names six by the order of five dimensions, the outermost first (``KVCacheLayout`` in
+The KV cache's layout decides in how many runs of bytes a block lies in an engine's memory. vLLM
+0.32 names six layouts by the order of five dimensions, the outermost first (``KVCacheLayout`` in
 ``vllm/v1/kv_cache_layout.py``)::
 
     L  layers of a group            B  blocks
     H  KV heads of the rank         N  tokens of a block
     C  what a head keeps of one token: key and value side by side, or the latent
 
-C is innermost in all of them, so keys and values share a page (one block of one layer). Some
-backends have two H, all keys and all values; they too are in one page. Whether H or N comes first
-changes the order of the bytes in a page and not where pages lie. What counts is B:
+C is always innermost, so keys and values share a page (one block of one layer). Some backends have
+two H, all keys and all values; both are in one page. The order of H and N changes the order of
+bytes in a page, not the position of pages. The position of B decides:
 
-- after L: a page is one run, a block as many runs as its group has layers;
-- first of all: a block is one run. With groups of different sizes blocks are as far apart as the
-  largest group needs (``get_kv_cache_config_from_groups`` in ``vllm/v1/core/kv_cache_utils.py``),
-  and the others use the beginning;
+- after L: a page is one run, and a block has as many runs as its group has layers;
+- first of all: a block is one run. With groups of different sizes the distance of blocks is what
+  the largest group needs (``get_kv_cache_config_from_groups`` in
+  ``vllm/v1/core/kv_cache_utils.py``), and smaller groups use the beginning;
 - after H: each head's part of a page is a run.
 
 Pages of one block that are padded are one run if the padding is small (`_merged` in
@@ -47,7 +47,7 @@ from kvd_proto.tier_table import ENTRY_BYTES, tier_table_capacity
 
 @dataclass(frozen=True, slots=True)
 class ModelGroup:
-    """One group of layers; state_bytes: in use of each page, None where attention fills it."""
+    """A group of layers; state_bytes: used bytes of each page, None if attention fills it."""
 
     layers: LayerGroup
     state_bytes: int | None
@@ -56,12 +56,11 @@ class ModelGroup:
 def make_groups(
     model: Model, block_size: int, token_bytes: int, state_bytes: int | None
 ) -> list[ModelGroup]:
-    """Spread layers of one kind over as many groups as it takes.
+    """Spread the layers of each kind over groups.
 
-    No group is larger than the kind with the fewest layers (10 full and 52
-    sliding make 1 + 6 groups of at most 10); kinds of about the same size stay
-    whole. Where a state has more bytes than a page of attention, blocks get
-    more tokens: a multiple of `block_size`.
+    No group is larger than the kind with the fewest layers (10 full and 52 sliding make 1 + 6
+    groups of at most 10); kinds of about the same size are not split. If a state has more bytes
+    than a page of attention, blocks get more tokens: a multiple of `block_size`.
 
     Args:
         model: whose layers.
@@ -78,9 +77,9 @@ def make_groups(
     group_size = most if 2 * most < 3 * fewest else fewest
     groups = []
     for (window, is_state), layers in kinds.items():
-        number = -(-layers // group_size)
-        for index in range(number):
-            pages = (block_size * token_bytes,) * len(range(index, layers, number))
+        num_groups = -(-layers // group_size)
+        for index in range(num_groups):
+            pages = (block_size * token_bytes,) * len(range(index, layers, num_groups))
             groups.append(
                 ModelGroup(LayerGroup(pages, block_size, window), state_bytes if is_state else None)
             )
@@ -90,7 +89,7 @@ def make_groups(
 def rank_layout(
     groups: list[ModelGroup], hash_block_size: int, blocks_per_chunk: int, *, replicated: bool
 ) -> RankLayout:
-    """What a worker of this engine registers, but for the blocks; a chunk's size is the same."""
+    """Return the layout that a worker registers, with one block: their number changes no chunk."""
     page = groups[0].layers.page_bytes[0]
     tensors = max(len(group.layers.page_bytes) for group in groups)
     return RankLayout(
@@ -119,8 +118,8 @@ PAGES = ("LBHNC", "LBNHC")
 BLOCKS = ("BLHNC", "BLNHC")
 HEADS_OUTSIDE = ("LHBNC", "BHLNC")
 
-MOVED_PADDING = 32
-"""Padding of at most this part of the bytes before it is moved along."""
+MAX_PADDING_PART = 32
+"""Padding of at most 1/32 of the used bytes is copied with them, so that the runs join."""
 
 SMALL_BYTES = 28 * 1024
 """Below this vLLM 0.32 loads with a kernel, for copy engines are slower: ``THRESHOLD_BYTES`` in
@@ -131,7 +130,7 @@ SMALL_BYTES = 28 * 1024
 class Fragments:
     """The runs of one block of one rank.
 
-    nbytes: of each; per_block: their number, less where blocks of one chunk lie side by side.
+    nbytes: of each run. per_block: number of runs; fewer if blocks of one chunk are adjacent.
     """
 
     nbytes: int
@@ -139,36 +138,36 @@ class Fragments:
 
 
 def fragments(group: LayerGroup, used: int, heads: int | None) -> dict[str, Fragments]:
-    """The fragments of a block, by the names of the layouts that vLLM can take for the model.
+    """Return the fragments of a block, by each layout that vLLM can use for the model.
 
     Args:
-        group: all pages have the same size.
-        used: bytes of each page that are in use.
-        heads: of the rank; None where the model's layers differ in their number, which vLLM takes
-            no layout for in which a page's heads lie apart.
+        group: all its pages have the same size.
+        used: used bytes of each page.
+        heads: of the rank; None if layers differ in the number of heads: vLLM then uses no layout
+            that separates the heads of a page.
     """
     layers, page = len(group.page_bytes), group.page_bytes[0]
-    paged = Fragments(used, layers)
-    joined = (page - used) * MOVED_PADDING <= used
-    packed = Fragments((layers - 1) * page + used, 1) if joined else paged
-    found = dict.fromkeys(PAGES, paged) | dict.fromkeys(BLOCKS, packed)
+    by_page = Fragments(used, layers)
+    joined = (page - used) * MAX_PADDING_PART <= used
+    by_block = Fragments((layers - 1) * page + used, 1) if joined else by_page
+    by_layout = dict.fromkeys(PAGES, by_page) | dict.fromkeys(BLOCKS, by_block)
     if heads is not None:
-        parts = Fragments(used // heads, layers * heads)
-        found |= dict(zip(HEADS_OUTSIDE, (parts, packed), strict=True))
-    return found
+        by_head = Fragments(used // heads, layers * heads)
+        by_layout |= dict(zip(HEADS_OUTSIDE, (by_head, by_block), strict=True))
+    return by_layout
 
 
-def describe(found: Collection[Fragments]) -> tuple[str, str]:
-    """Return the number of fragments of a block and their size, from the least to the most."""
+def describe(options: Collection[Fragments]) -> tuple[str, str]:
+    """Return the number of fragments of a block and their size, each from smallest to largest."""
     return (
-        _span([item.per_block for item in found], str),
-        _span([item.nbytes for item in found], format_size),
+        _range_text([option.per_block for option in options], str),
+        _range_text([option.nbytes for option in options], format_size),
     )
 
 
-def _span(values: list[int], shown: Callable[[int], str]) -> str:
-    least, most = shown(min(values)), shown(max(values))
-    return least if least == most else f"{least} to {most}"
+def _range_text(values: list[int], to_text: Callable[[int], str]) -> str:
+    smallest, largest = to_text(min(values)), to_text(max(values))
+    return smallest if smallest == largest else f"{smallest} to {largest}"
 
 
 DTYPE_BYTES = {
@@ -183,11 +182,11 @@ DTYPE_BYTES = {
 
 @dataclass(frozen=True, slots=True)
 class PlanInputs:
-    """What is to be planned for.
+    """The parallelism, block size, budget and tiers to plan for.
 
-    tier_bytes: of all tiers below the pool. tier_bandwidth: bytes a second that come up from them.
-    gpu_blocks: blocks that the engine measured; block_override: what the
-    operator set instead. Without either, requests are not planned.
+    tier_bytes: of all tiers below the pool. tier_bandwidth: of gets from them, in bytes per second.
+    gpu_blocks: blocks that the engine measured; block_override: blocks that the operator set
+    instead. Without either, requests are not planned.
     """
 
     tensor_parallel: int
@@ -205,10 +204,10 @@ class PlanInputs:
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """Layers that share one block table, of one rank.
+    """Layers that share one block table, on one rank.
 
-    sliding_window: in tokens, None for full attention. page_bytes: a block in one layer.
-    state_bytes: of a page, where layers keep a state; None for attention, which fills it.
+    sliding_window: in tokens, None for full attention. page_bytes: of a block in one layer.
+    state_bytes: used bytes of a page if layers keep a state; None for attention, which fills it.
     fragments: by the name of the KV cache's layout.
     """
 
@@ -223,14 +222,17 @@ class PlannedGroup:
 class Plan:
     """Figures of a plan. Bytes count all ranks unless a name ends in `_rank`.
 
-    layers: of attention; state_layers: the others. block_size: in tokens; more than asked for
-    where a state needs it. bytes_per_token: of the attention layers, without padding.
-    tier_chunks, tier_tokens: of all tiers, without what a medium takes beside the chunks' bytes;
-    tier_table_bytes: shared memory that knowing of them takes. promotion_seconds: of one chunk
-    at `tier_bandwidth`, without the medium's latency; tier_tokens_per_second: that come up, so
-    what an engine computes faster is not worth it. Both None without a bandwidth.
-    pool_tokens: with every group's chunks stored. A longest request is in tokens, None where
-    the blocks are not known.
+    layers: with attention; state_layers: the others.
+    block_size: in tokens; more than the input if a state needs it.
+    bytes_per_token: of the attention layers, without padding.
+    pool_tokens: if every group's chunks are stored.
+    tier_chunks, tier_tokens: of all tiers, without what a medium takes beside the chunks' bytes.
+    tier_table_bytes: shared memory of the table of tiers.
+    promotion_seconds: of one chunk at `tier_bandwidth`, without the medium's latency; None without
+        a bandwidth.
+    tier_tokens_per_second: of promotions; tokens that an engine computes faster are not worth
+        keeping. None without a bandwidth.
+    longest_request: in tokens; None if the blocks are not known.
     """
 
     model: str
@@ -260,7 +262,7 @@ class Plan:
 
 
 def make_plan(model: Model, inputs: PlanInputs) -> Plan:
-    """Work out the plan.
+    """Compute the plan.
 
     Raises:
         PlanError: dtype, heads and ranks that do not go together.
@@ -271,18 +273,20 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
     elements = model.rank_elements(inputs.tensor_parallel)
     token_bytes = elements * DTYPE_BYTES[dtype]
     heads = None if model.states else elements // model.head_elements
-    placed = make_groups(
+    model_groups = make_groups(
         model, inputs.block_size, token_bytes, _state_bytes(model, inputs.tensor_parallel)
     )
-    groups = [group.layers for group in placed]
+    groups = [group.layers for group in model_groups]
     block_size = groups[0].block_size
     block_rank = per_block_pool_bytes(groups)
-    layout = rank_layout(placed, block_size, inputs.blocks_per_chunk, replicated=model.replicated)
+    layout = rank_layout(
+        model_groups, block_size, inputs.blocks_per_chunk, replicated=model.replicated
+    )
     validate_layout(layout)
     sizes = size_pool([layout] * inputs.tensor_parallel, inputs.cpu_bytes)
     copies = 1 if model.replicated else inputs.tensor_parallel
     tokens_per_chunk = block_size * inputs.blocks_per_chunk
-    _check_longest(model, groups, inputs)
+    _check_request_inputs(model, groups, inputs)
     chunk_bytes, bandwidth = sizes.bytes_per_chunk, inputs.tier_bandwidth
     tier_chunks = inputs.tier_bytes // chunk_bytes
     return Plan(
@@ -303,7 +307,7 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
                     group.layers, group.state_bytes or group.layers.page_bytes[0], heads
                 ),
             )
-            for group in placed
+            for group in model_groups
         ),
         tokens_per_chunk=tokens_per_chunk,
         bytes_per_token_rank=token_bytes * len(model.windows),
@@ -326,9 +330,9 @@ def make_plan(model: Model, inputs: PlanInputs) -> Plan:
     )
 
 
-def _cache_dtype(model: Model, asked: str) -> str:
-    dtype = asked
-    if asked == "auto":
+def _cache_dtype(model: Model, option: str) -> str:
+    dtype = option
+    if option == "auto":
         if model.dtype is None:
             raise PlanError("the model configuration names no dtype; give --dtype")
         # Engines serve 32-bit weights in 16 bits unless told otherwise.
@@ -339,29 +343,30 @@ def _cache_dtype(model: Model, asked: str) -> str:
 
 
 def _state_bytes(model: Model, tensor_parallel: int) -> int | None:
-    """Bytes of one state layer on one rank; states keep the model's type, whatever the cache's."""
+    """Return the bytes of one state layer on one rank; the cache's dtype does not change them."""
     if model.states is None:
         return None
-    own = _cache_dtype(model, "auto")
-    state = own if model.states.dtype is None else model.states.dtype
-    if state not in DTYPE_BYTES:
-        raise PlanError(f"the states' dtype {state!r} is not one of {', '.join(DTYPE_BYTES)}")
-    return model.states.rank_bytes(tensor_parallel, DTYPE_BYTES[own], DTYPE_BYTES[state])
+    model_dtype = _cache_dtype(model, "auto")
+    state_dtype = model_dtype if model.states.dtype is None else model.states.dtype
+    if state_dtype not in DTYPE_BYTES:
+        raise PlanError(f"the states' dtype {state_dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+    conv_bytes, state_bytes = DTYPE_BYTES[model_dtype], DTYPE_BYTES[state_dtype]
+    return model.states.rank_bytes(tensor_parallel, conv_bytes, state_bytes)
 
 
-def _check_longest(model: Model, groups: list[LayerGroup], inputs: PlanInputs) -> None:
-    """Refuse what cannot be planned of requests, and a length that never fits."""
-    measured = inputs.gpu_blocks or inputs.block_override
-    if model.states is not None and (measured is not None or inputs.max_seq_len is not None):
+def _check_request_inputs(model: Model, groups: list[LayerGroup], inputs: PlanInputs) -> None:
+    """Refuse inputs for which requests cannot be planned, and a `max_seq_len` that never fits."""
+    blocks = inputs.gpu_blocks or inputs.block_override
+    if model.states is not None and (blocks is not None or inputs.max_seq_len is not None):
         raise PlanError(
             "kvd plan does not know how many blocks a request of a model with state layers holds;"
             " leave out --gpu-blocks, --block-override and --max-seq-len"
         )
     if inputs.max_seq_len is None:
         return
-    if measured is None:
+    if blocks is None:
         raise PlanError("--max-seq-len needs blocks; give --gpu-blocks or --block-override")
-    admit(inputs.max_seq_len, groups, measured, inputs.block_override, inputs.batched_tokens)
+    admit(inputs.max_seq_len, groups, blocks, inputs.block_override, inputs.batched_tokens)
 
 
 def _longest(
@@ -369,6 +374,6 @@ def _longest(
 ) -> int | None:
     if blocks is None:
         return None
-    # Windows alone bound no request: a model that states no limit is bounded by all blocks.
+    # Windows do not bound a request: a model that states no limit is bounded by all blocks.
     limit = model.max_positions or blocks * inputs.block_size
     return longest_request(groups, blocks, limit, inputs.batched_tokens)

@@ -1,13 +1,13 @@
-"""What a Hugging Face config.json says about a model's KV cache.
+"""A model's KV cache as a Hugging Face config.json describes it.
 
-Names follow the file's own. A model whose cache has parts that are not planned here (state layers
-of other families, indexers, shared layers) is refused rather than planned too small.
+Names follow the file's. A model whose cache has parts that are not planned here (state layers of
+other families, indexers, shared layers) is refused rather than planned too small.
 
-Some layers keep a state in place of keys and values. A state has one size however many tokens went
-into it. vLLM 0.32 gives it a page like any other, and makes blocks so large that a page of
+Some layers keep a state in place of keys and values. A state's size does not depend on the number
+of tokens. vLLM 0.32 gives it a page like any other, and makes blocks so large that a page of
 attention is no smaller (``_align_hybrid_block_size`` in ``vllm/platforms/interface.py``). Two
-families are known here, Mamba 2 as Nemotron-H has it and the gated delta rule of Qwen3-Next and
-Qwen3.5; their shapes are ``mamba2_state_shape`` and ``gated_delta_net_state_shape`` in
+families are covered: Mamba 2 as in Nemotron-H, and the gated delta rule of Qwen3-Next and Qwen3.5;
+their shapes are ``mamba2_state_shape`` and ``gated_delta_net_state_shape`` in
 ``vllm/model_executor/layers/mamba/mamba_utils.py``.
 """
 
@@ -19,10 +19,10 @@ from kvd.errors import PlanError
 
 
 def optional(fields: Mapping[str, Any], names: tuple[str, ...], least: int = 1) -> int | None:
-    """Return the first of these fields that is there and not null.
+    """Return the first of these fields that is present and not null.
 
     Raises:
-        PlanError: it is no whole number of at least `least`.
+        PlanError: its value is no whole number of at least `least`.
     """
     for name in names:
         value = fields.get(name)
@@ -35,10 +35,10 @@ def optional(fields: Mapping[str, Any], names: tuple[str, ...], least: int = 1) 
 
 
 def required(fields: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """Return the first of these fields that is there.
+    """Return the first of these fields that is present and not null.
 
     Raises:
-        PlanError: none is, or it is no whole number above 0.
+        PlanError: none is, or its value is no whole number above 0.
     """
     value = optional(fields, names)
     if value is None:
@@ -47,20 +47,20 @@ def required(fields: Mapping[str, Any], names: tuple[str, ...]) -> int:
     return value
 
 
-MAMBA2 = ("nemotron_h",)
-DELTA = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+MAMBA2_FAMILIES = ("nemotron_h",)
+DELTA_FAMILIES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 
 
 @dataclass(frozen=True, slots=True)
 class StateLayers:
     """State layers of a model.
 
-    layers: their number; attention_layers: that of the others.
+    layers, attention_layers: numbers of layers with a state, and with attention.
     heads, head_dim, state_dim: a layer's state is heads x head_dim x state_dim elements.
-    groups: what heads share: the convolution has heads x head_dim + 2 x groups x state_dim
-    channels, of which it keeps the last `conv_kernel` - 1 values.
-    repeated: whether groups are repeated where there are more ranks (Mamba 2).
-    dtype: of the state, None for the model's own; the convolution has the model's.
+    groups: of heads: the convolution has heads x head_dim + 2 x groups x state_dim channels and
+        keeps the last `conv_kernel` - 1 values of each.
+    repeated: whether groups are repeated if there are more ranks than groups (Mamba 2).
+    dtype: of the state, None for the model's dtype, which the convolution always has.
     """
 
     layers: int
@@ -74,7 +74,7 @@ class StateLayers:
     dtype: str | None
 
     def rank_bytes(self, tensor_parallel: int, conv_bytes: int, state_bytes: int) -> int:
-        """Bytes of one layer's state on one rank, from the bytes of an element of each kind.
+        """Return the bytes of one layer's state on one rank, given the bytes of an element.
 
         Raises:
             PlanError: heads or groups cannot be split over the ranks.
@@ -94,13 +94,13 @@ class StateLayers:
 
 
 def read_states(fields: Mapping[str, Any]) -> StateLayers | None:
-    """Return the state layers of a model of a known family, None for any other.
+    """Return the state layers of a model of a covered family, None for any other.
 
     Raises:
-        PlanError: a field is missing or makes no sense.
+        PlanError: a field is missing or invalid.
     """
     family = fields.get("model_type")
-    if family in MAMBA2:
+    if family in MAMBA2_FAMILIES:
         layers, attention = _nemotron_layers(fields)
         return StateLayers(
             layers=layers,
@@ -113,7 +113,7 @@ def read_states(fields: Mapping[str, Any]) -> StateLayers | None:
             repeated=True,
             dtype=str(fields.get("mamba_ssm_cache_dtype") or "float32"),
         )
-    if family in DELTA:
+    if family in DELTA_FAMILIES:
         layers, attention = _delta_layers(fields)
         dtype = fields.get("mamba_ssm_dtype") if family != "qwen3_next" else None
         return StateLayers(
@@ -131,26 +131,29 @@ def read_states(fields: Mapping[str, Any]) -> StateLayers | None:
 
 
 def _nemotron_layers(fields: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the numbers of state and attention layers; the others keep nothing."""
+    """Return the numbers of state layers and attention layers; other layers keep nothing."""
     pattern = fields.get("hybrid_override_pattern")
     if not isinstance(pattern, str):
         raise PlanError(f"hybrid_override_pattern = {pattern!r} is no text such as 'M-M*-'")
-    return _counted("hybrid_override_pattern", pattern.count("M"), pattern.count("*"))
+    return _checked_counts("hybrid_override_pattern", pattern.count("M"), pattern.count("*"))
 
 
 def _delta_layers(fields: Mapping[str, Any]) -> tuple[int, int]:
+    """Return the numbers of state layers and attention layers."""
     kinds = fields.get("layer_types")
     layers = required(fields, ("num_hidden_layers",))
     if kinds is None:  # every n-th layer attends
         attention = layers // (optional(fields, ("full_attention_interval",)) or 4)
-        return _counted("full_attention_interval", layers - attention, attention)
+        return _checked_counts("full_attention_interval", layers - attention, attention)
     if not isinstance(kinds, list) or {*kinds} - {"linear_attention", "full_attention"}:
         raise PlanError(f"layer_types = {kinds!r} lists other kinds than kvd plan covers")
     kinds = kinds[:layers]
-    return _counted("layer_types", kinds.count("linear_attention"), kinds.count("full_attention"))
+    return _checked_counts(
+        "layer_types", kinds.count("linear_attention"), kinds.count("full_attention")
+    )
 
 
-def _counted(name: str, states: int, attention: int) -> tuple[int, int]:
+def _checked_counts(name: str, states: int, attention: int) -> tuple[int, int]:
     if not states or not attention:
         raise PlanError(
             f"by {name} there are {states} state layers and {attention} of attention; kvd plan"
@@ -161,7 +164,7 @@ def _counted(name: str, states: int, attention: int) -> tuple[int, int]:
 
 Config = Mapping[str, Any]
 
-# Where a model of several parts keeps its language model's figures.
+# Fields in which a model of several parts keeps its language model's config.
 _NESTED = ("thinker_config", "text_config", "language_config", "llm_config")
 
 # Class defaults of transformers that these families' files may leave out.
@@ -209,13 +212,13 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_leng
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model, as far as its KV cache goes.
+    """The parts of a model that decide its KV cache.
 
     windows: sliding window of each attention layer in tokens, None for full attention.
     states: the layers that keep a state in place of keys and values, if there are any.
     kv_heads: heads whose keys and values are kept; 1 for a latent (MLA).
-    head_elements: elements of one layer that one such head keeps of a token:
-    key and value, or the latent and its rotary part.
+    head_elements: elements that one such head keeps of a token in one layer: key and value, or the
+        latent and its rotary part.
     """
 
     name: str
@@ -234,7 +237,7 @@ class Model:
         return self.attention == "mla"
 
     def rank_elements(self, tensor_parallel: int) -> int:
-        """Elements of one token in one layer on one rank.
+        """Return the elements of one token in one layer on one rank.
 
         KV heads are split over ranks; with more ranks than heads each rank holds one.
 
@@ -260,14 +263,13 @@ def read_model(config: Config) -> Model:
     """Read a parsed config.json.
 
     Raises:
-        PlanError: a field is missing or makes no sense, or the model's cache
-            has parts that are not planned.
+        PlanError: a field is missing or invalid, or the cache has parts that are not planned.
     """
     fields = _language_model(config)
     states = read_states(fields)
-    for name, what in _UNPLANNED.items():
-        if fields.get(name) and not (states and what == _STATES):
-            raise PlanError(f"{name} = {fields[name]!r}: {what}, which kvd plan does not cover")
+    for name, part in _UNPLANNED.items():
+        if fields.get(name) and not (states and part == _STATES):
+            raise PlanError(f"{name} = {fields[name]!r}: {part}, which kvd plan does not cover")
     query_heads = required(fields, _HEADS)
     if fields.get("kv_lora_rank") is not None:
         attention: Literal["mha", "gqa", "mqa", "mla"] = "mla"
@@ -295,23 +297,24 @@ def read_model(config: Config) -> Model:
 
 
 def _language_model(config: Config) -> Config:
-    """The language model's fields; what it leaves out comes from around it, then its family."""
+    """Return the language model's fields, completed from the outer config, then its family."""
     fields: dict[str, Any] = dict(config)
-    inner: Any = config
-    while inner is not None:
-        fields |= inner
-        inner = next((inner[name] for name in _NESTED if isinstance(inner.get(name), dict)), None)
+    nested: Any = config
+    while nested is not None:
+        fields |= nested
+        candidates = (nested[name] for name in _NESTED if isinstance(nested.get(name), dict))
+        nested = next(candidates, None)
     return _FAMILIES.get(str(fields.get("model_type")), {}) | fields
 
 
 def _kv_heads(fields: Config, query_heads: int) -> int:
     if fields.get("multi_query") and not fields.get("new_decoder_architecture"):
-        return 1  # Falcon and GPT-BigCode say it in a flag
+        return 1  # a flag of Falcon and GPT-BigCode
     return optional(fields, _KV_HEADS) or query_heads
 
 
 def _windows(fields: Config, layers: int) -> tuple[int | None, ...]:
-    """Each layer's window, as the model's own rules give them."""
+    """Return each layer's window, by the model's rules."""
     kinds = fields.get("layer_types")
     if kinds is not None:
         return _listed_windows(fields, kinds, layers)
@@ -319,7 +322,7 @@ def _windows(fields: Config, layers: int) -> tuple[int | None, ...]:
     if window is None or fields.get("use_sliding_window") is False:
         return (None,) * layers
     pattern = optional(fields, ("sliding_window_pattern", "_sliding_window_pattern"))
-    if pattern is not None:  # every pattern-th layer sees everything
+    if pattern is not None:  # every pattern-th layer has full attention
         return tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))
     first = optional(fields, ("max_window_layers",), least=0)
     if first is None or not fields.get("use_sliding_window"):

@@ -1,4 +1,1 @@
-"""What is shown of a daemon over HTTP: health, metrics, the status page.
-
-A process of its own that only reads; it knows the daemon by its status report only.
-"""
+"""The HTTP process: health, metrics, the status page. It knows the daemon by its status report."""

@@ -1,4 +1,4 @@
-"""`python -m kvd.report`: the HTTP process, started by the broker and by nobody else."""
+"""`python -m kvd.report`: the HTTP process. Only the broker starts it."""
 
 import argparse
 import asyncio
@@ -17,11 +17,11 @@ from kvd_proto.channel import Channel
 log = logging.getLogger("kvd.report")
 _NICE = 5
 _BEAT_SECONDS = 5.0
-_CLOCK_SECONDS = 1.0  # the Date of an answer has whole seconds
+_CLOCK_SECONDS = 1.0  # the Date header has whole seconds
 
 
 def main() -> int:
-    """Serve until the broker is done; the exit status."""
+    """Serve until the broker ends; return the exit status."""
     parser = argparse.ArgumentParser(prog="kvd.report", description=__doc__)
     parser.add_argument("--runtime-dir", required=True, type=Path)
     parser.add_argument("--link-fd", required=True, type=int)
@@ -34,23 +34,22 @@ def main() -> int:
         os.nice(_NICE)  # the data path goes first
     prefer_oom_kill()
     configure_child("http")
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # a client's nonsense is no news
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # no errors of clients
     with contextlib.suppress(EOFError):  # the broker has just ended
         asyncio.run(_serve(options))
     return 0
 
 
 async def _serve(options: argparse.Namespace) -> None:
-    from uvicorn import Config, Server  # noqa: PLC0415  # all that is large comes after os.nice
+    from uvicorn import Config, Server  # noqa: PLC0415  # load large modules after os.nice
 
     from kvd.report.app import App, HttpListener  # noqa: PLC0415
     from kvd.report.broker_client import BrokerClient  # noqa: PLC0415
 
     class Quiet(Server):
-        """uvicorn without its signal handlers: only the broker ends this process.
+        """uvicorn without signal handlers: only the broker ends this process.
 
-        So its loop need not look ten times a second whether to end; what is left of it is the
-        time in the headers.
+        So the loop only renews the Date header, and does not check every 0.1 s whether to end.
         """
 
         async def main_loop(self) -> None:
@@ -88,7 +87,7 @@ async def _serve(options: argparse.Namespace) -> None:
 async def _beat(link: Channel) -> None:
     """Tell the broker every few seconds that this loop turns."""
     while True:
-        if link.flush():  # else the broker hangs, and has enough to read
+        if link.flush():  # else the broker hangs and has unread beats
             link.send(b".")
         await asyncio.sleep(_BEAT_SECONDS)
 

@@ -88,8 +88,8 @@ SHARED_METRICS = {
     " cleared them.",
     "copied_bytes_total": "Bytes copied between engines and pool.",
     "copy_seconds_total": "Time in which bytes were being copied.",
-    "lane_dropped_messages_total": "Messages that the lane could not read, and replies that nobody"
-    " took.",
+    "lane_dropped_messages_total": "Messages that the lane could not read, and replies that no"
+    " worker took.",
 }
 """The meaning of metrics that are made from several counters."""
 METRICS: dict[str, list[ReportField]] = defaultdict(list)
@@ -102,9 +102,8 @@ for _field in REPORT_FIELDS:
 class HttpListener(socket.socket):
     """A listening socket; beyond `MAX_CONNECTIONS` the oldest connection is closed.
 
-    So clients that are idle, send slowly or never read do not keep others out,
-    and a flood on the TCP port does not reach the Unix socket. Over TCP the kernel
-    also ends a connection whose client does not take what is sent for 5 s.
+    Idle or slow clients do not keep others out, and a flood on the TCP port does not reach the Unix
+    socket. Over TCP the kernel also ends a connection whose client reads nothing for 5 s.
     """
 
     def __init__(self, fd: int) -> None:
@@ -114,9 +113,9 @@ class HttpListener(socket.socket):
             self.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
 
     def accept(self) -> tuple[socket.socket, Any]:
-        """Accept a connection; whoever gets it closes it."""
+        """Accept a connection; the caller closes it."""
         connection, address = super().accept()
-        self._accepted = [each for each in self._accepted if each.fileno() >= 0]
+        self._accepted = [accepted for accepted in self._accepted if accepted.fileno() >= 0]
         self._accepted.append(connection)
         if len(self._accepted) > MAX_CONNECTIONS:
             with contextlib.suppress(OSError):  # its client has gone
@@ -125,23 +124,22 @@ class HttpListener(socket.socket):
 
 
 class Guard:
-    """Refuses names of others; adds the security headers; counts answers.
+    """Middleware: refuses foreign host names, adds security headers, counts answers.
 
-    A web page from elsewhere can point a name of its own at this machine (DNS
-    rebinding), and the browser would let it read what is served here. The
-    Host header then carries that name. An address in figures cannot be rebound,
-    and the Unix socket is for owner and group: both are answered.
+    A foreign web page can point its own name at this machine (DNS rebinding), and the browser would
+    let it read the answers. The Host header then carries that name. A numeric address cannot be
+    rebound, and only owner and group can use the Unix socket: both are served.
 
     Args:
-        app: what serves the rest.
-        host: what the operator told kvd to listen on.
+        app: the application.
+        host: the host that kvd listens on, by its settings.
         routes: paths that are counted by name.
     """
 
     def __init__(self, app: ASGIApp, host: str, routes: Collection[str]) -> None:
         self._app = app
         names = ["localhost", socket.gethostname() if ListenAddress(host, 0).everywhere else host]
-        self._for_names = TrustedHostMiddleware(app, names, www_redirect=False)
+        self._checked_app = TrustedHostMiddleware(app, names, www_redirect=False)
         self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -157,12 +155,12 @@ class Guard:
                 headers.setdefault("cache-control", "no-store")
             await send(message)
 
-        local = scope["client"] is None or _is_address(Headers(scope=scope).get("host", ""))
-        await (self._app if local else self._for_names)(scope, receive, send_guarded)
+        trusted = scope["client"] is None or _is_address(Headers(scope=scope).get("host", ""))
+        await (self._app if trusted else self._checked_app)(scope, receive, send_guarded)
 
 
 def _is_address(host: str) -> bool:
-    """Whether a Host header, with or without a port, is an address in figures."""
+    """Whether a Host header, with or without a port, is a numeric address."""
     bare = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     try:
         ipaddress.ip_address(bare)
@@ -172,7 +170,7 @@ def _is_address(host: str) -> bool:
 
 
 class App:
-    """What each path answers.
+    """The routes and their handlers.
 
     Args:
         broker: the connection to the broker.
@@ -204,11 +202,10 @@ class App:
         await self._samples.record(self._broker)
 
     async def probe(self, request: Request) -> Response:
-        """Pass, or fail with 503 and what is wrong, as text or JSON.
+        """Pass, or fail with 503 and the reasons, as text or JSON.
 
-        /readyz asks: can engines store and load now? By the daemon's own checks; an engine that
-        is away fails none. The others ask: does the broker's loop turn? By a PING through the
-        socket that engines use.
+        /readyz: can engines store and load now? By the daemon's checks; a missing engine fails
+        none. /livez, /healthz: does the broker's loop turn? By a PING through the engines' socket.
         """
         seconds = _deadline(request)
         if seconds is None:
@@ -220,8 +217,8 @@ class App:
                 report = await self._broker.report(seconds)
                 checks = [CheckStatus(**check) for check in report["checks"]]
             else:
-                took = await self._broker.ping(seconds)
-                text = f"answered a PING in {1e3 * took:.1f} ms"
+                latency = await self._broker.ping(seconds)
+                text = f"answered a PING in {1e3 * latency:.1f} ms"
                 checks = [CheckStatus("broker", ok=True, text=text)]
         except NotRunning as error:
             checks = [CheckStatus("broker", ok=False, text=str(error))]
@@ -229,8 +226,8 @@ class App:
         status = 503 if failed else 200
         accepted = Headers(scope=request.scope).get("accept", "")
         if request.query_params.get("format") == "json" or "application/json" in accepted:
-            told = {"probe": probe, "ok": not failed, "checks": [asdict(each) for each in checks]}
-            return _json(told, status)
+            content = {"probe": probe, "ok": not failed, "checks": list(map(asdict, checks))}
+            return _json(content, status)
         if "verbose" in request.query_params:
             lines = [f"[{'+' if check.ok else '-'}] {check}" for check in checks]
             lines.append(f"{probe} {'failed' if failed else 'ok'}")
@@ -239,7 +236,7 @@ class App:
         return PlainTextResponse("\n".join(lines) + "\n", status)
 
     async def status(self, request: Request) -> Response:
-        """The report, as `kvd status --json` prints it."""
+        """Return the report, as `kvd status --json` prints it."""
         del request
         try:
             return _json(await self._broker.report(ANSWER_SECONDS), 200)
@@ -247,7 +244,7 @@ class App:
             return _json({"error": str(error), "since": self._broker.silent_since}, 503)
 
     async def metrics(self, request: Request) -> Response:
-        """The report for Prometheus; without the broker, what is known without it."""
+        """Return the metrics for Prometheus; if the broker is silent, only the HTTP process's."""
         report, silent = None, 0.0
         try:
             report = await self._broker.report(SCRAPE_SECONDS)
@@ -258,21 +255,22 @@ class App:
         return Response(body, media_type=None, headers={"content-type": kind})
 
     async def events(self, request: Request) -> Response:
-        """The report once a second, or what is the matter with the broker, to whoever watches."""
+        """Stream the report once a second, or the broker's trouble, to at most `MAX_WATCHERS`."""
         if request.method == "HEAD":
             return Response(media_type="text/event-stream")
         if self._watchers >= MAX_WATCHERS:
             return PlainTextResponse(
-                "Too many watch already; close another page, or ask /status now and then.\n",
+                f"{MAX_WATCHERS} event streams are open, no more are allowed; close another page,"
+                " or poll /status.\n",
                 503,
                 {"retry-after": "10"},
             )
         return StreamingResponse(self._watch(), media_type="text/event-stream")
 
     async def history(self, request: Request) -> Response:
-        """What a page shows of the time before it was opened; see `Samples.told`."""
+        """Return what a page shows of the time before it was opened; see `Samples.history`."""
         del request
-        return Response(_compact(self._samples.told()), media_type="application/json")
+        return Response(_compact(self._samples.history()), media_type="application/json")
 
     async def _watch(self) -> AsyncIterator[str]:
         self._watchers += 1
@@ -280,14 +278,14 @@ class App:
         try:
             yield "retry: 2000\n\n"  # a browser that loses the stream tries again after 2 s
             while True:
-                told: dict[str, Any]
-                try:  # those who watch at the same time share a report
-                    name, told = "report", await self._broker.report(ANSWER_SECONDS)
+                data: dict[str, Any]
+                try:  # simultaneous watchers share a report
+                    event, data = "report", await self._broker.report(ANSWER_SECONDS)
                 except NotRunning as error:
-                    name, now = "trouble", time.time()
+                    event, now = "trouble", time.time()
                     since = self._broker.silent_since or now
-                    told = {"time": now, "since": since, "text": str(error)}
-                yield f"event: {name}\ndata: {_compact(told)}\n\n"
+                    data = {"time": now, "since": since, "text": str(error)}
+                yield f"event: {event}\ndata: {_compact(data)}\n\n"
                 await asyncio.sleep(PERIOD_SECONDS)
         finally:
             self._watchers -= 1
@@ -295,12 +293,12 @@ class App:
 
     async def _unknown(self, scope: Scope, receive: Receive, send: Send) -> None:
         paths = [path for path in self._paths if not path.startswith("/static/")]
-        text = f"There is nothing here; there is {', '.join(paths)}.\n"
+        text = f"No such path; there are {', '.join(paths)}.\n"
         await PlainTextResponse(text, 404)(scope, receive, send)
 
 
 def _deadline(request: Request) -> float | None:
-    """Seconds that the client gives the broker; None where they make no sense."""
+    """Return the client's timeout in seconds; None if it is invalid."""
     text = request.query_params.get("timeout", str(ANSWER_SECONDS))
     try:
         seconds = float(text)
@@ -319,7 +317,7 @@ def _json(content: Any, status: int) -> Response:
 
 
 def _file(path: Path) -> tuple[str, Callable[[Request], Awaitable[Response]]]:
-    """Where a file of the status page is served, and what serves it; read once."""
+    """Return the path and the handler of a file of the status page, which is read once."""
     body, kind = path.read_bytes(), _TYPES[path.suffix]
 
     async def serve(_: Request) -> Response:  # a coroutine needs no thread
@@ -332,7 +330,7 @@ def _file(path: Path) -> tuple[str, Callable[[Request], Awaitable[Response]]]:
 
 
 def families(report: Mapping[str, Any]) -> Iterator[Metric]:
-    """Yield every family that is computed from the report."""
+    """Yield every metric family that is computed from the report."""
     for name, report_fields in METRICS.items():
         first = report_fields[0]
         samples: dict[tuple[str, ...], Any] = {}
@@ -365,16 +363,16 @@ def _family(
 
 @dataclass(frozen=True, slots=True)
 class Exposition:
-    """One scrape's answer, in the shape of a registry.
+    """The metrics of one scrape, as a registry of prometheus_client.
 
-    report: None where the broker has not answered; silent_seconds: for how long it has not.
+    report: None if the broker has not answered for `silent_seconds`.
     """
 
     report: Mapping[str, Any] | None
     silent_seconds: float
 
     def collect(self) -> Iterator[Metric]:
-        """Yield every family."""
+        """Yield every metric family."""
         text = "1 if the broker answered in time; else all that it would tell is missing here."
         yield GaugeMetricFamily("kvd_up", text, self.report is not None)
         text = "Time for which the broker has owed an answer; 0 if it owes none."

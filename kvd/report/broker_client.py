@@ -1,9 +1,8 @@
-"""The HTTP process's one connection to the broker, shared by all who ask, and what it has said.
+"""The HTTP process's connection to the broker, and samples of its reports.
 
-It is a tool's session like any other, and the loop that serves engines serves it. So what is
-answered here says that this very path works. One request is under way at a time; those who ask
-for the same meanwhile share its answer. A broker that hangs is asked once and not again until it
-has answered, so that it finds no heap of old requests when it comes back.
+The connection is a tool's session, served by the loop that serves engines, so an answer shows that
+this path works. One request of a kind is under way at a time; its answer is shared by all callers.
+A broker that hangs gets no second request of the kind before it has answered.
 """
 
 import asyncio
@@ -20,7 +19,7 @@ from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Message, Ping, Pong, Status, StatusReport
 
 CONNECT_SECONDS = 5.0
-GIVE_UP_SECONDS = 300.0  # then the connection is made anew
+GIVE_UP_SECONDS = 300.0  # then the client connects anew
 FRESH_SECONDS = 0.5
 PERIOD_SECONDS = 5.0
 KEEP_SECONDS = 600.0
@@ -38,7 +37,7 @@ _ANSWER_SECONDS = 2.0
 
 
 class BrokerClient:
-    """Asks the broker, with deadlines.
+    """Sends requests to the broker, with deadlines.
 
     Args:
         runtime_dir: of the daemon.
@@ -52,10 +51,10 @@ class BrokerClient:
         self._report: dict[str, Any] = {}
         self._report_at = float("-inf")
         self.silent_since: float | None = None
-        """Unix time of the oldest question that has no answer yet, or whose asking failed."""
+        """Unix time of the oldest request that is unanswered or has failed; None without any."""
 
     async def ping(self, seconds: float) -> float:
-        """Seconds until the broker's loop answered a PING, or what was asked before it.
+        """Return the seconds until the broker answered a PING, this one or one under way.
 
         Raises:
             NotRunning: no answer within `seconds`.
@@ -65,7 +64,7 @@ class BrokerClient:
         return time.monotonic() - started
 
     async def report(self, seconds: float) -> dict[str, Any]:
-        """The broker's report, at most half a second old.
+        """Return the broker's report, at most `FRESH_SECONDS` old.
 
         Raises:
             NotRunning: no answer within `seconds`.
@@ -77,12 +76,12 @@ class BrokerClient:
                 self._report_at = time.monotonic()
         return self._report
 
-    async def _ask(self, message: Message, kind: type[Message], seconds: float) -> Message:
+    async def _ask(self, message: Message, reply_type: type[Message], seconds: float) -> Message:
         task = self._under_way.get(type(message))
         if task is None:
-            task = asyncio.create_task(self._exchange(message, kind))
+            task = asyncio.create_task(self._exchange(message, reply_type))
             self._under_way[type(message)] = task
-            # Whoever still waits gets its error; the others have gone.
+            # Mark its error as seen: callers that still wait get it, and others have gone.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         try:
             async with asyncio.timeout(seconds):
@@ -90,27 +89,27 @@ class BrokerClient:
         except TimeoutError:
             silent = time.time() - (self.silent_since or time.time())
             raise NotRunning(
-                f"the broker has not answered {type(message).__name__} within {seconds:g} s; it is"
-                f" silent for {max(silent, seconds):.1f} s. Its log says what it does; if it stays"
-                " silent, restart the daemon"
+                f"the broker has not answered {type(message).__name__} within {seconds:g} s; it has"
+                f" been silent for {max(silent, seconds):.1f} s. Its log says what it does; if it"
+                " stays silent, restart the daemon"
             ) from None
 
-    async def _exchange(self, message: Message, kind: type[Message]) -> Message:
+    async def _exchange(self, message: Message, reply_type: type[Message]) -> Message:
         self.silent_since = self.silent_since or time.time()
         loop = asyncio.get_running_loop()
         try:
-            reply = await loop.run_in_executor(self._thread, self._talk, message, kind)
+            reply = await loop.run_in_executor(self._thread, self._talk, message, reply_type)
         finally:
             del self._under_way[type(message)]
         self.silent_since = time.time() if self._under_way else None
         return reply
 
-    def _talk(self, message: Message, kind: type[Message]) -> Message:
-        """In the thread of its own: one request and its reply, on a connection that works."""
+    def _talk(self, message: Message, reply_type: type[Message]) -> Message:
+        """Send a request and return its reply; connect if needed. Runs in the client's thread."""
         try:
             if self._control is None:
                 self._control = ToolConnection(self._runtime_dir, CONNECT_SECONDS)
-            return self._control.ask(message, kind, GIVE_UP_SECONDS)
+            return self._control.ask(message, reply_type, GIVE_UP_SECONDS)
         except (Refusal, NotRunning) as error:
             if self._control is not None:
                 self._control.close()
@@ -121,7 +120,7 @@ class BrokerClient:
 
 
 class Samples:
-    """Counters of the last ten minutes, and whole reports of the last one.
+    """Counters of the last ten minutes, and reports of the last minute.
 
     At most `KEEP_SECONDS / PERIOD_SECONDS` samples and `MAX_REPORTS` reports. All are of one boot:
     this process ends with its broker.
@@ -132,7 +131,7 @@ class Samples:
         self._reports: deque[Report] = deque(maxlen=MAX_REPORTS)
 
     def add(self, report: Report) -> None:
-        """Keep a report's counters, and now and then the report."""
+        """Keep a report's counters, and every `REPORT_PERIOD_SECONDS` the report."""
         time, counters = report["time"], report["counters"]
         self._samples.append((time, *(counters[field] for field in FIELDS)))
         if not self._reports or time - self._reports[-1]["time"] >= REPORT_PERIOD_SECONDS:
@@ -145,11 +144,11 @@ class Samples:
                 self.add(await broker.report(_ANSWER_SECONDS))
             await asyncio.sleep(PERIOD_SECONDS)
 
-    def told(self) -> dict[str, Any]:
-        """Return what `/history` answers.
+    def history(self) -> dict[str, Any]:
+        """Return the content of `/history`.
 
         samples: oldest first, each the unix time and the counters in the order of `fields`.
-        report: the oldest one that is kept; null where there is none.
+        report: the oldest one kept; null if there is none.
         """
         report = self._reports[0] if self._reports else None
         return {"fields": FIELDS, "samples": list(self._samples), "report": report}

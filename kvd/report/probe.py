@@ -1,7 +1,7 @@
-"""`python -m kvd.report.probe /readyz`: a probe from inside a container, over the Unix socket.
+"""`python -m kvd.report.probe /readyz`: a probe for use inside a container, over the Unix socket.
 
-Exit status 0 for a 2xx answer, 1 otherwise. It needs the standard library
-alone, since it runs every few seconds.
+Exit status 0 for a 2xx answer, 1 otherwise. It runs every few seconds, so it imports only the
+standard library.
 """
 
 import os
@@ -25,18 +25,18 @@ class _Unix(HTTPConnection):
 
 
 def main(arguments: list[str]) -> int:
-    """Ask for the path in `arguments` (by default /readyz); the exit status."""
+    """Request the path in `arguments` (by default /readyz); return the exit status."""
     path = Path(os.environ.get("KVD_RUNTIME_DIR", "/run/kvd")) / "http.sock"
     try:
         connection = _Unix(path)
         connection.request("GET", arguments[0] if arguments else "/readyz")
-        answer = connection.getresponse()
-        text = answer.read().decode("utf-8", "replace")
+        response = connection.getresponse()
+        text = response.read().decode("utf-8", "replace")
     except (OSError, HTTPException) as error:
-        sys.stderr.write(f"{path}: {error}; is kvd serve running there?\n")
+        sys.stderr.write(f"{path}: {error}; start kvd serve, or set KVD_RUNTIME_DIR\n")
         return 1
     sys.stdout.write(text)
-    return 0 if answer.status // 100 == 2 else 1
+    return 0 if response.status // 100 == 2 else 1
 
 
 if __name__ == "__main__":

@@ -88,7 +88,8 @@ class Notifier:
             self._ready_sent = False
         self._reloading = reloading
         if self.is_due(now) and not self._unsent:
-            progress = None if state.pool_usable else float(state.allocated + state.pinned_bytes)
+            pool_bytes = state.allocated_bytes + state.pinned_bytes
+            progress = None if state.pool_usable else float(pool_bytes)
             self._queue(self.lines(now, _state_text(state, now), progress))
         self._flush()
 

@@ -73,7 +73,7 @@ PLACES: dict[str, tuple[type, str]] = {
     "orders of gets": (Promotion, "_get_all"),
     "orders of puts": (Demotion, "_put"),
     "a look": (Tiering, "_check_liveness"),
-    "namespaces": (Tiering, "_update_spaces"),
+    "namespaces": (Tiering, "_update_namespaces"),
     "a scan": (Tiering, "_apply_scan"),
     "an end": (Promotion, "give_up"),
 }
@@ -195,7 +195,7 @@ def test_a_fault_that_stays_is_told_after_growing_pauses(monkeypatch: pytest.Mon
     bench.check()
 
 
-@pytest.mark.parametrize("place", [(Tiering, "_publish"), (TierTable, "set_status")])
+@pytest.mark.parametrize("place", [(Tiering, "_publish"), (TierTable, "set_health")])
 def test_a_fault_that_comes_again_while_tiers_begin_anew(
     place: tuple[type, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -704,7 +704,7 @@ def test_a_scan_of_before_a_reset_is_nothing() -> None:
     disk.end()
     disk.start()
     bench.turn(0.5)
-    assert disk.tier.spaces[bench.namespace].salt is None
+    assert disk.tier.namespaces[bench.namespace].salt is None
     bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
     disk.say(NamespaceOpened(namespace=identity, salt=before))
     disk.say(held(identity, before, {b"a": (0, 1, 0, b"")}))

@@ -2,7 +2,7 @@
 
     make soak SECONDS=1800 SEED=7
 
-The last line of the output is JSON; see docs/reliability.md.
+The last line of the output is JSON; see docs/testing.md.
 """
 
 import argparse

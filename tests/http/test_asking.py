@@ -68,7 +68,7 @@ def test_history_is_of_ten_minutes_and_no_more() -> None:
     samples = Samples()
     for second in range(0, 3600, int(PERIOD_SECONDS)):
         samples.add(loaded_report(float(second)))
-    told = samples.told()
+    told = samples.history()
     last = loaded_report(3595.0)
     assert len(told["samples"]) == KEEP_SECONDS / PERIOD_SECONDS
     assert told["samples"][-1] == (last["time"], *(last["counters"][name] for name in FIELDS))
@@ -91,9 +91,9 @@ def test_a_silent_broker_leaves_a_hole_in_the_history(
         recording = asyncio.create_task(samples.record(client))
         with pytest.raises(NotRunning):
             await client.report(0.1)
-        assert samples.told() == {"fields": FIELDS, "samples": [], "report": None}
+        assert samples.history() == {"fields": FIELDS, "samples": [], "report": None}
         client.answers.set()
-        while not samples.told()["samples"]:
+        while not samples.history()["samples"]:
             await client.report(PATIENCE)
         recording.cancel()
 

@@ -251,7 +251,7 @@ def _lane(device: str, done: int) -> Any:
 
 def _tier(name: str, medium: str, setting: str, done: int) -> Any:
     return part(
-        schema.TierReport,
+        schema.TierStatus,
         name=name,
         setting=setting,
         keep="asked",

@@ -109,8 +109,8 @@ class Demotion:
     def probe(self, tier: TierProcess, now: float) -> list[Effect]:
         """Probe a tier with a put of one waiting chunk, if a chunk waits."""
         for namespace in self._state.open_namespaces:
-            space = tier.spaces.get(namespace)
-            if space is None or space.salt is None:
+            tier_namespace = tier.namespaces.get(namespace)
+            if tier_namespace is None or tier_namespace.salt is None:
                 continue
             for queue in (namespace.table.on_asked, namespace.table.on_ready):
                 if queue and (chunks := _take(queue, 1, [tier])):
@@ -144,7 +144,7 @@ class Demotion:
         return effects
 
     def put_ended(
-        self, tier: TierProcess, batch: TierBatch, order: Put, done: BatchResult, now: float
+        self, tier: TierProcess, batch: TierBatch, order: Put, result: BatchResult, now: float
     ) -> list[Effect]:
         """Process the answer to a put.
 
@@ -156,7 +156,7 @@ class Demotion:
         nbytes = namespace.geometry.bytes_per_chunk
         queues = namespace.table.uses.demotion_queues
         columns = (order.first.tolist(), order.count.tolist(), order.groups.tolist())
-        rows = zip(order.keys, done.outcomes.tolist(), batch.refs, *columns, strict=True)
+        rows = zip(order.keys, result.outcomes.tolist(), batch.refs, *columns, strict=True)
         for key, code, ref, first, count, group in rows:
             outcome = Outcome(code)
             counts[outcome.name.lower()] += 1

@@ -32,7 +32,7 @@ from kvd_proto.jobs import IntArray
 KEYS_PER_TURN = 512  # keys examined in a turn: one or two milliseconds
 REQUEST_SECONDS = 2.0  # a request older than this is dropped
 DESCRIPTION_BYTES = 128 * 1024  # of the descriptions in one answer
-ASK_KEYS = 1024
+LOOKUP_KEYS = 1024
 UNUSED_SECONDS = 0.25  # if slots lack, loans unused for this long are taken back
 SLOT_SECONDS = 30.0  # a slot that is not filled by then is given up
 REACH_PART = 4  # promotions may fill a quarter of the namespace's reach, see `_reach`
@@ -71,8 +71,8 @@ class PromotionRequests:
     def extend(self, engine: int, keys: Sequence[bytes], now: float) -> int:
         """Append an engine's keys as far as there is room; return the number of the others."""
         queue = self._queues.get(engine, deque())
-        engines = len(self._queues.keys() | {engine})
-        accepted = keys[: max(0, MAX_REQUESTS // engines - len(queue))]
+        num_engines = len(self._queues.keys() | {engine})
+        accepted = keys[: max(0, MAX_REQUESTS // num_engines - len(queue))]
         if accepted:
             requesters = frozenset({engine})
             self._queues[engine] = queue
@@ -112,11 +112,11 @@ class PromotionRequests:
 
 
 class _NamespaceState:
-    """Requests, unanswered Asks and bytes under way of one namespace."""
+    """Requests, unanswered Lookups and bytes under way of one namespace."""
 
     def __init__(self) -> None:
         self.requests = PromotionRequests()
-        self.asks: dict[bytes, TierBatch] = {}  # unanswered, by key
+        self.lookups: dict[bytes, TierBatch] = {}  # unanswered, by key
         self.get_bytes = 0  # under way
 
 
@@ -173,12 +173,12 @@ class Promotion:
             namespace.table.counts.sought_dropped += state.requests.clear()
             return []
         shared = self._shared(namespace)
-        by_tier, unknown = self._sorted(namespace, state, tiers, now, ask=shared is not None)
+        by_tier, unknown = self._sorted(namespace, state, tiers, now, has_shared=shared is not None)
         effects: list[Effect] = []
         for tier, requests in by_tier.items():
             effects += self._get_all(tier, namespace, state, requests, now)
         if shared is not None and unknown:
-            effects += self._ask(shared, namespace, state, unknown, now)
+            effects += self._look_up(shared, namespace, state, unknown, now)
         return effects
 
     def _sorted(
@@ -188,7 +188,7 @@ class Promotion:
         tiers: TierTable,
         now: float,
         *,
-        ask: bool,
+        has_shared: bool,
     ) -> tuple[dict[TierProcess, dict[bytes, PromotionRequest]], dict[bytes, PromotionRequest]]:
         """Take requests from the queues and sort them by tier, as far as there is room.
 
@@ -196,7 +196,7 @@ class Promotion:
         It stays in the queue if its tier is busy.
 
         Returns:
-            Requests to get, by tier; and, with `ask`, requests of which no tier is known.
+            Requests to get, by tier; and, with `has_shared`, requests of which no tier is known.
         """
         requests, find = state.requests, namespace.directory.find
         nbytes, get_bytes = namespace.geometry.bytes_per_chunk, state.get_bytes
@@ -219,9 +219,9 @@ class Promotion:
                 entry = tiers.find(key)
                 tier = first_serving(self._state.tiers, entry.tiers, namespace) if entry else None
             if tier is None:
-                if (pending_ask := state.asks.get(key)) is not None:
-                    pending_ask.engines |= request.engines
-                elif entry is None and ask:
+                if (pending_lookup := state.lookups.get(key)) is not None:
+                    pending_lookup.engines |= request.engines
+                elif entry is None and has_shared:
                     unknown[key] = request.joined(unknown.get(key))
                 continue
             to_get = by_tier.setdefault(tier, {})
@@ -313,7 +313,7 @@ class Promotion:
         self._states.setdefault(namespace, _NamespaceState()).get_bytes += nbytes
         return [tier.send(batch)]
 
-    def _ask(
+    def _look_up(
         self,
         tier: TierProcess,
         namespace: Namespace,
@@ -323,8 +323,8 @@ class Promotion:
     ) -> list[Effect]:
         """Ask a shared tier which of these chunks it has."""
         effects, keys = list[Effect](), list(requests)
-        for begin in range(0, len(keys), ASK_KEYS):
-            batch_keys = keys[begin : begin + ASK_KEYS]
+        for begin in range(0, len(keys), LOOKUP_KEYS):
+            batch_keys = keys[begin : begin + LOOKUP_KEYS]
             seconds = max(4 * tier.speed.seconds(0), tier.setting.late_seconds)
             order = Lookup(
                 number=tier.next_number(),
@@ -334,7 +334,7 @@ class Promotion:
             )
             engines = set[int]().union(*(requests[key].engines for key in batch_keys))
             batch = TierBatch(order, namespace, now, engines=engines)
-            state.asks.update(dict.fromkeys(batch_keys, batch))
+            state.lookups.update(dict.fromkeys(batch_keys, batch))
             effects.append(tier.send(batch))
         return effects
 
@@ -351,7 +351,7 @@ class Promotion:
     # ----------------------------------------------------------------- answers
 
     def get_ended(
-        self, tier: TierProcess, batch: TierBatch, order: Get, done: BatchResult, now: float
+        self, tier: TierProcess, batch: TierBatch, order: Get, result: BatchResult, now: float
     ) -> list[Effect]:
         """Process the answer to a get.
 
@@ -363,8 +363,8 @@ class Promotion:
         namespace, counts = batch.namespace, tier.counts
         table, tiers = namespace.table, namespace.directory.tiers
         nbytes, effects = namespace.geometry.bytes_per_chunk, list[Effect]()
-        outcomes, refs, num_ready = done.outcomes.tolist(), batch.refs, 0
-        columns = (done.first.tolist(), done.count.tolist(), done.groups.tolist())
+        outcomes, refs, num_ready = result.outcomes.tolist(), batch.refs, 0
+        columns = (result.first.tolist(), result.count.tolist(), result.groups.tolist())
         failed_refs = []
         for i, (key, ref, code) in enumerate(zip(order.keys, refs, outcomes, strict=True)):
             outcome = Outcome(code)
@@ -372,7 +372,7 @@ class Promotion:
             if outcome is Outcome.OK:
                 blocks = columns[0][i], columns[1][i], columns[2][i]
                 counts.get_bytes += nbytes
-                if table.promotions.done(*ref, *blocks, done.descriptions[i]):
+                if table.promotions.done(*ref, *blocks, result.descriptions[i]):
                     num_ready += 1
                     if tiers is not None:
                         tiers.hold(key, tier.index, *blocks)
@@ -393,19 +393,19 @@ class Promotion:
             tier.speed.begin(now)
         return [*effects, *map(ChunksReady, sorted(batch.engines))]
 
-    def ask_ended(
-        self, tier: TierProcess, batch: TierBatch, order: Lookup, done: BatchResult, now: float
+    def lookup_ended(
+        self, tier: TierProcess, batch: TierBatch, order: Lookup, result: BatchResult, now: float
     ) -> list[Effect]:
-        """Process the answer to an Lookup: get what the tier has, ask the next one for the rest."""
+        """Process the answer to a Lookup: get what the tier has, ask the next one for the rest."""
         namespace = batch.namespace
         state = self._states.setdefault(namespace, _NamespaceState())
         for key in order.keys:
-            state.asks.pop(key, None)
+            state.lookups.pop(key, None)
         engines, absent = frozenset(batch.engines), list[bytes]()
         present: list[PromotionRequest] = []
-        for key, code in zip(order.keys, done.outcomes.tolist(), strict=True):
+        for key, code in zip(order.keys, result.outcomes.tolist(), strict=True):
             outcome = Outcome(code)
-            tier.counts.asks[_ASK_LABELS.get(outcome, "failed")] += 1
+            tier.counts.asks[_LOOKUP_LABELS.get(outcome, "failed")] += 1
             if outcome is Outcome.OK:
                 present.append(PromotionRequest(key, engines, now, tier))
             elif outcome is Outcome.ABSENT:
@@ -415,7 +415,7 @@ class Promotion:
         next_shared = self._shared(namespace, tier.index)
         if next_shared is not None and absent:
             requests = {key: PromotionRequest(key, engines, now) for key in absent}
-            effects += self._ask(next_shared, namespace, state, requests, now)
+            effects += self._look_up(next_shared, namespace, state, requests, now)
         elif (tiers := namespace.directory.tiers) is not None:
             for key in absent:
                 tiers.mark_absent(key, now)
@@ -431,7 +431,7 @@ class Promotion:
             if isinstance(batch.order, Lookup):
                 if (state := self._states.get(batch.namespace)) is not None:
                     for key in batch.order.keys:
-                        state.asks.pop(key, None)
+                        state.lookups.pop(key, None)
             elif isinstance(batch.order, Get) and not batch.given_up:
                 batch.given_up = True
                 self._settle(batch)
@@ -455,7 +455,7 @@ class Promotion:
             state.get_bytes -= batch.nbytes
 
 
-_ASK_LABELS = {Outcome.OK: "ok", Outcome.ABSENT: "absent", Outcome.LATE: "late"}
+_LOOKUP_LABELS = {Outcome.OK: "ok", Outcome.ABSENT: "absent", Outcome.LATE: "late"}
 
 
 def _corrupt_event(tier: TierProcess, namespace: Namespace, slot: int) -> LogEvent:

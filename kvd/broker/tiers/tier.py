@@ -66,7 +66,7 @@ class TierBatch:
 
 
 @dataclass(slots=True)
-class TierSpace:
+class TierNamespace:
     """A namespace that a tier's process was told to open.
 
     Attributes:
@@ -127,7 +127,7 @@ class TierProcess:
         medium, shared: see `kvd.tier.contract.TierBackend`.
 
     Attributes:
-        spaces: namespaces that its process was told to open.
+        namespaces: those that its process was told to open.
         unconfirmed: ids of namespaces whose last reset the tier has not confirmed.
         batches: orders under way, by number.
         put_bytes, get_bytes: bytes of these.
@@ -148,7 +148,7 @@ class TierProcess:
         self.speed = GetSpeed()
         self.batches: dict[int, TierBatch] = {}
         self.put_bytes = self.get_bytes = 0
-        self.spaces: dict[Namespace, TierSpace] = {}
+        self.namespaces: dict[Namespace, TierNamespace] = {}
         self.unconfirmed: set[bytes] = set()
         self.acted_state = self.breaker.state
         self.trial: tuple[Namespace, bytes] | None = None
@@ -180,14 +180,13 @@ class TierProcess:
 
     def serves(self, namespace: Namespace) -> bool:
         """Whether orders for this namespace may go to it."""
-        space = self.spaces.get(namespace)
-        return space is not None and space.salt is not None and self.in_use
+        tier_namespace = self.namespaces.get(namespace)
+        return tier_namespace is not None and tier_namespace.salt is not None and self.in_use
 
     def unopened_seconds(self, now: float) -> float:
         """Return the longest time for which a namespace waits to be opened; 0 if none does."""
-        spaces = self.spaces.values()
-        waits = (now - space.requested_at for space in spaces if space.salt is None)
-        return max(waits, default=0.0)
+        unopened = [n for n in self.namespaces.values() if n.salt is None]
+        return max((now - n.requested_at for n in unopened), default=0.0)
 
     def event(self, text: str, level: str = "info") -> LogEvent:
         """A log line about this tier."""
@@ -273,7 +272,7 @@ class TierProcess:
         self.batches.clear()
         self.put_bytes = self.get_bytes = 0
         self._num_under_way = dict.fromkeys(self._num_under_way, 0)
-        self.spaces.clear()
+        self.namespaces.clear()
         self.child.ended()
         self.progress = 0
 
@@ -283,8 +282,8 @@ class TierProcess:
         else:
             self.get_bytes += sign * batch.nbytes
 
-    def status(self, namespace: Namespace, waiting_bytes: int) -> TierHealth:
-        """Return the status for a namespace's directory; waiting requests add to the queue."""
+    def health(self, namespace: Namespace, waiting_bytes: int) -> TierHealth:
+        """Return the health for a namespace's directory; waiting requests add to the queue."""
         return TierHealth(
             usable=self.serves(namespace),
             latency_us=self.speed.latency_us,

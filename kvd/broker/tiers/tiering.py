@@ -18,7 +18,7 @@ from kvd.broker.state import BrokerState
 from kvd.broker.tiers.breaker import FIRST_PAUSE, LONGEST_PAUSE, QUIET_SECONDS, BreakerState
 from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
-from kvd.broker.tiers.tier import TierBatch, TierProcess, TierSpace
+from kvd.broker.tiers.tier import TierBatch, TierNamespace, TierProcess
 from kvd.cache.namespaces import Namespace
 from kvd.logs import safe_repr, safe_traceback
 from kvd.outcomes import Outcome
@@ -42,7 +42,7 @@ from kvd.wire.tiering import (
 from kvd_proto.messages import Message
 
 LIVENESS_SECONDS = 0.05
-SPACES_SECONDS = 0.25
+NAMESPACES_SECONDS = 0.25
 PUBLISH_SECONDS = 0.01
 IDLE_PING_SECONDS = 1.0
 STUCK_SECONDS = 10.0  # without progress, the tier's process is replaced
@@ -50,7 +50,7 @@ START_SECONDS = 120.0
 _OUTCOMES = frozenset(map(int, Outcome))
 _FAILURES = {int(Outcome.FAILED), int(Outcome.LATE)}
 
-_ScanResult: TypeAlias = tuple[TierProcess, Namespace, ScanResult]
+_PendingScan: TypeAlias = tuple[TierProcess, Namespace, ScanResult]
 
 
 class Tiering:
@@ -58,16 +58,16 @@ class Tiering:
 
     def __init__(self, state: BrokerState) -> None:
         self._state = state
-        self._checked_at = self._next_spaces = self._next_publish = 0.0
+        self._checked_at = self._next_namespaces = self._next_publish = 0.0
         self._resumes_at = 0.0  # no decisions before this time, after an exception
         self._pause = FIRST_PAUSE
-        self._forget()
+        self._reset_decisions()
 
-    def _forget(self) -> None:
+    def _reset_decisions(self) -> None:
         """Drop all requests, queues and scan results."""
         self.demotion = Demotion(self._state)
         self.promotion = Promotion(self._state)
-        self._scan_results: deque[_ScanResult] = deque()
+        self._pending_scans: deque[_PendingScan] = deque()
         self._watched: set[Namespace] = set()  # their chunks are queued for demotion
 
     # --------------------------------------------------------------- entry points
@@ -113,16 +113,16 @@ class Tiering:
         return self._guard(now, lambda: self.promotion.request(namespace, engine, keys, now))
 
     def due(self, now: float) -> float:
-        """Return the seconds until `turn` has something to do; `SPACES_SECONDS` at most."""
+        """Return the seconds until `turn` has something to do; `NAMESPACES_SECONDS` at most."""
         if not self._state.tiers or now < self._resumes_at:
-            return SPACES_SECONDS
-        if self._scan_results or (self.promotion.has_requests and not self.promotion.blocked):
+            return NAMESPACES_SECONDS
+        if self._pending_scans or (self.promotion.has_requests and not self.promotion.blocked):
             return 0.0
         due = self.demotion.due(now)
         check_due = any(tier.batches or not tier.breaker.closed for tier in self._state.tiers)
         if check_due or self.promotion.has_requests or self.demotion.blocked:
             due = min(due, max(0.0, self._checked_at + LIVENESS_SECONDS - now))
-        return min(due, SPACES_SECONDS)
+        return min(due, NAMESPACES_SECONDS)
 
     def turn(self, now: float) -> list[Effect]:
         """Check liveness, apply scan results, open namespaces, send orders, publish status."""
@@ -164,7 +164,7 @@ class Tiering:
             # Also if it was ordered before: that order may be lost.
             effects.append(KillTier(tier.index, reason, back_off=True))
             self._give_up_slots(tier)
-        self._forget()
+        self._reset_decisions()
         with contextlib.suppress(Exception):
             self._publish()
         engines = self._state.registry.engines.values()
@@ -184,7 +184,7 @@ class Tiering:
         effects: list[Effect] = []
         match message:
             case BatchResult():
-                effects = self._on_done(tier, message, now)
+                effects = self._on_result(tier, message, now)
                 # An answer frees queue space: send the next orders now, not in the next turn.
                 effects += self._work(now)
             case TierPong():
@@ -192,9 +192,9 @@ class Tiering:
             case ScanResult():
                 namespace = self._state.namespace(message.namespace)
                 if namespace is not None and (message.keys or message.last):
-                    self._scan_results.append((tier, namespace, message))
+                    self._pending_scans.append((tier, namespace, message))
             case RemovedChunks():
-                self._on_gone(tier, message)
+                self._on_removed(tier, message)
             case NamespaceOpened():
                 self._on_opened(tier, message)
             case TierReady():
@@ -216,7 +216,7 @@ class Tiering:
         tier.chunks = message.chunks
         tier.counts.damaged_records += message.damaged_records
         text = f"is up (pid {message.pid}): {message.described or tier.setting.text}"
-        return [tier.event(text), *self._update_spaces(tier, now)]
+        return [tier.event(text), *self._update_namespaces(tier, now)]
 
     def _on_pong(self, tier: TierProcess, message: TierPong, now: float) -> None:
         if message.progress > tier.progress:
@@ -229,7 +229,7 @@ class Tiering:
     def _on_end(self, tier: TierProcess, reason: str, now: float) -> list[Effect]:
         tier.breaker.trip("lost", now, f"its process ended: {reason}")
         effects = self._on_breaker_change(tier, now)
-        self._scan_results = deque(result for result in self._scan_results if result[0] is not tier)
+        self._pending_scans = deque(scan for scan in self._pending_scans if scan[0] is not tier)
         if not tier.info.shared:
             for namespace in self._state.open_namespaces:
                 if (tiers := namespace.directory.tiers) is not None:
@@ -238,29 +238,30 @@ class Tiering:
 
     # ----------------------------------------------------------------- namespaces
 
-    def _update_spaces(self, tier: TierProcess, now: float) -> list[Effect]:
+    def _update_namespaces(self, tier: TierProcess, now: float) -> list[Effect]:
         """Send `OpenNamespace` for namespaces newly in use, `CloseNamespace` for those closed."""
         effects: list[Effect] = []
-        for namespace in [known for known in tier.spaces if not self._state.is_open(known)]:
-            del tier.spaces[namespace]
+        for namespace in [known for known in tier.namespaces if not self._state.is_open(known)]:
+            del tier.namespaces[namespace]
             effects.append(ToTier(tier.index, CloseNamespace(namespace=namespace.id)))
         for namespace in self._state.open_namespaces:
             tiers = namespace.directory.tiers
             # The length of descriptions is unknown until an engine is attached.
-            if namespace in tier.spaces or tiers is None or not namespace.engines:
+            if namespace in tier.namespaces or tiers is None or not namespace.engines:
                 continue
             if not tiers.is_releasing(tier.index):
-                tier.spaces[namespace] = TierSpace(now)
-                order = _open_space(namespace, reset=namespace.id in tier.unconfirmed)
+                tier.namespaces[namespace] = TierNamespace(now)
+                order = _open_order(namespace, reset=namespace.id in tier.unconfirmed)
                 effects.append(ToTier(tier.index, order, NamespaceFds(namespace.id)))
         return effects
 
     def _on_opened(self, tier: TierProcess, message: NamespaceOpened) -> None:
         """Record a namespace as opened, under the broker's salt, or the tier's if it has none."""
         namespace = self._state.namespace(message.namespace)
-        space = tier.spaces.get(namespace) if namespace is not None else None
-        if namespace is not None and space is not None:
-            space.salt = namespace.salt or message.salt  # the message may be older than a reset
+        tier_namespace = tier.namespaces.get(namespace) if namespace is not None else None
+        if namespace is not None and tier_namespace is not None:
+            # The message may be older than the last reset.
+            tier_namespace.salt = namespace.salt or message.salt
             if message.salt == namespace.salt:
                 tier.unconfirmed.discard(namespace.id)
             self._publish()
@@ -270,10 +271,10 @@ class Tiering:
         effects: list[Effect] = []
         for tier in self._state.tiers:
             tier.unconfirmed.add(namespace.id)
-            space = tier.spaces.get(namespace)
-            if space is not None:
-                if space.salt is not None:
-                    space.salt = namespace.salt
+            tier_namespace = tier.namespaces.get(namespace)
+            if tier_namespace is not None:
+                if tier_namespace.salt is not None:
+                    tier_namespace.salt = namespace.salt
                 order = NewSalt(namespace=namespace.id, salt=namespace.salt)
                 effects.append(ToTier(tier.index, order))
             if not tier.in_use and not namespace.temporary:
@@ -288,53 +289,53 @@ class Tiering:
 
     def _apply_scan(self) -> None:
         """Enter one message of a scan into the table of tiers, unless a reset has made it old."""
-        tier, namespace, scan = self._scan_results.popleft()
-        tiers, space = namespace.directory.tiers, tier.spaces.get(namespace)
-        current = space is not None and scan.salt == space.salt
+        tier, namespace, scan = self._pending_scans.popleft()
+        tiers, tier_namespace = namespace.directory.tiers, tier.namespaces.get(namespace)
+        current = tier_namespace is not None and scan.salt == tier_namespace.salt
         if tiers is not None and current and self._state.is_open(namespace):
             columns = (scan.first.numpy(), scan.count.numpy(), scan.groups.numpy())
             tiers.hold_all(scan.keys, tier.index, *columns)
             if scan.last:
                 tiers.request_rescan()
 
-    def _on_gone(self, tier: TierProcess, message: RemovedChunks) -> None:
+    def _on_removed(self, tier: TierProcess, message: RemovedChunks) -> None:
         tier.counts.dropped += len(message.keys)
         namespace = self._state.namespace(message.namespace)
         if namespace is not None and (tiers := namespace.directory.tiers) is not None:
             for key in message.keys:
                 tiers.release(key, tier.index)
 
-    def _on_done(self, tier: TierProcess, done: BatchResult, now: float) -> list[Effect]:
-        outcomes, batch = done.outcomes.tolist(), tier.batches.get(done.number)
+    def _on_result(self, tier: TierProcess, result: BatchResult, now: float) -> list[Effect]:
+        outcomes, batch = result.outcomes.tolist(), tier.batches.get(result.number)
         is_complete = batch is not None and len(outcomes) == len(batch.order.keys)
         is_valid = is_complete and _OUTCOMES.issuperset(outcomes)
         if batch is None or not is_valid:  # a bug of the backend
-            text = f"its answer {done.number}, of {len(outcomes)} chunks, fits no order"
+            text = f"its answer {result.number}, of {len(outcomes)} chunks, fits no order"
             return self._kill(tier, text)
         tier.batch_ended(batch, now)
         tier.breaker.moved_at = now
-        if done.error:
-            tier.child.last_error = done.error
+        if result.error:
+            tier.child.last_error = result.error
         num_failed = sum(code in _FAILURES for code in outcomes)
-        effects = self._dispatch_answer(tier, batch, done, now)
+        effects = self._dispatch_answer(tier, batch, result, now)
         tier.breaker.batch_ended(now, failed=2 * num_failed >= len(outcomes))
         return effects
 
     def _dispatch_answer(
-        self, tier: TierProcess, batch: TierBatch, done: BatchResult, now: float
+        self, tier: TierProcess, batch: TierBatch, result: BatchResult, now: float
     ) -> list[Effect]:
         if not self._state.is_open(batch.namespace):
             return []
         match batch.order:
             case Put():
-                return self.demotion.put_ended(tier, batch, batch.order, done, now)
+                return self.demotion.put_ended(tier, batch, batch.order, result, now)
             case Get() if batch.given_up:
                 self.promotion.free_slots(tier, batch)
                 return []
             case Get():
-                return self.promotion.get_ended(tier, batch, batch.order, done, now)
+                return self.promotion.get_ended(tier, batch, batch.order, result, now)
             case Lookup():
-                return self.promotion.ask_ended(tier, batch, batch.order, done, now)
+                return self.promotion.lookup_ended(tier, batch, batch.order, result, now)
 
     # ---------------------------------------------------------------------- time
 
@@ -347,15 +348,15 @@ class Tiering:
                     tier.breaker.excuse(stalled, now)
                 effects += self._check_liveness(tier, now)
                 effects += self._on_breaker_change(tier, now)
-        if self._scan_results:
+        if self._pending_scans:
             self._apply_scan()
-        if self._watch_new() or now >= self._next_spaces:
-            self._next_spaces = now + SPACES_SECONDS
+        if self._watch_new() or now >= self._next_namespaces:
+            self._next_namespaces = now + NAMESPACES_SECONDS
             self._watched = set(filter(self._state.is_open, self._watched))
             self.promotion.prune()
             for tier in self._state.tiers:
                 if tier.up:
-                    effects += self._update_spaces(tier, now)
+                    effects += self._update_namespaces(tier, now)
         effects += self._work(now)
         if now >= self._next_publish:
             self._next_publish = now + PUBLISH_SECONDS
@@ -399,16 +400,19 @@ class Tiering:
         return []
 
     def _on_breaker_change(self, tier: TierProcess, now: float) -> list[Effect]:
-        """Act on a changed state of the breaker: give up, probe, log, and publish the status."""
+        """Act on a changed state of the breaker.
+
+        OPEN: give up what waits for the tier; remember a chunk to probe with. HALF_OPEN: probe.
+        CLOSED: log that it is used again. Always publish the tier's health.
+        """
         before, tier.acted_state = tier.acted_state, tier.breaker.state
         if before is tier.acted_state:
             return []
         effects: list[Effect] = []
         if tier.acted_state is BreakerState.OPEN:
-            gets = (batch for batch in tier.gets() if not batch.given_up)
-            for batch in gets:
-                tier.trial = batch.namespace, batch.order.keys[0]
-                break
+            get = next((batch for batch in tier.gets() if not batch.given_up), None)
+            if get is not None:
+                tier.trial = get.namespace, get.order.keys[0]
             effects = self.promotion.give_up(tier)
             if before is BreakerState.CLOSED:
                 text = f"is set aside: {tier.breaker.reason}; engines miss what it holds meanwhile"
@@ -421,9 +425,9 @@ class Tiering:
         return effects
 
     def _probe(self, tier: TierProcess, now: float) -> list[Effect]:
-        """Probe a tier: a shared one with an Lookup, else a get that was given up, else a put."""
+        """Probe a tier: a shared one with a Lookup, else a get that was given up, else a put."""
         effects: list[Effect] = []
-        opened = [namespace for namespace, space in tier.spaces.items() if space.salt is not None]
+        opened = [ns for ns, opening in tier.namespaces.items() if opening.salt is not None]
         if tier.info.shared and opened:
             effects = self.promotion.probe(tier, opened[0], now)
         elif tier.trial is not None and tier.trial[0] in opened:
@@ -442,18 +446,18 @@ class Tiering:
         return [tier.event(f"is killed: {reason}", "error"), KillTier(tier.index, reason)]
 
     def _publish(self) -> None:
-        """Write changed tier statuses into the directories."""
+        """Write the changed health of tiers into the directories."""
         for namespace in self._state.open_namespaces:
             if (tiers := namespace.directory.tiers) is None:
                 continue
             waiting_bytes = self.promotion.waiting_bytes(namespace)
             for tier in self._state.tiers:
-                status = tier.status(namespace, waiting_bytes)
-                if tiers.health(tier.index) != status:
-                    tiers.set_health(tier.index, status)
+                health = tier.health(namespace, waiting_bytes)
+                if tiers.health(tier.index) != health:
+                    tiers.set_health(tier.index, health)
 
 
-def _open_space(namespace: Namespace, *, reset: bool) -> OpenNamespace:
+def _open_order(namespace: Namespace, *, reset: bool) -> OpenNamespace:
     geometry = namespace.geometry
     return OpenNamespace(
         namespace=namespace.id,
