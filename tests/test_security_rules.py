@@ -159,7 +159,7 @@ RULES = {
     ),
     "quota": ("test_a_cap_keeps_a_flood_out_of_the_rest_of_the_pool",),
     "descriptions": (
-        "test_what_is_too_long_is_counted_and_stored_without",
+        "test_what_is_too_long_or_finds_no_room_is_counted_and_the_store_goes_on",
         "test_a_full_filesystem_costs_descriptions_and_no_store",
     ),
     "chunks to and from a tier": (
@@ -199,7 +199,8 @@ RULES = {
     ),
     "a turn of the broker": (
         "test_a_client_that_sends_much_waits_for_one_that_sends_little",
-        "test_a_flood_of_stores_in_a_lane_delays_neither_a_ping_nor_a_load",
+        "test_a_ping_is_answered_while_a_long_job_runs",
+        "test_engines_take_turns_piece_by_piece",
         "test_a_reset_is_answered_at_once_and_swept_in_pieces",
     ),
 }
@@ -266,7 +267,7 @@ HARDWARE = {
     ),
     "the exporter of memory dies in a copy": ("test_a_worker_killed_in_a_copy_costs_nobody_else",),
     "a driver does not close memory, or hangs in it": (
-        "test_memory_that_cannot_be_closed_does_not_end_the_lane",
+        "test_every_call_may_fail_once",
         "test_a_close_that_hangs_costs_that_lane_alone",
     ),
     "a bad handle fails with 999 or 719, with its context or without": (
