@@ -1,7 +1,6 @@
 """`kvd config` and the settings of commands, as an operator types them."""
 
 import json
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -34,19 +33,6 @@ def test_show_names_the_place_of_each_value(file: Path) -> None:
     assert ["max_sessions", "7", "--max-sessions"] in rows
     assert ["reuse_threshold", "1", "default"] in rows
     assert {row[0] for row in rows} >= set(SETTINGS)
-
-
-def test_show_as_json_and_toml_agree(file: Path) -> None:
-    """Both forms hold every setting with the same value."""
-    shown = json.loads(kvd("config", "show", "--config", str(file), "--json").output)
-    assert shown["file"] == str(file)
-    assert shown["settings"]["policy"] == {
-        "value": "lru",
-        "from": f"{file}:2",
-        "changes_live": False,
-    }
-    values = tomllib.loads(kvd("config", "show", "--config", str(file), "--toml").output)
-    assert values == {key: entry["value"] for key, entry in shown["settings"].items()}
 
 
 def test_check_accepts_a_good_file_and_looks_at_nothing_else(file: Path) -> None:
@@ -111,13 +97,6 @@ def test_a_tier_in_a_directory_of_something_else_is_refused(
         assert kvd("config", "check", str(file)).exit_code == 0
 
 
-def test_tiers_are_flags_one_after_the_other() -> None:
-    """--tier is given once for each, and the order stays."""
-    done = kvd("config", "show", "--tier", "disk:/a", "--tier", "memory:", "--json")
-    shown = json.loads(done.output)["settings"]["tier"]
-    assert (shown["value"], shown["from"]) == (["disk:/a", "memory:"], "--tier")
-
-
 @pytest.mark.parametrize("command", ["status", "drain", "selftest"])
 def test_tools_look_where_the_daemon_would_be(tmp_path: Path, command: str) -> None:
     """KVD_RUNTIME_DIR and the file's runtime_dir lead a tool as they lead the daemon."""
@@ -127,16 +106,3 @@ def test_tools_look_where_the_daemon_would_be(tmp_path: Path, command: str) -> N
     file.write_text(f'runtime_dir = "{tmp_path}/file"\n')
     done = kvd(command, KVD_CONFIG=str(file))
     assert f"{tmp_path}/file" in done.output
-
-
-@pytest.mark.parametrize(
-    "command", [("status",), ("top", "--once"), ("drain",), ("config", "reload")]
-)
-def test_tools_read_the_file_that_config_names(tmp_path: Path, command: tuple[str, ...]) -> None:
-    """--config leads a tool to the daemon that was started with it, unless --runtime-dir does."""
-    file = tmp_path / "kvd.toml"
-    file.write_text(f'runtime_dir = "{tmp_path}/file"\n')
-    for option in (("--config", str(file)), ("--runtime-dir", f"{tmp_path}/flag")):
-        command = (*command, *option)
-        done = kvd(*command, KVD_CONFIG="/dev/null")
-        assert f"{tmp_path}/{'flag' if '--runtime-dir' in option else 'file'}" in done.output

@@ -90,13 +90,6 @@ def nothing(server: Server, client: Client, frame: bytes) -> None:
     """Let the client wait."""
 
 
-def test_a_request_has_its_reply(broker_socket: Path) -> None:
-    """One request at a time, each with its own."""
-    with serving(broker_socket, pong), ToolConnection(broker_socket.parent, PATIENCE) as control:
-        for _ in range(2):
-            assert control.request(Ping()) == Pong(pid=1)
-
-
 @pytest.mark.parametrize(
     ("serve", "why"),
     [

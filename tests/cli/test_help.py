@@ -50,22 +50,6 @@ def test_every_command_has_examples_that_it_understands(path: str) -> None:
                 assert word.split("=")[0] in known, f"{line}: {name} has no {word}"
 
 
-def test_help_of_a_command_is_its_own_help() -> None:
-    """`kvd help config show` prints what `kvd config show --help` prints."""
-    run = CliRunner()
-    shown = run.invoke(cli, ["help", "config", "show"], prog_name="kvd")
-    own = run.invoke(cli, ["config", "show", "--help"], prog_name="kvd")
-    assert shown.exit_code == 0
-    assert shown.output == own.output
-
-
-def test_help_of_nothing_is_an_error() -> None:
-    """An unknown name is named."""
-    done = CliRunner().invoke(cli, ["help", "config", "x"], prog_name="kvd")
-    assert done.exit_code == 2
-    assert "No such command 'x'" in done.output
-
-
 @pytest.mark.parametrize(
     ("wrong", "near"), [(["statsu"], "status"), (["config", "chek"], "check"), (["x"], "")]
 )
@@ -112,11 +96,3 @@ def test_bash_completes_commands_options_and_words() -> None:
         env=os.environ | {"PATH": f"{kvd.parent}:{os.environ['PATH']}"},
     )
     assert done.stdout.splitlines() == ["status", "check", "--cpu-bytes", "lru"]
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_other_shells_get_a_script(shell: str) -> None:
-    """The scripts for zsh and fish complete the command kvd."""
-    done = CliRunner().invoke(cli, ["completion", shell])
-    assert done.exit_code == 0
-    assert f"_KVD_COMPLETE={shell}_complete" in done.output

@@ -86,16 +86,6 @@ def test_a_text_for_people_is_one_line_without_control_characters(text: str, sty
     assert re.sub(r"\x1b\[[0-9;]*m", "", line).isprintable()
 
 
-def test_a_traceback_follows_its_line() -> None:
-    """People get the traceback below the event; JSON has it in the same object."""
-    lines = LineFormatter("plain", "broker", {}).format(traced()).splitlines()
-    assert re.fullmatch(r"[-0-9]+ [:.0-9]+ \[error {4}\] broker: it failed", lines[0])
-    assert lines[-1] == "second"
-    told = json.loads(LineFormatter("json", "broker", {}).format(traced()))
-    assert told["event"] == "it failed"
-    assert "ValueError: first" in told["exception"]
-
-
 @given(st.binary(), st.binary())
 def test_bytes_that_an_exception_holds_are_left_out(one: bytes, other: bytes) -> None:
     """A KeyError would show the key of a chunk."""
@@ -138,21 +128,6 @@ def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
             # A window may begin anywhere, so two of them may touch any minute.
             inside = [at for at in times if begin <= at < begin + WINDOW_SECONDS]
             assert len(inside) <= 2 * MOST_A_MINUTE
-
-
-def test_engines_with_ever_new_names_are_one_kind() -> None:
-    """Texts of the core are complete already: numbers and the engine's name do not count."""
-    limiter = Limiter()
-    lines = [
-        line
-        for index in range(MOST_A_MINUTE + 70)
-        for line in limiter.admits(
-            record(f"engine evil-{index} rank {index} is here", engine=f"evil-{index}"), 1.0
-        )
-    ]
-    assert len(lines) == MOST_A_MINUTE
-    (last,) = limiter.due(1.0 + WINDOW_SECONDS)
-    assert last.getMessage() == "left out 70 more lines like: engine evil-0 rank 0 is here"
 
 
 # ------------------------------------------------------------------ queue
@@ -211,18 +186,3 @@ def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(
     assert lost + len(kept) == total
     assert lines[-1] == "the end"
     assert kept == sorted(kept)
-
-
-def test_a_descriptor_that_takes_nothing_hurts_nobody(tmp_path: Path) -> None:
-    """What cannot be written is counted, and told as soon as lines can be written again."""
-    path = tmp_path / "log"
-    with Path("/dev/full").open("wb") as full, path.open("wb") as file:
-        handler = handler_to(full.fileno())
-        handler.handle(record("one"))
-        eventually(lambda: handler._failed == 1)
-        os.dup2(file.fileno(), full.fileno())
-        handler.handle(record("two"))
-        handler.close()
-    first, last = path.read_text().splitlines()
-    assert first.startswith("1 lines before this one are lost")
-    assert last == "two"

@@ -14,7 +14,6 @@ from kvd.cli.config import as_toml, toml_value
 from kvd.config import values
 from kvd.config.settings import SETTINGS, Settings
 from kvd.config.sources import DEFAULT, Sources
-from kvd.config.values import Quota
 from kvd.errors import ConfigError
 from kvd_proto import messages
 from tests.daemon.users import OTHER_UID, as_user, needs_root
@@ -171,28 +170,6 @@ def test_quotas_that_cannot_hold_are_refused(file: Path, text: str, words: str) 
     assert words in line
 
 
-def test_quotas_are_sections_of_the_file_or_one_line_elsewhere(file: Path) -> None:
-    """A section for each model says the same as a table in a variable or a flag."""
-    file.write_text('cpu_bytes = "1GiB"\n[quota."org/llama"]\nfloor = "64MiB"\ncap = "50%"\n')
-    from_file = Sources(config=file, environment={}).load().settings
-    line = '{"org/llama" = {floor = "64MiB", cap = "50%"}}'
-    elsewhere = Sources(flags={"quota": line}, environment={}).load().settings
-    assert from_file.quota == elsewhere.quota
-    assert from_file.quotas(2**30) == {"org/llama": Quota(2**26, 2**29)}
-    with pytest.raises(ConfigError, match=r"--quota: quota = 'llama': not TOML in one line.*needs"):
-        Sources(flags={"quota": "llama"}, environment={}).load()
-
-
-def test_tiers_are_a_list_in_the_file_and_stand_side_by_side_elsewhere(file: Path) -> None:
-    """A semicolon or white space is between two of them; a target may have spaces."""
-    wanted = ["disk:/a b,size=1GiB", "memory:,late=1"]
-    file.write_text('tier = ["disk:/a b,size=1GiB", "memory:,late=1"]\n')
-    assert Sources(config=file, environment={}).load().settings.tier == wanted
-    for text in ("disk:/a b,size=1GiB;memory:,late=1", " disk:/a b,size=1GiB\n memory:,late=1 "):
-        environment = {"KVD_TIER": text, "KVD_CONFIG": "/dev/null"}
-        assert Sources(environment=environment).load().settings.tier == wanted
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -227,14 +204,6 @@ def test_variables_and_flags_are_named_in_errors(file: Path) -> None:
             " 512MiB, or auto"
         ),
     ]
-
-
-@pytest.mark.parametrize("number", ["inf", "nan", "-inf", "0", "-1", "86401"])
-def test_numbers_outside_their_bounds_are_refused(file: Path, number: str) -> None:
-    """Infinite, undefined, negative and too large numbers never become a deadline."""
-    (line,) = problems(file, f"lease_seconds = {number}\n")
-    assert "lease_seconds" in line
-    assert "86400" in line
 
 
 @pytest.mark.parametrize(
@@ -275,12 +244,6 @@ def test_a_file_that_may_not_be_reached_says_who_may(
     denied = f"^{file}: cannot be read: uid {OTHER_UID} may not read {file} "
     with pytest.raises(ConfigError, match=denied), as_user():
         Sources(environment={}).load()
-
-
-def test_an_empty_variable_is_not_set() -> None:
-    """KVD_POLICY= as compose files write it leaves the default."""
-    loaded = Sources(environment={"KVD_POLICY": "", "KVD_CONFIG": "/dev/null"}).load()
-    assert loaded.settings == Settings()
 
 
 def test_a_misspelt_variable_is_warned_of_and_foreign_ones_are_not() -> None:

@@ -71,17 +71,6 @@ def test_registry_and_version_of_an_image_stand_in_one_place() -> None:
     assert found["resources"] == ["daemonset.yaml"]
 
 
-def test_an_update_leaves_most_nodes_their_cache() -> None:
-    """A share of the nodes is updated at a time, and an engine does not take kvd's place."""
-    objects = {each["kind"]: each for each in documents("daemonset.yaml")}
-    spec = objects["DaemonSet"]["spec"]
-    assert spec["updateStrategy"]["rollingUpdate"] == {"maxUnavailable": "10%"}
-    priority = objects["PriorityClass"]
-    assert priority["value"] > 0
-    for name in ("daemonset.yaml", "mooncake.yaml"):
-        assert pod(name)["priorityClassName"] == priority["metadata"]["name"]
-
-
 def test_the_operators_job_is_the_one_of_the_rules() -> None:
     """The PodMonitor takes job="kvd" from a label of the pods, and its port is one that listens."""
     monitor, policy = documents(MONITOR)
@@ -176,13 +165,6 @@ def test_probes_ask_what_they_should(name: str) -> None:
         assert container[kind]["timeoutSeconds"] == 5
     start = container["startupProbe"]
     assert start["periodSeconds"] * start["failureThreshold"] >= 300
-
-
-def test_a_sidecar_is_a_native_one_and_does_not_take_the_engine_down() -> None:
-    """It restarts by itself, and its readiness is not the pod's."""
-    container = kvd_container("sidecar.yaml")
-    assert container["restartPolicy"] == "Always"
-    assert "readinessProbe" not in container
 
 
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])

@@ -101,16 +101,6 @@ def test_a_daemon_tells_its_manager_how_it_stands(
         assert manager.pids == {pid}
 
 
-def test_an_abstract_address_is_one_too() -> None:
-    """An @ and a name: a socket without a file."""
-    address = f"@kvd-test-{os.getpid()}"
-    with listening(address) as manager:
-        notifier = Notifier(address)
-        notifier.stopping(600.0)  # of lanes; what follows takes more
-        assert manager.receive(5.0) == ["STOPPING=1", "EXTEND_TIMEOUT_USEC=630000000"]
-        notifier.close()
-
-
 def test_a_wedged_loop_stops_the_pings_while_other_threads_run(
     start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -131,16 +121,6 @@ def test_a_wedged_loop_stops_the_pings_while_other_threads_run(
         manager.until("WATCHDOG=1")
 
 
-def test_an_aborted_daemon_says_where_its_loop_stood(
-    start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SIGABRT, which a missed watchdog sends, leaves the loop's stack in the log."""
-    monkeypatch.setenv("PYTHONFAULTHANDLER", "1")
-    daemon = start_daemon()
-    assert daemon.stop(signal.SIGABRT) == -signal.SIGABRT
-    assert "in _turn" in daemon.log.read_text()
-
-
 def test_lanes_inherit_nothing_of_it(
     start_daemon: StartDaemon, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,18 +133,6 @@ def test_lanes_inherit_nothing_of_it(
     seen = lane.environ()
     assert seen["LANE_SEES"] == "this"
     assert not {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"} & set(seen)
-
-
-def test_the_watchdog_is_fed_twice_in_its_time() -> None:
-    """WATCHDOG_USEC for this process."""
-    environ = {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}
-    assert "watchdog every 15 s" in repr(Notifier.from_environment(environ))
-
-
-def test_a_watchdog_meant_for_another_process_is_left_alone() -> None:
-    """WATCHDOG_PID of somebody else: no pings."""
-    environ = {"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}
-    assert not Notifier.from_environment(environ).watchdog
 
 
 @pytest.mark.parametrize("usec", ["soon", "0", "-5"])
@@ -206,11 +174,3 @@ def test_a_manager_that_is_gone_may_come_again(
         assert manager.receive(5.0)[0] == "STOPPING=1"
         assert notifier.lines(0.0, "", None)[0] == "READY=1"
     notifier.close()
-
-
-def test_an_address_of_another_kind_is_not_used(caplog: pytest.LogCaptureFixture) -> None:
-    """An address such as vsock: a warning that names the value."""
-    notifier = Notifier("vsock:2:1234")
-    notifier.stopping(1.0)
-    assert "vsock:2:1234" in caplog.text
-    assert "Notifier to no manager" in repr(notifier)

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import resource
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,14 +124,6 @@ def test_the_version_of_the_driver_is_judged(
     _, found = doctor(*quiet(tmp_path), env=fakecuda.environment(DRIVER_VERSION=version))
     assert found[name]["level"] == level
     assert text in found[name]["text"]
-
-
-def test_a_port_in_use_is_found(tmp_path: Path) -> None:
-    """An address that somebody else listens on is named before the daemon fails on it."""
-    with socket.create_server(("127.0.0.1", 0)) as holder:
-        listen = f"127.0.0.1:{holder.getsockname()[1]}"
-        settings = Settings(http_listen=listen, runtime_dir=str(tmp_path))
-        assert listen in Facts(settings).port_problem
 
 
 def test_a_running_daemon_is_seen_with_its_own_limits(

@@ -49,22 +49,6 @@ def test_a_directory_is_seen_where_it_lies_and_keeps_nothing(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_the_tier_takes_already_is_counted(tmp_path: Path) -> None:
-    """Files in the directory are room that the tier has."""
-    folder = tmp_path / "tier"
-    folder.mkdir()
-    (folder / "slab").write_bytes(bytes(1 << 20))
-    found = disk_of(probe_tier(f"disk:{folder},size=1GiB"))
-    assert found.exists
-    assert found.held >= 1 << 20
-
-
-def test_memory_is_not_taken_for_a_disk() -> None:
-    """A directory in /dev/shm is memory."""
-    found = disk_of(probe_tier("disk:/dev/shm/kvd-doctor-tier,size=1GiB"))
-    assert (found.filesystem, found.medium) == ("tmpfs", "memory")
-
-
 def test_a_disk_that_hangs_does_not_hang_the_doctor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,7 +29,7 @@ from tests.fakecuda.cudatensor import (
     new_stream,
     use_device,
 )
-from tests.fakecuda.harness import FakeCuda, calls, mark, switch
+from tests.fakecuda.harness import FakeCuda, switch
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.fakecuda
@@ -301,12 +301,6 @@ def pinning_keeps_others_from_the_driver() -> None:
         set_lock(file, fcntl.F_UNLCK)
 
 
-def ends_with_pinned_memory() -> None:
-    """The process ends, and its registrations with it."""
-    use_device()
-    PinnedBytes(64 * PAGE)
-
-
 def compute_modes() -> None:
     """No context where computing is prohibited, one process's where that is exclusive."""
     call("cuInit", 0)
@@ -340,19 +334,6 @@ def capture_in_another_thread() -> None:
     assert code_of("cuEventQuery", event) == CAPTURE_UNSUPPORTED
 
 
-@pytest.mark.parametrize("part", ["4", "41", "41 ", "41 cuInit"])
-def test_of_the_call_log_only_whole_lines_are_read(tmp_path: Path, part: str) -> None:
-    """A line that a process is writing is read when it is there, wherever it was cut."""
-    log = tmp_path / "log"
-    log.write_text("")
-    assert (calls(log), mark(log)) == ([], 0)
-    log.write_text(f"41 cuCtxSetCurrent\n{part}", "ascii")
-    assert (calls(log), calls(log, 4)) == (["cuCtxSetCurrent"], [])
-    place = mark(log)
-    log.write_text("41 cuCtxSetCurrent\n41 cuInit\n", "ascii")
-    assert calls(log, 41, place) == ["cuInit"]
-
-
 SCENARIOS: list[Callable[[], None]] = [
     thread_without_context,
     allocations,
@@ -376,17 +357,6 @@ SCENARIOS: list[Callable[[], None]] = [
 def test_the_driver_keeps_the_rule(fakecuda: FakeCuda, scenario: Callable[[], None]) -> None:
     """What the scenario's first line says, in a process of its own, under unkind timing."""
     fakecuda.check(scenario, SEED=1)
-
-
-def test_a_process_pays_at_its_end_for_what_it_has_pinned(
-    fakecuda: FakeCuda, tmp_path: Path
-) -> None:
-    """What is still registered takes its time, and the log names it."""
-    log = tmp_path / "log"
-    began = time.monotonic()
-    fakecuda.check(ends_with_pinned_memory, LOG=log, UNPIN_NS=2_000_000)
-    assert time.monotonic() - began > 64 * 4 * 0.002
-    assert calls(log).count("@pinned-at-exit") == 1
 
 
 def test_host_code_cannot_touch_device_memory(fakecuda: FakeCuda) -> None:

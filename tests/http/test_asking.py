@@ -20,22 +20,6 @@ def client() -> Iterator[Asked]:
     made.answers.set()  # or its thread would never end
 
 
-def test_answers_in_one_turn_of_the_loop_leave_nothing_owed(client: Asked) -> None:
-    """A loop that hears of two answers at once takes neither for one that is still to come."""
-
-    async def ask() -> float | None:
-        questions = asyncio.gather(client.ping(PATIENCE), client.report(PATIENCE))
-        for _ in range(2):  # they ask, and their questions go to the thread
-            await asyncio.sleep(0)
-        assert client.silent_since is not None
-        client.answers.set()
-        client._thread.submit(lambda: None).result(PATIENCE)  # after both; the loop stands still
-        await questions
-        return client.silent_since
-
-    assert asyncio.run(ask()) is None
-
-
 def test_many_clients_share_one_question(client: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fifty who ask at once cost the broker one report, and those soon after none."""
     monkeypatch.setattr("kvd.report.broker_client.FRESH_SECONDS", 3600.0)

@@ -14,7 +14,7 @@ from docs import generate_status
 from kvd.metrics.schema import MAX_ENGINES, REPORT_FIELDS
 from kvd.report.app import Exposition, families
 from tests.daemon.engines import Engine, keys_of, wait_hit
-from tests.daemon.serving import Daemon, StartDaemon
+from tests.daemon.serving import StartDaemon
 from tests.http.serving import Scrape, over_unix, report_of, scrape
 from tests.report.reports import loaded_report
 from tests.waiting import eventually
@@ -79,28 +79,6 @@ def test_scrapes_during_a_workload_agree_with_themselves(start_daemon: StartDaem
     assert all(name.startswith(("kvd_http_", "kvd_broker_requests")) for name in new)
 
 
-def test_missed_keys_are_counted_by_reason(web: Daemon) -> None:
-    """What a scheduler reports as missed is in /status and /metrics of its model, with a reason."""
-    keys = keys_of("missed", 3)
-    with (
-        Engine(web.runtime_dir, name="asks", model="asks").wait_attached() as engine,
-        over_unix(web) as client,
-    ):
-        engine.store(keys[:1])
-        wait_hit(engine, keys[:1])
-        engine.scheduler.report_missed(keys)
-        engine.scheduler.end_step()
-
-        def missed(reason: str) -> float:
-            counted = scrape(client)
-            return counted.total("kvd_namespace_missed_chunks_total", model="asks", reason=reason)
-
-        eventually(lambda: missed("never_seen"), lambda count: count == 2)
-        assert missed("ready") == 1
-        (space,) = (each for each in report_of(client)["namespaces"] if each["model"] == "asks")
-        assert space["counters"]["missed"]["never_seen"] == 2
-
-
 def test_a_forecast_tells_what_more_memory_brings(start_daemon: StartDaemon) -> None:
     """Of what an engine looks up half is found, a quarter would be in a pool of twice the size.
 
@@ -141,31 +119,6 @@ def test_a_forecast_tells_what_more_memory_brings(start_daemon: StartDaemon) -> 
     assert {pool: one.get("kvd_would_hit_ratio", pool=pool, **labels) for pool in sizes} == sizes
 
 
-def test_gauges_are_the_reports() -> None:
-    """Metrics and /status are two forms of one report."""
-    one, report = Scrape(Exposition(REPORT, 0.0).encode("")[0].decode()), REPORT
-    assert one.get("kvd_pool_bytes") == report["pool"]["cpu_bytes"]
-    for space in report["namespaces"]:
-        labels = {"namespace": space["id"][:12], "model": space["model"]}
-        for state in ("ready", "writing", "draining"):
-            got = one.get("kvd_namespace_chunks", state=state, **labels)
-            assert got == space["chunks"][state]
-            assert one.get("kvd_namespace_bytes", state=state, **labels) == space[f"{state}_bytes"]
-    for lane in report["lanes"]:
-        assert one.get("kvd_lane_up", device=lane["device"]) == lane["up"]
-        for way in ("store", "load"):
-            got = one.get("kvd_copied_bytes_total", device=lane["device"], direction=way)
-            assert got == lane["counters"][f"{way}_bytes"]
-    for engine in report["engines"]:
-        assert one.get("kvd_engine_attached", engine=engine["name"]) == engine["attached"]
-    for space in report["namespaces"]:
-        for size in space["forecast"]["sizes"]:
-            labels = {"namespace": space["id"][:12], "model": space["model"]}
-            got = one.get("kvd_would_hit_ratio", pool=size["pool"], **labels)
-            assert got == size["hit_ratio"]
-    assert one.get("process_start_time_seconds") == report["started"]
-
-
 def test_promtool_finds_nothing_to_say() -> None:
     """Prometheus's own linter passes what is exposed of a daemon with engines."""
     promtool = shutil.which("promtool")
@@ -175,13 +128,6 @@ def test_promtool_finds_nothing_to_say() -> None:
     command = [promtool, "check", "metrics"]
     done = subprocess.run(command, input=text, capture_output=True, check=False, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
-
-
-def test_openmetrics_is_spoken_to_those_who_prefer_it() -> None:
-    """The format follows the Accept header."""
-    text, kind = Exposition(None, 1.0).encode("application/openmetrics-text")
-    assert kind.startswith("application/openmetrics-text")
-    assert text.endswith(b"# EOF\n")
 
 
 def named(metrics: list[Metric], name: str) -> Metric:

@@ -180,15 +180,6 @@ def test_what_is_too_much_is_refused_at_once(
         assert client.recv(100).startswith(b"HTTP/1.1 " + status)
 
 
-def test_the_data_path_comes_first(web: Daemon) -> None:
-    """The HTTP process is nicer than the broker and keeps few threads."""
-    child = http_process(web)
-    with over_tcp(web) as client:
-        client.get("/readyz")
-    assert child.nice() == min(19, psutil.Process(web.process.pid).nice() + 5)
-    assert child.num_threads() <= 5
-
-
 def test_a_full_house_is_not_a_dead_one(start_daemon: StartDaemon) -> None:
     """With every session taken the probes still pass, also after the HTTP process is replaced."""
     daemon = start_daemon("--http-listen", "127.0.0.1:0", "--max-sessions", "2")

@@ -50,14 +50,6 @@ def test_fragments_follow_from_the_order_of_the_dimensions(
                 assert runs(plan, group, heads, layout) == [told.nbytes] * told.per_block
 
 
-def test_heads_lie_apart_only_where_all_layers_have_as_many() -> None:
-    """Every layout has its fragments; with state layers only those with whole pages have."""
-    for model in MODELS:
-        plan = generate_models.planned(model, model["tensor_parallel"][0])
-        expected = {*PAGES, *BLOCKS} | (set() if plan.state_layers else {*HEADS_OUTSIDE})
-        assert all(group.fragments.keys() == expected for group in plan.groups)
-
-
 @pytest.mark.parametrize(
     ("padding", "expected"),
     [(0, Fragments(9600, 1)), (100, Fragments(9800, 1)), (101, Fragments(3200, 3))],
@@ -90,13 +82,3 @@ def test_small_fragments_are_called_small(tmp_path: Path, ranks: str, small: boo
     assert ("640 KiB" if small else "2.5 MiB") in whole
     assert "1 a block and rank" in whole
     assert "small" not in whole
-
-
-def test_groups_of_several_sizes_are_told_from_the_least_to_the_most(tmp_path: Path) -> None:
-    """Gemma 3 27B: groups of 8, 9 and 10 layers, so blocks of three sizes."""
-    (gemma,) = [model for model in MODELS if model["name"] == "Gemma-3-27B"]
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(gemma["config"]))
-    out = CliRunner().invoke(cli, ["plan", str(file), "--tp", "4"]).stdout
-    assert "8 to 10 a block and rank" in out
-    assert "256 KiB to 320 KiB" in out

@@ -61,15 +61,6 @@ def test_a_model_with_grouped_heads() -> None:
     assert result.longest_request is None
 
 
-def test_a_dense_model_keeps_all_heads() -> None:
-    """Without num_key_value_heads every head has its own keys and values."""
-    gpt2 = {"model_type": "gpt2", "n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024}
-    result = planned(gpt2, dtype="float16")
-    assert result.attention == "mha"
-    assert result.bytes_per_token == 2 * 768 * 2 * 12
-    assert result.max_positions == 1024
-
-
 def test_heads_are_split_over_ranks() -> None:
     """Ranks share the heads; with more ranks than heads each keeps one, so bytes repeat."""
     assert planned(LLAMA, tensor_parallel=4).bytes_per_token_rank == 131_072 // 4
@@ -111,22 +102,6 @@ def test_interleaved_windows_make_groups_of_the_smaller_kind() -> None:
     assert result.longest_request == 131_072  # the family's own limit
 
 
-def test_layer_types_win_over_patterns() -> None:
-    """Listed kinds are taken as they are; kinds of about the same size stay whole."""
-    kinds = ["sliding_attention", "full_attention"] * 12
-    gpt_oss = LLAMA | {
-        "num_hidden_layers": 24,
-        "layer_types": kinds,
-        "sliding_window": 128,
-        "sliding_window_pattern": 6,
-    }
-    assert [(g.layers, g.sliding_window) for g in planned(gpt_oss).groups] == [
-        (12, 128),
-        (12, None),
-    ]
-    assert len(planned(gpt_oss | {"num_hidden_layers": 21}).groups) == 2
-
-
 @pytest.mark.parametrize(
     ("fields", "windows"),
     [
@@ -147,19 +122,6 @@ def test_windows_follow_the_models_own_fields(
     assert set(model.windows) == windows
     if fields.get("max_window_layers") == 28 and "use_sliding_window" in fields:
         assert model.windows.index(64) == 28
-
-
-def test_what_a_family_leaves_out_is_filled_in() -> None:
-    """Gemma 3 4B names neither heads nor pattern: the family's own figures are used."""
-    text = {
-        "model_type": "gemma3_text",
-        "hidden_size": 2560,
-        "num_hidden_layers": 34,
-        "sliding_window": 1024,
-    }
-    model = read_model({"model_type": "gemma3", "text_config": text})
-    assert (model.query_heads, model.kv_heads, model.head_elements) == (8, 4, 512)
-    assert model.windows.count(None) == 5
 
 
 def test_the_models_limit_bounds_a_request() -> None:
@@ -233,14 +195,6 @@ def test_json_holds_the_figures(folder: Path) -> None:
     assert run(str(folder / "config.json"), "--json", "--tp", "2", "--cpu-bytes", "1GiB")[1] == out
 
 
-def test_the_table_holds_the_figures(folder: Path) -> None:
-    """Without `--json` a table is printed."""
-    status, out, _ = run(str(folder), "--gpu-blocks", "4001", "--block-override", "101")
-    assert status == 0
-    for figure in ("131,072", "2,097,152", "32,768", "524,288", "64,000", "1,600", "64 GiB"):
-        assert figure in out
-
-
 @pytest.mark.parametrize(
     ("content", "text"),
     [
@@ -291,15 +245,3 @@ def test_tiers_are_counted_in() -> None:
     without = planned(LLAMA)
     assert (without.tier_chunks, without.tier_table_bytes) == (0, 0)
     assert without.tier_tokens_per_second is None
-
-
-def test_the_command_tells_of_tiers(tmp_path: Path) -> None:
-    """Sizes and rates are taken as people write them, and shown where there is a tier."""
-    config = tmp_path / "config.json"
-    config.write_text(json.dumps(LLAMA))
-    told = ["plan", str(config), "--tier-bytes", "500GiB", "--tier-bandwidth", "2GB"]
-    done = CliRunner().invoke(cli, told)
-    assert done.exit_code == 0, done.output
-    for figure in ("256,000", "500 GiB", "2 GB/s", "1.05 ms", "15,259"):
-        assert figure in done.output
-    assert "tiers" not in CliRunner().invoke(cli, ["plan", str(config)]).output

@@ -47,14 +47,6 @@ def test_states_are_split_over_ranks() -> None:
         planned(QWEN | {"num_attention_heads": 48, "num_key_value_heads": 3}, tensor_parallel=3)
 
 
-def test_mamba_groups_are_repeated_on_more_ranks_than_there_are() -> None:
-    """Nemotron-H with 8 groups on 16 ranks: each has a whole one."""
-    config = NEMOTRON | {"num_attention_heads": 64}
-    state = planned(config, tensor_parallel=16).groups[-1].state_bytes
-    channels = (64 * 64 + 2 * 16 * 128) // 16
-    assert state == channels * 3 * 2 + 4 * 64 * 128 * 4
-
-
 def test_the_layers_of_nemotron_are_those_of_its_pattern() -> None:
     """M keeps a state, * attends, the others keep nothing; states have 32 bits by default."""
     result = planned(NEMOTRON)
@@ -64,23 +56,6 @@ def test_the_layers_of_nemotron_are_those_of_its_pattern() -> None:
     assert result.groups[1].state_bytes == (64 * 64 + 2 * 8 * 128) * 3 * 2 + full * 4
     half = planned(NEMOTRON | {"mamba_ssm_cache_dtype": "bfloat16"})
     assert result.groups[1].state_bytes - (half.groups[1].state_bytes or 0) == full * 2
-
-
-def test_states_keep_the_models_type_whatever_the_cache_has() -> None:
-    """With a cache of 8 bits a page has half of the bytes a token, so a block twice the tokens."""
-    result = planned(QWEN, dtype="fp8")
-    assert result.groups[1].state_bytes == planned(QWEN).groups[1].state_bytes
-    assert result.block_size == 2 * 544 - 16
-
-
-def test_which_layers_attend_is_listed_or_counted() -> None:
-    """A list of kinds counts as it is; without one every fourth layer attends, or every n-th."""
-    listed = QWEN | {"layer_types": ["linear_attention", "full_attention"] * 24}
-    assert planned(listed).layers == 24
-    assert planned(QWEN | {"full_attention_interval": 6}).layers == 8
-    newer = QWEN | {"model_type": "qwen3_5_text"}
-    assert planned({"model_type": "qwen3_5", "text_config": newer}).block_size == 544
-    assert planned(newer | {"mamba_ssm_dtype": "float32"}).block_size > 544
 
 
 @pytest.mark.parametrize(

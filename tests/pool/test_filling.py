@@ -5,7 +5,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.cache.namespaces import Namespace, Namespaces
-from kvd.errors import PoolError
 from kvd.pool.geometry import MAX_PIECE_BYTES, UNIT_BYTES, FillOrder
 from tests.cache.tables import PAGE, add, begin, finish, make_namespaces, names
 
@@ -32,20 +31,6 @@ def test_pieces_are_short_and_whole(nbytes: int, page: int) -> None:
     piece = FillOrder.of(nbytes, page).piece_bytes
     assert piece % page == piece % UNIT_BYTES == 0
     assert piece <= max(MAX_PIECE_BYTES, page)
-
-
-def test_a_pool_of_a_terabyte_has_an_order() -> None:
-    """Thousands of pieces, each once; the first few are spread over the whole pool."""
-    fill = FillOrder.of(2**40)
-    assert sorted(fill.order) == list(range(2**40 // MAX_PIECE_BYTES))
-    eighths = {8 * fill.span(piece)[0] // fill.nbytes for piece in fill.order[:8]}
-    assert eighths == set(range(8))
-
-
-def test_no_bytes_are_no_pool() -> None:
-    """A pool of nothing is refused."""
-    with pytest.raises(PoolError, match="0 bytes"):
-        FillOrder(0, 4096)
 
 
 def filling(ranks: int, pieces: int = 16) -> tuple[Namespaces, Namespace]:

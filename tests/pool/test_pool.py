@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.values import Quota
-from kvd.errors import IntegrityError, Refusal
+from kvd.errors import Refusal
 from kvd.pool.geometry import MAX_EXTENTS, Extents, Geometry
 from kvd_proto.messages import ErrorCode
 from tests.cache import tables
-from tests.cache.tables import MIB, PAGE, add, begin, make_namespaces, names, pin
+from tests.cache.tables import MIB, PAGE, add, make_namespaces, names, pin
 
 
 def store(namespace: Namespace, first: int, count: int) -> int:
@@ -77,41 +77,6 @@ def test_two_settle_at_their_fair_shares() -> None:
     assert yielded == after  # settled: each evicts its own from now on
 
 
-def test_the_coldest_column_goes_first() -> None:
-    """A newcomer's first column costs the chunks that were used longest ago."""
-    namespaces = make_namespaces(MIB)
-    old = add(namespaces, 1, PAGE)
-    for first in range(0, 256, 2):
-        store(old, first, 2)
-    old.table.loads.refresh([b"key %d" % number for number in range(4)], 1.0)
-    new = add(namespaces, 2, PAGE)
-    assert store(new, 0, 2) == 2
-    gone = [n for n in range(256) if old.directory.find(b"key %d" % n) < 0]
-    assert gone == [4, 5]
-
-
-def test_empty_columns_are_lent() -> None:
-    """Room that its owner does not use is taken before anything is evicted."""
-    namespaces = make_namespaces(MIB)
-    old = add(namespaces, 1, PAGE)
-    begin(old.table, names(256))
-    old.table.slots.wait_for((), old.table.drop_owner(1))
-    new = add(namespaces, 2, PAGE)
-    assert store(new, 0, 256) == 256  # more than its fair share: nobody is hurt
-    namespaces.check_integrity()
-
-
-def test_a_chunk_larger_than_a_fair_share() -> None:
-    """A namespace whose one chunk fills the pool is served, in turns with the other."""
-    namespaces = make_namespaces(MIB)
-    small, large = add(namespaces, 1, PAGE), add(namespaces, 2, MIB)
-    assert store(small, 0, 300) == 256
-    assert store(large, 0, 2) == 1
-    assert small.table.slots.stats()["ready"] == 0
-    assert store(small, 0, 3) == 3
-    namespaces.check_integrity()
-
-
 @given(
     st.lists(st.tuples(sizes, st.integers(0, 60)), min_size=2, max_size=4),
     st.integers(16, 600),
@@ -175,17 +140,6 @@ def test_limit_and_close() -> None:
     namespaces.check_integrity()
 
 
-def test_damage_is_noticed() -> None:
-    """An extent with two owners does not go unseen."""
-    namespaces = make_namespaces(MIB)
-    one, two = add(namespaces, 1, PAGE), add(namespaces, 2, PAGE)
-    store(one, 0, 1)
-    store(two, 0, 1)
-    two.table.space.open_column(0)
-    with pytest.raises(IntegrityError):
-        namespaces.check_integrity()
-
-
 def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> None:
     """It costs the column over one extent, and the fair share of others stays what it was."""
     namespaces = make_namespaces(16 * MIB)
@@ -202,22 +156,6 @@ def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> 
     namespaces.check_integrity()
     alone = add(make_namespaces(16 * MIB), 1, PAGE, temporary=True)
     assert store(alone, 0, 100) == 100  # what is free may be had
-
-
-def test_a_temporary_namespace_is_over_with_its_last_engine() -> None:
-    """Not before, and not while something is pinned there."""
-    namespaces = make_namespaces(16 * MIB)
-    passing = add(namespaces, 2, PAGE, temporary=True)
-    store(passing, 0, 4)
-    pin(passing.table, names(1))
-    assert namespaces.closable() == []
-    namespaces.detach_engine(passing)
-    assert namespaces.closable() == []
-    passing.table.loads.unpin(1, 1)
-    assert namespaces.closable() == [passing]
-    namespaces.close(passing)
-    assert namespaces.closed_counts.stored == 4
-    namespaces.check_integrity()
 
 
 def test_a_model_below_its_floor_gets_there_from_whoever_has_more() -> None:

@@ -173,21 +173,6 @@ def test_what_waits_to_be_sent_is_bounded() -> None:
     right.close()
 
 
-def test_the_end_comes_after_what_was_sent(pair: Pair) -> None:
-    """Also where the peer had not read everything; then sending raises too."""
-    left, right = pair
-    right.send(b"not read")
-    left.send(b"one")
-    left.send(b"last words")
-    left.close()
-    assert [frame for frame, _ in right.receive_all()] == [b"one", b"last words"]
-    for _ in range(2):
-        with pytest.raises(EOFError):
-            right.receive_all()
-    with pytest.raises(EOFError):
-        right.send(b"anyone?")
-
-
 @pytest.mark.parametrize("nbytes", [0, 1000])
 def test_a_message_above_the_bound_is_refused(nbytes: int) -> None:
     """With its descriptors, which go with the channel; the messages before it are received."""
@@ -197,19 +182,6 @@ def test_a_message_above_the_bound_is_refused(nbytes: int) -> None:
         assert next_message(right) == (bytes(nbytes), ())
         with pytest.raises(BadFrame, match="1001 bytes, the limit is 1000"):
             next_message(right)
-
-
-def test_descriptors_wait_for_the_rest_of_their_message() -> None:
-    """They came with its first byte, and are its own."""
-    with raw_peer() as (peer, channel), event() as fd:
-        data = frame_header(1000) + bytes(1000)
-        socket.send_fds(peer, [data[:1]], [fd])
-        for byte in (data[1:2], data[2:500], data[500:]):
-            assert channel.receive() is None
-            peer.sendall(byte)
-        frame, fds = next_message(channel)
-        assert (frame, len(fds), channel.holds_descriptors) == (bytes(1000), 1, False)
-        close_all(fds)
 
 
 def ride_alone(peer: socket.socket, fd: int) -> None:
@@ -267,17 +239,6 @@ def test_a_process_that_may_open_no_more_files_says_which_message_lost_its_own(p
         frame, fds = next_message(right)
         assert (frame, len(fds)) == (b"after", 1)
         close_all(fds)
-
-
-def test_a_channel_that_takes_none_receives_the_message_alone() -> None:
-    """The kernel drops what came with it."""
-    left, right = socket.socketpair()
-    sender, taker = Channel(left), Channel(right, takes_descriptors=False)
-    with event() as fd:
-        sender.send(b"x", [fd])
-        assert next_message(taker) == (b"x", ())
-    sender.close()
-    taker.close()
 
 
 # ----------------------------------------------------------------------- libzmq

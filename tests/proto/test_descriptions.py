@@ -121,15 +121,6 @@ def test_what_contradicts_itself_is_no_description(changes: dict[str, Any], text
     assert text in str(caught.value)
 
 
-def test_a_description_without_lookahead_has_nine_items() -> None:
-    """The bytes are those of engines whose hashes cover no tokens after a block."""
-    items = msgspec.structs.astuple(described())
-    assert encode(described()) == msgspec.msgpack.encode(items[:9])
-    assert decode(msgspec.msgpack.encode([*items[:9], b""])) == described()
-    with pytest.raises(DescriptionError, match="3 bytes of lookahead"):
-        decode(msgspec.msgpack.encode([*items[:9], b"abc"]))
-
-
 @given(st.binary())
 @example(b"\x80")
 @example(msgspec.msgpack.encode(described())[:-1])
@@ -153,20 +144,6 @@ def test_a_description_is_read_for_its_slot_and_generation_alone(fd: int) -> Non
     assert view.read(2, 7) == described()
     others = [(2, 6), (2, 8), (1, 7), (3, 7), (0, 0), (1, 0), (-1, 7), (2**40, 7), (2, -1)]
     assert [view.read(*other) for other in others] == [None] * len(others)
-
-
-def test_a_record_in_another_slots_place_is_not_believed(fd: int) -> None:
-    """The check word covers the slot."""
-    view = write(fd)
-    os.pwrite(fd, pack_record(1, 7, encode(described())), record_offset(2, RECORD))
-    assert view.read(2, 7) is None
-
-
-def test_a_shorter_description_leaves_nothing_of_the_one_before(fd: int) -> None:
-    """A slot that is used again has the description of its new chunk."""
-    view = write(fd, (0, 1, encode(described(4))), (0, 2, encode(described(1))))
-    assert view.read(0, 1) is None
-    assert view.read(0, 2) == described(1)
 
 
 @given(
@@ -209,17 +186,6 @@ def test_a_file_without_a_header_describes_nothing(fd: int, head: bytes) -> None
     assert view.read(0, 5) is None
 
 
-def test_a_descriptor_that_cannot_be_read_describes_nothing() -> None:
-    """A pipe, and a closed descriptor, give None."""
-    read_end, write_end = os.pipe()
-    try:
-        assert DescriptionsView(read_end).read(0, 1) is None
-    finally:
-        os.close(read_end)
-        os.close(write_end)
-    assert DescriptionsView(read_end).read(0, 1) is None
-
-
 @pytest.mark.parametrize("factor", [1, 2, 64])
 def test_a_record_has_room_for_what_an_engine_says_of_its_chunk(factor: int) -> None:
     """Hashes of 32 bytes, an adapter's name and an image in each block fit."""
@@ -238,9 +204,3 @@ def test_a_record_has_room_for_what_an_engine_says_of_its_chunk(factor: int) -> 
     record = record_bytes(layout)
     assert record % 64 == 0
     assert len(encode(description)) <= max_description_bytes(record) < record
-
-
-def test_a_record_is_bounded() -> None:
-    """A chunk of very many tokens has no larger record than a description may have bytes."""
-    layout = flat_layout(4096, blocks=64, factor=65_535)
-    assert max_description_bytes(record_bytes(layout)) == MAX_DESCRIPTION_BYTES

@@ -97,25 +97,6 @@ def test_what_is_no_message_is_refused_at_once(start: bytes) -> None:
         decoded(Decoder(LIMIT), start)
 
 
-def test_a_message_of_several_parts_is_told_apart() -> None:
-    """The error says what a client of a ZeroMQ library has to change."""
-    with pytest.raises(BadFrame, match="several parts, one is needed; use a DEALER"):
-        decoded(Decoder(LIMIT), HELLO + b"\x01\x04body")
-
-
-@pytest.mark.parametrize("context", [b"", b"c", b"0123456789abcdef"])
-def test_a_ping_is_answered_with_its_context(context: bytes) -> None:
-    """The answer repeats what came with it, and messages are whole."""
-    decoder = Decoder(LIMIT)
-    ping = command(b"PING", b"\x00\x19" + context)
-    assert decoded(decoder, HELLO + message(b"before") + ping + message(b"after")) == [
-        b"before",
-        b"after",
-    ]
-    assert decoder.take_pongs() == command(b"PONG", context)
-    assert decoder.take_pongs() == b""
-
-
 def test_pings_are_taken_in_a_bounded_number_at_a_time() -> None:
     """A flood of them waits for its answers to be fetched, and what follows it is not lost."""
     decoder = Decoder(LIMIT)

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.cache.adaptive import POLICIES, AdaptivePolicy
+from kvd.cache.adaptive import POLICIES
 from kvd.cache.eviction import LruPolicy
 from kvd.cli import cli
 from kvd.metrics.reading import NOTHING
@@ -113,37 +113,6 @@ def test_no_policy_finds_more_than_belady(policy: str) -> None:
     assert (replay_policy(trace, POLICIES[policy], room) == replay_belady(trace, room)).all()
 
 
-def test_a_policy_is_told_of_requests_as_the_broker_tells_it() -> None:
-    """Found chunks, new ones, then all with the label, each deepest first; ghosts by size."""
-    told: list[tuple[str, list[bytes], Label | None]] = []
-    made: list[LruPolicy] = []
-
-    class Recording(LruPolicy):
-        def insert_all(self, slots: Sequence[int], now: float) -> None:
-            made[:] = [self]
-            told.append(("insert", [self.key_of(slot)[:1] for slot in slots], None))
-            super().insert_all(slots, now)
-
-        def refresh_all(self, slots: Sequence[int], now: float) -> None:
-            told.append(("load", [self.key_of(slot)[:1] for slot in slots], None))
-            super().refresh_all(slots, now)
-
-        def use_all(self, slots: Sequence[int], now: float, label: Label = Label.NONE) -> None:
-            told.append(("use", [self.key_of(slot)[:1] for slot in slots], label))
-            LruPolicy.refresh_all(self, slots, now)
-
-    labels = [Label.DONE, Label.LATER]
-    replay_policy(trace_of([0, 1], [0, 1, 2]), Recording, 4, labels=labels, ghosts_per_slot=3)
-    assert told == [
-        ("insert", [b"\1", b"\0"], None),
-        ("use", [b"\1", b"\0"], Label.DONE),
-        ("load", [b"\1", b"\0"], None),
-        ("insert", [b"\2"], None),
-        ("use", [b"\2", b"\1", b"\0"], Label.LATER),
-    ]
-    assert repr(made[0].ghosts).endswith("of 12>")
-
-
 def test_hints_say_when_a_request_is_continued() -> None:
     """By the next one with its last whole chunk; what ends in a part of one counts from before."""
     trace = trace_of([2], [0, 1], [0, 3], [0, 3, 4])
@@ -195,30 +164,6 @@ def test_kvd_replay_shows_each_policy_at_several_sizes(tmp_path: Path) -> None:
     assert [line.split() for line in table.splitlines() if "lru" in line][1] == [
         *("│", "4", "MiB", "│", "4", "│", "lru", "│", "2,000", "│", "40", "%", "│", NOTHING, "│")
     ]
-
-
-def test_kvd_replay_gives_hints_to_adaptive_hints_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """From the trace's own future."""
-    told: list[Label] = []
-    plain_use_all = AdaptivePolicy.use_all
-
-    def use_all(
-        policy: AdaptivePolicy, slots: Sequence[int], now: float, label: Label = Label.NONE
-    ) -> None:
-        told.append(label)
-        plain_use_all(policy, slots, now, label)
-
-    monkeypatch.setattr(AdaptivePolicy, "use_all", use_all)
-    path = tmp_path / "trace.jsonl"
-    path.write_text(LINES)
-    size = ("--cpu-bytes", "4MiB", "--bytes-per-chunk", "1MiB", "--policy")
-    run(str(path), *size, "adaptive")
-    assert set(told) == {Label.NONE}
-    told.clear()
-    run(str(path), *size, "adaptive+hints")
-    assert told[:5] == [Label.UNDER_10S, Label.DONE, Label.UNDER_10S, Label.DONE, Label.DONE]
 
 
 @pytest.mark.parametrize(

@@ -48,12 +48,6 @@ def test_mooncakes_lines_become_requests_in_order_of_time(tmp_path: Path) -> Non
     assert (trace.num_chunks, trace.tokens, trace.tokens_per_chunk) == (4, 2324, 512)
 
 
-def test_an_id_behind_another_beginning_is_another_chunk(tmp_path: Path) -> None:
-    """A chunk's KV depends on all tokens before it, whatever the trace calls it."""
-    path = lines(tmp_path / "trace.jsonl", ids(0, 1024, 1, 3), ids(1, 1024, 2, 3))
-    assert read_trace(path).num_chunks == 4
-
-
 def test_several_ids_make_a_chunk_and_the_rest_none(tmp_path: Path) -> None:
     """Chunks that differ in one id differ."""
     path = lines(tmp_path / "trace.jsonl", ids(0, 2560, 1, 2, 3, 4, 5), ids(1, 2048, 1, 2, 3, 5))
@@ -90,17 +84,6 @@ def test_conversations_overlap_as_many_at_a_time_as_there_are_users(tmp_path: Pa
     assert [request.time for request in trace.requests] == [0, 0, 1.5, 1.5, 4, 4, 4, 5.5, 8]
     assert trace.num_chunks == 9
     assert trace.tokens_per_chunk == 64
-
-
-def test_ids_of_global_scope_are_shared(tmp_path: Path) -> None:
-    """Conversations that say so have common chunks."""
-    for name in "ab":
-        conversation(
-            tmp_path / f"{name}.json",
-            {"t": 0, "in": 64, "hash_ids": [1]},
-            hash_id_scope="global",
-        )
-    assert read_trace(tmp_path).num_chunks == 1
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ import msgspec
 import pytest
 
 from kvd.broker.forecast import advice
-from kvd.cli.tables import misses_in_words
 from kvd.metrics.schema import ForecastStatus
-from tests.report.reports import STEEP, forecast, loaded_report
+from tests.report.reports import STEEP, forecast
 
 FLAT = (0.6, 0.609, 0.61, 0.611, 0.612, 0.613, 0.614, 0.615)
 EARLY_FLAT = (0.609, 0.61, 0.61, 0.611, 0.612, 0.613, 0.614, 0.615)
@@ -70,11 +69,3 @@ def test_without_a_prefill_rate_the_advice_names_hits_alone() -> None:
     assert advice(msgspec.convert(told, ForecastStatus)) == (
         "Buy memory: +64 GiB would find 48.5 % of the prompt tokens instead of 28 %."
     )
-
-
-def test_misses_are_told_with_their_most_frequent_reasons() -> None:
-    """Their number, the three most frequent reasons, and when the evicted ones had left."""
-    assert misses_in_words(loaded_report(60.0)["counters"]) == (
-        "3,000: 60 % never seen, 20 % evicted (median 5 min 30 s before), 12 % being stored"
-    )
-    assert misses_in_words(loaded_report(0.0)["counters"]) == ""

@@ -1,16 +1,12 @@
 """Figures: what histograms count and tell, and where the report finds what it declares."""
 
-from dataclasses import dataclass
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvd.errors import IntegrityError
 from kvd.metrics.counts import ASK_OUTCOMES, GET_OUTCOMES, PUT_OUTCOMES
-from kvd.metrics.declare import Histogram, plain, report_of
+from kvd.metrics.declare import Histogram
 from kvd.outcomes import Outcome
 
 BOUNDS = (0.001, 0.5, 1.0, 60.0)
@@ -23,11 +19,6 @@ def of(values: list[float]) -> Histogram:
     for value in values:
         histogram.observe(value)
     return histogram
-
-
-def test_a_bound_belongs_to_the_range_below_it() -> None:
-    """Upper bounds are inclusive, as Prometheus has them; what is above all has a count too."""
-    assert of([0.0, 0.001, 0.0011, 1.0, 60.0, 60.1]).counts == [2, 1, 1, 1, 1]
 
 
 @given(VALUES)
@@ -67,37 +58,7 @@ def test_quantiles_are_estimated_within_ranges(
     assert Histogram(BOUNDS, counts).quantile(q) == pytest.approx(value)
 
 
-def test_other_bounds_do_not_add_up() -> None:
-    """Counts of other ranges are refused, with both sides' bounds."""
-    with pytest.raises(IntegrityError, match=r"0\.001.*2\.0"):
-        Histogram(BOUNDS) + Histogram((2.0,))
-
-
 def test_every_outcome_is_counted() -> None:
     """Each outcome of a tier's batch has a counter of its name, and no counter has another name."""
     counted = {*PUT_OUTCOMES, *GET_OUTCOMES, *ASK_OUTCOMES}
     assert counted == {outcome.name.lower() for outcome in Outcome}
-
-
-@dataclass
-class Declared:
-    """A part of a report."""
-
-    one: int = plain("Derived before held")
-    two: int = plain("Held by two")
-    three: Histogram | None = plain("Held by one")  # noqa: RUF009  # fields are declared by functions
-    four: int = plain("Held by nobody", default=4)
-
-
-def test_a_figure_is_read_where_it_is_held() -> None:
-    """What is derived goes first, then the first owner that has it, then the default."""
-    first, second = SimpleNamespace(one=0, two=2), SimpleNamespace(two=0, three=Histogram((1.0,)))
-    part = report_of(Declared, first, None, second, one=1)
-    three = {"bounds": (1.0,), "counts": [0, 0], "sum": 0.0}
-    assert list(part.items()) == [("one", 1), ("two", 2), ("three", three), ("four", 4)]
-
-
-def test_a_figure_that_nobody_holds_is_an_error() -> None:
-    """And not left out of the report."""
-    with pytest.raises(TypeError):
-        report_of(Declared, SimpleNamespace(one=1, two=2))

@@ -14,14 +14,6 @@ def test_rates_are_growth_per_second() -> None:
     assert span.parts("engines")[2].rise("counters", "lookup_chunks") == 500
 
 
-def test_one_report_tells_no_rate() -> None:
-    """Before the second report there is no rate, and nothing has risen."""
-    span = Span(loaded_report(10.0))
-    assert span.rate("counters", "load_bytes") is None
-    assert span.share("hit_tokens", "lookup_tokens") is None
-    assert span.rise("counters", "store_bytes") == 0
-
-
 def test_what_appears_starts_from_zero_and_what_goes_is_no_fall() -> None:
     """An outcome counted for the first time has risen; a namespace that is gone takes nothing."""
     before, now = loaded_report(5.0), loaded_report(10.0)
@@ -42,12 +34,3 @@ def test_a_new_boot_starts_anew() -> None:
     assert not history.add(loaded_report(101.0))
     assert history.add(changed(loaded_report(1.0), "boot_id", to="aa" * 16))
     assert history.span().rate("counters", "load_bytes") is None
-
-
-def test_old_reports_go() -> None:
-    """The span reaches back as far as is kept."""
-    history = History(keep_seconds=60.0)
-    for second in range(100):
-        history.add(loaded_report(float(second)))
-    assert history.span().seconds == 60.0
-    assert history.rates("counters", "load_bytes") == [2 * 10**9] * 60

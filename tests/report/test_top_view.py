@@ -3,7 +3,6 @@
 import copy
 from dataclasses import asdict
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from kvd.cli.tables import tier_state
-from kvd.cli.top import picture, shares, waiting
+from kvd.cli.top import picture, shares
 from kvd.metrics.conditions import conditions
 from kvd.metrics.reading import History, Span
 from tests.report.reports import (
@@ -101,49 +99,6 @@ def crowded_history() -> History:
     return history
 
 
-def test_names_are_shortened_in_the_middle_or_whole() -> None:
-    """Replicas and models stay apart in the short names; `wide` shows them whole."""
-    short, whole = (drawn(picture(crowded_history(), wide=wide), 160) for wide in (False, True))
-    for name in ("meta-llama-Ll…uct-replica-7", "meta-llama/Ll…-Instruct-FP8"):
-        assert name in short
-    assert "cuda:00000000 " in short
-    for name in ("meta-llama-Llama-3.1-70B-Instruct-replica-7", "cuda:" + f"{7:032x}"):
-        assert name in whole
-    assert "…" not in whole
-
-
-def test_a_tier_says_since_when_it_is_as_it_is() -> None:
-    """In use, set aside or down: each with its time."""
-    tier = loaded_report()["tiers"][0]
-    assert tier_state(tier).plain == "up 3 d"
-    aside = tier | {"breaker": "open", "state_seconds": 200.0}
-    assert tier_state(aside).plain == "set aside 3 min"
-    assert tier_state(aside | {"state": "down"}).plain == "down 3 min"
-
-
-def test_keys_are_named_where_tokens_are_not_counted() -> None:
-    """An engine without token counts shows the share of keys looked up, and says so."""
-    report = changed(loaded_report(60.0), "engines", 0, "counters", "lookup_tokens", to=0)
-    history = History()
-    history.add(loaded_report(0.0))
-    history.add(report)
-    text = drawn(picture(history))
-    assert "75 % of keys" in next(line for line in text.splitlines() if "llama-70b-0" in line)
-    assert "75 %      of prompt tokens; 75 % of keys looked up" in text
-
-
-def test_a_line_says_what_more_memory_would_bring() -> None:
-    """Hits now, with twice the memory and at most; of several models the busiest one's."""
-    history = History()
-    report = changed(loaded_report(60.0), "namespaces", 1, "forecast", to=None)
-    history.add(report)
-    line = "memory 28 % 48.5 % at +100 %, at most 58 %"
-    assert line in " ".join(drawn(picture(history)).split())
-    idle = forecast(*STEEP[::-1], requests=3)
-    history.add(changed(report, "namespaces", 1, "forecast", to=idle))
-    assert f"{line} (llama-3-70b)" in " ".join(drawn(picture(history)).split())
-
-
 def test_a_small_terminal_shows_every_figure_whole() -> None:
     """At 80 by 24 a crowded daemon fits: names are shortened, lists say what is left out."""
     history = crowded_history()
@@ -196,8 +151,3 @@ def test_what_is_wrong_comes_with_its_remedy() -> None:
     text = drawn(picture(history))
     assert "All is well" not in text
     assert text.index("Lane host is down") < text.index("kvd doctor") < text.index("Pool")
-
-
-def test_without_a_daemon_it_says_what_it_waits_for() -> None:
-    """The runtime directory is named."""
-    assert "Waiting for a daemon in /run/kvd." in drawn(waiting(Path("/run/kvd"), "none"))

@@ -36,11 +36,6 @@ def test_a_list_lets_in_its_users_groups_root_and_the_daemon(
         assert "allow_users" in objection
 
 
-def test_without_a_list_the_file_rights_alone_decide() -> None:
-    """Two empty settings refuse nobody."""
-    assert AllowList("", " ").objection(Peer(1, 4711, 4711)) == ""
-
-
 def test_names_are_looked_up_on_this_machine() -> None:
     """Names and numbers mix; an unknown name is refused with the key and the remedy."""
     allowed = AllowList("root, 1234", "root")

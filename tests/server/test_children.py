@@ -5,7 +5,6 @@ import os
 import resource
 import select
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ import pytest
 
 from kvd.config.settings import Settings
 from kvd.server.children import Children, HttpProcess, LaneProcess
-from kvd.wire.link import LINK, LanePing
+from kvd.wire.link import LanePing
 from kvd_proto.zmtp import frame_header, opening
 from tests.waiting import DEADLINE
 
@@ -90,13 +89,6 @@ import os, signal, sys
 os.write(int(sys.argv[-1]), b"ready")
 signal.pause()
 """
-_READS_LATE = """\
-import os, sys, time
-left = {nbytes}
-time.sleep(0.3)
-while left:
-    left -= len(os.read(int(sys.argv[-1]), left))
-"""
 
 
 @pytest.fixture
@@ -128,23 +120,6 @@ def test_the_reason_of_an_end_says_who_ended_the_process(lost: Callable[..., str
     assert lost(_WAITS, lambda process: os.kill(process.pid, 9)) == "killed by signal 9"
     assert lost(_EXITS) == "exit status 3"
     assert lost(_SENDS_NO_ZMTP).startswith("killed by kvd: sent what is no message: ")
-
-
-def test_orders_that_wait_are_sent_as_soon_as_the_child_reads(lost: Callable[..., str]) -> None:
-    """The poller reports the room; a child that has read nothing at first gets all of them."""
-    ping = LINK.encode(LanePing())
-    messages = MORE_THAN_A_SOCKET_TAKES * (len(frame_header(len(ping))) + len(ping))
-
-    def send(process: LaneProcess) -> None:
-        for _ in range(MORE_THAN_A_SOCKET_TAKES):
-            process.send(ping)
-        assert process.link is not None
-        assert process.link.wants_write
-
-    begin = time.monotonic()
-    program = _READS_LATE.format(nbytes=len(opening(b"ROUTER")) + messages)
-    assert lost(program, send) == "exit status 0"
-    assert time.monotonic() - begin < DEADLINE
 
 
 def test_an_http_process_that_does_not_report_is_replaced_with_one_line(

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import mmap
 import os
 import re
 import stat
@@ -19,12 +18,11 @@ from click.testing import CliRunner
 from kvd.cache.chunks import ChunkTable
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
-from kvd.cache.recovery import MOST_LEDGERS, PoolTrailer, ResetTable
+from kvd.cache.recovery import PoolTrailer, ResetTable
 from kvd.cache.stores import MakeDescriptions
 from kvd.cli.serve import purge
 from kvd.config.settings import Settings
-from kvd.config.sources import Sources
-from kvd.errors import AlreadyRunning, ConfigError, PoolError, Refusal
+from kvd.errors import AlreadyRunning, PoolError, Refusal
 from kvd.machine import memory
 from kvd.machine.memory import TRAILER_BYTES, Filesystem, MemoryLimit, pool_directory_name
 from kvd.pool.geometry import FillOrder
@@ -365,26 +363,6 @@ def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
     assert not list(area(tmp_path).glob("*.new"))
 
 
-def test_what_is_kept_is_given_up_when_the_new_pool_is_there(start: Start, tmp_path: Path) -> None:
-    """Until then every byte lies there as it was, engines register, and no lane may write."""
-    kept_chunks(start)
-    before = contents(area(tmp_path))
-    life = start(3 * SIZE)
-    life.open(0)
-    assert not life.pool.may_be_written
-    assert before.items() - {"pool": before["pool"]}.items() <= contents(area(tmp_path)).items()
-    assert (area(tmp_path) / "pool").read_bytes().startswith(before["pool"])
-    life.allocate()
-    assert life.pool.ready
-    life.keep.settle()
-    store(life.table(0), keys_of("n", 7))
-    own = {f"{NAMES[0].hex()}{kind}" for kind in (".ledger", ".descriptions")}
-    assert set(contents(area(tmp_path))) == {"pool", "manifest.json", *own}
-    life = start(3 * SIZE)
-    assert life.held == [set(keys_of("n", 7))]
-    assert life.pool.ready
-
-
 def failing(number: int, suffix: str = "", real: Callable[..., Any] = os.open) -> Any:
     """As a system call fails; of those with a path, only for one that ends so."""
 
@@ -418,35 +396,6 @@ def test_a_shortage_at_the_start_loses_no_chunk_and_no_descriptor(
     assert set().union(*start().held) == held
 
 
-def test_the_rest_of_a_kept_pool_that_cannot_be_had_loses_no_chunk(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A pool of which a part was allocated is kept where the rest does not fit any more."""
-    life = start()
-    os.posix_fallocate(life.pool.fd, 0, SIZE // 2)
-    store(life.open(0).table, keys_of("a", 9))
-    life = start()
-    assert not life.pool.ready
-    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
-    life.allocate()
-    life.keep.failed()
-    life.end()
-    monkeypatch.undo()
-    assert start().held == [set(keys_of("a", 9))]
-
-
-def test_a_first_pool_that_cannot_be_allocated_gives_its_memory_back(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where nothing was kept nothing stays."""
-    life = start()
-    monkeypatch.setattr(os, "posix_fallocate", failing(errno.ENOSPC))
-    life.allocate()
-    life.keep.failed()
-    life.end()
-    assert not area(tmp_path).exists()
-
-
 def test_a_full_filesystem_hinders_no_restart(
     start: Start, tmp_path: Path, small_tmpfs: Callable[[Path, int], None]
 ) -> None:
@@ -462,21 +411,6 @@ def test_a_full_filesystem_hinders_no_restart(
         start(3 * SIZE // 2)
     assert set().union(*start().held) == keys
     assert life.ended
-
-
-def test_a_pool_without_room_for_its_manifest_is_refused(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The pool fits, the manifest does not: with the remedy; nothing of it is damage later."""
-    kept_chunks(start)
-    for file in [area(tmp_path) / "manifest.json", *area(tmp_path).glob("*.descriptions")]:
-        file.unlink()
-    monkeypatch.setattr(os, "pwrite", failing(errno.ENOSPC))
-    with pytest.raises(PoolError, match="cannot be written: No space left on device; make room"):
-        start()
-    monkeypatch.undo()
-    start()
-    assert not list(area(tmp_path).glob("*.damaged-*"))
 
 
 def ledger_of(place: Path) -> Path:
@@ -780,49 +714,6 @@ def test_a_damaged_entry_of_the_trailer_costs_its_own_ledger_only(
     assert start().held == [{key for key in keys if not key.startswith(b"a ")}]
 
 
-def test_pages_of_64_kib_are_whole_in_the_pool(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The trailer begins where the kernel can map it."""
-    monkeypatch.setattr(mmap, "ALLOCATIONGRANULARITY", 2**16)
-    pool = PoolMemory(tmp_path / "pool", SIZE + PAGE)
-    assert (pool.nbytes, pool.file_bytes) == (SIZE + 2**16, SIZE + 2**16 + 3 * 2**16)
-    pool.close()
-
-
-@pytest.mark.parametrize(
-    ("number", "said"),
-    [(errno.EMFILE, "raise LimitNOFILE"), (errno.ENOMEM, "free memory"), (errno.EINVAL, "")],
-    ids=["EMFILE", "ENOMEM", "EINVAL"],
-)
-def test_a_trailer_that_cannot_be_mapped_loses_nothing(
-    start: Start, monkeypatch: pytest.MonkeyPatch, number: int, said: str
-) -> None:
-    """The error has the remedy of its cause; the start after that has every chunk."""
-    keys = kept_chunks(start)
-    real = mmap.mmap
-
-    def fails(fd: int, nbytes: int, **options: Any) -> mmap.mmap:
-        if options:
-            raise OSError(number, os.strerror(number))
-        return real(fd, nbytes, **options)
-
-    monkeypatch.setattr(mmap, "mmap", fails)
-    with pytest.raises(PoolError, match="trailer cannot be mapped") as caught:
-        start()
-    monkeypatch.undo()
-    assert said in str(caught.value)
-    assert ("LimitNOFILE" in str(caught.value)) is (number == errno.EMFILE)
-    assert set().union(*start().held) == keys
-
-
-def test_the_end_needs_no_look_at_the_pool(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the pool's file cannot be looked at, the last line of the log says so."""
-    life = start()
-    monkeypatch.setattr(Path, "lstat", failing(errno.ESTALE, "pool", Path.lstat))
-    assert life.keep.left(3).endswith("/pool cannot be looked at: Stale file handle")
-
-
 def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -852,20 +743,6 @@ def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
     assert not list(notes.iterdir())
 
 
-def test_a_pool_of_another_name_is_not_believed(
-    start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The file is the same one for the file system, and holds another pool."""
-    kept_chunks(start)
-    pool = (area(tmp_path) / "pool").read_bytes()
-    start(cold=True).allocate()
-    store(start().open().table, keys_of("n", 5))
-    start().end()
-    (area(tmp_path) / "pool").write_bytes(pool)
-    assert start().held == []
-    assert "has the chunks of another pool, or none" in caplog.text
-
-
 def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -889,12 +766,6 @@ def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
         assert said in caplog.text
         assert life.held == []
         namespace = life.open()
-
-
-def test_every_namespace_that_may_be_open_has_an_entry_in_the_trailer() -> None:
-    """More namespaces than the trailer has entries cannot be asked for."""
-    with pytest.raises(ConfigError, match="max_namespaces"):
-        Sources(flags={"max_namespaces": str(MOST_LEDGERS + 1)}, environment={}).load()
 
 
 def ledger_in(namespace: Namespace) -> Ledger:
@@ -966,16 +837,6 @@ def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     store(again.table(0), keys_of("newer", 2))
     assert start(resets=resets).held == [set(keys_of("newer", 2))]
     assert start(resets=ResetTable()).held == []
-
-
-def test_an_area_in_use_is_refused(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two daemons never share a pool, also where the runtime directory's lock was removed."""
-    monkeypatch.setattr("kvd.machine.process.LOCK_SECONDS", 0.0)
-    start()
-    with pytest.raises(AlreadyRunning, match="another daemon uses the pool"):
-        PersistentPool(tmp_path, RUNTIME, keeps=True)
 
 
 def test_a_foreign_area_is_left_alone(
@@ -1114,21 +975,6 @@ def test_descriptions_of_a_pool_that_is_given_up_go_with_it(
     assert life.described(namespace) == {b"new": description(b"new")}
     assert not list(area(tmp_path).glob("*.new"))
     assert len(list(area(tmp_path).glob("*.descriptions"))) == (how != "not kept")
-
-
-def test_a_start_that_fails_leaves_the_descriptions(start: Start, tmp_path: Path) -> None:
-    """Its own draft is removed, and the daemon after it reads what was kept."""
-    life = start()
-    life.allocate()
-    store_described(life.open().table, keys_of("k", 9))
-    life.kill()
-    life = start(3 * SIZE)
-    store_described(life.open().table, [b"draft"])
-    assert list(area(tmp_path).glob("*.descriptions.new"))
-    life.kill()
-    life = start()
-    assert not list(area(tmp_path).glob("*.descriptions.new"))
-    assert life.described(life.open()) == {key: description(key) for key in keys_of("k", 9)}
 
 
 def test_descriptions_without_a_namespace_are_removed(start: Start, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from kvd.broker.effects import OpenPool
 from kvd.machine import numa
-from kvd.machine.numa import Node, gpu_nodes, numbers, run_on, samples, shares_of
+from kvd.machine.numa import Node, gpu_nodes, numbers, run_on, shares_of
 from kvd.server import pool_memory
 from kvd.server.pool_memory import PoolMemory
 from tests.layouts import flat_layout
@@ -58,24 +58,6 @@ def test_the_nodes_of_gpus_are_those_that_the_kernel_names(
     assert [(gpu.node.number, set(gpu.node.cpus)) for gpu in found] == expected
     if len(expected) == len(gpus):
         assert [gpu.device for gpu in found] == [device(bus) for bus in sorted(gpus)]
-
-
-def test_lists_of_the_kernel() -> None:
-    """Ranges and single numbers, in any number."""
-    assert numbers("0-2,5,7-8\n") == {0, 1, 2, 5, 7, 8}
-    assert numbers("\n") == set()
-    with pytest.raises(ValueError, match="invalid literal"):
-        numbers("many")
-
-
-@pytest.mark.parametrize("stripe", [16 * MIB, 64 * MIB, 2**30])
-def test_samples_of_a_pool_are_in_step_with_no_stripes(stripe: int) -> None:
-    """A pool that is divided among two nodes is seen as that."""
-    places = samples(2**40)
-    assert len(set(places)) == len(places)
-    assert all(0 <= place < 2**40 for place in places)
-    even = sum(place // stripe % 2 for place in places) / len(places)
-    assert even == pytest.approx(0.5, abs=0.03)
 
 
 def here() -> list[Node]:

@@ -157,11 +157,3 @@ def test_a_file_that_cannot_be_written_is_told_to_who_resets(
         assert file.draw(TWO) == ""
     assert "can be written again" in caplog.text
     assert salts(ResetFile(path)) == salts(file)
-
-
-def test_half_a_write_is_no_answer(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is told as one that failed."""
-    file = ResetFile(path)
-    monkeypatch.setattr(os, "pwrite", lambda *_: 100)
-    assert "it was written in part" in file.draw(ONE)
-    assert not path.exists()

@@ -4,7 +4,6 @@ import os
 import select
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import psutil
@@ -15,7 +14,6 @@ from kvd.server.runtime_dir import AllowList
 from kvd.server.sessions import SessionServer
 from kvd.wire import listener
 from kvd.wire.listener import MAX_STUCK
-from kvd.wire.server import AT_ONCE
 from kvd_proto.channel import close_all
 from kvd_proto.messages import (
     MAX_TEXT,
@@ -99,16 +97,6 @@ def pipe() -> Iterator[int]:
     ends = os.pipe()
     yield ends[0]
     close_all(ends)
-
-
-def test_many_new_connections_take_a_bounded_turn(rig: Rig) -> None:
-    """Some are accepted at a time, all in the end."""
-    with ExitStack() as crowd:
-        for _ in range(2 * AT_ONCE):
-            crowd.enter_context(rig.connect())
-        for turn in (1, 2):
-            rig.turn()
-            assert len(rig.sessions) == turn * AT_ONCE
 
 
 def test_what_was_sent_before_the_end_is_served_and_then_the_session_ends(rig: Rig) -> None:

@@ -19,11 +19,6 @@ def turns(*durations: tuple[float, float, float, float | None]) -> list[str]:
     return lines
 
 
-def test_ordinary_turns_say_nothing() -> None:
-    """Neither short turns, nor waiting for as long as was meant, nor without an end."""
-    assert not any(turns((0.9, 0.9, 0.25, 0.25), (0.0, 0.0, 0.9, 0.25), (0.0, 0.0, 3600.0, None)))
-
-
 @pytest.mark.parametrize(
     ("turn", "seconds", "cause"),
     [

@@ -92,14 +92,6 @@ def test_every_loaded_byte_is_verified(tmp_path: Path) -> None:
     assert "bytes are right" in done.stdout
 
 
-def test_the_demo_needs_no_torch(tmp_path: Path) -> None:
-    """The demo verifies its bytes in a Python that cannot import torch."""
-    (tmp_path / "torch.py").write_text("raise ImportError('this Python has no torch')\n")
-    done = demo("--requests", "5", PYTHONPATH=str(tmp_path))
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "bytes are right" in done.stdout
-
-
 def test_what_a_small_pool_has_no_room_for_comes_up_from_a_tier(tmp_path: Path) -> None:
     """With a disk below the pool every byte is right, chunks go down and come up again."""
     out, tier = tmp_path / "out.json", tmp_path / "tier"
@@ -134,23 +126,6 @@ def test_a_signal_ends_everything(number: signal.Signals) -> None:
         process.send_signal(number)
         assert process.wait(PATIENCE) != 0
         assert all_ended(started)
-
-
-def test_a_signal_that_comes_in_a_finalizer_ends_the_demo_all_the_same() -> None:
-    """Python drops what a handler raises there: the next check raises it again."""
-    done = python(
-        "-c",
-        "import os, signal\n"
-        "from kvd_tools.demo.command import Signals\n"
-        "signals = Signals()\n"
-        "class Finalized:\n"
-        "    def __del__(self): os.kill(os.getpid(), signal.SIGTERM)\n"
-        "Finalized()\n"
-        "print('still here', flush=True)\n"
-        "signals.check()\n",
-    )
-    assert "still here" in done.stdout
-    assert done.returncode == 128 + signal.SIGTERM
 
 
 def test_a_dead_rank_ends_everything() -> None:

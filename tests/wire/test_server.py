@@ -21,7 +21,7 @@ import pytest
 import zmq
 
 from kvd.wire import server as server_module
-from kvd.wire.server import AT_ONCE, UNREAD_BYTES, Client, Received, Server
+from kvd.wire.server import UNREAD_BYTES, Client, Received, Server
 from kvd_proto.messages import ErrorCode
 from kvd_proto.zmtp import command, frame_header
 from tests.descriptors import open_on
@@ -95,30 +95,6 @@ def is_served(server: Server, connection: RawConnection) -> bool:
     return False
 
 
-def test_a_loop_that_waits_for_other_things_too_hands_over_what_is_ready(
-    make: Make, connect: Connect
-) -> None:
-    """The server takes out what is its own, and leaves the rest and the epoll to the loop."""
-    epoll, (reading, writing) = select.epoll(), os.pipe()
-    epoll.register(reading, select.EPOLLIN)
-    server = make(epoll)
-    connect().send(b"x")
-    os.write(writing, b"y")
-    message = None
-    while message is None:
-        ready = dict(epoll.poll(PATIENCE))
-        assert ready
-        server.handle_events(ready)
-        assert ready.keys() <= {reading}
-        message = server.next_request()
-    assert message[1:] == (b"x", ())
-    server.close()
-    assert dict(epoll.poll(PATIENCE)) == {reading: select.EPOLLIN}
-    epoll.close()
-    os.close(reading)
-    os.close(writing)
-
-
 def test_who_has_come_and_who_has_gone_is_told_once(make: Make, connect: Connect) -> None:
     """With its process; what it sent before it went is received before its end."""
     server, connection = make(), connect()
@@ -169,16 +145,6 @@ def test_a_client_that_reads_no_replies_is_not_read(make: Make, connect: Connect
     assert received(server)[1] == b"ask"
 
 
-def test_many_new_connections_take_a_bounded_turn(make: Make, connect: Connect) -> None:
-    """Some are accepted at a time, all in the end."""
-    server = make()
-    for _ in range(3 * AT_ONCE):
-        connect()
-    server.handle_events()
-    assert len(server) == AT_ONCE
-    until(server, lambda: len(server) == 3 * AT_ONCE)
-
-
 def test_unfinished_messages_of_all_together_are_bounded(make: Make, connect: Connect) -> None:
     """Above the bound the client with most is disconnected; others finish what they began."""
     server, small = make(max_kept=3 * MIB), connect()
@@ -220,21 +186,6 @@ def test_a_new_connection_displaces_the_oldest_stranger(make: Make, connect: Con
     assert code_of(strangers[0].error_at_the_end()) is ErrorCode.LIMIT
     assert strangers[1].hung_up()
     assert all(is_served(server, one) for one in (adopted, *strangers[2:]))
-
-
-def test_a_client_that_is_let_go_is_a_stranger_again(make: Make, connect: Connect) -> None:
-    """It is the newest of them."""
-    server = make(max_strangers=1)
-    first = connect()
-    first.send(b"hello")
-    client = received(server)[0]
-    server.adopt(client, "a session")
-    second = connect()
-    assert is_served(server, second)
-    server.adopt(client, None)
-    connect()
-    until(server, lambda: server.limits["connections"] == 1)
-    assert second.hung_up()
 
 
 @contextmanager
@@ -359,16 +310,6 @@ def test_a_client_that_breaks_the_rules_is_told_why_and_named_in_the_log(
     assert sum(server.limits.values()) == 1
     assert f"of pid {os.getpid()} (uid {os.getuid()}) is closed: " in caplog.text
     assert is_served(server, good)
-
-
-def test_who_speaks_another_protocol_is_counted_apart(make: Make, tmp_path: Path) -> None:
-    """It reaches no limit."""
-    server = make()
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(str(tmp_path / "socket"))
-        sock.sendall(b"GET / HTTP/1.1\r\n\r\n")
-        until(server, lambda: server.dropped == 1)
-    assert not sum(server.limits.values())
 
 
 def test_no_connection_is_accepted_during_the_end(
