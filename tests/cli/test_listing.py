@@ -8,12 +8,11 @@ from click.testing import CliRunner, Result
 
 from kvd.cli import cli
 from kvd.cli.tables import print_report
-from kvd.metrics.reading import shorten
 from kvd.report.app import Exposition
 from kvd.wire.tool import ToolConnection
 from kvd_proto.messages import Status, StatusReport
 from tests.client.fake_daemon import FakeDaemon
-from tests.report.reports import LONG_NAMES, loaded_report
+from tests.report.reports import loaded_report
 from tests.waiting import PATIENCE, eventually
 
 EVIL = "a\x1b[2J\0\u202e"
@@ -55,22 +54,6 @@ def told(where: Path, *command: str) -> str:
         return CliRunner().invoke(cli, [*command, "--runtime-dir", str(where)])
 
     return eventually(run, lambda result: result.exit_code == 0).output
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_a_terminal_gets_short_names_or_wide_ones(
-    wide: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Engines, models and devices are shortened on a terminal, and whole with --wide."""
-    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    monkeypatch.setenv("COLUMNS", "240")
-    name, device = next(iter(LONG_NAMES)) + "-0", "cuda:" + "0f" * 16
-    report = report_with(name)
-    report["engines"][0]["sessions"][1]["device"] = device
-    print_report(report, wide=wide)
-    text = capsys.readouterr().out
-    assert (name in text, device in text) == (wide, wide)
-    assert (shorten(name) in text, "cuda:0f0f0f0f " in text) == (not wide, not wide)
 
 
 @pytest.mark.parametrize("command", ["status", "engines", "namespaces", "top"])

@@ -8,7 +8,6 @@ import re
 import threading
 from collections.abc import Iterator
 from io import FileIO
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -138,22 +137,6 @@ def handler_to(fd: int) -> QueuedHandler:
     made = QueuedHandler(fd)
     made.setFormatter(logging.Formatter())
     return made
-
-
-def test_lines_arrive_whole_and_in_order_also_bad_ones(tmp_path: Path) -> None:
-    """What is queued before the end is written by the end; a mistake in a call shows as text."""
-    path = tmp_path / "log"
-    with path.open("wb") as file:
-        handler = handler_to(file.fileno())
-        for number in range(MOST_A_MINUTE):
-            handler.handle(record("%d", number))
-        handler.handle(record("%d chunks", "many"))
-        handler.handle(record("surrogate \ud800"))
-        handler.close()
-    *lines, bad, surrogate = path.read_text().splitlines()
-    assert lines == [str(number) for number in range(MOST_A_MINUTE)]
-    assert "%d chunks" in bad
-    assert "ud800" in surrogate
 
 
 def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(

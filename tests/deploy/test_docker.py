@@ -1,6 +1,7 @@
 """The image and the compose file, as far as that goes without an engine; see docker/check.sh."""
 
 import re
+import subprocess
 import sys
 from math import ceil
 from pathlib import Path
@@ -9,10 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
-from kvd.config.settings import SETTINGS, Settings
+from kvd.config.settings import SETTINGS
 from kvd.config.values import parse_tiers
 from kvd.tier.contract import check_tiers
+from tests.conftest import Daemon
+from tests.daemon.serving import run_kvd
 from tests.deploy.places import ROOT, run, stop_seconds
+from tests.waiting import eventually
 
 DOCKER = ROOT / "docker"
 DOCKERFILE = (DOCKER / "Dockerfile").read_text()
@@ -60,15 +64,6 @@ def test_nobody_is_privileged(services: dict[str, dict[str, Any]]) -> None:
         assert services[name]["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_the_engine_shares_only_the_runtime_directory(services: dict[str, dict[str, Any]]) -> None:
-    """One volume is common to both, the engine's read-only, and it is where kvd's sockets are."""
-    kvd = {volume.split(":")[0]: volume for volume in services["kvd"]["volumes"]}
-    vllm = {volume.split(":")[0]: volume for volume in services["vllm"]["volumes"]}
-    assert set(kvd) & set(vllm) == {"runtime"}
-    assert vllm["runtime"] == f"runtime:{Settings().runtime_dir}:ro"
-    assert "KVD_RUNTIME_DIR=" + Settings().runtime_dir in DOCKERFILE
-
-
 def test_a_large_pool_fits(services: dict[str, dict[str, Any]]) -> None:
     """The default of shm_size is above that of the pool, and a stop has time to unpin it."""
     kvd = services["kvd"]
@@ -110,3 +105,32 @@ def test_the_user_of_the_image_is_one_number_everywhere(
     assert f"--uid {user} " in DOCKERFILE
     assert services["vllm"]["group_add"] == [group]
     assert int(user) != 0
+
+
+def probe(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:
+    """Run it as a container's engine would."""
+    command = (sys.executable, "-m", "kvd.report.probe", *path)
+    return run(*command, KVD_RUNTIME_DIR=str(runtime_dir))
+
+
+def passed(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:
+    """The first that passes: HTTP may not have started yet, and a probe does not wait for long."""
+    return eventually(lambda: probe(runtime_dir, *path), lambda done: done.returncode == 0)
+
+
+def test_probes_follow_readiness_and_life(daemon: Daemon) -> None:
+    """Ready: both pass, /readyz by default. Drained: that fails with the reason, /livez passes."""
+    for path in ([], ["/readyz"], ["/livez"]):
+        done = passed(daemon.runtime_dir, *path)
+        assert (done.stdout, done.stderr) == ("ok\n", "")
+    assert run_kvd("drain", "--runtime-dir", str(daemon.runtime_dir)).returncode == 0
+    done = eventually(lambda: probe(daemon.runtime_dir), lambda done: "drain" in done.stdout)
+    assert done.returncode == 1
+    passed(daemon.runtime_dir, "/livez")
+
+
+def test_no_daemon_fails_with_a_hint(tmp_path: Path) -> None:
+    """Nobody at the socket: exit status 1, and the path."""
+    done = probe(tmp_path)
+    assert done.returncode == 1
+    assert f"{tmp_path}/http.sock" in done.stderr

@@ -13,7 +13,7 @@ from kvd.config.values import parse_tiers
 from kvd.tier.contract import check_tiers
 from kvd.version import VERSION
 from kvd_proto.text import parse_size
-from tests.deploy.places import DEPLOY, stop_seconds
+from tests.deploy.places import DEPLOY
 
 KUBERNETES = DEPLOY / "kubernetes"
 FILES = ("daemonset.yaml", "engine.yaml", "mooncake.yaml", "sidecar.yaml")
@@ -165,14 +165,6 @@ def test_probes_ask_what_they_should(name: str) -> None:
         assert container[kind]["timeoutSeconds"] == 5
     start = container["startupProbe"]
     assert start["periodSeconds"] * start["failureThreshold"] >= 300
-
-
-@pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
-def test_the_end_has_time(name: str) -> None:
-    """The grace period is longer than the drain, by what unpinning the pool may take."""
-    memory = kvd_container(name)["resources"]["limits"]["memory"]  # more than the pool has
-    seconds = stop_seconds(parse_size(memory.removesuffix("i") + "iB") / GIB)
-    assert pod(name)["terminationGracePeriodSeconds"] >= seconds
 
 
 @pytest.mark.parametrize("name", ["engine.yaml", "sidecar.yaml"])

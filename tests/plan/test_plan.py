@@ -1,5 +1,6 @@
-"""`kvd plan`: figures from a model's config.json."""
+"""`kvd plan`: figures from a model's config.json, and fragments by the layout of its KV cache."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,37 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from docs import generate_models
 from kvd.cli import cli
 from kvd.errors import PlanError
+from kvd.plan.figures import (
+    BLOCKS,
+    HEADS_OUTSIDE,
+    PAGES,
+    Fragments,
+    Plan,
+    PlanInputs,
+    PlannedGroup,
+    fragments,
+    make_plan,
+)
 from kvd.plan.model import read_model
-from tests.plan.planning import GIB, planned
+from kvd_proto.capacity import LayerGroup
+
+GIB = 1024**3
+
+
+def planned(config: dict[str, Any], **changes: Any) -> Plan:
+    """The plan with one rank, 16-token blocks and 64 GiB, but for the changes."""
+    inputs: dict[str, Any] = {
+        "tensor_parallel": 1,
+        "block_size": 16,
+        "dtype": "auto",
+        "cpu_bytes": 64 * GIB,
+        "blocks_per_chunk": 1,
+    }
+    return make_plan(read_model(config), PlanInputs(**(inputs | changes)))
+
 
 LLAMA = {
     "model_type": "llama",
@@ -59,14 +87,11 @@ def test_a_model_with_grouped_heads() -> None:
     assert result.num_chunks == 8192
     assert result.pool_tokens == 8192 * 64
     assert result.longest_request is None
-
-
-def test_heads_are_split_over_ranks() -> None:
-    """Ranks share the heads; with more ranks than heads each keeps one, so bytes repeat."""
-    assert planned(LLAMA, tensor_parallel=4).bytes_per_token_rank == 131_072 // 4
-    assert planned(LLAMA, tensor_parallel=4).bytes_per_token == 131_072
-    assert planned(LLAMA, tensor_parallel=16).bytes_per_token_rank == 131_072 // 8
-    assert planned(LLAMA, tensor_parallel=16).bytes_per_token == 131_072 * 2
+    split = planned(LLAMA, tensor_parallel=16)  # more ranks than heads: each keeps one
+    assert (split.bytes_per_token_rank, split.bytes_per_token) == (131_072 // 8, 131_072 * 2)
+    assert planned(LLAMA, gpu_blocks=1_000_000).longest_request == 131_072  # the model's limit
+    bounded = planned(LLAMA, gpu_blocks=4001, block_override=101)
+    assert (bounded.longest_request, bounded.longest_request_with_override) == (64_000, 1600)
 
 
 @pytest.mark.parametrize("ranks", [3, 64])
@@ -122,27 +147,6 @@ def test_windows_follow_the_models_own_fields(
     assert set(model.windows) == windows
     if fields.get("max_window_layers") == 28 and "use_sliding_window" in fields:
         assert model.windows.index(64) == 28
-
-
-def test_the_models_limit_bounds_a_request() -> None:
-    """More blocks than it has positions for make no longer requests; an override counts alone."""
-    assert planned(LLAMA, gpu_blocks=1_000_000).longest_request == 131_072
-    result = planned(LLAMA, gpu_blocks=4001, block_override=101)
-    assert (result.longest_request, result.longest_request_with_override) == (64_000, 1600)
-    assert planned(LLAMA, block_override=101).longest_request is None
-    unlimited = {k: v for k, v in LLAMA.items() if k != "max_position_embeddings"}
-    assert planned(unlimited, gpu_blocks=10_001).longest_request == 160_000
-
-
-def test_dtypes() -> None:
-    """The cache's dtype is the asked one, else the model's; 32-bit models are served in 16."""
-    assert planned(LLAMA, dtype="fp8").bytes_per_token == 65_536
-    assert planned(LLAMA | {"torch_dtype": "float32"}).dtype == "float16"
-    assert planned(LLAMA | {"dtype": "torch.float16"}).dtype == "float16"
-    with pytest.raises(PlanError, match="--dtype"):
-        planned(LLAMA | {"torch_dtype": None})
-    with pytest.raises(PlanError, match="'int3' is not known"):
-        planned(LLAMA | {"torch_dtype": "int3"})
 
 
 @pytest.mark.parametrize(
@@ -245,3 +249,141 @@ def test_tiers_are_counted_in() -> None:
     without = planned(LLAMA)
     assert (without.tier_chunks, without.tier_table_bytes) == (0, 0)
     assert without.tier_tokens_per_second is None
+
+
+QWEN = {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 48,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "hidden_size": 2048,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "dtype": "bfloat16",
+}
+NEMOTRON = {
+    "model_type": "nemotron_h",
+    "num_hidden_layers": 10,
+    "hybrid_override_pattern": "M-M*MEMEM*",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "hidden_size": 2688,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "dtype": "bfloat16",
+}
+
+
+def test_the_layers_of_nemotron_are_those_of_its_pattern() -> None:
+    """M keeps a state, * attends, the others keep nothing; states have 32 bits by default."""
+    result = planned(NEMOTRON)
+    assert (result.layers, result.state_layers) == (2, 5)
+    assert [group.layers for group in result.groups] == [2, 2, 2, 1]
+    full = 64 * 64 * 128
+    assert result.groups[1].state_bytes == (64 * 64 + 2 * 8 * 128) * 3 * 2 + full * 4
+    half = planned(NEMOTRON | {"mamba_ssm_cache_dtype": "bfloat16"})
+    assert result.groups[1].state_bytes - (half.groups[1].state_bytes or 0) == full * 2
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        (NEMOTRON | {"hybrid_override_pattern": None}, "hybrid_override_pattern = None is no text"),
+        (NEMOTRON | {"hybrid_override_pattern": "M-M-"}, "2 state layers and 0 of attention"),
+        (NEMOTRON | {"n_groups": None}, "no n_groups"),
+        (NEMOTRON | {"mamba_ssm_cache_dtype": "int3"}, "the states' dtype 'int3'"),
+        (NEMOTRON | {"model_type": "other"}, "ssm_state_size = 128: state layers"),
+        (QWEN | {"layer_types": ["chunked"]}, "lists other kinds"),
+        (QWEN | {"model_type": "other"}, "linear_num_value_heads = 32: state layers"),
+    ],
+)
+def test_what_is_not_known_is_named(config: dict[str, Any], text: str) -> None:
+    """Missing fields, other kinds and other families are refused with the field's name."""
+    with pytest.raises(PlanError) as refusal:
+        planned(config)
+    assert text in str(refusal.value)
+
+
+@pytest.mark.parametrize("asked", ["gpu_blocks", "block_override", "max_seq_len"])
+def test_requests_of_such_models_are_not_planned(asked: str) -> None:
+    """How many blocks a request holds is not known, and said so."""
+    with pytest.raises(PlanError, match="leave out --gpu-blocks"):
+        planned(QWEN, **{asked: 100_000})
+
+
+MODELS: list[dict[str, Any]] = json.loads(generate_models.MODELS.read_text(encoding="utf-8"))
+NUM_BLOCKS = 4
+
+
+def runs(plan: Plan, group: PlannedGroup, heads: int, layout: str) -> list[int]:
+    """Bytes of each run of block 2, from the strides that the layout's name gives."""
+    content = group.page_bytes // heads // plan.block_size
+    sizes = {"L": group.layers, "B": NUM_BLOCKS, "H": heads, "N": plan.block_size, "C": content}
+    strides, stride = {}, 1
+    for dimension in reversed(layout):
+        if dimension == layout[0] == "B":
+            stride = max(other.layers for other in plan.groups) * group.page_bytes
+        strides[dimension] = stride
+        stride *= sizes[dimension]
+    inner = itertools.product(*(range(0, sizes[d] * strides[d], strides[d]) for d in "LHN"))
+    starts = sorted(2 * strides["B"] + sum(offsets) for offsets in inner)
+    edges = [i for i, start in enumerate(starts) if i == 0 or start != starts[i - 1] + content]
+    return [(end - i) * content for i, end in itertools.pairwise([*edges, len(starts)])]
+
+
+@pytest.mark.parametrize("layout", [*PAGES, *BLOCKS, *HEADS_OUTSIDE])
+@pytest.mark.parametrize("model", MODELS, ids=[model["name"] for model in MODELS])
+def test_fragments_follow_from_the_order_of_the_dimensions(
+    model: dict[str, Any], layout: str
+) -> None:
+    """A block's bytes lie in as many runs as the plan says, in every layout."""
+    read = read_model(model["config"])
+    for ranks in model["tensor_parallel"]:
+        plan = generate_models.planned(model, ranks)
+        heads = read.rank_elements(ranks) // read.head_elements
+        for group in plan.groups:
+            if group.state_bytes is None and layout in group.fragments:
+                told = group.fragments[layout]
+                assert runs(plan, group, heads, layout) == [told.nbytes] * told.per_block
+
+
+@pytest.mark.parametrize(
+    ("padding", "expected"),
+    [(0, Fragments(9600, 1)), (100, Fragments(9800, 1)), (101, Fragments(3200, 3))],
+)
+def test_small_padding_is_moved_along(padding: int, expected: Fragments) -> None:
+    """Padded pages of a block are one fragment where the padding is a 32nd at most."""
+    found = fragments(LayerGroup((3200 + padding,) * 3, 16), 3200, None)
+    assert found["BLHNC"] == expected
+    assert found["LBHNC"] == Fragments(3200, 3)
+
+
+def test_the_table_of_models_is_generated() -> None:
+    """docs/vllm.md has the table that docs/models.json and the plan's functions make."""
+    page = generate_models.PAGE.read_text(encoding="utf-8")
+    assert generate_models.page(page) == page, "run make docs"
+
+
+@pytest.mark.parametrize(("ranks", "small"), [("2", False), ("8", True)])
+def test_small_fragments_are_called_small(tmp_path: Path, ranks: str, small: bool) -> None:
+    """`kvd plan` shows the fragments of both layouts, and which of them are small."""
+    (llama,) = [model for model in MODELS if model["name"] == "Llama-3.1-70B"]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(llama["config"]))
+    out = CliRunner().invoke(cli, ["plan", str(file), "--tp", ranks]).stdout
+    (paged,) = [line for line in out.splitlines() if "fragment in LBHNC" in line]
+    (whole,) = [line for line in out.splitlines() if "fragment in BLHNC" in line]
+    assert "80 a block and rank" in paged
+    assert ("below 28 KiB: small" in paged) is small
+    assert ("8 KiB" if small else "32 KiB") in paged
+    assert ("640 KiB" if small else "2.5 MiB") in whole
+    assert "1 a block and rank" in whole
+    assert "small" not in whole

@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.values import Quota
 from kvd.errors import Refusal
-from kvd.pool.geometry import MAX_EXTENTS, Extents, Geometry
+from kvd.pool.geometry import MAX_EXTENTS, MAX_PIECE_BYTES, UNIT_BYTES, Extents, FillOrder, Geometry
 from kvd_proto.messages import ErrorCode
 from tests.cache import tables
-from tests.cache.tables import MIB, PAGE, add, make_namespaces, names, pin
+from tests.cache.tables import MIB, PAGE, add, begin, finish, make_namespaces, names, pin
 
 
 def store(namespace: Namespace, first: int, count: int) -> int:
@@ -45,17 +45,6 @@ def test_geometry(cpu_bytes: int, slot_bytes: list[int]) -> None:
                 assert first < end <= cpu_bytes
                 touched |= {first // extents.size, (end - 1) // extents.size}
         assert touched <= set(geometry.column_extents(column))
-
-
-@given(st.integers(1, 4000), sizes)
-def test_alone_it_reaches_the_budget(pages: int, slot_bytes: list[int]) -> None:
-    """A single namespace holds exactly cpu_bytes // bytes_per_chunk chunks."""
-    chunks = pages * PAGE // sum(slot_bytes)
-    if chunks:
-        namespaces = make_namespaces(pages * PAGE)
-        namespace = add(namespaces, 1, *slot_bytes)
-        assert store(namespace, 0, chunks + 5) == chunks
-        namespaces.check_integrity()
 
 
 def test_two_settle_at_their_fair_shares() -> None:
@@ -176,24 +165,6 @@ def test_a_model_below_its_floor_gets_there_from_whoever_has_more() -> None:
     namespaces.check_integrity()
 
 
-def test_two_layouts_of_one_model_share_its_quota() -> None:
-    """After a change of the layout the new namespace gets room inside the cap, from the old one."""
-    namespaces = make_namespaces(16 * MIB, quotas={"model": Quota(MIB, 4 * MIB)})
-    old, new = (
-        add(namespaces, number, size, label="model") for number, size in ((1, 8192), (2, 12288))
-    )
-    namespaces.detach_engine(new)
-    store(old, 0, 1000)
-    assert held(namespaces, old) > 3.9 * MIB
-    namespaces.detach_engine(old)
-    namespaces.attach_engine(new)
-    for turn in range(10):
-        store(new, 100 * turn, 50)
-        assert held(namespaces, old) + held(namespaces, new) <= 4 * MIB
-    assert held(namespaces, new) > 3 * MIB
-    namespaces.check_integrity()
-
-
 def test_a_lowered_cap_holds_at_once_for_what_is_not_in_use() -> None:
     """The chunks used longest ago go; pinned ones stay until their leases end."""
     namespaces = make_namespaces(16 * MIB)
@@ -243,3 +214,73 @@ def test_space_moves_back_and_forth_without_fragments() -> None:
             assert sum(other.table.slots.stats()["ready"] for other in models) == wanted
             namespaces.check_integrity()
             namespaces.detach_engine(model)
+
+
+@given(nbytes=st.integers(1, 400), piece=st.integers(1, 60))
+def test_every_piece_comes_once(nbytes: int, piece: int) -> None:
+    """The order names each piece once, and the last of them fills the pool."""
+    fill = FillOrder(nbytes, piece)
+    count = -(-nbytes // piece)
+    assert sorted(fill.order) == list(range(count))
+    assert sum(end - begin for begin, end in map(fill.span, range(count))) == nbytes
+    done = 0
+    for number in fill.order:
+        begin, end = fill.span(number)
+        done += end - begin
+        assert fill.filled_with[number] == done
+        assert fill.needed(begin, end) == done
+    assert fill.needed(0, nbytes) == done == nbytes
+
+
+@given(nbytes=st.integers(1, 2**43), page=st.sampled_from([2**12, 2**21, 2**25, 2**29, 2**30]))
+def test_pieces_are_short_and_whole(nbytes: int, page: int) -> None:
+    """Pieces are whole pages and whole units, at most 256 MiB, or a page where that is more."""
+    piece = FillOrder.of(nbytes, page).piece_bytes
+    assert piece % page == piece % UNIT_BYTES == 0
+    assert piece <= max(MAX_PIECE_BYTES, page)
+
+
+def filling(ranks: int, pieces: int = 16) -> tuple[Namespaces, Namespace]:
+    """A pool of 16 pieces with room for 64 chunks."""
+    cpu_bytes = 64 * PAGE * ranks
+    fill = FillOrder(cpu_bytes, cpu_bytes // pieces)
+    namespaces = make_namespaces(cpu_bytes, fill=fill)
+    return namespaces, add(namespaces, 0, *(PAGE,) * ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+def test_chunks_become_usable_piece_by_piece(ranks: int) -> None:
+    """Every slot handed out has all its shares among the pieces that are there."""
+    namespaces, namespace = filling(ranks)
+    fill, table = namespaces.pool.fill, namespace.table
+    filled: set[int] = set()
+    done = accepted = offered = 0
+    for piece in fill.order:
+        filled.add(piece)
+        first, end = fill.span(piece)
+        done += end - first
+        usable = done if done < fill.nbytes else None
+        begun = begin(table, names(64, offered), usable=usable)
+        offered += 64
+        for slot in begun.slots:
+            for first, after in namespace.geometry.shares(slot):
+                pieces = range(first // fill.piece_bytes, (after - 1) // fill.piece_bytes + 1)
+                assert filled.issuperset(pieces)
+        accepted += len(begun.slots)
+        if len(filled) == ranks:
+            assert accepted >= 64 // 16  # as much of every arena is there as of the pool
+        assert usable is None or not begun.evicted
+        namespaces.check_integrity()
+    assert accepted >= 64
+
+
+def test_nothing_is_evicted_while_the_pool_is_filling() -> None:
+    """What does not fit what is there gets no slot; nothing goes for it."""
+    namespaces, namespace = filling(1)
+    table, usable = namespace.table, namespaces.pool.fill.filled_with[0]
+    ready = begin(table, names(64), usable=usable)
+    assert 0 < len(ready.slots) < 64
+    finish(table, ready)
+    assert not begin(table, names(5, 100), usable=usable).evicted
+    assert len(begin(table, names(64, 200)).slots) == 64
+    namespaces.check_integrity()

@@ -126,13 +126,6 @@ def test_the_operators_table_follows_from_the_measured_figures() -> None:
         assert told[4:] == [f"{share:.3f}" for share in off], size
 
 
-def test_several_uniform_groups_share_tuples() -> None:
-    """Pages of one tuple, one of each size, times the largest number of tuples of a group."""
-    latent = LayerGroup((1000,) * 3 + (200,) * 2, 16, uniform_type=True)
-    window = LayerGroup((1000,) * 4, 16, 64, uniform_type=True)
-    assert per_block_pool_bytes([latent, window]) == (1000 + 200) * 4
-
-
 def test_other_hybrids_take_the_largest_group() -> None:
     """Layers of the largest group times the common page size."""
     small = LayerGroup((4096,) * 10, 16)

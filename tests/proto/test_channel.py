@@ -124,24 +124,6 @@ def test_descriptors_come_with_the_message_that_they_were_sent_with(
         assert (left.unsent_bytes, right.undecoded_bytes) == (0, 0)
 
 
-def test_descriptors_of_what_waits_may_be_closed_by_the_sender(pair: Pair) -> None:
-    """Messages that had to wait keep descriptors of their own, which go when they are sent."""
-    left, right = pair
-    with event() as fd:
-        copy, sent = os.dup(fd), 0
-        while not left.wants_write:
-            left.send(bytes([sent]) * 50_000, [copy])
-            sent += 1
-        left.send(bytes([sent]) * 50_000, [copy])
-        os.close(copy)
-        for number in range(sent + 1):
-            frame, fds = next_message(right)
-            assert (frame[0], len(frame), len(fds)) == (number, 50_000, 1)
-            close_all(fds)
-            left.flush()
-        assert not left.wants_write
-
-
 def test_a_channel_that_closes_lets_go_of_all_that_waits(pair: Pair) -> None:
     """What was not sent, and what came with a message that is not complete."""
     left, right = pair

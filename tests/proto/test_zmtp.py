@@ -108,19 +108,6 @@ def test_pings_are_taken_in_a_bounded_number_at_a_time() -> None:
     assert decoder.take_pongs() == command(b"PONG", b"")
 
 
-def test_other_commands_are_passed_over_in_a_bounded_number_at_a_time() -> None:
-    """However short they are, a call decodes few of them."""
-    decoder = Decoder(LIMIT)
-    strange = [command(b"PONG", b"x"), command(b"SUBSCRIBE", b"x"), command(b"", b""), b"\x04\0"]
-    assert decoded(decoder, HELLO) == []
-    decoder.feed(b"".join(strange) * MAX_COMMANDS + message(b"after"))
-    for _ in range(len(strange)):
-        assert decoder.next_message() is None
-        assert decoder.paused
-    assert decoder.next_message() == b"after"
-    assert decoder.take_pongs() == b""
-
-
 def test_a_message_that_was_returned_is_not_kept() -> None:
     """Also where the beginning of the next one has come with it."""
     large = 8 * 2**20

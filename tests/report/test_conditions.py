@@ -92,15 +92,3 @@ def test_ranks_may_start_apart_but_not_for_long() -> None:
     engine["sessions"][0]["seconds"] = 200.0
     (problem,) = conditions(Span(report))
     assert "Engine llama-70b-0 has waited 3 min 20 s for ranks 1, 3 of 4" in problem.text
-
-
-def test_keep_all_means_all() -> None:
-    """One chunk that is not kept is a warning with keep=all, and no news with keep=asked."""
-    report = changed(loaded_report(LATER), *TIER, "counters", "unkept", to=1)
-    assert conditions(Span(report, loaded_report(0.0))) == []
-    report = changed(report, *TIER, "keep", to="all")
-    (problem,) = conditions(Span(report, loaded_report(0.0)))
-    assert (problem.level, problem.text) == (
-        "warning",
-        "Tier disk falls behind: 60 chunks an hour are not kept.",
-    )

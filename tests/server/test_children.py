@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 
 from kvd.config.settings import Settings
+from kvd.machine.process import StallDetector
 from kvd.server.children import Children, HttpProcess, LaneProcess
-from kvd.wire.link import LanePing
 from kvd_proto.zmtp import frame_header, opening
 from tests.waiting import DEADLINE
 
 SECONDS = 100
 LONGEST_PAUSE = 5.0
-MORE_THAN_A_SOCKET_TAKES = 6000  # pings
 Turn = Callable[[float], None]
 
 
@@ -162,25 +161,37 @@ def test_a_lane_whose_lifeline_the_broker_cannot_receive_is_killed(
     assert "raise LimitNOFILE (ulimit -n), now " in reason
 
 
-def test_a_lane_that_ends_before_it_has_read_its_orders_is_followed_by_the_next(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def turns(*durations: tuple[float, float, float, float | None]) -> list[str]:
+    """Lines of a loop: of each turn its seconds, those at work, those it waited and might wait."""
+    now, cpu = 100.0, 5.0
+    loop = StallDetector("broker", lambda: cpu)
+    loop.waits(now, 0.25)
+    lines = [loop.woke(now)]
+    for turn, worked, waited, patience in durations:
+        now, cpu = now + turn, cpu + worked
+        loop.waits(now, patience)
+        now += waited
+        lines.append(loop.woke(now))
+    return lines
+
+
+@pytest.mark.parametrize(
+    ("turn", "seconds", "cause"),
+    [
+        ((3.2, 3.1, 0.25, 0.25), "3.2 s, 3.1 s of it at work", "a bug in kvd"),
+        ((3.2, 0.1, 0.25, 0.25), "3.2 s, 0.1 s of it at work", "swaps"),
+        ((0.0, 0.0, 2.5, 0.5), "2.0 s, 0.0 s of it at work", "was stopped"),
+        ((0.6, 0.6, 0.9, 0.25), "1.2 s, 0.6 s of it at work", "swaps"),
+        ((1.5, 0.0, 3600.0, None), "1.5 s, 0.0 s of it at work", "swaps"),
+    ],
+    ids=["work", "in the turn", "while waiting", "both", "endless wait"],
+)
+def test_a_standstill_is_logged_once(
+    turn: tuple[float, float, float, float | None], seconds: str, cause: str
 ) -> None:
-    """What still waits to be sent to it delays nothing; its end is reported."""
-    deaf = tmp_path / "deaf"
-    deaf.write_text("#!/bin/sh\nexec sleep 600\n")
-    deaf.chmod(0o700)
-    monkeypatch.setattr(sys, "executable", str(deaf))
-    lost: list[tuple[str, str]] = []
-    poller = select.epoll()
-    children = children_of(tmp_path, poller, lost)
-    lane = children.add_lane("host")
-    with (tmp_path / "pool").open("wb") as file:
-        pool: Any = SimpleNamespace(fd=file.fileno(), nbytes=4096, ready=False)
-        children.start_due(pool, 0.0)
-    for _ in range(MORE_THAN_A_SOCKET_TAKES):
-        children.to_lane("host", LanePing(), [])
-    assert not poller.poll(0)
-    lane.kill()
-    while lane.running:
-        lane.turn(dict(poller.poll(DEADLINE)), 0.0)
-    assert lost == [("host", "killed by kvd: the daemon stops")]
+    """With what it took and of what kind it was; the turns after it are ordinary ones."""
+    before, line, *after = turns(turn, (0.001, 0.001, 0.25, 0.25), (0.001, 0.001, 0.25, 0.25))
+    assert not before
+    assert f"stood still for {seconds}" in line
+    assert cause in line
+    assert not any(after)

@@ -4,7 +4,6 @@ import errno
 import fcntl
 import os
 import re
-import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +23,7 @@ from kvd.cli.serve import purge
 from kvd.config.settings import Settings
 from kvd.errors import AlreadyRunning, PoolError, Refusal
 from kvd.machine import memory
-from kvd.machine.memory import TRAILER_BYTES, Filesystem, MemoryLimit, pool_directory_name
+from kvd.machine.memory import TRAILER_BYTES, Filesystem, pool_directory_name
 from kvd.pool.geometry import FillOrder
 from kvd.server import persistent_pool, state_files
 from kvd.server.client_files import DescriptionFiles, DirectoryMemory
@@ -292,29 +291,6 @@ LARGER: list[dict[str, int | bool]] = [
     {"cpu_bytes": 3 * SIZE, "cold": True},
     {"cpu_bytes": 3 * SIZE, "keeps": False},
 ]
-
-
-@pytest.mark.parametrize("change", LARGER, ids=str)
-def test_a_pool_that_cannot_fit_leaves_what_is_kept(
-    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, int | bool]
-) -> None:
-    """Filesystem or control group are too small: every file is as it was, and the error says so."""
-    keys = kept_chunks(start)
-    before = contents(area(tmp_path))
-    with pytest.raises(PoolError, match=r"does not fit .*; the kept pool of 1 MiB stays as it was"):
-        start(**(change | {"cpu_bytes": 2**60}))
-    assert contents(area(tmp_path)) == before
-    limit = MemoryLimit(Path("/sys/fs/cgroup/small"), SIZE, SIZE)
-    monkeypatch.setattr(memory, "memory_limit", lambda: limit)
-    monkeypatch.setattr(memory, "_mount", lambda directory: ("tmpfs", str(directory)))
-    with pytest.raises(
-        PoolError, match=r"control group /sys/fs/cgroup/small: 0 B of 1 MiB are left"
-    ):
-        start(**change)
-    assert contents(area(tmp_path)) == before
-    life = start()
-    assert set().union(*life.held) == keys
-    assert life.pool.ready
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
@@ -697,23 +673,6 @@ def test_a_kill_while_a_pool_is_given_up_gives_no_wrong_byte(
         assert start().held == [], name
 
 
-@pytest.mark.parametrize(("begun", "ended"), ODD_NUMBERS.values(), ids=ODD_NUMBERS)
-def test_a_damaged_entry_of_the_trailer_costs_its_own_ledger_only(
-    start: Start, tmp_path: Path, begun: int, ended: int
-) -> None:
-    """One that no ledger has costs nothing, and later daemons start and change ledgers."""
-    keys = kept_chunks(start)
-    damage_numbers(area(tmp_path), begun, ended, entry=5)
-    for turn in range(3):
-        life = start()
-        assert set().union(*life.held) == keys
-        (key,) = keys_of(f"turn {turn}", 1)
-        store(life.open(1).table, [key])
-        keys |= {key}
-    damage_numbers(area(tmp_path), begun, ended)
-    assert start().held == [{key for key in keys if not key.startswith(b"a ")}]
-
-
 def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -795,22 +754,6 @@ def test_two_chunks_under_one_key_are_not_believed(start: Start, tmp_path: Path)
     ledger_in(namespace).record(slots[1], 7, 0, 1, 0, b"k 0")
     assert start().held == []
     assert list(area(tmp_path).glob("*.damaged-*"))
-
-
-def test_a_namespace_that_is_closed_leaves_no_ledger(start: Start, tmp_path: Path) -> None:
-    """Nor does one whose chunks are all gone."""
-    life = start()
-    namespace = life.open()
-    life.namespaces.detach_engine(namespace)
-    life.namespaces.close(namespace)
-    life.keep.drop(namespace.id.hex())
-    assert not list(area(tmp_path).glob("*.ledger"))
-    life.open()
-    assert len(list(area(tmp_path).glob("*.ledger"))) == 1
-    assert {stat.S_IMODE(file.stat().st_mode) for file in area(tmp_path).iterdir()} == {0o600}
-    life = start()
-    assert not len(life.namespaces)
-    assert not list(area(tmp_path).glob("*.ledger"))
 
 
 def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
@@ -949,50 +892,6 @@ def test_a_damaged_file_costs_descriptions_and_never_chunks(
     assert life.described(namespace) == expected
     store_described(namespace.table, [b"new"])
     assert life.described(namespace)[b"new"] == description(b"new")
-
-
-@pytest.mark.parametrize("how", ["cold", "another size", "not kept", "no manifest"])
-def test_descriptions_of_a_pool_that_is_given_up_go_with_it(
-    start: Start, tmp_path: Path, how: str
-) -> None:
-    """They stay until the new pool is there, as ledgers do, and then nothing of them is left."""
-    life = start()
-    life.allocate()
-    store_described(life.open().table, keys_of("k", 9))
-    life.kill()
-    before = descriptions_of(area(tmp_path)).read_bytes()
-    if how == "no manifest":
-        (area(tmp_path) / "manifest.json").unlink()
-    size = 3 * SIZE if how == "another size" else SIZE
-    life = start(size, keeps=how != "not kept", cold=how == "cold")
-    namespace = life.open()
-    assert life.pool.may_be_written is (how != "another size")
-    if how == "another size":
-        assert descriptions_of(area(tmp_path)).read_bytes() == before
-    life.allocate()
-    life.keep.settle()
-    store_described(namespace.table, [b"new"])
-    assert life.described(namespace) == {b"new": description(b"new")}
-    assert not list(area(tmp_path).glob("*.new"))
-    assert len(list(area(tmp_path).glob("*.descriptions"))) == (how != "not kept")
-
-
-def test_descriptions_without_a_namespace_are_removed(start: Start, tmp_path: Path) -> None:
-    """Of a namespace that was closed, or whose ledger is damaged or holds nothing."""
-    life = start()
-    namespace = life.open()
-    store_described(namespace.table, keys_of("k", 3))
-    store_described(life.open(1).table, keys_of("l", 3))
-    assert len(list(area(tmp_path).glob("*.descriptions"))) == 2
-    life.namespaces.detach_engine(namespace)
-    life.namespaces.close(namespace)
-    life.descriptions.drop(namespace.id.hex())
-    life.keep.drop(namespace.id.hex())
-    flip(ledger_of(area(tmp_path)), 0)
-    assert len(list(area(tmp_path).glob("*.descriptions"))) == 1
-    life.kill()
-    assert start().held == []
-    assert not list(area(tmp_path).glob("*.descriptions"))
 
 
 def test_a_file_that_cannot_be_made_is_tried_again_at_the_next_engine(

@@ -132,21 +132,6 @@ def test_a_process_that_has_ended_ends_its_session_though_a_child_has_its_socket
     close_all((held, holding))
 
 
-def test_a_peer_that_is_gone_with_notices_unread_ends_its_session_alone(rig: Rig) -> None:
-    """Its end between two turns of the loop ends nothing else."""
-    with rig.connect() as other:
-        with rig.connect():
-            rig.turn()
-            last = max(rig.core.state.registry.sessions)
-            for _ in range(1000):
-                rig.sessions.notify(last, Detached(reason="x" * MAX_TEXT), ())
-            rig.turn()
-            assert len(rig.sessions) == 2
-        rig.settle()
-        assert len(rig.sessions) == 1
-        assert isinstance(rig.ask(other, Ping()), Pong)
-
-
 def test_a_peer_that_does_not_take_its_notices_is_disconnected(rig: Rig) -> None:
     """What waits for it is bounded; its session ends in the next turn, not among the effects."""
     with rig.connect():

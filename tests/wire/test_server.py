@@ -21,7 +21,7 @@ import pytest
 import zmq
 
 from kvd.wire import server as server_module
-from kvd.wire.server import UNREAD_BYTES, Client, Received, Server
+from kvd.wire.server import UNREAD_BYTES, Received, Server
 from kvd_proto.messages import ErrorCode
 from kvd_proto.zmtp import command, frame_header
 from tests.descriptors import open_on
@@ -310,27 +310,6 @@ def test_a_client_that_breaks_the_rules_is_told_why_and_named_in_the_log(
     assert sum(server.limits.values()) == 1
     assert f"of pid {os.getpid()} (uid {os.getuid()}) is closed: " in caplog.text
     assert is_served(server, good)
-
-
-def test_no_connection_is_accepted_during_the_end(
-    make: Make, connect: Connect, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A client that connects again at once is refused by the kernel."""
-    server = make()
-    connect().send(b"ask")
-    received(server)
-    seen: list[Client] = []
-    end = Server.end
-
-    def come_again(self: Server, client: Client) -> None:
-        end(self, client)
-        with socket.socket(socket.AF_UNIX) as again, pytest.raises(ConnectionRefusedError):
-            again.connect(str(tmp_path / "socket"))
-        seen.append(client)
-
-    monkeypatch.setattr(Server, "end", come_again)
-    server.close()
-    assert seen
 
 
 def test_unread_replies_are_delivered_by_a_close_that_lingers(
