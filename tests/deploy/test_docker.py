@@ -1,4 +1,4 @@
-"""The image and the compose file, as far as that goes without an engine; see docker/check.sh."""
+"""The image, its probe and the compose files; with an engine see docker/check.sh."""
 
 import re
 import subprocess
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from kvd.config.settings import SETTINGS
+from kvd.config.settings import SETTINGS, Settings
 from kvd.config.values import parse_tiers
 from kvd.tier.contract import check_tiers
 from tests.conftest import Daemon
@@ -104,7 +104,9 @@ def test_the_user_of_the_image_is_one_number_everywhere(
     assert f"--gid {group} kvd" in DOCKERFILE
     assert f"--uid {user} " in DOCKERFILE
     assert services["vllm"]["group_add"] == [group]
-    assert int(user) != 0
+    runtime_dir = Settings().runtime_dir
+    assert f"runtime:{runtime_dir}:ro" in services["vllm"]["volumes"]
+    assert "KVD_RUNTIME_DIR=" + runtime_dir in DOCKERFILE
 
 
 def probe(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:
@@ -113,20 +115,19 @@ def probe(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:
     return run(*command, KVD_RUNTIME_DIR=str(runtime_dir))
 
 
-def passed(runtime_dir: Path, *path: str) -> subprocess.CompletedProcess[str]:
-    """The first that passes: HTTP may not have started yet, and a probe does not wait for long."""
-    return eventually(lambda: probe(runtime_dir, *path), lambda done: done.returncode == 0)
-
-
 def test_probes_follow_readiness_and_life(daemon: Daemon) -> None:
     """Ready: both pass, /readyz by default. Drained: that fails with the reason, /livez passes."""
-    for path in ([], ["/readyz"], ["/livez"]):
-        done = passed(daemon.runtime_dir, *path)
+
+    def passes(*path: str) -> None:  # HTTP may not have started yet
+        done = eventually(lambda: probe(daemon.runtime_dir, *path), lambda it: not it.returncode)
         assert (done.stdout, done.stderr) == ("ok\n", "")
+
+    passes()
+    passes("/livez")
     assert run_kvd("drain", "--runtime-dir", str(daemon.runtime_dir)).returncode == 0
     done = eventually(lambda: probe(daemon.runtime_dir), lambda done: "drain" in done.stdout)
     assert done.returncode == 1
-    passed(daemon.runtime_dir, "/livez")
+    passes("/livez")
 
 
 def test_no_daemon_fails_with_a_hint(tmp_path: Path) -> None:

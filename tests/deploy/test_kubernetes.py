@@ -13,7 +13,7 @@ from kvd.config.values import parse_tiers
 from kvd.tier.contract import check_tiers
 from kvd.version import VERSION
 from kvd_proto.text import parse_size
-from tests.deploy.places import DEPLOY
+from tests.deploy.places import DEPLOY, stop_seconds
 
 KUBERNETES = DEPLOY / "kubernetes"
 FILES = ("daemonset.yaml", "engine.yaml", "mooncake.yaml", "sidecar.yaml")
@@ -108,19 +108,17 @@ def test_kvd_gets_no_rights(name: str) -> None:
     assert "hostNetwork" not in pod(name)
 
 
-def test_a_host_path_gets_its_owner_from_the_init_container() -> None:
-    """What lies on the node is given to kvd before it starts; fsGroup does not do that."""
+def test_init_containers_close_the_directories_to_others() -> None:
+    """What lies on the node becomes kvd's, which fsGroup does not do; an emptyDir is for a group.
+
+    Kubernetes makes an emptyDir for every user to write, which kvd refuses.
+    """
     spec = pod("daemonset.yaml")
-    paths = {volume["name"] for volume in spec["volumes"] if "hostPath" in volume}
     (init,) = spec["initContainers"]
     given = {mount["name"]: mount["mountPath"] for mount in init["volumeMounts"]}
-    assert set(given) == paths
+    assert set(given) == {volume["name"] for volume in spec["volumes"] if "hostPath" in volume}
     assert set(given.values()) <= set(init["command"])
     assert init["command"][:5] == ["install", "-d", "-m", "0750", "-o"]
-
-
-def test_an_empty_dir_is_closed_to_others_by_the_init_container() -> None:
-    """Kubernetes makes it for every user to write, which kvd refuses; its group keeps it."""
     init, kvd = pod("sidecar.yaml")["initContainers"]
     given = {mount["name"]: mount["mountPath"] for mount in init["volumeMounts"]}
     assert init["command"] == ["chmod", "2770", *given.values()]
@@ -131,7 +129,7 @@ def test_an_empty_dir_is_closed_to_others_by_the_init_container() -> None:
 
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])
 def test_the_pool_fits_the_memory(name: str, tmp_path: Any) -> None:
-    """The limit is at least 4 GiB above cpu_bytes, and the volume of the pool above it."""
+    """The limit is 4 GiB or more above cpu_bytes, the volume above it; a stop has time."""
     container = kvd_container(name)
     if name == "daemonset.yaml":
         file = tmp_path / "kvd.toml"
@@ -143,10 +141,10 @@ def test_the_pool_fits_the_memory(name: str, tmp_path: Any) -> None:
         assert size(volumes["pool"]["emptyDir"]["sizeLimit"]) > pool
         assert volumes["pool"]["emptyDir"]["medium"] == "Memory"
     assert pool is not None
-    assert size(container["resources"]["limits"]["memory"]) >= pool + 4 * GIB
-    assert (
-        container["resources"]["limits"]["memory"] == container["resources"]["requests"]["memory"]
-    )
+    limit = container["resources"]["limits"]["memory"]
+    assert size(limit) >= pool + 4 * GIB
+    assert limit == container["resources"]["requests"]["memory"]
+    assert pod(name)["terminationGracePeriodSeconds"] >= stop_seconds(pool / GIB)
 
 
 @pytest.mark.parametrize("name", ["daemonset.yaml", "sidecar.yaml"])

@@ -49,14 +49,10 @@ def expressions() -> list[str]:
     return [*(rule["expr"] for rule in RULES), *dashboard_queries()]
 
 
-def test_promtool_takes_rules_and_scrape_configuration() -> None:
-    """Rules and the sample configuration are valid."""
+def test_promtool_takes_rules_queries_and_scrape_configuration(tmp_path: Path) -> None:
+    """Rules, the sample configuration and every query of the dashboard are valid."""
     promtool("check", "rules", "kvd.rules.yml")
     promtool("check", "config", "scrape.yml")
-
-
-def test_the_dashboard_speaks_promql(tmp_path: Path) -> None:
-    """Every query of the dashboard parses."""
     rules = [
         {"record": f"dashboard:query{number}", "expr": query}
         for number, query in enumerate(dashboard_queries())
@@ -68,8 +64,10 @@ def test_the_dashboard_speaks_promql(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_alerts_fire_when_they_should_and_only_then() -> None:
-    """The unit tests of the rules pass."""
+    """The unit tests of the rules pass, and no alert is without one that makes it fire."""
     promtool("test", "rules", "kvd.rules.test.yml")
+    tests = (PROMETHEUS / "kvd.rules.test.yml").read_text()
+    assert set(re.findall(r'alertname="(\w+)"', tests)) == {rule["alert"] for rule in ALERTS}
 
 
 @pytest.mark.parametrize("rule", ALERTS, ids=lambda rule: rule["alert"])

@@ -1,4 +1,4 @@
-"""Why a process may not reach a path, and the remedy."""
+"""Who may connect, why a process may not reach a path, and the remedy."""
 
 import grp
 import os
@@ -18,7 +18,7 @@ from tests.daemon.users import OTHER_UID, as_stranger, needs_root
 NOBODY = 65534
 GROUP = next((group for group in grp.getgrall() if group.gr_gid not in {0, NOBODY}), None)
 
-pytestmark = [needs_root, pytest.mark.skipif(GROUP is None, reason="there is no other group")]
+needs_group = pytest.mark.skipif(GROUP is None, reason="there is no other group")
 
 
 @pytest.fixture
@@ -49,6 +49,8 @@ def broker_socket(runtime_dir: Path) -> Iterator[Path]:
         yield path
 
 
+@needs_root
+@needs_group
 def test_the_first_directory_that_is_closed_is_named_with_the_remedy(closed: Path) -> None:
     """Uid, directory, mode and group, and the command that puts this user into the group."""
     assert GROUP is not None
@@ -63,6 +65,8 @@ def test_the_first_directory_that_is_closed_is_named_with_the_remedy(closed: Pat
     assert explain_denied(closed / "inner") is None
 
 
+@needs_root
+@needs_group
 def test_a_member_whose_process_is_older_is_told_to_log_in_again(
     closed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -74,6 +78,7 @@ def test_a_member_whose_process_is_older_is_told_to_log_in_again(
     )
 
 
+@needs_root
 def test_a_socket_that_may_not_be_written_is_named(broker_socket: Path) -> None:
     """Every directory is open, and connecting would fail all the same."""
     broker_socket.chmod(0o666)

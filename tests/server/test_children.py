@@ -1,4 +1,4 @@
-"""Processes that the broker cannot start."""
+"""Processes that the broker cannot start or that end, and loops that stand still."""
 
 import itertools
 import os

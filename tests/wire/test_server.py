@@ -240,24 +240,6 @@ def few_descriptors(more: int = 0) -> Iterator[None]:
             os.close(fd)
 
 
-def test_without_descriptors_new_connections_are_refused_and_none_is_displaced(
-    make: Make, connect: Connect, tmp_path: Path
-) -> None:
-    """One of a few strangers stays: what it has sent is received."""
-    server, first = make(), connect()
-    first.send(b"early")
-    assert wait(server)
-    server.handle_events()
-    with socket.socket(socket.AF_UNIX) as second:
-        second.settimeout(PATIENCE)
-        with few_descriptors():
-            second.connect(str(tmp_path / "socket"))
-            server.handle_events()
-        assert server.limits["open_files"] == 1
-        assert second.recv(1) == b""
-    assert received(server)[1] == b"early"
-
-
 def test_a_message_whose_descriptors_find_no_room_ends_its_client(
     make: Make, connect: Connect
 ) -> None:
@@ -406,8 +388,15 @@ def endless_close() -> Iterator[int]:
             peer.close()
 
 
-@pytest.mark.parametrize("takes", [True, False], ids=["taken", "not taken"])
-@pytest.mark.parametrize("way", ["with a message", "out of band", "not read"])
+@pytest.mark.parametrize(
+    ("way", "takes"),
+    [
+        ("with a message", True),
+        ("with a message", False),
+        ("out of band", True),
+        ("not read", True),
+    ],
+)
 def test_a_descriptor_that_is_never_closed_holds_up_no_other_client(
     make: Make, connect: Connect, way: str, takes: bool
 ) -> None:
