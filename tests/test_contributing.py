@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md and the Makefile name the same commands."""
+"""CONTRIBUTING.md names the Makefile's commands and pyproject.toml's packages."""
 
 import re
 import tomllib
@@ -18,8 +18,6 @@ def test_every_make_target_is_in_the_table_with_the_time_that_it_takes() -> None
     assert all(re.search(r"\d+ (s|min|h)\b|not timed", time) for _, time in rows)
 
 
-ROOT = Path(__file__).parents[1]
-PAGE = (ROOT / "CONTRIBUTING.md").read_text()
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 

@@ -213,7 +213,7 @@ HARDWARE = {
     "a driver is older than the bindings": (
         "test_a_driver_that_cannot_serve_is_named_with_the_remedy",
         "test_a_driver_that_is_older_than_the_bindings_serves_and_is_named",
-        "test_the_version_of_the_driver_is_judged",
+        "test_the_driver_and_its_version_are_judged",
     ),
     "registered memory has another address for the device": (
         "test_the_backend_keeps_the_rule",

@@ -144,10 +144,17 @@ REPORT = {
     "conditions": [DOWN],
     "namespaces": [{"model": "llama", "advice": None}],
 }
+FULL = MachineMemory(256 * GIB, GIB)
 BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("machine", Level.FAIL, "4.18", {"kernel": "4.18.0-553"}),
     ("memory", Level.FAIL, "58GiB or less", {"memory": MachineMemory(256 * GIB, 60 * GIB)}),
     ("memory", Level.FAIL, "768 MiB for pinning it", {"memory": MachineMemory(TOTAL, PINLESS)}),
+    (
+        "memory",
+        Level.FAIL,
+        "768 MiB for pinning it",
+        shm(**HUGE, free_bytes=65 * GIB) | {"memory": FULL},
+    ),
     ("memory", Level.WARN, "2 GiB", {"memory": MachineMemory(256 * GIB, 133 * GIB // 2)}),
     ("memory", Level.WARN, "reserve = 100 TiB leaves nothing", {"settings": AUTO}),
     ("processes", Level.FAIL, "PYTHON=", {"child_problem": "Permission denied"}),
@@ -232,9 +239,6 @@ def test_a_check_that_fails_is_a_finding() -> None:
     """A kernel whose version nobody can read ends no doctor."""
     (found,) = of(machine(kernel="custom"), "machine")
     assert "this check failed: ValueError" in found.text
-
-
-FULL = MachineMemory(256 * GIB, GIB)
 
 
 @pytest.mark.parametrize(

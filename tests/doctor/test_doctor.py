@@ -81,49 +81,29 @@ def lower() -> None:
 
 @pytest.mark.fakecuda
 @pytest.mark.parametrize(
-    ("mode", "mps", "level", "says"),
+    ("switches", "name", "level", "says"),
     [
-        (0, 0, "ok", "shares memory by IPC handles"),
-        (3, 0, "fail", "EXCLUSIVE_PROCESS"),
-        (3, 1, "ok", "shares memory by IPC handles"),
-        (2, 0, "fail", "PROHIBITED"),
+        ({"COMPUTE_MODE": 3}, "GPU", "fail", "EXCLUSIVE_PROCESS"),
+        ({"COMPUTE_MODE": 3, "MPS": 1}, "GPU", "ok", "shares memory by IPC handles"),
+        ({"FAIL": "cuInit:1:999"}, "GPU", "fail", "CUDA_ERROR_UNKNOWN"),
+        ({"DRIVER_VERSION": 11080}, "GPU", "fail", "the driver is for CUDA 11.8"),
+        ({"DRIVER_VERSION": 12040}, "GPU driver", "warn", "CUDA 12.4"),
     ],
-    ids=["default", "exclusive", "exclusive with MPS", "prohibited"],
+    ids=["exclusive", "exclusive with MPS", "does not start", "too old", "old"],
 )
-def test_a_gpu_that_lets_one_process_in_fails(
-    tmp_path: Path, fakecuda: FakeCuda, mode: int, mps: int, level: str, says: str
+def test_the_driver_and_its_version_are_judged(
+    tmp_path: Path,
+    fakecuda: FakeCuda,
+    switches: dict[str, object],
+    name: str,
+    level: str,
+    says: str,
 ) -> None:
-    """The compute mode is read without a context; a low limit of locked memory does no harm."""
-    env = fakecuda.environment(COMPUTE_MODE=mode, MPS=mps)
+    """Without a context, as a lane would find it; a low limit of locked memory does no harm."""
+    env = fakecuda.environment(**switches)
     status, found = doctor(*quiet(tmp_path), before=lower, env=env)
-    assert (found["GPU"]["level"], status) == (level, int(level == "fail"))
-    assert says in found["GPU"]["text"]
-
-
-@pytest.mark.fakecuda
-def test_a_driver_that_does_not_start_is_a_finding(tmp_path: Path, fakecuda: FakeCuda) -> None:
-    """An error of the driver is quoted; the doctor itself goes on."""
-    status, found = doctor(*quiet(tmp_path), env=fakecuda.environment(FAIL="cuInit:1:999"))
-    assert (status, found["GPU"]["level"]) == (1, "fail")
-    assert "CUDA_ERROR_UNKNOWN" in found["GPU"]["text"]
-
-
-@pytest.mark.fakecuda
-@pytest.mark.parametrize(
-    ("version", "name", "level", "text"),
-    [
-        (11080, "GPU", "fail", "the driver is for CUDA 11.8"),
-        (12040, "GPU driver", "warn", "CUDA 12.4"),
-        (12080, "GPU driver", "ok", "CUDA 12.8"),
-    ],
-)
-def test_the_version_of_the_driver_is_judged(
-    tmp_path: Path, fakecuda: FakeCuda, version: int, name: str, level: str, text: str
-) -> None:
-    """Too old to serve, old enough to be slow, or good: as a lane would find it."""
-    _, found = doctor(*quiet(tmp_path), env=fakecuda.environment(DRIVER_VERSION=version))
-    assert found[name]["level"] == level
-    assert text in found[name]["text"]
+    assert (found[name]["level"], status) == (level, int(level == "fail"))
+    assert says in found[name]["text"]
 
 
 def test_a_running_daemon_is_seen_with_its_own_limits(

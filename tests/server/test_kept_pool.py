@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import struct
 import time
 from collections.abc import Callable, Iterator
@@ -228,7 +229,7 @@ def area(tmp_path: Path) -> Path:
     return tmp_path / pool_directory_name(RUNTIME)
 
 
-@pytest.mark.parametrize("years", [-100, -57, -1, 79, 81, 100, 10_000])
+@pytest.mark.parametrize("years", [-57, -1, 81, 10_000])
 def test_a_clock_that_is_wrong_loses_nothing(
     start: Start, monkeypatch: pytest.MonkeyPatch, years: int
 ) -> None:
@@ -286,20 +287,13 @@ def contents(place: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in place.iterdir()}
 
 
-LARGER: list[dict[str, int | bool]] = [
-    {"cpu_bytes": 3 * SIZE},
-    {"cpu_bytes": 3 * SIZE, "cold": True},
-    {"cpu_bytes": 3 * SIZE, "keeps": False},
-]
-
-
 @pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
-@pytest.mark.parametrize("change", LARGER, ids=str)
+@pytest.mark.parametrize("change", [{}, {"cold": True}, {"keeps": False}], ids=str)
 def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
     start: Start,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    change: dict[str, int | bool],
+    change: dict[str, bool],
     *,
     killed: bool,
 ) -> None:
@@ -313,7 +307,7 @@ def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def fails() -> Life:
-        life = start(**change)
+        life = start(3 * SIZE, **change)
         life.open(0)
         monkeypatch.setattr(os, "posix_fallocate", half)
         life.allocate()
@@ -711,12 +705,12 @@ def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
     store(namespace.table, keys_of("k", 3))
     ledger = ledger_of(area(tmp_path))
     older = ledger.read_bytes()
+    assert {stat.S_IMODE(file.stat().st_mode) for file in area(tmp_path).iterdir()} == {0o600}
     for reopened in (False, True):
         life.namespaces.detach_engine(namespace)
         life.namespaces.close(namespace)
         life.keep.drop(namespace.id.hex())
         assert not list(area(tmp_path).glob("*.ledger"))
-        assert {stat.S_IMODE(file.stat().st_mode) for file in area(tmp_path).iterdir()} == {0o600}
         if reopened:
             store(life.open().table, keys_of("n", 3))
         ledger.write_bytes(older)

@@ -390,12 +390,7 @@ def endless_close() -> Iterator[int]:
 
 @pytest.mark.parametrize(
     ("way", "takes"),
-    [
-        ("with a message", True),
-        ("with a message", False),
-        ("out of band", True),
-        ("not read", True),
-    ],
+    [*((way, True) for way in ("a message", "out of band", "not read")), ("a message", False)],
 )
 def test_a_descriptor_that_is_never_closed_holds_up_no_other_client(
     make: Make, connect: Connect, way: str, takes: bool
@@ -404,7 +399,7 @@ def test_a_descriptor_that_is_never_closed_holds_up_no_other_client(
     server = make(takes_descriptors=takes)
     other, hostile = connect(), connect()
     with endless_close() as fd:
-        if way == "with a message":
+        if way == "a message":
             hostile.send(b"x", [fd])
         elif way == "out of band":
             rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, struct.pack("i", fd))]
