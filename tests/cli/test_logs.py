@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.logs import (
-    MOST_A_MINUTE,
-    MOST_LINES,
+    MAX_PER_MINUTE,
+    MAX_QUEUED_LINES,
     WINDOW_SECONDS,
-    Limiter,
     LineFormatter,
     QueuedHandler,
+    RateLimiter,
     safe_repr,
     safe_traceback,
 )
@@ -48,7 +48,7 @@ def traced() -> logging.LogRecord:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that is closed waits for its thread however long that takes."""
-    monkeypatch.setattr("kvd.logs._LAST_SECONDS", PATIENCE)
+    monkeypatch.setattr("kvd.logs._CLOSE_SECONDS", PATIENCE)
 
 
 @pytest.fixture
@@ -110,13 +110,13 @@ def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
     gaps: list[float], kinds: int
 ) -> None:
     """Lines written and lines told of as left out are all lines there were."""
-    limiter, now, written = Limiter(), 0.0, []
+    limiter, now, written = RateLimiter(), 0.0, []
     for index, gap in enumerate(gaps):
         now += gap / 10
         written += [
             (now, line) for line in limiter.admits(record(f"kind {'abc'[index % kinds]}%s", 1), now)
         ]
-    written += [(now, line) for line in limiter.due(float("inf"))]
+    written += [(now, line) for line in limiter.expire(float("inf"))]
     told = [(at, line) for at, line in written if str(line.msg).startswith("left out")]
     plain = [(at, line) for at, line in written if not str(line.msg).startswith("left out")]
     left_out = sum(int(line.getMessage().split()[2]) for _, line in told)
@@ -126,7 +126,7 @@ def test_at_most_so_many_lines_a_window_and_none_is_forgotten(
         for begin in times:
             # A window may begin anywhere, so two of them may touch any minute.
             inside = [at for at in times if begin <= at < begin + WINDOW_SECONDS]
-            assert len(inside) <= 2 * MOST_A_MINUTE
+            assert len(inside) <= 2 * MAX_PER_MINUTE
 
 
 # ------------------------------------------------------------------ queue
@@ -143,10 +143,10 @@ def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(
     pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nobody reading, lines are dropped; the next reader learns how many."""
-    monkeypatch.setattr("kvd.logs.MOST_A_MINUTE", 10 * MOST_LINES)
+    monkeypatch.setattr("kvd.logs.MAX_PER_MINUTE", 10 * MAX_QUEUED_LINES)
     read, write = pipe
     handler = handler_to(write.fileno())
-    total = 3 * MOST_LINES
+    total = 3 * MAX_QUEUED_LINES
     for number in range(total):
         handler.handle(record("line %05d", number))
     text = bytearray()

@@ -141,7 +141,7 @@ def test_everything_wrong_in_a_file_is_told_at_once(file: Path) -> None:
         ("quota = 5\n", "needs for each model"),
         (
             'cpu_bytes = "1GiB"\n[quota.a]\nfloor = "60%"\n[quota.b]\nfloor = "600MiB"\n',
-            "the floors of a, b are 1.19 GiB together, the pool has 1 GiB",
+            "the floors of a, b add up to 1.19 GiB, the pool has 1 GiB",
         ),
         (
             'cpu_bytes = "1GiB"\n[quota.a]\nfloor = "50%"\ncap = "5MiB"\n',
@@ -162,7 +162,7 @@ def test_quotas_that_cannot_hold_are_refused(file: Path, text: str, words: str) 
     [
         ('tier = ["disk"]', "'disk' is no tier; give NAME:TARGET"),
         ('tier = ["disk:/a,keep=some"]', "keep=some is none of asked, all, never"),
-        ('tier = ["disk:/a", "disk:/a,size=1GiB"]', "is there twice"),
+        ('tier = ["disk:/a", "disk:/a,size=1GiB"]', "is given twice"),
         ('tier = ["a:", "b:", "c:", "d:", "e:"]', "5 tiers; at most 4"),
         ('tier = "disk:/a"', "needs a list of"),
     ],

@@ -89,10 +89,10 @@ def busy() -> Iterator[Daemon]:
 
     One of the tiers cannot be used.
     """
-    options = ("--http-listen", "127.0.0.1:0", "--tier", "memory:,size=256MiB,keep=all")
-    models: tuple[str, ...] = (MODELS[0], "gemma-3-27b")
+    options = ["--http-listen", "127.0.0.1:0", "--tier", "memory:,size=256MiB,keep=all"]
+    models = (MODELS[0], "gemma-3-27b") if PICTURE else MODELS
     if not PICTURE:
-        models, options = MODELS, (*options, "--tier", f"disk:/{'n' * 80}/tier,size=64MiB")
+        options += ["--tier", f"disk:/{'n' * 80}/tier,size=64MiB"]
     with (
         daemon_left_clean(*options, cpu_bytes="256MiB") as daemon,
         engines_at_work(daemon.runtime_dir, *models),

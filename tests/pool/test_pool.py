@@ -137,7 +137,7 @@ def test_a_temporary_namespace_takes_one_column_of_a_full_pool_and_no_more() -> 
     full = old.geometry.num_slots
     assert store(old, 0, full) == full
     passing = add(namespaces, 2, PAGE, temporary=True)
-    assert namespaces.pool.quotas.fair()[old.table.space] == namespaces.pool.extents.count
+    assert namespaces.pool.quotas.fair_shares()[old.table.space] == namespaces.pool.extents.count
     column = old.geometry.column_slots
     assert store(passing, 0, 100) == column
     assert namespaces.pool.held_bytes(passing.table.space) == 2 * size
@@ -228,8 +228,8 @@ def test_every_piece_comes_once(nbytes: int, piece: int) -> None:
         begin, end = fill.span(number)
         done += end - begin
         assert fill.filled_with[number] == done
-        assert fill.needed(begin, end) == done
-    assert fill.needed(0, nbytes) == done == nbytes
+        assert fill.required_fill(begin, end) == done
+    assert fill.required_fill(0, nbytes) == done == nbytes
 
 
 @given(nbytes=st.integers(1, 2**43), page=st.sampled_from([2**12, 2**21, 2**25, 2**29, 2**30]))

@@ -283,7 +283,7 @@ def test_offsets_beyond_four_gibibytes_do_not_wrap() -> None:
 @pytest.mark.parametrize(
     ("changes", "figures"),
     [
-        ({"group_sizes": [3]}, r"\[3\] sum to 3, but 4 block_ids"),
+        ({"group_sizes": [3]}, r"\[3\] sum to 3, but there are 4 block_ids"),
         ({"group_sizes": [4, 0]}, "2 group_sizes and 1 block_indices for 1 groups"),
         ({"block_indices": [0, 0]}, "1 group_sizes and 2 block_indices for 1 groups"),
         ({"slots": [1]}, "2 chunks .* 1 slots"),

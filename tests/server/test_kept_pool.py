@@ -31,7 +31,7 @@ from kvd.server.client_files import DescriptionFiles, DirectoryMemory
 from kvd.server.persistent_pool import MakeNamespaces, PersistentPool
 from kvd.server.pool_memory import PoolMemory
 from kvd.server.runtime_dir import RuntimeDir
-from kvd.server.state_files import VERSION, remember_pool_dir
+from kvd.server.state_files import MANIFEST_VERSION, remember_pool_dir
 from kvd_proto.descriptions import (
     HEADER_BYTES,
     Description,
@@ -162,7 +162,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def begin(
         cpu_bytes: int = SIZE,
         *,
-        keeps: bool = True,
+        persistent: bool = True,
         cold: bool = False,
         resets: ResetTable | None = None,
     ) -> Life:
@@ -171,7 +171,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         lives.clear()
         directories = DirectoryMemory()
 
-        kept = PersistentPool(tmp_path, RUNTIME, keeps=keeps, cold=cold)
+        kept = PersistentPool(tmp_path, RUNTIME, persistent=persistent, cold=cold)
         descriptions = DescriptionFiles(kept.open_descriptions)
         make = maker(directories, cpu_bytes, descriptions.make, resets)
         try:
@@ -180,8 +180,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
             kept.close()
             raise
         lives.append(Life(kept, pool, namespaces, directories, descriptions))
-        if pool.may_be_written:  # as the daemon's loop does before lanes start
-            kept.settle()
+        if pool.may_be_used:  # as the daemon's loop does before lanes start
+            kept.commit()
         return lives[0]
 
     yield begin
@@ -247,7 +247,7 @@ def test_a_clock_that_is_wrong_loses_nothing(
 
 @pytest.mark.parametrize(
     "change",
-    [{"cpu_bytes": SIZE // 2}, {"cpu_bytes": 2 * SIZE}, {"cold": True}, {"keeps": False}],
+    [{"cpu_bytes": SIZE // 2}, {"cpu_bytes": 2 * SIZE}, {"cold": True}, {"persistent": False}],
     ids=str,
 )
 def test_other_settings_start_empty(
@@ -260,10 +260,10 @@ def test_other_settings_start_empty(
     life = start(**change)
     assert not len(life.namespaces)
     life.allocate()
-    life.keep.settle()
+    life.keep.commit()
     assert (area(tmp_path) / "pool").stat().st_size == life.pool.file_bytes
     store(life.open().table, keys_of("n", 5))
-    if life.keep.keeps:
+    if life.keep.persistent:
         assert start(**(change | {"cold": False})).held == [set(keys_of("n", 5))]
     else:
         life.end()
@@ -288,7 +288,7 @@ def contents(place: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["ended", "killed"])
-@pytest.mark.parametrize("change", [{}, {"cold": True}, {"keeps": False}], ids=str)
+@pytest.mark.parametrize("change", [{}, {"cold": True}, {"persistent": False}], ids=str)
 def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
     start: Start,
     tmp_path: Path,
@@ -322,8 +322,8 @@ def test_a_pool_that_cannot_be_allocated_leaves_what_is_kept(
         assert contents(area(tmp_path)) != before
     else:
         life = fails()
-        life.keep.failed()
-        assert life.keep.what_stays
+        life.keep.allocation_failed()
+        assert life.keep.retained_text
         life.end()
         assert contents(area(tmp_path)) == before
     life = start()
@@ -346,7 +346,7 @@ def failing(number: int, suffix: str = "", real: Callable[..., Any] = os.open) -
 
 SHORTAGES: dict[str, tuple[str, Any, str]] = {
     "ledger": ("open", failing(errno.EMFILE, ".ledger"), r"raise .* stays as it was"),
-    "directory": ("memfd_create", failing(errno.EMFILE), "no directory .* can be made now"),
+    "directory": ("memfd_create", failing(errno.EMFILE), "no directory .* can be created now"),
 }
 
 
@@ -476,10 +476,10 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
         "it has more than 4096 bytes",
     ),
     "another version": (
-        lambda at: edit_manifest(at, f'"version":{VERSION}', '"version":99'),
+        lambda at: edit_manifest(at, f'"version":{MANIFEST_VERSION}', '"version":99'),
         "version 99",
     ),
-    "another boot": (lambda at: edit_manifest(at, '"kernel":"', '"kernel":"x'), "started anew"),
+    "another boot": (lambda at: edit_manifest(at, '"kernel":"', '"kernel":"x'), "rebooted since"),
     "no manifest": (
         lambda at: (at / "manifest.json").unlink(),
         "there is no manifest.json; the cache starts empty",
@@ -522,7 +522,7 @@ def test_what_is_damaged_or_foreign_is_not_believed(
         assert said in caplog.text
         assert not len(life.namespaces)
         life.allocate()
-        life.keep.settle()
+        life.keep.commit()
         store(life.open().table, keys_of("n", 5))
         life = start()
         assert life.held == [set(keys_of("n", 5))]
@@ -531,12 +531,12 @@ def test_what_is_damaged_or_foreign_is_not_believed(
 
 
 PUT_BACK: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "ledger": ((".ledger",), "the ledger or the pool is an older one", ""),
-    "pool": (("pool",), "the ledger or the pool is an older one", ""),
-    "all but the pool": ((".ledger", ".json", ".descriptions"), "is an older one", ""),
-    "manifest": ((".json",), "of the daemon before are here again", "new"),
-    "descriptions": ((".descriptions",), "of the daemon before are here again", "new"),
-    "all": (("",), "of the daemon before are here again", "old"),
+    "ledger": ((".ledger",), "the ledger or the pool is an older copy", ""),
+    "pool": (("pool",), "the ledger or the pool is an older copy", ""),
+    "all but the pool": ((".ledger", ".json", ".descriptions"), "is an older copy", ""),
+    "manifest": ((".json",), "of the previous daemon are restored", "new"),
+    "descriptions": ((".descriptions",), "of the previous daemon are restored", "new"),
+    "all": (("",), "of the previous daemon are restored", "old"),
 }
 
 
@@ -577,11 +577,11 @@ def test_an_older_copy_that_is_put_back_gives_no_wrong_byte(
         assert all(found[key] in {None, description(key)} for key in keys)
 
 
-def settle_another(start: Start, size: int, name: str, **settings: bool) -> set[bytes]:
+def commit_another(start: Start, size: int, name: str, **settings: bool) -> set[bytes]:
     """Give up what is kept for a pool of this size with chunks; their keys."""
     life = start(size, **settings)
     life.allocate()
-    life.keep.settle()
+    life.keep.commit()
     table = life.open().table
     store(table, keys_of(name, table.directory.num_slots // 2))
     keys = ready_keys(table)
@@ -619,7 +619,7 @@ def test_a_pool_that_was_given_up_is_not_believed_again(
     if lost:
         (area(tmp_path) / "manifest.json").unlink()
     for size in sizes:
-        settle_another(start, size, f"n{size}", cold=True)
+        commit_another(start, size, f"n{size}", cold=True)
     put_back(area(tmp_path), older)
     assert start().held == []
     assert set().union(*start().held) == set()
@@ -639,7 +639,7 @@ def test_a_kill_while_a_pool_is_given_up_gives_no_wrong_byte(
         (persistent_pool, "remove_tree"),
         (PoolTrailer, "move"),
         (state_files.PoolFiles, "write_manifest"),
-        (PoolMemory, "settle"),
+        (PoolMemory, "commit"),
     ]
     for owner, name in steps:
         old = kept_chunks(start)
@@ -658,11 +658,11 @@ def test_a_kill_while_a_pool_is_given_up_gives_no_wrong_byte(
                 life.allocate()
                 patch.setattr(owner, name, killed)
                 with pytest.raises(Killed):
-                    life.keep.settle()
+                    life.keep.commit()
                 life.kill()
         found = set().union(*start().held)
         assert found == (old if name == "clear_trailer" else set()), name
-        settle_another(start, 2 * SIZE, name)
+        commit_another(start, 2 * SIZE, name)
         put_back(area(tmp_path), older)
         assert start().held == [], name
 
@@ -675,13 +675,13 @@ def test_purge_refuses_the_pool_of_a_running_daemon_however_it_is_spelled(
     notes.mkdir()
     huge.mkdir()
     link.symlink_to(huge)
-    monkeypatch.setattr(state_files, "NOTES_DIR", notes)
+    monkeypatch.setattr(state_files, "METADATA_DIR", notes)
     monkeypatch.setattr(Filesystem, "writable", property(lambda _: False))
     monkeypatch.setattr("kvd.machine.process.LOCK_SECONDS", 0.0)
     runtime = RuntimeDir(tmp_path / "run")
     runtime.lock()
     remember_pool_dir(runtime.path, huge)
-    kept = PersistentPool(huge, runtime.path, keeps=True)
+    kept = PersistentPool(huge, runtime.path, persistent=True)
     pool, _ = kept.open(SIZE, maker(DirectoryMemory()))
     command = ["--runtime-dir", str(runtime.path), "--pool-dir", str(link)]
     refused = CliRunner().invoke(purge, command).exception
@@ -717,7 +717,7 @@ def test_the_ledger_of_a_closed_namespace_is_not_believed_again(
         caplog.clear()
         life.kill()
         life = start()
-        said = "is an older one" if reopened else "the pool has no chunks of it"
+        said = "is an older copy" if reopened else "the pool has no chunks of it"
         assert said in caplog.text
         assert life.held == []
         namespace = life.open()
@@ -782,7 +782,7 @@ def test_a_foreign_area_is_left_alone(
     other.mkdir()
     area(tmp_path).symlink_to(other)
     life = start()
-    assert not life.keep.keeps
+    assert not life.keep.persistent
     assert "is no directory" in caplog.text
     store(life.open().table, keys_of("k", 3))
     life = start()
@@ -816,11 +816,11 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     monkeypatch.setattr(memory, "_MOUNTS", mounts)
     monkeypatch.setattr(Path, "is_mount", lambda path: path in (huge, tmp_path))
     monkeypatch.setattr(memory, "_huge_pages", lambda page, _: 3 if page == 2**21 else 0)
-    monkeypatch.setattr(state_files, "NOTES_DIR", notes)
+    monkeypatch.setattr(state_files, "METADATA_DIR", notes)
     found = Filesystem.of(huge)
     assert (found.page_bytes, found.free_bytes, found.writable) == (2**21, 3 * 2**21, False)
     assert found.whole_pages(2**21 + 1) == 2**22
-    kept = PersistentPool(huge, RUNTIME, keeps=True)
+    kept = PersistentPool(huge, RUNTIME, persistent=True)
     pool, _ = kept.open(2**21 + 1, maker(DirectoryMemory(), 2**21 + 1))
     assert pool.path == huge / pool_directory_name(RUNTIME) / "pool"
     assert pool.nbytes == pool.fill.nbytes == 2**22
@@ -832,7 +832,7 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
     ):
         PoolMemory(huge / "large", 7 * 2**20)
     pool.close()
-    beside = PersistentPool(notes, RUNTIME, keeps=True)  # where the notes of the other lie
+    beside = PersistentPool(notes, RUNTIME, persistent=True)  # where the notes of the other lie
     assert beside.reusable_cpu_bytes() is None
     beside.close()
     assert kept.reusable_cpu_bytes() == 2**21 + 1

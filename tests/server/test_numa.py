@@ -9,7 +9,7 @@ import pytest
 
 from kvd.broker.effects import OpenPool
 from kvd.machine import numa
-from kvd.machine.numa import Node, gpu_nodes, numbers, run_on, shares_of
+from kvd.machine.numa import Node, gpu_nodes, node_shares, parse_cpu_list, run_on
 from kvd.server import pool_memory
 from kvd.server.pool_memory import PoolMemory
 from tests.layouts import flat_layout
@@ -45,7 +45,7 @@ ONE, OTHER, THIRD = "0000:17:00.0", "0000:65:00.0", "0000:ca:00.0"
         ({ONE: "1"}, "0", range(9), []),
         ({ONE: "-1", OTHER: "", THIRD: "2"}, "0-2", range(9), []),
     ],
-    ids=["no GPU", "one", "three", "bound", "one node", "not known"],
+    ids=["no GPU", "one", "three", "bound", "one node", "unknown"],
 )
 def test_the_nodes_of_gpus_are_those_that_the_kernel_names(
     machine: Path,
@@ -67,7 +67,10 @@ def here() -> list[Node]:
     allowed = os.sched_getaffinity(0)
     folders = Path("/sys/devices/system/node").glob("node[0-9]*")
     found = [
-        Node(int(folder.name[4:]), frozenset(numbers((folder / "cpulist").read_text()) & allowed))
+        Node(
+            int(folder.name[4:]),
+            frozenset(parse_cpu_list((folder / "cpulist").read_text()) & allowed),
+        )
         for folder in folders
     ]
     return [node for node in found if node.cpus]
@@ -84,7 +87,7 @@ def test_memory_lies_where_the_thread_ran_that_allocated_it() -> None:
             fd = os.memfd_create("kvd-test")
             os.ftruncate(fd, 2 * MIB)
             os.posix_fallocate(fd, MIB, MIB)
-            assert shares_of(fd, MIB, 2 * MIB) == {node.number: 1.0}
+            assert node_shares(fd, MIB, 2 * MIB) == {node.number: 1.0}
             assert os.fstat(fd).st_blocks * 512 == MIB  # what was not asked for was not touched
             os.close(fd)
     finally:
@@ -107,7 +110,7 @@ def two_nodes(machine: Path) -> list[set[int]]:
 def allocated(pool: PoolMemory) -> PoolMemory:
     """The pool, once its thread has allocated all of it."""
     done = threading.Event()
-    pool.start(lambda: pool.ready and done.set())
+    pool.start(lambda: done.set() if pool.ready else None)
     assert done.wait(PATIENCE)
     pool.close()
     return pool
@@ -174,8 +177,8 @@ def test_it_is_told_where_the_pool_lies(
 ) -> None:
     """Once it is allocated, with the remedy where parts lie elsewhere than their GPUs."""
     of_parts = iter(shares)
-    monkeypatch.setattr(numa, "shares_of", lambda *_: next(of_parts))
+    monkeypatch.setattr(numa, "node_shares", lambda *_: next(of_parts))
     pool = allocated(PoolMemory(tmp_path / "pool", 30 * MIB))
-    assert pool.place is not None
-    assert pool.place.level == level
-    assert says in pool.place.text
+    assert pool.placement is not None
+    assert pool.placement.level == level
+    assert says in pool.placement.text

@@ -104,7 +104,7 @@ def test_a_directory_that_every_user_may_write_is_refused(runtime_dir: Path, mod
     with pytest.raises(ConfigError, match=f"runtime_dir = .*{remedy}"):
         RuntimeDir(runtime_dir).lock()
     with pytest.raises(ConfigError, match=f"pool_dir = .*{remedy}"):
-        PersistentPool(runtime_dir, Path("/run/some"), keeps=True)
+        PersistentPool(runtime_dir, Path("/run/some"), persistent=True)
     assert list(runtime_dir.iterdir()) == []
 
 
