@@ -60,7 +60,7 @@ def serving(path: Path, serve: Serve, *, refuses: bool = False) -> Iterator[None
         yield
     finally:
         ending.set()
-        thread.join()
+        thread.join(PATIENCE)
 
 
 def pong(server: Server, client: Client, frame: bytes) -> None:
@@ -109,14 +109,6 @@ def test_a_request_without_a_reply_names_the_cause(
         pytest.raises(NotRunning, match=why),
     ):
         control.request(Ping(), SOON if serve is nothing else None)
-
-
-def test_a_refused_tool_says_why_each_time(broker_socket: Path) -> None:
-    """The daemon's word comes before the end of its connection."""
-    with serving(broker_socket, nothing, refuses=True):
-        for _ in range(20):
-            with pytest.raises(NotRunning, match=r"refuses: not\\x1b you"):
-                ToolConnection(broker_socket.parent, PATIENCE)
 
 
 def test_an_absent_daemon_is_named_with_the_systems_reason(broker_socket: Path) -> None:

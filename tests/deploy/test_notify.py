@@ -175,13 +175,3 @@ def test_time_is_asked_for_only_while_the_pool_grows() -> None:
     assert extend not in notices.lines(10.0, "10 %", 10.0)
     assert extend in notices.lines(15.0, "11 %", 11.0)
     assert extend not in notices.lines(20.0, "ready", None)
-
-
-def test_the_status_is_sent_when_it_changes_and_stays_one_line() -> None:
-    """A new text is said within about a second, on one line of bounded length."""
-    notices = Notifier(watchdog_seconds=60.0)
-    notices.lines(0.0, "ready", None)
-    assert not notices.is_due(0.5)
-    assert notices.lines(1.0, "lane\nhost\nis down", None) == ["STATUS=lane host is down"]
-    (line,) = notices.lines(2.0, "x" * 5000, None)
-    assert len(line) < 500

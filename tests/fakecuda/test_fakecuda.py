@@ -35,13 +35,11 @@ pytestmark = pytest.mark.fakecuda
 
 PAGE = 4096
 INVALID_VALUE, OUT_OF_MEMORY = 1, 2
-DEVICE_UNAVAILABLE = 46
 INVALID_CONTEXT = 201
 NOT_FOUND = 500
 ALREADY_REGISTERED, NOT_REGISTERED = 712, 713
 LAUNCH_FAILED = 719
 CAPTURE_UNSUPPORTED = 900
-UNKNOWN = 999
 DRIVER_LOCK = 8  # a byte of the library's file
 RELAXED = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
@@ -215,10 +213,12 @@ def lock_file() -> int:
     return os.open(path, os.O_RDWR)
 
 
-def set_lock(file: int, kind: int, byte: int = DRIVER_LOCK) -> bool:
-    """Lock or unlock a byte of the library's file; False where another holder has it."""
+def set_lock(file: int, kind: int) -> bool:
+    """Lock or unlock the driver's byte of that file; False where another holder has it."""
     try:
-        fcntl.fcntl(file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, byte, 1, 0))
+        fcntl.fcntl(
+            file, fcntl.F_OFD_SETLK, struct.pack("hhqqi", kind, os.SEEK_SET, DRIVER_LOCK, 1, 0)
+        )
     except OSError:
         return False
     return True
@@ -247,26 +247,6 @@ def pinning_keeps_others_from_the_driver() -> None:
         set_lock(file, fcntl.F_UNLCK)
 
 
-def compute_modes() -> None:
-    """No context where computing is prohibited, one process's where that is exclusive."""
-    call("cuInit", 0)
-    attribute = driver.CUdevice_attribute
-    for mode, mps in ((2, 0), (3, 0), (3, 1)):
-        switch(f"compute_mode={mode}")
-        switch(f"mps={mps}")
-        asked = [attribute.CU_DEVICE_ATTRIBUTE_COMPUTE_MODE, attribute(133)]
-        assert [call("cuDeviceGetAttribute", each, 0) for each in asked] == [mode, mps]
-        file = lock_file()
-        assert set_lock(file, fcntl.F_WRLCK, 0)  # another process has the device
-        code = code_of("cuDevicePrimaryCtxRetain", 0)
-        assert code == {(2, 0): UNKNOWN, (3, 0): DEVICE_UNAVAILABLE}.get((mode, mps), 0)
-        os.close(file)
-    call("cuDevicePrimaryCtxRelease", 0)
-    switch("mps=0")
-    use_device()
-    assert not set_lock(lock_file(), fcntl.F_WRLCK, 0)
-
-
 def capture_in_another_thread() -> None:
     """Unsafe calls fail and are logged; with the relaxed mode they work, and others always do."""
     use_device()
@@ -290,7 +270,6 @@ SCENARIOS: list[Callable[[], None]] = [
     handles_that_cannot_be_opened,
     closing_waits,
     pinning_keeps_others_from_the_driver,
-    compute_modes,
     capture_in_another_thread,
 ]
 

@@ -16,7 +16,6 @@ from kvd_proto.capacity import (
     auto_cpu_bytes,
     blocks_needed,
     longest_request,
-    per_block_pool_bytes,
     pin_gpu_bytes,
     pin_kernel_bytes,
     pinning_lanes,
@@ -54,21 +53,11 @@ def test_a_budget_below_one_chunk_is_refused_with_the_remedy() -> None:
         (lambda: size_pool([flat_layout(4096)], 0), "a pool of 0 bytes"),
         (lambda: auto_cpu_bytes([flat_layout(1)], available=-1, reserve=0), "available = -1;"),
         (lambda: auto_cpu_bytes([flat_layout(1)], available=1, reserve=-1), "reserve = -1;"),
-        *(
-            (
-                lambda ratio=ratio: auto_cpu_bytes(
-                    [flat_layout(1)], available=1, reserve=0, ratio=ratio
-                ),
-                f"ratio = {ratio};",
-            )
-            for ratio in (-1.0, 0.0, math.inf, math.nan)
-        ),
         (lambda: LayerGroup((4096,), 0), "block_size = 0;"),
         (lambda: LayerGroup((4096,), 16, 0), "sliding_window = 0;"),
         (lambda: blocks_needed([FULL], -1), "tokens = -1;"),
         (lambda: blocks_needed([WINDOW], 16, 0), "batched_tokens = 0;"),
         (lambda: longest_request([FULL], 0, 16), "num_blocks = 0;"),
-        (lambda: longest_request([FULL], 10, -1), "limit = -1;"),
         (lambda: admit(-1, [FULL], 10), "tokens = -1;"),
     ],
 )
@@ -124,17 +113,6 @@ def test_the_operators_table_follows_from_the_measured_figures() -> None:
         told = figures.split(" | ")
         assert told[:2] == [f"{of_gpu // 2**20:,} MiB", format_size(kernel)], size
         assert told[4:] == [f"{share:.3f}" for share in off], size
-
-
-def test_other_hybrids_take_the_largest_group() -> None:
-    """Layers of the largest group times the common page size."""
-    small = LayerGroup((4096,) * 10, 16)
-    large = LayerGroup((4096,) * 12, 16, 64)
-    assert per_block_pool_bytes([small, large]) == 12 * 4096
-    assert per_block_pool_bytes([small]) == 10 * 4096
-    assert (
-        per_block_pool_bytes([small, LayerGroup((4096,) * 3, 16, uniform_type=True)]) == 10 * 4096
-    )
 
 
 def test_an_override_is_not_ignored_until_a_request_waits_for_ever() -> None:

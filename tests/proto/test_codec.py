@@ -44,13 +44,6 @@ def frame_of(tag: int, body: object, version: int = PROTOCOL_VERSION) -> bytes:
     return header[:4] + version.to_bytes(2, "little") + tag.to_bytes(2, "little") + header[8:] + raw
 
 
-def test_every_message_has_an_example_and_every_request_a_reply() -> None:
-    """There is one example for each tag; requests and their replies are both in the table."""
-    known = set(TAGS.values())
-    assert {type(example) for example in EXAMPLES} == known
-    assert known >= {*REPLY_OF, *REPLY_OF.values()}
-
-
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: type(e).__name__)
 def test_the_msgpack_package_speaks_for_any_client(example: Message) -> None:
     """It decodes every message to a map of its fields, and encodes that to the same message."""
@@ -77,33 +70,16 @@ def test_generated_documentation_is_current() -> None:
         frame_of(0x30, {}, version=PROTOCOL_VERSION - 1),
         frame_of(0x30, {}, version=PROTOCOL_VERSION + 1),
         frame_of(0x7777, {}),
-        frame_of(0x30, b""),
-        frame_of(0x30, b"\xc1"),
-        frame_of(0x30, [1, 2]),
-        frame_of(0x30, {1: 2}),
+        *(frame_of(0x30, body) for body in (b"", b"\xc1", [1, 2], {1: 2}, {"more": 1})),
         frame_of(0x30, msgspec.msgpack.encode({}) + b"\0"),
         frame_of(0x30, msgspec.msgpack.Ext(4, b"x")),
         frame_of(0x20, {}),
-        frame_of(0x30, {"more": 1}),
-        frame_of(0x10, {"keys": 3}),
-        frame_of(0x10, {"keys": ["text"]}),
-        frame_of(0x10, {"keys": [b""]}),
-        frame_of(0x10, {"keys": [bytes(49)]}),
+        *(frame_of(0x10, {"keys": keys}) for keys in (3, ["text"], [b""], [bytes(49)])),
         frame_of(0x10, {"keys": [b"k"] * (MAX_ARRAY_ITEMS + 1)}),
         frame_of(0x30, {"x": bytes(MAX_MESSAGE_BYTES)}),
         frame_of(0x42, b"\x81\xa6reason\xa1\xff"),
-        frame_of(0x10, {"unpinned": [-1]}),
-        frame_of(0x10, {"unpinned": [2**63]}),
-        frame_of(0x10, {"unpinned": [1.0]}),
+        *(frame_of(0x10, {"unpinned": [lease]}) for lease in (-1, 2**63, 1.0)),
         frame_of(0x10, {"refused": 2**32}),
-        frame_of(
-            0x10,
-            {
-                "pins": [
-                    {"lease": 1, "lease_ms": 0, "slots": ["u4", b""], "generations": ["u8", b""]}
-                ]
-            },
-        ),
         frame_of(0x33, b"\x81\xa6status\x81\xa1a" + b"\x91" * 5000 + b"\xc0"),
     ],
 )

@@ -14,7 +14,6 @@ from kvd_proto.descriptions import (
     MAX_DESCRIPTION_BYTES,
     MAX_HASH_BYTES,
     MAX_LOOKAHEAD_TOKENS,
-    RECORD_HEADER_BYTES,
     Description,
     DescriptionsView,
     decode,
@@ -162,28 +161,6 @@ def test_whatever_a_file_has_is_read_without_an_exception(
     os.ftruncate(fd, end)
     view = DescriptionsView(fd)
     assert {view.read(slot, 5) for slot in range(SLOTS)} <= {None, described()}
-
-
-@given(st.binary(max_size=RECORD - RECORD_HEADER_BYTES))
-def test_a_whole_record_of_junk_is_none(fd: int, junk: bytes) -> None:
-    """A check word that fits makes no description of other bytes."""
-    view = write(fd, (0, 5, junk))
-    found = view.read(0, 5)
-    assert found is None or decode(encode(found)) == found
-
-
-@pytest.mark.parametrize(
-    "head", [b"", bytes(4096), pack_header(0), pack_header(2**31), b"kvd-dsc\0" + bytes(12)]
-)
-def test_a_file_without_a_header_describes_nothing(fd: int, head: bytes) -> None:
-    """No file of this version, and figures that cannot be: every chunk is without description."""
-    write(fd, (0, 5, encode(described())))
-    os.pwrite(fd, head, 0)
-    if not head:
-        os.ftruncate(fd, 0)
-    view = DescriptionsView(fd)
-    assert view.record_bytes == 0
-    assert view.read(0, 5) is None
 
 
 @pytest.mark.parametrize("factor", [1, 2, 64])

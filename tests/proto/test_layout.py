@@ -116,22 +116,6 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], figures: str) -> 
         validate_layout(dense(**changes))
 
 
-def test_page_sizes_that_differ_are_added_once() -> None:
-    """Regression (Kimi K2.5 at TP 4): a sum of page sizes is not multiplied by the tensors."""
-    pages, blocks = (36_864, 36_864, 8_448), 10
-    layout = dense(
-        num_blocks=blocks,
-        blocks_per_chunk=1,
-        storages=tuple(page * blocks for page in pages),
-        tensors=tuple(TensorSpec(i, 0, page, page) for i, page in enumerate(pages)),
-        groups=(GroupSpec(tuple(TensorRef(i, page) for i, page in enumerate(pages)), 16),),
-    )
-    validate_layout(layout)
-    assert layout.share_bytes == sum(pages)
-    assert layout.share_bytes != sum(pages) * len(pages)
-    assert layout.slot_bytes == -(-sum(pages) // 4096) * 4096
-
-
 @given(st.integers(1, 5), st.integers(1, 9000), st.integers(2, 50), st.integers(1, 32))
 def test_every_region_lies_inside_the_slot(
     tensors: int, page: int, blocks: int, blocks_per_chunk: int

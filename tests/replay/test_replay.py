@@ -236,20 +236,6 @@ def test_several_ids_make_a_chunk_and_the_rest_none(tmp_path: Path) -> None:
     assert trace.tokens_per_chunk == 1024
 
 
-def test_prompts_as_text_are_cut_into_pieces(tmp_path: Path) -> None:
-    """256 characters count as 64 tokens; times are in microseconds."""
-    text = "x" * 256 + "y" * 256
-    path = lines(
-        tmp_path / "trace.jsonl",
-        {"timestamp": 1_000_000, "input": text, "output": "", "session_id": "a"},
-        {"timestamp": 2_500_000, "input": text + "z" * 300},
-    )
-    trace = read_trace(path)
-    assert [(request.time, request.tokens) for request in trace.requests] == [(1, 128), (2.5, 203)]
-    assert chunks(trace) == [[0, 1], [0, 1, 2]]
-    assert trace.tokens_per_chunk == 64
-
-
 def test_conversations_overlap_as_many_at_a_time_as_there_are_users(tmp_path: Path) -> None:
     """Their ids are their own, sub-agents are nested, and a user begins when the last has ended."""
     agent = {"t": 1, "type": "subagent", "requests": [{"t": 0.5, "in": 64, "hash_ids": [9]}]}

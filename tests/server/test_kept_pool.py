@@ -42,7 +42,6 @@ from kvd_proto.descriptions import (
 )
 from kvd_proto.directory import SlotState
 from tests.cache.tables import begin, finish
-from tests.descriptors import open_on
 from tests.full import fill_up
 
 PAGE = 4096
@@ -342,28 +341,6 @@ def failing(number: int, suffix: str = "", real: Callable[..., Any] = os.open) -
         return real(*arguments)
 
     return call
-
-
-SHORTAGES: dict[str, tuple[str, Any, str]] = {
-    "ledger": ("open", failing(errno.EMFILE, ".ledger"), r"raise .* stays as it was"),
-    "directory": ("memfd_create", failing(errno.EMFILE), "no directory .* can be created now"),
-}
-
-
-@pytest.mark.parametrize(("name", "fails", "said"), SHORTAGES.values(), ids=SHORTAGES)
-def test_a_shortage_at_the_start_loses_no_chunk_and_no_descriptor(
-    start: Start, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, fails: Any, said: str
-) -> None:
-    """The error says what is short; the start after that has every chunk."""
-    held = kept_chunks(start)
-    monkeypatch.setattr(os, name, fails)
-    with pytest.raises((PoolError, Refusal), match=said):
-        start()
-    monkeypatch.undo()
-    pool = os.open(area(tmp_path) / "pool", os.O_RDONLY)
-    assert open_on(pool) == {pool}
-    os.close(pool)
-    assert set().union(*start().held) == held
 
 
 def test_a_full_filesystem_hinders_no_restart(

@@ -99,18 +99,6 @@ def pipe() -> Iterator[int]:
     close_all(ends)
 
 
-def test_what_was_sent_before_the_end_is_served_and_then_the_session_ends(rig: Rig) -> None:
-    """The next session finds nothing of it, however few turns there were."""
-    with rig.connect() as client:
-        rig.turn()
-        client.request(hello("worker", "e"))
-        client.request(Unregister())
-    with rig.connect() as follower:
-        assert isinstance(rig.ask(follower, hello("worker", "e")), Welcome)
-        assert rig.core.state.counts.requests["Unregister"] == 1
-        assert len(rig.sessions) == len(rig.core.state.registry.engines["e"].sessions) == 1
-
-
 def test_a_process_that_has_ended_ends_its_session_though_a_child_has_its_socket(
     rig: Rig,
 ) -> None:

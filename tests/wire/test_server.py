@@ -95,25 +95,6 @@ def is_served(server: Server, connection: RawConnection) -> bool:
     return False
 
 
-def test_who_has_come_and_who_has_gone_is_told_once(make: Make, connect: Connect) -> None:
-    """With its process; what it sent before it went is received before its end."""
-    server, connection = make(), connect()
-    until(server, lambda: bool(server.accepted))
-    connection.send(b"one")
-    connection.send(b"two")
-    connection.close()
-    client, frame, _ = received(server)
-    assert [client] == list(server.accepted)
-    assert (client.peer.pid, client.peer.uid) == (os.getpid(), os.getuid())
-    assert set(client.peer.groups) == set(os.getgroups())
-    assert [frame, received(server)[1]] == [b"one", b"two"]
-    assert not server.ended
-    until(server, lambda: bool(server.ended))
-    assert [client] == list(server.ended)
-    assert client.closed
-    assert not server.send(client, b"too late")
-
-
 def test_a_client_that_sends_much_waits_for_one_that_sends_little(
     make: Make, connect: Connect
 ) -> None:
