@@ -88,25 +88,6 @@ def test_no_name_puts_controls_into_the_metrics(daemon: Any) -> None:
     assert not set("\x1b\0\u202e") & set(text)
 
 
-def test_a_report_of_a_loaded_daemon(capsys: pytest.CaptureFixture[str]) -> None:
-    """Engines, models, lanes, the pool's use, hit rate, tiers' time and refusals appear."""
-    report = loaded_report(60.0)
-    report["counters"] |= {"lookup_tokens": 2000, "hit_tokens": 500, "full": 17}
-    print_report(report)
-    text = capsys.readouterr().out
-    for part in (
-        "25 % of prompt tokens, 75 % of keys looked up",
-        "Pool: 39 GiB ready, 23 GiB free of 64 GiB",
-        "3,000: 60 % never seen, 20 % evicted (median 5 min 30 s before), 12 % being stored",
-        "up 3 d",
-        "17 full",
-        "host",
-        "ready",
-        report["engines"][0]["name"],
-    ):
-        assert part in text
-
-
 def test_names_are_no_markup(capsys: pytest.CaptureFixture[str]) -> None:
     """Brackets in names and errors are printed as they are."""
     report = loaded_report(1.0)

@@ -4,6 +4,8 @@ import errno
 import json
 import os
 import resource
+import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,14 +18,22 @@ from click.testing import CliRunner
 
 from kvd.cli import cli
 from kvd.config.settings import Settings
-from kvd.doctor import Level
+from kvd.config.values import parse_tier
+from kvd.doctor import Level, probes
 from kvd.doctor.checks import examine
 from kvd.doctor.facts import Facts
+from kvd.doctor.probes import (
+    DiskFacts,
+    TierFacts,
+    probe_store,
+    probe_tier,
+)
 from tests.daemon.serving import StartDaemon
 from tests.daemon.users import OTHER_UID, as_user, needs_root
 from tests.fakecuda.harness import FakeCuda
 from tests.processes import frozen
-from tests.waiting import eventually
+from tests.slowfs import slow_filesystem
+from tests.waiting import PATIENCE, eventually
 
 LEVELS = ["ok", "warn", "fail"]
 
@@ -179,3 +189,66 @@ def test_no_doctor_ends_in_a_traceback(
     assert "PYTHON=" in found["processes"]["remedy"]
     assert {"GPU", "daemon", "pool directory"} <= found.keys()
     assert found["HTTP"]["level"] == "ok"
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that takes long to start is not taken for a disk that hangs."""
+    monkeypatch.setattr(probes, "PATIENCE_SECONDS", PATIENCE)
+
+
+def disk_of(facts: TierFacts) -> DiskFacts:
+    """What was found of a disk."""
+    assert facts.disk is not None
+    return facts.disk
+
+
+def test_a_directory_is_seen_where_it_lies_and_keeps_nothing(tmp_path: Path) -> None:
+    """Mount, room and speed are those of the directory's file system, and no file is left."""
+    facts = probe_tier(f"disk:{tmp_path}/tier,size=1GiB")
+    assert (facts.problem, facts.hung) == ("", "")
+    found, room = disk_of(facts), os.statvfs(tmp_path)
+    assert found.size == room.f_blocks * room.f_frsize
+    assert tmp_path.is_relative_to(found.mounted_at)
+    assert (found.exists, found.writable, found.held) == (False, True, 0)
+    if found.direct:
+        assert found.written
+        assert found.read
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_hangs_does_not_hang_the_doctor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system that never answers is named by its mount, and by what was asked of it."""
+    monkeypatch.setattr(probes, "PATIENCE_SECONDS", 1.0)
+    with slow_filesystem(tmp_path / "slow") as slow:
+
+        def look() -> TierFacts:
+            monkeypatch.setattr(probes, "PATIENCE_SECONDS", 2 * probes.PATIENCE_SECONDS)
+            return probe_tier(f"disk:{slow.file},size=1GiB")
+
+        facts = eventually(look, lambda facts: disk_of(facts).filesystem)
+        assert facts.hung == f"looking at {slow.file}"
+        assert disk_of(facts).mounted_at == str(slow.file.parent)
+        assert disk_of(facts).filesystem == "fuse"
+    ends = {process.wait(PATIENCE) for process in probes.abandoned}  # they end with the mount
+    probes.abandoned.clear()
+    assert ends == {-signal.SIGKILL}
+
+
+def test_a_master_that_answers_and_one_that_does_not() -> None:
+    """A shared store's master is connected to."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        master = f"127.0.0.1:{listener.getsockname()[1]}"
+        found = list(probe_store(parse_tier(f"mooncake:master={master}")))
+        assert not any("refused" in each for each in found)
+    found = list(probe_store(parse_tier(f"mooncake:master={master}")))
+    assert any("refused" in each for each in found)
+
+
+def test_what_is_written_wrongly_is_a_finding() -> None:
+    """A backend's own check has its say, and nothing is looked at."""
+    facts = probe_tier("disk:relative,size=1GiB")
+    assert "absolute" in facts.problem
+    assert facts.disk is None

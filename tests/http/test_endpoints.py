@@ -18,7 +18,7 @@ import pytest
 from kvd.config.values import ListenAddress, parse_listen
 from kvd.errors import ConfigError, NotRunning
 from kvd.report.app import App
-from kvd.report.broker_client import FIELDS, KEEP_SECONDS, PERIOD_SECONDS, Samples
+from kvd.report.broker_client import FIELDS, Samples
 from kvd.wire.listener import bind_tcp
 from tests.daemon.serving import Daemon, StartDaemon
 from tests.http.serving import PATIENT, SECONDS, Asked, over_tcp, over_unix, port_of, report_of
@@ -252,19 +252,6 @@ def test_a_silent_broker_is_not_buried_in_questions(silent: Asked) -> None:
 
     asyncio.run(ask())
     assert len(silent.asked) <= 2
-
-
-def test_history_is_of_ten_minutes_and_no_more() -> None:
-    """Counters of the last ten minutes and a report of a minute ago are kept, older ones go."""
-    samples = Samples()
-    for second in range(0, 3600, int(PERIOD_SECONDS)):
-        samples.add(loaded_report(float(second)))
-    told = samples.history()
-    last = loaded_report(3595.0)
-    assert len(told["samples"]) == KEEP_SECONDS / PERIOD_SECONDS
-    assert told["samples"][-1] == (last["time"], *(last["counters"][name] for name in FIELDS))
-    assert last["time"] - told["samples"][0][0] == KEEP_SECONDS - PERIOD_SECONDS
-    assert 45 <= last["time"] - told["report"]["time"] <= 60
 
 
 def test_a_silent_broker_leaves_a_hole_in_the_history(

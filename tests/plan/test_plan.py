@@ -350,20 +350,3 @@ def test_the_table_of_models_is_generated() -> None:
     """docs/vllm.md has the table that docs/models.json and the plan's functions make."""
     page = generate_models.PAGE.read_text(encoding="utf-8")
     assert generate_models.page(page) == page, "run make docs"
-
-
-@pytest.mark.parametrize(("ranks", "small"), [("2", False), ("8", True)])
-def test_small_fragments_are_called_small(tmp_path: Path, ranks: str, small: bool) -> None:
-    """`kvd plan` shows the fragments of both layouts, and which of them are small."""
-    (llama,) = [model for model in MODELS if model["name"] == "Llama-3.1-70B"]
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps(llama["config"]))
-    out = CliRunner().invoke(cli, ["plan", str(file), "--tp", ranks]).stdout
-    (paged,) = [line for line in out.splitlines() if "fragment in LBHNC" in line]
-    (whole,) = [line for line in out.splitlines() if "fragment in BLHNC" in line]
-    assert "80 a block and rank" in paged
-    assert ("below 28 KiB: small" in paged) is small
-    assert ("8 KiB" if small else "32 KiB") in paged
-    assert ("640 KiB" if small else "2.5 MiB") in whole
-    assert "1 a block and rank" in whole
-    assert "small" not in whole

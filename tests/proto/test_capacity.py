@@ -30,15 +30,6 @@ FULL = LayerGroup((4096,) * 32, 16)
 WINDOW = LayerGroup((4096,) * 32, 16, sliding_window=64)
 
 
-def test_mixed_page_sizes_are_counted_once() -> None:
-    """Regression (Kimi K2.5 at TP 4): the pool is sized by the sum of pages, each one once."""
-    pages = (36_864,) * 61 + (4_096,) * 61
-    sizes = size_pool([flat_layout(*pages, factor=2)] * 4, 16 * GIB)
-    assert sizes.slot_bytes == (sum(pages) * 2,) * 4
-    assert sizes.bytes_per_chunk == sum(pages) * 2 * 4
-    assert sizes.num_chunks == 16 * GIB // (sum(pages) * 2 * 4)
-
-
 def test_a_budget_below_one_chunk_is_refused_with_the_remedy() -> None:
     """The refusal names budget, chunk and what to raise, exactly."""
     with pytest.raises(SizeError, match=r"pool of 4095 bytes.*at least 4096"):

@@ -124,22 +124,6 @@ def test_descriptors_come_with_the_message_that_they_were_sent_with(
         assert (left.unsent_bytes, right.undecoded_bytes) == (0, 0)
 
 
-def test_a_channel_that_closes_lets_go_of_all_that_waits(pair: Pair) -> None:
-    """What was not sent, and what came with a message that is not complete."""
-    left, right = pair
-    with event() as fd:
-        while not left.wants_write:
-            left.send(bytes(400_000), [fd])
-        left.send(b"more", [fd])
-        assert right.receive() is None
-        while right.more and right.receive() is None:
-            pass
-        assert right.holds_descriptors
-        assert len(open_on(fd)) > 3
-        left.close()
-        right.close()
-
-
 def test_what_waits_to_be_sent_is_bounded() -> None:
     """A peer that never reads makes send raise ChannelFull; nothing of that message is sent."""
     left, right = socket.socketpair()

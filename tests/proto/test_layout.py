@@ -161,12 +161,3 @@ def test_the_odd_rank_is_named(changes: dict[str, Any], name: str) -> None:
     text = str(refusal.value)
     assert text.startswith(f"rank 2 reports {name}")
     assert "[0, 1, 3]" in text
-
-
-def test_stages_may_hold_other_layers() -> None:
-    """Pipeline stages may differ in pages and bytes; ranks inside one may not."""
-    layouts = {0: dense(2), 1: dense(2), 2: dense(3), 3: dense(3)}
-    compare_ranks(layouts, {0: 0, 1: 0, 2: 1, 3: 1})
-    compare_ranks(dict.fromkeys(range(4), dense(replicated=True)), dict.fromkeys(range(4), 0))
-    with pytest.raises(LayoutError, match=r"rank 2 .*stage 0"):
-        compare_ranks(layouts, {0: 0, 1: 0, 2: 0, 3: 1})

@@ -228,14 +228,6 @@ def test_mooncakes_lines_become_requests_in_order_of_time(tmp_path: Path) -> Non
     assert (trace.num_chunks, trace.tokens, trace.tokens_per_chunk) == (4, 2324, 512)
 
 
-def test_several_ids_make_a_chunk_and_the_rest_none(tmp_path: Path) -> None:
-    """Chunks that differ in one id differ."""
-    path = lines(tmp_path / "trace.jsonl", ids(0, 2560, 1, 2, 3, 4, 5), ids(1, 2048, 1, 2, 3, 5))
-    trace = read_trace(path, ids_per_chunk=2)
-    assert chunks(trace) == [[0, 1], [0, 2]]
-    assert trace.tokens_per_chunk == 1024
-
-
 def test_conversations_overlap_as_many_at_a_time_as_there_are_users(tmp_path: Path) -> None:
     """Their ids are their own, sub-agents are nested, and a user begins when the last has ended."""
     agent = {"t": 1, "type": "subagent", "requests": [{"t": 0.5, "in": 64, "hash_ids": [9]}]}

@@ -66,19 +66,6 @@ def test_the_first_directory_that_is_closed_is_named_with_the_remedy(closed: Pat
 
 
 @needs_root
-@needs_group
-def test_a_member_whose_process_is_older_is_told_to_log_in_again(
-    closed: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system's files have the user in the group, the process does not."""
-    assert GROUP is not None
-    monkeypatch.setattr(os, "getgrouplist", lambda _name, _gid: [GROUP.gr_gid])
-    assert str(explain(closed, NOBODY)).endswith(
-        f"is a member now; log in again, or run: newgrp {GROUP.gr_name}"
-    )
-
-
-@needs_root
 def test_a_socket_that_may_not_be_written_is_named(broker_socket: Path) -> None:
     """Every directory is open, and connecting would fail all the same."""
     broker_socket.chmod(0o666)

@@ -2,7 +2,6 @@
 
 import itertools
 import os
-import resource
 import select
 import sys
 from collections.abc import Callable, Iterator
@@ -15,7 +14,6 @@ import pytest
 from kvd.config.settings import Settings
 from kvd.machine.process import StallDetector
 from kvd.server.children import Children, HttpProcess, LaneProcess
-from kvd_proto.zmtp import frame_header, opening
 from tests.waiting import DEADLINE
 
 SECONDS = 100
@@ -76,13 +74,6 @@ time.sleep(0.3)
 os._exit(3)
 """
 _WAITS = "import signal; signal.pause()"
-_SENDS_A_DESCRIPTOR = f"""\
-import signal, socket, sys
-with socket.socket(fileno=int(sys.argv[-1])) as link:
-    link.send({opening(b"DEALER")!r})
-    socket.send_fds(link, [{frame_header(5) + b"ready"!r}], [0])
-    signal.pause()
-"""
 _SENDS_NO_ZMTP = """\
 import os, signal, sys
 os.write(int(sys.argv[-1]), b"ready")
@@ -138,27 +129,6 @@ def test_an_http_process_that_does_not_report_is_replaced_with_one_line(
     http.close()
     lines = [record.getMessage() for record in caplog.records if record.levelname != "INFO"]
     assert lines == ["the HTTP process has ended: killed by kvd: did not report for 31.0 s"]
-
-
-def test_a_lane_whose_lifeline_the_broker_cannot_receive_is_killed(
-    lost: Callable[..., str],
-) -> None:
-    """The reason is the limit of descriptors and the remedy."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-
-    def use_up(process: LaneProcess) -> None:
-        assert process.link is not None
-        select.select([process.link], [], [], DEADLINE)
-        free = os.dup(0)
-        os.close(free)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
-
-    try:
-        reason = lost(_SENDS_A_DESCRIPTOR, use_up)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert reason.startswith("killed by kvd: the broker could not receive descriptors: ")
-    assert "raise LimitNOFILE (ulimit -n), now " in reason
 
 
 def turns(*durations: tuple[float, float, float, float | None]) -> list[str]:

@@ -33,12 +33,9 @@ from kvd.server.pool_memory import PoolMemory
 from kvd.server.runtime_dir import RuntimeDir
 from kvd.server.state_files import MANIFEST_VERSION, remember_pool_dir
 from kvd_proto.descriptions import (
-    HEADER_BYTES,
     Description,
     DescriptionsView,
     encode,
-    pack_header,
-    record_offset,
 )
 from kvd_proto.directory import SlotState
 from tests.cache.tables import begin, finish
@@ -575,33 +572,6 @@ def put_back(place: Path, older: dict[str, bytes]) -> None:
         (place / name).write_bytes(older[name])
 
 
-SIZES_SINCE: dict[str, tuple[int, ...]] = {
-    "grown": (2 * SIZE,),
-    "shrunk": (SIZE // 2,),
-    "grown and shrunk": (2 * SIZE, SIZE),
-    "shrunk and grown": (SIZE // 2, 2 * SIZE),
-    "grown by less than a trailer": (SIZE + PAGE,),
-    "the same": (SIZE,),
-}
-
-
-@pytest.mark.parametrize("lost", [False, True], ids=["known", "without its manifest"])
-@pytest.mark.parametrize("sizes", SIZES_SINCE.values(), ids=SIZES_SINCE)
-def test_a_pool_that_was_given_up_is_not_believed_again(
-    start: Start, tmp_path: Path, sizes: tuple[int, ...], *, lost: bool
-) -> None:
-    """Its trailer is gone, wherever it lay, also where nothing said where that was."""
-    kept_chunks(start)
-    older = contents(area(tmp_path))
-    if lost:
-        (area(tmp_path) / "manifest.json").unlink()
-    for size in sizes:
-        commit_another(start, size, f"n{size}", cold=True)
-    put_back(area(tmp_path), older)
-    assert start().held == []
-    assert set().union(*start().held) == set()
-
-
 class Killed(BaseException):
     """The daemon is killed here."""
 
@@ -820,60 +790,3 @@ def test_on_hugetlbfs_only_the_pool_has_huge_pages(
 
 
 # ------------------------------------------------------------------ descriptions
-
-
-def descriptions_of(place: Path) -> Path:
-    """The one file of descriptions."""
-    (file,) = place.glob("*.descriptions")
-    return file
-
-
-@pytest.mark.parametrize(
-    ("damage", "left"),
-    {
-        "deleted": (Path.unlink, set()),
-        "empty": (lambda at: os.truncate(at, 0), set()),
-        "cut off": (lambda at: os.truncate(at, HEADER_BYTES + 5 * RECORD + 20), {0, 1, 2, 3, 4}),
-        "another record size": (lambda at: at.write_bytes(pack_header(2 * RECORD)), set()),
-        "another version": (lambda at: flip(at, 8), set()),
-        "a description": (
-            lambda at: flip(at, record_offset(3, RECORD) + 20),
-            {0, 1, 2, 4, 5, 6, 7, 8},
-        ),
-        "a directory": (lambda at: (at.unlink(), at.mkdir()), set()),
-        "a link": (lambda at: at.symlink_to(at.rename(at.with_name("elsewhere"))), set()),
-    }.values(),
-)
-def test_a_damaged_file_costs_descriptions_and_never_chunks(
-    start: Start, tmp_path: Path, damage: Callable[[Path], object], left: set[int]
-) -> None:
-    """The chunks are all there; those whose descriptions are whole have them; new ones get some."""
-    life = start()
-    keys = keys_of("k", 9)
-    slots = store_described(life.open().table, keys)
-    life.kill()
-    damage(descriptions_of(area(tmp_path)))
-    life = start()
-    namespace = life.open()
-    expected = dict.fromkeys(keys) | {
-        key: description(key) for key, slot in zip(keys, slots, strict=True) if slot in left
-    }
-    assert life.described(namespace) == expected
-    store_described(namespace.table, [b"new"])
-    assert life.described(namespace)[b"new"] == description(b"new")
-
-
-def test_a_file_that_cannot_be_made_is_tried_again_at_the_next_engine(
-    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The namespace is there without descriptions, and the log says what to do."""
-    life = start()
-    monkeypatch.setattr(os, "open", failing(errno.EMFILE, ".descriptions"))
-    namespace = life.open()
-    assert namespace.table.descriptions.writer is None
-    assert "stored without descriptions" in caplog.text
-    assert "raise LimitNOFILE" in caplog.text
-    monkeypatch.undo()
-    assert life.open() is namespace
-    store_described(namespace.table, [b"k"])
-    assert life.described(namespace) == {b"k": description(b"k")}
