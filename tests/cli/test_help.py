@@ -50,18 +50,6 @@ def test_every_command_has_examples_that_it_understands(path: str) -> None:
                 assert word.split("=")[0] in known, f"{line}: {name} has no {word}"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "near"), [(["statsu"], "status"), (["config", "chek"], "check"), (["x"], "")]
-)
-def test_a_misspelt_command_is_answered_with_the_nearest(wrong: list[str], near: str) -> None:
-    """Where there is a near one; the exit status is that of other mistakes of usage."""
-    done = CliRunner().invoke(cli, wrong, prog_name="kvd")
-    assert done.exit_code == 2
-    assert done.stderr.rstrip().endswith(
-        f"No such command {wrong[-1]!r}." + (f" Did you mean {near!r}?" if near else "")
-    )
-
-
 @pytest.mark.parametrize("name", ["demo", "demo-sglang", "demo-vllm", "selftest"])
 def test_a_tool_that_is_not_installed_says_how_to_install_it(
     monkeypatch: pytest.MonkeyPatch, name: str

@@ -35,16 +35,6 @@ def record(
     return made
 
 
-def traced() -> logging.LogRecord:
-    """A record with a traceback."""
-    try:
-        raise ValueError("first\nsecond")
-    except ValueError as error:
-        made = record("it failed", level=logging.ERROR)
-        made.exc_info = (type(error), error, error.__traceback__)
-        return made
-
-
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A handler that is closed waits for its thread however long that takes."""
@@ -91,15 +81,6 @@ def test_bytes_that_an_exception_holds_are_left_out(one: bytes, other: bytes) ->
     assert safe_repr(KeyError(one)) == "KeyError(b'…')"
     trace = safe_traceback(LookupError(one, "of", other))
     assert trace == "LookupError: (b'…', 'of', b'…')\n"
-
-
-def test_the_journal_gets_a_priority_on_every_line_and_no_time() -> None:
-    """Each line of a traceback has its level too, as sd-daemon(3) wants it."""
-    lines = LineFormatter("journal", "broker", {}).format(traced()).splitlines()
-    assert len(lines) > 3
-    assert all(line.startswith("<3>") for line in lines)
-    line = LineFormatter("journal", "lane host#1", {}).format(record("hello"))
-    assert line == "<6>lane host#1: hello"
 
 
 # ------------------------------------------------------------------ limit

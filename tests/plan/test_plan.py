@@ -16,15 +16,12 @@ from kvd.plan.figures import (
     BLOCKS,
     HEADS_OUTSIDE,
     PAGES,
-    Fragments,
     Plan,
     PlanInputs,
     PlannedGroup,
-    fragments,
     make_plan,
 )
 from kvd.plan.model import read_model
-from kvd_proto.capacity import LayerGroup
 
 GIB = 1024**3
 
@@ -227,16 +224,6 @@ def test_budgets_and_lengths_that_cannot_work_are_refused(folder: Path) -> None:
     assert "give --gpu-blocks" in run(str(folder), *long)[2]
 
 
-def test_tiers_are_counted_in() -> None:
-    """Chunks and tokens below the pool, the table that knows them, and how fast they come up."""
-    result = planned(LLAMA, tier_bytes=500 * GIB, tier_bandwidth=2 * 10**9)
-    assert result.tier_chunks == 256_000
-    assert result.tier_tokens == 256_000 * 16
-    assert result.tier_table_bytes == 72 * 2**19
-    assert result.promotion_seconds == pytest.approx(2 * 2**20 / 2e9)
-    assert result.tier_tokens_per_second == pytest.approx(2e9 / result.bytes_per_token)
-
-
 QWEN = {
     "model_type": "qwen3_next",
     "num_hidden_layers": 48,
@@ -333,17 +320,6 @@ def test_fragments_follow_from_the_order_of_the_dimensions(
             if group.state_bytes is None and layout in group.fragments:
                 told = group.fragments[layout]
                 assert runs(plan, group, heads, layout) == [told.nbytes] * told.per_block
-
-
-@pytest.mark.parametrize(
-    ("padding", "expected"),
-    [(0, Fragments(9600, 1)), (100, Fragments(9800, 1)), (101, Fragments(3200, 3))],
-)
-def test_small_padding_is_moved_along(padding: int, expected: Fragments) -> None:
-    """Padded pages of a block are one fragment where the padding is a 32nd at most."""
-    found = fragments(LayerGroup((3200 + padding,) * 3, 16), 3200, None)
-    assert found["BLHNC"] == expected
-    assert found["LBHNC"] == Fragments(3200, 3)
 
 
 def test_the_table_of_models_is_generated() -> None:

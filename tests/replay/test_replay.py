@@ -20,16 +20,12 @@ from kvd.cli import cli
 from kvd.errors import TraceError
 from kvd.metrics.reading import NOTHING
 from kvd.replay import (
-    NEVER,
     Trace,
     TracedRequest,
-    labels_for,
     read_trace,
     replay_belady,
     replay_policy,
-    return_gaps,
 )
-from kvd_proto.messages import Label
 
 
 def trace_of(*prompts: Sequence[int]) -> Trace:
@@ -116,22 +112,6 @@ def test_no_policy_finds_more_than_belady(policy: str) -> None:
     assert (replay_policy(trace, POLICIES[policy], room) == replay_belady(trace, room)).all()
 
 
-def test_hints_say_when_a_request_is_continued() -> None:
-    """By the next one with its last whole chunk; what ends in a part of one counts from before."""
-    trace = trace_of([2], [0, 1], [0, 3], [0, 3, 4])
-    trace.requests[1] = trace.requests[1]._replace(tokens=1000)
-    trace.requests[2] = trace.requests[2]._replace(time=30.0)
-    trace.requests[3] = trace.requests[3]._replace(time=930.0)
-    assert return_gaps(trace) == [NEVER, 29.0, 900.0, NEVER]
-    assert labels_for([9, 59, 599, 600, NEVER]) == [
-        Label.UNDER_10S,
-        Label.UNDER_60S,
-        Label.UNDER_600S,
-        Label.LATER,
-        Label.DONE,
-    ]
-
-
 LINES = "".join(
     json.dumps({"timestamp": 1000 * n, "input_length": 1000, "hash_ids": ids}) + "\n"
     for n, ids in enumerate([[1, 2], [3, 4], [1, 2], [5, 6], [1, 2]])
@@ -167,27 +147,6 @@ def test_kvd_replay_shows_each_policy_at_several_sizes(tmp_path: Path) -> None:
     assert [line.split() for line in table.splitlines() if "lru" in line][1] == [
         *("│", "4", "MiB", "│", "4", "│", "lru", "│", "2,000", "│", "40", "%", "│", NOTHING, "│")
     ]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        ((), "Give either --bytes-per-chunk or --model."),
-        (
-            ("--bytes-per-chunk", "4MiB"),
-            "bytes per chunk = 4,194,304: not between 1 and 2,097,152, half of --cpu-bytes 4MiB;",
-        ),
-    ],
-)
-def test_kvd_replay_names_a_size_that_cannot_be(
-    tmp_path: Path, arguments: tuple[str, ...], error: str
-) -> None:
-    """The value and the remedy."""
-    path = tmp_path / "trace.jsonl"
-    path.write_text(LINES)
-    done = CliRunner().invoke(cli, ["replay", str(path), "--cpu-bytes", "4MiB", *arguments])
-    assert done.exit_code
-    assert error in done.stderr
 
 
 def lines(path: Path, *requests: dict[str, Any]) -> Path:
