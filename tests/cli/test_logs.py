@@ -120,7 +120,7 @@ def handler_to(fd: int) -> QueuedHandler:
     return made
 
 
-def test_a_full_pipe_makes_nobody_wait_and_what_is_lost_is_counted(
+def test_a_full_pipe_blocks_no_caller_and_lost_lines_are_counted(
     pipe: tuple[FileIO, FileIO], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With nobody reading, lines are dropped; the next reader learns how many."""

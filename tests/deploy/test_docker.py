@@ -31,7 +31,7 @@ def services() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["Dockerfile", "vllm.Dockerfile", "mooncake.Dockerfile"])
-def test_hadolint_has_nothing_to_say(name: str) -> None:
+def test_hadolint_accepts_the_dockerfiles(name: str) -> None:
     """No rule of hadolint is broken, and none is switched off."""
     hadolint = str(Path(sys.executable).parent / "hadolint")
     done = run(hadolint, "--no-color", str(DOCKER / name))
@@ -49,7 +49,7 @@ def test_the_compose_files_follow_the_schema(tmp_path: Path) -> None:
     assert run(*check, str(wrong)).returncode == 1
 
 
-def test_nobody_is_privileged(services: dict[str, dict[str, Any]]) -> None:
+def test_no_service_is_privileged(services: dict[str, dict[str, Any]]) -> None:
     """No service gets more than it needs, and nothing of the host's is shared."""
     for name, service in services.items():
         assert "privileged" not in service, name

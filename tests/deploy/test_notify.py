@@ -72,7 +72,7 @@ def supervised(
     return start_daemon(*extra, ready=False).process.pid
 
 
-def test_a_daemon_tells_its_manager_how_it_stands(
+def test_a_daemon_tells_the_service_manager_its_state(
     start_daemon: StartDaemon, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """READY first, though the pool is not there yet; state, pings, a reload, STOPPING.
@@ -134,7 +134,7 @@ def test_a_watchdog_that_is_no_number_is_refused(usec: str) -> None:
         Notifier.from_environment({"WATCHDOG_USEC": usec})
 
 
-def test_a_manager_that_does_not_read_or_is_gone_holds_nobody_up(
+def test_a_service_manager_that_does_not_read_or_is_gone_blocks_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A full socket keeps the message for later; nobody at the address is one warning."""

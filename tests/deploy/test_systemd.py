@@ -49,7 +49,7 @@ def machine(tmp_path: Path) -> Path:
     return root
 
 
-def test_systemd_has_nothing_to_say_of_the_units(machine: Path) -> None:
+def test_systemd_accepts_the_units(machine: Path) -> None:
     """Unit, mount and drop-ins verify without a word, and the unit exposes little."""
     units = ("kvd.service", "run-hugepages-kvd.mount")
     verify = (tool("systemd-analyze"), "verify", "--man=no", f"--root={machine}")
@@ -86,7 +86,7 @@ def test_the_pool_moves_to_huge_pages_whatever_the_settings_file_has(
         assert (settings.cpu_bytes, list(settings.quota)) == ("1GiB", ["llama"])
 
 
-def test_the_unit_agrees_with_the_daemon() -> None:
+def test_the_unit_and_the_daemons_settings_agree() -> None:
     """A wrong setting is not tried again, a stop has time to drain, directories are the same."""
     service = parsed("kvd.service")["Service"]
     assert service["Restart"] == "on-failure"

@@ -76,7 +76,9 @@ def test_verbose_probes_list_their_checks() -> None:
         ("/livez?format=json", 200, '"checks":'),
     ],
 )
-def test_what_cannot_be_is_told_what_can(path: str, status: int, words: str) -> None:
+def test_a_bad_deadline_or_path_is_refused_with_what_is_possible(
+    path: str, status: int, words: str
+) -> None:
     """A deadline out of bounds is 400, an unknown path 404 with those that the docs explain."""
     answer = ask(path)
     assert (answer.status_code, words in answer.text) == (status, True)
@@ -120,7 +122,7 @@ def test_every_answer_keeps_other_sites_out(path: str) -> None:
         ("[::1]:9330", 200),
     ],
 )
-def test_names_of_others_are_not_answered(host: str, status: int) -> None:
+def test_a_foreign_host_header_is_refused(host: str, status: int) -> None:
     """A Host header that is not ours (DNS rebinding) is refused over TCP."""
     assert ask("/livez", host=host).status_code == status
 
@@ -170,7 +172,7 @@ def test_with_the_port_off_there_is_the_unix_socket_and_a_process_when_asked(
     assert children_running(daemon.process.pid, "kvd.report")
 
 
-def test_a_port_in_use_is_said_before_anything_is_made(start_daemon: StartDaemon) -> None:
+def test_a_port_in_use_is_an_error_before_the_pool_is_allocated(start_daemon: StartDaemon) -> None:
     """The error names the setting, the address and the remedy; no pool has been made.
 
     The exit status is not that of a wrong setting: the port may be free soon.
@@ -189,7 +191,7 @@ def test_a_port_in_use_is_said_before_anything_is_made(start_daemon: StartDaemon
 @pytest.mark.parametrize(
     "text", ["9330", "127.0.0.1", "::1:9330", "127.0.0.1:x", "h:65536", "h:-1", "h:1_0", ":9", ""]
 )
-def test_what_is_no_address_is_told_what_one_is(text: str) -> None:
+def test_what_is_no_address_is_refused_with_an_example(text: str) -> None:
     """The refusal gives examples; an address that is not this machine's is named."""
     with pytest.raises(ConfigError, match=r"such as 127\.0\.0\.1:9330"):
         parse_listen(text)
@@ -201,7 +203,7 @@ def test_what_is_no_address_is_told_what_one_is(text: str) -> None:
     ("host", "own"),
     [("0.0.0.0", "127.0.0.1"), ("[::]", "[::1]")],  # noqa: S104  # what the test is about
 )
-def test_every_interface_only_when_asked_and_with_a_warning(
+def test_every_interface_only_on_request_and_with_a_warning(
     start_daemon: StartDaemon, host: str, own: str
 ) -> None:
     """It works, answers to addresses in figures, and is warned about; IPv6 as good as IPv4."""

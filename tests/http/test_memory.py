@@ -39,7 +39,7 @@ def made_up(*of_namespaces: dict[str, Any] | None, seconds: float = 60.0) -> dic
     return report
 
 
-def test_a_glance_says_what_more_memory_would_bring(show: Show) -> None:
+def test_the_card_says_what_more_memory_would_bring(show: Show) -> None:
     """For each model hits and prefill time for each size of the pool, and the advice.
 
     Where no rate is known no seconds are made up, and before requests have finished no figure.

@@ -115,7 +115,7 @@ def test_what_happens_to_the_http_process_does_not_disturb_the_broker(
         socket.create_connection(("127.0.0.1", port_of(daemon)), timeout=SECONDS)
 
 
-def test_a_crowd_of_slow_clients_keeps_nobody_out(web: Daemon) -> None:
+def test_many_slow_clients_keep_no_probe_out(web: Daemon) -> None:
     """More idle, slow and deaf connections than there are places: probes are answered."""
     http_process(web)
     crowd = [idle_connection(web) for _ in range(MAX_CONNECTIONS + 50)]

@@ -27,7 +27,7 @@ sizes = st.lists(st.integers(1, 40).map(lambda pages: pages * PAGE), min_size=1,
 
 
 @given(st.integers(1, 300 * MIB), sizes)
-def test_geometry(cpu_bytes: int, slot_bytes: list[int]) -> None:
+def test_slots_fill_the_published_formula(cpu_bytes: int, slot_bytes: list[int]) -> None:
     """Slots fill the published formula, lie in the pool, and columns cover what they touch."""
     extents = Extents(cpu_bytes)
     assert extents.size % PAGE == 0
@@ -47,7 +47,7 @@ def test_geometry(cpu_bytes: int, slot_bytes: list[int]) -> None:
         assert touched <= set(geometry.column_extents(column))
 
 
-def test_two_settle_at_their_fair_shares() -> None:
+def test_two_namespaces_settle_at_their_fair_shares() -> None:
     """A newcomer takes from a namespace that holds everything, up to its half and no further."""
     namespaces = make_namespaces(16 * MIB)
     old = add(namespaces, 1, 8192, 8192)
@@ -97,7 +97,7 @@ def test_open_is_idempotent() -> None:
 
 
 @pytest.mark.parametrize("slot_bytes", [(), (0,), (MIB + PAGE,), (PAGE, -1)])
-def test_impossible_figures(slot_bytes: tuple[int, ...]) -> None:
+def test_impossible_slot_sizes_are_refused(slot_bytes: tuple[int, ...]) -> None:
     """Slots without bytes and chunks larger than the budget are refused with the figures."""
     with pytest.raises(Refusal) as refused:
         add(make_namespaces(MIB), 1, *slot_bytes)
@@ -112,7 +112,7 @@ def test_replicated_needs_one_size() -> None:
         add(make_namespaces(MIB), 1, PAGE, PAGE, replicated=True)
 
 
-def test_limit_and_close() -> None:
+def test_at_the_limit_an_idle_namespace_is_closed_for_a_new_one() -> None:
     """At the limit a new namespace is refused, until an idle one is closed and its room is free."""
     namespaces = make_namespaces(MIB, max_namespaces=1)
     old = add(namespaces, 1, PAGE)

@@ -55,7 +55,7 @@ def test_messages_arrive_whole_and_in_order_however_they_are_cut(
 
 
 @given(junk=st.binary(max_size=400), greeted=st.booleans())
-def test_junk_is_an_error_of_ours_or_nothing(junk: bytes, greeted: bool) -> None:
+def test_random_bytes_raise_nothing_but_bad_frame(junk: bytes, greeted: bool) -> None:
     """Random bytes, before and after a greeting, never raise anything but BadFrame."""
     decoder = Decoder(LIMIT)
     with contextlib.suppress(BadFrame):

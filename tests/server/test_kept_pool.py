@@ -478,7 +478,7 @@ HARMS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("harm", "said"), HARMS.values(), ids=HARMS)
-def test_what_is_damaged_or_foreign_is_not_believed(
+def test_damaged_or_foreign_pool_files_are_not_used(
     start: Start,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
@@ -721,7 +721,7 @@ def test_chunks_from_before_a_reset_do_not_come_back_with_an_older_pool(
     assert start(resets=ResetTable()).held == []
 
 
-def test_a_foreign_area_is_left_alone(
+def test_a_foreign_pool_directory_is_left_alone(
     start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Where another user has taken the name the pool goes elsewhere, and is not kept."""

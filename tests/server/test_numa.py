@@ -168,7 +168,7 @@ def test_each_part_of_a_pool_is_taken_from_the_node_of_its_gpu(
     ids=["near", "elsewhere"],
 )
 @pytest.mark.usefixtures("two_nodes")
-def test_it_is_told_where_the_pool_lies(
+def test_the_log_says_on_which_nodes_the_pool_is(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     shares: list[dict[int, float]],

@@ -79,7 +79,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_what_cannot_be_believed_costs_misses(
+def test_an_invalid_reset_file_costs_misses(
     path: Path, damage: Callable[[Path], object], caplog: pytest.LogCaptureFixture
 ) -> None:
     """All that was kept is of before; that is said once, and holds for the next daemon, too."""
