@@ -29,8 +29,8 @@ RULES = {
         "test_where_a_lock_leads_elsewhere_nothing_is_written",
     ),
     "a planted pool is not trusted": (
-        "test_a_foreign_area_is_left_alone",
-        "test_what_is_damaged_or_foreign_is_not_believed",
+        "test_a_foreign_pool_directory_is_left_alone",
+        "test_damaged_or_foreign_pool_files_are_not_used",
     ),
     "a tier's files are the daemon's": (
         "test_modes",
@@ -44,8 +44,8 @@ RULES = {
     ),
     "HTTP reads only, under its own host names": (
         "test_nothing_can_be_changed",
-        "test_names_of_others_are_not_answered",
-        "test_every_interface_only_when_asked_and_with_a_warning",
+        "test_a_foreign_host_header_is_refused",
+        "test_every_interface_only_on_request_and_with_a_warning",
     ),
     "a neighbour finds and loads no other model's chunks": (
         "test_a_neighbour_of_another_model_sees_neither_keys_nor_bytes",
@@ -214,7 +214,7 @@ HARDWARE = {
     "a driver is older than the bindings": (
         "test_a_driver_that_cannot_serve_is_named_with_the_remedy",
         "test_a_driver_that_is_older_than_the_bindings_serves_and_is_named",
-        "test_the_version_of_the_driver_is_judged",
+        "test_the_driver_and_its_version_are_judged",
     ),
     "registered memory has another address for the device": (
         "test_the_backend_keeps_the_rule",
