@@ -43,7 +43,7 @@ _TIMED = (
     ("kvd.lane.cuda.copies", "BatchCopy.enqueue", "driver call"),
     ("kvd.lane.cuda.driver", "BatchCopy.enqueue", "driver call"),
     ("kvd.lane.cuda.backend", "CudaDevice.progress", "completion"),
-    ("kvd.lane.runner", "Runner._complete_piece", "completion"),
+    ("kvd.lane.runner", "Runner._complete_transfer", "completion"),
     ("kvd.lane.reports", "Reporter.report_ended", "report"),
     ("kvd.lane.reports", "Reporter.send_shares", "report"),
     ("kvd.lane.runner", "Runner.run_once", "queue"),

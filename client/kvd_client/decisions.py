@@ -37,8 +37,8 @@ NO_TIER = -1
 TIER_UNKNOWN = -2
 """A usable shared tier may have the chunk: the daemon has not queried it recently."""
 
-RESEND_SECONDS = 2.0  # before the same key is sent again
-MAX_SENT_KEYS = 65_536  # keys remembered as sent
+REREQUEST_SECONDS = 2.0  # before promotion of the same key is requested again
+MAX_REQUESTED_KEYS = 65_536  # keys remembered as requested
 
 
 class LoanQueue:
@@ -295,7 +295,7 @@ class SchedulerTiers:
         self._directory = directory
         self._table = table
         self._shared = [number for number, tier in enumerate(tiers) if tier.shared]
-        self._sent_at: dict[bytes, float] = {}  # by key, oldest first
+        self._requested_at: dict[bytes, float] = {}  # by key, oldest first
 
     def find_tier(self, key: bytes, first: int, count: int | None) -> int:
         """Return the first usable tier that has these blocks of the chunk.
@@ -326,22 +326,22 @@ class SchedulerTiers:
         """Return a tier's published status; None if there is no tier of this number."""
         return self._table.health(number) if 0 <= number < self._table.num_tiers else None
 
-    def take_unsent(self, keys: Iterable[bytes], now: float) -> list[bytes]:
-        """Return the keys not sent within `RESEND_SECONDS`, and mark them as sent now."""
-        sent_at, expired_at = self._sent_at, now - RESEND_SECONDS
-        while sent_at and sent_at[oldest := next(iter(sent_at))] <= expired_at:
-            del sent_at[oldest]
-        unsent = [key for key in dict.fromkeys(keys) if key not in sent_at]
-        sent_at.update(dict.fromkeys(unsent, now))
-        while len(sent_at) > MAX_SENT_KEYS:
-            del sent_at[next(iter(sent_at))]
-        return unsent
+    def take_unrequested(self, keys: Iterable[bytes], now: float) -> list[bytes]:
+        """Return the keys not requested within `REREQUEST_SECONDS`, and mark them as requested."""
+        requested_at, expired_at = self._requested_at, now - REREQUEST_SECONDS
+        while requested_at and requested_at[oldest := next(iter(requested_at))] <= expired_at:
+            del requested_at[oldest]
+        unrequested = [key for key in dict.fromkeys(keys) if key not in requested_at]
+        requested_at.update(dict.fromkeys(unrequested, now))
+        while len(requested_at) > MAX_REQUESTED_KEYS:
+            del requested_at[next(iter(requested_at))]
+        return unrequested
 
     def on_loaded(self, keys: Iterable[bytes]) -> None:
-        """Lift the rate limit for keys that are in memory: once evicted, they may be sent again."""
-        if self._sent_at:
+        """Lift the rate limit for keys that are in memory: once evicted, they may be requested."""
+        if self._requested_at:
             for key in keys:
-                self._sent_at.pop(key, None)
+                self._requested_at.pop(key, None)
 
 
 def _covers(blocks: Sequence[int], first: int, count: int) -> bool:

@@ -174,24 +174,24 @@ class HostMemory(Memory):
         offset: bytes from the start of the file to the storage.
 
     Raises:
-        UsageError: not an open descriptor, or an invalid size or offset.
-        UnsupportedMemory: the file is smaller than offset + nbytes, or cannot be sealed.
+        UsageError: not an open descriptor, or a negative size or offset.
+        UnsupportedMemory: no bytes, or some beyond the file's end; or the file cannot be sealed.
     """
 
     def __init__(self, fd: int, nbytes: int, offset: int = 0) -> None:
         check_int("nbytes", nbytes, 0)
         check_int("offset", offset, 0)
         try:
-            file = os.fstat(fd)
+            status = os.fstat(fd)
         except (OSError, OverflowError, TypeError) as error:
             raise UsageError(f"fd={shown(fd)}: an open descriptor is needed: {error}") from error
-        if not nbytes or file.st_size < offset + nbytes:
+        if not nbytes or status.st_size < offset + nbytes:
             raise UnsupportedMemory(
-                f"nbytes={nbytes} from offset={offset} do not lie inside a file of {file.st_size}"
+                f"nbytes={nbytes} from offset={offset} do not lie inside a file of {status.st_size}"
                 " bytes"
             )
         seal(fd)
-        super().__init__(HOST, nbytes, offset, Descriptors((fd,)), [(file.st_dev, file.st_ino)])
+        super().__init__(HOST, nbytes, offset, Descriptors((fd,)), [(status.st_dev, status.st_ino)])
         self._array: npt.NDArray[np.uint8] | None = None  # None unless `allocate` made it
 
     @classmethod

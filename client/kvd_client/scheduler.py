@@ -359,11 +359,11 @@ class Scheduler(SchedulerSession):
                 return 0
             if not attachment.has_room(len(keys)):
                 return 0
-            to_send = tiers.take_unsent(keys, time.monotonic())
-            if to_send:
-                attachment.decisions.outbox.promote(to_send)
+            to_request = tiers.take_unrequested(keys, time.monotonic())
+            if to_request:
+                attachment.decisions.outbox.promote(to_request)
                 self._end_call(attachment)
-        return len(to_send)
+        return len(to_request)
 
     # ------------------------------------------------------------------ steps
 

@@ -12,7 +12,7 @@ from kvd.broker.operations import Handler
 from kvd.broker.sessions import Engine, Request, Session
 from kvd.broker.state import BrokerState
 from kvd.broker.tiers.tiering import Tiering
-from kvd.cache.directory import Blocks, Refs
+from kvd.cache.directory import Blocks, ChunkRefs
 from kvd.cache.namespaces import Namespace
 from kvd.errors import Refusal
 from kvd_proto.jobs import IntArray
@@ -65,7 +65,7 @@ class Caching:
         blocks = _checked_blocks(step, namespace)
         finished = _checked_finished_requests(step)
         table, owner, state = namespace.table, engine.number, self._state
-        to_revoke: Refs = []
+        to_revoke: ChunkRefs = []
         if step.missed:
             table.misses.count(step.missed, now)
         if step.dropped:

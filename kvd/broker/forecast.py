@@ -38,12 +38,18 @@ class Forecast:
     def __init__(self, curve: MissCurve, chunks: float) -> None:
         self._curve = curve
         self._chunks = chunks
-        prompts = curve.asked * curve.tokens_per_key if curve.tokens_per_key else 0.0
-        looked_up = curve.tokens / prompts if curve.tokens and prompts else 1.0
-        self._engine_share = min(max(0.0, 1.0 - looked_up), MAX_ENGINE_SHARE)
-        self._curve_now = self._beyond_engine(curve.hit_ratio(chunks))
+        prompt_tokens = curve.prompt_keys * (curve.tokens_per_key or 0.0)
+        looked_up_share = 1.0
+        if curve.lookup_tokens and prompt_tokens:
+            looked_up_share = curve.lookup_tokens / prompt_tokens
+        # Engines look up only what they do not hold: the rest is their own share.
+        self._engine_share = min(max(0.0, 1.0 - looked_up_share), MAX_ENGINE_SHARE)
+        # By the curve; hit_ratio_now is measured.
+        self._curve_hit_ratio = self._beyond_engine(curve.hit_ratio(chunks))
         self._curve_ceiling = self._beyond_engine(curve.ceiling)
-        measured = curve.hit_tokens / curve.tokens if curve.tokens else self._curve_now
+        measured = (
+            curve.hit_tokens / curve.lookup_tokens if curve.lookup_tokens else self._curve_hit_ratio
+        )
         self.hit_ratio_now = min(1.0, measured)
         self.ceiling = max(self.hit_ratio_now, self._curve_ceiling)
 
@@ -51,7 +57,7 @@ class Forecast:
     def is_known(self) -> bool:
         """Whether enough requests have been seen, and the curve has any hits to anchor."""
         enough = self._curve.requests >= MIN_REQUESTS
-        return enough and (self._curve_now > 0 or not self.hit_ratio_now)
+        return enough and (self._curve_hit_ratio > 0 or not self.hit_ratio_now)
 
     def _beyond_engine(self, hit_ratio: float) -> float:
         """Convert a share of whole prompts into a share of what engines look up."""
@@ -60,9 +66,13 @@ class Forecast:
     def hit_ratio(self, chunks: float) -> float:
         """Return the share of looked-up tokens that a pool of this many chunks would find."""
         by_curve = self._beyond_engine(self._curve.hit_ratio(chunks))
-        if by_curve <= self._curve_now:
-            return self.hit_ratio_now * by_curve / self._curve_now if self._curve_now else 0.0
-        gained = (by_curve - self._curve_now) / (self._curve_ceiling - self._curve_now)
+        if by_curve <= self._curve_hit_ratio:
+            return (
+                self.hit_ratio_now * by_curve / self._curve_hit_ratio
+                if self._curve_hit_ratio
+                else 0.0
+            )
+        gained = (by_curve - self._curve_hit_ratio) / (self._curve_ceiling - self._curve_hit_ratio)
         return self.hit_ratio_now + gained * (self.ceiling - self.hit_ratio_now)
 
     def prefill_seconds(self, chunks: Sequence[float], per_token: float) -> list[float]:
@@ -73,7 +83,7 @@ class Forecast:
             per_token: seconds in which an engine computes a token that it misses now.
         """
         curve = self._curve
-        tokens_per_hour = curve.tokens / curve.seconds * 3600.0
+        tokens_per_hour = curve.lookup_tokens / curve.seconds * 3600.0
         now = self._relative_cost(self._chunks)
         seconds = [
             tokens_per_hour
@@ -94,25 +104,26 @@ class Forecast:
 def forecast(
     namespace: Namespace, pool: Pool, prefill_seconds: float | None
 ) -> schema.ForecastStatus | None:
-    """Return a namespace's forecast for the report; None if too little is model.
+    """Return a namespace's forecast for the report; None if too little is known.
 
     In a pool of another size the namespace gets the same part as now.
 
     Args:
         namespace: whose forecast.
         pool: its pool.
-        prefill_seconds: in which its engines compute a missed token; None if not model.
+        prefill_seconds: in which its engines compute a missed token; None if not known.
     """
     curve = namespace.table.curve
     if curve is None:
         return None
-    model = Forecast(curve, chunks := _reachable_chunks(namespace, pool))
-    if not model.is_known:
+    chunks = _reachable_chunks(namespace, pool)
+    estimate = Forecast(curve, chunks)
+    if not estimate.is_known:
         return None
     capacities = [*(factor * chunks for _, factor in SIZES), float("inf")]
     seconds: Sequence[float | None] = [None] * len(capacities)
-    if prefill_seconds is not None and curve.tokens and curve.seconds:
-        seconds = model.prefill_seconds(capacities, prefill_seconds)
+    if prefill_seconds is not None and curve.lookup_tokens and curve.seconds:
+        seconds = estimate.prefill_seconds(capacities, prefill_seconds)
     names = [
         *((name, int(factor * pool.cpu_bytes)) for name, factor in SIZES),
         ("unlimited", None),
@@ -120,14 +131,14 @@ def forecast(
     return schema.ForecastStatus(
         requests=int(curve.requests),
         first_time=curve.first_time,
-        ceiling=model.ceiling,
-        hit_ratio=model.hit_ratio_now,
+        ceiling=estimate.ceiling,
+        hit_ratio=estimate.hit_ratio_now,
         prefill_seconds_per_token=prefill_seconds,
         sizes=[
             schema.ForecastSize(
                 pool=name,
                 bytes=nbytes,
-                hit_ratio=model.hit_ratio(capacity),
+                hit_ratio=estimate.hit_ratio(capacity),
                 prefill_seconds_per_hour=per_hour,
             )
             for (name, nbytes), capacity, per_hour in zip(names, capacities, seconds, strict=True)

@@ -14,7 +14,7 @@ from kvd.broker.children import FatalImports, Lane
 from kvd.broker.effects import Effect, Notify, ToLane
 from kvd.broker.sessions import Engine, Registry, Session
 from kvd.broker.tiers.tier import Tiers
-from kvd.cache.directory import Refs
+from kvd.cache.directory import ChunkRefs
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.client_names import Peer
 from kvd.config.settings import Settings
@@ -167,7 +167,7 @@ class BrokerState:
             if session.registration is not None and session.registration.device == device
         ]
 
-    def revoke(self, namespace: Namespace, slots: Refs) -> list[Effect]:
+    def revoke(self, namespace: Namespace, slots: ChunkRefs) -> list[Effect]:
         """Order lanes to stop writing into DRAINING slots; they become FREE when all have."""
         devices = [lane.device for lane in self.lanes.values() if lane.up]
         namespace.table.slots.wait_for(devices, slots)
@@ -184,7 +184,7 @@ class BrokerState:
 
     def reset(
         self, namespace: Namespace, *, by_operator: bool = False
-    ) -> tuple[ResetDone, Refs, str]:
+    ) -> tuple[ResetDone, ChunkRefs, str]:
         """Drop every chunk of an open namespace; see `Namespaces.reset`."""
         if self.namespaces is None:
             raise IntegrityError(f"namespace {namespace.id.hex()[:8]} is in no pool")
@@ -265,7 +265,11 @@ class BackgroundTasks:
         return bool(self._tasks) or self._unswept is not None or bool(self._learners)
 
     def work(self) -> list[Effect]:
-        """Run a piece of the next task, of the sweep and of the learning; return effects."""
+        """Do one piece each of the sweep, the learning and the next unfinished task.
+
+        Returns:
+            The task's effects.
+        """
         if (unswept := self._unswept) is not None:
             unswept.table.sweep()
         if self._learners and not self._learners[-1].table.learn():

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from kvd.cache.adaptive import POLICIES
-from kvd.cache.directory import DirectoryWriter, Refs
+from kvd.cache.directory import ChunkRefs, DirectoryWriter
 from kvd.cache.ghosts import GhostCause, Ghosts, MissReasons
 from kvd.cache.ledger import LedgerChunks
 from kvd.cache.miss_curve import MissCurve
@@ -154,7 +154,7 @@ class ChunkTable:
 
     # ------------------------------------------- deadlines, owners, resets, removal
 
-    def expire(self, now: float) -> Refs:
+    def expire(self, now: float) -> ChunkRefs:
         """End leases and give up stores at their deadlines; returns the stores to be revoked."""
         self.uses.set_time(now)
         late = [slot for slot, deadline in self.slots.tickets.items() if deadline <= now]
@@ -164,21 +164,21 @@ class ChunkTable:
         self.slots.free_unpinned(unpinned)
         return self.slots.give_up(late)
 
-    def drop_owner(self, owner: int) -> Refs:
-        """End an owner's leases and loans, and give up its stores; returns these, to be revoked."""
+    def drop_owner(self, owner: int) -> ChunkRefs:
+        """End an owner's leases and loans; return its WRITING chunks, for the caller to revoke."""
         owned_by = self.directory.owner
         self.slots.free_unpinned(self.slots.leases.drop_owner(owner))
         self.lending.end_loans(owner)
         return self.slots.give_up([slot for slot in self.slots.tickets if owned_by(slot) == owner])
 
-    def reset(self, *, by_operator: bool = False) -> tuple[ResetDone, Refs]:
+    def reset(self, *, by_operator: bool = False) -> tuple[ResetDone, ChunkRefs]:
         """Drop every chunk: no lookup finds it from now on, and neither does the next daemon.
 
         Entries of the tier table become invalid, too. `sweep` frees the slots; pinned ones are
-        freed when their leases end. Schedulers' counts of offers are not reset.
+        freed when their leases end. The reuse filters of schedulers keep their counts.
 
         Returns:
-            The reply, and the chunks that were being written, to be revoked.
+            The reply, and the WRITING chunks, for the caller to revoke.
         """
         if self.directory.tiers is not None:
             self.directory.tiers.forget()

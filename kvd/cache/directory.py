@@ -53,7 +53,7 @@ _NOW_READY, _REMOVED = int(ChangeKind.READY), int(ChangeKind.REMOVED)
 Blocks: TypeAlias = tuple[int, int]
 """Consecutive blocks of a chunk: the first, and the count."""
 
-Refs: TypeAlias = list[tuple[int, int]]
+ChunkRefs: TypeAlias = list[tuple[int, int]]
 """References to chunks: slot and generation."""
 
 

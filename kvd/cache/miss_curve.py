@@ -71,9 +71,9 @@ class MissCurve:
     Attributes:
         num_keys: number of sampled keys in buckets.
         requests: number of finished requests in the curve.
-        asked: prompt keys of these requests.
-        hottest: of `asked`, those at the head of a prompt that were among the hottest.
-        tokens, hit_tokens: that engines looked up and found in the same time.
+        prompt_keys: prompt keys of these requests.
+        hottest: of `prompt_keys`, those at the head of a prompt that were among the hottest.
+        lookup_tokens, hit_tokens: that engines looked up and found in the same time.
         seconds: length of that time.
         tokens_per_key: None: not known.
     """
@@ -97,11 +97,11 @@ class MissCurve:
         # Of sampled prompt keys that were not among the hottest: sums of weights, and of weights
         # times positions. For those used before, the same by distance; the last bin has distances
         # of the largest pool and more.
-        self._sampled = self._sampled_depths = 0.0
+        self._sampled = self._sampled_positions = 0.0
         self._hits = [0.0] * (BINS + 1)
-        self._hit_depths = [0.0] * (BINS + 1)
-        self.requests = self.asked = self.hottest = 0.0
-        self.tokens = self.hit_tokens = self.seconds = 0.0
+        self._hit_positions = [0.0] * (BINS + 1)
+        self.requests = self.prompt_keys = self.hottest = 0.0
+        self.lookup_tokens = self.hit_tokens = self.seconds = 0.0
         self.tokens_per_key: float | None = None
         self._noted_at: float | None = None
         self._until_halving = HALVING_SECONDS
@@ -119,7 +119,7 @@ class MissCurve:
             return
         prompt = min(prompt, len(keys))
         self.requests += 1
-        self.asked += prompt
+        self.prompt_keys += prompt
         hottest = self._refresh_hottest(keys, prompt)
         self.hottest += hottest
         every = self._every
@@ -137,7 +137,7 @@ class MissCurve:
             if hottest <= position < prompt and by_own_hash == (position < cold_from):
                 count = every if position else 1
             self._sampled += count
-            self._sampled_depths += count * position
+            self._sampled_positions += count * position
             bucket = self._bucket_of(key)
             if bucket is None:
                 continue
@@ -147,7 +147,7 @@ class MissCurve:
             if count:
                 place = min(BINS, int(distance / self._bin_chunks))
                 self._hits[place] += count
-                self._hit_depths[place] += count * position
+                self._hit_positions[place] += count * position
             distance += weight  # keys ahead in the same prompt are hotter
             num_moved, weight_moved = moved.get(bucket, (0, 0))
             moved[bucket] = num_moved + 1, weight_moved + weight
@@ -229,7 +229,7 @@ class MissCurve:
         """
         gap = 0.0 if self._noted_at is None else min(now - self._noted_at, HALVING_SECONDS)
         self._noted_at = now
-        self.tokens += tokens
+        self.lookup_tokens += tokens
         self.hit_tokens += hit_tokens
         self.seconds += gap
         self._until_halving -= gap
@@ -238,14 +238,15 @@ class MissCurve:
             self._halve()
 
     def _halve(self) -> None:
+        """Halve all sums: lookups of an hour ago then count half."""
         self._hits = [weight / 2 for weight in self._hits]
-        self._hit_depths = [depth / 2 for depth in self._hit_depths]
+        self._hit_positions = [position / 2 for position in self._hit_positions]
         self.requests /= 2
-        self.asked /= 2
+        self.prompt_keys /= 2
         self.hottest /= 2
         self._sampled /= 2
-        self._sampled_depths /= 2
-        self.tokens /= 2
+        self._sampled_positions /= 2
+        self.lookup_tokens /= 2
         self.hit_tokens /= 2
         self.seconds /= 2
 
@@ -314,10 +315,10 @@ class MissCurve:
         A pool below a quarter of this one counts as a quarter of it, a pool of `LARGEST_POOL` times
         this one or more as unlimited.
         """
-        if not self.asked:
+        if not self.prompt_keys:
             return 0.0
         sampled_ratio = self._below(self._hits, chunks) / self._sampled if self._sampled else 0.0
-        return (self.hottest + (self.asked - self.hottest) * sampled_ratio) / self.asked
+        return (self.hottest + (self.prompt_keys - self.hottest) * sampled_ratio) / self.prompt_keys
 
     @property
     def ceiling(self) -> float:
@@ -327,13 +328,13 @@ class MissCurve:
     @property
     def first_time(self) -> float:
         """The share of prompt keys that no request had before, within the lookback."""
-        return 1.0 - self.ceiling if self.asked else 0.0
+        return 1.0 - self.ceiling if self.prompt_keys else 0.0
 
     def missed_depth(self, chunks: float) -> float:
         """Return the mean position in its prompt of a key that such a pool misses; 0: none is."""
         missed = self._sampled - self._below(self._hits, chunks)
-        depths = self._sampled_depths - self._below(self._hit_depths, chunks)
-        return depths / missed if missed > 0.5 else 0.0
+        positions = self._sampled_positions - self._below(self._hit_positions, chunks)
+        return positions / missed if missed > 0.5 else 0.0
 
     def _below(self, sums: Sequence[float], chunks: float) -> float:
         """Return the sum over distances below `chunks`, interpolated within a bin."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.directory import DirectoryWriter, Refs
+from kvd.cache.directory import ChunkRefs, DirectoryWriter
 from kvd.cache.ledger import Ledger, LedgerDescription, ledger_bytes
 from kvd.cache.recovery import PoolTrailer, ResetTable
 from kvd.cache.stores import MakeDescriptions
@@ -365,7 +365,7 @@ class Namespaces:
 
     def reset(
         self, namespace: Namespace, *, by_operator: bool = False
-    ) -> tuple[ResetDone, Refs, str]:
+    ) -> tuple[ResetDone, ChunkRefs, str]:
         """Drop every chunk of a namespace, for the next daemon, too.
 
         1. The reset file gets a new salt.

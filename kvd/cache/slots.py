@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvd.cache.directory import DirectoryWriter, Refs
+from kvd.cache.directory import ChunkRefs, DirectoryWriter
 from kvd.cache.eviction import EvictionPolicy
 from kvd.cache.leases import Leases, Loans
 from kvd.errors import IntegrityError
@@ -122,7 +122,7 @@ class Slots:
         self.filling.pop(slot, None)
         self.directory.make_ready(slot)
 
-    def give_up(self, slots: Sequence[int]) -> Refs:
+    def give_up(self, slots: Sequence[int]) -> ChunkRefs:
         """WRITING -> DRAINING.
 
         Returns:
@@ -141,7 +141,7 @@ class Slots:
         self.counts.dropped += len(slots) - len(filled)
         return self.refs([slot for slot in slots if not self._draining[slot]])
 
-    def wait_for(self, lanes: Collection[str], slots: Refs) -> None:
+    def wait_for(self, lanes: Collection[str], slots: ChunkRefs) -> None:
         """Free these DRAINING slots once each of these lanes has revoked them; at once if none."""
         for slot, _ in slots:
             self._draining[slot] = set(lanes)
@@ -247,7 +247,7 @@ class Slots:
         """No slot is on loan, being written, draining or pinned."""
         return not (self.loans or self.tickets or self._draining or self.leases.pins)
 
-    def refs(self, slots: Sequence[int]) -> Refs:
+    def refs(self, slots: Sequence[int]) -> ChunkRefs:
         """Return slots with their present generations."""
         return [(slot, self.directory.generation(slot)) for slot in slots]
 

@@ -12,7 +12,7 @@ A promotion needs no loan: the broker takes a slot (`ChunkPromotions.begin`), a 
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeAlias
 
-from kvd.cache.directory import Blocks, Refs, covers
+from kvd.cache.directory import Blocks, ChunkRefs, covers
 from kvd.cache.ghosts import GhostCause, Ghosts
 from kvd.cache.slots import Ints, Slots
 from kvd.cache.uses import ChunkUses
@@ -137,11 +137,17 @@ class Lending:
             slots += self._slots.reserve(need - len(slots), now)
         return slots, self._slots.lend(slots, owner, now)
 
-    def take_free(self, n: int, now: float, usable: int | None = None) -> list[int]:
+    def take_for_promotions(self, n: int, now: float, usable: int | None = None) -> list[int]:
         """Take up to `n` FREE slots for promotions; evicts chunks as needed.
 
         From free slots, then columns of other namespaces, then chunks of this namespace that are
-        evicted next. While only `usable` bytes of the pool are filled, from free slots alone.
+        evicted next.
+
+        Args:
+            n: number of slots.
+            now: monotonic seconds.
+            usable: bytes of the pool that are filled; then only free slots are taken. None: all
+                are.
         """
         self._uses.set_time(now)
         space = self._slots.space
@@ -312,7 +318,7 @@ class Stores:
         groups: Ints,
         *,
         ok: bool,
-    ) -> tuple[Refs, Refs]:
+    ) -> tuple[ChunkRefs, ChunkRefs]:
         """Process a lane's report about one rank's shares of these slots, [n] each.
 
         With the last expected share a chunk becomes READY. A chunk is given up if its share failed,
@@ -352,7 +358,7 @@ class Stores:
         self._counts.stale_reports += num_stale
         return self._slots.refs(ready), self._slots.give_up(list(failed))
 
-    def drop(self, keys: Sequence[bytes], owner: int) -> Refs:
+    def drop(self, keys: Sequence[bytes], owner: int) -> ChunkRefs:
         """Give up the stores of `owner` with these keys; returns the chunks to be revoked."""
         directory, dropped = self._directory, dict[int, None]()
         for key in keys:
@@ -399,7 +405,7 @@ class ChunkPromotions:
         missing = [key for key in dict.fromkeys(keys) if directory.find(key) < 0][:limit]
         if not missing:
             return []
-        slots = self._lending.take_free(len(missing), now, usable)
+        slots = self._lending.take_for_promotions(len(missing), now, usable)
         promotions: list[tuple[bytes, int, int]] = []
         unused: list[int] = []
         for key, slot in zip(missing, slots, strict=False):
@@ -442,7 +448,7 @@ class ChunkPromotions:
             self._uses.demotion_queues.note_promoted(slot)
         return True
 
-    def give_up(self, refs: Refs) -> Refs:
+    def give_up(self, refs: ChunkRefs) -> ChunkRefs:
         """Give up those of these promotions that are under way, and return them; see `begin`."""
         filling, generation = self._slots.filling, self._directory.generation
         under_way = [ref for ref in refs if ref[0] in filling and generation(ref[0]) == ref[1]]

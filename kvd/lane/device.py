@@ -121,7 +121,7 @@ class CompletedTransfer:
     error: str = ""
 
     @property
-    def nbytes(self) -> int:
+    def arrived_bytes(self) -> int:
         """Bytes known to have arrived."""
         return 0 if self.error else self.transfer.nbytes
 
@@ -132,12 +132,12 @@ class Device(ABC):
     Attributes:
         piece_bytes: size of a transfer while other jobs wait for their turn.
         bulk_bytes: size of a transfer while none does; at least `piece_bytes`.
-        pins: whether only pinned bytes of the pool can be used; see `pin_arena`.
+        needs_pinning: whether only pinned bytes of the pool can be used; see `pin_arena`.
     """
 
     piece_bytes: Mapping[Direction, int] = dict.fromkeys(Direction, PIECE_BYTES)
     bulk_bytes: Mapping[Direction, int] = piece_bytes
-    pins = False
+    needs_pinning = False
 
     @property
     @abstractmethod

@@ -170,7 +170,7 @@ class LaneJob(QueuedJob):
     progress_word: int = 0
     layer_ends: Sequence[int] = ()
     num_layers_reported: int = 0
-    pieces_in_flight: int = 0
+    transfers_in_flight: int = 0
     bytes_in_flight: int = 0
     moved_bytes: int = 0
     copy_ns: int = 0
@@ -182,7 +182,7 @@ class LaneJob(QueuedJob):
     direction: Direction = field(init=False)
     _chunks: Chunks | None = None
     _own_indices: Sequence[int] = ()
-    _own_slots: "array[int]" = field(init=False)  # set with `_chunks`
+    _own_slots: "array[int]" = field(init=False)  # set by `_compute_chunks`
     _own_generations: "array[int]" = field(init=False)
     _verified_heads: bytes = b""
 
@@ -192,16 +192,17 @@ class LaneJob(QueuedJob):
     @property
     def chunks(self) -> Chunks:
         """All chunks of the request. Computed on first use, since many jobs may be queued."""
-        if self._chunks is None:
-            blocks, factor = self.request.blocks, self.worker.layout.blocks_per_chunk
-            self._chunks = blocks.chunks(factor)
-            slots = self._chunks.slots
-            self._own_indices = (
-                range(len(slots)) if self.load else chunks_of_rank(self.worker, slots)
-            )
-            self._own_slots = _select(slots, self._own_indices)
-            self._own_generations = _select(self._chunks.generations, self._own_indices)
-        return self._chunks
+        return self._compute_chunks() if self._chunks is None else self._chunks
+
+    def _compute_chunks(self) -> Chunks:
+        """Set and return the request's chunks; set which of them the job moves."""
+        blocks, factor = self.request.blocks, self.worker.layout.blocks_per_chunk
+        self._chunks = chunks = blocks.chunks(factor)
+        slots = chunks.slots
+        self._own_indices = range(len(slots)) if self.load else chunks_of_rank(self.worker, slots)
+        self._own_slots = _select(slots, self._own_indices)
+        self._own_generations = _select(chunks.generations, self._own_indices)
+        return chunks
 
     @property
     def own_indices(self) -> Sequence[int]:
@@ -210,13 +211,15 @@ class LaneJob(QueuedJob):
         A load moves all. A store moves those that this rank writes, once it has started without
         those that the broker did not give to it.
         """
-        _ = self.chunks
+        if self._chunks is None:
+            self._compute_chunks()
         return self._own_indices
 
     @property
     def own_slots(self) -> Sequence[int]:
         """Slots of the chunks that the job moves, in the order of `own_indices`."""
-        _ = self.chunks
+        if self._chunks is None:
+            self._compute_chunks()
         return self._own_slots
 
     @property
@@ -246,7 +249,8 @@ class LaneJob(QueuedJob):
         """
         if self.load or self.is_void:
             return False
-        _ = self.chunks
+        if self._chunks is None:
+            self._compute_chunks()
         heads = self.binding.directory.heads(self._own_slots)
         return any_on_loan(heads, self._own_generations)
 
@@ -338,7 +342,7 @@ class LaneJob(QueuedJob):
         return (
             f"<LaneJob {self.direction} {self.request.job} of {self.worker.identity}: {self.state},"
             f" {self.num_submitted} of {len(self.runs)} runs submitted,"
-            f" {self.pieces_in_flight} pieces in flight>"
+            f" {self.transfers_in_flight} transfers in flight>"
         )
 
 
@@ -354,7 +358,7 @@ def check_pinned(job: LaneJob, device: Device) -> JobOutcome | None:
 
     Pinned slots stay pinned, so one check is enough.
     """
-    if not device.pins:
+    if not device.needs_pinning:
         return None
     slots = job.own_slots
     base, size = job.binding.order.arena_base, job.binding.slot_bytes

@@ -36,9 +36,9 @@ _log = logging.getLogger(__name__)
 
 # A request takes about 50 µs; a GPU moves 32 MiB, half of its bytes in flight, in 580 µs.
 REQUESTS_PER_TURN = 8
-SHORTEST_NAP = 20e-6  # seconds, as are the next three
-LONGEST_NAP = 1e-3
-PAUSE_EVERY = 1e-3
+SHORTEST_NAP_SECONDS = 20e-6
+LONGEST_NAP_SECONDS = 1e-3
+PAUSE_EVERY_SECONDS = 1e-3
 PAUSE_SECONDS = 30e-6
 PINNING_POLL_MS = 10
 LINGER_SECONDS = 0.5  # at the end, for replies to be read
@@ -55,6 +55,8 @@ class LaneService:
         incarnation: counts the lanes of this device since the broker's start.
         endpoint: where workers send jobs.
         link: to the broker.
+        device: the backend that copies.
+        pool_bytes: size of the pool, without the trailer.
         lifeline: the read end of this process's lifeline; owned by this object.
         limits: of each engine's queue.
     """
@@ -104,21 +106,21 @@ class LaneService:
             self._announce()
             nap = last_pause = 0.0
             while not self._has_stopped():
-                orders = self._wait(self._wait_ms(nap))
-                requests = self._server.pending
-                if orders:
+                has_orders = self._wait(self._wait_ms(nap))
+                has_requests = self._server.pending
+                if has_orders:
                     self._orders.read_orders()
-                if requests:
+                if has_requests:
                     self._serve_workers()
-                if self._device.pins:
+                if self._device.needs_pinning:
                     self._report_usable()
                 moved = self._runner.run_once()
                 self._reporter.report_ended()
                 self._reporter.forget_ended_connections()
                 if self._reporter.shares_due:  # after the replies, since waking the broker is slow
                     self._reporter.send_shares()
-                nap = self._back_off(nap, busy=moved or orders or requests)
-                if moved and len(self._runner) and not self._device.pins:
+                nap = self._back_off(nap, busy=moved or has_orders or has_requests)
+                if moved and len(self._runner) and not self._device.needs_pinning:
                     last_pause = self._pause(last_pause)
         except EOFError:
             _log.warning("the broker has exited: ending")
@@ -178,25 +180,25 @@ class LaneService:
             last = self._last_usable
             is_pinning = last.usable_bytes < self._pool_bytes and not last.error
             return PINNING_POLL_MS if is_pinning or self._runner.stopping else None
-        return 1 if nap >= LONGEST_NAP else 0
+        return 1 if nap >= LONGEST_NAP_SECONDS else 0
 
     def _back_off(self, nap: float, *, busy: bool) -> float:
         """Sleep for less than a poll can if jobs only wait; return for how long, in seconds."""
         if busy or not len(self._runner):
             return 0.0
-        if nap < LONGEST_NAP:
-            nap = max(2 * nap, SHORTEST_NAP)
+        if nap < LONGEST_NAP_SECONDS:
+            nap = max(2 * nap, SHORTEST_NAP_SECONDS)
             time.sleep(nap)
         return nap
 
     def _pause(self, last_pause: float) -> float:
-        """Sleep briefly if the last pause is `PAUSE_EVERY` ago; return when the last pause was.
+        """Between stores, sleep briefly every `PAUSE_EVERY_SECONDS`; return when that last was.
 
         Storing without a pause would delay processes that share the CPU, above all engines that
         load.
         """
         stores_only = self._runner.last_direction is Direction.STORE  # no load could move
-        if not stores_only or time.monotonic() - last_pause < PAUSE_EVERY:
+        if not stores_only or time.monotonic() - last_pause < PAUSE_EVERY_SECONDS:
             return last_pause
         time.sleep(PAUSE_SECONDS)
         return time.monotonic()
@@ -207,7 +209,7 @@ class LaneService:
             incarnation=self._incarnation,
             pid=os.getpid(),
             endpoint=self._endpoint,
-            pins=self._device.pins,
+            pins=self._device.needs_pinning,
             usable_bytes=self._last_usable.usable_bytes,
         )
         self._link.send(LINK.encode(ready), (self._lifeline,))

@@ -1,4 +1,4 @@
-"""All jobs of a lane: it admits them, starts them, submits their pieces, and ends them.
+"""All jobs of a lane: it admits them, starts them, submits their transfers, and ends them.
 
 No sockets: the caller takes the jobs that have ended, and reports them.
 """
@@ -26,7 +26,7 @@ class Runner:
     Attributes:
         clock: monotonic nanoseconds.
         stopping: no more jobs are accepted; the loop ends once the present ones have ended.
-        last_direction: of the last piece submitted.
+        last_direction: of the last transfer submitted.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Runner:
             return
         job.outcome = (status, text)
         self._queue.remove(job)
-        job.state = JobState.DRAINING if job.pieces_in_flight else JobState.ENDED
+        job.state = JobState.DRAINING if job.transfers_in_flight else JobState.ENDED
         self._retire_if_ended(job)
 
     def prioritize(self, job: LaneJob) -> None:
@@ -111,9 +111,9 @@ class Runner:
     def run_once(self) -> bool:
         """Time out, start and submit jobs, then poll the device; return whether anything moved on.
 
-        A piece is short while other jobs wait for its direction, so that turns come round quickly,
-        and long otherwise. The device's bytes in flight, not the size of pieces, bound how long a
-        new job waits.
+        A transfer is short while other jobs wait for its direction, so that turns come round
+        quickly, and long otherwise. The device's bytes in flight, not the size of transfers, bound
+        how long a new job waits.
         """
         now = self.clock()
         if now >= self._next_deadline:
@@ -122,9 +122,9 @@ class Runner:
                     self.stop(job, JobStatus.TIMEOUT, f"not done in {job.request.deadline_ms} ms")
             deadlines = (job.deadline_ns for job in self if job.deadline_ns > now)
             self._next_deadline = min(deadlines, default=math.inf)
-        moved = bool(len(self._queue)) and self._submit_pieces(now)
+        moved = bool(len(self._queue)) and self._submit_transfers(now)
         for completed in self._device.progress():
-            self._complete_piece(completed)
+            self._complete_transfer(completed)
             moved = True
         return moved
 
@@ -177,20 +177,20 @@ class Runner:
     def check_integrity(self) -> None:
         """Raise IntegrityError if jobs, queue and transfers disagree."""
         self._queue.check_integrity()
-        if sum(job.pieces_in_flight for job in self) != self._device.in_flight:
+        if sum(job.transfers_in_flight for job in self) != self._device.in_flight:
             raise IntegrityError(f"{len(self)} jobs and the device differ in transfers in flight")
         queued = set(self._queue)
         for job in self:
             is_queued = job in queued
             if job.state is JobState.QUEUED and not is_queued:
                 raise IntegrityError(f"{job!r} is queued nowhere")
-            if job.state is JobState.DRAINING and (is_queued or not job.pieces_in_flight):
+            if job.state is JobState.DRAINING and (is_queued or not job.transfers_in_flight):
                 raise IntegrityError(f"{job!r} drains nothing, or waits for a turn")
 
     # ------------------------------------------------------------ details
 
-    def _submit_pieces(self, now: int) -> bool:
-        """Submit pieces while the device has room; return whether there were any."""
+    def _submit_transfers(self, now: int) -> bool:
+        """Submit transfers while the device has room; return whether there were any."""
         queue, has_room, may_start = self._queue, self._device.has_room, _start_check(now)
         submitted = False
         while len(queue):
@@ -203,14 +203,14 @@ class Runner:
         return submitted
 
     def _advance(self, job: LaneJob) -> None:
-        """Start the job if it is queued, then submit its next piece; stop it if it may not move."""
+        """Start a queued job, then submit its next transfer; stop the job if it may not move."""
         if job.state is JobState.QUEUED and not self._start(job):
             return
         if not job.all_submitted:
             if job.is_void:
                 self.stop(job, JobStatus.VOID, VOID_TEXT)
                 return
-            self._submit_piece(job)
+            self._submit_transfer(job)
         if job.all_submitted:
             self._queue.remove(job)
             self._complete_if_moved(job)
@@ -234,7 +234,7 @@ class Runner:
         self._queue.start(job)
         return True
 
-    def _submit_piece(self, job: LaneJob) -> None:
+    def _submit_transfer(self, job: LaneJob) -> None:
         device, direction, begin = self._device, job.direction, job.num_submitted
         end, nbytes = job.runs.next_piece(begin, device.bulk_bytes[direction])
         short_bytes = device.piece_bytes[direction]
@@ -248,15 +248,15 @@ class Runner:
             return
         self.last_direction = direction
         job.num_submitted = end
-        job.pieces_in_flight += 1
+        job.transfers_in_flight += 1
         job.bytes_in_flight += nbytes
 
-    def _complete_piece(self, completed: CompletedTransfer) -> None:
+    def _complete_transfer(self, completed: CompletedTransfer) -> None:
         """Count a transfer that has ended; report layers, or end the job if that was its last."""
         job: LaneJob = completed.transfer.job
-        job.pieces_in_flight -= 1
+        job.transfers_in_flight -= 1
         job.bytes_in_flight -= completed.transfer.nbytes
-        job.moved_bytes += completed.nbytes
+        job.moved_bytes += completed.arrived_bytes
         job.copy_ns += completed.nanoseconds
         if completed.error:
             fields = {**job.worker.identity.fields, "job": job.request.job}
@@ -264,7 +264,7 @@ class Runner:
             self.stop(job, JobStatus.FAILED, completed.error)
         elif job.layer_ends:
             self._report_layers(job)
-        if job.state is JobState.DRAINING and not job.pieces_in_flight:
+        if job.state is JobState.DRAINING and not job.transfers_in_flight:
             job.state = JobState.ENDED
             self._retire_if_ended(job)
         else:
@@ -284,7 +284,7 @@ class Runner:
 
     def _complete_if_moved(self, job: LaneJob) -> None:
         """End a job whose bytes have all moved: OK if its slots are still valid."""
-        if job.state is JobState.COPYING and not job.pieces_in_flight and job.all_submitted:
+        if job.state is JobState.COPYING and not job.transfers_in_flight and job.all_submitted:
             job.outcome = job.check_slots() or (JobStatus.OK, "")
             job.state = JobState.ENDED
             self._retire_if_ended(job)

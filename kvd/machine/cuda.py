@@ -93,7 +93,7 @@ class Undo(ExitStack):
     """
 
     def add(self, undo: Callable[..., object], *arguments: object) -> None:
-        """Call `undo` with these arguments at the end."""
+        """Call `undo` with these arguments when the block ends."""
 
         def exit_(_kind: object, error: BaseException | None, _trace: object) -> None:
             try:

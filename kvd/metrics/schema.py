@@ -342,10 +342,10 @@ class TierStatus:
         "Bytes of chunks on their way up", "kvd_tier_queued_bytes", direction="get"
     )
     latency_seconds: float = gauge(
-        "What a get takes apart from its bytes, by the last ones", "kvd_tier_latency_seconds"
+        "Time of a get before its bytes move, from the latest gets", "kvd_tier_latency_seconds"
     )
     bytes_per_second: float = gauge(
-        "How fast gets are, by the last ones; 0 before the first", "kvd_tier_bytes_per_second"
+        "How fast gets are, from the latest gets; 0 before the first", "kvd_tier_bytes_per_second"
     )
     counters: TierCounts = part(prefix="kvd_tier_")
 

@@ -314,7 +314,7 @@ def _kv_heads(fields: Config, query_heads: int) -> int:
 
 
 def _windows(fields: Config, layers: int) -> tuple[int | None, ...]:
-    """Return each layer's window, by the model's rules."""
+    """Return each layer's window: by layer_types, every n-th layer, or the first with a window."""
     kinds = fields.get("layer_types")
     if kinds is not None:
         return _listed_windows(fields, kinds, layers)

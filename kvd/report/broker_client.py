@@ -45,7 +45,7 @@ class BrokerClient:
 
     def __init__(self, runtime_dir: Path) -> None:
         self._runtime_dir = runtime_dir
-        self._control: ToolConnection | None = None
+        self._connection: ToolConnection | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvd-ask")
         self._under_way: dict[type[Message], asyncio.Task[Message]] = {}
         self._report: dict[str, Any] = {}
@@ -98,22 +98,27 @@ class BrokerClient:
         self.silent_since = self.silent_since or time.time()
         loop = asyncio.get_running_loop()
         try:
-            reply = await loop.run_in_executor(self._thread, self._talk, message, reply_type)
+            reply = await loop.run_in_executor(
+                self._thread, self._request_blocking, message, reply_type
+            )
         finally:
             del self._under_way[type(message)]
         self.silent_since = time.time() if self._under_way else None
         return reply
 
-    def _talk(self, message: Message, reply_type: type[Message]) -> Message:
-        """Send a request and return its reply; connect if needed. Runs in the client's thread."""
+    def _request_blocking(self, message: Message, reply_type: type[Message]) -> Message:
+        """Send a request and return its reply; connect if needed.
+
+        Runs in `_thread`. A refusal, too, is NotRunning.
+        """
         try:
-            if self._control is None:
-                self._control = ToolConnection(self._runtime_dir, CONNECT_SECONDS)
-            return self._control.ask(message, reply_type, GIVE_UP_SECONDS)
+            if self._connection is None:
+                self._connection = ToolConnection(self._runtime_dir, CONNECT_SECONDS)
+            return self._connection.ask(message, reply_type, GIVE_UP_SECONDS)
         except (Refusal, NotRunning) as error:
-            if self._control is not None:
-                self._control.close()
-                self._control = None
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
             if isinstance(error, Refusal):
                 raise NotRunning(f"the daemon refused ({error.code}): {error}") from error
             raise

@@ -90,15 +90,15 @@ class Notifier:
         if self.is_due(now) and not self._unsent:
             pool_bytes = state.allocated_bytes + state.pinned_bytes
             progress = None if state.pool_usable else float(pool_bytes)
-            self._queue(self.lines(now, _state_text(state, now), progress))
+            self._queue(self.take_lines(now, _state_text(state, now), progress))
         self._flush()
 
     def is_due(self, now: float) -> bool:
         """Return whether a message may be due at `now` (monotonic seconds)."""
         return not self._ready_sent or now >= min(self._next_beat, self._next_text)
 
-    def lines(self, now: float, text: str, progress: float | None) -> list[str]:
-        """Return the lines to send at `now`; empty if nothing has changed.
+    def take_lines(self, now: float, text: str, progress: float | None) -> list[str]:
+        """Return the lines due at `now`, and count them as sent.
 
         Args:
             now: monotonic seconds.

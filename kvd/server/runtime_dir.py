@@ -39,7 +39,7 @@ class RuntimeDir:
             )
         self.broker_socket = self.path / "broker.sock"
         self.http_socket = self.path / "http.sock"
-        self.lock_file = self.path / "kvd.lock"
+        self.pid_file = self.path / "kvd.lock"
         self.resets = self.path / "kvd.resets"  # persistent, see kvd.server.state_files
         self._lock_fd = -1
 
@@ -65,12 +65,12 @@ class RuntimeDir:
                             " another directory with --runtime-dir"
                         )
                 self._remove_sockets()
-                self.lock_file.unlink(missing_ok=True)
-                lock_file_fd = os.open(
-                    self.lock_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640
+                self.pid_file.unlink(missing_ok=True)
+                pid_file_fd = os.open(
+                    self.pid_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640
                 )
-                os.write(lock_file_fd, f"{os.getpid()}\n".encode())
-                os.close(lock_file_fd)
+                os.write(pid_file_fd, f"{os.getpid()}\n".encode())
+                os.close(pid_file_fd)
                 undo.pop_all()
         except BlockingIOError:
             raise AlreadyRunning(
@@ -94,7 +94,7 @@ class RuntimeDir:
     def _lock_holder_pid(self) -> str:
         """Return the pid in ``kvd.lock``, in that daemon's own pid namespace, or `unknown`."""
         try:
-            fd = os.open(self.lock_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            fd = os.open(self.pid_file, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with os.fdopen(fd, "rb") as file:
                 pid = file.read(32).strip()
         except OSError:
@@ -105,7 +105,7 @@ class RuntimeDir:
         """Remove this daemon's sockets and lock file, and unlock the directory."""
         if self._lock_fd >= 0:
             self._remove_sockets()
-            self.lock_file.unlink(missing_ok=True)
+            self.pid_file.unlink(missing_ok=True)
             os.close(self._lock_fd)
             self._lock_fd = -1
 

@@ -304,7 +304,9 @@ def last_pool_dir(runtime_dir: Path) -> Path | None:
 
 
 def remember_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:
-    """Record this daemon's `pool_dir`, and log the other recorded ones that still hold a pool.
+    """Record this daemon's `pool_dir`.
+
+    Those of earlier daemons that still hold a pool are logged and kept; the rest are forgotten.
 
     Args:
         runtime_dir: of this daemon, locked, an absolute path.

@@ -101,7 +101,7 @@ class Listener:
             self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
 
     def close(self) -> None:
-        """ListenAddress no more."""
+        """Stop listening."""
         self.socket.close()
         if self._spare >= 0:
             os.close(self._spare)

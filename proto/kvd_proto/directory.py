@@ -277,36 +277,36 @@ class DirectoryView:
             raise DirectoryError("directories are little-endian, this machine is not")
         whole = memoryview(buffer).cast("B")
         self.header = DirectoryHeader.unpack(whole)
-        head = self.header
+        header = self.header
         self._whole = whole
-        self._records = whole[head.records_offset : head.index_offset]
+        self._records = whole[header.records_offset : header.index_offset]
         self._floor = whole[FLOOR_AT : FLOOR_AT + 8].cast("Q")
-        self._index = whole[head.index_offset : head.changes_offset].cast("Q")
-        self.changes = ChangesView(whole, head.changes_offset, head.change_capacity)
+        self._index = whole[header.index_offset : header.changes_offset].cast("Q")
+        self.changes = ChangesView(whole, header.changes_offset, header.change_capacity)
         self.tiers = self._view_tiers(whole)
-        self._mask = head.index_capacity - 1
-        self._limit = head.probe_limit
-        self.num_slots = head.num_slots
-        self.blocks_per_chunk = head.blocks_per_chunk
-        self.boot_id = head.boot_id
+        self._mask = header.index_capacity - 1
+        self._probe_limit = header.probe_limit
+        self.num_slots = header.num_slots
+        self.blocks_per_chunk = header.blocks_per_chunk
+        self.boot_id = header.boot_id
         self._records_bytes = len(self._records)
-        at = head.records_offset
-        table = np.frombuffer(whole, RECORD_DTYPE, head.num_slots, at)
+        offset = header.records_offset
+        table = np.frombuffer(whole, RECORD_DTYPE, header.num_slots, offset)
         self._columns: dict[str, npt.NDArray[Any]] = {
             name: table[name] for name in ("generation", "state")
         }
-        kind, strides = f"V{_HEAD_BYTES}", (RECORD_BYTES,)
+        item_type, strides = f"V{_HEAD_BYTES}", (RECORD_BYTES,)
         # Items without fields: numpy gathers them ten times as fast.
         self._heads: npt.NDArray[Any] = np.ndarray(
-            (head.num_slots,), kind, buffer=whole, offset=at, strides=strides
+            (header.num_slots,), item_type, buffer=whole, offset=offset, strides=strides
         )
 
     def _view_tiers(self, whole: memoryview) -> TierTableView | None:
-        head = self.header
-        if not head.num_tiers:
+        header = self.header
+        if not header.num_tiers:
             return None
-        at, homes, limit = head.tiers_offset, head.tier_capacity, head.probe_limit
-        return TierTableView(whole, at, homes, limit, head.num_tiers)
+        offset, homes, limit = header.tiers_offset, header.tier_capacity, header.probe_limit
+        return TierTableView(whole, offset, homes, limit, header.num_tiers)
 
     def find(self, key: bytes) -> int:
         """Return the slot of a WRITING or READY chunk, or -1."""
@@ -314,7 +314,7 @@ class DirectoryView:
         if not 0 < size <= KEY_BYTES:
             return -1
         hash32 = crc32(key)
-        index, mask, probes_left = self._index, self._mask, self._limit
+        index, mask, probes_left = self._index, self._mask, self._probe_limit
         i = hash32 & mask
         while probes_left and (entry := index[i]):
             if entry >> 32 == hash32:
@@ -343,7 +343,7 @@ class DirectoryView:
         if not 0 < size <= KEY_BYTES:
             return _MISS
         hash32 = crc32(key)
-        index, mask, probes_left = self._index, self._mask, self._limit
+        index, mask, probes_left = self._index, self._mask, self._probe_limit
         i = hash32 & mask
         while probes_left and (entry := index[i]):
             if entry >> 32 == hash32:
@@ -376,7 +376,7 @@ class DirectoryView:
         if not 0 < size <= KEY_BYTES:
             return None
         hash32 = crc32(key)
-        index, mask, probes_left = self._index, self._mask, self._limit
+        index, mask, probes_left = self._index, self._mask, self._probe_limit
         i = hash32 & mask
         while probes_left and (index_entry := index[i]):
             if index_entry >> 32 == hash32:

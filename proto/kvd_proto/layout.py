@@ -292,16 +292,16 @@ def _check_group(layout: RankLayout, index: int, group: GroupSpec) -> None:
 def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) -> None:
     """Check that the ranks of one engine agree.
 
-    All ranks must have the same num_blocks, null block, factors and groups; ranks of one pipeline
-    stage also the same page sizes and contents. Other stages hold other layers, so several stages
-    cannot hold replicated shares.
+    All ranks must have the same num_blocks, null block, blocks_per_chunk, hash_block_size,
+    replicated and groups; ranks of one pipeline stage also the same page sizes and contents. Other
+    stages hold other layers, so several stages cannot hold replicated shares.
 
     Raises:
-        LayoutError: they differ; the text names a rank and both figures.
+        LayoutError: they differ; the text names the first rank that differs, and both values.
     """
     for name in ("num_blocks", "null_block", "blocks_per_chunk", "hash_block_size", "replicated"):
-        _agree(name, layouts, attrgetter(name))
-    _agree("groups (kind, block size, window)", layouts, attrgetter("kinds"), _kinds)
+        _check_equal(name, layouts, attrgetter(name))
+    _check_equal("groups (kind, block size, window)", layouts, attrgetter("kinds"), _kinds)
     stage_of = {rank: stages[rank] for rank in sorted(layouts)}
     if len(set(stage_of.values())) > 1 and any(layout.replicated for layout in layouts.values()):
         raise LayoutError(
@@ -310,26 +310,26 @@ def compare_ranks(layouts: Mapping[int, RankLayout], stages: Mapping[int, int]) 
         )
     for stage in sorted(set(stage_of.values())):
         members = {rank: layout for rank, layout in layouts.items() if stage_of[rank] == stage}
-        _agree(f"page sizes (stage {stage})", members, attrgetter("pages"), _page_sizes)
-        _agree(f"contents (stage {stage})", members, attrgetter("contents"), _contents)
-        _agree(f"bytes per chunk (stage {stage})", members, attrgetter("slot_bytes"))
+        _check_equal(f"page sizes (stage {stage})", members, attrgetter("pages"), _page_sizes)
+        _check_equal(f"contents (stage {stage})", members, attrgetter("contents"), _contents)
+        _check_equal(f"bytes per chunk (stage {stage})", members, attrgetter("slot_bytes"))
 
 
-def _agree(
+def _check_equal(
     name: str,
     layouts: Mapping[int, RankLayout],
-    figure: Callable[[RankLayout], Hashable],
+    value_of: Callable[[RankLayout], Hashable],
     shown: Callable[[RankLayout], object] | None = None,
 ) -> None:
-    """Check that `figure` is equal for all ranks; the error has `shown` if that is more telling."""
-    figures = {rank: figure(layout) for rank, layout in layouts.items()}
-    votes = Counter(figures[rank] for rank in sorted(figures))
+    """Check that `value_of` is equal for all ranks; the error has `shown` instead if given."""
+    values = {rank: value_of(layout) for rank, layout in layouts.items()}
+    votes = Counter(values[rank] for rank in sorted(values))
     if len(votes) <= 1:
         return
     usual = max(votes, key=votes.__getitem__)  # in a tie, the lowest rank's
-    odd = next(rank for rank in sorted(figures) if figures[rank] != usual)
-    others = [rank for rank in sorted(figures) if figures[rank] == usual]
-    show = shown or figure
+    odd = next(rank for rank in sorted(values) if values[rank] != usual)
+    others = [rank for rank in sorted(values) if values[rank] == usual]
+    show = shown or value_of
     raise LayoutError(
         f"rank {odd} reports {name} = {show(layouts[odd])}, rank(s) {others} report"
         f" {show(layouts[others[0]])}; start all ranks with the same model and settings"

@@ -127,18 +127,18 @@ class TierTableView:
             return None
         hash32 = crc32(key)
         same = hash32 << 32 | size << 16
-        words, at = self._words, (hash32 & self._mask) * WORDS
-        end = at + self._limit * WORDS
-        while at < end and (word := words[at]):
+        words, index = self._words, (hash32 & self._mask) * WORDS
+        end = index + self._limit * WORDS
+        while index < end and (word := words[index]):
             if word & SAME == same:
-                body = BODY_READERS[size](self._bytes, at * 8 + 8)
+                body = BODY_READERS[size](self._bytes, index * 8 + 8)
                 epoch, time, first, count, group, stored = body
-                if stored == key and epoch == self._epoch[0] and words[at] == word:
+                if stored == key and epoch == self._epoch[0] and words[index] == word:
                     if word & 0xFF == HELD:
                         return TierEntry(word >> 8 & 0xFF, first, count, group)
                     age = (monotonic_ns() // 1_000_000 - time) & 0xFFFF_FFFF
                     return TierEntry(0, 0, 0, 0) if age < ABSENT_MS else None
-            at += WORDS
+            index += WORDS
         return None
 
     def health(self, tier: int) -> TierHealth:
@@ -149,8 +149,8 @@ class TierTableView:
         """
         if not 0 <= tier < self.num_tiers:
             raise IndexError(f"tier {tier} of {self.num_tiers}")
-        at = tier * STATUS_STRIDE // 8
-        usable, latency, rate, queued = self._status[at : at + 4]
+        first_word = tier * STATUS_STRIDE // 8
+        usable, latency, rate, queued = self._status[first_word : first_word + 4]
         return TierHealth(bool(usable), latency, rate, queued)
 
     def held_chunks(self, begin: int, end: int) -> list[tuple[bytes, TierEntry]]:
@@ -164,10 +164,10 @@ class TierTableView:
         # No place between an entry and its home is ever empty, so no entry moves to a place that
         # is empty now.
         for place in np.flatnonzero(states[begin:end])[::-1].tolist():
-            at = (begin + place) * WORDS
-            word = words[at]
-            entry_epoch, _, first, count, group, key = read(self._bytes, at * 8 + 8)
-            if word & 0xFF == HELD and entry_epoch == epoch and words[at] == word:
+            index = (begin + place) * WORDS
+            word = words[index]
+            entry_epoch, _, first, count, group, key = read(self._bytes, index * 8 + 8)
+            if word & 0xFF == HELD and entry_epoch == epoch and words[index] == word:
                 entry = TierEntry(word >> 8 & 0xFF, first, count, group)
                 chunks.append((key[: word >> 16 & 0xFF], entry))
         return chunks

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from kvd.broker.tiers.breaker import (
     FIRST_PAUSE,
-    LONGEST_PAUSE,
+    LONGEST_PAUSE_SECONDS,
     QUIET_SECONDS,
     TRANSITIONS,
     Breaker,
@@ -110,14 +110,14 @@ def test_pauses_double_up_to_five_seconds_and_begin_anew_after_a_quiet_time() ->
         now = breaker.retry_at
         breaker.check(now, outstanding=False)
         breaker.batch_ended(now, failed=True)
-    assert pauses == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE) for i in range(8)]
+    assert pauses == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE_SECONDS) for i in range(8)]
     assert breaker.opened == {"late": 1}
     now = breaker.retry_at
     breaker.check(now, outstanding=False)
     breaker.batch_ended(now, failed=False)
     assert breaker.closed
     breaker.trip("lost", now + 1, "it ended")
-    assert breaker.retry_at == now + 1 + LONGEST_PAUSE
+    assert breaker.retry_at == now + 1 + LONGEST_PAUSE_SECONDS
     now = breaker.retry_at
     breaker.check(now, outstanding=False)
     breaker.batch_ended(now, failed=False)
@@ -179,5 +179,5 @@ def test_it_is_never_used_but_by_way_of_a_probe(events: list[tuple[str, float]])
         if after is BreakerState.HALF_OPEN and before is BreakerState.OPEN:
             assert now >= due
         if after is BreakerState.OPEN and before is not BreakerState.OPEN:
-            assert FIRST_PAUSE <= breaker.retry_at - now + 1e-9 <= LONGEST_PAUSE + 1e-6
+            assert FIRST_PAUSE <= breaker.retry_at - now + 1e-9 <= LONGEST_PAUSE_SECONDS + 1e-6
             assert breaker.reason

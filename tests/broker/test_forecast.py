@@ -22,7 +22,7 @@ class KnownCurve(MissCurve):
         super().__init__(POOL)
         self._sizes = [0.0, *(float(name.removeprefix("at_")) for name in percent)]
         self._ratios = [0.0, *(value / 100 for value in percent.values())]
-        self.requests = self.asked = 1000.0
+        self.requests = self.prompt_keys = 1000.0
         self.tokens_per_key = 16.0
 
     def hit_ratio(self, chunks: float) -> float:
@@ -85,7 +85,7 @@ def test_prefill_time_grows_with_the_position() -> None:
         for other in range(10):
             curve.record([b"%d/%d/%d" % (number, other, place) for place in range(4)], 4)
     curve.note_lookups(0, 0, 0.0)
-    tokens = int(curve.asked * curve.tokens_per_key)
+    tokens = int(curve.prompt_keys * curve.tokens_per_key)
     curve.note_lookups(tokens, int(tokens * curve.hit_ratio(POOL)), 1800.0)
     forecast = Forecast(curve, POOL)
     smaller, now = forecast.prefill_seconds([POOL / 2, POOL], 0.001)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.directory import Blocks, Refs, covers
+from kvd.cache.directory import Blocks, ChunkRefs, covers
 from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
 from kvd.cache.recovery import ResetTable
 from kvd.cache.stores import MakeDescriptions
@@ -93,7 +93,7 @@ def removed(table: ChunkTable, since: int) -> list[bytes]:
     return [change[8] for change in changes if change[7] == ChangeKind.REMOVED]
 
 
-def loans_of(table: ChunkTable, owner: int = 1) -> Refs:
+def loans_of(table: ChunkTable, owner: int = 1) -> ChunkRefs:
     """The loans of an owner, lent first first: slots, and the generations that they will have."""
     return [(slot, each) for lent_to, slot, each in table.slots.loans.entries() if lent_to == owner]
 

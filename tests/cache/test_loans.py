@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.directory import Refs
+from kvd.cache.directory import ChunkRefs
 from kvd.cache.eviction import SlotLists
 from kvd.cache.ghosts import GhostCause
 from kvd.config.values import Quota
@@ -28,7 +28,9 @@ from tests.cache.tables import (
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
 
-def lend(table: ChunkTable, need: int, owner: int = 1, engines: int = 1, now: float = 0.0) -> Refs:
+def lend(
+    table: ChunkTable, need: int, owner: int = 1, engines: int = 1, now: float = 0.0
+) -> ChunkRefs:
     """What one of so many engines is lent."""
     slots, generations = table.lending.lend(owner, need, engines, now)
     return list(zip(slots, generations, strict=True))
@@ -37,7 +39,7 @@ def lend(table: ChunkTable, need: int, owner: int = 1, engines: int = 1, now: fl
 def begin(
     table: ChunkTable,
     keys: list[bytes],
-    refs: Refs,
+    refs: ChunkRefs,
     owner: int = 1,
     blocks: Sequence[tuple[int, int]] = (),
     now: float = 0.0,
@@ -48,8 +50,12 @@ def begin(
 
 
 def share(
-    table: ChunkTable, refs: Refs, rank: int = 0, owner: int = 1, blocks: tuple[int, int] = (0, 4)
-) -> tuple[Refs, Refs]:
+    table: ChunkTable,
+    refs: ChunkRefs,
+    rank: int = 0,
+    owner: int = 1,
+    blocks: tuple[int, int] = (0, 4),
+) -> tuple[ChunkRefs, ChunkRefs]:
     """A lane reports a rank's share of these slots: what is READY now, what was given up."""
     n, (first, count) = len(refs), blocks
     slots, generations = [slot for slot, _ in refs], [generation for _, generation in refs]

@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 )
 
 from kvd.cache.chunks import GHOSTS_PER_SLOT
-from kvd.cache.directory import Refs
+from kvd.cache.directory import ChunkRefs
 from kvd.cache.ghosts import GhostCause
 from kvd.cache.namespaces import Namespace, Namespaces
 from kvd.config.values import Quota
@@ -132,7 +132,7 @@ class Model:
         """The ranks that have to write a slot."""
         return {slot % self.world_size} if self.replicated else set(range(self.world_size))
 
-    def give_up(self, keys: list[bytes], refs: Refs) -> None:
+    def give_up(self, keys: list[bytes], refs: ChunkRefs) -> None:
         """These WRITING chunks are DRAINING now, and exactly the stores were reported."""
         gone = [self.chunks.pop(key) for key in keys]
         assert sorted(refs) == sorted(chunk.ref for chunk in gone if not chunk.tier)

@@ -32,22 +32,22 @@ class Stack:
     def __init__(self) -> None:
         self.keys: list[bytes] = []
         self.distances: list[int] = []
-        self.asked = 0
+        self.prompt_keys = 0
 
     def record(self, keys: Sequence[bytes], prompt: int) -> None:
         """Take in a request, as `MissCurve.record` does."""
-        self.asked += min(prompt, len(keys))
+        self.prompt_keys += min(prompt, len(keys))
         self.distances += [self.keys.index(key) for key in keys[:prompt] if key in self.keys]
         self.keys = [*keys, *(key for key in self.keys if key not in keys)]
 
     def hit_ratio(self, chunks: int) -> float:
         """Share of prompt keys that a pool of so many chunks finds."""
-        return sum(distance < chunks for distance in self.distances) / max(1, self.asked)
+        return sum(distance < chunks for distance in self.distances) / max(1, self.prompt_keys)
 
 
 @given(TURNS)
 def test_the_curve_of_all_keys_is_exact(turns: list[tuple[int, int, int, int]]) -> None:
-    """With prompts that branch, and answers that are stored without having been asked for."""
+    """With prompts that branch, and answers that are stored without having been prompt_keys for."""
     curve, stack = MissCurve(CHUNKS, sample_every=1), Stack()
     for conversation, branch, length, prompt in turns:
         keys = prompt_of(conversation, branch, length)
@@ -57,8 +57,8 @@ def test_the_curve_of_all_keys_is_exact(turns: list[tuple[int, int, int, int]]) 
     curve.check_integrity()
     for chunks in range(CHUNKS // 4, CHUNKS):
         assert curve.hit_ratio(chunks) == pytest.approx(stack.hit_ratio(chunks))
-    if stack.asked:
-        assert curve.ceiling == pytest.approx(len(stack.distances) / stack.asked)
+    if stack.prompt_keys:
+        assert curve.ceiling == pytest.approx(len(stack.distances) / stack.prompt_keys)
         assert curve.first_time == pytest.approx(1 - curve.ceiling)
 
 
@@ -166,12 +166,21 @@ def test_an_hour_halves_what_was_before() -> None:
     for number in range(8):
         curve.record([b"%d" % number], 1)
     curve.note_lookups(800, 0, HALVING_SECONDS)
-    assert (curve.requests, curve.asked, curve.first_time, curve.tokens) == (4, 4, 1, 400)
+    assert (curve.requests, curve.prompt_keys, curve.first_time, curve.lookup_tokens) == (
+        4,
+        4,
+        1,
+        400,
+    )
     for _ in range(8):
         curve.record([b"0"], 1)
     curve.note_lookups(800, 800, HALVING_SECONDS + 1)
     assert (curve.ceiling, curve.hit_ratio(16)) == (8 / 12, 8 / 12)
-    assert (curve.tokens, curve.hit_tokens, curve.seconds) == (1200, 800, HALVING_SECONDS / 2 + 1)
+    assert (curve.lookup_tokens, curve.hit_tokens, curve.seconds) == (
+        1200,
+        800,
+        HALVING_SECONDS / 2 + 1,
+    )
     curve.note_lookups(0, 0, 100 * HALVING_SECONDS)
-    assert (curve.requests, curve.tokens) == (6, 600)
+    assert (curve.requests, curve.lookup_tokens) == (6, 600)
     assert curve.seconds == (HALVING_SECONDS * 3 / 2 + 1) / 2

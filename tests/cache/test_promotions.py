@@ -6,7 +6,7 @@ import pytest
 
 from kvd.cache import uses
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.directory import Refs
+from kvd.cache.directory import ChunkRefs
 from kvd.cache.ledger import Ledger
 from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
 from kvd.cache.recovery import PoolTrailer
@@ -28,12 +28,12 @@ ONE = ("memory:,size=1MiB",)
 TWO = (*ONE, "disk:/somewhere,size=1MiB")
 
 
-def promote(table: ChunkTable, keys: list[bytes], now: float = 0.0, most: int = 99) -> Refs:
+def promote(table: ChunkTable, keys: list[bytes], now: float = 0.0, most: int = 99) -> ChunkRefs:
     """Let a tier fill these; the slots that it got."""
     return [(slot, each) for _, slot, each in table.promotions.begin(keys, TIER, now, 10.0, most)]
 
 
-def drained(table: ChunkTable, refs: Refs, name: str = TIER) -> int:
+def drained(table: ChunkTable, refs: ChunkRefs, name: str = TIER) -> int:
     """Who writes there says that nothing is under way; how many slots are free now."""
     return table.slots.revoked(name, [slot for slot, _ in refs], [each for _, each in refs])
 

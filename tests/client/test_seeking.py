@@ -16,7 +16,7 @@ from kvd_client import (
     UsageError,
 )
 from kvd_client import decisions as module
-from kvd_client.decisions import RESEND_SECONDS, SchedulerTiers
+from kvd_client.decisions import REREQUEST_SECONDS, SchedulerTiers
 from kvd_proto.messages import MAX_KEYS, Detached, Step
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, USABLE, FakeDaemon
 from tests.client.test_steps import steps, wait_steps
@@ -171,7 +171,7 @@ def test_what_is_sought_is_told_with_the_step(
 ) -> None:
     """All of it in one message, in order, beside what else was decided; nothing waits for it."""
     del table
-    monkeypatch.setattr(module, "RESEND_SECONDS", 3600.0)
+    monkeypatch.setattr(module, "REREQUEST_SECONDS", 3600.0)
     assert stepping.request_promotion([b"a", b"b"]) == 2
     ticket = stepping.prepare_store([b"new"])
     assert stepping.request_promotion([b"c", b"a", b"c"]) == 1
@@ -199,7 +199,7 @@ def test_a_key_is_told_again_after_a_while_or_when_it_was_loaded(
     fake_time = SimpleNamespace(monotonic=lambda: clock.now)
     monkeypatch.setattr("kvd_client.scheduler.time", fake_time)
     assert stepping.request_promotion([b"a", b"ready"]) == 2
-    clock.now += RESEND_SECONDS - 0.1
+    clock.now += REREQUEST_SECONDS - 0.1
     assert stepping.request_promotion([b"a", b"ready"]) == 0
     stepping.complete_load(stepping.prepare_load([b"ready"]))
     assert stepping.request_promotion([b"a", b"ready"]) == 1
@@ -224,12 +224,12 @@ def test_only_so_many_keys_are_remembered(
     table: TierTable, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest are forgotten first; those of one call are told of all the same."""
-    monkeypatch.setattr(module, "MAX_SENT_KEYS", 3)
+    monkeypatch.setattr(module, "MAX_REQUESTED_KEYS", 3)
     assert daemon.directory is not None
     tiers = SchedulerTiers(daemon.directory, table, (DISK,))
-    assert tiers.take_unsent([b"a", b"b", b"c", b"d"], 0.0) == [b"a", b"b", b"c", b"d"]
-    assert tiers.take_unsent([b"a", b"d"], 1.0) == [b"a"]
-    assert tiers.take_unsent([b"b"], 1.0) == [b"b"]
+    assert tiers.take_unrequested([b"a", b"b", b"c", b"d"], 0.0) == [b"a", b"b", b"c", b"d"]
+    assert tiers.take_unrequested([b"a", b"d"], 1.0) == [b"a"]
+    assert tiers.take_unrequested([b"b"], 1.0) == [b"b"]
 
 
 def test_more_than_a_message_holds_is_left_for_the_next_step(

@@ -160,7 +160,11 @@ def test_a_service_manager_that_does_not_read_or_is_gone_blocks_nothing(
 def test_the_watchdog_is_fed_at_half_its_interval() -> None:
     """A loop that turns feeds the watchdog every half interval, within one turn."""
     notices, turns = Notifier(watchdog_seconds=30.0), [turn / 4 for turn in range(480)]
-    fed = [at for at in turns if notices.is_due(at) and "WATCHDOG=1" in notices.lines(at, "", None)]
+    fed = [
+        at
+        for at in turns
+        if notices.is_due(at) and "WATCHDOG=1" in notices.take_lines(at, "", None)
+    ]
     gaps = [after - before for before, after in itertools.pairwise(fed)]
     assert len(gaps) >= 6
     assert all(15.0 <= gap <= 15.25 for gap in gaps)
@@ -170,8 +174,8 @@ def test_time_is_asked_for_only_while_the_pool_grows() -> None:
     """Progress since the last beat asks for one interval more; standing still and ready do not."""
     notices = Notifier(watchdog_seconds=10.0)
     extend = "EXTEND_TIMEOUT_USEC=10000000"
-    assert extend in notices.lines(0.0, "0 %", 0.0)
-    assert extend in notices.lines(5.0, "10 %", 10.0)
-    assert extend not in notices.lines(10.0, "10 %", 10.0)
-    assert extend in notices.lines(15.0, "11 %", 11.0)
-    assert extend not in notices.lines(20.0, "ready", None)
+    assert extend in notices.take_lines(0.0, "0 %", 0.0)
+    assert extend in notices.take_lines(5.0, "10 %", 10.0)
+    assert extend not in notices.take_lines(10.0, "10 %", 10.0)
+    assert extend in notices.take_lines(15.0, "11 %", 11.0)
+    assert extend not in notices.take_lines(20.0, "ready", None)

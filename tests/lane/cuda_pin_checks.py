@@ -11,7 +11,7 @@ import pytest
 
 from kvd.errors import ImportFailed
 from kvd.lane.cuda import driver
-from kvd.lane.cuda.pinning import LONGEST_PAUSE, PinnedPool
+from kvd.lane.cuda.pinning import LONGEST_PAUSE_SECONDS, PinnedPool
 from kvd.lane.device import Direction
 from kvd.pool.geometry import FillOrder
 from tests.asked import Asked
@@ -154,7 +154,7 @@ def others_have_the_driver_between_two_pieces(rig: CudaRig) -> None:
         eventually(lambda: not pool.pinned_bytes)
     assert len(busy) == 2 * PIECES
     for (began, ended), (next_began, _) in pairwise(busy):
-        assert next_began - ended >= min(ended - began, LONGEST_PAUSE)
+        assert next_began - ended >= min(ended - began, LONGEST_PAUSE_SECONDS)
 
 
 def a_registration_is_short(rig: CudaRig) -> None:

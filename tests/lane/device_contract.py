@@ -254,7 +254,7 @@ class DeviceContract:
         for direction, worker in ((Direction.STORE, memory), (Direction.LOAD, other_memory)):
             rig.submit(1, worker, direction, runs, pool_base)
             done = drain(rig.device)[1]
-            assert (done.nbytes, done.error) == (nbytes, "")
+            assert (done.arrived_bytes, done.error) == (nbytes, "")
             np.testing.assert_array_equal(rig.get_pool(0, 2**20), pool)
         for index, size in enumerate(self.SIZES):
             np.testing.assert_array_equal(rig.get(source, index, 0, size), data[index])

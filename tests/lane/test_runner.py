@@ -48,7 +48,7 @@ class HeldDevice(Device):
 
     piece_bytes = bulk_bytes = dict.fromkeys(Direction, PAGE)
 
-    pins = True
+    needs_pinning = True
 
     def __init__(self) -> None:
         self.flying: list[Transfer] = []
@@ -470,7 +470,7 @@ class RunnerMachine(RuleBasedStateMachine):
             return
         self.bench.runner.check_integrity()
         for job in self.bench.runner.take_ended():
-            assert job.pieces_in_flight == 0
+            assert job.transfers_in_flight == 0
             self.open.remove(job.request.job)
         assert {job.request.job for job in self.bench.runner} == self.open
 

@@ -36,7 +36,7 @@ class ExactWorkload(VllmWorkload):
     """Prompts whose answers do not depend on how much of them is found."""
 
     __slots__ = ()
-    NUMBER_BYTES: ClassVar[int] = 4
+    DTYPE_BYTES: ClassVar[int] = 4
 
     def write_options(self, place: Path, runtime_dir: Path) -> VllmServerOptions:
         """As `VllmWorkload` writes them, in float32."""

@@ -5,6 +5,8 @@ tree node together, wherever the node begins. kvd names a chunk by the hash of i
 fills it from its end: page i lies in the last block of the chunk that ends with it, page i - 1 in
 the block before. So chunks may begin anywhere, have any number of pages, and be looked up from any
 page. Equal hashes mean equal pages.
+
+SGLang's page is `page_size` tokens in every layer: a block of kvd, not the page of a layout.
 """
 
 import hashlib

@@ -121,9 +121,9 @@ class PoolEvents:
         self._to_event_hash = event_hash_function()
         self._tier_locality: str | None = _LOCAL
         self._device_pool: BlockPool | None = None
-        self._device_cache: object = None
-        self._is_behind = False
-        self._next_idle_time = clock()
+        self._device_cache: object = None  # its table at the last take: a reset replaces it
+        self._is_behind = False  # the last take left changes
+        self._next_idle_take = clock()
         self._announcer = Announcer(scheduler.description, self._tier_groups)
         self._pace = RepeatPace(repeat_seconds, clock())
 
@@ -145,7 +145,7 @@ class PoolEvents:
         if self._is_behind:
             return True
         now = self._clock()
-        return now >= self._next_idle_time and (
+        return now >= self._next_idle_take and (
             self._scheduler.changes_waiting
             or self._announcer.waiting
             or self._repeat_is_due(now)
@@ -160,7 +160,7 @@ class PoolEvents:
         """
         now = self._clock()
         if idle:
-            self._next_idle_time = now + IDLE_SECONDS
+            self._next_idle_take = now + IDLE_SECONDS
         if self._was_reset():
             assert self._device_pool is not None  # noqa: S101  # it was reset
             self._device_cache = self._device_pool.cached_block_hash_to_block

@@ -46,8 +46,8 @@ class Workload:
         prompt_tokens: length of each prompt.
     """
 
-    NUMBER_BYTES: ClassVar[int]
-    """Size of the engine's numbers."""
+    DTYPE_BYTES: ClassVar[int]
+    """Size of an element of `DTYPE`."""
 
     layers: int
     prompts: int
@@ -56,7 +56,7 @@ class Workload:
     @property
     def token_bytes(self) -> int:
         """KV bytes of one token in all layers."""
-        return self.layers * 2 * KV_HEADS * HEAD_DIM * self.NUMBER_BYTES
+        return self.layers * 2 * KV_HEADS * HEAD_DIM * self.DTYPE_BYTES
 
     @property
     def longest(self) -> int:
@@ -91,13 +91,13 @@ class EngineDemo(ABC, Generic[EngineT]):
     Attributes:
         MODULE: the engine's Python module.
         COMMAND: name of the demo's command, and of its target in the Makefile.
-        NUMBERS: type of the engine's numbers.
+        DTYPE: dtype of the model and its KV.
         CACHE: name of the engine's own KV cache.
     """
 
     MODULE: str
     COMMAND: str
-    NUMBERS: str
+    DTYPE: str
     CACHE: str
 
     def __init__(self, workload: Workload, console: Console) -> None:
@@ -142,7 +142,7 @@ class EngineDemo(ABC, Generic[EngineT]):
             console.print(
                 f"kvd:    a daemon with a pool of {format_size(workload.pool_bytes)}\n"
                 f"model:  dense, {workload.layers} layers, random weights;"
-                f" {format_size(workload.token_bytes)} of KV per token, {self.NUMBERS}\n"
+                f" {format_size(workload.token_bytes)} of KV per token, {self.DTYPE}\n"
                 f"{self.describe()}\n"
                 f"load:   {workload.prompts} prompts of {workload.prompt_tokens:,} tokens,"
                 f" {num_tokens:,} in all: they push each other out of the\n"
@@ -243,7 +243,7 @@ HITS = "vllm:external_prefix_cache_hits"
 class VllmWorkload(Workload):
     """A workload for vLLM with bfloat16."""
 
-    NUMBER_BYTES: ClassVar[int] = 2
+    DTYPE_BYTES: ClassVar[int] = 2
 
     @property
     def gpu_blocks(self) -> int:
@@ -271,7 +271,7 @@ class VllmWorkload(Workload):
 class VllmDemo(EngineDemo[VllmServer]):
     """The demo with vLLM."""
 
-    MODULE, COMMAND, NUMBERS, CACHE = "vllm", "demo-vllm", "bfloat16", "GPU cache"
+    MODULE, COMMAND, DTYPE, CACHE = "vllm", "demo-vllm", "bfloat16", "GPU cache"
     workload: VllmWorkload
 
     def describe(self) -> str:
@@ -313,7 +313,7 @@ class SglangWorkload(Workload):
     Without SGLang's kernels many CPUs are several times slower with bfloat16.
     """
 
-    NUMBER_BYTES: ClassVar[int] = 4
+    DTYPE_BYTES: ClassVar[int] = 4
 
     @property
     def device_tokens(self) -> int:
@@ -337,7 +337,7 @@ class SglangWorkload(Workload):
 class SglangDemo(EngineDemo[SglangServer]):
     """The demo with SGLang."""
 
-    MODULE, COMMAND, NUMBERS, CACHE = "sglang", "demo-sglang", "float32", "device cache"
+    MODULE, COMMAND, DTYPE, CACHE = "sglang", "demo-sglang", "float32", "device cache"
     workload: SglangWorkload
 
     def describe(self) -> str:

@@ -17,7 +17,7 @@ monotonic seconds, passed in: nothing here reads a clock.
 from collections import deque
 from enum import Enum, StrEnum, auto
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 5.0
+FIRST_PAUSE, LONGEST_PAUSE_SECONDS = 0.25, 5.0
 QUIET_SECONDS = 10.0
 """After this time in the closed state the pause starts from `FIRST_PAUSE` again."""
 RECENT_BATCHES, MIN_FAILED = 16, 4
@@ -138,7 +138,7 @@ class Breaker:
         self._signal(BreakerSignal.TRIP, now)
         if self.state is before:
             return
-        self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         self.retry_at, self.reason = now + self._pause, reason
         if before is BreakerState.CLOSED:  # a failed probe does not count again
             self.opened[label] = self.opened.get(label, 0) + 1

@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from kvd.broker.effects import ChunksReady, Effect, KillTier, LogEvent, NamespaceFds, ToTier
 from kvd.broker.state import BrokerState
-from kvd.broker.tiers.breaker import FIRST_PAUSE, LONGEST_PAUSE, QUIET_SECONDS, BreakerState
+from kvd.broker.tiers.breaker import FIRST_PAUSE, LONGEST_PAUSE_SECONDS, QUIET_SECONDS, BreakerState
 from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
 from kvd.broker.tiers.tier import TierBatch, TierNamespace, TierProcess
@@ -118,11 +118,11 @@ class Tiering:
             return NAMESPACES_SECONDS
         if self._pending_scans or (self.promotion.has_requests and not self.promotion.blocked):
             return 0.0
-        due = self.demotion.due(now)
-        check_due = any(tier.batches or not tier.breaker.closed for tier in self._state.tiers)
-        if check_due or self.promotion.has_requests or self.demotion.blocked:
-            due = min(due, max(0.0, self._checked_at + LIVENESS_SECONDS - now))
-        return min(due, NAMESPACES_SECONDS)
+        seconds = self.demotion.due(now)
+        needs_check = any(tier.batches or not tier.breaker.closed for tier in self._state.tiers)
+        if needs_check or self.promotion.has_requests or self.demotion.blocked:
+            seconds = min(seconds, max(0.0, self._checked_at + LIVENESS_SECONDS - now))
+        return min(seconds, NAMESPACES_SECONDS)
 
     def turn(self, now: float) -> list[Effect]:
         """Check liveness, apply scan results, open namespaces, send orders, publish status."""
@@ -149,7 +149,7 @@ class Tiering:
         3. Drop all requests, publish that no tier is usable, and wake the engines.
         """
         quiet = now - self._resumes_at >= QUIET_SECONDS
-        self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE)
+        self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         self._resumes_at = now + self._pause
         reason = f"it cannot be handled: {safe_repr(error)}"
         text = (

@@ -227,7 +227,7 @@ class CudaDevice(Device):
         CudaDriverError: the device cannot be set up. Nothing stays mapped or pinned.
     """
 
-    pins = True
+    needs_pinning = True
 
     def __init__(
         self,

@@ -133,18 +133,18 @@ def _from_grid(grid: Grid, pool: PoolSide, storages: Ints, max_bytes: int) -> Cu
     None if a run may have to be cut.
     """
     regions, nbytes = grid.regions, grid.nbytes
-    begin = grid.arena + (pool.base + regions.first)
-    registration = begin // pool.registration_bytes
-    end = begin + nbytes
-    end += regions.last - regions.first - 1
-    end //= pool.registration_bytes
+    addresses = grid.arena + (pool.base + regions.first)  # in the pool, until a base is added
+    first_registration = addresses // pool.registration_bytes
+    last_registration = addresses + nbytes
+    last_registration += regions.last - regions.first - 1
+    last_registration //= pool.registration_bytes
     # Comparing bytes is fastest for short arrays.
-    if grid.longest > max_bytes or end.tobytes() != registration.tobytes():
+    if grid.longest > max_bytes or last_registration.tobytes() != first_registration.tobytes():
         return None
     table = np.empty((3, len(regions.start), len(nbytes)), np.int64)
-    begin += pool.address_bases[registration].view(np.int64)
-    begin -= regions.first
-    np.add(regions.start[:, np.newaxis], begin, out=table[HOST])
+    addresses += pool.address_bases[first_registration].view(np.int64)
+    addresses -= regions.first
+    np.add(regions.start[:, np.newaxis], addresses, out=table[HOST])
     starts = storages[regions.storage] + regions.offset
     np.add(starts[:, np.newaxis], grid.memory, out=table[DEVICE])
     table[NBYTES] = nbytes

@@ -46,14 +46,14 @@ _log = logging.getLogger(__name__)
 
 _LOG_LINES = 10  # while the pool is pinned
 _POLL_SECONDS = 0.005
-LONGEST_PAUSE = 0.25  # seconds
+LONGEST_PAUSE_SECONDS = 0.25
 
 Pieces = npt.NDArray[np.bool_]
 
 
 def pause_after(seconds: float) -> float:
-    """Return the pause after a piece that took this long, in seconds."""
-    return min(seconds, LONGEST_PAUSE)
+    """Return the pause after a piece, in which other processes get the driver; in seconds."""
+    return min(seconds, LONGEST_PAUSE_SECONDS)
 
 
 class PinnedPool:
@@ -266,6 +266,8 @@ class PinnedPool:
     @contextmanager
     def _driver_turn(self) -> Iterator[bool]:
         """Hold the pin lock for a call of the driver and the pause after it.
+
+        Other processes get the driver in the pause.
 
         Yields:
             False if the pool is being closed, and the lock was not acquired.

@@ -252,17 +252,17 @@ class Salts:
     dropped: unless the daemon knows it, that namespace's chunks are not found again.
 
     Args:
-        folder: descriptor of the directory.
+        folder_fd: descriptor of the directory.
 
     Raises:
         OSError: I/O error.
     """
 
-    def __init__(self, folder: int) -> None:
-        self._folder = folder
+    def __init__(self, folder_fd: int) -> None:
+        self._folder_fd = folder_fd
         self._salts: dict[str, str] = {}  # in hex; least recently used first
         try:
-            fd = os.open(SALTS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
+            fd = os.open(SALTS, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder_fd)
         except FileNotFoundError:
             return
         try:
@@ -272,7 +272,7 @@ class Salts:
         try:
             self._salts = _parse_salts(text)
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            os.rename(SALTS, SALTS + _DAMAGED, src_dir_fd=folder, dst_dir_fd=folder)
+            os.rename(SALTS, SALTS + _DAMAGED, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
             _log.error(
                 "disk: the table of salts is damaged (%s): it was renamed to %s, and what this disk"
                 " has of namespaces that were not reset since the machine started is lost",
@@ -306,19 +306,19 @@ class Salts:
         text = json.dumps(content).encode()
         new = f"{SALTS}.new"
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(new, flags, 0o600, dir_fd=self._folder)
+        fd = os.open(new, flags, 0o600, dir_fd=self._folder_fd)
         try:
             if os.write(fd, text) != len(text):
                 raise OSError(errno.ENOSPC, "it was written in part")
             os.fsync(fd)
         except OSError:
             with contextlib.suppress(OSError):
-                os.unlink(new, dir_fd=self._folder)
+                os.unlink(new, dir_fd=self._folder_fd)
             raise
         finally:
             os.close(fd)
-        os.rename(new, SALTS, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        os.fsync(self._folder)
+        os.rename(new, SALTS, src_dir_fd=self._folder_fd, dst_dir_fd=self._folder_fd)
+        os.fsync(self._folder_fd)
 
 
 def _checksum(table: dict[str, str]) -> int:

@@ -220,40 +220,40 @@ class Slab:
         os.close(self._index)
 
 
-def create(folder: int, number: int, num_slots: int, slot_bytes: int, flags: int) -> Slab:
+def create(folder_fd: int, number: int, num_slots: int, slot_bytes: int, slots_flags: int) -> Slab:
     """Create a slab with all of its bytes allocated; if that fails, no file is left.
 
     Args:
-        folder: descriptor of the directory.
+        folder_fd: descriptor of the directory.
         number: unused by other slabs.
         num_slots: number of slots.
         slot_bytes: bytes of each slot, a multiple of `ALIGNMENT`.
-        flags: flags for opening the slots' file: O_DIRECT or 0.
+        slots_flags: for opening the slots' file: O_DIRECT or 0.
 
     Raises:
         OSError: I/O error; ENOSPC if there is no room.
     """
     name, index_name = f"{number:06}{SLAB}", f"{number:06}{INDEX}"
-    raw = bytes(num_slots * RECORD_BYTES)
+    records = bytes(num_slots * RECORD_BYTES)
     with contextlib.ExitStack() as undo:
-        file = _open(folder, name, os.O_CREAT | os.O_EXCL | flags)
+        file = _open(folder_fd, name, os.O_CREAT | os.O_EXCL | slots_flags)
         undo.callback(os.close, file)
-        undo.callback(_unlink, folder, name)
+        undo.callback(_unlink, folder_fd, name)
         os.posix_fallocate(file, 0, num_slots * slot_bytes)
-        index = _open(folder, name + _NEW, os.O_CREAT | os.O_EXCL)
+        index = _open(folder_fd, name + _NEW, os.O_CREAT | os.O_EXCL)
         undo.callback(os.close, index)
-        undo.callback(_unlink, folder, name + _NEW)
-        content = pack_header(num_slots, slot_bytes) + raw
+        undo.callback(_unlink, folder_fd, name + _NEW)
+        content = pack_header(num_slots, slot_bytes) + records
         os.posix_fallocate(index, 0, len(content))
         if os.pwrite(index, content, 0) != len(content):
             raise OSError(f"{index_name} was written in part")
-        os.rename(name + _NEW, index_name, src_dir_fd=folder, dst_dir_fd=folder)
+        os.rename(name + _NEW, index_name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
         undo.pop_all()
-    return Slab(number, slot_bytes, file, index, raw)
+    return Slab(number, slot_bytes, file, index, records)
 
 
-def load(folder: int, number: int, flags: int) -> Slab:
-    """Open an existing slab, with its records.
+def load(folder_fd: int, number: int, slots_flags: int) -> Slab:
+    """Open an existing slab, with its records; arguments as of `create`.
 
     Raises:
         FileNotFoundError: a file is missing, or a power loss has left the index unwritten.
@@ -261,9 +261,9 @@ def load(folder: int, number: int, flags: int) -> Slab:
         ValueError: the slab is damaged; says how.
     """
     with contextlib.ExitStack() as undo:
-        file = _open(folder, f"{number:06}{SLAB}", flags)
+        file = _open(folder_fd, f"{number:06}{SLAB}", slots_flags)
         undo.callback(os.close, file)
-        index = _open(folder, f"{number:06}{INDEX}", 0)
+        index = _open(folder_fd, f"{number:06}{INDEX}", 0)
         undo.callback(os.close, index)
         for fd in (file, index):
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -272,30 +272,30 @@ def load(folder: int, number: int, flags: int) -> Slab:
         if not any(raw[:HEADER_BYTES]):
             raise FileNotFoundError(errno.ENOENT, "its index was never written")
         num_slots, slot_bytes = parse_header(raw)
-        length = num_slots * RECORD_BYTES
-        if num_slots > MAX_SLOTS or len(raw) < HEADER_BYTES + length:
+        records_bytes = num_slots * RECORD_BYTES
+        if num_slots > MAX_SLOTS or len(raw) < HEADER_BYTES + records_bytes:
             raise ValueError(f"its index has {len(raw)} bytes, too few for {num_slots} slots")
         if os.fstat(file).st_size < num_slots * slot_bytes:
             raise ValueError(
                 f"it has {os.fstat(file).st_size} bytes, too few for {num_slots} slots of"
                 f" {slot_bytes}"
             )
-        body = raw[HEADER_BYTES : HEADER_BYTES + length]
+        records = raw[HEADER_BYTES : HEADER_BYTES + records_bytes]
         undo.pop_all()
-    return Slab(number, slot_bytes, file, index, body)
+    return Slab(number, slot_bytes, file, index, records)
 
 
-def remove(folder: int, number: int) -> None:
+def remove(folder_fd: int, number: int) -> None:
     """Unlink the files of a slab, if they exist.
 
     Raises:
         OSError: I/O error.
     """
     for name in (f"{number:06}{INDEX}", f"{number:06}{SLAB}{_NEW}", f"{number:06}{SLAB}"):
-        _unlink(folder, name)
+        _unlink(folder_fd, name)
 
 
-def set_aside(folder: int, number: int) -> None:
+def set_aside(folder_fd: int, number: int) -> None:
     """Rename both files of a slab to ``.damaged``, for inspection.
 
     Raises:
@@ -304,12 +304,12 @@ def set_aside(folder: int, number: int) -> None:
     for suffix in (INDEX, SLAB):
         name = f"{number:06}{suffix}"
         with contextlib.suppress(FileNotFoundError):
-            os.rename(name, f"{name}.damaged", src_dir_fd=folder, dst_dir_fd=folder)
+            os.rename(name, f"{name}.damaged", src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
 
 
-def _open(folder: int, name: str, flags: int) -> int:
+def _open(folder_fd: int, name: str, flags: int) -> int:
     return os.open(
-        name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, _FILE_MODE, dir_fd=folder
+        name, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | flags, _FILE_MODE, dir_fd=folder_fd
     )
 
 
@@ -322,6 +322,6 @@ def _read(fd: int, length: int) -> bytes:
     return b"".join(pieces)
 
 
-def _unlink(folder: int, name: str) -> None:
+def _unlink(folder_fd: int, name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=folder)
+        os.unlink(name, dir_fd=folder_fd)

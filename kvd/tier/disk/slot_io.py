@@ -43,14 +43,14 @@ class Alignment:
         return os.O_DIRECT if self.offset > 1 else 0
 
     @classmethod
-    def of(cls, folder: int) -> "Alignment":
+    def of(cls, folder_fd: int) -> "Alignment":
         """Return the alignment that the file system of a directory needs, by an O_TMPFILE file.
 
         Raises:
             OSError: I/O error.
         """
         try:
-            fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600, dir_fd=folder)
+            fd = os.open(".", os.O_TMPFILE | os.O_RDWR | os.O_DIRECT, 0o600, dir_fd=folder_fd)
         except OSError as error:
             if error.errno == errno.EINVAL:
                 return cls(1, 1)

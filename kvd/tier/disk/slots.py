@@ -146,7 +146,10 @@ class SlotIndex:
         slab.used = self.sequence
 
     def drop(self, slab: Slab) -> None:
-        """Drop a slab with its chunks; reads and writes there may still be under way."""
+        """Drop a slab with its chunks; `free` and `unpin` then only lower its pins.
+
+        Reads and writes there may still be under way.
+        """
         if self.slabs.pop(slab.number, None) is None:
             return
         self.nbytes -= slab.nbytes

@@ -51,7 +51,7 @@ NO_FIGURES: Figures = {
 }
 
 
-def bring_up(scheduler: Scheduler, prompt: Prompt) -> None:
+def promote_prefix(scheduler: Scheduler, prompt: Prompt) -> None:
     """Request promotion of the prompt's leading chunks in tiers; wait until it has ended."""
     keys: list[bytes] = []
     for piece in prompt:
@@ -216,10 +216,13 @@ class DemoEngine:
     # ------------------------------------------------------------------ steps
 
     def _load_prefix(self, request: _PromptRequest) -> int:
-        """Load the longest cached prefix; return its number of chunks, 0 if the load failed."""
+        """Load the longest cached prefix; return its number of chunks.
+
+        0 if nothing is cached or the load failed.
+        """
         prompt = request.prompt
         if self._has_tiers:
-            bring_up(self._scheduler, prompt)
+            promote_prefix(self._scheduler, prompt)
         prefix = takewhile(self._is_cached, (chunk_key(piece, FULL) for piece in prompt))
         num_chunks = longest_hit(
             len(list(prefix)),
