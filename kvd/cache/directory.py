@@ -218,7 +218,7 @@ class DirectoryWriter(DirectoryView):
         index, mask = self._index, self._mask
         hash32 = crc32(key)
         home = hash32 & mask
-        for i in range(home, home + self._limit):
+        for i in range(home, home + self._probe_limit):
             if not index[i & mask]:
                 break
         else:
@@ -364,10 +364,10 @@ class DirectoryWriter(DirectoryView):
         index = self._entries()
         around = int(np.searchsorted(places, head.index_capacity))
         index[places[:around]] = entries[:around]
-        if (places[:around] - homes[:around] >= self._limit).any():
+        if (places[:around] - homes[:around] >= self._probe_limit).any():
             raise LedgerDamaged("more chunks share a home in the index than it takes")
         for home, entry in zip(homes[around:].tolist(), entries[around:].tolist(), strict=True):
-            for i in range(home, home + self._limit):
+            for i in range(home, home + self._probe_limit):
                 if not self._index[i & self._mask]:
                     self._index[i & self._mask] = entry
                     break
@@ -400,7 +400,7 @@ class DirectoryWriter(DirectoryView):
         hash32 = crc32(key)
         entry = hash32 << 32 | slot + 1
         home = hash32 & mask
-        for i in range(home, home + self._limit):
+        for i in range(home, home + self._probe_limit):
             if index[i & mask] == entry:
                 hole = i & mask
                 break

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.broker.tiers.breaker import (
-    FIRST_PAUSE,
+    FIRST_PAUSE_SECONDS,
     LONGEST_PAUSE_SECONDS,
     QUIET_SECONDS,
     TRANSITIONS,
@@ -82,7 +82,7 @@ def test_it_is_probed_after_the_pause_when_it_is_idle() -> None:
     breaker = opened()
     states = []
     for after, outstanding in ((0.0, True), (-0.1, False), (0.0, False)):
-        breaker.check(100.0 + FIRST_PAUSE + after, outstanding=outstanding)
+        breaker.check(100.0 + FIRST_PAUSE_SECONDS + after, outstanding=outstanding)
         states.append(breaker.state)
     assert states == [BreakerState.OPEN, BreakerState.OPEN, BreakerState.HALF_OPEN]
 
@@ -110,7 +110,7 @@ def test_pauses_double_up_to_five_seconds_and_begin_anew_after_a_quiet_time() ->
         now = breaker.retry_at
         breaker.check(now, outstanding=False)
         breaker.batch_ended(now, failed=True)
-    assert pauses == [min(FIRST_PAUSE * 2**i, LONGEST_PAUSE_SECONDS) for i in range(8)]
+    assert pauses == [min(FIRST_PAUSE_SECONDS * 2**i, LONGEST_PAUSE_SECONDS) for i in range(8)]
     assert breaker.opened == {"late": 1}
     now = breaker.retry_at
     breaker.check(now, outstanding=False)
@@ -122,7 +122,7 @@ def test_pauses_double_up_to_five_seconds_and_begin_anew_after_a_quiet_time() ->
     breaker.check(now, outstanding=False)
     breaker.batch_ended(now, failed=False)
     breaker.trip("lost", now + QUIET_SECONDS, "it ended")
-    assert breaker.retry_at == now + QUIET_SECONDS + FIRST_PAUSE
+    assert breaker.retry_at == now + QUIET_SECONDS + FIRST_PAUSE_SECONDS
 
 
 def test_what_ends_while_it_is_open_says_nothing() -> None:
@@ -179,5 +179,7 @@ def test_it_is_never_used_but_by_way_of_a_probe(events: list[tuple[str, float]])
         if after is BreakerState.HALF_OPEN and before is BreakerState.OPEN:
             assert now >= due
         if after is BreakerState.OPEN and before is not BreakerState.OPEN:
-            assert FIRST_PAUSE <= breaker.retry_at - now + 1e-9 <= LONGEST_PAUSE_SECONDS + 1e-6
+            assert (
+                FIRST_PAUSE_SECONDS <= breaker.retry_at - now + 1e-9 <= LONGEST_PAUSE_SECONDS + 1e-6
+            )
             assert breaker.reason

@@ -17,7 +17,7 @@ from kvd.server.children import Children, HttpProcess, LaneProcess
 from tests.waiting import DEADLINE
 
 SECONDS = 100
-LONGEST_PAUSE_SECONDS = 5.0
+LONGEST_PAUSE = 5.0
 Turn = Callable[[float], None]
 
 
@@ -64,7 +64,7 @@ def test_a_child_that_cannot_be_started_is_tried_with_growing_pauses(
     pauses = [round(after - before, 1) for before, after in itertools.pairwise(tries)]
     assert pauses == sorted(pauses)
     assert pauses[0] < 1.0
-    assert pauses[-1] == pytest.approx(LONGEST_PAUSE_SECONDS, abs=0.02)
+    assert pauses[-1] == pytest.approx(LONGEST_PAUSE, abs=0.02)
 
 
 _EXITS = """\

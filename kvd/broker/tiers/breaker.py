@@ -17,9 +17,9 @@ monotonic seconds, passed in: nothing here reads a clock.
 from collections import deque
 from enum import Enum, StrEnum, auto
 
-FIRST_PAUSE, LONGEST_PAUSE_SECONDS = 0.25, 5.0
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.25, 5.0
 QUIET_SECONDS = 10.0
-"""After this time in the closed state the pause starts from `FIRST_PAUSE` again."""
+"""After this time in the closed state the pause starts from `FIRST_PAUSE_SECONDS` again."""
 RECENT_BATCHES, MIN_FAILED = 16, 4
 MAX_CORRUPT, CORRUPT_SECONDS = 3, 60.0
 
@@ -70,7 +70,7 @@ class Breaker:
         self.state = BreakerState.CLOSED
         self.reason = ""
         self.since = self.retry_at = self.moved_at = 0.0
-        self._pause = FIRST_PAUSE / 2
+        self._pause = FIRST_PAUSE_SECONDS / 2
         self._recent: deque[bool] = deque(maxlen=RECENT_BATCHES)
         self._corrupt_at: deque[float] = deque(maxlen=MAX_CORRUPT)
 
@@ -138,7 +138,7 @@ class Breaker:
         self._signal(BreakerSignal.TRIP, now)
         if self.state is before:
             return
-        self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        self._pause = FIRST_PAUSE_SECONDS if quiet else min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         self.retry_at, self.reason = now + self._pause, reason
         if before is BreakerState.CLOSED:  # a failed probe does not count again
             self.opened[label] = self.opened.get(label, 0) + 1

@@ -15,7 +15,12 @@ from typing import TypeAlias
 
 from kvd.broker.effects import ChunksReady, Effect, KillTier, LogEvent, NamespaceFds, ToTier
 from kvd.broker.state import BrokerState
-from kvd.broker.tiers.breaker import FIRST_PAUSE, LONGEST_PAUSE_SECONDS, QUIET_SECONDS, BreakerState
+from kvd.broker.tiers.breaker import (
+    FIRST_PAUSE_SECONDS,
+    LONGEST_PAUSE_SECONDS,
+    QUIET_SECONDS,
+    BreakerState,
+)
 from kvd.broker.tiers.demotion import Demotion
 from kvd.broker.tiers.promotion import Promotion
 from kvd.broker.tiers.tier import TierBatch, TierNamespace, TierProcess
@@ -60,7 +65,7 @@ class Tiering:
         self._state = state
         self._checked_at = self._next_namespaces = self._next_publish = 0.0
         self._resumes_at = 0.0  # no decisions before this time, after an exception
-        self._pause = FIRST_PAUSE
+        self._pause = FIRST_PAUSE_SECONDS
         self._reset_decisions()
 
     def _reset_decisions(self) -> None:
@@ -149,7 +154,7 @@ class Tiering:
         3. Drop all requests, publish that no tier is usable, and wake the engines.
         """
         quiet = now - self._resumes_at >= QUIET_SECONDS
-        self._pause = FIRST_PAUSE if quiet else min(2 * self._pause, LONGEST_PAUSE_SECONDS)
+        self._pause = FIRST_PAUSE_SECONDS if quiet else min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         self._resumes_at = now + self._pause
         reason = f"it cannot be handled: {safe_repr(error)}"
         text = (
