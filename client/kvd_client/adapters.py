@@ -88,14 +88,14 @@ def convert_options(
                 f"{section}: {key}={extra[key]!r} is the daemon's to decide;"
                 f" give it to {daemon_option} and remove it here"
             )
-    own = {key: value for key, value in extra.items() if key not in foreign}
+    options = {key: value for key, value in extra.items() if key not in foreign}
     if environment.get(RUNTIME_DIR):  # empty is not set, as for the daemon
-        own.setdefault("runtime_dir", environment[RUNTIME_DIR])
+        options.setdefault("runtime_dir", environment[RUNTIME_DIR])
     try:
-        return msgspec.convert(own, kind, strict=True)
+        return msgspec.convert(options, kind, strict=True)
     except msgspec.ValidationError as error:
         known = ", ".join(sorted({*kind.__struct_fields__, *foreign}))
-        raise OptionsError(f"{section} {own!r}: {error}; known keys: {known}") from error
+        raise OptionsError(f"{section} {options!r}: {error}; known keys: {known}") from error
 
 
 # ------------------------------------------------------------------- identity

@@ -88,7 +88,7 @@ class PublishedState:
     Attributes:
         confirmed: published, and there as far as is known.
         unconfirmed: published before the snapshot began, and not seen in it yet.
-        gone: published, and known to be gone: removed piece by piece.
+        to_remove: published, and known to be gone; removals are published piece by piece.
         snapshot_at: slot or place where the snapshot goes on; None: it is complete.
         snapshot_end: number of the change after which what the snapshot has not shown is gone.
         touched: keys that this call of `take` has changed, with their published locations before.
@@ -96,7 +96,7 @@ class PublishedState:
 
     confirmed: dict[bytes, ChunkLocation] = field(default_factory=dict)
     unconfirmed: dict[bytes, ChunkLocation] = field(default_factory=dict)
-    gone: dict[bytes, ChunkLocation] = field(default_factory=dict)
+    to_remove: dict[bytes, ChunkLocation] = field(default_factory=dict)
     touched: dict[bytes, ChunkLocation | None] = field(default_factory=dict)
     snapshot_at: int | None = None
     snapshot_end: int = 0
@@ -104,15 +104,15 @@ class PublishedState:
     @property
     def is_unfinished(self) -> bool:
         """Whether `ChangeReader.take` has work to do here even if nothing changes."""
-        return self.snapshot_at is not None or bool(self.gone)
+        return self.snapshot_at is not None or bool(self.to_remove)
 
     def location(self, key: bytes) -> ChunkLocation | None:
         """Return where a chunk is published; None: it is not."""
-        return self.confirmed.get(key) or self.unconfirmed.get(key) or self.gone.get(key)
+        return self.confirmed.get(key) or self.unconfirmed.get(key) or self.to_remove.get(key)
 
     def pop_doubtful(self, key: bytes) -> ChunkLocation | None:
-        """Remove a key from `unconfirmed` and `gone`; return its published location there."""
-        return self.unconfirmed.pop(key, None) or self.gone.pop(key, None)
+        """Remove a key from `unconfirmed` and `to_remove`; return its published location there."""
+        return self.unconfirmed.pop(key, None) or self.to_remove.pop(key, None)
 
     def confirm(self, key: bytes, slot: int, generation: int, first: int, count: int) -> None:
         """Publish a chunk that a snapshot has shown."""
@@ -129,39 +129,39 @@ class PublishedState:
 
     def withdraw(self) -> None:
         """Treat all that is published as gone, unless a snapshot that goes on shows it."""
-        self.gone = _joined(self.gone, _joined(self.unconfirmed, self.confirmed))
+        self.to_remove = _joined(self.to_remove, _joined(self.unconfirmed, self.confirmed))
         self.unconfirmed, self.confirmed = {}, {}
 
     def end_snapshot(self, position: int) -> None:
         """Treat as gone what a complete snapshot has not shown, if the ring is read so far."""
         if self.unconfirmed and self.snapshot_at is None and position >= self.snapshot_end:
-            self.gone = _joined(self.gone, self.unconfirmed)
+            self.to_remove = _joined(self.to_remove, self.unconfirmed)
             self.unconfirmed = {}
 
     def take(self, limit: int) -> tuple[dict[bytes, ChunkLocation], list[bytes]]:
         """Return the touched chunks to publish, and the keys to remove.
 
-        Besides touched keys, at most `limit` keys of `gone` are removed.
+        Besides touched keys, at most `limit` keys of `to_remove` are removed.
         """
         stored: dict[bytes, ChunkLocation] = {}
         removed: list[bytes] = []
         touched, self.touched = self.touched, {}
-        confirmed, unconfirmed, gone = self.confirmed.get, self.unconfirmed.get, self.gone
+        confirmed, unconfirmed, to_remove = self.confirmed.get, self.unconfirmed.get, self.to_remove
         for key, old in touched.items():
             new = confirmed(key) or unconfirmed(key)
             if new is not None:
                 if old is None or new[:4] != old[:4]:
                     stored[key] = new
             elif old is None:
-                gone.pop(key, None)  # it came and went within this call
-            elif key not in gone:
+                to_remove.pop(key, None)  # it came and went within this call
+            elif key not in to_remove:
                 removed.append(key)
-        if gone:
-            removed += [gone.popitem()[0] for _ in range(min(limit, len(gone)))]
+        if to_remove:
+            removed += [to_remove.popitem()[0] for _ in range(min(limit, len(to_remove)))]
         return stored, removed
 
     def __len__(self) -> int:
-        return len(self.confirmed) + len(self.unconfirmed) + len(self.gone)
+        return len(self.confirmed) + len(self.unconfirmed) + len(self.to_remove)
 
 
 def _joined(
@@ -276,7 +276,7 @@ class ChangeReader:
                 memory.end_snapshot(self._position)
                 tiers.end_snapshot(self._position)
         last_locations, self._last_locations = self._last_locations, {}
-        if not (tiers.touched or tiers.gone):
+        if not (tiers.touched or tiers.to_remove):
             return Differences(*memory.take(limit))
         stored, removed = memory.take(limit)
         in_tiers, removed_from_tiers = tiers.take(limit)
@@ -301,13 +301,13 @@ class ChangeReader:
         for _, time_ns, generation, slot, first, count, _group, kind, key in changes:
             if kind == _READY:
                 old = confirmed.get(key)
-                if old is None and (memory.unconfirmed or memory.gone):
+                if old is None and (memory.unconfirmed or memory.to_remove):
                     old = memory.pop_doubtful(key)
                 touch(key, old)
                 confirmed[key] = _new(ChunkLocation, (slot, generation, first, count, time_ns))
             elif kind == _REMOVED:
                 old = confirmed.get(key)
-                if old is None and (memory.unconfirmed or memory.gone):
+                if old is None and (memory.unconfirmed or memory.to_remove):
                     old = memory.location(key)
                 if old is not None and old[1] == generation and old[0] == slot:
                     touch(key, old)

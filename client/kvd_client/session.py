@@ -190,20 +190,20 @@ class ClientSession:
             log.log(_LOG_LEVELS.get(reply.code, logging.DEBUG), "%s: %s", reply.code, reply.text)
         return reply
 
-    def _give_up(self, connection: Connection | None, why: str = "") -> None:
+    def _give_up(self, connection: Connection | None, reason: str = "") -> None:
         """Stop using this connection; the keeper makes a new one."""
         with self._changed:
             if connection is None or self._connection is not connection:
                 return
             self._connection = None
-            if why:
-                self._why_unreachable = f"the daemon in {self.runtime_dir} was given up: {why}"
-            warns = bool(why and not self._closed)
+            if reason:
+                self._why_unreachable = f"the daemon in {self.runtime_dir} was given up: {reason}"
+            warns = bool(reason and not self._closed)
             self._has_warned |= warns
             self._on_disconnected()
             self._changed.notify_all()
         if warns:
-            log.warning("connection given up: %s; misses until a daemon answers", why)
+            log.warning("connection given up: %s; misses until a daemon answers", reason)
         self._wake()
 
     def _wake(self) -> None:
@@ -284,7 +284,7 @@ class ClientSession:
         level = logging.WARNING if self._has_warned else logging.INFO
         log.log(level, "connected: %s, pid %d", connection.daemon, connection.pid)
         self._has_warned = False
-        was_served, why = False, ""
+        was_served, reason = False, ""
         try:
             self._on_connected()
             was_served = self._send_requests()
@@ -292,13 +292,13 @@ class ClientSession:
             if was_served:
                 self._serve(connection)
         except DaemonLost as error:
-            why = str(error)
+            reason = str(error)
             was_served = was_served and not isinstance(error, Refused)
         except Exception:
             text = "the %s session of engine %s failed; it connects again"
             log.exception(text, self._kind, self.engine)
             was_served = False
-        self._give_up(connection, why)
+        self._give_up(connection, reason)
         with self._changed:
             self._on_disconnected()  # again: this thread may have attached after a caller gave up
         connection.close()
@@ -309,23 +309,23 @@ class ClientSession:
         """Record why there is no connection. Log a refusal as a warning, an absent daemon not."""
         is_denied, is_refused = isinstance(error, AccessDenied), isinstance(error, Refused)
         if is_denied:
-            why = str(error)
+            reason = str(error)
         elif is_refused:
-            why = f"the daemon in {self.runtime_dir} refuses: {error}"
+            reason = f"the daemon in {self.runtime_dir} refuses: {error}"
         else:
             cause = error.strerror if isinstance(error, OSError) else None
-            why = (
+            reason = (
                 f"no daemon answers in {self.runtime_dir} ({cause or error});"
                 " is `kvd serve` running there?"
             )
         with self._changed:
-            is_known = self._why_unreachable == why
-            self._why_unreachable, self._is_denied = why, is_denied
+            is_known = self._why_unreachable == reason
+            self._why_unreachable, self._is_denied = reason, is_denied
             self._changed.notify_all()
         if not is_known:
             self._has_warned |= is_denied or is_refused
             level = logging.WARNING if is_denied or is_refused else logging.DEBUG
-            log.log(level, "not connected, every lookup misses: %s", why)
+            log.log(level, "not connected, every lookup misses: %s", reason)
 
     def _serve(self, connection: Connection) -> None:
         """Handle what arrives; return when the connection is to be given up.

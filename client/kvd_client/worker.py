@@ -159,14 +159,14 @@ class Worker(ClientSession):
                 raise RegistrationError(refusal.code, refusal.text)
             if required and not self.registered:
                 no_answer = f"the daemon in {self.runtime_dir} has not answered"
-                why = registration.obstacle or no_answer
+                reason = registration.obstacle or no_answer
                 if not self.connected:
-                    why = self._why_unreachable
+                    reason = self._why_unreachable
                 registration.drop()
                 self._give_up(self._connection, "the registration was given up")
                 if not self._is_denied:
-                    why = f"no registration within {timeout:g} s; {why}"
-                raise Unavailable(why)
+                    reason = f"no registration within {timeout:g} s; {reason}"
+                raise Unavailable(reason)
             return self.registered
 
     def _wait_registered(
@@ -235,8 +235,8 @@ class Worker(ClientSession):
         return self._registration.state is RegistrationState.ATTACHED and self.registered
 
     def _why_not_attached(self) -> str:
-        if (why := self._registration.obstacle) and self.connected and not self._closed:
-            return f"this rank is not registered: {why}"
+        if (reason := self._registration.obstacle) and self.connected and not self._closed:
+            return f"this rank is not registered: {reason}"
         return super()._why_not_attached()
 
     # ------------------------------------------------------------------- jobs

@@ -147,10 +147,10 @@ class Broker:
 
     # ------------------------------------------------------------- sessions
 
-    def connected(self, token: bytes, peer: Peer, *, own: bool = False) -> Session:
-        """Open a session, or refuse it; the daemon's `own` processes have no limit."""
+    def connected(self, token: bytes, peer: Peer, *, is_own_process: bool = False) -> Session:
+        """Open a session, or refuse it; the daemon's own processes have no limit."""
         registry = self.state.registry
-        if not own:
+        if not is_own_process:
             try:
                 registry.check_room(peer)
             except Refusal as refusal:
@@ -167,7 +167,7 @@ class Broker:
         """
         if session.number not in self.state.registry.sessions:
             return []
-        who = session.identity  # while it has its rank
+        identity = session.identity  # while it has its rank
         effects, num_freed = self.registration.session_lost(session)
         engine = session.engine
         if engine is not None and session.kind == "scheduler" and engine.namespace is not None:
@@ -175,7 +175,9 @@ class Broker:
             effects += revocations
             num_freed += num_writing
         if engine is not None:
-            effects.append(LogEvent(f"{who} is gone{freed_text(num_freed)}", fields=who.fields))
+            effects.append(
+                LogEvent(f"{identity} is gone{freed_text(num_freed)}", fields=identity.fields)
+            )
         self.state.registry.remove(session)
         if engine is not None and not engine.sessions:
             effects.append(DropEngine(engine.number))

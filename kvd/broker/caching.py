@@ -145,13 +145,14 @@ class Caching:
         finds nothing until then.
         """
         _, namespace = _attached(request.session)
-        done, to_revoke, problem = self._state.reset(namespace)
-        reply = Error.of(ErrorCode.NOT_READY, problem) if problem else done
+        reset_done, to_revoke, problem = self._state.reset(namespace)
+        reply = Error.of(ErrorCode.NOT_READY, problem) if problem else reset_done
         effects: list[Effect] = [request.reply(reply)]
         if not namespace.temporary:  # a self-test's reset is not logged
-            text = f"{request.session.identity} reset its namespace: {done.dropped} chunks dropped"
-            if done.deferred:
-                text += f"; {done.deferred} more go when their leases end"
+            identity, num_dropped = request.session.identity, reset_done.dropped
+            text = f"{identity} reset its namespace: {num_dropped} chunks dropped"
+            if reset_done.deferred:
+                text += f"; {reset_done.deferred} more go when their leases end"
             effects.append(request.session.event(text))
         effects += self._tiering.reset(namespace)
         return [*effects, *self._state.revoke(namespace, to_revoke)]

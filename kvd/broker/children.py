@@ -108,7 +108,7 @@ class Lane:
         no worker is left.
     pins: the lane can use the pool only where it has pinned it.
     failure: why the current process cannot serve, as it reports.
-    done: counts of the current process, as `pong` has them.
+    reported_counts: counts of the current process, as `pong` has them.
     past: counts of the processes before the current one.
     reported_bytes: of the pool, which the lane could copy when it had executed `bindings_done` of
         the `bindings` orders that bind a worker.
@@ -133,7 +133,7 @@ class Lane:
     endpoint: str = ""
     child: ChildState = field(default_factory=ChildState)
     pong: LanePong = NO_REPORT
-    done: LaneCounts = field(default_factory=LaneCounts)
+    reported_counts: LaneCounts = field(default_factory=LaneCounts)
     past: LaneCounts = field(default_factory=LaneCounts)
 
     @property
@@ -175,7 +175,7 @@ class Lane:
     @property
     def counters(self) -> LaneCounts:
         """Totals over all incarnations."""
-        return self.past + self.done
+        return self.past + self.reported_counts
 
     def event(self, text: str, level: str = "info") -> LogEvent:
         """Return an event that carries this lane's identifiers."""
@@ -188,7 +188,7 @@ class Lane:
             DecodeError: the counters are those of another version of kvd.
         """
         try:
-            self.done = msgspec.convert(pong.counters, LaneCounts)
+            self.reported_counts = msgspec.convert(pong.counters, LaneCounts)
         except msgspec.ValidationError as error:
             raise DecodeError(f"counters: {error}") from error
         self.pong = pong
@@ -198,11 +198,11 @@ class Lane:
 
         error: how it ended; empty if it was told to end.
         """
-        self.past.add(self.done)
+        self.past.add(self.reported_counts)
         self.past.restarts += bool(error)
         self.child.ended()
         self.child.last_error = error
-        self.pong, self.done = NO_REPORT, LaneCounts()
+        self.pong, self.reported_counts = NO_REPORT, LaneCounts()
         self.ending = False
         self.importing = self.bindings = self.bindings_done = 0
         self.failure = ""

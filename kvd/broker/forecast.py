@@ -179,8 +179,8 @@ def advice(forecast: schema.ForecastStatus) -> str:
             f" found instead of {now_text}, with three times the memory"
             f" {percent(largest.hit_ratio)}."
         )
-    least = now.hit_ratio + max(WORTHWHILE, gain / 2)
-    bigger = next(sizes[pool] for pool in BIGGER if sizes[pool].hit_ratio >= least)
+    min_ratio = now.hit_ratio + max(WORTHWHILE, gain / 2)
+    bigger = next(sizes[pool] for pool in BIGGER if sizes[pool].hit_ratio >= min_ratio)
     return (
         f"Buy memory: +{size((bigger.bytes or 0) - (now.bytes or 0))} would {_saving(now, bigger)}"
         f"find {percent(bigger.hit_ratio)} of the prompt tokens instead of {now_text}."

@@ -119,11 +119,11 @@ class Operations:
         effects: list[Effect] = []
         problems = dict[str, None]()  # each once, in order
         for namespace in namespaces:
-            done, to_revoke, problem = self._state.reset(namespace, by_operator=True)
+            reset_done, to_revoke, problem = self._state.reset(namespace, by_operator=True)
             problems.update({problem: None} if problem else {})
-            num_chunks += done.dropped
-            nbytes += done.dropped * namespace.geometry.bytes_per_chunk
-            num_deferred += done.deferred
+            num_chunks += reset_done.dropped
+            nbytes += reset_done.dropped * namespace.geometry.bytes_per_chunk
+            num_deferred += reset_done.deferred
             effects += self._state.revoke(namespace, to_revoke)
             effects += self._tiering.reset(namespace)
         if self._state.namespaces is not None:
@@ -241,7 +241,7 @@ def _fate(namespace: Namespace, key: bytes, now: float, tier_names: Sequence[str
         reason=reason.value,
         slot=slot,
         used_ms=used_ms,
-        gone_ms=None if ghost is None else int(1000 * max(0.0, now - ghost.gone)),
+        gone_ms=None if ghost is None else int(1000 * max(0.0, now - ghost.left_at)),
         requests=0 if ghost is None else ghost.seen,
         tiers=tuple(name for tier, name in enumerate(tier_names) if mask >> tier & 1),
     )

@@ -165,10 +165,10 @@ class Registration:
         registration = session.registration
         if registration is None:
             raise Refusal(ErrorCode.BAD_STATE, "nothing is registered by this session")
-        who = session.identity
+        identity = session.identity
         effects, num_freed = self._unregister(session, "unregistered")
-        text = f"{who} has unregistered{freed_text(num_freed)}"
-        effects.append(LogEvent(text, fields=who.fields))
+        text = f"{identity} has unregistered{freed_text(num_freed)}"
+        effects.append(LogEvent(text, fields=identity.fields))
         session.releasing = PendingUnregister(request, registration.device)
         release = self._release(session, registration.device)
         return effects + (release or self.released(session))

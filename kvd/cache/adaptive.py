@@ -124,8 +124,8 @@ class LruFloor:
     def __init__(self, first: int) -> None:
         self.lru_decides = first > 0
         self._lru = LruContents()
-        self._until = first  # LRU decides until this request
-        self._since = 0  # the learned policy decides since this request
+        self._lru_until = first  # LRU decides until this number of requests
+        self._learned_since = 0  # the learned policy decides from this number of requests on
         self._lru_requests = self.min_lru_requests
         self._requests = 0
         self._window_requests = 0.0
@@ -149,17 +149,17 @@ class LruFloor:
         self._lru.shrink(num_chunks)
         self._requests += 1
         if self.lru_decides:
-            if self._requests >= self._until:
-                self.lru_decides, self._since = False, self._requests
+            if self._requests >= self._lru_until:
+                self.lru_decides, self._learned_since = False, self._requests
                 self._window_requests = self._touched = self._lead = 0.0
             return
         self._window_requests += 1
         # lead < -allowance * (touched / requests), without a division
         loss = -self._lead * self._window_requests
         if loss > self.allowance * self._touched:
-            self.lru_decides, self._until = True, self._requests + self._lru_requests
+            self.lru_decides, self._lru_until = True, self._requests + self._lru_requests
             self._lru_requests = min(4 * self._lru_requests, self.max_lru_requests)
-        elif self._requests - self._since > 4 * self.window and self._lead >= 0:
+        elif self._requests - self._learned_since > 4 * self.window and self._lead >= 0:
             self._lru_requests = self.min_lru_requests
         decay = 1 - 1 / self.window
         self._window_requests *= decay
@@ -293,7 +293,7 @@ class AdaptivePolicy(EvictionPolicy):
         used, is_new, counts, into = self._used, self._is_new, self._counts, _INTO_USED[label]
         same_history = Counter(
             zip(
-                map(self._slots.where, slots),
+                map(self._slots.list_of, slots),
                 map(used.__getitem__, slots),
                 map(is_new.__getitem__, slots),
                 strict=True,
@@ -302,9 +302,9 @@ class AdaptivePolicy(EvictionPolicy):
         for slot in slots:
             used[slot] = now
             is_new[slot] = 0
-        for (which, last, new), count in same_history.items():
-            chunk_class = _CLASS_OF[which]
-            counts[into[which] * _WIDTH] += count
+        for (list_number, last, new), count in same_history.items():
+            chunk_class = _CLASS_OF[list_number]
+            counts[into[list_number] * _WIDTH] += count
             counts[chunk_class * _WIDTH + 1 + age_bin(now - last)] += count
             touched_before = chunk_class > 0
             self._floor.touch(
@@ -323,13 +323,13 @@ class AdaptivePolicy(EvictionPolicy):
         lists, counts, moved = self._slots, self._counts, dict[int, list[int]]()
         run = lists.stamp(slots[0]) >> POSITION_BITS if slots else 0
         for slot in slots:
-            which = self._reserved.get(slot) or lists.where(slot)
-            if which >= _UNDER_WAY or lists.stamp(slot) >> POSITION_BITS != run:
+            list_number = self._reserved.get(slot) or lists.list_of(slot)
+            if list_number >= _UNDER_WAY or lists.stamp(slot) >> POSITION_BITS != run:
                 continue
-            target = _class(_SEEN_AND_LABEL[which][0], label)
-            if target == which:
+            target = _class(_SEEN_AND_LABEL[list_number][0], label)
+            if target == list_number:
                 continue
-            counts[which * _WIDTH] = max(0.0, counts[which * _WIDTH] - 1)
+            counts[list_number * _WIDTH] = max(0.0, counts[list_number * _WIDTH] - 1)
             counts[target * _WIDTH] += 1
             if slot in self._reserved:
                 self._reserved[slot] = target
@@ -346,15 +346,15 @@ class AdaptivePolicy(EvictionPolicy):
         skipped = _Skipped()
         ends = [
             end
-            for which in range(1, _LISTS + 1)
-            if lists.size(which)
+            for list_number in range(1, _LISTS + 1)
+            if lists.size(list_number)
             for hot in (False, True)
-            if (end := self._end(which, hot, may_evict, skipped)) is not None
+            if (end := self._end(list_number, hot, may_evict, skipped)) is not None
         ]
         heapify(ends)
         while ends and len(chosen) < n:
             end = heappop(ends)
-            if lists.where(end[4]) == end[2]:  # not yet reserved from the list's other end
+            if lists.list_of(end[4]) == end[2]:  # not yet reserved from the list's other end
                 victims = self._victims(end, ends[0] if ends else None, n - len(chosen), may_evict)
                 if not victims:  # the run's start is hotter than its chunks that may be evicted
                     self._run_starts.pop(end[2], None)
@@ -366,20 +366,22 @@ class AdaptivePolicy(EvictionPolicy):
                 heappush(ends, following)
         return chosen
 
-    def _end(self, which: int, hot: bool, may_evict: MayEvict, skipped: _Skipped) -> _End | None:
+    def _end(
+        self, list_number: int, hot: bool, may_evict: MayEvict, skipped: _Skipped
+    ) -> _End | None:
         """Return the first run from one end of a list with a chunk that may be evicted, or None."""
-        chunk_class = _CLASS_OF[which]
-        if hot and (which >= _UNDER_WAY or not self._is_learned(chunk_class)):
+        chunk_class = _CLASS_OF[list_number]
+        if hot and (list_number >= _UNDER_WAY or not self._is_learned(chunk_class)):
             return None
         walk = self._slots.walk_back if hot else self._slots.walk
-        last = skipped.get((which, hot))
-        for slot in walk(which, last):
+        last = skipped.get((list_number, hot))
+        for slot in walk(list_number, last):
             if may_evict(slot):
-                skipped[which, hot] = last
+                skipped[list_number, hot] = last
                 stamp = self._slots.stamp(slot)
                 run = stamp >> POSITION_BITS
                 gain = self._gain(chunk_class, self._now - run / TICKS_PER_SECOND)
-                return gain, run << POSITION_BITS if hot else stamp, which, hot, slot
+                return gain, run << POSITION_BITS if hot else stamp, list_number, hot, slot
             last = slot
         return None
 
@@ -393,15 +395,15 @@ class AdaptivePolicy(EvictionPolicy):
 
     def _victims(self, end: _End, limit: _End | None, n: int, may_evict: MayEvict) -> list[int]:
         """Return up to `n` chunks of a run, deepest first, that are evicted before run `limit`."""
-        lists, (gain, _, which, hot, slot) = self._slots, end
+        lists, (gain, _, list_number, hot, slot) = self._slots, end
         run, victims = lists.stamp(slot) >> POSITION_BITS, list[int]()
         # Of two runs of the same gain, chunks are evicted in the order of their stamps.
         last_stamp = limit[1] if limit is not None and limit[0] == gain and not hot else None
-        for chunk in lists.walk_from(self._run_start(which, slot) if hot else slot):
+        for chunk in lists.walk_from(self._run_start(list_number, slot) if hot else slot):
             stamp = lists.stamp(chunk)
             if len(victims) == n or stamp >> POSITION_BITS != run:
                 if hot:
-                    self._run_starts[which] = chunk
+                    self._run_starts[list_number] = chunk
                 break
             if last_stamp is not None and stamp > last_stamp:
                 break
@@ -409,13 +411,13 @@ class AdaptivePolicy(EvictionPolicy):
                 victims.append(chunk)
         return victims
 
-    def _run_start(self, which: int, slot: int) -> int:
+    def _run_start(self, list_number: int, slot: int) -> int:
         """Return the deepest chunk of the run of `slot`."""
         lists, run = self._slots, self._slots.stamp(slot) >> POSITION_BITS
-        start = self._run_starts.get(which, slot)
-        if lists.where(start) != which or lists.stamp(start) >> POSITION_BITS != run:
+        start = self._run_starts.get(list_number, slot)
+        if lists.list_of(start) != list_number or lists.stamp(start) >> POSITION_BITS != run:
             start = slot
-        for chunk in lists.walk_back(which, start):
+        for chunk in lists.walk_back(list_number, start):
             if lists.stamp(chunk) >> POSITION_BITS != run:
                 break
             start = chunk
@@ -434,8 +436,8 @@ class AdaptivePolicy(EvictionPolicy):
                 self._gain_table[0] = once.max(axis=0, initial=0.0)
         return bool(self._due)
 
-    def _leave_ghost(self, slot: int, which: int, now: float) -> None:
-        seen, label = _SEEN_AND_LABEL[_CLASS_OF[which]]
+    def _leave_ghost(self, slot: int, list_number: int, now: float) -> None:
+        seen, label = _SEEN_AND_LABEL[_CLASS_OF[list_number]]
         self.ghosts.add(
             self.key_of(slot),
             GhostCause.EVICTED,

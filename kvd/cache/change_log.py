@@ -28,12 +28,12 @@ class ChangeLog(ChangesView):
     """Writes the ring of a new directory: all zero but its header.
 
     Args:
-        whole: the directory.
+        memory: the directory.
         header: the directory's.
     """
 
-    def __init__(self, whole: memoryview, header: DirectoryHeader) -> None:
-        super().__init__(whole, header.changes_offset, header.change_capacity)
+    def __init__(self, memory: memoryview, header: DirectoryHeader) -> None:
+        super().__init__(memory, header.changes_offset, header.change_capacity)
         self._mask = header.change_capacity - 1
         self._last = 0
 
@@ -50,9 +50,9 @@ class ChangeLog(ChangesView):
         """Append a change that the directory shows already."""
         previous = self._last
         self._last = number = previous + 1
-        at = (previous & self._mask) * CHANGE_BYTES
+        offset = (previous & self._mask) * CHANGE_BYTES
         now = monotonic_ns()
-        _PACK(self._ring, at, number, now, generation, slot, first, count, group, kind, key)
+        _PACK(self._ring, offset, number, now, generation, slot, first, count, group, kind, key)
         self._head[0] = number
 
     def newest(self) -> npt.NDArray[np.void]:

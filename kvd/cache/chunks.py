@@ -5,7 +5,7 @@ It and its parts are the only writers of the namespace's directory. The states o
     FREE -> WRITING     `stores.begin`: a scheduler's step gives a slot on loan to a key
     READY -> WRITING    the same for a slot with a chunk, which is evicted
     FREE -> WRITING     `promotions.begin`: a tier fills the slot
-    WRITING -> READY    `stores.share_done` with the last expected rank; `promotions.done`
+    WRITING -> READY    `stores.share_done` with the last expected rank; `promotions.complete`
     WRITING -> DRAINING a share failed, the store was dropped, the deadline passed, the session
                         ended, reset; `promotions.give_up`
     DRAINING -> FREE    revoked: no lane or tier writes there any more

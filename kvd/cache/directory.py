@@ -87,18 +87,18 @@ class DirectoryWriter(DirectoryView):
         ledger: Ledger | None = None,
         generation_base: int = 0,
     ) -> None:
-        whole = memoryview(buffer).cast("B")
-        if whole.readonly or len(whole) < header.total_bytes:
+        memory = memoryview(buffer).cast("B")
+        if memory.readonly or len(memory) < header.total_bytes:
             raise DirectoryError(
-                f"{len(whole)} bytes for a directory of {header.total_bytes} writable bytes"
+                f"{len(memory)} bytes for a directory of {header.total_bytes} writable bytes"
             )
         packed = header.pack()
-        whole[: len(packed)] = packed
+        memory[: len(packed)] = packed
         super().__init__(buffer)
-        self.changes: ChangeLog = ChangeLog(self._whole, header)
+        self.changes: ChangeLog = ChangeLog(self._memory, header)
         self.tiers: TierTable | None = None
         if header.num_tiers:
-            self.tiers = TierTable(self._whole, header, self.changes)
+            self.tiers = TierTable(self._memory, header, self.changes)
         self.ledger = ledger
         self._highest = generation_base
         self._words = self._records.cast("Q")
@@ -165,8 +165,8 @@ class DirectoryWriter(DirectoryView):
 
     def blocks(self, slot: int) -> Blocks:
         """Return the blocks of a READY chunk that every rank's share has."""
-        at = slot * _HALVES + _BLOCKS
-        first, count = self._halves[at : at + 2]
+        half = slot * _HALVES + _BLOCKS
+        first, count = self._halves[half : half + 2]
         return first, count
 
     def lend(self, slots: Sequence[int]) -> list[int]:
@@ -232,9 +232,9 @@ class DirectoryWriter(DirectoryView):
         self._words[slot * _WORDS] = generation
         self._words[slot * _WORDS + _RANKS_DONE] = 0
         self._quarters[slot * _QUARTERS + _OWNER] = owner
-        at = slot * _HALVES + _BLOCKS
-        halves[at] = halves[at + 2] = 0
-        halves[at + 1] = NO_SHARE_YET
+        half = slot * _HALVES + _BLOCKS
+        halves[half] = halves[half + 2] = 0
+        halves[half + 1] = NO_SHARE_YET
         _WRITE_KEY(records, base + _KEY, key)
         records[base + _KEY_LEN] = len(key)
         records[base + _STATE] = _WRITING
@@ -256,8 +256,8 @@ class DirectoryWriter(DirectoryView):
             unindex(key, slot)
             generation = words[slot * _WORDS]
             if generation > floor:  # for forgotten chunks there was a CLEARED
-                at = slot * _HALVES + _BLOCKS
-                first, count, group = halves[at : at + 3]
+                half = slot * _HALVES + _BLOCKS
+                first, count, group = halves[half : half + 3]
                 write_change(_REMOVED, generation, slot, first, count, group, key)
 
     def unindex(self, slot: int) -> None:
@@ -274,8 +274,8 @@ class DirectoryWriter(DirectoryView):
         self._records[slot * RECORD_BYTES + _KEY_LEN] = 0
         self._unindex(key, slot)
         if generation > self._floor[0]:
-            at = slot * _HALVES + _BLOCKS
-            first, count, group = self._halves[at : at + 3]
+            half = slot * _HALVES + _BLOCKS
+            first, count, group = self._halves[half : half + 3]
             self.changes.write(_REMOVED, generation, slot, first, count, group, key)
 
     def add_share(
@@ -290,24 +290,24 @@ class DirectoryWriter(DirectoryView):
             The ranks done, as a bit mask, and the number of blocks that all their shares have.
         """
         ranks_done = self._words[slot * _WORDS + _RANKS_DONE] | 1 << rank
-        at = slot * _HALVES + _BLOCKS
+        half = slot * _HALVES + _BLOCKS
         halves = self._halves
-        if halves[at + 1] != NO_SHARE_YET:
-            end = min(first + count, halves[at] + halves[at + 1])
-            first = max(first, halves[at])
-            count = max(0, end - first) if group == halves[at + 2] else 0
-        halves[at] = first
-        halves[at + 1] = count
-        halves[at + 2] = group
+        if halves[half + 1] != NO_SHARE_YET:
+            end = min(first + count, halves[half] + halves[half + 1])
+            first = max(first, halves[half])
+            count = max(0, end - first) if group == halves[half + 2] else 0
+        halves[half] = first
+        halves[half + 1] = count
+        halves[half + 2] = group
         self._words[slot * _WORDS + _RANKS_DONE] = ranks_done
         return ranks_done, count
 
     def fill(self, slot: int, ranks: int, first: int, count: int, group: int) -> None:
         """Record that the shares of `ranks`, a bit mask, are complete, all with these blocks."""
-        at = slot * _HALVES + _BLOCKS
-        self._halves[at] = first
-        self._halves[at + 1] = count
-        self._halves[at + 2] = group
+        half = slot * _HALVES + _BLOCKS
+        self._halves[half] = first
+        self._halves[half + 1] = count
+        self._halves[half + 2] = group
         self._words[slot * _WORDS + _RANKS_DONE] = ranks
 
     def chunk(self, slot: int, generation: int) -> tuple[bytes, int, int, int, int, int] | None:
@@ -325,8 +325,8 @@ class DirectoryWriter(DirectoryView):
 
     def make_ready(self, slot: int) -> None:
         """WRITING -> READY: all shares of the chunk are in the pool."""
-        at = slot * _HALVES + _BLOCKS
-        first, count, group = self._halves[at : at + 3]
+        half = slot * _HALVES + _BLOCKS
+        first, count, group = self._halves[half : half + 3]
         generation, key = self._words[slot * _WORDS], self.key(slot)
         if self.ledger is not None:
             self.ledger.record(slot, generation, first, count, group, key)
@@ -344,7 +344,7 @@ class DirectoryWriter(DirectoryView):
             LedgerDamaged: two chunks have one key, or the index has no place for a chunk.
         """
         head = self.header
-        table = np.frombuffer(self._whole, RECORD_DTYPE, self.num_slots, head.records_offset)
+        table = np.frombuffer(self._memory, RECORD_DTYPE, self.num_slots, head.records_offset)
         slots, records = chunks.slots, chunks.records
         self._highest = max(self._highest, int(records["generation"].max(initial=0)))
         for name in ("generation", "key", "key_len", "first", "count", "group"):
@@ -421,7 +421,7 @@ class DirectoryWriter(DirectoryView):
 
     def _entries(self) -> npt.NDArray[np.uint64]:
         head = self.header
-        return np.frombuffer(self._whole, "<u8", head.index_capacity, head.index_offset)
+        return np.frombuffer(self._memory, "<u8", head.index_capacity, head.index_offset)
 
     def indexed_slots(self) -> list[int]:
         """Return the slots in the index, unordered; reads the whole index."""

@@ -33,29 +33,29 @@ class SlotLists:
     """Doubly linked lists, numbered from 1 on, of the slots 0..num_slots - 1."""
 
     def __init__(self, num_slots: int, lists: int) -> None:
-        # Place i + lists stands for slot i; place k - 1 is the head of list k. A list is a ring
+        # Node i + lists stands for slot i; node k - 1 is the head of list k. A list is a ring
         # through its head, so its ends need no special case.
         self._lists = lists
-        places = num_slots + lists
-        self._next = np.zeros(places, np.uint32).data
-        self._prev = np.zeros(places, np.uint32).data
-        self._where = np.zeros(num_slots, np.uint8).data
+        num_nodes = num_slots + lists
+        self._next = np.zeros(num_nodes, np.uint32).data
+        self._prev = np.zeros(num_nodes, np.uint32).data
+        self._list_of = np.zeros(num_slots, np.uint8).data
         self._stamps = np.zeros(num_slots, np.int64).data
         self._sizes = [0] * (lists + 1)
         for head in range(lists):
             self._next[head] = self._prev[head] = head
 
-    def where(self, slot: int) -> int:
+    def list_of(self, slot: int) -> int:
         """Return the number of the slot's list, or NOWHERE."""
-        return self._where[slot]
+        return self._list_of[slot]
 
     def stamp(self, slot: int) -> int:
         """Return the slot's last stamp."""
         return self._stamps[slot]
 
-    def size(self, which: int) -> int:
+    def size(self, list_number: int) -> int:
         """Return the number of slots in a list."""
-        return self._sizes[which]
+        return self._sizes[list_number]
 
     def __len__(self) -> int:
         return sum(self._sizes)
@@ -68,19 +68,19 @@ class SlotLists:
             into: the list of each; may be longer.
             stamp: of the first slot, above all stamps so far; the others' count up from it.
         """
-        following, before, where, shift = self._next, self._prev, self._where, self._lists
+        next_of, prev_of, list_of, shift = self._next, self._prev, self._list_of, self._lists
         stamps, sizes = self._stamps, self._sizes
-        for slot, which in zip(slots, into, strict=False):
-            if where[slot]:
-                raise IntegrityError(f"slot {slot} is in list {where[slot]} already")
-            head, place = which - 1, slot + shift
-            last = before[head]
-            following[last] = place
-            before[place] = last
-            following[place] = head
-            before[head] = place
-            where[slot] = which
-            sizes[which] += 1
+        for slot, list_number in zip(slots, into, strict=False):
+            if list_of[slot]:
+                raise IntegrityError(f"slot {slot} is in list {list_of[slot]} already")
+            head, node = list_number - 1, slot + shift
+            last = prev_of[head]
+            next_of[last] = node
+            prev_of[node] = last
+            next_of[node] = head
+            prev_of[head] = node
+            list_of[slot] = list_number
+            sizes[list_number] += 1
             stamps[slot] = stamp
             stamp += 1
 
@@ -89,60 +89,60 @@ class SlotLists:
 
         The hottest slot comes last. Stamps count up from `stamp`, above all stamps so far.
         """
-        following, before, where, shift = self._next, self._prev, self._where, self._lists
+        next_of, prev_of, list_of, shift = self._next, self._prev, self._list_of, self._lists
         stamps, sizes = self._stamps, self._sizes
         for slot in slots:
-            source = where[slot]
+            source = list_of[slot]
             if not source:
                 raise IntegrityError(f"slot {slot} is in no list")
-            place = slot + shift
-            after, previous = following[place], before[place]
-            following[previous] = after
-            before[after] = previous
+            node = slot + shift
+            after, previous = next_of[node], prev_of[node]
+            next_of[previous] = after
+            prev_of[after] = previous
             target = into[source]
             if target != source:
-                where[slot] = target
+                list_of[slot] = target
                 sizes[source] -= 1
                 sizes[target] += 1
             head = target - 1
-            last = before[head]
-            following[last] = place
-            before[place] = last
-            following[place] = head
-            before[head] = place
+            last = prev_of[head]
+            next_of[last] = node
+            prev_of[node] = last
+            next_of[node] = head
+            prev_of[head] = node
             stamps[slot] = stamp
             stamp += 1
 
     def extend(
-        self, which: int, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.int64]
+        self, list_number: int, slots: npt.NDArray[np.int64], stamps: npt.NDArray[np.int64]
     ) -> None:
         """Append many slots that are in no list, the coldest first, with these stamps."""
-        head, places = which - 1, slots + self._lists
-        chain = np.concatenate(([self._prev[head]], places, [head]))
+        head, nodes = list_number - 1, slots + self._lists
+        chain = np.concatenate(([self._prev[head]], nodes, [head]))
         np.asarray(self._next)[chain[:-1]] = chain[1:]
         np.asarray(self._prev)[chain[1:]] = chain[:-1]
-        np.asarray(self._where)[slots] = which
+        np.asarray(self._list_of)[slots] = list_number
         np.asarray(self._stamps)[slots] = stamps
-        self._sizes[which] += len(slots)
+        self._sizes[list_number] += len(slots)
 
-    def insert_all(self, which: int, slots: Sequence[int]) -> None:
+    def insert_all(self, list_number: int, slots: Sequence[int]) -> None:
         """Insert slots that are in no list by their stamps; the lowest stamp comes first.
 
         Each place is searched from the nearer end, starting where the slot before was inserted. A
         search stops after `MAX_STEPS` slots, and the slot is inserted there.
         """
         stamps, shift = self._stamps, self._lists
-        first, last = self._next[which - 1], self._prev[which - 1]
+        first, last = self._next[list_number - 1], self._prev[list_number - 1]
         num_from_cold_end = len(slots)
         if first >= shift:
             ends = stamps[first - shift] + stamps[last - shift]
             num_from_cold_end = bisect_left(slots, ends, key=lambda slot: 2 * stamps[slot])
-        self._merge(which, slots[:num_from_cold_end], self._next, self._prev, 1)
-        self._merge(which, slots[num_from_cold_end:][::-1], self._prev, self._next, -1)
+        self._merge(list_number, slots[:num_from_cold_end], self._next, self._prev, 1)
+        self._merge(list_number, slots[num_from_cold_end:][::-1], self._prev, self._next, -1)
 
     def _merge(
         self,
-        which: int,
+        list_number: int,
         slots: Sequence[int],
         ahead: memoryview,
         behind: memoryview,
@@ -150,89 +150,89 @@ class SlotLists:
     ) -> None:
         """Insert slots on one walk from an end; `sign` times the stamps rises along `ahead`."""
         stamps, shift = self._stamps, self._lists
-        head = place = which - 1
+        head = node = list_number - 1
         steps = MAX_STEPS
         for slot in slots:
-            stamp, after = sign * stamps[slot], ahead[place]
+            stamp, after = sign * stamps[slot], ahead[node]
             while steps and after != head and sign * stamps[after - shift] < stamp:
                 after = ahead[after]
                 steps -= 1
-            previous, place = behind[after], slot + shift
-            ahead[previous] = behind[after] = place
-            behind[place], ahead[place] = previous, after
-            self._where[slot] = which
-        self._sizes[which] += len(slots)
+            previous, node = behind[after], slot + shift
+            ahead[previous] = behind[after] = node
+            behind[node], ahead[node] = previous, after
+            self._list_of[slot] = list_number
+        self._sizes[list_number] += len(slots)
 
     def remove(self, slot: int) -> int:
         """Remove a slot, which keeps its stamp, from its list, and return the list's number."""
-        which = self._where[slot]
-        if not which:
+        list_number = self._list_of[slot]
+        if not list_number:
             raise IntegrityError(f"slot {slot} is in no list")
-        place = slot + self._lists
-        before, after = self._prev[place], self._next[place]
-        self._next[before] = after
-        self._prev[after] = before
-        self._where[slot] = NOWHERE
-        self._sizes[which] -= 1
-        return which
+        node = slot + self._lists
+        previous, after = self._prev[node], self._next[node]
+        self._next[previous] = after
+        self._prev[after] = previous
+        self._list_of[slot] = NOWHERE
+        self._sizes[list_number] -= 1
+        return list_number
 
     def remove_all(self, slots: Iterable[int]) -> None:
         """Remove slots, each in a list, from their lists. They keep their stamps."""
-        following, before, where, shift = self._next, self._prev, self._where, self._lists
+        next_of, prev_of, list_of, shift = self._next, self._prev, self._list_of, self._lists
         sizes = self._sizes
         for slot in slots:
-            place = slot + shift
-            previous, after = before[place], following[place]
-            following[previous] = after
-            before[after] = previous
-            sizes[where[slot]] -= 1
-            where[slot] = NOWHERE
+            node = slot + shift
+            previous, after = prev_of[node], next_of[node]
+            next_of[previous] = after
+            prev_of[after] = previous
+            sizes[list_of[slot]] -= 1
+            list_of[slot] = NOWHERE
 
-    def walk(self, which: int, before: int | None = None) -> Iterator[int]:
+    def walk(self, list_number: int, before: int | None = None) -> Iterator[int]:
         """Yield the slots of a list, coldest first, or those hotter than `before`.
 
         The list must not change meanwhile.
         """
-        following, shift, head = self._next, self._lists, which - 1
-        place = following[head if before is None else before + shift]
-        while place != head:
-            yield place - shift
-            place = following[place]
+        next_of, shift, head = self._next, self._lists, list_number - 1
+        node = next_of[head if before is None else before + shift]
+        while node != head:
+            yield node - shift
+            node = next_of[node]
 
-    def walk_back(self, which: int, after: int | None = None) -> Iterator[int]:
+    def walk_back(self, list_number: int, after: int | None = None) -> Iterator[int]:
         """Yield the slots of a list, hottest first, or those colder than `after`.
 
         The list must not change meanwhile.
         """
-        before, shift, head = self._prev, self._lists, which - 1
-        place = before[head if after is None else after + shift]
-        while place != head:
-            yield place - shift
-            place = before[place]
+        prev_of, shift, head = self._prev, self._lists, list_number - 1
+        node = prev_of[head if after is None else after + shift]
+        while node != head:
+            yield node - shift
+            node = prev_of[node]
 
     def walk_from(self, slot: int) -> Iterator[int]:
         """Yield this slot and the hotter ones of its list. The list must not change meanwhile."""
-        following, shift = self._next, self._lists
-        head, place = self._where[slot] - 1, slot + shift
-        while place != head:
-            yield place - shift
-            place = following[place]
+        next_of, shift = self._next, self._lists
+        head, node = self._list_of[slot] - 1, slot + shift
+        while node != head:
+            yield node - shift
+            node = next_of[node]
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if links, marks or sizes are wrong."""
-        marked = np.bincount(np.asarray(self._where), minlength=self._lists + 1)
-        for which in range(1, self._lists + 1):
-            slots = list(self.walk(which))
-            if not len(slots) == self._sizes[which] == marked[which]:
+        marked = np.bincount(np.asarray(self._list_of), minlength=self._lists + 1)
+        for list_number in range(1, self._lists + 1):
+            slots = list(self.walk(list_number))
+            if not len(slots) == self._sizes[list_number] == marked[list_number]:
                 raise IntegrityError(
-                    f"list {which} has {len(slots)} slots, {self._sizes[which]} counted,"
-                    f" {marked[which]} marked"
+                    f"list {list_number} has {len(slots)} slots,"
+                    f" {self._sizes[list_number]} counted, {marked[list_number]} marked"
                 )
-            before = which - 1
+            previous = list_number - 1
             for slot in slots:
-                if self._where[slot] != which or self._prev[slot + self._lists] != before:
-                    raise IntegrityError(f"slot {slot} is linked wrongly in list {which}")
-                before = slot + self._lists
+                if self._list_of[slot] != list_number or self._prev[slot + self._lists] != previous:
+                    raise IntegrityError(f"slot {slot} is linked wrongly in list {list_number}")
+                previous = slot + self._lists
 
 
 KeyOf = Callable[[int], bytes]
@@ -301,16 +301,16 @@ class EvictionPolicy(ABC):
         """Do one bounded piece of learning; returns whether more is due."""
 
     @abstractmethod
-    def _leave_ghost(self, slot: int, which: int, now: float) -> None:
-        """Add a ghost of a chunk of list `which` that is evicted."""
+    def _leave_ghost(self, slot: int, list_number: int, now: float) -> None:
+        """Add a ghost of a chunk of list `list_number` that is evicted."""
 
     def release(self, slots: Iterable[int]) -> None:
         """Make reserved chunks candidates again, at their old positions."""
         by_list: dict[int, list[int]] = {}
         for slot in sorted(slots, key=self._slots.stamp):
             by_list.setdefault(self._reserved.pop(slot), []).append(slot)
-        for which, colder_first in by_list.items():
-            self._slots.insert_all(which, colder_first)
+        for list_number, colder_first in by_list.items():
+            self._slots.insert_all(list_number, colder_first)
 
     def is_reserved(self, slot: int) -> bool:
         """Whether the chunk is reserved: `reserve` returned it, and nothing else followed."""
@@ -324,8 +324,8 @@ class EvictionPolicy(ABC):
     def evict(self, slots: Iterable[int], now: float) -> None:
         """Remove chunks, reserved or not, and add a ghost of each."""
         for slot in slots:
-            which = self._reserved.pop(slot, 0) or self._slots.remove(slot)
-            self._leave_ghost(slot, which, now)
+            list_number = self._reserved.pop(slot, 0) or self._slots.remove(slot)
+            self._leave_ghost(slot, list_number, now)
 
     def remove(self, slot: int) -> None:
         """Remove a chunk without a ghost, for a reason unrelated to its use."""
@@ -345,12 +345,12 @@ class EvictionPolicy(ABC):
         return first
 
     def _restore(
-        self, which: int, slots: npt.NDArray[np.int64], times: npt.NDArray[np.float64]
+        self, list_number: int, slots: npt.NDArray[np.int64], times: npt.NDArray[np.float64]
     ) -> None:
-        """`restore` into list `which`."""
+        """`restore` into list `list_number`."""
         runs = (times * TICKS_PER_SECOND).astype(np.int64)
         stamps = (runs << POSITION_BITS) + np.arange(len(slots))
-        self._slots.extend(which, slots, stamps)
+        self._slots.extend(list_number, slots, stamps)
         self._last_stamp = max(self._last_stamp, int(stamps.max(initial=0)))
 
     def _time(self, slot: int) -> float:
@@ -361,23 +361,25 @@ class EvictionPolicy(ABC):
     def order(self) -> list[int]:
         """Return all slots, the least recently used first."""
         slots = [*self._reserved]
-        for which in range(1, self.lists + 1):
-            slots += self._slots.walk(which)
+        for list_number in range(1, self.lists + 1):
+            slots += self._slots.walk(list_number)
         return sorted(slots, key=self._slots.stamp)
 
     def __len__(self) -> int:
         return len(self._slots) + len(self._reserved)
 
     def __contains__(self, slot: int) -> bool:
-        return bool(self._slots.where(slot)) or slot in self._reserved
+        return bool(self._slots.list_of(slot)) or slot in self._reserved
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if an invariant does not hold."""
         self._slots.check_integrity()
         self.ghosts.check_integrity()
-        for slot, which in self._reserved.items():
-            if self._slots.where(slot) or not 0 < which <= self.lists:
-                raise IntegrityError(f"slot {slot} is reserved from list {which}, and in a list")
+        for slot, list_number in self._reserved.items():
+            if self._slots.list_of(slot) or not 0 < list_number <= self.lists:
+                raise IntegrityError(
+                    f"slot {slot} is reserved from list {list_number}, and in a list"
+                )
         for slot in self.order():
             if self.ghosts.find(self.key_of(slot)):
                 raise IntegrityError(f"the chunk in slot {slot} has a ghost")
@@ -424,6 +426,6 @@ class LruPolicy(EvictionPolicy):
         """See EvictionPolicy. LRU learns nothing."""
         return False
 
-    def _leave_ghost(self, slot: int, which: int, now: float) -> None:
-        del which
+    def _leave_ghost(self, slot: int, list_number: int, now: float) -> None:
+        del list_number
         self.ghosts.add(self.key_of(slot), GhostCause.EVICTED, now, used=self._time(slot))

@@ -49,14 +49,14 @@ class Ghost(NamedTuple):
         seen: finished requests that had the chunk, 3 for more.
         label: of the last of these requests.
         used: when the chunk was last used, in seconds.
-        gone: when it left memory, or was not stored, in seconds.
+        left_at: when it left memory, or was not stored, in seconds.
     """
 
     cause: GhostCause
     seen: int
     label: Label
     used: float
-    gone: float
+    left_at: float
 
 
 class Ghosts:
@@ -65,18 +65,18 @@ class Ghosts:
     def __init__(self, capacity: int) -> None:
         # Ghost 0 is the head of the ring and in no bucket, so 0 means "none" everywhere.
         self._capacity = capacity
-        places, buckets = capacity + 1, 1 << max(0, capacity - 1).bit_length()
+        length, buckets = capacity + 1, 1 << max(0, capacity - 1).bit_length()
         self._mask = buckets - 1
         self._buckets = np.zeros(buckets, np.uint32).data  # first ghost of each chain
-        self._chain = np.zeros(places, np.uint32).data  # next ghost of the chain
-        self._newer = np.zeros(places, np.uint32).data
-        self._older = np.zeros(places, np.uint32).data
-        self._hashes = np.zeros(places, np.int64).data
-        self._used = np.zeros(8 * places, np.uint8).data.cast("d")
-        self._gone = np.zeros(8 * places, np.uint8).data.cast("d")
-        self._facts = np.zeros(places, np.uint8).data  # cause << 5 | label << 2 | seen
-        self._free = 0  # first of a chain of places whose ghosts were taken
-        self._touched = 0  # places above this one never had a ghost
+        self._chain = np.zeros(length, np.uint32).data  # next ghost of the chain
+        self._newer = np.zeros(length, np.uint32).data
+        self._older = np.zeros(length, np.uint32).data
+        self._hashes = np.zeros(length, np.int64).data
+        self._used = np.zeros(8 * length, np.uint8).data.cast("d")
+        self._left_at = np.zeros(8 * length, np.uint8).data.cast("d")
+        self._facts = np.zeros(length, np.uint8).data  # cause << 5 | label << 2 | seen
+        self._free = 0  # first of a chain of indices whose ghosts were taken
+        self._touched = 0  # indices above this one never had a ghost
         self._count = 0
 
     def add(
@@ -109,7 +109,7 @@ class Ghosts:
             self._hashes[ghost] = key_hash
             self._count += 1
         self._used[ghost] = used
-        self._gone[ghost] = now
+        self._left_at[ghost] = now
         self._facts[ghost] = cause << 5 | label << 2 | seen
         newest = self._older[0]
         self._newer[newest] = ghost
@@ -125,13 +125,13 @@ class Ghosts:
     def take(self, key: bytes) -> Ghost | None:
         """Remove and return the key's ghost, or None."""
         key_hash = hash(key)
-        place = self._find(key_hash)
-        if not place:
+        index = self._find(key_hash)
+        if not index:
             return None
-        ghost = self._ghost(place)
-        self._drop(place, key_hash)
-        self._chain[place] = self._free
-        self._free = place
+        ghost = self._ghost(index)
+        self._drop(index, key_hash)
+        self._chain[index] = self._free
+        self._free = index
         return ghost
 
     def _find(self, key_hash: int) -> int:
@@ -141,22 +141,22 @@ class Ghosts:
             ghost = chain[ghost]
         return ghost
 
-    def _ghost(self, place: int) -> Ghost:
-        facts = self._facts[place]
+    def _ghost(self, index: int) -> Ghost:
+        facts = self._facts[index]
         cause, label = _CAUSES[facts >> 5], _LABELS[facts >> 2 & 7]
-        return Ghost(cause, facts & 3, label, self._used[place], self._gone[place])
+        return Ghost(cause, facts & 3, label, self._used[index], self._left_at[index])
 
     def _allocate(self) -> int:
-        """Return a place for a ghost; if all are in use, the oldest ghost is dropped for it."""
+        """Return an unused index; if there is none, drop the oldest ghost and return its index."""
         if self._free:
-            place = self._free
-            self._free = self._chain[place]
+            index = self._free
+            self._free = self._chain[index]
         elif self._touched < self._capacity:
-            self._touched = place = self._touched + 1
+            self._touched = index = self._touched + 1
         else:
-            place = self._newer[0]
-            self._drop(place, self._hashes[place])
-        return place
+            index = self._newer[0]
+            self._drop(index, self._hashes[index])
+        return index
 
     def _drop(self, ghost: int, key_hash: int) -> None:
         """Remove a ghost from its bucket and from the ring."""
@@ -178,9 +178,9 @@ class Ghosts:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays once every place was used."""
+        """Bytes of all arrays once every index was used."""
         arrays = (self._buckets, self._chain, self._newer, self._older)
-        values = (self._hashes, self._used, self._gone, self._facts)
+        values = (self._hashes, self._used, self._left_at, self._facts)
         return sum(array.nbytes for array in (*arrays, *values))
 
     def __len__(self) -> int:
@@ -188,26 +188,26 @@ class Ghosts:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError if ring, buckets and counts disagree."""
-        ring, ghost, before = set[int](), self._newer[0], 0
+        ring, ghost, previous = set[int](), self._newer[0], 0
         while ghost:
-            if ghost in ring or self._older[ghost] != before:
+            if ghost in ring or self._older[ghost] != previous:
                 raise IntegrityError(f"ghost {ghost} is linked wrongly in the ring")
             ring.add(ghost)
-            ghost, before = self._newer[ghost], ghost
-        if self._older[0] != before or not len(ring) == self._count <= self._capacity:
+            ghost, previous = self._newer[ghost], ghost
+        if self._older[0] != previous or not len(ring) == self._count <= self._capacity:
             raise IntegrityError(
                 f"the ring has {len(ring)} ghosts, {self._count} counted, {self._capacity} allowed"
             )
         in_buckets = {ghost for ghost in ring if self._find(self._hashes[ghost]) == ghost}
         if in_buckets != ring:
             raise IntegrityError(f"ghosts in no bucket: {ring - in_buckets}")
-        free, place = set[int](), self._free
-        while place and place not in free:
-            free.add(place)
-            place = self._chain[place]
-        if place or free & ring or len(free) + len(ring) != self._touched:
+        free, index = set[int](), self._free
+        while index and index not in free:
+            free.add(index)
+            index = self._chain[index]
+        if index or free & ring or len(free) + len(ring) != self._touched:
             raise IntegrityError(
-                f"{len(free)} places are free, {len(ring)} have ghosts, {self._touched} were used"
+                f"{len(free)} indices are free, {len(ring)} have ghosts, {self._touched} were used"
             )
 
 
@@ -247,7 +247,7 @@ class MissReasons:
             reason, ghost = reason_of(key)
             reasons.append(reason)
             if ghost is not None and reason is MissReason.EVICTED:
-                ages.append(now - ghost.gone)
+                ages.append(now - ghost.left_at)
         for reason, count in Counter(reasons).items():
             self._counts.missed[reason] += count
         if ages:

@@ -59,10 +59,10 @@ class Loans:
         if not slots:
             del self._by_owner[owner], self._last_used[owner]
 
-    def unused_since(self, when: float, but: int | None = None) -> list[int]:
-        """Return the owners, except `but`, that have got and used no loan since `when`."""
+    def unused_since(self, since: float, but: int | None = None) -> list[int]:
+        """Return the owners, except `but`, that have got and used no loan since `since`."""
         last_used = self._last_used.items()
-        return [owner for owner, used_at in last_used if used_at <= when and owner != but]
+        return [owner for owner, used_at in last_used if used_at <= since and owner != but]
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._owners)
@@ -129,10 +129,10 @@ class Leases:
         self._leases.setdefault(owner, {})[number] = Lease(tuple(slots), now, deadline)
         return unpinned
 
-    def count_until(self, when: float) -> int:
-        """Return the number of leases that were granted at `when` or before."""
+    def count_until(self, until: float) -> int:
+        """Return the number of leases that were granted at `until` or before."""
         by_owner = self._leases.values()
-        return sum(lease.since <= when for leases in by_owner for lease in leases.values())
+        return sum(lease.since <= until for leases in by_owner for lease in leases.values())
 
     def release(self, number: int, owner: int) -> list[int] | None:
         """End a lease; None if it has expired or is not this owner's."""

@@ -135,25 +135,25 @@ class Ledger:
     """
 
     def __init__(self, buffer: "WriteableBuffer", trailer: PoolTrailer) -> None:
-        whole = memoryview(buffer).cast("B")
-        self.description, self.num_slots = _read_header(whole)
+        memory = memoryview(buffer).cast("B")
+        self.description, self.num_slots = _read_header(memory)
         self._trailer = trailer
         self._entry = trailer.entry(self.description.namespace)
-        self._whole = whole
+        self._memory = memory
         stamps_end = HEADER_BYTES + self.num_slots * 8
-        self._floor = whole[_FLOOR_AT:HEADER_BYTES].cast("Q")
-        self._salt = whole[_SALT_AT:_FLOOR_AT]
-        self._number = whole[_NUMBER_AT:_SALT_AT].cast("Q")
+        self._floor = memory[_FLOOR_AT:HEADER_BYTES].cast("Q")
+        self._salt = memory[_SALT_AT:_FLOOR_AT]
+        self._number = memory[_NUMBER_AT:_SALT_AT].cast("Q")
         numbers = trailer.numbers(self._entry)
         if self._number[0] not in numbers:
             raise LedgerDamaged(
                 f"its last change is number {self._number[0]}, the pool's trailer has number"
                 f" {numbers[1]}: the ledger or the pool is an older copy"
             )
-        self._records = whole[stamps_end : stamps_end + self.num_slots * RECORD_BYTES]
+        self._records = memory[stamps_end : stamps_end + self.num_slots * RECORD_BYTES]
         self._words = self._records.cast("Q")
         self.stamps: npt.NDArray[np.uint64] = np.frombuffer(
-            whole, "<u8", self.num_slots, HEADER_BYTES
+            memory, "<u8", self.num_slots, HEADER_BYTES
         )
 
     @classmethod
@@ -170,19 +170,19 @@ class Ledger:
         Raises:
             LedgerDamaged: the buffer is too small, or the description too long.
         """
-        whole = memoryview(buffer).cast("B")
+        memory = memoryview(buffer).cast("B")
         encoded = msgspec.json.encode(description)
         end = _DESCRIPTION_AT + len(encoded)
-        if len(whole) < ledger_bytes(num_slots) or end > _NUMBER_AT:
+        if len(memory) < ledger_bytes(num_slots) or end > _NUMBER_AT:
             raise LedgerDamaged(
-                f"{len(whole)} bytes for a ledger of {ledger_bytes(num_slots)} bytes whose"
+                f"{len(memory)} bytes for a ledger of {ledger_bytes(num_slots)} bytes whose"
                 f" header has {end} of {_NUMBER_AT}"
             )
         head = _HEAD.pack(VERSION, RECORD_BYTES, num_slots, len(encoded))
-        whole[8 : 8 + len(head)] = head
-        whole[28:32] = _CHECK.pack(crc32(encoded, crc32(head)))
-        whole[_DESCRIPTION_AT:end] = encoded
-        whole[:8] = MAGIC
+        memory[8 : 8 + len(head)] = head
+        memory[28:32] = _CHECK.pack(crc32(encoded, crc32(head)))
+        memory[_DESCRIPTION_AT:end] = encoded
+        memory[:8] = MAGIC
         trailer.add(description.namespace)
         ledger = cls(buffer, trailer)
         ledger.write_salt(salt)
@@ -273,35 +273,35 @@ class Ledger:
         self._number.release()
         self._words.release()
         self._records.release()
-        self._whole.release()
+        self._memory.release()
 
 
-def _read_header(whole: memoryview) -> tuple[LedgerDescription, int]:
-    if len(whole) < HEADER_BYTES:
-        raise LedgerDamaged(f"{len(whole)} bytes cannot hold a ledger")
-    if whole[:8] != MAGIC:
-        raise LedgerDamaged(f"no ledger: it starts with {bytes(whole[:8])!r}")
-    version, record, num_slots, length = _HEAD.unpack_from(whole, 8)
+def _read_header(memory: memoryview) -> tuple[LedgerDescription, int]:
+    if len(memory) < HEADER_BYTES:
+        raise LedgerDamaged(f"{len(memory)} bytes cannot hold a ledger")
+    if memory[:8] != MAGIC:
+        raise LedgerDamaged(f"no ledger: it starts with {bytes(memory[:8])!r}")
+    version, record, num_slots, length = _HEAD.unpack_from(memory, 8)
     if version != VERSION:
         raise LedgerDamaged(f"ledger version {version}, {VERSION} is needed")
-    (check,) = _CHECK.unpack_from(whole, 28)
+    (check,) = _CHECK.unpack_from(memory, 28)
     end = _DESCRIPTION_AT + length
     if end > _NUMBER_AT or check != crc32(
-        whole[_DESCRIPTION_AT:end], crc32(whole[8 : 8 + _HEAD.size])
+        memory[_DESCRIPTION_AT:end], crc32(memory[8 : 8 + _HEAD.size])
     ):
         raise LedgerDamaged("the ledger's header is damaged: its check word does not fit")
     try:
-        encoded = bytes(whole[_DESCRIPTION_AT:end])
+        encoded = bytes(memory[_DESCRIPTION_AT:end])
         description = msgspec.json.decode(encoded, type=LedgerDescription)
     except msgspec.DecodeError as error:
         raise LedgerDamaged(f"the ledger's description is invalid: {error}") from error
     if (
         record != RECORD_BYTES
         or not 1 <= num_slots <= MAX_SLOTS
-        or len(whole) < ledger_bytes(num_slots)
+        or len(memory) < ledger_bytes(num_slots)
     ):
         raise LedgerDamaged(
             f"the ledger contradicts itself: {num_slots} records of {record} bytes in"
-            f" {len(whole)} bytes"
+            f" {len(memory)} bytes"
         )
     return description, num_slots

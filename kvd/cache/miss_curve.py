@@ -145,9 +145,9 @@ class MissCurve:
                 last_bucket = bucket
                 distance = int(self._weights[bucket.place + 1 : len(self._buckets)].sum())
             if count:
-                place = min(BINS, int(distance / self._bin_chunks))
-                self._hits[place] += count
-                self._hit_positions[place] += count * position
+                bin_ = min(BINS, int(distance / self._bin_chunks))
+                self._hits[bin_] += count
+                self._hit_positions[bin_] += count * position
             distance += weight  # keys ahead in the same prompt are hotter
             num_moved, weight_moved = moved.get(bucket, (0, 0))
             moved[bucket] = num_moved + 1, weight_moved + weight
@@ -338,11 +338,11 @@ class MissCurve:
 
     def _below(self, sums: Sequence[float], chunks: float) -> float:
         """Return the sum over distances below `chunks`, interpolated within a bin."""
-        place = max(chunks / self._bin_chunks, BINS_PER_POOL / 4)
-        if place >= BINS:
+        num_bins = max(chunks / self._bin_chunks, BINS_PER_POOL / 4)
+        if num_bins >= BINS:
             return sum(sums)
         ends = np.concatenate(([0.0], np.cumsum(sums[:BINS])))
-        return float(np.interp(place, np.arange(BINS + 1), ends))
+        return float(np.interp(num_bins, np.arange(BINS + 1), ends))
 
     # -------------------------------------------------------------- inspection
 

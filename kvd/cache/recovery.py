@@ -173,9 +173,9 @@ class PoolTrailer:
         return self._bytes[entry * 8 - _ID_BYTES : entry * 8].hex()
 
     def _write(self, entry: int, namespace: str, begun: int) -> None:
-        at = entry * 8 - _ID_BYTES
+        offset = entry * 8 - _ID_BYTES
         packed = bytes.fromhex(namespace) + begun.to_bytes(8, "little") + bytes(8)
-        self._bytes[at : at + _ENTRY_BYTES] = packed
+        self._bytes[offset : offset + _ENTRY_BYTES] = packed
 
     def _map(self, buffer: "WriteableBuffer") -> None:
         self._bytes = memoryview(buffer).cast("B")[:TRAILER_BYTES]

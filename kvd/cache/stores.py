@@ -6,7 +6,7 @@
    READY.
 
 A promotion needs no loan: the broker takes a slot (`ChunkPromotions.begin`), a tier fills it
-(`ChunkPromotions.done`).
+(`ChunkPromotions.complete`).
 """
 
 from collections.abc import Callable, Sequence
@@ -420,7 +420,7 @@ class ChunkPromotions:
         self._uses.stamp(begun)
         return promotions
 
-    def done(  # noqa: PLR0917  # a chunk's parts
+    def complete(  # noqa: PLR0917  # a chunk's parts
         self,
         slot: int,
         generation: int,

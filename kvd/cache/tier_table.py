@@ -49,15 +49,15 @@ class TierTable(TierTableView):
     Keys have 1 to 48 bytes, tiers are numbered as in the settings.
 
     Args:
-        whole: the directory.
+        memory: the directory.
         header: of the directory, with tiers.
         changes: of the directory.
     """
 
-    def __init__(self, whole: memoryview, header: DirectoryHeader, changes: ChangeLog) -> None:
-        at, homes, limit = header.tiers_offset, header.tier_capacity, header.probe_limit
-        whole[EPOCH_AT : EPOCH_AT + 8] = (1).to_bytes(8, "little")
-        super().__init__(whole, at, homes, limit, header.num_tiers)
+    def __init__(self, memory: memoryview, header: DirectoryHeader, changes: ChangeLog) -> None:
+        offset, homes, limit = header.tiers_offset, header.tier_capacity, header.probe_limit
+        memory[EPOCH_AT : EPOCH_AT + 8] = (1).to_bytes(8, "little")
+        super().__init__(memory, offset, homes, limit, header.num_tiers)
         self._changes = changes
         self._max_entries = homes * 3 // 4
         self._num_held = self._num_old = 0
@@ -86,42 +86,46 @@ class TierTable(TierTableView):
             return False
         words = self._words
         hash32 = crc32(key)
-        at, spare = self._walk(key, hash32)
-        if at >= 0 and words[at] & 0xFF == HELD and words[at + 1] & _EPOCH == self._epoch[0]:
-            word, blocks = words[at], words[at + 2]
+        index, spare = self._walk(key, hash32)
+        if (
+            index >= 0
+            and words[index] & 0xFF == HELD
+            and words[index + 1] & _EPOCH == self._epoch[0]
+        ):
+            word, blocks = words[index], words[index + 2]
             tiers = word >> 8 & 0xFF & ~self._releasing
             if blocks == first | count << 16 | group << 32:
-                words[at] = word & ~0xFF00 | (tiers | bit) << 8
+                words[index] = word & ~0xFF00 | (tiers | bit) << 8
                 if not tiers:
                     self._changes.write(_KEPT, 0, 0, first, count, group, key)
                 return True
             if (others := tiers & ~bit) and _includes(blocks, first, count, group):
-                words[at] = word & ~0xFF00 | others << 8
+                words[index] = word & ~0xFF00 | others << 8
                 return True
-        elif not self._make_room(at, spare):
+        elif not self._make_room(index, spare):
             return False
         else:
             self._absent.pop(key, None)
             self._num_held += 1
-        self._write(at if at >= 0 else spare, hash32, key, HELD, bit, 0, first, count, group)
+        self._write(index if index >= 0 else spare, hash32, key, HELD, bit, 0, first, count, group)
         self._changes.write(_KEPT, 0, 0, first, count, group, key)
         return True
 
     def release(self, key: bytes, tier: int) -> bool:
         """Record that a tier holds a chunk no more; False: it was not recorded as held."""
         words = self._words
-        at, _ = self._walk(key, crc32(key))
-        if at < 0 or words[at] & 0xFF != HELD or words[at + 1] & _EPOCH != self._epoch[0]:
+        index, _ = self._walk(key, crc32(key))
+        if index < 0 or words[index] & 0xFF != HELD or words[index + 1] & _EPOCH != self._epoch[0]:
             return False
-        tiers = words[at] >> 8 & 0xFF & ~self._releasing
+        tiers = words[index] >> 8 & 0xFF & ~self._releasing
         if not tiers & 1 << tier:
             return False
         tiers &= ~(1 << tier)
         if tiers:
-            words[at] = words[at] & ~0xFF00 | tiers << 8
+            words[index] = words[index] & ~0xFF00 | tiers << 8
         else:
             self._num_held -= 1
-            self._remove(at)
+            self._remove(index)
             self._changes.write(_RELEASED, 0, key=key)
         return True
 
@@ -132,16 +136,16 @@ class TierTable(TierTableView):
         tier holds the chunk.
         """
         words, hash32 = self._words, crc32(key)
-        at, spare = self._walk(key, hash32)
-        valid = at >= 0 and words[at + 1] & _EPOCH == self._epoch[0]
-        if valid and words[at] & 0xFF == HELD:
+        index, spare = self._walk(key, hash32)
+        valid = index >= 0 and words[index + 1] & _EPOCH == self._epoch[0]
+        if valid and words[index] & 0xFF == HELD:
             return
-        if not valid and not self._make_room(at, spare):
+        if not valid and not self._make_room(index, spare):
             return
         time = int(now * 1000) & 0xFFFF_FFFF
         self._absent.pop(key, None)
         self._absent[key] = None
-        self._write(at if at >= 0 else spare, hash32, key, ABSENT, 0, time, 0, 0, 0)
+        self._write(index if index >= 0 else spare, hash32, key, ABSENT, 0, time, 0, 0, 0)
         if len(self._absent) > MAX_ABSENT:
             oldest = next(iter(self._absent))
             del self._absent[oldest]
@@ -153,34 +157,34 @@ class TierTable(TierTableView):
         A spare place is empty or has an old entry; the first from the key's home on. -1: none.
         """
         words, epoch, same = self._words, self._epoch[0], hash32 << 32 | len(key) << 16
-        at, spare = (hash32 & self._mask) * WORDS, -1
-        end, old = at + self._limit * WORDS, self._num_old
-        while at < end:
-            word = words[at]
+        index, spare = (hash32 & self._mask) * WORDS, -1
+        end, old = index + self._limit * WORDS, self._num_old
+        while index < end:
+            word = words[index]
             if not word:
-                return -1, at if spare < 0 else spare
-            if word & SAME == same and self._key(at) == key:
-                return at, -1
-            if old and spare < 0 and words[at + 1] & _EPOCH != epoch:
-                spare = at
-            at += WORDS
+                return -1, index if spare < 0 else spare
+            if word & SAME == same and self._key(index) == key:
+                return index, -1
+            if old and spare < 0 and words[index + 1] & _EPOCH != epoch:
+                spare = index
+            index += WORDS
         return -1, spare
 
-    def _make_room(self, at: int, spare: int) -> bool:
-        """Whether an entry may be written: over the key's old entry at `at`, or at `spare`."""
-        place = at if at >= 0 else spare
-        if place < 0:
+    def _make_room(self, index: int, spare: int) -> bool:
+        """Whether an entry may be written: over the key's old entry at `index`, or at `spare`."""
+        target = index if index >= 0 else spare
+        if target < 0:
             return False
-        word = self._words[place]
+        word = self._words[target]
         if not word:
             return self._num_held + self._num_old + len(self._absent) < self._max_entries
-        if self._words[place + 1] & _EPOCH != self._epoch[0]:
+        if self._words[target + 1] & _EPOCH != self._epoch[0]:
             self._num_old -= 1
         return True
 
     def _write(  # noqa: PLR0917  # the parts of an entry
         self,
-        at: int,
+        index: int,
         hash32: int,
         key: bytes,
         state: int,
@@ -190,11 +194,11 @@ class TierTable(TierTableView):
         count: int,
         group: int,
     ) -> None:
-        self._words[at] = BUSY
-        _PACK(self._bytes, at * 8 + 8, self._epoch[0], time, first, count, group, key)
-        self._words[at] = hash32 << 32 | len(key) << 16 | tiers << 8 | state
+        self._words[index] = BUSY
+        _PACK(self._bytes, index * 8 + 8, self._epoch[0], time, first, count, group, key)
+        self._words[index] = hash32 << 32 | len(key) << 16 | tiers << 8 | state
 
-    def _remove(self, at: int) -> None:
+    def _remove(self, index: int) -> None:
         """Remove an entry, and shift back entries that the hole would separate from their homes.
 
         An entry is written at its new place before its old one is overwritten, so readers see it
@@ -202,21 +206,23 @@ class TierTable(TierTableView):
         """
         words, table, mask, releasing = self._words, self._bytes, self._mask, self._releasing
         last = self.places * WORDS
-        hole = at
-        while (at := at + WORDS) < last and (word := words[at]):
+        hole = index
+        while (index := index + WORDS) < last and (word := words[index]):
             if (word >> 32 & mask) * WORDS > hole:
                 continue
             words[hole] = BUSY
-            table[hole * 8 + 8 : hole * 8 + ENTRY_BYTES] = table[at * 8 + 8 : at * 8 + ENTRY_BYTES]
+            table[hole * 8 + 8 : hole * 8 + ENTRY_BYTES] = table[
+                index * 8 + 8 : index * 8 + ENTRY_BYTES
+            ]
             words[hole] = word
             if releasing:
                 self._strip(hole)
-            hole = at
+            hole = index
         words[hole] = 0
 
-    def _key(self, at: int) -> bytes:
-        length = self._words[at] >> 16 & 0xFF
-        return bytes(self._bytes[at * 8 + 24 : at * 8 + 24 + length])
+    def _key(self, index: int) -> bytes:
+        length = self._words[index] >> 16 & 0xFF
+        return bytes(self._bytes[index * 8 + 24 : index * 8 + 24 + length])
 
     # ------------------------------------------------------------------- many
 
@@ -272,13 +278,15 @@ class TierTable(TierTableView):
             finished = first_words & np.uint64(SAME) == same[probing]
             have_entries += probing[finished].tolist()
             empty = np.flatnonzero(first_words == 0)
-            at, firsts = np.unique(places[probing[empty]], return_index=True)
+            free_places, firsts = np.unique(places[probing[empty]], return_index=True)
             winners = empty[firsts]
             placed = probing[winners]
-            words[at, 1] = self._epoch[0]
-            words[at, 2] = blocks[placed]
-            table[at, -KEY_BYTES:] = padded[placed]
-            words[at, 0] = same[placed] | np.uint64(bit << 8 | HELD)  # last: readers see it now
+            words[free_places, 1] = self._epoch[0]
+            words[free_places, 2] = blocks[placed]
+            table[free_places, -KEY_BYTES:] = padded[placed]
+            words[free_places, 0] = same[placed] | np.uint64(
+                bit << 8 | HELD
+            )  # last: readers see it now
             places[probing[first_words != 0]] += 1
             finished[winners] = True
             probing = probing[~finished]
@@ -326,12 +334,12 @@ class TierTable(TierTableView):
             self._strip_all(begin, end)
         num_removed = 0
         for place in np.flatnonzero(self._is_old(begin, end)).tolist():
-            at = (begin + place) * WORDS
+            index = (begin + place) * WORDS
             # An entry that is shifted to this place may be old, too.
-            while self._words[at] and self._words[at + 1] & _EPOCH != self._epoch[0]:
+            while self._words[index] and self._words[index + 1] & _EPOCH != self._epoch[0]:
                 self._num_old -= 1
                 num_removed += 1
-                self._remove(at)
+                self._remove(index)
             if num_removed >= SWEPT_AT_ONCE:
                 end = begin + place + 1
                 break
@@ -367,23 +375,23 @@ class TierTable(TierTableView):
         self._num_held -= len(old)
         self._num_old += len(old)
 
-    def _strip(self, at: int) -> None:
+    def _strip(self, index: int) -> None:
         """Clear an entry's bits of released tiers; without another bit it becomes old."""
         words = self._words
-        word = words[at]
+        word = words[index]
         if not word >> 8 & self._releasing:
             return
-        words[at] = word = word & ~(self._releasing << 8)
-        if not word & 0xFF00 and words[at + 1] & _EPOCH == self._epoch[0]:
-            words[at + 1] &= ~_EPOCH
+        words[index] = word = word & ~(self._releasing << 8)
+        if not word & 0xFF00 and words[index + 1] & _EPOCH == self._epoch[0]:
+            words[index + 1] &= ~_EPOCH
             self._num_held -= 1
             self._num_old += 1
 
     def set_health(self, tier: int, health: TierHealth) -> None:
         """Publish a tier's health to readers."""
-        at = tier * STATUS_STRIDE // 8
+        first_word = tier * STATUS_STRIDE // 8
         for i, value in enumerate(health):
-            self._status[at + i] = int(value)
+            self._status[first_word + i] = int(value)
 
     # -------------------------------------------------------------- inspection
 
@@ -395,8 +403,8 @@ class TierTable(TierTableView):
         table, halves = self._columns(0, self.places)
         occupied = table[:, 0] != 0
         valid = np.flatnonzero(occupied & (halves[:, 2] == epoch))
-        for at in (valid * WORDS).tolist():
-            states[self._key(at)] = words[at] & 0xFF
+        for index in (valid * WORDS).tolist():
+            states[self._key(index)] = words[index] & 0xFF
         num_held = sum(state == HELD for state in states.values())
         absent = {key for key, state in states.items() if state == ABSENT}
         num_old = int(np.count_nonzero(occupied)) - len(valid)
@@ -417,14 +425,16 @@ class TierTable(TierTableView):
         table, _ = self._columns(begin, min(end, self.places))
         places = (np.flatnonzero(table[:, 0]) + begin).tolist()
         for place in places:
-            at = place * WORDS
-            word, key = words[at], self._key(at)
+            index = place * WORDS
+            word, key = words[index], self._key(index)
             home = word >> 32 & self._mask
             if crc32(key) != word >> 32 or not 0 < len(key) <= KEY_BYTES:
                 raise IntegrityError(f"tier table: the hash at place {place} is not the key's")
-            if not home <= place < home + self._limit or not all(words[home * WORDS : at : WORDS]):
+            if not home <= place < home + self._limit or not all(
+                words[home * WORDS : index : WORDS]
+            ):
                 raise IntegrityError(f"tier table: the entry at place {place} cannot be found")
-            if words[at + 1] & _EPOCH != epoch:
+            if words[index + 1] & _EPOCH != epoch:
                 continue
             state, tiers = word & 0xFF, word >> 8 & 0xFF
             if state not in {HELD, ABSENT} or (state == HELD) != bool(tiers):

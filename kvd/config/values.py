@@ -274,16 +274,16 @@ def tier_directory_conflicts(
         directory = tier.directory
         if directory is None:
             continue
-        for own in _path_variants(runtime_dir):
-            if directory.is_relative_to(own) or own.is_relative_to(directory):
+        for daemon_path in _path_variants(runtime_dir):
+            if directory.is_relative_to(daemon_path) or daemon_path.is_relative_to(directory):
                 yield _directory_conflict(
                     tier,
                     "is, contains or lies in the runtime directory",
                     f"runtime_dir = {runtime_dir}",
                 )
                 break
-        for own in _path_variants(pool_dir):
-            if own.is_relative_to(directory):
+        for daemon_path in _path_variants(pool_dir):
+            if daemon_path.is_relative_to(directory):
                 yield _directory_conflict(
                     tier, "is or contains the pool's directory", f"pool_dir = {pool_dir}"
                 )

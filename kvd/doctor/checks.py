@@ -80,7 +80,7 @@ def memory(facts: Facts) -> Iterator[Verdict]:
         f"{format_size(memory.available)} of {format_size(memory.total)} available, cpu_bytes is"
         f" {size}{_pinning(facts)}"
     )
-    limits, pool_bytes = facts.limits, facts.wanted
+    limits, pool_bytes = facts.limits, facts.pool_bytes_to_create
     if facts.runtime.holder is not None:
         yield ok(f"{text} and taken already")
     elif limits is None:  # check "pool directory" reports it
@@ -134,7 +134,7 @@ def control_group(facts: Facts) -> Iterator[Verdict]:
     group, limits = facts.cgroup, facts.limits
     if group is None:
         yield ok(f"no memory limit for {facts.subject}")
-    elif limits is not None and (shortage := limits.cgroup_shortage(facts.wanted)):
+    elif limits is not None and (shortage := limits.cgroup_shortage(facts.pool_bytes_to_create)):
         yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(
@@ -162,7 +162,9 @@ def pool_dir(facts: Facts) -> Iterator[Verdict]:
         yield fail(f"{text}: not writable for this user", "run kvd as its own user")
     elif problem := mode_problem(directory.path, directory.mode):
         yield fail(name, problem)
-    elif filesystem.writable and (shortage := limits.filesystem_shortage(facts.wanted)):
+    elif filesystem.writable and (
+        shortage := limits.filesystem_shortage(facts.pool_bytes_to_create)
+    ):
         yield fail(shortage.text, shortage.remedy)
     else:
         yield ok(text)
@@ -179,7 +181,11 @@ def huge_pages(facts: Facts) -> Iterator[Verdict]:
         yield ok(f"{text}; " + ("the pool does not lie in them" if total else "none are set aside"))
         return
     filesystem = limits.filesystem
-    required = 0 if facts.runtime.holder is not None else max(facts.wanted, filesystem.page_bytes)
+    required = (
+        0
+        if facts.runtime.holder is not None
+        else max(facts.pool_bytes_to_create, filesystem.page_bytes)
+    )
     if shortage := limits.filesystem_shortage(required):
         yield fail(shortage.text, shortage.remedy)
     else:

@@ -135,7 +135,7 @@ class Facts:
         return None
 
     @property
-    def wanted(self) -> int:
+    def pool_bytes_to_create(self) -> int:
         """Bytes of the pool that a start would create; 0 if a daemon runs or the size is auto."""
         return 0 if self.runtime.holder is not None else self.settings.pool_bytes or 0
 
@@ -180,7 +180,7 @@ class Facts:
         return PoolDirectory(path, Filesystem.of(path), writable, path.stat().st_mode)
 
     @cached_property
-    def held(self) -> int:
+    def leftover_bytes(self) -> int:
         """Bytes of the pool that a stopped daemon has left; the next one reuses them."""
         if self.runtime.holder is not None:
             return 0
@@ -193,7 +193,9 @@ class Facts:
         filesystem = self.pool.filesystem
         if filesystem is None:
             return None
-        return PoolLimits(filesystem, self.memory, self.cgroup, self.held, int(self.pinned))
+        return PoolLimits(
+            filesystem, self.memory, self.cgroup, self.leftover_bytes, int(self.pinned)
+        )
 
     @cached_property
     def pinned(self) -> bool:

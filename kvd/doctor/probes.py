@@ -59,7 +59,7 @@ class DiskFacts:
     exists: the directory exists; if not, the other fields describe its nearest existing parent.
     filesystem, mounted_at, source: of its mount. device: the disk's name; empty if unknown.
     medium: `NVMe`, `SSD`, `rotating`, `virtual disk`, `memory`, `network`, or `unknown`.
-    held: bytes that the directory's files take. free, size: of the file system, in bytes.
+    existing_bytes: bytes that the directory's files take. free, size: of the file system, in bytes.
     direct: O_DIRECT works. written, read: bytes per second; None if not measured.
     """
 
@@ -71,7 +71,7 @@ class DiskFacts:
     medium: str = "unknown"
     size: int = 0
     free: int = 0
-    held: int = 0
+    existing_bytes: int = 0
     writable: bool = False
     direct: bool = False
     written: float | None = None
@@ -183,7 +183,9 @@ def size_shortage(setting: TierSetting, disk: DiskFacts) -> Shortage | None:
     """Return why a disk tier cannot reach its size, as its process would report it."""
     from kvd.tier.disk.directory import DiskOptions  # noqa: PLC0415  # few daemons have one
 
-    return DiskOptions.parse(backend_options(setting)).shortage(disk.size, disk.free, disk.held)
+    return DiskOptions.parse(backend_options(setting)).shortage(
+        disk.size, disk.free, disk.existing_bytes
+    )
 
 
 def run_python(*arguments: str, seconds: float = CHILD_SECONDS) -> tuple[bytes, str, bool]:
@@ -273,7 +275,7 @@ def probe_disk(setting: TierSetting) -> Iterator[ProbeFields]:
     status = os.statvfs(existing)
     yield {"size": status.f_blocks * status.f_frsize, "free": status.f_bavail * status.f_frsize}
     yield {
-        "held": _allocated_bytes(directory) if existing == directory else 0,
+        "existing_bytes": _allocated_bytes(directory) if existing == directory else 0,
         "writable": os.access(existing, os.W_OK | os.X_OK),
         "doing": f"writing and reading a file in {existing}",
     }

@@ -137,14 +137,14 @@ class Runner:
         """Return callbacks of `when_ended` whose jobs have all ended."""
         if not self._callbacks:
             return []
-        due, pending = [], []
+        due_callbacks, pending = [], []
         for jobs, callback in self._callbacks:
             if any(job.unfinished for job in jobs):
                 pending.append((jobs, callback))
             else:
-                due.append(callback)
+                due_callbacks.append(callback)
         self._callbacks = pending
-        return due
+        return due_callbacks
 
     # ------------------------------------------------------------ queries
 

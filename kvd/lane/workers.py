@@ -115,12 +115,12 @@ def identity_of(message: ImportWorker) -> ClientIdentity:
 
 def _other_user_hint(uid: int) -> str:
     """Return what to append to an error about a worker of another user than this process's."""
-    own = os.geteuid()
-    if uid == own:
+    lane_uid = os.geteuid()
+    if uid == lane_uid:
         return ""
     return (
-        f"; the worker's user is {_user(uid)}, the lane's is {_user(own)}, and the driver may keep"
-        " memory from other users: run both as one user, or have the engine share its memory by"
+        f"; the worker's user is {_user(uid)}, the lane's is {_user(lane_uid)}, and the driver may"
+        " keep memory from other users: run both as one user, or have the engine share its memory by"
         " descriptors, see docs/security.md#gpu-memory-and-users"
     )
 

@@ -260,11 +260,11 @@ def report_fields(
         field_path = (*path, name)
         part_class, items = _class_in(declared_field.type), declaration.items
         if declaration.text:
-            own = declaration.keys or tuple(label for label, _ in declaration.labels)
-            own = (name,) if declaration.kind == "info" else own
+            own_labels = declaration.keys or tuple(label for label, _ in declaration.labels)
+            own_labels = (name,) if declaration.kind == "info" else own_labels
             is_metric = declaration.metric and prefix is not None
             metric = f"{prefix}{declaration.metric}" if is_metric else ""
-            yield ReportField(field_path, declaration, metric, (*label_names, *own))
+            yield ReportField(field_path, declaration, metric, (*label_names, *own_labels))
         if declaration.parts:
             for part_prefix, counts in declaration.parts:
                 yield from report_fields(counts, field_path, part_prefix, label_names)

@@ -18,18 +18,18 @@ from typing import Any, Literal
 from kvd.errors import PlanError
 
 
-def optional(fields: Mapping[str, Any], names: tuple[str, ...], least: int = 1) -> int | None:
+def optional(fields: Mapping[str, Any], names: tuple[str, ...], minimum: int = 1) -> int | None:
     """Return the first of these fields that is present and not null.
 
     Raises:
-        PlanError: its value is no whole number of at least `least`.
+        PlanError: its value is no whole number of at least `minimum`.
     """
     for name in names:
         value = fields.get(name)
         if value is None:
             continue
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise PlanError(f"{name} = {value!r} is no whole number of at least {least}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise PlanError(f"{name} = {value!r} is no whole number of at least {minimum}")
         return value
     return None
 
@@ -324,7 +324,7 @@ def _windows(fields: Config, layers: int) -> tuple[int | None, ...]:
     pattern = optional(fields, ("sliding_window_pattern", "_sliding_window_pattern"))
     if pattern is not None:  # every pattern-th layer has full attention
         return tuple(None if (i + 1) % pattern == 0 else window for i in range(layers))
-    first = optional(fields, ("max_window_layers",), least=0)
+    first = optional(fields, ("max_window_layers",), minimum=0)
     if first is None or not fields.get("use_sliding_window"):
         first = 0
     return tuple(window if i >= first else None for i in range(layers))

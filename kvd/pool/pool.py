@@ -96,7 +96,7 @@ class Quotas:
         return iter(self._groups.values())
 
     def fair_shares(self) -> dict[PoolSpace, float]:
-        """Return for each space up to how many extents it may take columns from others.
+        """Return the number of extents up to which each space may take columns from others.
 
         The pool is divided evenly among spaces with engines, as far as floors and caps allow. What
         a model without engines owns of its floor is not divided.
@@ -309,7 +309,7 @@ class Pool:
         rich = {other for other in others if other.num_extents > fair_shares[other]}
         busy = {other: other.busy_columns() for other in others}
         last_uses = {other: other.last_uses() for other in others}
-        has_quotas = group is not None or any(each.floor for each in quotas)
+        has_quotas = group is not None or any(quota.floor for quota in quotas)
         fits_cap = False
         best: tuple[tuple[bool, bool, int, int], int, Columns] | None = None
         for column in _search_order(space):
@@ -323,7 +323,7 @@ class Pool:
             fits_cap = True
             if any(taken in busy[other] for other, taken in victims):
                 continue
-            if not all(each.may_lose(losses[each.model], space) for each in quotas):
+            if not all(quota.may_lose(losses[quota.model], space) for quota in quotas):
                 continue
             with_chunks = [(other, taken) for other, taken in victims if taken not in other.empty]
             from_poor = any(other not in rich for other, _ in with_chunks)
@@ -423,7 +423,7 @@ class Pool:
                     shares += [
                         (*share, space.number, slot) for share in space.geometry.shares(slot)
                     ]
-            num_extents = sum(each is space for each in owner)
+            num_extents = sum(extent_owner is space for extent_owner in owner)
             if space.num_extents != num_extents:
                 raise IntegrityError(
                     f"space {space.number} owns {num_extents} extents, counted {space.num_extents}"

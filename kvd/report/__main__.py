@@ -79,8 +79,8 @@ async def _serve(options: argparse.Namespace) -> None:
     serving = asyncio.create_task(Quiet(config).serve([HttpListener(fd) for fd in fds]))
     recording = asyncio.create_task(app.record())
     tasks = [beating, serving, recording]
-    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    for task in done:
+    ended, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in ended:
         task.result()
 
 

@@ -82,7 +82,7 @@ class BrokerClient:
             task = asyncio.create_task(self._exchange(message, reply_type))
             self._under_way[type(message)] = task
             # Mark its error as seen: callers that still wait get it, and others have gone.
-            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            task.add_done_callback(lambda task: task.cancelled() or task.exception())
         try:
             async with asyncio.timeout(seconds):
                 return await asyncio.shield(task)

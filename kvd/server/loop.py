@@ -232,13 +232,15 @@ class BrokerService:
         if stall := self._stall_detector.woke(now):
             self._log_event(LogEvent(stall, "warning"))
         sessions.handle_events(ready)
-        due = ready or now >= min(self._next_tick, tier_deadline) or busy or self._pool_in_use
-        if due:
+        has_events = (
+            ready or now >= min(self._next_tick, tier_deadline) or busy or self._pool_in_use
+        )
+        if has_events:
             for lane in list(self._children.lanes.values()):
                 lane.turn(ready, now)
         if sessions.pending:
             sessions.serve(now)
-        if due:
+        if has_events:
             self._handle_other_events(ready, now)
 
     def _handle_other_events(self, ready: dict[int, int], now: float) -> None:

@@ -163,7 +163,7 @@ class SessionServer:
         """Return a new session for the peer; raise `Refusal` if it may not have one."""
         if objection := self._allowed.objection(peer):
             raise Refusal(ErrorCode.FORBIDDEN, objection)
-        return self._core.connected(os.urandom(16), peer, own=self._is_own_process(peer))
+        return self._core.connected(os.urandom(16), peer, is_own_process=self._is_own_process(peer))
 
     def _disconnect(self, connection: SessionConnection, refusal: Refusal) -> None:
         """Close a session's connection with a reason; `serve` ends the session later."""

@@ -312,24 +312,24 @@ def remember_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:
         runtime_dir: of this daemon, locked, an absolute path.
         pool_dir: of this daemon.
     """
-    file, own = runtime_dir / POOLS_FILE, pool_dir.absolute()
+    file, own_dir = runtime_dir / POOLS_FILE, pool_dir.absolute()
     recorded, others = _read(file), list[Path]()
-    for other in recorded:
+    for earlier_dir in recorded:
         nbytes = 0
         with contextlib.suppress(OSError):  # another user's directory, or a lost mount
-            nbytes = allocated_bytes(other / pool_directory_name(runtime_dir) / "pool")
-        if nbytes and other.resolve() != own.resolve():
-            others.append(other)
+            nbytes = allocated_bytes(earlier_dir / pool_directory_name(runtime_dir) / "pool")
+        if nbytes and earlier_dir.resolve() != own_dir.resolve():
+            others.append(earlier_dir)
             log.warning(
                 "pool_dir is %s; the pool that an earlier daemon left in %s still takes %s of"
                 " memory; to free it: %s",
-                own,
-                other,
+                own_dir,
+                earlier_dir,
                 format_size(nbytes),
-                purge_command(runtime_dir, other),
+                purge_command(runtime_dir, earlier_dir),
             )
-    if recorded != [own, *others]:
-        _write(file, [own, *others])
+    if recorded != [own_dir, *others]:
+        _write(file, [own_dir, *others])
 
 
 def forget_pool_dir(runtime_dir: Path, pool_dir: Path) -> None:

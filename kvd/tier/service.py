@@ -277,7 +277,9 @@ class TierService:
         )
 
     def _open_space(self, namespace: NamespaceMapping, requested: bytes) -> bytes:
-        """Open a namespace's space in the backend; return the salt in effect. In the serial thread.
+        """Open a namespace's space in the backend; return the salt in effect.
+
+        Runs in the serial thread.
 
         1. Choose the salt: the broker's, else the one noted by the backend, else the one that this
            process used before, else a new one: no chunk is ever stored without a salt.
@@ -349,15 +351,15 @@ class TierService:
             log.warning("a scan of %s ends early: %s", space.id.hex()[:8], result)
         rows = result if isinstance(result, list) else []
         for begin in range(0, max(1, len(rows)), KEYS_PER_MESSAGE):
-            some = rows[begin : begin + KEYS_PER_MESSAGE]
+            part = rows[begin : begin + KEYS_PER_MESSAGE]
             first, count, groups = (
-                IntArray.of([coverage[i] for _, coverage in some], "u2") for i in range(3)
+                IntArray.of([coverage[i] for _, coverage in part], "u2") for i in range(3)
             )
             self._send(
                 ScanResult(
                     namespace=namespace.order.namespace,
                     salt=namespace.salt,
-                    keys=tuple(key for key, _ in some),
+                    keys=tuple(key for key, _ in part),
                     first=first,
                     count=count,
                     groups=groups,

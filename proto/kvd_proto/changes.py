@@ -50,15 +50,15 @@ class ChangesView:
     """Reads a ring of changes; never writes, no I/O.
 
     Args:
-        whole: the directory.
+        memory: the directory.
         offset: bytes from its start to record 0 of the ring.
         capacity: records of the ring, a power of two.
     """
 
-    def __init__(self, whole: memoryview, offset: int, capacity: int) -> None:
+    def __init__(self, memory: memoryview, offset: int, capacity: int) -> None:
         self.capacity = capacity
-        self._head = whole[HEAD_AT : HEAD_AT + 8].cast("Q")
-        self._ring = whole[offset : offset + capacity * CHANGE_BYTES]
+        self._head = memory[HEAD_AT : HEAD_AT + 8].cast("Q")
+        self._ring = memory[offset : offset + capacity * CHANGE_BYTES]
 
     @property
     def head(self) -> int:

@@ -216,8 +216,8 @@ class Channel:
         self, size: int, ancillary: list[tuple[int, int, bytes]], flags: int
     ) -> ReceivedFrame | None:
         end = self._decoder.consumed + self.undecoded_bytes + size
-        lost = bool(flags & socket.MSG_CTRUNC)
-        self._received_fds.append((end, _descriptors_in(ancillary), lost))
+        truncated = bool(flags & socket.MSG_CTRUNC)
+        self._received_fds.append((end, _descriptors_in(ancillary), truncated))
         received = self._decode(size)
         self.more = True
         return received
@@ -265,8 +265,8 @@ class Channel:
             raise BadFrame("descriptors without a message")
         if len(self._received_fds) > 1 and self._decoder.consumed >= self._received_fds[1][0]:
             raise BadFrame(_SPLIT_DESCRIPTORS)
-        _, fds, lost = self._received_fds.popleft()
-        if lost:
+        _, fds, truncated = self._received_fds.popleft()
+        if truncated:
             self._orphans += fds
             raise DescriptorsLost("no file descriptor is left to receive", frame)
         return frame, fds

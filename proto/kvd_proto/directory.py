@@ -275,15 +275,15 @@ class DirectoryView:
     def __init__(self, buffer: "ReadableBuffer") -> None:
         if sys.byteorder != "little":
             raise DirectoryError("directories are little-endian, this machine is not")
-        whole = memoryview(buffer).cast("B")
-        self.header = DirectoryHeader.unpack(whole)
+        memory = memoryview(buffer).cast("B")
+        self.header = DirectoryHeader.unpack(memory)
         header = self.header
-        self._whole = whole
-        self._records = whole[header.records_offset : header.index_offset]
-        self._floor = whole[FLOOR_AT : FLOOR_AT + 8].cast("Q")
-        self._index = whole[header.index_offset : header.changes_offset].cast("Q")
-        self.changes = ChangesView(whole, header.changes_offset, header.change_capacity)
-        self.tiers = self._view_tiers(whole)
+        self._memory = memory
+        self._records = memory[header.records_offset : header.index_offset]
+        self._floor = memory[FLOOR_AT : FLOOR_AT + 8].cast("Q")
+        self._index = memory[header.index_offset : header.changes_offset].cast("Q")
+        self.changes = ChangesView(memory, header.changes_offset, header.change_capacity)
+        self.tiers = self._view_tiers(memory)
         self._mask = header.index_capacity - 1
         self._probe_limit = header.probe_limit
         self.num_slots = header.num_slots
@@ -291,22 +291,22 @@ class DirectoryView:
         self.boot_id = header.boot_id
         self._records_bytes = len(self._records)
         offset = header.records_offset
-        table = np.frombuffer(whole, RECORD_DTYPE, header.num_slots, offset)
+        table = np.frombuffer(memory, RECORD_DTYPE, header.num_slots, offset)
         self._columns: dict[str, npt.NDArray[Any]] = {
             name: table[name] for name in ("generation", "state")
         }
         item_type, strides = f"V{_HEAD_BYTES}", (RECORD_BYTES,)
         # Items without fields: numpy gathers them ten times as fast.
         self._heads: npt.NDArray[Any] = np.ndarray(
-            (header.num_slots,), item_type, buffer=whole, offset=offset, strides=strides
+            (header.num_slots,), item_type, buffer=memory, offset=offset, strides=strides
         )
 
-    def _view_tiers(self, whole: memoryview) -> TierTableView | None:
+    def _view_tiers(self, memory: memoryview) -> TierTableView | None:
         header = self.header
         if not header.num_tiers:
             return None
         offset, homes, limit = header.tiers_offset, header.tier_capacity, header.probe_limit
-        return TierTableView(whole, offset, homes, limit, header.num_tiers)
+        return TierTableView(memory, offset, homes, limit, header.num_tiers)
 
     def find(self, key: bytes) -> int:
         """Return the slot of a WRITING or READY chunk, or -1."""
@@ -466,4 +466,4 @@ class DirectoryView:
         self._floor.release()
         self._index.release()
         self._records.release()
-        self._whole.release()
+        self._memory.release()

@@ -276,12 +276,12 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
                     count.append(size)
                     group.append(number)
                     continue
-                at = len(count)
+                head = len(count)
                 first += _ZERO * num_chunks
                 count += array("H", (blocks_per_chunk,)) * num_chunks
                 group += array("H", (number,)) * num_chunks
-                first[at] = skip
-                count[at] -= skip
+                first[head] = skip
+                count[head] -= skip
                 count[-1] -= num_chunks * blocks_per_chunk - skip - size
         return Chunks(self.slots.array(), self.generations.array(), first, count, group)
 
@@ -293,12 +293,12 @@ class JobBlocks(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dict=Tr
 
     def _sparse_positions(self, factor: int) -> Iterator[tuple[int, Ints, Ints]]:
         """Yield for each group its number, and the non-null blocks' chunks and positions there."""
-        ids, at = self.block_ids.numpy(), 0
+        ids, begin = self.block_ids.numpy(), 0
         for number, (size, index) in enumerate(zip(self.sizes, self.indices, strict=True)):
             skip = index % factor
-            positions = np.flatnonzero(ids[at : at + size] != self.null_block) + skip
+            positions = np.flatnonzero(ids[begin : begin + size] != self.null_block) + skip
             yield number, positions // factor, positions % factor
-            at += size
+            begin += size
 
     def _sparse_chunks(self, factor: int) -> Chunks:
         """`chunks` for a job with null blocks; a chunk of null blocks only has count 0."""

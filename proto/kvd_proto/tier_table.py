@@ -94,7 +94,7 @@ class TierTableView:
     """Looks chunks up in a tier table. Never writes; no I/O.
 
     Args:
-        whole: the directory.
+        memory: the directory.
         offset: bytes from its start to place 0.
         capacity: homes, a power of two.
         limit: a key's entry is at one of `limit` places from its home on.
@@ -105,7 +105,7 @@ class TierTableView:
     """
 
     def __init__(
-        self, whole: memoryview, offset: int, capacity: int, limit: int, num_tiers: int
+        self, memory: memoryview, offset: int, capacity: int, limit: int, num_tiers: int
     ) -> None:
         if capacity.bit_count() != 1 or not 1 <= num_tiers <= MAX_TIERS:
             raise DirectoryError(f"a tier table of {capacity} homes for {num_tiers} tiers")
@@ -114,11 +114,11 @@ class TierTableView:
         self.places = table_places(capacity, limit)
         self._limit = limit
         self._mask = capacity - 1
-        self._bytes = whole[offset : offset + self.places * ENTRY_BYTES]
+        self._bytes = memory[offset : offset + self.places * ENTRY_BYTES]
         self._words = self._bytes.cast("Q")
-        self._epoch = whole[EPOCH_AT : EPOCH_AT + 8].cast("Q")
+        self._epoch = memory[EPOCH_AT : EPOCH_AT + 8].cast("Q")
         end = STATUS_AT + num_tiers * STATUS_STRIDE
-        self._status = whole[STATUS_AT:end].cast("Q")
+        self._status = memory[STATUS_AT:end].cast("Q")
 
     def find(self, key: bytes) -> TierEntry | None:
         """Return which tiers hold a chunk; None: none, as far as is known."""

@@ -13,7 +13,7 @@ Place: TypeAlias = tuple[int, int, int, int, int]
 
 def records(view: DirectoryView) -> dict[bytes, Place]:
     """The chunks that count, by what the records of all slots say."""
-    whole = view._whole  # it reads as one who has only the memory
+    whole = view._memory  # it reads as one who has only the memory
     floor = int.from_bytes(whole[FLOOR_AT : FLOOR_AT + 8], "little")
     table = np.frombuffer(whole, RECORD_DTYPE, view.num_slots, view.header.records_offset)
     counts = (table["state"] == SlotState.READY) & (table["generation"] > floor)

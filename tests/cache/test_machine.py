@@ -714,7 +714,7 @@ class TableMachine(RuleBasedStateMachine):
         ref = data.draw(st.sampled_from(sorted(refs)))
         (key,) = [k for k in model.coming() if model.chunks[k].ref == ref] or [b""]
         possible = 0 < blocks[1] <= BLOCKS - blocks[0]
-        assert model.table.promotions.done(*ref, *blocks, 0) == bool(key and possible)
+        assert model.table.promotions.complete(*ref, *blocks, 0) == bool(key and possible)
         if key and not possible:
             model.give_up([key], [])
         elif key:
@@ -736,7 +736,7 @@ class TableMachine(RuleBasedStateMachine):
         self.promote(space=space, keys=keys, tier=PROCESSES[1], most=9)
         model = self.models[space]
         for key in model.coming():
-            assert model.table.promotions.done(*model.chunks[key].ref, 0, BLOCKS, 0)
+            assert model.table.promotions.complete(*model.chunks[key].ref, 0, BLOCKS, 0)
             self.came_up(model, key, part(0, BLOCKS))
 
     @rule(space=st.sampled_from(SPACES), data=st.data())

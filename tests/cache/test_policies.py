@@ -104,7 +104,7 @@ def test_slot_lists_notice_damage() -> None:
     lists.append_all([0], [1], 1)
     lists.append_all([3], [2], 2)
     lists.check_integrity()
-    lists._where[3] = 1
+    lists._list_of[3] = 1
     with pytest.raises(IntegrityError):
         lists.check_integrity()
 

@@ -52,13 +52,13 @@ def test_a_chunk_comes_up() -> None:
     assert table.directory.lookup(b"k") is LookupResult.HIT_PENDING
     assert table.directory.owner(slot) == TIER_OWNER
     table.check_integrity()
-    assert table.promotions.done(slot, generation, 1, 3, 0)
+    assert table.promotions.complete(slot, generation, 1, 3, 0)
     assert table.directory.lookup(b"k", 1, 3) is LookupResult.HIT
     assert table.directory.lookup(b"k", 0, 4) is LookupResult.MISS
     assert table.directory.ranks_done(slot) == 0b11
     assert table.directory.changes.head == before + 1
     assert (table.counts.promoted, table.counts.stored) == (1, 0)
-    assert not table.promotions.done(slot, generation, 1, 3, 0)
+    assert not table.promotions.complete(slot, generation, 1, 3, 0)
     table.check_integrity()
 
 
@@ -87,7 +87,7 @@ def test_blocks_that_no_chunk_has_do_not_come_up() -> None:
     table = make_table(4, tier=ONE)
     for blocks in ((0, 0), (0, 5), (4, 1), (-1, 2)):
         ((slot, generation),) = promote(table, [b"k"])
-        assert not table.promotions.done(slot, generation, *blocks, 0)
+        assert not table.promotions.complete(slot, generation, *blocks, 0)
         assert table.directory.state(slot) == SlotState.DRAINING
         assert drained(table, [(slot, generation)]) == 1
     table.check_integrity()
@@ -116,7 +116,7 @@ def test_a_reset_gives_up_what_comes_up() -> None:
     assert done.dropped == 1
     assert (begun.slots[0], begun.generations[0]) in revoke
     assert not {slot for slot, _ in refs} & {slot for slot, _ in revoke}
-    assert not table.promotions.done(*refs[0], 0, 4, 0)
+    assert not table.promotions.complete(*refs[0], 0, 4, 0)
     assert tiers.find(b"k") is None
     assert drained(table, refs) == 2
     while not table.is_swept:
@@ -164,7 +164,7 @@ def test_what_came_up_goes_down_only_to_tiers_that_lack_it() -> None:
         assert tiers is not None
         tiers.hold(b"k", 0, 0, 4, 0)
         ((slot, generation),) = promote(table, [b"k"])
-        table.promotions.done(slot, generation, 0, 4, 0)
+        table.promotions.complete(slot, generation, 0, 4, 0)
         assert waiting(table.on_asked) == expected
         pin(table, [b"k"])
         assert waiting(table.on_asked) == []
@@ -240,7 +240,7 @@ def test_what_came_up_is_kept_for_the_next_daemon() -> None:
     namespaces, _ = daemons.start()
     table = add(namespaces, 0, PAGE, blocks_per_chunk=4).table
     refs = promote(table, names(2))
-    table.promotions.done(*refs[0], 1, 2, 3)
+    table.promotions.complete(*refs[0], 1, 2, 3)
     _, again = daemons.start()
     assert again is not None
     assert again.directory.lookup_many(names(2)) == [LookupResult.MISS] * 2  # it lacks blocks

@@ -10,7 +10,7 @@ from kvd_client.changes import ChangeReader, ChunkLocation, PublishedState
 
 def published_in(state: PublishedState) -> Mapping[bytes, ChunkLocation]:
     """All that is published of one medium."""
-    return ChainMap(state.confirmed, state.unconfirmed, state.gone)
+    return ChainMap(state.confirmed, state.unconfirmed, state.to_remove)
 
 
 def check_reader(reader: ChangeReader) -> None:

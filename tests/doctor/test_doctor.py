@@ -141,7 +141,7 @@ def test_the_pool_of_a_stopped_daemon_counts(start_daemon: StartDaemon) -> None:
     assert Facts(settings).held == 0  # it runs: nothing is to be made
     daemon.stop()
     facts = Facts(settings)
-    assert facts.held >= facts.wanted == 64 * 2**20
+    assert facts.leftover_bytes >= facts.pool_bytes_to_create == 64 * 2**20
     (memory,) = [finding for finding in examine(facts) if finding.name == "memory"]
     assert "the kept pool has 64" in memory.text
 
@@ -210,7 +210,7 @@ def test_a_directory_is_seen_where_it_lies_and_keeps_nothing(tmp_path: Path) -> 
     found, room = disk_of(facts), os.statvfs(tmp_path)
     assert found.size == room.f_blocks * room.f_frsize
     assert tmp_path.is_relative_to(found.mounted_at)
-    assert (found.exists, found.writable, found.held) == (False, True, 0)
+    assert (found.exists, found.writable, found.existing_bytes) == (False, True, 0)
     if found.direct:
         assert found.written
         assert found.read

@@ -90,7 +90,7 @@ class Life:
         for number, direction in enumerate((Direction.STORE, Direction.LOAD)):
             rig.submit(number, memory, direction, RUNS)
             done = drain(rig.device)[number]
-            assert (done.nbytes == 0) == bool(done.error)
+            assert (done.arrived_bytes == 0) == bool(done.error)
             if done.error:
                 self.errors.append(done.error)
                 continue

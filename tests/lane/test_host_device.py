@@ -112,7 +112,7 @@ def test_a_run_outside_the_memory_fails_alone(host: HostRig) -> None:
     host.submit(2, memory, Direction.STORE, [(0, 0, 0, 100)])
     done = drain(host.device)
     assert "copy failed" in done[1].error
-    assert (done[1].nbytes, done[2].nbytes, done[2].error) == (0, 100, "")
+    assert (done[1].arrived_bytes, done[2].arrived_bytes, done[2].error) == (0, 100, "")
 
 
 def test_a_pool_file_smaller_than_promised_is_refused(host: HostRig) -> None:

@@ -80,7 +80,7 @@ class Client(kill_loop.Client):
         """The chunks in this state, by key, as the directory has them."""
         directory = self.directory
         assert directory is not None
-        whole = directory._whole
+        whole = directory._memory
         table = np.frombuffer(whole, RECORD_DTYPE, directory.num_slots, HEADER_BYTES)
         return {
             bytes(row["key"])[: row["key_len"]]: tuple(row[list(KEPT)].tolist())

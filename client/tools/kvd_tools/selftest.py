@@ -68,9 +68,8 @@ def selftest(*, runtime_dir: Path, devices: tuple[str, ...], timeout: str, as_js
     CUDA devices that this process sees. Each test is a small engine with its own
     namespace: it stores random bytes, overwrites its memory, loads the bytes into other
     blocks, compares them, drops its chunks and leaves; its space goes back to the pool.
-    Every step proves what it did. Engines are not disturbed: a full pool only evicts
-    its least recently used chunks, those in one thousandth of the pool and the rest of
-    their columns of its grid.
+    Each step checks its own result. Engines are not disturbed: only if the pool is full are
+    chunks evicted, least recently used ones in about one thousandth of the pool.
 
     For each tier below the pool, prints the daemon's status. No bytes go through a
     tier, because tiers do not keep the chunks of a test.
@@ -229,9 +228,14 @@ def _register(engine: SelftestEngine) -> str:
     if not engine.worker.wait_attached(engine.timeout) or not engine.scheduler.attached:
         raise StepFailed(f"no lane has mapped the memory within {engine.timeout:g} s")
     engine.namespace_id = engine.scheduler.namespace.hex()
-    own = engine.own_namespace()
-    if own is None or own["engines"] != 1 or own["chunks"]["ready"] or own["chunks"]["writing"]:
-        raise StepFailed(f"not in an empty namespace of its own: {own}")
+    namespace = engine.own_namespace()
+    if (
+        namespace is None
+        or namespace["engines"] != 1
+        or namespace["chunks"]["ready"]
+        or namespace["chunks"]["writing"]
+    ):
+        raise StepFailed(f"not in an empty namespace of its own: {namespace}")
     return f"namespace {engine.namespace_id[:8]}, used by nobody else"
 
 
@@ -305,9 +309,9 @@ def _evict(engine: SelftestEngine) -> str:
     with engine.scheduler.prepare_load(engine.keys) as ticket:
         if ticket.keys or not len(ticket.found):
             raise StepFailed(f"{len(ticket.keys)} chunks can still be loaded")
-    own = engine.own_namespace()
-    if own is None or own["chunks"]["ready"]:
-        raise StepFailed(f"the daemon still counts chunks: {own}")
+    namespace = engine.own_namespace()
+    if namespace is None or namespace["chunks"]["ready"]:
+        raise StepFailed(f"the daemon still counts chunks: {namespace}")
     return f"none of {len(engine.keys)} keys is found"
 
 

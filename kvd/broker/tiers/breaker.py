@@ -134,19 +134,19 @@ class Breaker:
             now: monotonic seconds.
             reason: in words, for log and status.
         """
-        before, quiet = self.state, self.closed and now - self.since >= QUIET_SECONDS
+        previous, quiet = self.state, self.closed and now - self.since >= QUIET_SECONDS
         self._signal(BreakerSignal.TRIP, now)
-        if self.state is before:
+        if self.state is previous:
             return
         self._pause = FIRST_PAUSE_SECONDS if quiet else min(2 * self._pause, LONGEST_PAUSE_SECONDS)
         self.retry_at, self.reason = now + self._pause, reason
-        if before is BreakerState.CLOSED:  # a failed probe does not count again
+        if previous is BreakerState.CLOSED:  # a failed probe does not count again
             self.opened[label] = self.opened.get(label, 0) + 1
         self._recent.clear()
         self._corrupt_at.clear()
 
     def _signal(self, signal: BreakerSignal, now: float) -> None:
         """Change the state as `TRANSITIONS` says."""
-        before, self.state = self.state, TRANSITIONS.get((self.state, signal), self.state)
-        if self.state is not before and BreakerState.CLOSED in {before, self.state}:
+        previous, self.state = self.state, TRANSITIONS.get((self.state, signal), self.state)
+        if self.state is not previous and BreakerState.CLOSED in {previous, self.state}:
             self.since = now

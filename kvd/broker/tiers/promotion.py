@@ -372,7 +372,7 @@ class Promotion:
             if outcome is Outcome.OK:
                 blocks = columns[0][i], columns[1][i], columns[2][i]
                 counts.get_bytes += nbytes
-                if table.promotions.done(*ref, *blocks, result.descriptions[i]):
+                if table.promotions.complete(*ref, *blocks, result.descriptions[i]):
                     num_ready += 1
                     if tiers is not None:
                         tiers.hold(key, tier.index, *blocks)

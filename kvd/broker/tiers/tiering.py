@@ -410,8 +410,8 @@ class Tiering:
         OPEN: give up what waits for the tier; remember a chunk to probe with. HALF_OPEN: probe.
         CLOSED: log that it is used again. Always publish the tier's health.
         """
-        before, tier.acted_state = tier.acted_state, tier.breaker.state
-        if before is tier.acted_state:
+        previous, tier.acted_state = tier.acted_state, tier.breaker.state
+        if previous is tier.acted_state:
             return []
         effects: list[Effect] = []
         if tier.acted_state is BreakerState.OPEN:
@@ -419,7 +419,7 @@ class Tiering:
             if get is not None:
                 tier.trial = get.namespace, get.order.keys[0]
             effects = self.promotion.give_up(tier)
-            if before is BreakerState.CLOSED:
+            if previous is BreakerState.CLOSED:
                 text = f"is set aside: {tier.breaker.reason}; engines miss what it holds meanwhile"
                 effects.append(tier.event(text, "warning"))
         elif tier.acted_state is BreakerState.HALF_OPEN:

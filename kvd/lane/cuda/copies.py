@@ -223,9 +223,11 @@ class BatchCopy:
         # The attributes hold from copy 0 on. The driver reads `_first_copy`, writes `_wrong_copy`.
         self._first_copy, self._wrong_copy = ctypes.c_size_t(0), ctypes.c_size_t(0)
         first = ctypes.addressof(self._first_copy)
-        wrong = (ctypes.addressof(self._wrong_copy),) if self.returns_index else ()
+        wrong_copy = (ctypes.addressof(self._wrong_copy),) if self.returns_index else ()
         # The arguments after the number of copies, indexed by `source_in_any_order`.
-        self._trailing = [(attribute.getPtr(), first, 1, *wrong) for attribute in self._attributes]
+        self._trailing = [
+            (attribute.getPtr(), first, 1, *wrong_copy) for attribute in self._attributes
+        ]
 
     def enqueue(
         self,

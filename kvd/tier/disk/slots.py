@@ -384,10 +384,10 @@ def _enter(
     new_places = (place_of(slab.number, 0) + slots).tolist()
     older: list[int] = []  # left by a process that died before it erased the older record
     for key, place in zip(_keys(slab.records[slots]), new_places, strict=True):
-        other = places.setdefault(key, place)
-        if other != place:
-            latest = max(place, other, key=lambda p: _sequence(by_number, p))
-            older.append(place + other - latest)
+        entered = places.setdefault(key, place)
+        if entered != place:
+            latest = max(place, entered, key=lambda p: _sequence(by_number, p))
+            older.append(place + entered - latest)
             places[key] = latest
     return older
 
@@ -403,10 +403,10 @@ def chunks_of(
     """Return keys, coverages and places of a space's records in a slab, whether HELD or not."""
     records = np.frombuffer(bytes(slab.mirror), RECORD)
     slots = np.flatnonzero((records["sequence"] > 0) & (records["space"] == np.void(space)))
-    own = records[slots]
-    columns = [own[name].tolist() for name in ("first", "count", "group")]
+    space_records = records[slots]
+    columns = [space_records[name].tolist() for name in ("first", "count", "group")]
     places = (place_of(slab.number, 0) + slots).tolist()
-    return _keys(own), list(zip(*columns, strict=True)), places
+    return _keys(space_records), list(zip(*columns, strict=True)), places
 
 
 def _keys(records: Records) -> list[bytes]:
