@@ -55,11 +55,11 @@ class TierTable(TierTableView):
     """
 
     def __init__(self, memory: memoryview, header: DirectoryHeader, changes: ChangeLog) -> None:
-        offset, homes, limit = header.tiers_offset, header.tier_capacity, header.probe_limit
+        offset, capacity, limit = header.tiers_offset, header.tier_capacity, header.probe_limit
         memory[EPOCH_AT : EPOCH_AT + 8] = (1).to_bytes(8, "little")
-        super().__init__(memory, offset, homes, limit, header.num_tiers)
+        super().__init__(memory, offset, capacity, limit, header.num_tiers)
         self._changes = changes
-        self._max_entries = homes * 3 // 4
+        self._max_entries = capacity * 3 // 4
         self._num_held = self._num_old = 0
         self._absent: dict[bytes, None] = {}  # keys, the one asked for longest ago first
         self._releasing = 0  # tiers whose bits are invalid, as a bit mask

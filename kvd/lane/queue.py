@@ -155,15 +155,15 @@ class JobQueue(Generic[J]):
     def next(
         self, may_start: Callable[[J], bool], *, loads: bool = True, stores: bool = True
     ) -> J | None:
-        """Return the job whose piece is to be moved now; None if no job may move.
+        """Return the job whose next transfer is submitted now; None if no job may move.
 
         The job's engine takes its next turn last.
 
         Args:
             may_start: whether a job may start; called at most once per worker, urgency and
                 direction.
-            loads: whether the device has room for a load's piece.
-            stores: whether the device has room for a store's piece.
+            loads: whether the device has room for a load's transfer.
+            stores: whether the device has room for a store's transfer.
         """
         for urgencies, turns in zip(_CLASSES, self._turns, strict=True):
             for number in turns:

@@ -184,14 +184,14 @@ class DirectoryHeader:
         (check,) = CHECK_WORD.unpack_from(buffer, HEADER.size)
         if check != crc32(buffer[: HEADER.size]):
             raise DirectoryError("the directory's header is damaged: its check word does not fit")
-        *offsets, ns, boot, change, changes, changes_at, entry, homes, tiers_at, tiers = rest
-        header = cls(slots, capacity, ns, boot, blocks, changes, limit, homes, tiers)
+        *offsets, ns, boot, change, changes, changes_at, entry, capacity, tiers_at, tiers = rest
+        header = cls(slots, capacity, ns, boot, blocks, changes, limit, capacity, tiers)
         expected = [header.records_offset, header.index_offset, header.total_bytes]
         if (
             (record, offsets, change, entry) != (RECORD_BYTES, expected, CHANGE_BYTES, ENTRY_BYTES)
             or (changes_at, tiers_at) != (header.changes_offset, header.tiers_offset)
-            or homes.bit_count() > 1
-            or bool(homes) != (1 <= tiers <= MAX_TIERS)
+            or capacity.bit_count() > 1
+            or bool(capacity) != (1 <= tiers <= MAX_TIERS)
             or capacity.bit_count() != 1
             or changes.bit_count() != 1
         ):
@@ -305,8 +305,8 @@ class DirectoryView:
         header = self.header
         if not header.num_tiers:
             return None
-        offset, homes, limit = header.tiers_offset, header.tier_capacity, header.probe_limit
-        return TierTableView(memory, offset, homes, limit, header.num_tiers)
+        offset, capacity, limit = header.tiers_offset, header.tier_capacity, header.probe_limit
+        return TierTableView(memory, offset, capacity, limit, header.num_tiers)
 
     def find(self, key: bytes) -> int:
         """Return the slot of a WRITING or READY chunk, or -1."""

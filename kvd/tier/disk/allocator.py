@@ -32,10 +32,10 @@ _RETRY_PUTS = 64  # puts and gets before the next search for room, which is slow
 _PAUSE = 1.0  # seconds after an I/O error, and between checks of the floor
 
 
-def load_slabs(directory: DiskDirectory, flags: int) -> tuple[SlotIndex, int]:
+def load_slabs(directory: DiskDirectory, slots_flags: int) -> tuple[SlotIndex, int]:
     """Open the slabs of an earlier process and index their chunks.
 
-    Damaged slabs are set aside; damaged and outdated records are erased. `flags` are for opening
+    Damaged slabs are set aside; damaged and outdated records are erased. `slots_flags` are for opening
     the slots' files: O_DIRECT or 0.
 
     Returns:
@@ -45,7 +45,7 @@ def load_slabs(directory: DiskDirectory, flags: int) -> tuple[SlotIndex, int]:
         OSError: I/O error.
     """
     started = time.monotonic()
-    loaded = [_load_slab(directory, number, flags) for number in directory.slab_numbers()]
+    loaded = [_load_slab(directory, number, slots_flags) for number in directory.slab_numbers()]
     undamaged = [slab for slab in loaded if slab is not None]
     spaces, to_erase, num_damaged = rebuild(undamaged)
     index = SlotIndex(undamaged, spaces)
