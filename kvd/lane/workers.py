@@ -119,8 +119,9 @@ def _other_user_hint(uid: int) -> str:
     if uid == lane_uid:
         return ""
     return (
-        f"; the worker's user is {_user(uid)}, the lane's is {_user(lane_uid)}, and the driver"
-        " may keep memory from other users: run both as one user, or have the engine share its memory by"
+        f"; the worker's user is {_user(uid)}, the lane's is {_user(lane_uid)}, and the"
+        " driver may keep memory from other users: run both as one user, or have the engine"
+        " share its memory by"
         " descriptors, see docs/security.md#gpu-memory-and-users"
     )
 

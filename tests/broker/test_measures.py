@@ -115,7 +115,7 @@ def test_tokens_of_an_outage_are_none_that_were_looked_up() -> None:
     for tokens, detached in ((1_000, 50_000), (52_000, 51_000)):
         lookups = Lookups(chunks=0, hit_chunks=0, tokens=tokens, detached_tokens=detached)
         bench.broker.request(bench.scheduler, 9, Ping(lookups=lookups), 5.0)
-    assert curve.tokens == 50_000
+    assert curve.lookup_tokens == 50_000
 
 
 def test_totals_stay_within_a_message() -> None:

@@ -54,7 +54,7 @@ class GhostMachine(RuleBasedStateMachine):
         older = self.model.pop(key, None)
         ghost = Ghost(cause, seen, label, used, self.now)
         if older is not None and not seen:
-            ghost = older._replace(cause=cause, gone=self.now)
+            ghost = older._replace(cause=cause, left_at=self.now)
         if len(self.model) == CAPACITY:
             del self.model[next(iter(self.model))]
         self.model[key] = ghost

@@ -42,7 +42,7 @@ HEALTHY = {
     "swap_used": 0,
     "cgroup": None,
     "pool": POOL,
-    "held": 0,
+    "existing_bytes": 0,
     "pinned": True,
     "huge_pages": {"HugePages_Total": 0, "HugePages_Free": 0, "Hugepagesize": 2**21},
     "nodes": {"node0": 256 * GIB},
@@ -96,7 +96,7 @@ def shm(**changes: Any) -> dict[str, Any]:
 
 
 HUGE: dict[str, Any] = {"kind": "hugetlbfs", "page_bytes": 2**21}
-KEPT = {"held": 64 * GIB + 2**21}
+KEPT = {"existing_bytes": 64 * GIB + 2**21}
 """What a stopped daemon's pool of 64 GiB takes."""
 
 
@@ -200,7 +200,7 @@ BROKEN: list[tuple[str, Level, str, dict[str, Any]]] = [
     ("tier", Level.WARN, "rotating disk", disk(medium="rotating", device="sda")),
     ("tier", Level.WARN, "findmnt", disk(mounted_at="/")),
     ("tier", Level.WARN, "O_DIRECT", disk(direct=False, written=None, read=None)),
-    ("tier", Level.WARN, "size=398GiB at most", disk(free=400 * GIB, held=30 * GIB)),
+    ("tier", Level.WARN, "size=398GiB at most", disk(free=400 * GIB, existing_bytes=30 * GIB)),
     ("tier", Level.FAIL, "pip install mooncake", store(missing="No module named 'mooncake'")),
     ("tier", Level.FAIL, "mooncake_master", store(refused="Connection refused")),
     ("HTTP", Level.FAIL, "in use", {"port_problem": "in use"}),

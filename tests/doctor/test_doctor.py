@@ -138,7 +138,7 @@ def test_the_pool_of_a_stopped_daemon_counts(start_daemon: StartDaemon) -> None:
     """What it has left is used again by the next one, so it is no memory that is missing."""
     daemon = start_daemon("--keep-pool", "yes")
     settings = Settings(runtime_dir=str(daemon.runtime_dir), cpu_bytes="64MiB", http_listen="off")
-    assert Facts(settings).held == 0  # it runs: nothing is to be made
+    assert Facts(settings).leftover_bytes == 0  # it runs: nothing is to be made
     daemon.stop()
     facts = Facts(settings)
     assert facts.leftover_bytes >= facts.pool_bytes_to_create == 64 * 2**20

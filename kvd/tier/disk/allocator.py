@@ -35,8 +35,8 @@ _PAUSE = 1.0  # seconds after an I/O error, and between checks of the floor
 def load_slabs(directory: DiskDirectory, slots_flags: int) -> tuple[SlotIndex, int]:
     """Open the slabs of an earlier process and index their chunks.
 
-    Damaged slabs are set aside; damaged and outdated records are erased. `slots_flags` are for opening
-    the slots' files: O_DIRECT or 0.
+    Damaged slabs are set aside; damaged and outdated records are erased. `slots_flags`: for
+    opening the slots' files: O_DIRECT or 0.
 
     Returns:
         The index, and the number of damaged records.
@@ -71,10 +71,10 @@ def load_slabs(directory: DiskDirectory, slots_flags: int) -> tuple[SlotIndex, i
     return index, num_damaged
 
 
-def _load_slab(directory: DiskDirectory, number: int, flags: int) -> Slab | None:
+def _load_slab(directory: DiskDirectory, number: int, slots_flags: int) -> Slab | None:
     name = f"{directory.path}/{number:06}"
     try:
-        return slabs.load(directory.fd, number, flags)
+        return slabs.load(directory.fd, number, slots_flags)
     except FileNotFoundError:  # partly created or removed, or a file was deleted by hand
         slabs.remove(directory.fd, number)
         _log.info("disk: %s.slab or its index is missing: the rest was removed", name)
@@ -98,7 +98,7 @@ class SlotAllocator:
         lock: guards `index`.
         size: the budget, in bytes.
         floor: free bytes to leave on the file system.
-        flags: flags for opening the slots' files: O_DIRECT or 0.
+        slots_flags: flags for opening the slots' files: O_DIRECT or 0.
     """
 
     def __init__(
@@ -109,9 +109,9 @@ class SlotAllocator:
         *,
         size: int,
         floor: int,
-        flags: int,
+        slots_flags: int,
     ) -> None:
-        self._directory, self._floor, self._flags = directory, floor, flags
+        self._directory, self._floor, self._slots_flags = directory, floor, slots_flags
         self._index, self._lock = index, lock
         self._budget = size - self._directory.bytes_beside_slabs()
         self._target_bytes = max(min(size // _BUDGET_PART, _MAX_SLAB_BYTES), size // _MAX_SLABS)
@@ -292,7 +292,9 @@ class SlotAllocator:
     def _create(self, num_slots: int, slot_bytes: int) -> bool:
         number, self._next_number = self._next_number, self._next_number + 1
         try:
-            slab = slabs.create(self._directory.fd, number, num_slots, slot_bytes, self._flags)
+            slab = slabs.create(
+                self._directory.fd, number, num_slots, slot_bytes, self._slots_flags
+            )
         except OSError as error:
             self._pause_until = time.monotonic() + _PAUSE
             remedy = (

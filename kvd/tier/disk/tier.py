@@ -91,7 +91,7 @@ class DiskTier(TierBackend):
                 self._lock,
                 size=options.size,
                 floor=options.floor_of(directory.filesystem_bytes()[0]),
-                flags=alignment.flags,
+                slots_flags=alignment.flags,
             )
             num_removed = self._allocator.shrink()
             shortage = options.shortage(*directory.filesystem_bytes(), self._index.nbytes)
