@@ -20,8 +20,8 @@ SIZES: tuple[tuple[str, float], ...] = (
 )
 MIN_REQUESTS = 50
 MAX_ENGINE_SHARE = 0.99
-WORTHWHILE = 0.02  # of the looked-up tokens
-EQUAL = 0.005
+WORTHWHILE_GAIN = 0.02  # of the looked-up tokens
+EQUAL_GAIN = 0.005  # smaller differences count as none
 BIGGER = ("+25%", "+50%", "+100%", "+200%")
 DEEP_TOKENS = 131_072 / 3
 """A token at this position of a prompt takes twice the prefill time of the first one."""
@@ -158,28 +158,28 @@ def _reachable_chunks(namespace: Namespace, pool: Pool) -> int:
 def advice(forecast: schema.ForecastStatus) -> str:
     """Return one sentence that advises to buy memory, a tier or neither, with the figures.
 
-    1. A pool without limit would find less than `WORTHWHILE` more: neither.
+    1. A pool without limit would find less than `WORTHWHILE_GAIN` more: neither.
     2. Sizes beyond +200 % gain more than +200 % does: a tier.
     3. Otherwise memory: the smallest size with half of the gain of +200 %.
     """
     sizes = {entry.pool: entry for entry in forecast.sizes}
     now, largest, unlimited = (sizes[pool] for pool in ("now", BIGGER[-1], "unlimited"))
     now_text, limit_text = percent(now.hit_ratio), percent(unlimited.hit_ratio)
-    if unlimited.hit_ratio - now.hit_ratio < WORTHWHILE:
-        if now.hit_ratio - sizes["-50%"].hit_ratio < EQUAL:
+    if unlimited.hit_ratio - now.hit_ratio < WORTHWHILE_GAIN:
+        if now.hit_ratio - sizes["-50%"].hit_ratio < EQUAL_GAIN:
             return f"Buy neither: half of the pool would also find {now_text} of the prompt tokens."
         return (
             f"Buy neither memory nor a tier: {now_text} of the prompt tokens are found,"
             f" {limit_text} would be without limit."
         )
     gain, beyond = largest.hit_ratio - now.hit_ratio, unlimited.hit_ratio - largest.hit_ratio
-    if gain < WORTHWHILE or beyond > gain:
+    if gain < WORTHWHILE_GAIN or beyond > gain:
         return (
             f"Add a tier, or enlarge it: without limit {limit_text} of the prompt tokens would be"
             f" found instead of {now_text}, with three times the memory"
             f" {percent(largest.hit_ratio)}."
         )
-    min_ratio = now.hit_ratio + max(WORTHWHILE, gain / 2)
+    min_ratio = now.hit_ratio + max(WORTHWHILE_GAIN, gain / 2)
     bigger = next(sizes[pool] for pool in BIGGER if sizes[pool].hit_ratio >= min_ratio)
     return (
         f"Buy memory: +{size((bigger.bytes or 0) - (now.bytes or 0))} would {_saving(now, bigger)}"

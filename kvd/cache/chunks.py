@@ -111,12 +111,14 @@ class ChunkTable:
 
     # ---------------------------------------------------------------- requests
 
-    def finish_request(self, keys: Sequence[bytes], prompt: int, label: int, now: float) -> None:
+    def finish_request(
+        self, keys: Sequence[bytes], num_prompt: int, label: int, now: float
+    ) -> None:
         """Process a request that has finished, or a label for one that finished before.
 
         Args:
             keys: of its chunks, the prompt's head first.
-            prompt: how many of them are the prompt's.
+            num_prompt: how many of them are the prompt's.
             label: a byte of `Step.labels`; an unknown label counts as NONE.
             now: seconds.
         """
@@ -125,7 +127,7 @@ class ChunkTable:
             self.loads.relabel(keys, request_label)
             return
         if self.curve is not None:
-            self.curve.record(keys, prompt)
+            self.curve.record(keys, num_prompt)
         self.loads.refresh(keys, now, request_label)
 
     def learn(self) -> bool:

@@ -108,19 +108,19 @@ class MissCurve:
 
     # ----------------------------------------------------------------- feeding
 
-    def record(self, keys: Sequence[bytes], prompt: int) -> None:
+    def record(self, keys: Sequence[bytes], num_prompt: int) -> None:
         """Add a finished request.
 
         Args:
             keys: of all chunks that its tokens fill, a prompt's head first.
-            prompt: how many of them, from the first on, are the prompt's.
+            num_prompt: how many of them, from the first on, are the prompt's.
         """
         if not keys:
             return
-        prompt = min(prompt, len(keys))
+        num_prompt = min(num_prompt, len(keys))
         self.requests += 1
-        self.prompt_keys += prompt
-        hottest = self._refresh_hottest(keys, prompt)
+        self.prompt_keys += num_prompt
+        hottest = self._refresh_hottest(keys, num_prompt)
         self.hottest += hottest
         every = self._every
         # From this position on no group has hottest keys. With `every` 1 there are no groups.
@@ -134,7 +134,7 @@ class MissCurve:
         for key, (position, weight) in sample.items():
             by_own_hash = weight > 0
             count = 0
-            if hottest <= position < prompt and by_own_hash == (position < cold_from):
+            if hottest <= position < num_prompt and by_own_hash == (position < cold_from):
                 count = every if position else 1
             self._sampled += count
             self._sampled_positions += count * position
@@ -158,10 +158,10 @@ class MissCurve:
         if self._num_forgotten > self.num_keys // 2:  # `tidy` was not called often enough
             self.tidy()
 
-    def _refresh_hottest(self, keys: Sequence[bytes], prompt: int) -> int:
+    def _refresh_hottest(self, keys: Sequence[bytes], num_prompt: int) -> int:
         """Make these keys the hottest; returns how many of the prompt's head were so before."""
         hottest, num_hottest = self._hottest, 0
-        while num_hottest < prompt and keys[num_hottest] in hottest:
+        while num_hottest < num_prompt and keys[num_hottest] in hottest:
             num_hottest += 1
         for key in reversed(keys[: self._num_hottest]):
             hottest[key] = None

@@ -179,8 +179,10 @@ class HostDevice(Device):
     def _copy_many(self, transfer: Transfer, runs: HostRuns) -> None:
         pool, storages = self._pool, self._memories[transfer.memory]
         is_store = transfer.direction is Direction.STORE
-        piece = slice(transfer.begin, transfer.end)
-        indices, offsets, arena_offsets, sizes = (column[piece] for column in runs.copies.columns)
+        runs_slice = slice(transfer.begin, transfer.end)
+        indices, offsets, arena_offsets, sizes = (
+            column[runs_slice] for column in runs.copies.columns
+        )
         pool_offsets = arena_offsets + runs.pool_base
         edges = (
             offsets.tolist(),

@@ -17,9 +17,9 @@ from kvd_proto.channel import Channel
 from kvd_proto.errors import BadFrame, ChannelFull, DecodeError, DescriptorsLost
 
 log = logging.getLogger("kvd.daemon")
-_FIRST_DELAY = 0.05
-_LONGEST_DELAY = 5.0
-_LONGEST_POLL = 1000.0
+_FIRST_DELAY_SECONDS = 0.05
+_LONGEST_DELAY_SECONDS = 5.0
+_LONGEST_POLL_SECONDS = 1000.0
 _FOR_THE_BROKER = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID"}
 # Importing numpy would start one BLAS thread a core, and no child computes with it.
 _FOR_CHILDREN = {"OPENBLAS_NUM_THREADS": "1"}
@@ -110,7 +110,7 @@ class Child:
         self._on_end = on_end
         self._pause = pause
         self._turn_seconds = turn_seconds
-        self._delay = _FIRST_DELAY
+        self._delay = _FIRST_DELAY_SECONDS
         self._start_at = 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._kill_reason = ""
@@ -233,7 +233,7 @@ class Child:
         os.close(self.pidfd)
         self.pidfd = -1
         if self.served:
-            self._delay = _FIRST_DELAY
+            self._delay = _FIRST_DELAY_SECONDS
             self._start_at = now + self._pause
         else:
             self._back_off(now)
@@ -249,7 +249,7 @@ class Child:
             self._poller.modify(self.link.fileno(), select.EPOLLIN | write_event)
 
     def _back_off(self, now: float) -> None:
-        self._delay = min(2 * self._delay, _LONGEST_DELAY)
+        self._delay = min(2 * self._delay, _LONGEST_DELAY_SECONDS)
         self._start_at = now + self._delay
 
 
@@ -280,7 +280,7 @@ def _wait(children: Iterable[Child], seconds: float) -> list[Child]:
         poll = select.poll()
         for child in running:
             poll.register(child.pidfd, select.POLLIN)
-        ready = dict(poll.poll(min(remaining, _LONGEST_POLL) * 1000))
+        ready = dict(poll.poll(min(remaining, _LONGEST_POLL_SECONDS) * 1000))
         for child in running:
             if child.pidfd in ready:
                 child.reap(0.0)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvd.broker.tiers.tier import RATE_BYTES, UNKNOWN_RATE, GetSpeed
+from kvd.broker.tiers.tier import RATE_BYTES, UNKNOWN_BYTES_PER_SECOND, GetSpeed
 
 
 def test_bytes_that_come_in_the_same_moment_count_together() -> None:
@@ -20,4 +20,4 @@ def test_many_bytes_have_longer_before_any_were_measured() -> None:
     """The first batches of a tier nobody measured may take as long as their bytes are many."""
     speed = GetSpeed()
     assert speed.seconds(0) == 0
-    assert speed.seconds(2 * int(UNKNOWN_RATE)) == pytest.approx(2)
+    assert speed.seconds(2 * int(UNKNOWN_BYTES_PER_SECOND)) == pytest.approx(2)

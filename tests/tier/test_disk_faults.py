@@ -319,7 +319,7 @@ def test_others_fill_the_file_system(
     tmp_path: Path, disks: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Room is given back, slab by slab, where the floor is passed by others."""
-    monkeypatch.setattr("kvd.tier.disk.allocator._PAUSE", 0.0)
+    monkeypatch.setattr("kvd.tier.disk.allocator._PAUSE_SECONDS", 0.0)
     with mounted("tmpfs", "none", tmp_path / "small", "size=16m") as small:
         tier = disks.open("8MiB", "4MiB", small / PLACE)
         space = begun(tier, space_of(65536))
@@ -440,7 +440,7 @@ def test_a_file_system_that_does_not_say_how_full_it_is(
     disks: Disks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """EIO of statvfs fails the put as any error of the medium, and takes no slot away."""
-    monkeypatch.setattr("kvd.tier.disk.allocator._PAUSE", 0.0)
+    monkeypatch.setattr("kvd.tier.disk.allocator._PAUSE_SECONDS", 0.0)
     tier = disks.open("4MiB")
     space = begun(tier, space_of(16384))
     put_all(tier, disks.area.chunks(space, keys_of("first", 1)))  # makes a slab of more slots

@@ -24,7 +24,7 @@ from kvd_client.tickets import BlockRange
 
 MAX_TRIES = 5  # failures of jobs that a lane has accepted
 RETRY_SECONDS = 0.01
-MIN_NAP, MAX_NAP = 20e-6, 500e-6
+MIN_NAP_SECONDS, MAX_NAP_SECONDS = 20e-6, 500e-6
 LOG_SECONDS = 5.0
 
 log = get_logger("kvd_client.sglang")
@@ -217,7 +217,7 @@ class LoadBatch:
 
     def _wait(self, condition: Callable[[LoadJob], bool], until: float = float("inf")) -> bool:
         """Poll until the condition holds for all jobs; False: not before `until`."""
-        nap = MIN_NAP
+        nap = MIN_NAP_SECONDS
         while True:
             for job in self._jobs:
                 job.update(self._deadline, self._max_tries)
@@ -227,7 +227,7 @@ class LoadBatch:
             if now >= until:
                 return False
             time.sleep(nap)
-            nap = min(2 * nap, MAX_NAP)
+            nap = min(2 * nap, MAX_NAP_SECONDS)
 
 
 class LayerCounter:

@@ -26,10 +26,10 @@ GET_BYTES, GET_CHUNKS = 8 * BATCH_BYTES, 8
 """Gets under way may always have these bytes and chunks: work for a tier's threads, and as much
 waiting."""
 GET_SECONDS = 0.005  # from an answer to the next order
-FULL_PAUSES = (1.0, 30.0)  # seconds without puts after FULL: the first pause, and the longest
+FULL_PAUSE_SECONDS = (1.0, 30.0)  # without puts after FULL: first, longest
 RATE_BYTES, RATE_SECONDS = 16 * 2**20, 0.25
 """The rate of gets is measured over this many bytes or seconds; the first sample may be shorter."""
-UNKNOWN_RATE = 100e6
+UNKNOWN_BYTES_PER_SECOND = 100e6
 """The rate in bytes per second that is assumed before the first measurement."""
 
 Order: TypeAlias = Put | Get | Lookup
@@ -94,8 +94,8 @@ class GetSpeed:
         return int(median(self._latencies) * 1e6) if self._latencies else 0
 
     def seconds(self, nbytes: int) -> float:
-        """Expected seconds for a get of `nbytes`; at `UNKNOWN_RATE` before the first sample."""
-        return self.latency_us / 1e6 + nbytes / (self.bytes_per_second or UNKNOWN_RATE)
+        """Expected seconds for a get of `nbytes`; at `UNKNOWN_BYTES_PER_SECOND` before the first sample."""
+        return self.latency_us / 1e6 + nbytes / (self.bytes_per_second or UNKNOWN_BYTES_PER_SECOND)
 
     def begin(self, now: float) -> None:
         """Start the clock: a get begins after a time without any."""
@@ -158,7 +158,7 @@ class TierProcess:
         self.total_bytes = self.used_bytes = self.chunks = 0
         self.progress = 0
         self.full_until = 0.0
-        self._full_pause = FULL_PAUSES[0]
+        self._full_pause = FULL_PAUSE_SECONDS[0]
         self._busy_since = {Put: 0.0, Get: 0.0, Lookup: 0.0}
         self._num_under_way = {Put: 0, Get: 0, Lookup: 0}
         self._last_number = 0
@@ -222,11 +222,11 @@ class TierProcess:
         """Pause puts after a FULL; the pause doubles until a put succeeds."""
         if now >= self.full_until:
             self.full_until = now + self._full_pause
-            self._full_pause = min(2 * self._full_pause, FULL_PAUSES[1])
+            self._full_pause = min(2 * self._full_pause, FULL_PAUSE_SECONDS[1])
 
     def on_put_ok(self) -> None:
         """Reset the pause for the next FULL: a put has succeeded."""
-        self._full_pause = FULL_PAUSES[0]
+        self._full_pause = FULL_PAUSE_SECONDS[0]
 
     def deadline(self, nbytes: int) -> float:
         """Return the seconds that a get of `nbytes` may take, including the gets ahead of it."""

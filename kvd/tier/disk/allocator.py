@@ -29,7 +29,7 @@ _MAX_SLAB_BYTES = 2**30
 _MAX_SLABS = 1024
 _LEAST_PART = 4
 _RETRY_PUTS = 64  # puts and gets before the next search for room, which is slow with many slabs
-_PAUSE = 1.0  # seconds after an I/O error, and between checks of the floor
+_PAUSE_SECONDS = 1.0  # after an I/O error, and between checks of the floor
 
 
 def load_slabs(directory: DiskDirectory, slots_flags: int) -> tuple[SlotIndex, int]:
@@ -147,7 +147,7 @@ class SlotAllocator:
         now = time.monotonic()
         if now < self._next_floor_check:
             return
-        self._next_floor_check = now + _PAUSE
+        self._next_floor_check = now + _PAUSE_SECONDS
         try:
             free = self._directory.filesystem_bytes()[1]
         except TierError:
@@ -296,7 +296,7 @@ class SlotAllocator:
                 self._directory.fd, number, num_slots, slot_bytes, self._slots_flags
             )
         except OSError as error:
-            self._pause_until = time.monotonic() + _PAUSE
+            self._pause_until = time.monotonic() + _PAUSE_SECONDS
             remedy = (
                 "; raise the limit of open files (LimitNOFILE=, ulimit -n)"
                 if error.errno == errno.EMFILE

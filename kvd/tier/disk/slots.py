@@ -315,7 +315,7 @@ class SlotIndex:
         return sorted(self.spaces.pop(space, {}).values())
 
     def release(self, places: Sequence[int]) -> list[TakenSlot | None]:
-        """Take the slots at places of a dropped space, as `remove` does, unless they are taken."""
+        """Take the slots at these places of a dropped space; leave those with an indexed chunk."""
         taken: list[TakenSlot | None] = []
         for place in places:
             number, slot = split(place)
