@@ -342,7 +342,7 @@ class AdaptivePolicy(EvictionPolicy):
     def reserve(self, n: int, may_evict: MayEvict, now: float) -> list[int]:
         """See EvictionPolicy."""
         self._now = now
-        lists, chosen = self._slots, list[int]()
+        lists, to_evict = self._slots, list[int]()
         skipped = _Skipped()
         ends = [
             end
@@ -352,19 +352,21 @@ class AdaptivePolicy(EvictionPolicy):
             if (end := self._end(list_number, hot, may_evict, skipped)) is not None
         ]
         heapify(ends)
-        while ends and len(chosen) < n:
+        while ends and len(to_evict) < n:
             end = heappop(ends)
             if lists.list_of(end[4]) == end[2]:  # not yet reserved from the list's other end
-                victims = self._victims(end, ends[0] if ends else None, n - len(chosen), may_evict)
+                victims = self._victims(
+                    end, ends[0] if ends else None, n - len(to_evict), may_evict
+                )
                 if not victims:  # the run's start is hotter than its chunks that may be evicted
                     self._run_starts.pop(end[2], None)
                 lists.remove_all(victims)
                 self._reserved.update(dict.fromkeys(victims, end[2]))
-                chosen += victims
+                to_evict += victims
             following = self._end(end[2], end[3], may_evict, skipped)
             if following is not None:
                 heappush(ends, following)
-        return chosen
+        return to_evict
 
     def _end(
         self, list_number: int, hot: bool, may_evict: MayEvict, skipped: _Skipped

@@ -242,13 +242,13 @@ class TierTable(TierTableView):
             How many were recorded.
         """
         n, bit = len(keys), 1 << tier
-        rest: Sequence[int] = range(n)
+        remaining: Sequence[int] = range(n)
         num_entries = self._num_held + self._num_old + len(self._absent)
         if not self._releasing & bit and num_entries + n < self._max_entries:
-            num_written, rest = self._fill(keys, bit, _pack_blocks(first, count, groups))
+            num_written, remaining = self._fill(keys, bit, _pack_blocks(first, count, groups))
             self._num_held += num_written
-        num_recorded = n - len(rest)
-        for i in rest:
+        num_recorded = n - len(remaining)
+        for i in remaining:
             num_recorded += self.hold(keys[i], tier, int(first[i]), int(count[i]), int(groups[i]))
         return num_recorded
 
@@ -292,8 +292,8 @@ class TierTable(TierTableView):
             probing = probing[~finished]
             if not len(probing):
                 break
-        rest = [*have_entries, *probing.tolist()]
-        return len(keys) - len(rest), rest
+        remaining = [*have_entries, *probing.tolist()]
+        return len(keys) - len(remaining), remaining
 
     def request_rescan(self) -> None:
         """Make readers of the ring scan the table."""

@@ -260,10 +260,10 @@ class Pool:
             if choice is None:
                 return
             column, victims = choice
-            if not evict and any(taken not in other.empty for other, taken in victims):
+            if not evict and any(lost_column not in other.empty for other, lost_column in victims):
                 return
-            for other, taken in victims:
-                self._evict_column(other, taken)
+            for other, lost_column in victims:
+                self._evict_column(other, lost_column)
             self._claim(space, column)
             self._claim_unowned(space, slots, usable)
 
@@ -321,11 +321,15 @@ class Pool:
             if group is not None and gain - losses[space.model] > num_left:
                 continue
             fits_cap = True
-            if any(taken in busy[other] for other, taken in victims):
+            if any(lost_column in busy[other] for other, lost_column in victims):
                 continue
             if not all(quota.may_lose(losses[quota.model], space) for quota in quotas):
                 continue
-            with_chunks = [(other, taken) for other, taken in victims if taken not in other.empty]
+            with_chunks = [
+                (other, lost_column)
+                for other, lost_column in victims
+                if lost_column not in other.empty
+            ]
             from_poor = any(other not in rich for other, _ in with_chunks)
             if (
                 with_chunks
@@ -334,7 +338,9 @@ class Pool:
                 and (space.num_extents + gain > fair_share or from_poor)
             ):
                 continue
-            last_use = max((last_uses[other][taken] for other, taken in with_chunks), default=0)
+            last_use = max(
+                (last_uses[other][lost_column] for other, lost_column in with_chunks), default=0
+            )
             cost = (bool(with_chunks), from_poor and below_floor, last_use, len(victims))
             if best is None or cost < best[0]:
                 best = (cost, column, victims)
@@ -381,9 +387,9 @@ class Pool:
         for extent in space.column_extents[column]:
             other = self._owner[extent]
             if other is not None and other is not space:
-                for taken in other.columns_at[extent]:
-                    if taken in other:
-                        columns[other, taken] = None
+                for lost_column in other.columns_at[extent]:
+                    if lost_column in other:
+                        columns[other, lost_column] = None
         return list(columns)
 
     def _claim(self, space: PoolSpace, column: int) -> None:

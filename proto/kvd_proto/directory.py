@@ -184,15 +184,14 @@ class DirectoryHeader:
         (check,) = CHECK_WORD.unpack_from(buffer, HEADER.size)
         if check != crc32(buffer[: HEADER.size]):
             raise DirectoryError("the directory's header is damaged: its check word does not fit")
-        *offsets, ns, boot, change, changes, changes_at, entry, *tier_fields = rest
-        tier_capacity, tiers_at, tiers = tier_fields
-        header = cls(slots, capacity, ns, boot, blocks, changes, limit, tier_capacity, tiers)
+        *offsets, ns, boot, change, changes, changes_at, entry, tier_homes, tiers_at, tiers = rest
+        header = cls(slots, capacity, ns, boot, blocks, changes, limit, tier_homes, tiers)
         expected = [header.records_offset, header.index_offset, header.total_bytes]
         if (
             (record, offsets, change, entry) != (RECORD_BYTES, expected, CHANGE_BYTES, ENTRY_BYTES)
             or (changes_at, tiers_at) != (header.changes_offset, header.tiers_offset)
-            or tier_capacity.bit_count() > 1
-            or bool(tier_capacity) != (1 <= tiers <= MAX_TIERS)
+            or tier_homes.bit_count() > 1
+            or bool(tier_homes) != (1 <= tiers <= MAX_TIERS)
             or capacity.bit_count() != 1
             or changes.bit_count() != 1
         ):

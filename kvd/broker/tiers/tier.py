@@ -94,7 +94,7 @@ class GetSpeed:
         return int(median(self._latencies) * 1e6) if self._latencies else 0
 
     def seconds(self, nbytes: int) -> float:
-        """Expected seconds for a get of `nbytes`; at `UNKNOWN_BYTES_PER_SECOND` before the first sample."""
+        """Expected seconds of a get; before the first sample at `UNKNOWN_BYTES_PER_SECOND`."""
         return self.latency_us / 1e6 + nbytes / (self.bytes_per_second or UNKNOWN_BYTES_PER_SECOND)
 
     def begin(self, now: float) -> None:
