@@ -295,6 +295,7 @@ class ChangeReader:
             self._position = changes[-1][0]
 
     def _apply(self, directory: DirectoryView, changes: list[Change]) -> None:
+        """Apply changes of the ring, in order, to what is published in memory and in tiers."""
         memory, tiers = self._memory, self._tiers
         confirmed, touch = memory.confirmed, memory.touched.setdefault
         last_locations = self._last_locations

@@ -67,6 +67,7 @@ class Outbox:
         self._begin_step()
 
     def _begin_step(self) -> None:
+        """Start collecting the next step."""
         self.keys: list[bytes] = []
         self._slots: list[int] = []
         self._generations: list[int] = []

@@ -132,6 +132,7 @@ def share_torch(tensors: Sequence[torch.Tensor | BlockTensor]) -> SharedTensors:
 
 
 def _check(name: str, item: BlockTensor) -> None:
+    """Check that a tensor can be shared, and that its storage has all of its bytes."""
     tensor = item.tensor
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{name} is a {type(tensor).__name__}: a torch.Tensor is needed")

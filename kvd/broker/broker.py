@@ -218,6 +218,7 @@ class Broker:
             return [*effects, request.reply(Error.of(refusal.code, str(refusal)))]
 
     def _hello(self, request: Request[Hello]) -> list[Effect]:
+        """Open the protocol: check versions and names, join the engine, reply Welcome."""
         session, message = request.session, request.message
         if session.kind:
             raise Refusal(ErrorCode.BAD_STATE, f"HELLO in state {session.state}")

@@ -343,6 +343,7 @@ class ConfigReload:
         return [request.reply(ConfigShown(config=self.loaded.as_json()))]
 
     def _apply(self, loaded: LoadedSettings, origin: str) -> tuple[list[Effect], ConfigReloaded]:
+        """Apply the settings that are live; return effects and the reply."""
         old, state = self.loaded.settings, self._state
         self.loaded, changes = apply_live_settings(self.loaded, loaded)
         settings = state.settings = self.loaded.settings

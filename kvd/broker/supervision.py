@@ -114,6 +114,7 @@ class LaneSupervisor:
         return [KillLane(lane.device, message.error)]
 
     def _share_done(self, message: ShareDone) -> list[Effect]:
+        """Book the shares that a rank has stored; wake the scheduler if chunks became READY."""
         session = self._state.registry.sessions.get(message.session)
         engine = session.engine if session is not None else None
         if engine is None or engine.namespace is None or engine.namespace.id != message.namespace:

@@ -396,6 +396,7 @@ class DirectoryWriter(DirectoryView):
         super().release()
 
     def _unindex(self, key: bytes, slot: int) -> None:
+        """Remove the slot's index entry, and close the gap for linear probing."""
         index, mask = self._index, self._mask
         hash32 = crc32(key)
         entry = hash32 << 32 | slot + 1

@@ -210,6 +210,7 @@ class Namespaces:
         return namespace
 
     def _new_ledger(self, ns_id: bytes, label: str, geometry: Geometry) -> Ledger | None:
+        """Create the ledger of a new namespace; None if no ledgers are written."""
         if self._ledger_setup is None:
             return None
         description = LedgerDescription(
@@ -273,6 +274,7 @@ class Namespaces:
         *,
         temporary: bool = False,
     ) -> Namespace:
+        """Create a namespace's directory and chunk table, and add it to the open ones."""
         num_tiers = 0 if temporary else self._num_tiers  # no later engine would find its chunks
         tier_bytes = self._tier_bytes
         tier_chunks = None if tier_bytes is None else tier_bytes // geometry.bytes_per_chunk
@@ -321,6 +323,7 @@ class Namespaces:
         return self.pool.cpu_bytes
 
     def _check_can_open(self, geometry: Geometry) -> None:
+        """Refuse a geometry without chunks or with too many, or one namespace too many."""
         sizes, num_arenas = geometry.slot_bytes, 1 if geometry.replicated else geometry.world_size
         if len(sizes) != num_arenas or min(sizes, default=0) < 1:
             raise Refusal(

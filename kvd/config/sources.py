@@ -150,6 +150,7 @@ class Sources:
     def _from_file(
         self, file: Path | None, problems: list[str]
     ) -> Iterator[tuple[str, Any, str, bool]]:
+        """Yield the file's settings: key, value, origin, and that the value is typed."""
         if file is None:
             return
         try:

@@ -373,6 +373,7 @@ def _location_text(disk: DiskFacts) -> str:
 
 
 def _disk_tier(name: str, setting: TierSetting, disk: DiskFacts) -> Iterator[Verdict]:
+    """Yield verdicts on a disk tier's directory: rights, free space, speed."""
     text = (
         f"{name}: {_location_text(disk)}, {format_size(disk.free)} of {format_size(disk.size)} free"
     )

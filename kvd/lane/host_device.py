@@ -177,6 +177,7 @@ class HostDevice(Device):
                 memory[:] = pool[base + arena : base + arena + nbytes]
 
     def _copy_many(self, transfer: Transfer, runs: HostRuns) -> None:
+        """Copy runs by slices of memoryviews."""
         pool, storages = self._pool, self._memories[transfer.memory]
         is_store = transfer.direction is Direction.STORE
         runs_slice = slice(transfer.begin, transfer.end)

@@ -187,6 +187,7 @@ class OrderHandler:
         self._device.pin_arena(worker.memory, message.arena_base, end)
 
     def _release(self, message: ReleaseWorker) -> None:
+        """Stop a worker's jobs; release its memory and report that once they have ended."""
         worker = self._workers.by_session(message.session)
         if worker is None:
             self._reporter.send_to_broker(Released(session=message.session))
@@ -301,6 +302,7 @@ class RequestHandler:
     def _execute(
         self, worker: LaneWorker, client: Client, request_id: int, message: Message
     ) -> None:
+        """Execute one request of a worker; raise Refusal if a lane does not serve its type."""
         match message:
             case Store() | Load():
                 self._submit(worker, message, request_id)

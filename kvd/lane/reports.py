@@ -77,6 +77,7 @@ class ShareBuffer:
 
 
 def _messages(key: _ShareKey, parts: Sequence[Chunks]) -> Iterator[ShareDone]:
+    """Yield the messages that report these shares, `SHARES_PER_MESSAGE` in each."""
     session, rank, namespace, ok = key
     joined = [b"".join(column) for column in zip(*(part.columns for part in parts), strict=True)]
     count = sum(map(len, parts))

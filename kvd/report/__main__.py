@@ -41,6 +41,7 @@ def main() -> int:
 
 
 async def _serve(options: argparse.Namespace) -> None:
+    """Serve HTTP until a task fails; beat to the broker and record samples meanwhile."""
     from uvicorn import Config, Server  # noqa: PLC0415  # load large modules after os.nice
 
     from kvd.report.app import App, HttpListener  # noqa: PLC0415

@@ -273,6 +273,7 @@ class App:
         return Response(_compact(self._samples.history()), media_type="application/json")
 
     async def _watch(self) -> AsyncIterator[str]:
+        """Yield a report, or why there is none, each period: one event stream of the page."""
         self._watchers += 1
         WATCHERS.inc()
         try:
@@ -344,6 +345,7 @@ def families(report: Mapping[str, Any]) -> Iterator[Metric]:
 def _family(
     name: str, text: str, field: ReportField, samples: Mapping[tuple[str, ...], Any]
 ) -> Metric:
+    """Return a metric with all of its samples, as prometheus_client has them."""
     if field.declaration.kind == "histogram":
         histogram = HistogramMetricFamily(name, text, labels=field.label_names)
         for labels, value in samples.items():

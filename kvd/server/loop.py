@@ -289,6 +289,8 @@ class BrokerService:
         return PoolLimits.of(pool_dir, self._persistent_pool.allocated_bytes(), pinning_lanes)
 
     def _open_pool(self, cpu_bytes: int, engine: OpenPool | None = None) -> Namespaces:
+        """Open the pool, new or reused; start its allocation; return its namespaces."""
+
         def make(ledger_setup: LedgerSetup | None, fill: FillOrder) -> Namespaces:
             return Namespaces(
                 cpu_bytes,
@@ -347,6 +349,7 @@ class BrokerService:
     # -------------------------------------------------------------- effects
 
     def _execute(self, effects: list[Effect]) -> None:
+        """Execute the effects of a decision, in order."""
         for effect in effects:
             match effect:
                 case Reply():
@@ -395,6 +398,7 @@ class BrokerService:
         log.log(level, text, extra=event.fields)
 
     def _descriptors(self, name: FdName | None) -> list[int]:
+        """Return the descriptors that an effect names, for sending."""
         match name:
             case DirectoryFd():
                 directory = [self._directories.fd(name.namespace.hex())]
@@ -445,6 +449,7 @@ class BrokerService:
         return False
 
     def _shutdown(self) -> None:
+        """Close all in order: clients and children first, then pool and runtime directory."""
         self._http.close()
         self._notifier.notify_stopping(
             self.core.supervision.unpin_seconds

@@ -224,6 +224,7 @@ class PoolMemory:
         return self.ready or not self._partly_allocated
 
     def _allocate(self, wake: Callable[[], object]) -> None:
+        """Allocate the pool piece by piece, each range on its NUMA node. Runs in a thread."""
         try:
             for piece in self.fill.order if self.allocated < self.nbytes else ():
                 begin, end = self.fill.span(piece)

@@ -135,6 +135,7 @@ class SessionServer:
     # -------------------------------------------------------- begin and end
 
     def _admit_accepted(self) -> None:
+        """Open a session for each new connection, or refuse it with the reason."""
         accepted = self._server.accepted
         while accepted:
             client = accepted.popleft()
@@ -193,6 +194,7 @@ class SessionServer:
     # ------------------------------------------------------------- requests
 
     def _serve(self, client: Client, frame: bytes, fds: tuple[int, ...], now: float) -> None:
+        """Serve one message: check and keep its descriptors, decode it, execute its effects."""
         connection: SessionConnection = client.owner
         session = connection.session
         if client.closed:  # it was disconnected after the message was received

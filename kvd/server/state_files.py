@@ -355,6 +355,7 @@ def _read(file: Path) -> list[Path]:
 
 
 def _write(file: Path, pool_dirs: list[Path]) -> None:
+    """Replace the list of pool directories atomically; an error is only logged."""
     draft = file.with_name(f"{file.name}.new")
     content = b"".join(os.fsencode(path) + b"\n" for path in pool_dirs)
     try:

@@ -160,6 +160,7 @@ class TierService:
                 return
 
     def _execute(self, order: Message, fds: tuple[int, ...]) -> None:
+        """Execute one order of the broker."""
         match order:
             case Put() | Get() | Lookup():
                 self._accept(Batch(order, self._namespaces[order.namespace]))

@@ -329,6 +329,7 @@ class Server:
                 self._disconnect_stranger("connections", allowance=0)
 
     def _add(self, sock: socket.socket) -> None:
+        """Add a new connection; close it at once if limits or descriptors are exhausted."""
         peer = peer_of(sock)
         if len(self._by_fd) >= self._max_clients:
             self.limits["connections"] += 1

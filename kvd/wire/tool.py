@@ -47,6 +47,7 @@ class ToolConnection:
             raise
 
     def _open_session(self) -> None:
+        """Connect and say HELLO; retry until the timeout while no socket listens."""
         hello = Hello(
             kind="tool",
             engine=f"tool-{os.getpid()}",

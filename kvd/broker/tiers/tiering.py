@@ -186,6 +186,7 @@ class Tiering:
     # ------------------------------------------------------------------ processes
 
     def _on_message(self, tier: TierProcess, message: Message, now: float) -> list[Effect]:
+        """Process a message of a tier, then act if its breaker has changed."""
         effects: list[Effect] = []
         match message:
             case BatchResult():
@@ -345,6 +346,7 @@ class Tiering:
     # ---------------------------------------------------------------------- time
 
     def _turn(self, now: float) -> list[Effect]:
+        """Do what is due: liveness, one scan result, namespaces, orders, published health."""
         effects: list[Effect] = []
         if now >= self._checked_at + LIVENESS_SECONDS:
             stalled, self._checked_at = now - self._checked_at - 2 * LIVENESS_SECONDS, now

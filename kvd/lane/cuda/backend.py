@@ -142,6 +142,7 @@ class ImportedMemory:
         self.addresses: Addresses = np.array(starts, np.uint64)
 
     def _map_storage(self, handle: Handle, size: int) -> int:
+        """Map a storage's allocation unless it is mapped; return the storage's address."""
         if isinstance(handle, IpcHandle):
             key: _AllocationKey = handle.handle
         elif isinstance(handle, VmmHandle):
@@ -258,6 +259,7 @@ class CudaDevice(Device):
             on_failure.pop_all()
 
     def _set_up(self, pool_fd: int, pool_bytes: int, pin_lock: int | None) -> None:
+        """Create context, streams and pinned pool; choose how to copy by a trial."""
         undo, options = self._undo, self._options
         context = driver.retain_context(self._device)
         undo.add(driver.release_context, self._device)

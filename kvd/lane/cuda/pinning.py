@@ -224,6 +224,7 @@ class PinnedPool:
         return touch_pages(self._mapping, begin, end, self._closing)
 
     def _pin_piece(self, piece: int) -> None:
+        """Pin a piece if it is still requested; log after each tenth of the requested bytes."""
         begin, end = self._fill.span(piece)
         with self._driver_turn() as acquired:
             if not (acquired and self._requested[piece]):
@@ -238,14 +239,15 @@ class PinnedPool:
             with self._changed:
                 self.address_bases[piece] = address_base
                 self._is_pinned[piece] = True
-                before, self.pinned_bytes = self.pinned_bytes, self.pinned_bytes + end - begin
+                bytes_before, self.pinned_bytes = self.pinned_bytes, self.pinned_bytes + end - begin
                 self._update_usable()
         requested_bytes = max(1, int(self._requested.sum())) * self.piece_bytes
-        logged_tenths = before * _LOG_LINES // requested_bytes
+        logged_tenths = bytes_before * _LOG_LINES // requested_bytes
         if logged_tenths < self.pinned_bytes * _LOG_LINES // requested_bytes:
             _log.info("pinned %d of %d bytes of the pool", self.pinned_bytes, requested_bytes)
 
     def _unpin_piece(self, piece: int) -> None:
+        """Unpin a piece unless it is requested again; if that fails, it stays pinned for good."""
         begin, end = self._fill.span(piece)
         with self._driver_turn() as acquired:
             with self._changed:

@@ -72,6 +72,7 @@ def load_slabs(directory: DiskDirectory, slots_flags: int) -> tuple[SlotIndex, i
 
 
 def _load_slab(directory: DiskDirectory, number: int, slots_flags: int) -> Slab | None:
+    """Load a slab; None if it is incomplete (removed) or damaged (set aside)."""
     name = f"{directory.path}/{number:06}"
     try:
         return slabs.load(directory.fd, number, slots_flags)
@@ -290,6 +291,7 @@ class SlotAllocator:
         return 0, ""
 
     def _create(self, num_slots: int, slot_bytes: int) -> bool:
+        """Create a slab and index its free slots; pause and return False if that fails."""
         number, self._next_number = self._next_number, self._next_number + 1
         try:
             slab = slabs.create(
