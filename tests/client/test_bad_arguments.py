@@ -21,7 +21,6 @@ import torch
 
 from kvd_client import (
     ChunkBlocks,
-    DeviceMemory,
     Fingerprint,
     GroupSpec,
     HostMemory,
@@ -29,7 +28,6 @@ from kvd_client import (
     KvdClientError,
     Label,
     LoadTicket,
-    RankLayout,
     Scheduler,
     Store,
     StoreTicket,
@@ -343,20 +341,6 @@ def test_only_open_descriptors_are_memory(fd: Any) -> None:
         HostMemory(fd, 4096)
 
 
-@pytest.mark.parametrize(
-    ("address", "nbytes"), [(0, 1), (-1, 1), ("x", 1), (2**64, 1), (4096, 0), (4096, 1.5)]
-)
-def test_only_addresses_are_device_memory(address: Any, nbytes: Any) -> None:
-    """Refused before a driver is asked."""
-    with pytest.raises(UsageError, match="needed"):
-        DeviceMemory.at(address, nbytes)
-
-
-def test_lookups_of_a_generator_are_of_all_its_keys(rig: Rig) -> None:
-    """Keys that can be gone through once only are not lost on the way."""
-    assert len(rig.scheduler.lookup_many(key for key in KEYS)) == len(KEYS)  # type: ignore[arg-type]
-
-
 def control_pages() -> int:
     """Descriptors of workers' control pages in this process."""
     return sum("kvd-control" in file for file in open_files().values())
@@ -371,10 +355,3 @@ def test_a_refused_worker_leaves_no_descriptor(rig: Rig) -> None:
             Worker(rig.daemon.runtime_dir, engine, 0, 1)  # type: ignore[arg-type]
     gc.collect()
     assert control_pages() == before
-
-
-def test_a_layout_of_lists_is_taken_for_one_of_tuples(rig: Rig) -> None:
-    """What is equal on the wire is equal here."""
-    layout = RankLayout(**{name: getattr(LAYOUT, name) for name in LAYOUT.__struct_fields__})
-    layout = msgspec.structs.replace(layout, storages=list(layout.storages))
-    assert rig.register(layout=layout, fingerprint=FINGERPRINT)

@@ -221,63 +221,6 @@ def test_a_chunk_that_stayed_is_not_taken_back() -> None:
     assert [difference for difference in told if difference] == [Differences({}, [A])]
 
 
-@pytest.mark.parametrize("between", [[], [("store", 2, 0), ("store", 3, 0)]])
-def test_a_chunk_that_came_again_is_not_taken_back(between: list[Operation]) -> None:
-    """A removal speaks of one chunk, not of another that the reader has found under its key.
-
-    That one has another generation, or the same in another slot.
-    """
-    changing, listener = following(STORE_B, STORE_A)
-    listener.attach(changing)
-    for operation in (("drop", 1, 0), DROP_A, *between, STORE_A):
-        changing.apply(operation)
-    assert listener.take(1).stored[A].slot != 1
-    while listener.reader.waiting:
-        assert A not in listener.take(1).removed
-
-
-def test_a_slot_that_changes_while_it_is_read_counts_by_the_ring() -> None:
-    """What was read of a slot may be of two chunks: the ring tells which one is there."""
-    changing, listener = following()
-    changing.apply(STORE_B)
-    listener.attach(changing)
-    listener.take(meanwhile=[("swap", 1, 0)])
-    assert B not in listener.told
-    listener.settle()
-    assert listener.told.keys() == {A}
-
-
-def test_what_is_stored_while_a_snapshot_is_taken_is_not_taken_back() -> None:
-    """A chunk that was said, and is stored in a slot that was seen already, stays said."""
-    changing, listener = following(*[("store", i, 0) for i in range(8)])
-    for i in range(7):
-        changing.apply(("drop", i, 0))
-    listener.attach(changing)
-    listener.take(1)
-    for i in range(1, 6):
-        changing.apply(("store", i, 0))
-    removed = []
-    while listener.reader.waiting:
-        removed += listener.take(1).removed
-    assert sorted(removed) == sorted([KEYS[0], KEYS[6]])
-
-
-def test_an_overrun_keeps_what_was_said() -> None:
-    """A reader that has fallen behind looks through the directory, and tells the differences."""
-    changing, listener = following(STORE_A, STORE_B)
-    for i in range(2 * RING):
-        changing.apply(("store", 3 + i % 4, 0))
-    changing.apply(DROP_A)
-    said: set[bytes] = set()
-    removed: list[bytes] = []
-    while listener.reader.waiting:
-        differences = listener.take()
-        said |= differences.stored.keys()
-        removed += differences.removed
-    assert (said, removed) == (set(KEYS[3:7]), [A])
-    assert (listener.reader.num_overruns, listener.reader.num_snapshots) == (1, 2)
-
-
 def test_each_call_does_a_bounded_amount() -> None:
     """No call reads more changes, or takes back more chunks, than it may."""
     changing, listener = following(*[("store", i, 0) for i in range(8)])
@@ -287,22 +230,6 @@ def test_each_call_does_a_bounded_amount() -> None:
         changing.apply(("store", i, 0))
     assert [len(listener.take(4).stored) for _ in range(3)] == [4, 2, 0]
     assert listener.reader.num_changes == 7
-
-
-def test_the_lag_is_the_oldest_changes() -> None:
-    """The lag is the time from a change until it was taken, of the one that waited longest."""
-    changing, listener = following()
-    reader = ChangeReader(clock=lambda: when)
-    reader.attach(changing.view())
-    changing.apply(STORE_A)
-    changing.apply(STORE_B)
-    changes = changing.writer.changes.read(0, 2)
-    assert changes is not None
-    when = changes[0][1] + 5_000_000
-    reader.take()
-    assert reader.take_lag() == 5_000_000
-    assert reader.take_lag() == 0
-    assert listener.take().stored[A].time_ns == changes[0][1]
 
 
 @pytest.mark.hypothesis

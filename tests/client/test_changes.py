@@ -98,18 +98,6 @@ def test_a_reset_takes_all_back(daemon: FakeDaemon, scheduler: Scheduler) -> Non
     assert all_changes(scheduler) == ({b"after"}, {b"ready"})
 
 
-def test_a_reset_that_no_daemon_answers_takes_all_back(runtime_dir: Path) -> None:
-    """Without a daemon a reset removes all, at once."""
-    with FakeDaemon(runtime_dir) as daemon:
-        scheduler = Scheduler(runtime_dir, "engine", deadline=DEADLINE)
-        daemon.attach(scheduler)
-        assert all_changes(scheduler) == ({b"ready"}, set())
-    with scheduler:
-        eventually(lambda: not scheduler.connected)
-        scheduler.reset(0)
-        assert all_changes(scheduler) == (set(), {b"ready"})
-
-
 def test_all_can_be_said_anew(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """Who has told others that nothing is cached can have all again, without removals."""
     daemon.attach(scheduler)
@@ -210,19 +198,3 @@ def test_a_long_absence_takes_all_back() -> None:
     assert summed(changes, lambda: changes.take(1)) == (set(), set(KEYS[:2]))
     changes.switch(source_of(changing))
     assert summed(changes, lambda: changes.take(100)) == (set(KEYS[:2]), set())
-
-
-def test_figures_are_of_one_session() -> None:
-    """Figures begin at 0 with each session, and are reported when they have changed."""
-    _, changing, changes = following([0, 1, 2])
-    report = changes.report()
-    assert report is not None
-    assert (report.published, report.snapshots, report.overruns) == (3, 1, 0)
-    assert changes.report() is None
-    changes.begin_session()
-    assert changes.report() is None
-    changing.apply(("drop", 0, 0))
-    changes.take(100)
-    report = changes.report()
-    assert report is not None
-    assert (report.published, report.snapshots) == (1, 0)

@@ -5,11 +5,11 @@ import time
 
 import pytest
 
-from kvd_client import Scheduler, connection
+from kvd_client import Scheduler
 from kvd_client.connection import Connection
-from kvd_client.errors import DaemonLost, Refused
+from kvd_client.errors import DaemonLost
 from kvd_proto.codec import WIRE
-from kvd_proto.messages import Error, ErrorCode, Ping, Pong, Status, StatusReport
+from kvd_proto.messages import Ping, Pong, Status, StatusReport
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.waiting import eventually
 
@@ -41,28 +41,6 @@ def test_a_reply_reaches_who_waits_for_it_whoever_takes_it_in(
         line.receive_all()
     waiting.join()
     assert got == [StatusReport(status={"ready": True})]
-
-
-def test_replies_to_posted_requests_are_kept_in_their_order(
-    daemon: FakeDaemon, line: Connection
-) -> None:
-    """Nobody waits for them; a request that waits meanwhile takes them in with its own."""
-    daemon.freeze()
-    posted = [line.post(Ping()) for _ in range(3)]
-    assert line.num_unanswered == 3
-    assert list(line.take_replies()) == []
-    assert line.oldest_posted_at is not None
-    assert line.is_overdue(0.0)
-    assert not line.is_overdue(SECONDS)
-    daemon.thaw()
-    ask(line)
-    assert line.num_unanswered == 0
-    assert line.has_replies
-    assert not line.is_overdue(0.0)
-    replies = list(line.take_replies())
-    assert [number for number, _ in replies] == posted
-    assert {type(reply) for _, reply in replies} == {Pong}
-    assert not line.has_replies
 
 
 @pytest.mark.parametrize("wrong", ["request", "bytes"])
@@ -104,54 +82,3 @@ def test_a_closed_connection_takes_nothing(daemon: FakeDaemon, line: Connection)
     with pytest.raises(DaemonLost):
         ask(line)
     daemon.thaw()
-
-
-def test_a_notice_that_another_thread_takes_in_wakes_the_keeper(
-    daemon: FakeDaemon, quiet: Scheduler, line: Connection
-) -> None:
-    """While callers are busy with the connection the keeper does not poll for it."""
-    stop, busy = threading.Event(), threading.Event()
-
-    def use() -> None:
-        while not stop.is_set():
-            ask(line)
-            busy.set()
-
-    using = threading.Thread(target=use)
-    using.start()
-    assert busy.wait(SECONDS)
-    daemon.attach(quiet)
-    stop.set()
-    using.join()
-
-
-def test_replies_to_a_busy_caller_do_not_wake_the_keeper(
-    daemon: FakeDaemon, quiet: Scheduler, line: Connection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An engine posts once a step: its reply costs no switch between threads."""
-    monkeypatch.setattr(connection, "BUSY_SECONDS", SECONDS)
-    tended = threading.Event()
-    monkeypatch.setattr(quiet, "_receive", lambda _: tended.set())
-    line.post(Ping())
-    assert tended.wait(SECONDS)  # it was waiting for anything that arrives
-    tended.clear()
-    for _ in range(3):
-        line.post(Ping())
-    ask(line)  # takes in the replies to these, too
-    assert not line.num_unanswered
-    assert not tended.is_set()
-    daemon.kill()  # which it is to see at once
-    assert tended.wait(SECONDS)
-
-
-def test_a_refusal_is_the_reason_of_all_that_fails(daemon: FakeDaemon, line: Connection) -> None:
-    """Of a request that waits, and of those that are made later."""
-    daemon.replies[Status] = lambda _: None
-    waiting = threading.Thread(
-        target=lambda: daemon.notify(Error(code=ErrorCode.LIMIT, text="too much"))
-    )
-    waiting.start()
-    for _ in range(2):
-        with pytest.raises(Refused, match="too much"):
-            ask(line)
-    waiting.join()

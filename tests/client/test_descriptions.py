@@ -1,6 +1,5 @@
 """Descriptions from `prepare_store` to the daemon, and the file that it keeps them in."""
 
-import gc
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -17,7 +16,7 @@ from kvd_proto.descriptions import (
     pack_record,
     record_offset,
 )
-from kvd_proto.messages import Attached, Detached
+from kvd_proto.messages import Attached
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
 from tests.client.test_steps import answered, keys_of, wait_steps
 from tests.waiting import DEADLINE, eventually
@@ -87,41 +86,6 @@ def test_keys_before_one_whose_description_raises_are_told_all_the_same(
     assert (outbox.started_stores, outbox.reassigned) == ({}, {})
 
 
-def test_a_function_describes_what_can_be_accepted(
-    daemon: FakeDaemon, describing: Scheduler, kept: int
-) -> None:
-    """It is asked about no other key: most are often there already."""
-    assert kept >= 0
-    asked: list[int] = []
-
-    def describe(number: int) -> bytes:
-        asked.append(number)
-        return b"of %d" % number
-
-    daemon.attach(describing)
-    describing.prepare_store([b"ready", b"a", b"a", b"b"], descriptions=describe)
-    assert asked == [1, 3]
-    describing.end_step()
-    (step,) = wait_steps(daemon, 1)
-    assert (step.keys, step.descriptions) == ((b"a", b"b"), (b"of 1", b"of 3"))
-
-
-@pytest.mark.parametrize("events", [False, True])
-def test_descriptions_that_no_engine_reads_are_not_sent(
-    daemon: FakeDaemon, kept: int, *, events: bool
-) -> None:
-    """The scheduler was made without `events=True`, or the daemon has no file for them."""
-    assert kept >= 0
-    if events:
-        daemon.descriptions = None
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, events=events) as scheduler:
-        daemon.attach(scheduler)
-        assert not scheduler.describes
-        scheduler.prepare_store([b"a"], descriptions=[b"of a"])
-        (step,) = wait_steps(daemon, 1)
-        assert (step.keys, step.descriptions) == ((b"a",), ())
-
-
 @pytest.mark.parametrize(
     ("descriptions", "text"),
     [
@@ -158,32 +122,6 @@ def test_more_than_a_message_takes_waits_for_a_later_step(
     assert second.keys == (*keys[:fit], keys[-1])
     assert (second.descriptions, second.refused) == ((*(largest,) * fit, b""), 1)
     assert describing.prepare_store([keys[fit]], descriptions=[largest]).answers == (ACCEPTED,)
-
-
-def test_the_file_is_read_while_attached_and_closed_afterwards(
-    daemon: FakeDaemon, stepping: Scheduler, kept: int
-) -> None:
-    """Its descriptor is the attachment's own, and goes with it."""
-    daemon.attach(stepping)
-    there = stepping._attachments.current
-    assert there is not None
-    assert there.descriptions is not None
-    fd = there.descriptions._fd
-    assert fd != kept
-    assert there.descriptions.read(3, 7) == DESCRIPTION
-    assert there.descriptions.read(3, 8) is None
-    del there
-    daemon.notify(Detached(reason="test"))
-    eventually(lambda: not stepping.attached)
-
-    def closed() -> bool:
-        gc.collect()
-        try:
-            return not os.path.sameopenfile(fd, kept)
-        except OSError:
-            return True
-
-    eventually(closed)
 
 
 def test_a_notice_without_its_descriptors_attaches_nobody(

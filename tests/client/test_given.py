@@ -4,10 +4,10 @@ import threading
 
 import pytest
 
-from kvd_client import Label, LookupResult, Scheduler, StoreAnswer, UsageError
+from kvd_client import Label, LookupResult, Scheduler, StoreAnswer
 from kvd_proto.messages import LABEL_ONLY, Message, Step
 from tests.client.fake_daemon import FakeDaemon, stepped
-from tests.client.test_steps import answered, steps, wait_steps
+from tests.client.test_steps import answered, wait_steps
 from tests.waiting import DEADLINE
 
 ACCEPTED, PRESENT, FULL = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.FULL
@@ -38,16 +38,6 @@ def test_a_chunk_is_gone_when_its_slot_is_given_to_another_key(
     stepping.end_step()
     answered(stepping)
     assert stepping.lookup_many([b"k", b"ready"]) == [LookupResult.HIT_PENDING] * 2
-
-
-def test_in_one_call_too_a_chunk_is_gone_when_its_slot_is_given_away(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """A key that comes after it gets a slot of its own."""
-    daemon.lendable = [0, 100]
-    daemon.attach(stepping)
-    ticket = stepping.prepare_store([b"k", b"ready"])
-    assert (ticket.keys, ticket.slots.tolist()) == ((b"k", b"ready"), [0, 100])
 
 
 def test_a_chunk_whose_slot_the_daemon_did_not_give_away_is_found_again(
@@ -120,14 +110,3 @@ def test_a_step_says_what_requests_used_missed_and_left_out(
     assert (step.used_counts.tolist(), step.prompt_counts.tolist()) == ([3, 1, 2], [2, 1, 0])
     assert step.labels == bytes((Label.DONE, Label.NONE, LABEL_ONLY | Label.LATER))
     assert (step.missed, step.unstored) == ((b"e", b"f"), (b"g",))
-
-
-def test_a_prompt_has_no_more_chunks_than_its_request(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """One that has is an invalid argument, and nothing of it is told."""
-    daemon.attach(stepping)
-    with pytest.raises(UsageError, match="prompt=3: a whole number is needed, 0 to 2"):
-        stepping.request_finished([b"a", b"b"], prompt=3)
-    stepping.end_step()
-    assert steps(daemon) == []

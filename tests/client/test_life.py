@@ -1,20 +1,15 @@
 """Forks, process exits and threads: what a client leaves behind."""
 
-import errno
 import logging
 import os
-import select
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from kvd_client import HostMemory, LookupResult, Scheduler, UsageError, Worker, session
-from kvd_client.connection import Connection
-from kvd_client.readiness import Readiness
 from kvd_proto.messages import Error, ErrorCode, Register
 from tests.client.conftest import FINGERPRINT, LAYOUT
 from tests.client.fake_daemon import SECONDS, FakeDaemon
@@ -101,20 +96,6 @@ def test_a_daemon_that_refuses_is_asked_less_often(
         assert not worker.registered
 
 
-def test_a_daemon_that_ends_each_session_at_once_is_asked_less_often(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A session that was of no use is none to be followed by the next without a pause."""
-    wanted = pauses(monkeypatch)
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE):
-
-        def is_slow() -> bool:
-            daemon.disconnect()
-            return bool(wanted) and max(wanted) > 1.5
-
-        eventually(is_slow)
-
-
 def test_the_loss_of_a_daemon_and_its_return_are_warnings_that_name_kvd(
     runtime_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -146,29 +127,6 @@ def test_close_ends_the_keeper(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPat
         assert keeper.daemon
     assert not keeper.is_alive()
     # The daemon's ends are in this process too, and close later.
-    eventually(lambda: len(open_files()) <= before)
-
-
-def test_a_keeper_that_is_busy_while_the_session_closes_leaves_nothing(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """close() does not wait for it for ever; it lets go of everything when it ends."""
-    monkeypatch.setattr(session, "CLOSE_SECONDS", 0.0)
-    go_on = threading.Event()
-    watch = session.ClientSession._serve
-
-    def busy(one: session.ClientSession, connection: Connection) -> None:
-        watch(one, connection)
-        assert go_on.wait(SECONDS)
-
-    monkeypatch.setattr(session.ClientSession, "_serve", busy)
-    before = len(open_files())
-    scheduler = Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE)
-    scheduler.close()
-    assert scheduler._keeper.is_alive()
-    go_on.set()
-    scheduler._keeper.join(SECONDS)
-    assert scheduler._stop_fd < 0
     eventually(lambda: len(open_files()) <= before)
 
 
@@ -219,24 +177,3 @@ def test_fork_does_not_hold_the_connection_open(daemon: FakeDaemon, worker: Work
     eventually(lambda: not daemon.call(lambda: list(daemon.sessions)))
     os.close(write)
     os.waitpid(child, 0)
-
-
-class _ClosedMeanwhile:
-    """An epoll object that another thread closes while a descriptor is registered."""
-
-    def __init__(self) -> None:
-        self.closed = False
-
-    def register(self, fd: int, events: int) -> None:
-        """Note the events; of another descriptor than the first one fail as the kernel does."""
-        if events != select.EPOLLIN:
-            self.closed = True
-            raise OSError(errno.EBADF, os.strerror(errno.EBADF), fd)
-
-
-def test_a_readiness_that_is_closed_meanwhile_watches_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A worker that closes while its keeper meets a lane does not fail for it."""
-    monkeypatch.setattr(select, "epoll", _ClosedMeanwhile)
-    Readiness().watch(0, select.EPOLLOUT)

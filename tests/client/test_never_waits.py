@@ -137,28 +137,6 @@ def test_a_thread_that_waits_for_the_daemon_holds_no_other_one_up(
     waiting.join()
 
 
-def test_the_keepers_own_requests_hold_nobody_up(daemon: FakeDaemon, patient: Scheduler) -> None:
-    """It tells the daemon of lookups by itself, and waits for the answer."""
-    daemon.replies[Ping] = lambda _: None
-    patient.lookup(b"ready")
-    daemon.wait_for(Ping)
-    step(patient, "k")
-    assert wait_steps(daemon, 1)[0].keys == (b"k",)
-
-
-@pytest.mark.parametrize("lock", ["_changed", "_readiness"])
-def test_a_step_needs_no_lock_of_who_waits(
-    daemon: FakeDaemon, patient: Scheduler, lock: str
-) -> None:
-    """Whoever waits for an attachment, or is told of news, is in nobody's way."""
-    held = patient._changed if lock == "_changed" else patient._readiness._lock
-    with held:
-        stepping = threading.Thread(target=step, args=(patient, "k"))
-        stepping.start()
-        stepping.join()
-    wait_steps(daemon, 1)
-
-
 def test_a_step_without_an_answer_ends_the_session(
     daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -179,22 +157,3 @@ def test_a_step_without_an_answer_ends_the_session(
         eventually(lambda: scheduler.connected)
         daemon.attach(scheduler)
         step(scheduler, "k")
-
-
-def test_steps_without_an_answer_wake_the_keeper(
-    daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It would look much later by itself."""
-    monkeypatch.setattr(session, "REPORT_SECONDS", HOUR)
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, steps=True) as scheduler:
-        daemon.attach(scheduler)
-        scheduler.deadline = 0.2
-        daemon.freeze()
-        step(scheduler, "k")
-
-        def lost() -> bool:
-            scheduler.end_step()
-            return not scheduler.attached
-
-        eventually(lost)
-        daemon.thaw()

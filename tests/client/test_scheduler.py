@@ -1,15 +1,12 @@
 """The scheduler's session and its lookups against a fake daemon."""
 
 import select
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from kvd_client import Label, LoadTicket, LookupResult, Scheduler, UsageError, Worker, session
-from kvd_client.attachment import Attachment, Attachments
-from kvd_client.connection import Notice
+from kvd_client.attachment import Attachment
 from kvd_proto.messages import (
     Detached,
     Error,
@@ -21,7 +18,6 @@ from kvd_proto.messages import (
     Reset,
     ResetDone,
     Status,
-    StatusReport,
     Step,
 )
 from tests.client.conftest import frozen
@@ -149,13 +145,6 @@ def test_daemon_frozen_before_the_handshake(daemon: FakeDaemon) -> None:
         until(scheduler, connected=True)
 
 
-def test_small_requests(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """Reset and status return what the daemon says."""
-    daemon.attach(scheduler)
-    assert scheduler.reset() == ResetDone(dropped=4, deferred=1)
-    assert scheduler.status() == {"ready": True}
-
-
 def test_a_session_that_the_daemon_ends_connects_again(
     daemon: FakeDaemon, scheduler: Scheduler, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -213,42 +202,6 @@ def test_closed_raises(scheduler: Scheduler) -> None:
             call()
 
 
-def test_calls_from_many_threads(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """Concurrent calls each get their own reply."""
-    numbers = iter(range(1000))
-    daemon.replies[Status] = lambda _: StatusReport(status={"number": next(numbers)})
-    seen: list[int] = []
-    threads = [
-        threading.Thread(
-            target=lambda: seen.extend(scheduler.status()["number"] for _ in range(30))
-        )
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(seen) == list(range(120))
-
-
-def test_an_attachment_that_comes_with_the_end_of_its_session_is_forgotten(
-    daemon: FakeDaemon, quiet: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A caller may give the connection up while its thread handles what came over it."""
-    found(daemon, quiet)
-    handle = quiet._on_notice
-
-    def given_up_meanwhile(notice: Notice) -> None:
-        quiet._give_up(quiet._connection, "a caller was tired of it")
-        handle(notice)
-
-    monkeypatch.setattr(quiet, "_on_notice", given_up_meanwhile)
-    daemon.attach()
-    daemon.wait_for(Hello, 2)
-    eventually(lambda: not quiet.attached)
-    assert quiet.lookup(b"ready") is LookupResult.MISS
-
-
 # ------------------------------------- what an event loop is told: every change, and none too early
 
 
@@ -286,18 +239,6 @@ def test_news_come_with_what_they_tell_of(
     assert early == [False] * 6
 
 
-class LooksAtOnce(Attachments):
-    """Attachments of a scheduler that looks a key up in the moments in which they begin and end."""
-
-    seen: list[LookupResult]
-    lookup: Callable[[bytes], LookupResult]
-
-    def __setattr__(self, name: str, value: object) -> None:
-        super().__setattr__(name, value)
-        if name == "current" and len(self.seen) < 2:
-            self.seen.append(self.lookup(b"ready"))
-
-
 def test_held_says_which_blocks_are_there(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """First block and count of a READY chunk; nothing of others, nor before and after ATTACHED."""
     assert scheduler.cached_blocks(b"ready") is None
@@ -309,40 +250,6 @@ def test_held_says_which_blocks_are_there(daemon: FakeDaemon, scheduler: Schedul
         scheduler.cached_blocks(b"")
     daemon.notify(Detached(reason="rank 0 is gone"))
     eventually(lambda: scheduler.cached_blocks(b"partial") is None)
-
-
-def test_lookups_have_changed_once_attached_has(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """Who sees that the engine is attached finds what is there at once, and after it nothing."""
-    attachments = scheduler._attachments
-    attachments.__class__ = LooksAtOnce
-    assert isinstance(attachments, LooksAtOnce)
-    attachments.seen, attachments.lookup = [], scheduler.lookup
-    daemon.attach(scheduler)
-    daemon.notify(Detached(reason="rank 0 is gone"))
-    seen = eventually(lambda: attachments.seen, lambda seen: len(seen) == 2)
-    assert seen == [LookupResult.HIT, LookupResult.MISS]
-
-
-def test_news_are_kept_for_who_asks_without_a_descriptor(
-    daemon: FakeDaemon, scheduler: Scheduler
-) -> None:
-    """An engine may just call `take_ready` now and then: it is told once."""
-    scheduler.take_ready()
-    daemon.attach(scheduler)
-    assert eventually(scheduler.take_ready)
-    assert not scheduler.take_ready()
-
-
-def test_the_answer_to_a_reset_is_told(daemon: FakeDaemon, quiet: Scheduler) -> None:
-    """A chunk became READY meanwhile, and was a miss to who looked when the pipe said so."""
-    found(daemon, quiet)
-    quieten(quiet)
-    with frozen(daemon, quiet):
-        assert not quiet.reset(0.0)
-        quiet.take_ready()
-        assert quiet.lookup(b"ready") is LookupResult.MISS
-    while quiet.lookup(b"ready") is not LookupResult.HIT:
-        wait_for_news(quiet)
 
 
 # --------------- what the daemon is told of lookups: totals of the session, nothing twice
@@ -358,14 +265,6 @@ def told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def last_told(daemon: FakeDaemon) -> Lookups | None:
     """What the daemon was told last."""
     return daemon.wait_for(Ping)[-1].lookups
-
-
-def test_lookups_are_told_while_the_session_lasts(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """The keeper tells the totals by itself; only READY chunks are hits."""
-    daemon.attach(scheduler)
-    scheduler.lookup(b"ready")
-    scheduler.lookup_many([b"ready", b"writing", b"no"])
-    eventually(lambda: last_told(daemon), lambda told: told == Lookups(chunks=4, hit_chunks=2))
 
 
 @pytest.mark.usefixtures("told_at_the_end")
@@ -395,30 +294,6 @@ def test_a_new_session_begins_at_zero(daemon: FakeDaemon, scheduler: Scheduler) 
         scheduler.lookup_many([b"ready", b"no", b"ready"])
         scheduler.close()
         assert last_told(other) == Lookups(chunks=3, hit_chunks=2)
-
-
-def test_aborted_requests_are_told_to_the_daemon_that_follows(
-    daemon: FakeDaemon, scheduler: Scheduler
-) -> None:
-    """What went wrong while there was no daemon is told later, once."""
-    daemon.kill()
-    until(scheduler, connected=False)
-    scheduler.count_aborted(3)
-    with FakeDaemon(daemon.runtime_dir) as second:
-        until(scheduler, connected=True)
-        eventually(
-            lambda: last_told(second),
-            lambda told: told == Lookups(chunks=0, hit_chunks=0, aborted_requests=3),
-        )
-        second.kill()
-        until(scheduler, connected=False)
-    with FakeDaemon(daemon.runtime_dir) as third:
-        until(scheduler, connected=True)
-        scheduler.count_aborted(1)
-        eventually(
-            lambda: last_told(third),
-            lambda told: told == Lookups(chunks=0, hit_chunks=0, aborted_requests=1),
-        )
 
 
 @pytest.mark.usefixtures("told_at_the_end")
@@ -454,16 +329,3 @@ def test_hints_and_the_speed_of_prefill_are_told(daemon: FakeDaemon) -> None:
     (ping,) = daemon.wait_for(Ping)
     assert ping.prefill_ns == 250_000
     assert ping.lookups == Lookups(chunks=0, hit_chunks=0, hints=3, hints_ignored=1, hints_cut=3)
-
-
-@pytest.mark.usefixtures("told_at_the_end")
-def test_an_engine_may_count_tokens_itself(daemon: FakeDaemon) -> None:
-    """With `counts_tokens` the tokens are those of `count_tokens`, and nothing else."""
-    with Scheduler(
-        daemon.runtime_dir, "engine", deadline=DEADLINE, counts_tokens=True
-    ) as scheduler:
-        daemon.attach(scheduler)
-        scheduler.lookup(b"ready")
-        scheduler.count_tokens(100, 48)
-        scheduler.count_tokens(20, 0)
-    assert last_told(daemon) == Lookups(chunks=1, hit_chunks=1, tokens=120, hit_tokens=48)

@@ -13,11 +13,10 @@ from kvd_client import (
     Scheduler,
     TierHealth,
     TierInfo,
-    UsageError,
 )
 from kvd_client import decisions as module
-from kvd_client.decisions import RESEND_SECONDS, PromotionRequests
-from kvd_proto.messages import MAX_KEYS, Detached, Step
+from kvd_client.decisions import RESEND_SECONDS
+from kvd_proto.messages import Detached
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, USABLE, FakeDaemon
 from tests.client.test_steps import steps, wait_steps
 from tests.waiting import eventually
@@ -99,19 +98,6 @@ def test_what_nobody_knows_is_unknown_where_a_shared_tier_can_be_asked(
     assert stepping.find_tier(b"other") == NO_TIER
 
 
-def test_a_chunk_on_its_way_up_is_still_below(
-    table: TierTable, daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """Who waits for it sees from which tier it comes."""
-    table.hold(b"writing", 0, *WHOLE, 0)
-    assert stepping.lookup(b"writing") is LookupResult.HIT_PENDING
-    assert stepping.find_tier(b"writing") == 0
-    table.hold(b"k", 0, *WHOLE, 0)
-    daemon.make_ready(b"k")
-    assert stepping.lookup(b"k") is LookupResult.HIT
-    assert stepping.find_tier(b"k") == 0
-
-
 def test_a_chunk_that_is_ready_with_other_blocks_is_not_brought_up(
     table: TierTable, daemon: FakeDaemon, stepping: Scheduler
 ) -> None:
@@ -181,15 +167,6 @@ def test_what_is_sought_is_told_with_the_step(
     assert (step.sought, step.keys) == ((b"a", b"b", b"c"), ticket.keys)
 
 
-def test_without_steps_it_is_told_at_once(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """As all that such a scheduler decides."""
-    daemon.tiers = (DISK,)
-    daemon.attach(scheduler)
-    scheduler.request_promotion([b"a"])
-    (step,) = wait_steps(daemon, 1)
-    assert step == Step(wanted=step.wanted, sought=(b"a",))
-
-
 def test_a_key_is_told_again_after_a_while_or_when_it_was_loaded(
     table: TierTable, daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -208,58 +185,3 @@ def test_a_key_is_told_again_after_a_while_or_when_it_was_loaded(
     stepping.end_step()
     wait_steps(daemon, 1)
     assert sought(daemon) == [(b"a", b"ready", b"ready", b"a")]
-
-
-def test_a_new_attachment_has_been_told_nothing(
-    table: TierTable, daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """Another daemon, or one that has lost a rank, does not know what was sought before."""
-    del table
-    assert stepping.request_promotion([b"a"]) == 1
-    attach_anew(daemon, stepping)
-    assert stepping.request_promotion([b"a"]) == 1
-
-
-def test_only_so_many_keys_are_remembered(
-    table: TierTable, daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The oldest are forgotten first; those of one call are told of all the same."""
-    monkeypatch.setattr(module, "MAX_SENT_KEYS", 3)
-    assert daemon.directory is not None
-    requests = PromotionRequests(daemon.directory, table, (DISK,))
-    assert requests.take_unsent([b"a", b"b", b"c", b"d"], 0.0) == [b"a", b"b", b"c", b"d"]
-    assert requests.take_unsent([b"a", b"d"], 1.0) == [b"a"]
-    assert requests.take_unsent([b"b"], 1.0) == [b"b"]
-
-
-def test_more_than_a_message_holds_is_left_for_the_next_step(
-    table: TierTable, daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """Nothing is lost: these keys do not count as told."""
-    del table
-    daemon.freeze()
-    stepping.deadline = 1000.0
-    keys = [b"%d" % number for number in range(MAX_KEYS)]
-    assert stepping.request_promotion(keys) == MAX_KEYS
-    assert stepping.request_promotion([b"one more"]) == 1  # what there was is sent
-    daemon.thaw()
-
-
-@pytest.mark.parametrize("keys", [b"a", [b""], [b"x" * 49], ["a"], [b"k"] * (MAX_KEYS + 1)])
-def test_keys_that_are_none_are_refused(stepping: Scheduler, keys: object) -> None:
-    """Before anything is done."""
-    with pytest.raises(UsageError):
-        stepping.request_promotion(keys)  # type: ignore[arg-type]
-
-
-def test_numbers_that_are_none_are_refused(stepping: Scheduler) -> None:
-    """Of tiers and of blocks, and keys."""
-    for key in (b"", b"x" * 49, "k"):
-        with pytest.raises(UsageError):
-            stepping.find_tier(key)  # type: ignore[arg-type]
-    for number in (-1, 4, True, "0"):
-        with pytest.raises(UsageError):
-            stepping.tier_status(number)  # type: ignore[arg-type]
-    for blocks in ((-1, 1), (0, 0), (1, -1)):
-        with pytest.raises(UsageError):
-            stepping.find_tier(b"k", *blocks)

@@ -103,29 +103,6 @@ def test_a_key_that_was_begun_is_pending_from_then_on(
     assert stepping.prepare_store([b"k"]).answers == (PRESENT,)
 
 
-def test_an_answer_that_has_arrived_counts_for_the_next_offer(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """A key that the daemon knows is as the directory says, also within a step."""
-    daemon.attach(stepping)
-    stepping.prepare_store([b"k"])
-    stepping.end_step()
-    wait_steps(daemon, 1)
-    daemon.make_ready(b"k")
-    eventually(lambda: stepping.prepare_store([b"k"]).answers == (PRESENT,))
-
-
-def test_a_store_that_is_lost_may_be_offered_again(daemon: FakeDaemon, stepping: Scheduler) -> None:
-    """Once the daemon has answered, the directory says that nobody writes it."""
-    daemon.replies[Step] = lambda m: stepped() if m.keys else daemon.step(m)  # it was not begun
-    daemon.attach(stepping)
-    stepping.prepare_store([b"k"])
-    stepping.end_step()
-    answered(stepping)
-    assert stepping.lookup(b"k") is LookupResult.MISS
-    assert stepping.prepare_store([b"k"]).answers == (ACCEPTED,)
-
-
 def test_without_a_loan_the_first_keys_come_first(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """The others are FULL; the daemon is told, and lends twice as many for the next step."""
     daemon.attach(stepping)
@@ -150,22 +127,6 @@ def test_a_step_in_which_nothing_got_a_slot_asks_for_loans(
     stepping.end_step()
     answered(stepping)
     assert stepping.prepare_store([b"k"]).answers == (ACCEPTED,)
-
-
-def test_answers_are_read_where_loans_run_short(daemon: FakeDaemon, stepping: Scheduler) -> None:
-    """Within a step, too: what has arrived by then is used."""
-    daemon.attach(stepping)
-    stepping.prepare_store(keys_of(MIN_LOANS_WANTED))
-    stepping.end_step()
-    there = stepping._attachments.current
-    assert there is not None
-
-    def arrived() -> bool:
-        there.connection.receive_all()
-        return not there.connection.num_unanswered
-
-    eventually(arrived)
-    assert stepping.prepare_store([b"more"]).answers == (ACCEPTED,)
 
 
 def test_loans_that_were_taken_back_are_not_used(daemon: FakeDaemon, stepping: Scheduler) -> None:
@@ -300,16 +261,6 @@ def test_a_load_pins_what_it_finds(daemon: FakeDaemon, stepping: Scheduler) -> N
     assert wait_steps(daemon, 2)[1].unpinned == (ticket.lease,)
 
 
-def test_a_load_of_nothing_has_no_lease(daemon: FakeDaemon, stepping: Scheduler) -> None:
-    """And the daemon is told nothing."""
-    daemon.attach(stepping)
-    ticket = stepping.prepare_load([b"no"])
-    assert (ticket.lease, ticket.keys) == (0, ())
-    stepping.complete_load(ticket)
-    stepping.end_step()
-    assert steps(daemon) == []
-
-
 def test_a_chunk_that_lacks_a_block_is_not_loaded(daemon: FakeDaemon, stepping: Scheduler) -> None:
     """What is there can be loaded by who needs no more."""
     daemon.attach(stepping)
@@ -440,28 +391,6 @@ def test_an_engine_is_attached_when_it_has_loans(daemon: FakeDaemon, scheduler: 
     daemon.attach(scheduler)
     assert seen == [False]
     assert len(scheduler.prepare_store(keys_of(MIN_LOANS_WANTED))) == MIN_LOANS_WANTED
-
-
-def test_a_scheduler_knows_whether_more_loans_may_come(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """While an answer is under way nobody can say; where it lent nothing there are none."""
-    assert not stepping.loans
-    daemon.attach(stepping)
-    assert eventually(lambda: stepping.loans) == MIN_LOANS_WANTED
-    answer = threading.Event()
-
-    def lend_nothing(message: Step) -> Message:
-        del message
-        assert answer.wait(DEADLINE)
-        return stepped([], [])
-
-    daemon.replies[Step] = lend_nothing
-    stepping.prepare_store(keys_of(MIN_LOANS_WANTED))
-    stepping.end_step()
-    assert stepping.loans is None
-    answer.set()
-    eventually(lambda: stepping.loans == 0)
 
 
 def test_bulk_work_reserves_its_loans(daemon: FakeDaemon, scheduler: Scheduler) -> None:

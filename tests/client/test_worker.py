@@ -6,7 +6,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,7 @@ from kvd_client import (
     Unavailable,
     UsageError,
     Worker,
-    jobs,
     lane_link,
-    readiness,
 )
 from kvd_proto.jobs import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.messages import (
@@ -173,19 +171,6 @@ def test_refused_registration_raises(daemon: FakeDaemon, memory: HostMemory) -> 
         assert len(daemon.wait_for(Register)) == 2
 
 
-def test_a_job_for_a_lane_that_has_just_died_says_so(daemon: FakeDaemon, worker: Worker) -> None:
-    """What was given to it, and what it could not be given, fail for the same reason."""
-    assert worker.submit(Load, 1, JOB)
-    assert results(worker)[0].success
-    daemon.kill_lane()
-    number = 2
-    while worker.submit(Load, number, JOB):  # until ZeroMQ has noticed, too
-        number += 1
-    assert {r.text for r in results(worker, number - 1) if not r.success} == {
-        "the lane process has ended; nothing is loaded or stored until another one serves"
-    }
-
-
 def test_a_worker_whose_lane_has_died_is_not_attached(daemon: FakeDaemon, worker: Worker) -> None:
     """The lifeline says so before the daemon does; the next lane is used without registration."""
     daemon.attach(worker)
@@ -311,44 +296,6 @@ def test_stores_that_a_closed_worker_leaves_are_void(daemon: FakeDaemon, worker:
     assert void(daemon, page) == [1]
 
 
-@pytest.mark.parametrize("call", ["wait", "cancel"])
-def test_an_answer_that_comes_while_the_lane_is_told_something_is_seen(
-    daemon: FakeDaemon, worker: Worker, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    """The same call reports it, or an event loop hears of it."""
-    monkeypatch.setattr(jobs, "POLL_SECONDS", 3600.0)
-    monkeypatch.setattr(readiness.Readiness, "remind", lambda _: None)
-    daemon.hold_jobs = True
-    worker.fileno()
-    worker.submit(Load, 1, JOB)
-    daemon.wait_for(Load)
-    if call == "cancel":
-        worker.get_finished()
-    tell = jobs.JobTable._send_to_lanes
-
-    def answered_meanwhile(
-        table: jobs.JobTable, kind: type[Wait] | type[Cancel], job_ids: Collection[int]
-    ) -> None:
-        monkeypatch.setattr(jobs.JobTable, "_send_to_lanes", tell)
-        daemon.finish()
-        assert table._lane is not None
-        channel = table._lane._channel
-        assert channel is not None
-        assert select.select([channel], [], [], SECONDS)[0]
-        tell(table, kind, job_ids)
-
-    monkeypatch.setattr(jobs.JobTable, "_send_to_lanes", answered_meanwhile)
-    got: list[JobResult] = []
-    if call == "wait":
-        assert worker.wait([1], timeout=3600.0) == frozenset()
-    else:
-        worker.cancel([1])
-    while not got:  # an event loop hears of it
-        assert select.select([worker], [], [], SECONDS)[0]
-        got = worker.get_finished()
-    assert [(result.job_id, result.success) for result in got] == [(1, True)]
-
-
 def test_transient_refusal_is_tried_again(daemon: FakeDaemon, memory: HostMemory) -> None:
     """A lane that is being replaced delays the registration; it does not fail it."""
     good = daemon.replies[Register]
@@ -470,18 +417,6 @@ def test_memory_of_a_session_that_was_lost_is_not_said_to_be_free(
     assert not worker.unregister()
 
 
-def test_overdue_store_is_given_up(daemon: FakeDaemon, memory: HostMemory) -> None:
-    """A lane that never answers costs a store its job timeout, and frees the blocks."""
-    daemon.hold_jobs = True
-    with Worker(daemon.runtime_dir, "e", 0, 1, deadline=0.5, job_timeout=0.01) as worker:
-        worker.register([memory], LAYOUT, FINGERPRINT)
-        until_registered(worker, value=True)
-        worker.submit(Load, 1, JOB)
-        worker.submit(Store, 2, JOB)
-        (result,) = results(worker)
-        assert (result.job_id, result.status) == (2, JobStatus.VOID)
-
-
 def test_cancelled_job_is_reported(daemon: FakeDaemon, worker: Worker) -> None:
     """cancel() asks the lane; the job ends when the lane says so."""
     daemon.hold_jobs = True
@@ -542,19 +477,6 @@ def test_other_memory_is_registered_after_the_first_was_taken_back(
     assert results(worker)[0].success
     kinds = [type(m) for m in daemon.received if isinstance(m, (Hello, Register, Unregister))]
     assert kinds == [Hello, Register, Unregister, Register]
-
-
-def test_jobs_under_way_end_when_the_memory_is_taken_back(
-    daemon: FakeDaemon, worker: Worker
-) -> None:
-    """They are reported as the lane ends them, also after other memory is registered."""
-    daemon.hold_jobs = True
-    worker.submit(Load, 1, JOB)
-    daemon.wait_for(Load)
-    assert worker.unregister()
-    assert worker.get_finished() == []
-    daemon.finish(JobStatus.CANCELLED)
-    assert results(worker)[0].status is JobStatus.CANCELLED
 
 
 def test_a_daemon_that_does_not_let_go_loses_the_session(

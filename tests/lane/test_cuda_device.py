@@ -3,7 +3,6 @@
 import os
 import pwd
 import random
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -75,33 +74,6 @@ def rig(fake_driver: TestDriver, ipc_workers: CudaWorkers) -> Iterator[CudaRig]:
     made = CudaRig(fake_driver, ipc_workers, options(bytes_in_flight=10_000))
     yield made
     made.close()
-
-
-def test_storages_of_one_allocation_are_opened_once(rig: CudaRig) -> None:
-    """Two storages in one allocation and a third elsewhere: two handles opened, two closed."""
-    before = rig.driver.mark
-    memory, _ = rig.attach((4096, 4096, 4096))
-    assert rig.driver.calls(before).count("cuIpcOpenMemHandle") == 2
-    rig.device.release_memory(memory)
-    assert rig.driver.calls(before).count("cuIpcCloseMemHandle") == 2
-
-
-def test_segments_are_undone_in_reverse(rig: CudaRig, vmm_workers: CudaWorkers) -> None:
-    """A storage over two segments is one range of addresses, for all storages that lie there.
-
-    How far virtual memory goes is not asked for: not every driver says so.
-    """
-    rig.use(vmm_workers)
-    rig.driver.set("vmm_ranges=0")
-    before = rig.driver.mark
-    memory, _ = rig.attach((65536, 4096))
-    calls = rig.driver.calls(before)
-    assert [calls.count(name) for name in ("cuMemAddressReserve", "cuMemMap")] == [1, 2]
-    assert calls.count("cuMemSetAccess") == 1
-    before = rig.driver.mark
-    rig.device.release_memory(memory)
-    unmap = ["cuMemUnmap", "cuMemRelease"]
-    assert rig.driver.calls(before) == [*unmap, *unmap, "cuMemAddressFree"]
 
 
 @pytest.mark.parametrize(
@@ -187,48 +159,6 @@ def test_transfers_in_flight_are_bounded_however_short(
         rig.submit(number, memory, Direction.STORE, [(0, 0, number * 16, 8)])
     assert not rig.device.has_room(Direction.STORE)
     assert rig.device.has_room(Direction.LOAD)
-    rig.close()
-
-
-def test_a_transfer_takes_from_its_submission_until_its_end_is_seen(rig: CudaRig) -> None:
-    """By the lane's clock: the device's may run on a channel that waits for a slice of its own."""
-    memory, _ = rig.attach(SIZES)
-    rig.driver.set("hold=copies")
-    before, began = rig.driver.mark, time.monotonic()
-    rig.submit(1, memory, Direction.STORE, [(0, 0, 0, 4096)])
-    rig.driver.wait_for("@held-copy", 1, before)
-    eventually(lambda: time.monotonic() > began + 0.05)
-    rig.driver.set("hold=")
-    took = drain(rig.device)[1].nanoseconds / 1e9
-    assert 0.05 <= took <= time.monotonic() - began
-
-
-def test_an_empty_transfer_ends(rig: CudaRig) -> None:
-    """A transfer without runs is reported like any other."""
-    memory, _ = rig.attach(SIZES)
-    rig.submit(1, memory, Direction.LOAD, [])
-    assert drain(rig.device)[1].error == ""
-
-
-@pytest.mark.parametrize(
-    ("failures", "shown"),
-    [
-        ("", "copies in batches, by the copy engines only"),
-        ("cuMemcpyBatchAsync:1:1", "copies in batches"),
-        ("cuMemcpyBatchAsync:1:1,cuMemcpyBatchAsync:2:801", "copies one by one"),
-        ("cuMemcpyBatchAsync:2:99999,cuMemcpyBatchAsync:3:999", "copies one by one"),
-    ],
-    ids=["taken", "flag refused", "batches refused", "half way"],
-)
-@pytest.mark.parametrize("version", [12080, 13000, 13020])
-def test_batches_ask_for_the_copy_engines_unless_the_driver_refuses(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers, version: int, failures: str, shown: str
-) -> None:
-    """A driver that refuses the flag gets batches without it, or single copies if these fail."""
-    fake_driver.set(f"driver_version={version}")
-    fake_driver.set(f"fail={failures}")
-    rig = CudaRig(fake_driver, ipc_workers, options())
-    assert repr(rig.cuda.copier) == shown
     rig.close()
 
 

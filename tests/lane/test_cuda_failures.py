@@ -11,12 +11,11 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from kvd.errors import CudaDriverError, DeviceLost, ImportFailed, LaneError
+from kvd.errors import DeviceLost, ImportFailed, LaneError
 from kvd.lane.cuda import copies, driver
 from kvd.lane.cuda.backend import CudaOptions
 from kvd.lane.device import Direction
@@ -198,20 +197,6 @@ def test_a_stream_that_cannot_be_asked_is_asked_again(
         rig.close()
 
 
-@pytest.mark.parametrize("raised", [RuntimeError, AttributeError, ValueError])
-def test_what_the_bindings_raise_is_an_error_of_the_driver(
-    monkeypatch: pytest.MonkeyPatch, raised: type[Exception]
-) -> None:
-    """Of a function that the driver or the bindings lack, or a code that they do not know."""
-
-    def new_function() -> None:
-        raise raised("as the bindings say it")
-
-    monkeypatch.setattr(cuda, "bindings", lambda: SimpleNamespace(cuNew=new_function))
-    with pytest.raises(CudaDriverError, match=r"^trying: cuNew .*as the bindings say it"):
-        cuda.call("trying", "cuNew")
-
-
 def test_a_pool_that_cannot_be_pinned_names_what_pinning_needs(
     fake_driver: TestDriver, ipc_workers: CudaWorkers
 ) -> None:
@@ -223,15 +208,6 @@ def test_a_pool_that_cannot_be_pinned_names_what_pinning_needs(
         assert words in error
     assert "memlock" not in error.lower()
     rig.close()
-
-
-def test_what_only_the_doctor_asks_may_fail_too(fake_driver: TestDriver) -> None:
-    """A driver that does not say how memory can be shared: the error names the question."""
-    ((device, _),) = cuda.devices()
-    assert cuda.can_share(device) == (True, True)
-    fake_driver.set(f"fail=cuDeviceGetAttribute:1:{CODE}")
-    with pytest.raises(CudaDriverError, match=f"IPC_EVENT_SUPPORTED: {INJECTED}"):
-        cuda.can_share(device)
 
 
 def test_a_lost_device_ends_the_lane(fakecuda: FakeCuda, tmp_path: Path) -> None:

@@ -83,31 +83,6 @@ def test_a_stale_generation_moves_nothing(
     assert (worker.pages(range(32)) == 0xEE).all()
 
 
-def test_a_store_waits_until_the_broker_has_given_it_its_slots(
-    lane: Lane, worker: FakeWorker, directory: Directory
-) -> None:
-    """A slot that is on loan keeps its chunk whole; the store goes on when the slot is WRITING."""
-    directory.set([3], SlotState.FREE, loan=2)
-    directory.set([4], SlotState.READY, count=2, owner=8, loan=2)
-    lane.pool.bytes[:] = 0xAB
-    worker.fill(1)
-    worker.job(Store, 1, [1, 2, 3, 4], [3, 4], generation=2)
-    assert worker.run(Load, 2, [20, 21], [4]) is JobStatus.OK
-    assert (worker.pages([20, 21]) == 0xAB).all()
-    directory.set([3], SlotState.WRITING, generation=2)
-    assert lane.heard(ShareDone) == []  # slot 4 is on loan still
-    assert (lane.pool.bytes == 0xAB).all()
-    directory.set([4], SlotState.WRITING, generation=2)
-    assert worker.done().status is JobStatus.OK
-    share = lane.share()
-    assert (share.ok, share.slots.numpy().tolist()) == (True, [3, 4])
-    size = worker.layout.slot_bytes
-    stored = lane.pool.bytes[3 * size : 5 * size].reshape(2, 2, 2, -1)  # slot, tensor, block
-    np.testing.assert_array_equal(
-        stored.swapaxes(0, 1).reshape(2, 4, -1), worker.pages([1, 2, 3, 4])
-    )
-
-
 def test_a_store_leaves_out_the_chunks_whose_loans_ended(
     lane: Lane, worker: FakeWorker, directory: Directory
 ) -> None:
@@ -184,14 +159,6 @@ def test_a_job_leaves_out_the_layouts_null_block_and_no_other(
     assert (worker.pages([0, 8]) == stored).all()
     others = [block for block in range(32) if block not in (0, 8)]
     assert (worker.pages(others) == 0xEE).all()
-
-
-def test_a_job_without_blocks_is_done_at_once(lane: Lane, worker: FakeWorker) -> None:
-    """An empty store moves nothing, reports nothing, and ends well."""
-    worker.job(Store, 1, [], [])
-    done = worker.done()
-    assert (done.status, done.bytes) == (JobStatus.OK, 0)
-    assert lane.heard(ShareDone) == []
 
 
 def test_an_unbound_worker_is_refused(lane: Lane, worker: FakeWorker) -> None:

@@ -3,7 +3,6 @@
 import itertools
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,14 +18,6 @@ def pieces_of(moves: PreparedRuns, most: int) -> list[tuple[int, int]]:
         pieces.append(moves.next_piece(begin, most))
         begin = pieces[-1][0]
     return pieces
-
-
-@pytest.mark.parametrize("most", [8 * MIB, 32 * MIB])
-@pytest.mark.parametrize("run", [4096, 65536, 2 * MIB, 8 * MIB])
-def test_a_job_of_whole_pieces_is_cut_into_just_these(run: int, most: int) -> None:
-    """32 MiB are four pieces of 8 MiB or one of 32, whatever the length of a run."""
-    moves = PreparedRuns(np.full(32 * MIB // run, run).cumsum())
-    assert [nbytes for _, nbytes in pieces_of(moves, most)] == [most] * (32 * MIB // most)
 
 
 @given(

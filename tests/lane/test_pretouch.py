@@ -47,13 +47,3 @@ def test_what_is_not_there_is_not_allocated() -> None:
     touch.thread.join()
     assert os.fstat(memory.fd).st_blocks * 512 == PAGE
     memory.close()
-
-
-def test_a_stop_leaves_nothing_mapped() -> None:
-    """The memory of a worker that leaves at once can be unmapped at once."""
-    memory = Memory(SIZE)
-    memory.bytes[:] = 1
-    view = mapped(memory)
-    MemoryPretouch([view]).stop()
-    view.release()  # fails while an array over it is alive
-    memory.close()

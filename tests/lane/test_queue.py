@@ -72,63 +72,6 @@ class Queue:
         self.inner.prioritize(self.jobs[name])
 
 
-def test_engines_take_turns_piece_by_piece() -> None:
-    """An engine with a long job leaves every other piece to its neighbour."""
-    queue = Queue()
-    queue.push("long")
-    queue.push("lower", engine=2)
-    assert [queue.next() for _ in range(4)] == ["long", "lower", "long", "lower"]
-
-
-def test_a_worker_whose_timeline_is_behind_holds_up_nobody_else() -> None:
-    """The engine's other worker and the other direction go on; its own later jobs wait."""
-    queue = Queue()
-    queue.push("late")
-    queue.push("later")
-    queue.push("l of rank 1", worker=2)
-    queue.push("store")
-    assert queue.drain(lambda name: name != "late") == ["l of rank 1", "store"]
-
-
-def test_a_direction_without_room_hides_nothing_of_the_other() -> None:
-    """Waited-for loads behind a store that has no room go on, and stores behind such a load."""
-    queue = Queue()
-    for name in ("s1", "l2", "s3", "l4"):
-        queue.push(name)
-        queue.prioritize(name)
-    assert queue.next(stores=False) == "l2"
-    assert queue.next(loads=False) == "s1"
-    assert queue.next() == "s1"
-    assert queue.next(loads=False, stores=False) is None
-    queue.remove("s1")
-    assert [queue.next(stores=False), queue.next(loads=False)] == ["l2", "s3"]
-
-
-def test_a_job_is_contended_while_others_wait_for_its_direction() -> None:
-    """Others are another engine's jobs, and more urgent ones of its own; the other way is free."""
-    queue = Queue()
-    for name in ("s1", "s2", "l1"):
-        queue.push(name)
-    assert not any(map(queue.is_contended, ("s1", "l1")))
-    queue.push("l of another", engine=2)
-    assert list(map(queue.is_contended, ("s1", "l1", "l of another"))) == [False, True, True]
-    queue.remove("l of another")
-    queue.prioritize("s2")
-    assert list(map(queue.is_contended, ("s1", "s2", "l1"))) == [True, False, False]
-
-
-def test_waiting_for_many_stores_does_not_hold_up_another_engines_loads() -> None:
-    """An engine that waits for its stores takes turns with others that load."""
-    queue = Queue()
-    for number in range(3):
-        queue.push(f"s{number}")
-        queue.prioritize(f"s{number}")
-    queue.push("l0")
-    queue.push("l1", engine=2)
-    queue.push("l2", engine=2)
-    assert queue.drain() == ["s0", "l1", "s1", "l2", "s2", "l0"]
-
-
 def test_a_full_queue_of_one_engine_leaves_anothers_loads_their_place() -> None:
     """However many stores one engine has queued, another's load is next and none of it is shed."""
     queue = Queue(jobs=50, nbytes=1000)
@@ -138,43 +81,6 @@ def test_a_full_queue_of_one_engine_leaves_anothers_loads_their_place() -> None:
     assert queue.push("l", engine=2, nbytes=500) == []
     assert queue.push("s", engine=2) == []
     assert queue.drain()[:3] == ["l", "s30", "s"]
-
-
-def test_a_full_queue_sheds_the_oldest_stores_first() -> None:
-    """A new load or store pushes out the oldest store that nobody waits for."""
-    queue = Queue(jobs=3, nbytes=1000)
-    for name in ("s1", "s2", "s3"):
-        assert queue.push(name) == []
-    queue.prioritize("s1")
-    assert queue.push("l1") == ["s2"]
-    assert queue.push("s4") == ["s3"]
-    assert queue.push("s5", engine=2) == []
-
-
-def test_bytes_are_bounded_too() -> None:
-    """Stores are shed until the bytes fit; several may go for one large job."""
-    queue = Queue(jobs=100, nbytes=100)
-    for name in ("s1", "s2", "s3"):
-        queue.push(name, nbytes=30)
-    assert queue.push("large", nbytes=60) == ["s1", "s2"]
-
-
-def test_a_load_is_refused_only_when_loads_fill_the_queue() -> None:
-    """With the queue full of loads a new load is refused and the queued ones stay."""
-    queue = Queue(jobs=2, nbytes=1000)
-    assert queue.push("l1") == []
-    assert queue.push("l2") == []
-    assert queue.push("l3") == ["l3"]
-    assert queue.push("s1") == ["s1"]
-    assert queue.drain() == ["l1", "l2"]
-
-
-def test_a_job_above_the_bound_is_taken_when_it_is_alone() -> None:
-    """No job is too large for ever."""
-    queue = Queue(jobs=2, nbytes=10)
-    assert queue.push("s1", nbytes=1000) == []
-    queue.start("s1")
-    assert queue.push("l1", nbytes=1000) == []
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -24,12 +24,11 @@ from kvd.wire.link import LINK, Released, ReleaseWorker, Revoke, Revoked
 from kvd_proto.channel import Channel
 from kvd_proto.copies import Copies
 from kvd_proto.directory import SlotState
-from kvd_proto.errors import DescriptorsLost, JobShapeError
+from kvd_proto.errors import JobShapeError
 from kvd_proto.jobs import EPOCH_WORDS, IntArray
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_proto.messages import Handle, Job, JobStatus, Load, Message, Store
 from tests.lane.support import (
-    EPOCH,
     NAMESPACE,
     Directory,
     FakeWorker,
@@ -155,21 +154,6 @@ def bench() -> Iterator[Bench]:
     made.close()
 
 
-def test_a_load_takes_the_next_piece_from_a_running_store(bench: Bench) -> None:
-    """A load that arrives while a store copies goes first; the store goes on afterwards."""
-    worker = bench.worker()
-    bench.directory.set([9], SlotState.READY, count=1)
-    bench.device.width = 1
-    bench.submit(worker, make_job(Store, 1, [1, 2], [1, 2]))
-    bench.runner.run_once()
-    bench.submit(worker, make_job(Load, 2, [5], [9]))
-    for _ in range(3):
-        bench.device.land()
-        bench.runner.run_once()
-        bench.runner.run_once()
-    assert bench.ended() == [(2, JobStatus.OK), (1, JobStatus.OK)]
-
-
 def test_pieces_are_short_only_while_others_wait_for_the_direction(bench: Bench) -> None:
     """Alone a job is given in bulk; beside another engine's in turns of a short piece each."""
     bench.device.bulk_bytes = dict.fromkeys(Direction, 4 * PAGE)
@@ -244,103 +228,6 @@ def test_layers_are_not_told_once_a_chunk_has_gone() -> None:
     assert bench.sources[0].words[EPOCH_WORDS] == 1
     assert bench.ended() == [(1, JobStatus.STALE)]
     bench.close()
-
-
-def test_a_late_urgent_load_waits_only_for_what_the_device_has(bench: Bench) -> None:
-    """It is given before the rest of a bulk load of its own worker, which goes on after it."""
-    bench.device.bulk_bytes = dict.fromkeys(Direction, 4 * PAGE)
-    bench.device.width = 1
-    worker = bench.worker()
-    bench.directory.set(range(SLOTS), SlotState.READY, count=1)
-    bench.submit(worker, make_job(Load, 1, range(1, 10), range(9)))
-    bench.runner.run_once()
-    bench.submit(worker, make_job(Load, 2, [10, 11], [10, 11]))
-    (urgent,) = bench.runner.find_jobs(worker, [2])
-    bench.runner.prioritize(urgent)
-    given = []
-    while bench.device.flying:
-        (piece,) = bench.device.flying
-        given.append((piece.job.request.job, piece.nbytes // PAGE))
-        bench.device.land()
-        bench.runner.run_once()
-        bench.runner.run_once()
-    assert given == [(1, 3), (2, 2), (1, 3), (1, 3)]
-    assert bench.ended() == [(2, JobStatus.OK), (1, JobStatus.OK)]
-
-
-def test_a_slot_that_is_given_up_while_it_is_written_is_not_reported(bench: Bench) -> None:
-    """The store is STALE, and names the chunks that are still its own."""
-    bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
-    bench.runner.run_once()
-    bench.directory.set([3], SlotState.DRAINING)
-    bench.runner.run_once()
-    while bench.device.flying:
-        bench.device.land()
-    bench.runner.run_once()
-    (job,) = bench.runner.take_ended()
-    assert job.outcome[0] is JobStatus.STALE
-    assert [job.chunks.slots[i] for i in job.reportable_indices(ok=False)] == [4]
-
-
-@pytest.mark.parametrize("kind", [Store, Load])
-def test_chunks_outside_what_is_pinned_are_stale(bench: Bench, kind: type[Job]) -> None:
-    """A job begins only where all its chunks lie inside what the device can use of the pool."""
-    if kind is Load:
-        bench.directory.set(range(SLOTS), SlotState.READY, count=1)
-    bench.device.pinned = 4 * bench.layout.slot_bytes
-    worker = bench.worker()
-    bench.submit(worker, make_job(kind, 1, [1, 2], [0, 4]))
-    bench.submit(worker, make_job(kind, 2, [3, 4], [2, 3], word=EPOCH + 1))
-    for job in bench.runner:
-        if job.request.job == 1:
-            outside = job
-    bench.runner.run_once()
-    assert [transfer.job.request.job for transfer in bench.device.flying] == [2, 2]
-    assert "slot 4 lies where the pool is not pinned yet (1 of 2 chunks)" in outside.outcome[1]
-    for _ in range(2):
-        bench.device.land()
-    bench.runner.run_once()
-    assert bench.ended() == [(1, JobStatus.STALE), (2, JobStatus.OK)]
-    bench.device.pinned += bench.layout.slot_bytes
-    bench.submit(worker, make_job(kind, 3, [1, 2], [0, 4]))
-    bench.runner.run_once()
-    assert len(bench.device.flying) == 2
-
-
-def test_a_store_that_is_taken_back_during_the_copy_is_void(bench: Bench) -> None:
-    """No further piece is submitted, and the job ends as VOID once the flying ones have landed."""
-    bench.device.width = 1
-    bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
-    bench.runner.run_once()
-    bench.sources[0].words[EPOCH] = 9
-    bench.device.land()
-    bench.runner.run_once()
-    bench.runner.run_once()
-    assert bench.device.flying == []
-    assert bench.ended() == [(1, JobStatus.VOID)]
-
-
-def test_only_waiting_for_the_stream_counts_as_such(bench: Bench) -> None:
-    """A job behind others waits for no stream; one whose number is not reached does, till then."""
-    bench.now, bench.device.width = 1, 1
-    worker = bench.worker()
-    for number in (1, 2):
-        bench.submit(worker, make_job(Store, number, [number], [number]))
-    bench.submit(worker, make_job(Store, 3, [3], [3], after=5))
-    jobs = {job.request.job: job for job in bench.runner}
-    bench.runner.run_once()
-    for now in (20, 30, 40):
-        bench.now = now
-        if bench.device.flying:
-            bench.device.land()
-        bench.runner.run_once()
-        bench.runner.run_once()
-    bench.now, bench.sources[0].words[0] = 100, 5
-    bench.runner.run_once()
-    assert (jobs[2].accepted_ns, jobs[2].started_ns) == (1, 20)
-    assert [jobs[number].stream_wait_ns for number in (1, 2)] == [0, 0]
-    assert jobs[3].started_ns == 100
-    assert jobs[3].stream_wait_ns == 100 - jobs[3].late_since_ns > 0
 
 
 def test_only_the_store_of_a_word_is_void_by_it(bench: Bench) -> None:
@@ -491,20 +378,6 @@ TestRunnerMachine = RunnerMachine.TestCase
 TestRunnerMachine.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
-def test_directions_fill_on_their_own(bench: Bench) -> None:
-    """While no more loads fit on the device, stores keep the other direction busy."""
-    worker = bench.worker()
-    bench.directory.set(range(2), SlotState.READY, count=1)
-    bench.submit(worker, make_job(Load, 1, [1], [1]))
-    bench.submit(worker, make_job(Store, 2, [2], [3]))
-    bench.device.closed.add(Direction.LOAD)
-    bench.runner.run_once()
-    assert [transfer.direction for transfer in bench.device.flying] == [Direction.STORE]
-    bench.device.closed.clear()
-    bench.runner.run_once()
-    assert bench.device.flying[-1].direction is Direction.LOAD
-
-
 @pytest.mark.parametrize(
     "job",
     [
@@ -555,39 +428,6 @@ def orders_on(bench: Bench) -> tuple[OrderHandler, Reporter, Link]:
     return OrderHandler(reports, bench.workers, bench.device, pool_bytes=1), reports, link
 
 
-def test_a_binding_whose_directory_was_lost_is_counted(bench: Bench) -> None:
-    """The broker counts the order, too: it would wait for the answer for ever."""
-    orders, _, link = orders_on(bench)
-    frame = LINK.encode(bind_message(1, bench.directory))
-    received: list[Any] = [DescriptorsLost("too many open files", frame), None]
-
-    def receive() -> Any:
-        item = received.pop(0)
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    stub: Any = link
-    stub.receive, stub.more = receive, False
-    stub.flush, stub.take_descriptors = (lambda: None), (lambda: ())
-    orders.read_orders()
-    assert orders.num_bindings == 1
-
-
-def test_a_connection_that_takes_no_answer_is_ended(bench: Bench) -> None:
-    """Its worker would wait for the job for ever; it joins anew instead."""
-    _, reports, _ = orders_on(bench)
-    ended: list[Any] = []
-    server: Any = reports.server
-    server.send, server.end = (lambda *_: False), ended.append
-    worker = bench.worker()
-    client: Any = SimpleNamespace()
-    worker.client = client
-    reports.refuse_job(worker, make_job(Load, 1, [1], [9]), 5, "no")
-    assert ended == [client]
-    assert reports.counts.dropped_replies == 1
-
-
 def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> None:
     """Revoked is sent after the last transfer of every job that writes there has landed.
 
@@ -613,23 +453,6 @@ def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> N
     orders.execute(revoke)  # nothing writes there now
     reports.report_ended()
     assert link.sent[-2:] == [answer, answer]
-
-
-def test_a_slot_that_a_store_has_left_out_is_given_back_at_once(bench: Bench) -> None:
-    """Another engine writes there; the store of the other chunks goes on."""
-    orders, reports, link = orders_on(bench)
-    bench.directory.set([4], SlotState.WRITING, owner=8)
-    bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
-    bench.runner.run_once()
-    revoke = Revoke(
-        namespace=NAMESPACE, slots=IntArray.of([4], "u4"), generations=IntArray.of([1], "u8")
-    )
-    orders.execute(revoke)
-    reports.report_ended()
-    assert Revoked in link.kinds()
-    bench.device.land()
-    bench.runner.run_once()
-    assert bench.ended() == [(1, JobStatus.OK)]
 
 
 def test_memory_is_released_only_when_no_copy_touches_it(bench: Bench) -> None:

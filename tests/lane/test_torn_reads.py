@@ -72,26 +72,6 @@ def test_a_store_that_awaits_the_broker_ends_without_a_copy(bench: Bench, end: s
     assert not bench.device.flying
 
 
-def test_a_store_that_awaits_the_broker_holds_up_no_load_and_no_other_worker(bench: Bench) -> None:
-    """Only later stores of its own worker wait for it."""
-    bench.directory.set([3], SlotState.FREE, loan=2)
-    bench.directory.set([9], SlotState.READY, count=1)
-    one, other = bench.worker(1), bench.worker(2)
-    bench.submit(one, make_job(Store, 1, [1], [3], generation=2))
-    bench.submit(one, make_job(Load, 2, [5], [9]))
-    bench.submit(other, make_job(Store, 3, [1], [4]))
-    for _ in range(3):
-        bench.runner.run_once()
-        while bench.device.flying:
-            bench.device.land()
-    assert sorted(bench.ended()) == [(2, JobStatus.OK), (3, JobStatus.OK)]
-    bench.directory.set([3], SlotState.WRITING, generation=2)
-    bench.runner.run_once()
-    bench.device.land()
-    bench.runner.run_once()
-    assert bench.ended() == [(1, JobStatus.OK)]
-
-
 class SmallPieces(HostDevice):
     """A host device that copies a block at a time."""
 
