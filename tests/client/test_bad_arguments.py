@@ -21,6 +21,7 @@ import torch
 
 from kvd_client import (
     ChunkBlocks,
+    DeviceMemory,
     Fingerprint,
     GroupSpec,
     HostMemory,
@@ -173,6 +174,12 @@ CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
     ),
     "Scheduler.label": (lambda rig: rig.scheduler.label, {"keys": KEYS, "label": Label.DONE}),
     "Scheduler.report_missed": (lambda rig: rig.scheduler.report_missed, {"keys": KEYS}),
+    "Scheduler.request_promotion": (lambda rig: rig.scheduler.request_promotion, {"keys": KEYS}),
+    "Scheduler.find_tier": (
+        lambda rig: rig.scheduler.find_tier,
+        {"key": b"key", "first": 0, "count": 1},
+    ),
+    "Scheduler.tier_status": (lambda rig: rig.scheduler.tier_status, {"tier": 0}),
     "Scheduler.give_up": (lambda rig: rig.scheduler.give_up, {"keys": KEYS}),
     "Scheduler.reset": (lambda rig: rig.scheduler.reset, {"timeout": 1.0}),
     "Scheduler.wait_attached": (lambda rig: rig.scheduler.wait_attached, {"timeout": 0.0}),
@@ -248,49 +255,25 @@ def test_invalid_arguments_are_refused_by_an_error_that_names_them(
     assert not faults, faults[0].getMessage()
 
 
-BAD_LAYOUTS: dict[str, tuple[Any, str]] = {
-    "numpy's number": (msgspec.structs.replace(LAYOUT, num_blocks=np.int64(8)), "int64"),
-    "huge": (msgspec.structs.replace(LAYOUT, num_blocks=2**70), "num_blocks"),
-    "deep inside": (
-        msgspec.structs.replace(LAYOUT, tensors=(TensorSpec(0, "0", 512, 512),)),  # type: ignore[arg-type]
-        r"tensors\[",
-    ),
-    "no such tensor": (
-        msgspec.structs.replace(LAYOUT, groups=(GroupSpec((TensorRef(7, 512),), 16),)),
-        "refs",
-    ),
-    "half a surrogate pair": (
-        msgspec.structs.replace(
-            LAYOUT, groups=(GroupSpec((TensorRef(0, 512),), 16, kind="\ud800"),)
-        ),
-        "surrogate",
-    ),
-}
+BAD_FIELDS: list[tuple[dict[str, Any], dict[str, Any], str]] = [  # layout, fingerprint, the words
+    ({"num_blocks": np.int64(8)}, {}, "int64"),
+    ({"num_blocks": 2**70}, {}, "num_blocks"),
+    ({"tensors": (TensorSpec(0, "0", 512, 512),)}, {}, r"tensors\["),  # type: ignore[arg-type]
+    ({"groups": (GroupSpec((TensorRef(7, 512),), 16),)}, {}, "refs"),
+    ({"groups": (GroupSpec((TensorRef(0, 512),), 16, kind="\ud800"),)}, {}, "surrogate"),
+    ({}, {"model": 7}, "model"),
+    ({}, {"model": ""}, "model"),
+    ({}, {"model": "a\u202e"}, r"fingerprint.model.*U\+202E at 1"),
+    ({}, {"dtype": None}, "dtype"),
+]
 
 
-@pytest.mark.parametrize("what", sorted(BAD_LAYOUTS))
-def test_layouts_are_checked_to_the_last_field(rig: Rig, what: str) -> None:
+def test_layouts_and_fingerprints_are_checked_to_the_last_field(rig: Rig) -> None:
     """A field of the wrong type is named, by the worker, before a daemon sees it."""
-    layout, named = BAD_LAYOUTS[what]
-    with pytest.raises(UsageError, match=named):
-        rig.register(layout=layout, fingerprint=FINGERPRINT)
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"model": 7}, "model"),
-        ({"model": b"m"}, "model"),
-        ({"model": ""}, "model"),
-        ({"model": "a\u202e"}, r"fingerprint.model.*U\+202E at 1"),
-        ({"dtype": None}, "dtype"),
-    ],
-)
-def test_fingerprints_are_checked_too(rig: Rig, fields: dict[str, Any], named: str) -> None:
-    """As layouts are."""
-    fingerprint = Fingerprint(**{"model": "tiny", **fields})
-    with pytest.raises(UsageError, match=named):
-        rig.register(layout=LAYOUT, fingerprint=fingerprint)
+    for fields, names, words in BAD_FIELDS:
+        layout = msgspec.structs.replace(LAYOUT, **fields)
+        with pytest.raises(UsageError, match=words):
+            rig.register(layout=layout, fingerprint=Fingerprint(**{"model": "tiny", **names}))
 
 
 def freed() -> torch.Tensor:
@@ -300,45 +283,35 @@ def freed() -> torch.Tensor:
     return tensor
 
 
-BAD_TENSORS: dict[str, tuple[Any, type[KvdClientError], str]] = {
-    "nothing": ([], UsageError, "no tensors"),
-    "one tensor": (torch.zeros(4, 4), UsageError, "list of tensors"),
-    "numpy": ([np.zeros((4, 4))], UsageError, "ndarray"),
-    "another device": ([torch.zeros(4, 4, device="meta")], UnsupportedMemory, "meta"),
-    "freed": ([freed()], UsageError, "freed"),
-    "empty": ([torch.zeros(0, 4)], UsageError, "empty"),
-    "no dimension": ([torch.tensor(3)], UsageError, "0 dimensions"),
-    "sparse": ([torch.zeros(4, 4).to_sparse()], UnsupportedMemory, "strided"),
-    "every second column": ([torch.zeros(4, 8)[:, ::2]], UnsupportedMemory, "page_bytes"),
-    "expanded": ([torch.zeros(1, 8).expand(4, 8)], UsageError, "overlap"),
-    "a text as a dimension": ([BlockTensor(torch.zeros(4, 4), "0")], UsageError, "block_dim"),  # type: ignore[arg-type]
-    "no such dimension": ([BlockTensor(torch.zeros(4, 4), 2)], UsageError, "block_dim"),
-    "a page of 0 bytes": (
-        [BlockTensor(torch.zeros(4, 4), page_bytes=0)],
-        UsageError,
-        "page_bytes",
-    ),
-    "a text as a stride": (
-        [BlockTensor(torch.zeros(4, 4), block_stride="x")],  # type: ignore[arg-type]
-        UsageError,
-        "block_stride",
-    ),
-}
+BAD_TENSORS: list[tuple[Any, type[KvdClientError], str]] = [
+    ([], UsageError, "no tensors"),
+    (torch.zeros(4, 4), UsageError, "list of tensors"),
+    ([np.zeros((4, 4))], UsageError, "ndarray"),
+    ([torch.zeros(4, 4, device="meta")], UnsupportedMemory, "meta"),
+    ([freed()], UsageError, "freed"),
+    ([torch.zeros(0, 4)], UsageError, "empty"),
+    ([torch.tensor(3)], UsageError, "0 dimensions"),
+    ([torch.zeros(4, 4).to_sparse()], UnsupportedMemory, "strided"),
+    ([torch.zeros(4, 8)[:, ::2]], UnsupportedMemory, "page_bytes"),
+    ([torch.zeros(1, 8).expand(4, 8)], UsageError, "overlap"),
+    ([BlockTensor(torch.zeros(4, 4), "0")], UsageError, "block_dim"),  # type: ignore[arg-type]
+    ([BlockTensor(torch.zeros(4, 4), 2)], UsageError, "block_dim"),
+    ([BlockTensor(torch.zeros(4, 4), page_bytes=0)], UsageError, "page_bytes"),
+    ([BlockTensor(torch.zeros(4, 4), block_stride="x")], UsageError, "block_stride"),  # type: ignore[arg-type]
+]
 
 
-@pytest.mark.parametrize("what", sorted(BAD_TENSORS))
-def test_tensors_that_cannot_be_shared_are_named(what: str) -> None:
-    """Wrong devices, layouts, strides and freed memory are refused in a sentence."""
-    tensors, error, named = BAD_TENSORS[what]
-    with pytest.raises(error, match=named):
-        share_torch(tensors)
-
-
-@pytest.mark.parametrize("fd", [-1, 10**6, 2**40, 2**200, "7", None, 1.5])
-def test_only_open_descriptors_are_memory(fd: Any) -> None:
-    """A number that is no descriptor, or no number."""
-    with pytest.raises(UsageError, match="fd="):
-        HostMemory(fd, 4096)
+def test_memory_that_cannot_be_shared_is_named() -> None:
+    """Wrong devices, layouts, strides, freed memory, addresses and descriptors, in a sentence."""
+    for tensors, error, named in BAD_TENSORS:
+        with pytest.raises(error, match=named):
+            share_torch(tensors)
+    for fd in (-1, 10**6, 2**200, "7", None, 1.5):
+        with pytest.raises(UsageError, match="fd="):
+            HostMemory(fd, 4096)  # type: ignore[arg-type]
+    for address, nbytes in ((0, 1), ("x", 1), (2**64, 1), (4096, 0), (4096, 1.5)):
+        with pytest.raises(UsageError, match="needed"):  # before a driver is asked
+            DeviceMemory.at(address, nbytes)  # type: ignore[arg-type]
 
 
 def control_pages() -> int:

@@ -37,9 +37,8 @@ def test_a_reply_reaches_who_waits_for_it_whoever_takes_it_in(
     waiting.start()
     eventually(lambda: line._awaited)
     daemon.thaw()
-    while waiting.is_alive():
+    while waiting.is_alive():  # `ask` gives up in time
         line.receive_all()
-    waiting.join()
     assert got == [StatusReport(status={"ready": True})]
 
 
@@ -75,7 +74,7 @@ def test_a_closed_connection_takes_nothing(daemon: FakeDaemon, line: Connection)
     waiting.start()
     eventually(lambda: line._awaited)
     line.close()
-    waiting.join()
+    waiting.join(SECONDS)
     assert lost
     assert line.post(Ping()) == 0
     line.receive_all()

@@ -5,6 +5,7 @@ import threading
 import pytest
 
 from kvd_client import Label, LookupResult, Scheduler, StoreAnswer
+from kvd_client.decisions import LoanQueue, ReuseFilter
 from kvd_proto.messages import LABEL_ONLY, Message, Step
 from tests.client.fake_daemon import FakeDaemon, stepped
 from tests.client.test_steps import answered, wait_steps
@@ -110,3 +111,21 @@ def test_a_step_says_what_requests_used_missed_and_left_out(
     assert (step.used_counts.tolist(), step.prompt_counts.tolist()) == ([3, 1, 2], [2, 1, 0])
     assert step.labels == bytes((Label.DONE, Label.NONE, LABEL_ONLY | Label.LATER))
     assert (step.missed, step.unstored) == ((b"e", b"f"), (b"g",))
+
+
+def test_of_two_loans_of_a_slot_the_later_one_counts() -> None:
+    """Also where the answer with the earlier one is taken in last, as around a reset."""
+    loans = LoanQueue()
+    for answer in ([(3, 5)], [(3, 6), (4, 7)], [(4, 2)]):
+        loans.add(answer)
+    assert [loans.take(lambda *_: True) for _ in range(3)] == [(3, 6), (4, 7), None]
+
+
+def test_the_latest_keys_are_remembered() -> None:
+    """Those that were offered longest ago make room."""
+    reuse = ReuseFilter(2, 3)
+    for key in (b"a", b"b", b"c", b"d"):
+        assert not reuse.admit(key)
+    assert len(reuse) == 3
+    assert not reuse.admit(b"a")
+    assert reuse.admit(b"d")

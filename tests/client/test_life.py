@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tests.waiting import DEADLINE, eventually
 
 PROGRAM = """
 import sys
+import threading
 from kvd_client import Scheduler, Worker, HostMemory
 from tests.client.conftest import FINGERPRINT, LAYOUT
 deadline = float(sys.argv[2])
@@ -120,10 +122,9 @@ def test_the_loss_of_a_daemon_and_its_return_are_warnings_that_name_kvd(
 def test_close_ends_the_keeper(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     """After close() no thread and no descriptor of the session is left."""
     monkeypatch.setattr(session, "CLOSE_SECONDS", SECONDS)
-    before = len(open_files())
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as scheduler:
-        keeper = scheduler._keeper
-        assert keeper.is_alive()
+    before, threads = len(open_files()), set(threading.enumerate())
+    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE):
+        (keeper,) = set(threading.enumerate()) - threads
         assert keeper.daemon
     assert not keeper.is_alive()
     # The daemon's ends are in this process too, and close later.

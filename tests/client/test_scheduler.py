@@ -8,6 +8,7 @@ import pytest
 from kvd_client import Label, LoadTicket, LookupResult, Scheduler, UsageError, Worker, session
 from kvd_client.attachment import Attachment
 from kvd_proto.messages import (
+    MAX_KEYS,
     Detached,
     Error,
     ErrorCode,
@@ -156,13 +157,10 @@ def test_a_session_that_the_daemon_ends_connects_again(
     assert scheduler.status()
 
 
-@pytest.mark.parametrize("code", [ErrorCode.NOT_READY, ErrorCode.LIMIT, ErrorCode.INTERNAL])
-def test_refusal_comes_to_nothing(
-    daemon: FakeDaemon, scheduler: Scheduler, code: ErrorCode
-) -> None:
+def test_refusal_comes_to_nothing(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     """A refused request comes to nothing, and the session goes on."""
     good = daemon.replies[Status]
-    daemon.replies[Status] = lambda _: Error(code=code, text="no")
+    daemon.replies[Status] = lambda _: Error(code=ErrorCode.INTERNAL, text="no")
     assert scheduler.status() == {}
     daemon.replies[Status] = good
     assert scheduler.status()
@@ -182,6 +180,8 @@ def test_wrong_arguments_raise(scheduler: Scheduler, runtime_dir: Path) -> None:
     """The error says what is possible."""
     with pytest.raises(UsageError, match="49 bytes"):
         scheduler.lookup(b"x" * 49)
+    with pytest.raises(UsageError, match="keys in one call"):
+        scheduler.request_promotion([b"k"] * (MAX_KEYS + 1))
     with pytest.raises(UsageError, match=r"found=2: .* 0 to 1"):
         scheduler.count_tokens(1, 2)
     with pytest.raises(UsageError, match="shorter"):

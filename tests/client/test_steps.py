@@ -16,7 +16,7 @@ from kvd_client import (
 from kvd_client.decisions import MIN_LOANS_WANTED
 from kvd_proto.messages import MAX_FINISHED, Detached, Error, ErrorCode, Hello, Message, Step
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, NUM_SLOTS, FakeDaemon, stepped
-from tests.waiting import DEADLINE, eventually
+from tests.waiting import DEADLINE, PATIENCE, eventually
 
 ACCEPTED, PRESENT, PENDING = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.PENDING
 FULL, NOT_YET = StoreAnswer.FULL, StoreAnswer.NOT_YET
@@ -139,41 +139,28 @@ def test_loans_that_were_taken_back_are_not_used(daemon: FakeDaemon, stepping: S
     assert ticket.slots.tolist() == [kept]
 
 
-@pytest.mark.parametrize(
-    ("held", "offered", "answer"),
-    [
-        ((0, 2), (0, 2), PRESENT),
-        ((0, 2), (1, 1), PRESENT),
-        ((1, 1), (1, 1), PRESENT),
-        ((0, 1), (1, 1), PRESENT),  # neither has all of the other
-        ((1, 1), (0, 2), ACCEPTED),
-        ((0, 1), None, ACCEPTED),
-    ],
-)
-def test_a_chunk_with_fewer_blocks_is_stored_anew(
-    daemon: FakeDaemon,
-    stepping: Scheduler,
-    held: tuple[int, int],
-    offered: tuple[int, int] | None,
-    answer: StoreAnswer,
-) -> None:
-    """Where the offered blocks are all that it has and more."""
-    daemon.attach(stepping)
-    daemon.make_ready(b"edge", *held)
-    blocks = None if offered is None else [offered]
-    assert stepping.prepare_store([b"edge"], blocks).answers == (answer,)
+HELD_AND_OFFERED = [
+    ((0, 2), (0, 2), PRESENT),
+    ((0, 2), (1, 1), PRESENT),
+    ((1, 1), (1, 1), PRESENT),
+    ((0, 1), (1, 1), PRESENT),  # neither has all of the other
+    ((1, 1), (0, 2), ACCEPTED),
+]
 
 
-def test_the_daemon_is_told_which_blocks_a_store_has(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """Of every key in the step, as soon as one lacks some."""
+def test_a_chunk_with_fewer_blocks_is_stored_anew(daemon: FakeDaemon, stepping: Scheduler) -> None:
+    """Where the offered blocks are all that it has and more; the daemon is told which they are."""
     daemon.attach(stepping)
+    for number, (held, offered, answer) in enumerate(HELD_AND_OFFERED):
+        key = b"edge %d" % number
+        daemon.make_ready(key, *held)
+        assert stepping.prepare_store([key], [offered]).answers == (answer,), (held, offered)
     stepping.prepare_store([b"a"])
-    stepping.prepare_store([b"b", b"c"], [(1, 1), (0, 2)])
+    stepping.prepare_store([b"b"], [(1, 1)])
     stepping.end_step()
     (step,) = wait_steps(daemon, 1)
-    assert (step.first.numpy().tolist(), step.count.numpy().tolist()) == ([0, 1, 0], [2, 1, 2])
+    assert step.keys == (b"edge 4", b"a", b"b")
+    assert (step.first.numpy().tolist(), step.count.numpy().tolist()) == ([0, 0, 1], [2, 2, 1])
 
 
 def test_blocks_that_a_chunk_does_not_have_are_refused(
@@ -353,27 +340,21 @@ def test_what_was_left_behind_is_told_before_the_end(
     assert step.used == (b"ready",)
 
 
-def test_a_message_that_would_be_too_large_leaves_early(
+def test_what_is_too_much_for_a_message_leaves_early(
     daemon: FakeDaemon, stepping: Scheduler
 ) -> None:
-    """What fits one message no more is told with the next."""
+    """Too many keys or requests for one step: the daemon would refuse it, and end the session."""
     daemon.attach(stepping)
     many = keys_of(40_000)
     stepping.request_finished(many)
     stepping.request_finished(many)
     stepping.end_step()
-    assert [len(step.used) for step in wait_steps(daemon, 2)] == [40_000, 40_000]
-
-
-def test_requests_that_are_too_many_for_a_message_leave_early(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """The daemon would refuse the step, and the session would end."""
-    daemon.attach(stepping)
     for _ in range(MAX_FINISHED + 10):
         stepping.request_finished([b"ready"])
     stepping.end_step()
-    assert [len(step.used_counts) for step in wait_steps(daemon, 2)] == [MAX_FINISHED, 10]
+    told = wait_steps(daemon, 4)
+    assert [len(step.used) for step in told[:2]] == [40_000, 40_000]
+    assert [len(step.used_counts) for step in told[2:]] == [MAX_FINISHED, 10]
 
 
 # ----------------------------------------------------------------------- loans
@@ -394,22 +375,18 @@ def test_an_engine_is_attached_when_it_has_loans(daemon: FakeDaemon, scheduler: 
 
 
 def test_bulk_work_reserves_its_loans(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """It waits until they are there; where there are enough the daemon is not asked."""
+    """It waits until they are there; where there are enough the daemon is not asked.
+
+    Of more than there are what is there is told, in time.
+    """
     daemon.attach(scheduler)
     assert scheduler.reserve(MIN_LOANS_WANTED) >= MIN_LOANS_WANTED
     assert len(daemon.wait_for(Step)) == 1
     assert scheduler.reserve(200) >= 200
-    assert len(scheduler.prepare_store(keys_of(200))) == 200
-
-
-def test_reserving_more_than_there_is_ends_in_time(
-    daemon: FakeDaemon, scheduler: Scheduler
-) -> None:
-    """What is there is told; without a timeout the daemon is asked and nothing is waited for."""
-    daemon.attach(scheduler)
     room = NUM_SLOTS - 2  # two chunks are there
     assert eventually(lambda: scheduler.reserve(NUM_SLOTS, 0.0), lambda found: found == room)
     assert scheduler.reserve(NUM_SLOTS, 0.05) == room
+    assert len(scheduler.prepare_store(keys_of(200))) == 200
 
 
 def test_a_reset_takes_the_loans_back_and_new_ones_come_with_its_answer(
@@ -507,7 +484,7 @@ def test_threads_decide_one_after_another(daemon: FakeDaemon, scheduler: Schedul
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(PATIENCE)
     loans = [loan for ticket in stored for loan in lent_to(ticket)]
     assert len(set(loans)) == len(loans) > 0
     assert len({ticket.lease for ticket in loaded}) == len(loaded) == 120

@@ -4,12 +4,18 @@ import os
 import pwd
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvd.errors import CudaMissing, ImportFailed
-from kvd.lane.cuda.backend import MAX_IN_FLIGHT, CudaOptions
+from kvd.lane.cuda.backend import (
+    MAX_IN_FLIGHT,
+    CudaOptions,
+    bind_near_device,
+    show_mig_slice,
+)
 from kvd.lane.cuda.copies import BatchCopy
 from kvd.lane.device import Direction
 from kvd.lane.workers import WorkerTable
@@ -58,6 +64,8 @@ class TestCudaDevice(DeviceContract):
         seed, setting, by_descriptor, chosen = BACKENDS[request.param]
         fake_driver.set(f"seed={seed}")
         fake_driver.set(setting)
+        if by_descriptor:  # not every driver says how far virtual memory goes
+            fake_driver.set("vmm_ranges=0")
         made = CudaRig(fake_driver, vmm_workers if by_descriptor else ipc_workers, chosen)
         copier, name = made.cuda.copier, request.param
         assert isinstance(copier, BatchCopy) == (name not in {"single copies", "an old driver"})
@@ -295,3 +303,40 @@ def test_a_pool_in_huge_pages_is_pinned_as_it_is_allocated(
     finally:
         rig.close()
         huge_pool.fd = -1
+
+
+def test_a_slice_is_shown_to_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MIG slice is chosen by the environment before the driver starts; a whole device is not."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "untouched")
+    show_mig_slice("cuda:0123456789abcdef0123456789abcdef")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "untouched"
+    show_mig_slice("cuda:MIG-0123456789abcdef0123456789abcdef")
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "MIG-01234567-89ab-cdef-0123-456789abcdef"
+
+
+@pytest.mark.parametrize(
+    ("near", "allowed", "bound"),
+    [
+        ("2-3,6\n", {0, 1, 2, 6}, [{2, 6}]),
+        ("0-7\n", {0, 1}, []),  # one node, or a device without a node
+        ("8-9\n", {0, 1}, []),  # which this process may not use
+        (None, {0, 1}, []),
+    ],
+)
+def test_a_lane_stays_near_its_device(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    near: str | None,
+    allowed: set[int],
+    bound: list[set[int]],
+) -> None:
+    """On a machine with several nodes the process is bound to the device's processors."""
+    folder = tmp_path / "bus/pci/devices/0000:17:00.0"
+    folder.mkdir(parents=True)
+    if near is not None:
+        (folder / "local_cpulist").write_text(near, "ascii")
+    found: list[set[int]] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: allowed)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda _pid, cpus: found.append(cpus))
+    bind_near_device("0000:17:00.0", tmp_path)
+    assert found == bound

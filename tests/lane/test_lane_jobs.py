@@ -4,8 +4,9 @@ import numpy as np
 
 from kvd.wire.link import ShareDone, UnbindWorker
 from kvd_proto.directory import SlotState
+from kvd_proto.jobs import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.layout import GroupSpec, RankLayout, TensorRef, TensorSpec
-from kvd_proto.messages import JobStatus, Load, Store
+from kvd_proto.messages import ErrorCode, JobStatus, Load, Store
 from tests.lane.support import (
     LAYOUT,
     NULL_BLOCK,
@@ -14,6 +15,7 @@ from tests.lane.support import (
     FakeWorker,
     Lane,
 )
+from tests.raw_client import code_of
 
 
 def test_a_store_writes_its_slots_and_no_other_byte(lane: Lane, directory: Directory) -> None:
@@ -142,6 +144,15 @@ def test_a_job_that_does_not_fit_the_layout_is_refused(
     assert (worker.pages(range(32)) == 0xEE).all()
 
 
+def test_a_word_outside_the_control_page_is_refused(worker: FakeWorker) -> None:
+    """Before anything is read or written there; a store cannot name a word of loads either."""
+    worker.job(Store, 1, [1, 2], [3], word=EPOCH_WORDS)
+    worker.job(Load, 2, [1, 2], [3], progress=PROGRESS_WORDS + 1)
+    for _ in range(2):
+        assert code_of(worker.reply()[1]) is ErrorCode.BAD_MESSAGE
+    assert worker.run(Store, 3, [1, 2], [3]) is JobStatus.OK
+
+
 def test_a_job_leaves_out_the_layouts_null_block_and_no_other(
     lane: Lane, worker: FakeWorker, directory: Directory
 ) -> None:
@@ -161,13 +172,11 @@ def test_a_job_leaves_out_the_layouts_null_block_and_no_other(
     assert (worker.pages(others) == 0xEE).all()
 
 
-def test_an_unbound_worker_is_refused(lane: Lane, worker: FakeWorker) -> None:
+def test_an_unbound_worker_is_refused(lane: Lane, worker: FakeWorker, directory: Directory) -> None:
     """After UnbindWorker jobs end as REFUSED; bound again they run, memory having stayed mapped."""
     lane.tell(UnbindWorker(session=worker.session))
     lane.ping()
     assert worker.run(Store, 1, [1, 2], [3]) is JobStatus.REFUSED
-    directory = Directory(SLOTS)
-    directory.set(range(SLOTS), SlotState.WRITING)
     lane.bind(worker, directory)
     lane.ping()
     assert worker.run(Store, 2, [1, 2], [3]) is JobStatus.OK

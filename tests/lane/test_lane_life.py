@@ -7,12 +7,14 @@ import resource
 import select
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from kvd.lane.loop import REQUESTS_PER_TURN
 from kvd.wire.link import (
+    PoolUsable,
     Released,
     ReleaseWorker,
     StopLane,
@@ -160,17 +162,26 @@ def test_memory_that_is_not_as_described_is_refused(lane: Lane) -> None:
     worker.close()
 
 
-def test_a_lane_without_room_for_descriptors_takes_the_next_order(lane: Lane) -> None:
-    """One of three arrived: the import is refused as such, and succeeds once there is room."""
+def test_a_lane_without_room_for_descriptors_takes_the_next_order(
+    lane: Lane, directory: Directory
+) -> None:
+    """One of three arrived: the import is refused as such, and succeeds once there is room.
+
+    A binding that was lost is counted, too: the broker would wait for it for ever.
+    """
     worker = FakeWorker(LAYOUT)
     lane.workers.append(worker)
     used = {int(end.name) for end in Path(f"/proc/{lane.process.pid}/fd").iterdir()}
-    one_more = next(number for number in itertools.count() if number not in used) + 1
-    before = resource.prlimit(lane.process.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(lane.process.pid, resource.RLIMIT_NOFILE, (one_more, before[1]))
+    first_free = next(number for number in itertools.count() if number not in used)
+    limit = partial(resource.prlimit, lane.process.pid, resource.RLIMIT_NOFILE)
+    before = limit()
+    limit((first_free + 1, before[1]))
     refused = lane.import_worker(worker)
     assert (refused.out_of_files, "descriptor" in refused.error) == (True, True)
-    resource.prlimit(lane.process.pid, resource.RLIMIT_NOFILE, before)
+    limit((first_free, before[1]))
+    lane.bind(worker, directory)
+    eventually(lambda: [usable.bindings for usable in lane.heard(PoolUsable)], [1].__eq__)
+    limit(before)
     assert not lane.import_worker(worker).error
 
 
@@ -283,7 +294,7 @@ def test_a_lane_without_descriptors_says_so(tmp_path: Path) -> None:
 
 
 def test_the_lifeline_is_the_last_to_go(lane: Lane) -> None:
-    """Its number is below those of all that the lane opened: a dying lane lets go of it last."""
+    """A dying lane closes it after all that it had opened, whose numbers are higher."""
     pipe = inode(lane.lifeline)
     folder = Path(f"/proc/{lane.process.pid}/fd")
     lane.ping()
@@ -294,3 +305,7 @@ def test_the_lifeline_is_the_last_to_go(lane: Lane) -> None:
     (mine,) = (number for number, name in ends.items() if name == f"pipe:[{pipe}]")
     given = {0, 1, 2, lane.link_number}
     assert mine < min(set(ends) - given - {mine})
+    assert select.select([lane.lifeline], [], [], 0)[0] == []
+    lane.process.kill()
+    assert select.select([lane.lifeline], [], [], PATIENCE)[0]
+    assert os.read(lane.lifeline, 1) == b""

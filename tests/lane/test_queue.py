@@ -10,8 +10,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvd.lane.queue import JobQueue, QueuedJob, QueueLimits
 
-Test = Callable[[str], bool]
-
 
 @dataclass(eq=False, kw_only=True)
 class Named(QueuedJob):
@@ -40,36 +38,11 @@ class Queue:
         return [shed.name for shed in self.inner.push(job)]
 
     def next(
-        self, ready: Test = lambda _name: True, *, loads: bool = True, stores: bool = True
+        self, ready: Callable[[str], bool] = bool, *, loads: bool = True, stores: bool = True
     ) -> str | None:
         """By name."""
         job = self.inner.next(lambda job: ready(job.name), loads=loads, stores=stores)
         return None if job is None else job.name
-
-    def drain(self, ready: Test = lambda _name: True) -> list[str]:
-        """The jobs in the order in which one-piece jobs would run."""
-        order = []
-        while (name := self.next(ready)) is not None:
-            order.append(name)
-            self.remove(name)
-            self.inner.check_integrity()
-        return order
-
-    def remove(self, name: str) -> None:
-        """By name."""
-        self.inner.remove(self.jobs[name])
-
-    def start(self, name: str) -> None:
-        """By name."""
-        self.inner.start(self.jobs[name])
-
-    def is_contended(self, name: str) -> bool:
-        """By name."""
-        return self.inner.is_contended(self.jobs[name])
-
-    def prioritize(self, name: str) -> None:
-        """By name."""
-        self.inner.prioritize(self.jobs[name])
 
 
 def test_a_full_queue_of_one_engine_leaves_anothers_loads_their_place() -> None:
@@ -77,10 +50,14 @@ def test_a_full_queue_of_one_engine_leaves_anothers_loads_their_place() -> None:
     queue = Queue(jobs=50, nbytes=1000)
     shed = [queue.push(f"s{n}") for n in range(80)]
     assert sum(map(len, shed)) == 30
-    queue.start("s30")
+    queue.inner.start(queue.jobs["s30"])
     assert queue.push("l", engine=2, nbytes=500) == []
     assert queue.push("s", engine=2) == []
-    assert queue.drain()[:3] == ["l", "s30", "s"]
+    order = []
+    for _ in range(3):
+        order.append(queue.next())
+        queue.inner.remove(queue.jobs[str(order[-1])])
+    assert order == ["l", "s30", "s"]
 
 
 class QueueMachine(RuleBasedStateMachine):
@@ -127,10 +104,10 @@ class QueueMachine(RuleBasedStateMachine):
         job = data.draw(st.sampled_from(sorted(self.model)))
         action = data.draw(st.sampled_from(["prioritize", "remove", "block", "unblock"]))
         if action == "prioritize":
-            self.queue.prioritize(job)
+            self.queue.inner.prioritize(self.queue.jobs[job])
             self.model[job]["class"] = 0
         elif action == "remove":
-            self.queue.remove(job)
+            self.queue.inner.remove(self.queue.jobs[job])
             del self.model[job]
         elif action == "block":
             self.blocked.add(job)
@@ -174,8 +151,10 @@ class QueueMachine(RuleBasedStateMachine):
             for job, m in self.model.items()
             if job[0] == got[0]
         ]
-        assert self.queue.is_contended(got) == (min(others) < self.model[got]["class"])
-        self.queue.start(got)
+        taken = self.queue.jobs[got]
+        is_contended = min(others) < self.model[got]["class"]
+        assert self.queue.inner.is_contended(taken) == is_contended
+        self.queue.inner.start(taken)
         self.model[got]["started"] = True
 
     @invariant()
