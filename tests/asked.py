@@ -20,10 +20,9 @@ class Asked:
             have neither a driver nor a thread yet.
     """
 
-    def __init__(
-        self, make: Callable[..., Any], *arguments: object, forked: bool = False
-    ) -> None:
-        context = multiprocessing.get_context("fork" if forked else "spawn")
+    def __init__(self, make: Callable[..., Any], *arguments: object, forked: bool = False) -> None:
+        fork, spawn = multiprocessing.get_context("fork"), multiprocessing.get_context("spawn")
+        context = fork if forked else spawn
         self._pipe, theirs = context.Pipe()
         inherited = self._pipe if forked else None
         given = (make, inherited, theirs, *arguments)

@@ -19,7 +19,6 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from msgspec import structs
 
 from kvd_client import announcer as announcer_module
 from kvd_client.announcer import Announcer
@@ -535,16 +534,6 @@ def test_a_chunk_that_left_memory_before_a_tier_says_that_it_has_it_keeps_its_de
     )
     tokens = [each.tokens for each in told if isinstance(each, StoredBlocks)]
     assert tokens == [b"", tokens_of([1]), tokens_of([2])]
-
-
-def test_blocks_are_told_with_the_tokens_that_follow_them() -> None:
-    """Of a hash that covers tokens after its block, those of the next block or after the chunk."""
-    description = structs.replace(describe([0, 1, 2], None), lookahead=tokens_of([3])[:4])
-    place = ChunkLocation(0, 1, 1, 2, 0)
-    (told,) = Announcer({place: description}.get).announce(Differences({key_of(2): place}))
-    assert isinstance(told, StoredBlocks)
-    assert (told.hashes, told.tokens) == ((block_hash(1), block_hash(2)), tokens_of([1, 2]))
-    assert told.lookahead == (tokens_of([2])[:4], tokens_of([3])[:4])
 
 
 def announced_chain(length: int) -> tuple[Announcer, list[ChunkLocation]]:

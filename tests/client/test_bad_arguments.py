@@ -179,7 +179,7 @@ CALLS: dict[str, tuple[Callable[[Rig], Callable[..., Any]], dict[str, Any]]] = {
         lambda rig: rig.scheduler.find_tier,
         {"key": b"key", "first": 0, "count": 1},
     ),
-    "Scheduler.tier_status": (lambda rig: rig.scheduler.tier_status, {"tier": 0}),
+    "Scheduler.tier_status": (lambda rig: rig.scheduler.tier_status, {"number": 0}),
     "Scheduler.give_up": (lambda rig: rig.scheduler.give_up, {"keys": KEYS}),
     "Scheduler.reset": (lambda rig: rig.scheduler.reset, {"timeout": 1.0}),
     "Scheduler.wait_attached": (lambda rig: rig.scheduler.wait_attached, {"timeout": 0.0}),

@@ -221,17 +221,6 @@ def test_a_chunk_that_stayed_is_not_taken_back() -> None:
     assert [difference for difference in told if difference] == [Differences({}, [A])]
 
 
-def test_each_call_does_a_bounded_amount() -> None:
-    """No call reads more changes, or takes back more chunks, than it may."""
-    changing, listener = following(*[("store", i, 0) for i in range(8)])
-    changing.apply(CLEAR)
-    assert [len(listener.take(3).removed) for _ in range(3)] == [3, 3, 2]
-    for i in range(6):
-        changing.apply(("store", i, 0))
-    assert [len(listener.take(4).stored) for _ in range(3)] == [4, 2, 0]
-    assert listener.reader.num_changes == 7
-
-
 @pytest.mark.hypothesis
 def test_readers_say_what_lookups_find() -> None:
     """Differences, applied one by one, are what lookups find, whatever comes between two calls."""

@@ -90,7 +90,7 @@ REFUSED: list[tuple[Any, list[Any], str]] = [  # ticket, groups, words of the er
         [ChunkBlocks([], []), ChunkBlocks([b"k"], [1, NULL_BLOCK])],
         r"groups\[1\]\.blocks has block 7, the layout's null block",
     ),
-    (TICKET, [ChunkBlocks([b"k"], np.ones((2, 2)))], "whole numbers"),
+    (TICKET, [ChunkBlocks([b"k"], np.ones((2, 2)))], "whole numbers"),  # type: ignore[arg-type]
     *(
         (TICKET, [ChunkBlocks([key], [1])], r"groups\[0\]\.keys\[0\] is .*: bytes are needed")
         for key in ("k", [1], bytearray(b"k"), None)

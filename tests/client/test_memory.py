@@ -24,17 +24,6 @@ def mapped(memory: Memory) -> mmap.mmap:
     return mmap.mmap(fd, memory.offset + memory.nbytes)
 
 
-def test_host_memory_is_what_the_descriptor_shows() -> None:
-    """What is written to the array is there for whoever maps the descriptor."""
-    memory = HostMemory.allocate(8192)
-    memory.array.view("<i2")[19] = 513
-    assert mapped(memory)[38:40] == b"\x01\x02"
-    memory.close()
-    memory.close()
-    assert memory.array[38] == 1
-    assert "closed" in repr(memory)
-
-
 def cannot_shrink(fd: int) -> bool:
     """The kernel refuses to shorten this file."""
     with pytest.raises(PermissionError):

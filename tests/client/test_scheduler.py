@@ -316,16 +316,3 @@ def test_tokens_asked_for_without_a_daemon_are_told_to_the_next_one(
             scheduler.close()
             told = Lookups(chunks=0, hit_chunks=0, tokens=27, hit_tokens=0, detached_tokens=20)
             assert last_told(other) == told
-
-
-@pytest.mark.usefixtures("told_at_the_end")
-def test_hints_and_the_speed_of_prefill_are_told(daemon: FakeDaemon) -> None:
-    """Hints as sums; the speed, in whole nanoseconds, to each daemon once."""
-    with Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE) as scheduler:
-        scheduler.count_hints(2, ignored=1)
-        scheduler.count_hints(1, cut=3)
-        scheduler.set_prefill_seconds(0.00025)
-        scheduler.close()
-    (ping,) = daemon.wait_for(Ping)
-    assert ping.prefill_ns == 250_000
-    assert ping.lookups == Lookups(chunks=0, hit_chunks=0, hints=3, hints_ignored=1, hints_cut=3)
