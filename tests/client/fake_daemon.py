@@ -374,7 +374,7 @@ class FakeDaemon:
             with contextlib.suppress(queue.Empty):
                 while True:
                     self._commands.get_nowait()()
-        self._thawed.wait()
+        self._thawed.wait(10 * SECONDS)
         if self._running:
             self._read(self._server, self._request)
         if self._running and self._lane is not None:

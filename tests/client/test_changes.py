@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import Scheduler, UsageError, session
+from kvd_client import Scheduler, UsageError
 from kvd_client.changes import ChunkLocation, Differences
 from kvd_client.scheduler_session import ABSENT_SECONDS, ChangeSource, PublishedChanges
 from kvd_proto.descriptions import (
@@ -17,7 +17,7 @@ from kvd_proto.descriptions import (
     record_offset,
 )
 from kvd_proto.directory import DirectoryView
-from kvd_proto.messages import Message, Ping, Reset, ResetDone
+from kvd_proto.messages import Message, Reset, ResetDone
 from tests.client.fake_daemon import RECORD_BYTES, FakeDaemon
 from tests.proto.changing import KEYS, Changing
 from tests.waiting import DEADLINE, eventually
@@ -105,28 +105,6 @@ def test_all_can_be_said_anew(daemon: FakeDaemon, scheduler: Scheduler) -> None:
     assert all_changes(scheduler) == ({b"ready", b"new"}, set())
     scheduler.repeat_changes()
     assert all_changes(scheduler) == ({b"ready", b"new"}, set())
-
-
-def test_figures_reach_the_daemon(daemon: FakeDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine that publishes reports what it has published; others report nothing of it."""
-    monkeypatch.setattr(session, "REPORT_SECONDS", 0.01)
-    with (
-        Scheduler(daemon.runtime_dir, "engine", deadline=DEADLINE, events=True) as publishing,
-        Scheduler(daemon.runtime_dir, "other", deadline=DEADLINE) as other,
-    ):
-        daemon.attach(publishing, other)
-        all_changes(other)
-        assert all_changes(publishing) == ({b"ready"}, set())
-        daemon.make_ready(b"new")
-        all_changes(publishing)
-
-        def totals() -> list[tuple[int, int, int]]:
-            pings = [ping.kv_events for ping in daemon.wait_for(Ping)]
-            return [(each.published, each.snapshots, each.overruns) for each in pings if each]
-
-        eventually(lambda: totals()[-1:] == [(2, 1, 0)])
-        lags = [ping.kv_events.lag_us for ping in daemon.wait_for(Ping) if ping.kv_events]
-        assert max(lags) > 0
 
 
 def test_descriptions_are_read_by_place(daemon: FakeDaemon, scheduler: Scheduler) -> None:

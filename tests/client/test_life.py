@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvd_client import HostMemory, LookupResult, Scheduler, UsageError, Worker, session
-from kvd_proto.messages import Error, ErrorCode, Register
-from tests.client.conftest import FINGERPRINT, LAYOUT
+from kvd_client import LookupResult, Scheduler, UsageError, Worker, session
 from tests.client.fake_daemon import SECONDS, FakeDaemon
 from tests.descriptors import open_files
 from tests.waiting import DEADLINE, eventually
@@ -83,19 +81,6 @@ def test_an_absent_daemon_is_looked_for_twice_a_second(
         assert not scheduler.connected
         with FakeDaemon(runtime_dir):
             eventually(lambda: scheduler.connected)
-
-
-def test_a_daemon_that_refuses_is_asked_less_often(
-    daemon: FakeDaemon, memory: HostMemory, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each try costs it a session: after some of them two seconds lie between two."""
-    wanted = pauses(monkeypatch)
-    daemon.replies[Register] = lambda _: Error(code=ErrorCode.LANE_LOST, text="wait")
-    with Worker(daemon.runtime_dir, "engine", 0, 1, deadline=DEADLINE) as worker:
-        worker.register([memory], LAYOUT, FINGERPRINT, timeout=0)
-        eventually(lambda: wanted and max(wanted) > 1.5)
-        assert max(wanted) <= 2.0
-        assert not worker.registered
 
 
 def test_the_loss_of_a_daemon_and_its_return_are_warnings_that_name_kvd(

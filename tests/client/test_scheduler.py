@@ -282,21 +282,6 @@ def test_a_session_tells_before_it_leaves(
 
 
 @pytest.mark.usefixtures("told_at_the_end")
-def test_a_new_session_begins_at_zero(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """After a restart of the daemon only what was looked up since then is told."""
-    scheduler.lookup(b"no")
-    daemon.kill()
-    until(scheduler, connected=False)
-    scheduler.lookup_many([b"no", b"nobody"])
-    with FakeDaemon(daemon.runtime_dir) as other:
-        until(scheduler, connected=True)
-        other.attach(scheduler)
-        scheduler.lookup_many([b"ready", b"no", b"ready"])
-        scheduler.close()
-        assert last_told(other) == Lookups(chunks=3, hit_chunks=2)
-
-
-@pytest.mark.usefixtures("told_at_the_end")
 def test_tokens_asked_for_without_a_daemon_are_told_to_the_next_one(
     daemon: FakeDaemon,
 ) -> None:

@@ -287,36 +287,6 @@ def test_lease_numbers_are_never_used_again(daemon: FakeDaemon) -> None:
 # ----------------------------------------------------------------------- steps
 
 
-def test_a_step_is_one_message(daemon: FakeDaemon, stepping: Scheduler) -> None:
-    """All that was decided in it, in however many calls; and nothing, where that is nothing."""
-    daemon.attach(stepping)
-    for key in keys_of(5):
-        stepping.prepare_store([key])
-        stepping.complete_load(stepping.prepare_load([b"ready"]))
-        stepping.request_finished([key, b"ready"])
-    stepping.end_step()
-    for _ in range(10):
-        stepping.end_step()
-    (step,) = wait_steps(daemon, 1)
-    assert (len(step.keys), len(step.pins), len(step.unpinned), len(step.used)) == (5, 5, 5, 10)
-    assert (step.used[:2], step.used_counts.tolist()) == ((b"k0", b"ready"), [2] * 5)
-
-
-def test_without_steps_every_call_tells_at_once(daemon: FakeDaemon, scheduler: Scheduler) -> None:
-    """An engine that says nothing of its steps need not call anything else."""
-    daemon.attach(scheduler)
-    scheduler.prepare_store([b"k"])
-    ticket = scheduler.prepare_load([b"ready"])
-    scheduler.complete_load(ticket)
-    scheduler.request_finished([b"ready"])
-    scheduler.prepare_store([b"ready"])
-    told = wait_steps(daemon, 5)
-    assert [s.keys for s in told] == [(b"k",), (), (), (), ()]
-    assert [s.unpinned for s in told] == [(), (), (ticket.lease,), (), ()]
-    assert [s.used for s in told] == [(), (), (), (b"ready",), ()]
-    assert [s.present for s in told] == [0, 0, 0, 0, 1]
-
-
 def test_the_keeper_sends_what_was_left_behind(
     daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -327,17 +297,6 @@ def test_the_keeper_sends_what_was_left_behind(
     stepping.end_step()
     stepping.complete_load(ticket)
     assert wait_steps(daemon, 2)[1].unpinned == (ticket.lease,)
-
-
-def test_what_was_left_behind_is_told_before_the_end(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """`close` sends it, and waits until it has arrived."""
-    daemon.attach(stepping)
-    stepping.request_finished([b"ready"])
-    stepping.close()
-    (step,) = steps(daemon)
-    assert step.used == (b"ready",)
 
 
 def test_what_is_too_much_for_a_message_leaves_early(

@@ -28,7 +28,6 @@ from kvd_client import (
 )
 from kvd_proto.jobs import EPOCH_WORDS, PROGRESS_WORDS
 from kvd_proto.messages import (
-    Cancel,
     Detached,
     Error,
     ErrorCode,
@@ -186,14 +185,8 @@ def test_a_worker_whose_lane_has_died_is_not_attached(daemon: FakeDaemon, worker
     eventually(lambda: not worker.attached)
 
 
-@pytest.mark.parametrize("polled", [False, True])
-def test_wait_hurries_and_returns_when_done(
-    daemon: FakeDaemon, worker: Worker, polled: bool
-) -> None:
-    """wait() tells the lane and returns with its answer, also where another thread took it in.
-
-    The job is still reported afterwards.
-    """
+def test_wait_hurries_and_returns_when_done(daemon: FakeDaemon, worker: Worker) -> None:
+    """wait() tells the lane and returns with its answer, also where another thread took it in."""
     daemon.hold_jobs = True
     worker.submit(Store, 1, JOB)
     got: list[JobResult] = []
@@ -201,15 +194,14 @@ def test_wait_hurries_and_returns_when_done(
     def answer() -> None:
         daemon.wait_for(Wait)
         daemon.finish()
-        if polled:
-            got.extend(results(worker))
+        got.extend(results(worker))
 
     answering = threading.Thread(target=answer)
     answering.start()
     assert worker.wait([1, 99], timeout=3600.0) == frozenset()
     answering.join(SECONDS)
     assert daemon.wait_for(Wait)[0].jobs == (1,)
-    (result,) = got or worker.get_finished()
+    (result,) = got
     assert (result.job_id, result.success) == (1, True)
 
 
@@ -250,7 +242,7 @@ def test_wait_out_of_time_voids_the_stores_that_it_was_asked_about(
 
 def test_more_stores_than_there_are_words_are_shed(daemon: FakeDaemon, worker: Worker) -> None:
     """They are failures that say so; loads go on, and stores when others have ended."""
-    del worker._jobs._free_words[2:]
+    del worker._jobs._free_words[2:]  # else it would take thousands of stores
     daemon.hold_jobs = True
     assert worker.submit(Store, 1, JOB)
     assert worker.submit(Store, 2, JOB)
@@ -261,16 +253,6 @@ def test_more_stores_than_there_are_words_are_shed(daemon: FakeDaemon, worker: W
     assert "stores are running already" in shed.text
     worker.wait([1], timeout=0)
     assert worker.submit(Store, 3, JOB)
-
-
-def test_stores_that_a_closed_worker_leaves_are_void(daemon: FakeDaemon, worker: Worker) -> None:
-    """Its engine may use the blocks again, even where the daemon could not be told."""
-    daemon.hold_jobs = True
-    worker.submit(Store, 1, JOB)
-    daemon.wait_for(Store)
-    page = words(daemon)
-    worker.close()
-    assert void(daemon, page) == [1]
 
 
 def test_transient_refusal_is_tried_again(daemon: FakeDaemon, memory: HostMemory) -> None:
@@ -394,15 +376,6 @@ def test_memory_of_a_session_that_was_lost_is_not_said_to_be_free(
     assert not worker.unregister()
 
 
-def test_cancelled_job_is_reported(daemon: FakeDaemon, worker: Worker) -> None:
-    """cancel() asks the lane; the job ends when the lane says so."""
-    daemon.hold_jobs = True
-    worker.submit(Store, 1, JOB)
-    worker.cancel([1, 99])
-    assert results(worker)[0].status is JobStatus.CANCELLED
-    assert daemon.wait_for(Cancel)[0].jobs == (1,)
-
-
 def test_a_lane_that_cannot_be_reached_leaves_no_descriptor(
     daemon: FakeDaemon, worker: Worker
 ) -> None:
@@ -419,8 +392,13 @@ def test_a_lane_that_cannot_be_reached_leaves_no_descriptor(
 
 
 def test_close_takes_the_memory_back(daemon: FakeDaemon, worker: Worker) -> None:
-    """close() unregisters, and nothing works afterwards."""
+    """close() unregisters, stores under way are void, and nothing works afterwards."""
+    daemon.hold_jobs = True
+    worker.submit(Store, 1, JOB)
+    daemon.wait_for(Store)
+    page = words(daemon)
     worker.close()
+    assert void(daemon, page) == [1]
     worker.close()
     assert daemon.wait_for(Unregister)
     for call in (

@@ -222,23 +222,6 @@ def test_layers_are_not_told_once_a_chunk_has_gone(layered: Bench) -> None:
     assert bench.ended() == [(1, JobStatus.STALE)]
 
 
-def test_only_the_store_of_a_word_is_void_by_it(bench: Bench) -> None:
-    """Another store and a load of the same worker, in flight and queued, go on to their end."""
-    bench.directory.set([5, 6], SlotState.READY, count=1)
-    worker = bench.worker()
-    for number, word in ((1, 1), (2, 2), (3, 3)):
-        bench.submit(worker, make_job(Store, number, [number], [number], word=word))
-    bench.submit(worker, make_job(Load, 4, [7], [5]))
-    bench.runner.run_once()
-    bench.sources[0].words[2] = 1
-    bench.submit(worker, make_job(Load, 5, [8], [6]))
-    for _ in range(8):
-        while bench.device.flying:
-            bench.device.land()
-        bench.runner.run_once()
-    assert dict(bench.ended()) == dict.fromkeys(range(1, 6), JobStatus.OK) | {2: JobStatus.VOID}
-
-
 @pytest.mark.parametrize("status", [JobStatus.TIMEOUT, JobStatus.VOID, JobStatus.STALE])
 def test_a_store_that_awaits_the_broker_ends_without_a_copy(
     bench: Bench, status: JobStatus
@@ -278,6 +261,7 @@ class RunnerMachine(RuleBasedStateMachine):
         self.bench.directory.set(range(6), SlotState.READY, count=1)
         self.open: set[int] = set()
         self.broken: set[int] = set()  # jobs of which a transfer failed
+        self.taken_back: set[int] = set()  # stores whose words have moved on
         self.number = 0
 
     @rule(
@@ -288,7 +272,8 @@ class RunnerMachine(RuleBasedStateMachine):
         self.number += 1
         first = 0 if load else 6
         blocks, slots = list(range(1, size + 1)), list(range(first, first + size))
-        job = make_job(Load if load else Store, self.number, blocks, slots, after=after)
+        kind = Load if load else Store
+        job = make_job(kind, self.number, blocks, slots, after=after, word=self.number)
         self.bench.submit(self.pair[which], job)
         self.open.add(self.number)
 
@@ -322,6 +307,16 @@ class RunnerMachine(RuleBasedStateMachine):
         if jobs:
             self.bench.runner.prioritize(data.draw(st.sampled_from(jobs)))
 
+    @rule(data=st.data())
+    def take_back(self, data: st.DataObject) -> None:
+        """The blocks of any store are used again; other jobs of its worker go on."""
+        stores = [job for job in self.bench.runner if isinstance(job.request, Store)]
+        if stores:
+            job = data.draw(st.sampled_from(stores))
+            source = self.bench.sources[self.pair.index(job.worker)]
+            source.words[job.request.job] = 1
+            self.taken_back.add(job.request.job)
+
     @rule(which=st.integers(0, 1), value=st.integers(0, 2))
     def timeline(self, which: int, value: int) -> None:
         """A worker gets on."""
@@ -341,8 +336,10 @@ class RunnerMachine(RuleBasedStateMachine):
         self.bench.runner.check_integrity()
         for job in self.bench.runner.take_ended():
             assert job.pieces_in_flight == 0
-            assert job.outcome[0] is not JobStatus.OK or job.request.job not in self.broken
-            self.open.remove(job.request.job)
+            number, status = job.request.job, job.outcome[0]
+            assert status is not JobStatus.OK or number not in self.broken | self.taken_back
+            assert status is not JobStatus.VOID or number in self.taken_back
+            self.open.remove(number)
         assert {job.request.job for job in self.bench.runner} == self.open
 
     def teardown(self) -> None:
