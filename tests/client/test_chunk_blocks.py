@@ -1,6 +1,5 @@
 """From tickets and an engine's blocks to the arrays of a job."""
 
-import copy
 from typing import Any
 
 import numpy as np
@@ -109,20 +108,3 @@ def test_what_does_not_fit_is_refused_by_an_error_that_names_it() -> None:
     for ticket, groups, words in REFUSED:
         with pytest.raises(UsageError, match=words):
             pack_chunks(ticket, groups, layout)
-
-
-def test_tickets_travel_to_other_processes() -> None:
-    """What is copied as objects are that go to another process has no scheduler to tell."""
-    ended: list[bool] = []
-    ticket = StoreTicket(
-        keys=(b"k",),
-        slots=np.array([7], "<u4"),
-        generations=np.array([9], "<u8"),
-        on_exit=ended.append,
-    )
-    with copy.copy(ticket) as there:
-        assert (there.keys, there.slots.tolist(), there.generations.tolist()) == ((b"k",), [7], [9])
-    loaded = LoadTicket((b"k",), ticket.slots, ticket.generations, np.array([True]), 3, 60.0)
-    with copy.copy(loaded) as there_too:
-        assert (there_too.lease, there_too.found.tolist()) == (3, [True])
-    assert ended == []

@@ -7,8 +7,8 @@ import pytest
 from kvd_client import Label, LookupResult, Scheduler, StoreAnswer
 from kvd_client.decisions import LoanQueue, ReuseFilter
 from kvd_proto.messages import LABEL_ONLY, Message, Step
-from tests.client.fake_daemon import FakeDaemon, stepped
-from tests.client.test_steps import answered, wait_steps
+from tests.client.fake_daemon import FakeDaemon
+from tests.client.test_steps import wait_steps
 from tests.waiting import DEADLINE
 
 ACCEPTED, PRESENT, FULL = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.FULL
@@ -22,37 +22,6 @@ def misses(scheduler: Scheduler, key: bytes) -> bool:
         and scheduler.cached_blocks(key) is None
         and scheduler.prepare_load([key]).keys == ()
     )
-
-
-def test_a_chunk_is_gone_when_its_slot_is_given_to_another_key(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """It is found while the slot is on loan, and stored anew from the call on that gives it."""
-    daemon.lendable = [0, *range(100, 104)]
-    daemon.attach(stepping)
-    assert stepping.lookup(b"ready") is LookupResult.HIT
-    ticket = stepping.prepare_store([b"k"])
-    assert ticket.slots.tolist() == [0]
-    assert misses(stepping, b"ready")
-    again = stepping.prepare_store([b"ready"])
-    assert (again.answers, again.slots.tolist()) == ((ACCEPTED,), [100])
-    stepping.end_step()
-    answered(stepping)
-    assert stepping.lookup_many([b"k", b"ready"]) == [LookupResult.HIT_PENDING] * 2
-
-
-def test_a_chunk_whose_slot_the_daemon_did_not_give_away_is_found_again(
-    daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """The store was lost, as the loan had ended: the answer says so through the directory."""
-    daemon.lendable = [0]
-    daemon.attach(stepping)
-    daemon.replies[Step] = lambda m: stepped() if m.keys else daemon.step(m)
-    stepping.prepare_store([b"k"])
-    stepping.end_step()
-    answered(stepping)
-    assert stepping.lookup_many([b"ready", b"k"]) == [LookupResult.HIT, LookupResult.MISS]
-    assert stepping.prepare_load([b"ready"]).keys == (b"ready",)
 
 
 @pytest.mark.parametrize("use", ["load", "store"])

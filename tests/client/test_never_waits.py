@@ -12,7 +12,7 @@ import pytest
 from kvd_client import Label, LookupResult, Scheduler, session
 from kvd_proto.messages import Hello, Ping, Reset, Status, Step
 from tests.client.fake_daemon import FakeDaemon
-from tests.client.test_steps import steps, wait_steps
+from tests.client.test_steps import steps
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 HOUR = 3600.0
@@ -50,19 +50,6 @@ def step(scheduler: Scheduler, name: str) -> None:
     scheduler.set_prefill_seconds(1e-4)
     scheduler.end_step()
     assert scheduler.lookup(key) is LookupResult.HIT_PENDING
-
-
-def test_no_call_of_a_step_waits_for_a_daemon_that_stands_still(
-    daemon: FakeDaemon, patient: Scheduler
-) -> None:
-    """Steps go on with the loans that are at hand; all of it is told when it goes on."""
-    daemon.freeze()
-    for i in range(10):
-        step(patient, f"k{i}")
-    assert steps(daemon) == []
-    daemon.thaw()
-    told = wait_steps(daemon, 10)
-    assert [key for each in told for key in each.keys] == [b"k%d" % i for i in range(10)]
 
 
 def test_what_is_owed_to_a_daemon_that_stands_still_is_bounded(

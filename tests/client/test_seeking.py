@@ -11,10 +11,8 @@ from kvd_client import (
     TIER_UNKNOWN,
     LookupResult,
     Scheduler,
-    TierHealth,
     TierInfo,
 )
-from kvd_client import decisions as module
 from kvd_client.decisions import RESEND_SECONDS
 from kvd_proto.messages import Detached
 from tests.client.fake_daemon import BLOCKS_PER_CHUNK, USABLE, FakeDaemon
@@ -109,19 +107,6 @@ def test_a_chunk_that_is_ready_with_other_blocks_is_not_brought_up(
     assert stepping.find_tier(b"part", 1, 1) == 0
 
 
-def test_the_tiers_and_their_figures_are_read_from_shared_memory(
-    table: TierTable, daemon: FakeDaemon, stepping: Scheduler
-) -> None:
-    """As the daemon writes them; of a number that is none there is nothing."""
-    status = TierHealth(usable=True, latency_us=80, bytes_per_second=2 * 10**9, queued_bytes=4096)
-    table.set_health(1, status)
-    before = len(daemon.received)
-    assert stepping.tiers == (DISK, SHARED)
-    assert stepping.tier_status(1) == status
-    assert stepping.tier_status(2) is None
-    assert len(daemon.received) == before
-
-
 def test_without_tiers_nothing_is_below_and_nothing_is_sought(
     daemon: FakeDaemon, stepping: Scheduler
 ) -> None:
@@ -150,21 +135,6 @@ def test_without_tiers_nothing_is_below_and_nothing_is_sought(
 
 
 # ------------------------------------------------------------------------ seek
-
-
-def test_what_is_sought_is_told_with_the_step(
-    table: TierTable, daemon: FakeDaemon, stepping: Scheduler, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All of it in one message, in order, beside what else was decided; nothing waits for it."""
-    del table
-    monkeypatch.setattr(module, "RESEND_SECONDS", 3600.0)
-    assert stepping.request_promotion([b"a", b"b"]) == 2
-    ticket = stepping.prepare_store([b"new"])
-    assert stepping.request_promotion([b"c", b"a", b"c"]) == 1
-    assert steps(daemon) == []
-    stepping.end_step()
-    (step,) = wait_steps(daemon, 1)
-    assert (step.sought, step.keys) == ((b"a", b"b", b"c"), ticket.keys)
 
 
 def test_a_key_is_told_again_after_a_while_or_when_it_was_loaded(

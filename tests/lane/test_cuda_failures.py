@@ -197,17 +197,6 @@ def test_a_stream_that_cannot_be_asked_is_asked_again(
         rig.close()
 
 
-def test_a_pool_that_cannot_be_pinned_names_what_pinning_needs(
-    fake_driver: TestDriver, ipc_workers: CudaWorkers
-) -> None:
-    """Kernel memory, and what some versions of Linux refuse; locked memory is not limited here."""
-    fake_driver.set("fail=cuMemHostRegister:2:2")
-    rig = CudaRig(fake_driver, ipc_workers, options())
-    for words in ("OUT_OF_MEMORY", "kernel memory", "movable zone"):
-        assert words in rig.device.pool_error
-    rig.close()
-
-
 def test_a_lost_device_ends_the_lane(fakecuda: FakeCuda, tmp_path: Path) -> None:
     """A copy that cost the context is an error of the lane, not of its transfer alone."""
     fakecuda.check(lose_the_device, str(fakecuda.library), str(tmp_path / "log"))
@@ -276,18 +265,6 @@ def test_a_driver_that_cannot_serve_is_named_with_the_remedy(
     done = fakecuda.run(start_and_tell, **switches)
     assert done.returncode
     assert re.search(f"CudaMissing: .*{words}", done.stderr)
-
-
-def test_a_machine_without_a_driver_is_told_what_to_do(fakecuda: FakeCuda) -> None:
-    """Without libcuda.so.1 the error names it and the remedy."""
-    environment = fakecuda.environment()
-    del environment["LD_LIBRARY_PATH"]
-    code = "from kvd.machine import cuda; cuda.start()"
-    done = python("-c", code, environment=environment)
-    if done.returncode == 0:
-        pytest.skip("this machine has a driver")
-    assert "CudaMissing: libcuda.so.1 cannot be loaded" in done.stderr
-    assert "install the NVIDIA driver" in done.stderr
 
 
 def test_a_daemon_without_the_bindings_names_the_package() -> None:

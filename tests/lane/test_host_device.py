@@ -90,23 +90,6 @@ class TestHostDevice(DeviceContract):
         return host
 
 
-def test_one_descriptor_is_mapped_once(host: HostRig) -> None:
-    """Storages that lie in one file share one mapping."""
-    source = host.make_worker((4096, 4096, 4096))
-
-    inode = str(os.fstat(source.descriptors[1]).st_ino)
-
-    def mappings() -> int:
-        lines = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
-        return sum(line.split()[4] == inode for line in lines if "kvd-test" in line)
-
-    before = mappings()
-    memory = host.device.import_memory(source.handles, (4096, 4096, 4096), source.descriptors)
-    assert mappings() == before + 1
-    host.device.release_memory(memory)
-    assert mappings() == before
-
-
 def test_a_run_outside_the_memory_fails_alone(host: HostRig) -> None:
     """What slipped through every check is an error of that transfer, and the next one works."""
     memory, _ = host.attach((4096,))

@@ -9,13 +9,10 @@ import signal
 import sys
 from pathlib import Path
 
-import pytest
-
 from kvd.lane.loop import REQUESTS_PER_TURN
 from kvd.wire.link import (
     Released,
     ReleaseWorker,
-    StopLane,
 )
 from kvd_proto.codec import HEADER_BYTES, WIRE
 from kvd_proto.directory import SlotState
@@ -235,31 +232,11 @@ def test_a_job_number_in_use_is_refused(worker: FakeWorker) -> None:
     assert worker.done().status is JobStatus.OK
 
 
-def test_a_stopping_lane_finishes_and_leaves_cleanly(lane: Lane, worker: FakeWorker) -> None:
-    """StopLane: new jobs are refused, the queued one is done and reported, exit status 0."""
-    worker.job(Store, 1, [1, 2], [3], after=1)
-    worker.request(Ping())
-    worker.reply()
-    lane.tell(StopLane())
-    lane.ping()
-    assert worker.run(Store, 2, [1, 2], [4]) is JobStatus.REFUSED
-    worker.words[TIMELINE] = 1
-    assert worker.done().status is JobStatus.OK
-    assert lane.share().ok
-    assert lane.process.wait(PATIENCE) == 0
-
-
 def test_signals_for_the_group_do_not_end_a_lane(lane: Lane, worker: FakeWorker) -> None:
     """SIGTERM and SIGINT are the broker's to act on."""
     lane.process.send_signal(signal.SIGTERM)
     lane.process.send_signal(signal.SIGINT)
     assert worker.run(Store, 1, [1, 2], [3]) is JobStatus.OK
-
-
-def test_a_lane_ends_when_the_link_does(lane: Lane) -> None:
-    """End of file from the broker ends the process by itself."""
-    lane.link.close()
-    assert lane.process.wait(PATIENCE) == 0
 
 
 def test_a_lane_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
@@ -270,16 +247,6 @@ def test_a_lane_dies_with_the_process_that_started_it(tmp_path: Path) -> None:
         lane.process.kill()
         assert select.select([pidfd], [], [], PATIENCE)[0]
         os.close(pidfd)
-
-
-def test_a_lane_without_descriptors_says_so(tmp_path: Path) -> None:
-    """Under a limit of 40 it tells the broker, who says it, the limit and the remedy, and ends."""
-    log = tmp_path / "log"
-    limited = ["sh", "-c", 'ulimit -n 40; exec "$@"', "sh"]
-    words = "the limit is 40; raise LimitNOFILE.*; exit status 1"
-    with log.open("w") as sink, pytest.raises(RuntimeError, match=words):
-        Lane(tmp_path, 4096, sink, limited)
-    assert not log.read_text()
 
 
 def test_the_lifeline_is_the_last_to_go(lane: Lane) -> None:
