@@ -209,7 +209,7 @@ class Reporter:
     @property
     def counters(self) -> dict[str, Any]:
         """The counts by name; dropped frames include connections that do not speak ZMTP."""
-        dropped = self.counts.dropped_frames + self.server.dropped
+        dropped = self.counts.dropped_frames + self.server.num_invalid
         counters: dict[str, Any] = msgspec.to_builtins(replace(self.counts, dropped_frames=dropped))
         return counters
 

@@ -44,7 +44,7 @@ from kvd.lane.cuda.streams import TransferStream
 from kvd.lane.device import PIECE_BYTES, CompletedTransfer, Device, Direction, MemoryId, Transfer
 from kvd.machine import cuda
 from kvd.machine.cuda import Undo
-from kvd.machine.numa import numbers
+from kvd.machine.numa import parse_cpu_list
 from kvd_proto.copies import Copies
 from kvd_proto.messages import Handle, IpcHandle, VmmHandle, VmmSegment
 
@@ -89,7 +89,7 @@ def bind_near_device(pci_bus_id: str, sysfs: Path = Path("/sys")) -> None:
     """Bind this thread, and threads started later, to the processors near a device."""
     try:
         folder = sysfs / "bus/pci/devices" / pci_bus_id.lower()
-        near = numbers((folder / "local_cpulist").read_text("ascii"))
+        near = parse_cpu_list((folder / "local_cpulist").read_text("ascii"))
         allowed = os.sched_getaffinity(0)
         if near & allowed and not near >= allowed:
             os.sched_setaffinity(0, near & allowed)
