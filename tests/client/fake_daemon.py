@@ -222,6 +222,11 @@ class FakeDaemon:
         for session in self.sessions:
             self._server.send(session.client, WIRE.encode(message), fds)
 
+    def send(self, frame: bytes) -> None:
+        """Send bytes to every session, in the daemon's thread, from which this is called."""
+        for session in self.sessions:
+            self._server.send(session.client, frame)
+
     @in_its_thread
     def finish(self, status: JobStatus = JobStatus.OK) -> None:
         """Answer the jobs that were held back."""

@@ -495,14 +495,6 @@ def test_routers_have_what_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def tell(chunks: dict[int, Description | None]) -> tuple[Announcer, list[Announcement]]:
-    """What is told of these chunks, by the node that ends each, when all come at once."""
-    places = {ChunkLocation(node, 1, 0, 4, 0): found for node, found in chunks.items()}
-    announcer = Announcer(places.get)
-    stored = {key_of(place.slot): place for place in places}
-    return announcer, announcer.announce(Differences(stored))
-
-
 def below(first: int = 0) -> ChunkLocation:
     """A chunk in tiers, without some of its four blocks."""
     return ChunkLocation(NO_SLOT, 0, first, 4 - first, 0)

@@ -14,16 +14,6 @@ from tests.waiting import DEADLINE
 ACCEPTED, PRESENT, FULL = StoreAnswer.ACCEPTED, StoreAnswer.PRESENT, StoreAnswer.FULL
 
 
-def misses(scheduler: Scheduler, key: bytes) -> bool:
-    """Whether no call finds a chunk."""
-    return (
-        scheduler.lookup(key) is LookupResult.MISS
-        and scheduler.lookup_many([key]) == [LookupResult.MISS]
-        and scheduler.cached_blocks(key) is None
-        and scheduler.prepare_load([key]).keys == ()
-    )
-
-
 @pytest.mark.parametrize("use", ["load", "store"])
 def test_the_slot_of_a_chunk_that_is_used_is_given_away_last(
     daemon: FakeDaemon, stepping: Scheduler, use: str

@@ -56,8 +56,10 @@ def test_a_process_that_closes_nothing_exits(runtime_dir: Path) -> None:
         assert run_program(runtime_dir, deadline=1.0) == "{}\n"
 
 
-def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """How long keepers want to wait between two tries; they are not made to."""
+def test_an_absent_daemon_is_looked_for_twice_a_second(
+    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it has been away: who comes is met within half a second, and for little."""
     wanted: list[float] = []
     pause = session.ClientSession._pause
 
@@ -66,14 +68,6 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         pause(one, 0.01)
 
     monkeypatch.setattr(session.ClientSession, "_pause", at_once)
-    return wanted
-
-
-def test_an_absent_daemon_is_looked_for_twice_a_second(
-    runtime_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long it has been away: who comes is met within half a second, and for little."""
-    wanted = pauses(monkeypatch)
     with Scheduler(runtime_dir, "engine", deadline=DEADLINE) as scheduler:
         eventually(lambda: len(wanted) > 20)
         assert 0.4 < max(wanted) <= 0.5

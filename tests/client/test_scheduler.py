@@ -7,6 +7,7 @@ import pytest
 
 from kvd_client import Label, LoadTicket, LookupResult, Scheduler, UsageError, Worker, session
 from kvd_client.attachment import Attachment
+from kvd_proto.codec import WIRE
 from kvd_proto.messages import (
     MAX_KEYS,
     Detached,
@@ -16,6 +17,7 @@ from kvd_proto.messages import (
     Lookups,
     Message,
     Ping,
+    Pong,
     Reset,
     ResetDone,
     Status,
@@ -167,11 +169,21 @@ def test_refusal_comes_to_nothing(daemon: FakeDaemon, scheduler: Scheduler) -> N
     assert len(daemon.wait_for(Hello)) == 1
 
 
+@pytest.mark.parametrize(
+    "frame", [b"", b"nothing", WIRE.encode(Pong(pid=1), 12345)], ids=["kind", "bytes", "request"]
+)
 def test_nonsense_from_the_daemon_ends_the_session(
-    daemon: FakeDaemon, scheduler: Scheduler
+    daemon: FakeDaemon, scheduler: Scheduler, frame: bytes
 ) -> None:
-    """A reply of the wrong type ends the session, not the engine."""
-    daemon.replies[Status] = lambda _: Ping()
+    """A reply of the wrong type, to no request, or that cannot be read; the engine goes on."""
+
+    def answer(_: Message) -> Message | None:
+        if not frame:
+            return Ping()
+        daemon.send(frame)
+        return None
+
+    daemon.replies[Status] = answer
     assert scheduler.status() == {}
     daemon.wait_for(Hello, 2)
 
