@@ -408,6 +408,17 @@ def test_a_binding_whose_directory_was_lost_is_counted(bench: Bench) -> None:
     assert orders.num_bindings == 1
 
 
+def test_a_connection_that_takes_no_answer_is_ended(bench: Bench) -> None:
+    """Its worker would wait for the job for ever; it joins anew instead."""
+    _, reports, _ = orders_on(bench)
+    server: Any = reports.server
+    server.send, server.end = (lambda *_: False), mock.Mock()
+    worker = bench.worker()
+    worker.client = mock.Mock()
+    reports.refuse_job(worker, make_job(Load, 1, [1], [9]), 5, "no")
+    server.end.assert_called_once_with(worker.client)
+
+
 def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> None:
     """Revoked is sent after the last transfer of every job that writes there has landed.
 
