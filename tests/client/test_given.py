@@ -80,6 +80,18 @@ def test_of_two_loans_of_a_slot_the_later_one_counts() -> None:
     assert [loans.take(lambda *_: True) for _ in range(3)] == [(3, 6), (4, 7), None]
 
 
+def test_the_loan_of_a_chunk_that_is_pinned_is_at_hand_again_with_the_next_answer() -> None:
+    """The daemon may have refused the pin; of a session that ends no loan is left."""
+    loans = LoanQueue()
+    loans.add([(3, 5), (4, 5)])
+    assert [loans.take(lambda *_: True, {3}) for _ in range(2)] == [(4, 5), None]
+    loans.add([(6, 5)])
+    assert [loans.take(lambda *_: True) for _ in range(2)] == [(3, 5), (6, 5)]
+    loans.add([(7, 5)])
+    loans.clear()
+    assert loans.take(lambda *_: True) is None
+
+
 def test_the_latest_keys_are_remembered() -> None:
     """Those that were offered longest ago make room."""
     reuse = ReuseFilter(2, 3)

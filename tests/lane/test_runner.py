@@ -446,6 +446,21 @@ def test_a_slot_is_given_back_only_when_no_copy_into_it_flies(bench: Bench) -> N
     assert sent[-2:] == [answer, answer]
 
 
+def test_a_store_goes_on_when_other_slots_are_given_back(bench: Bench) -> None:
+    """Of a slot that it has left out, as another engine writes there, the broker hears at once."""
+    orders, reports, sent = orders_on(bench)
+    bench.directory.set([4], SlotState.WRITING, owner=8)
+    bench.submit(bench.worker(), make_job(Store, 1, [1, 2], [3, 4]))
+    bench.runner.run_once()
+    slots, generations = IntArray.of([4], "u4"), IntArray.of([1], "u8")
+    orders.execute(Revoke(namespace=NAMESPACE, slots=slots, generations=generations))
+    reports.report_ended()
+    assert isinstance(sent[-1], Revoked)
+    bench.device.land()
+    bench.runner.run_once()
+    assert bench.ended() == [(1, JobStatus.OK)]
+
+
 def test_memory_is_released_only_when_no_copy_touches_it(bench: Bench) -> None:
     """Released is sent after the worker's last transfer has landed, to each order for it."""
     orders, reports, sent = orders_on(bench)
