@@ -33,7 +33,8 @@ STEP = 0.05
 class FakeTier:
     """A tier's process: it has chunks by namespace, salt and key, and answers when it is told.
 
-    hangs: it answers nothing. salts: by namespace, what it has noted.
+    hangs: it answers nothing. salts: by namespace, what it has noted. began: of each order, the
+    salt under which it was given.
     """
 
     def __init__(self, bench: "TierBench", index: int) -> None:
@@ -43,6 +44,7 @@ class FakeTier:
         self.salts: dict[bytes, bytes] = {}
         self.told: list[Message] = []
         self.waiting: list[Put | Get | Lookup] = []
+        self.began: dict[int, bytes] = {}
         self.hangs = False
         self.spoils: Outcome | None = None
         self.progress = 0
@@ -80,6 +82,7 @@ class FakeTier:
 
     def take(self, message: Message) -> None:
         """It is told something."""
+        assert self.tier.up
         self.told.append(message)
         match message:
             case OpenNamespace(namespace=namespace, salt=salt):
@@ -96,6 +99,7 @@ class FakeTier:
                     self.pong()
             case Put() | Get() | Lookup():
                 self.waiting.append(message)
+                self.began[message.number] = self.salts[message.namespace]
             case Drop(namespace=namespace, keys=keys):
                 for key in keys:
                     self.kept.pop((namespace, self.salts[namespace], key), None)
@@ -132,7 +136,9 @@ class FakeTier:
         outcomes, found = [], []
         for i, key in enumerate(order.keys):
             there = self.kept.get((namespace, salt, key))
-            if isinstance(order, Put):
+            if self.began[order.number] != salt:
+                outcome = Outcome.GONE
+            elif isinstance(order, Put):
                 blocks = order.first.tolist()[i], order.count.tolist()[i], order.groups.tolist()[i]
                 if self.spoils is None:
                     self.kept[namespace, salt, key] = (*blocks, b"")
@@ -209,7 +215,7 @@ class TierBench(Bench):
         """These are READY; nobody has asked for them yet."""
         self.reserve(len(keys) + 1, self.now)
         refs = loans_of(self.table(), self.engine(self.scheduler).number)[: len(keys)]
-        self.begin(list(keys), refs, now=self.now)
+        self.begin(list(keys[: len(refs)]), refs, now=self.now)
         self.share(refs)
         return refs
 

@@ -401,12 +401,3 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
 
 TestBroker = BrokerMachine.TestCase
 TestBroker.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-
-
-def test_errors_are_never_silent() -> None:
-    """A request that has no place now is refused with a code and a sentence."""
-    machine = BrokerMachine()
-    session = machine.connect("a", "tool")
-    reply = machine.ask(session, hello("tool", "a"))
-    assert isinstance(reply, Error)
-    assert "HELLO in state welcomed" in reply.text

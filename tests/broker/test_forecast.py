@@ -46,16 +46,6 @@ def test_now_is_what_was_measured() -> None:
     assert forecast.hit_ratio(math.inf) == forecast.ceiling == pytest.approx(0.8)
 
 
-def test_what_engines_find_by_themselves_is_taken_off() -> None:
-    """Half of the prompts is not looked up; pools find 60, 70 and 80 % of all, engines included."""
-    curve = KnownCurve(at_32=60, at_64=70, at_128=80)
-    curve.note_lookups(8_000, 3_200, 0.0)
-    forecast = Forecast(curve, POOL)
-    assert forecast.hit_ratio(POOL / 2) == pytest.approx(0.2)
-    assert forecast.hit_ratio(POOL) == pytest.approx(0.4)
-    assert forecast.ceiling == pytest.approx(0.6)
-
-
 @given(
     st.lists(st.floats(0, 100), min_size=4, max_size=4),
     st.floats(0, 1),
@@ -73,26 +63,6 @@ def test_more_memory_never_finds_less(percent: list[float], hit_ratio: float, to
     assert all(smaller <= larger + 1e-9 for smaller, larger in pairwise(ends))
     seconds = forecast.prefill_seconds(SIZES, 0.001)
     assert all(larger <= smaller for smaller, larger in pairwise(seconds))
-
-
-def test_prefill_time_grows_with_the_position() -> None:
-    """Now it is the engine's own rate; where deep keys are missed as well, they cost more."""
-    curve = MissCurve(POOL, sample_every=1)
-    curve.tokens_per_key = 131_072 / 3 / 10  # the eleventh key takes twice the first one's time
-    prompt = [b"%d" % position for position in range(11)]
-    for number in range(100):
-        curve.record(prompt, 11)
-        for other in range(10):
-            curve.record([b"%d/%d/%d" % (number, other, place) for place in range(4)], 4)
-    curve.note_lookups(0, 0, 0.0)
-    tokens = int(curve.asked * curve.tokens_per_key)
-    curve.note_lookups(tokens, int(tokens * curve.hit_ratio(POOL)), 1800.0)
-    forecast = Forecast(curve, POOL)
-    smaller, now = forecast.prefill_seconds([POOL / 2, POOL], 0.001)
-    missed = 2 * tokens * (1 - forecast.hit_ratio_now)
-    assert now == pytest.approx(missed * 0.001)
-    shallow, deep = 4000 * 1.15, 99 * 11 * 1.5 + 11 * 1.5
-    assert smaller / now == pytest.approx((shallow + deep) / (shallow + 11 * 1.5), rel=0.01)
 
 
 def test_too_little_is_no_forecast() -> None:

@@ -7,14 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvd.broker.broker import lookup_counts
-from kvd.broker.effects import LogEvent
-from kvd.broker.state import MAX_EVENTS
-from kvd.metrics import schema
 from kvd.metrics.counts import LookupCounts
 from kvd.metrics.declare import Progress, RecentMax
-from kvd_proto.messages import Lookups, Ping
-from tests.broker.brokers import make_broker
-from tests.broker.test_steps import Bench
+from kvd_proto.messages import Lookups
 
 MOST = 2**63 - 1
 
@@ -55,17 +50,6 @@ def test_seconds_left_follow_the_rate_of_the_last_seconds(
     assert found == (left if left is None else pytest.approx(left, rel=0.1))
 
 
-def test_events_are_numbered_and_bounded() -> None:
-    """The last ones are kept, with numbers that tell how many there were."""
-    broker = make_broker()
-    for i in range(MAX_EVENTS + 5):
-        broker.record_event(LogEvent(f"event {i}", "warning"), float(i))
-    recent = broker.state.events
-    assert [event.number for event in recent] == list(range(6, MAX_EVENTS + 6))
-    last = MAX_EVENTS + 4
-    assert recent[-1] == schema.EventStatus(last + 1, float(last), "warning", f"event {last}")
-
-
 def said(*totals: int, tokens: bool = True) -> Lookups:
     """What a session says, in the order of `LookupCounts`; the rest is 0."""
     names = [each.name for each in fields(LookupCounts)]
@@ -97,25 +81,6 @@ def test_lookups_count_once_however_often_they_are_said(
     for report in data.draw(st.permutations(reports * 2)):
         total.add(known.catch_up(lookup_counts(report)))
     assert total == LookupCounts(*grown)
-
-
-def test_keys_are_no_tokens() -> None:
-    """A session that counts no tokens adds none, however many keys it has looked up."""
-    known, total = LookupCounts(), LookupCounts()
-    total.add(known.catch_up(lookup_counts(said(5, 3, tokens=False))))
-    total.add(known.catch_up(lookup_counts(said(9, 4, tokens=False))))
-    assert total == LookupCounts(9, 4)
-
-
-def test_tokens_of_an_outage_are_none_that_were_looked_up() -> None:
-    """Also where the total does not have them: the forecast counts no tokens below zero."""
-    bench = Bench()
-    curve = bench.table().curve
-    assert curve is not None
-    for tokens, detached in ((1_000, 50_000), (52_000, 51_000)):
-        lookups = Lookups(chunks=0, hit_chunks=0, tokens=tokens, detached_tokens=detached)
-        bench.broker.request(bench.scheduler, 9, Ping(lookups=lookups), 5.0)
-    assert curve.tokens == 50_000
 
 
 def test_totals_stay_within_a_message() -> None:

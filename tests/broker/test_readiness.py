@@ -3,11 +3,9 @@
 from typing import Any
 
 from kvd.broker.broker import Broker
-from kvd.broker.effects import Reply
 from kvd.broker.status_report import readiness_checks, status_report
 from kvd.metrics.schema import CheckStatus
 from kvd.wire.link import PoolUsable
-from kvd_proto.messages import Status, StatusReport
 from tests.broker import brokers
 from tests.broker.brokers import CUDA
 
@@ -37,16 +35,6 @@ def named(broker: Broker, name: str, now: float = 1.0) -> CheckStatus:
 def report(broker: Broker, now: float = 1.0) -> dict[str, Any]:
     """The status."""
     return status_report(broker.state, 1, "kvd test", now)
-
-
-def test_a_daemon_that_waits_for_the_size_of_its_pool_is_ready() -> None:
-    """With auto, the absence of the first engine fails nothing: it waits for readiness itself."""
-    broker = make_broker("auto")
-    assert broker.state.ready
-    assert all(check.ok for check in readiness_checks(broker.state, 0.0))
-    assert "first engine" in named(broker, "pool").text
-    assert named(broker, "pool").percent is None
-    assert report(broker)["ready"]
 
 
 def test_the_pool_says_how_far_it_is_and_how_long_it_takes() -> None:
@@ -97,25 +85,3 @@ def test_a_lost_lane_is_named_with_its_end() -> None:
     check = named(broker, "lane host")
     assert (check.ok, report(broker)["lanes"][0]["state"]) == (False, "down")
     assert check.text == "lost (killed by signal 9); it is started again"
-
-
-def test_totals_are_there_from_the_start() -> None:
-    """Before the first namespace every total is 0, not absent."""
-    broker = make_broker("auto")
-    totals = report(broker)["counters"]
-    assert {"offered", "accepted", "hits", "evicted", "lookup_tokens"} < totals.keys()
-    assert not any(total for total in totals.values() if not isinstance(total, dict))
-
-
-def test_the_report_names_conditions_of_the_last_minute() -> None:
-    """What was counted since a report of a minute ago is a condition, with its remedy."""
-    broker = make_broker()
-    broker.tick(100.0)
-    broker.messages_dropped(5, 9)
-    (reply,) = broker.request(brokers.join(broker), 2, Status(), 101.0)
-    assert isinstance(reply, Reply)
-    assert isinstance(reply.message, StatusReport)
-    conditions = reply.message.status["conditions"]
-    assert [found["text"] for found in conditions if found["name"] == "messages dropped"] == [
-        "5 messages could not be read in the last minute."
-    ]

@@ -11,7 +11,6 @@ from kvd.broker.broker import Broker
 from kvd.broker.effects import ChunksReady, Effect, ToLane
 from kvd.broker.sessions import Session
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.ghosts import GhostCause
 from kvd.metrics.counts import MissReason
 from kvd.wire.link import Revoke, Revoked, ShareDone
 from kvd_proto.directory import LookupResult
@@ -19,12 +18,10 @@ from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     LABEL_ONLY,
     MAX_FINISHED,
-    Drain,
     ErrorCode,
     Fingerprint,
     Label,
     Pin,
-    Resume,
     Step,
     Stepped,
 )
@@ -205,24 +202,6 @@ def test_the_store_of_a_step_comes_before_its_pins() -> None:
     bench.broker.state.check_integrity()
 
 
-def test_a_pin_of_another_engine_ends_a_loan() -> None:
-    """The step that gives the slot away, sent meanwhile, loses that store and nothing else."""
-    bench = Bench(chunks=4)
-    loans = bench.reserve(4)
-    bench.begin([b"%d" % number for number in range(4)], loans)
-    bench.share(loans)
-    other = bring_up(bench.broker, "f")
-    refs = bench.reserve(2)
-    pinned = next(each for each in loans if each[0] == refs[0][0])
-    bench.step(other, pins=(pin(1, [pinned]),))
-    bench.begin([b"lost", b"new"], refs)
-    table = bench.table()
-    assert table.directory.ready(*map(list, zip(pinned, strict=True))) == [pinned[0]]
-    assert table.directory.lookup_many([b"lost", b"new"]) == [0, LookupResult.HIT_PENDING]
-    assert table.counts.stores_lost == 1
-    bench.broker.state.check_integrity()
-
-
 def test_each_request_of_a_step_counts() -> None:
     """One use of its chunks each, in the order in which they ended; the last one is the newest."""
     bench = Bench()
@@ -248,26 +227,6 @@ def test_each_request_of_a_step_counts() -> None:
     ]
     assert table.curve is not None
     assert table.curve.requests == 2
-
-
-def test_a_step_without_counts_has_one_request() -> None:
-    """All of its keys are of the prompt, and it has no label."""
-    bench = Bench()
-    uses = watch_uses(bench.table())
-    bench.step(used=(b"a", b"b"))
-    assert uses == [((b"a", b"b"), 2, Label.NONE, 1.0)]
-
-
-def test_what_got_no_slot_is_remembered() -> None:
-    """As refused, until it is stored."""
-    bench = Bench()
-    bench.step(unstored=(b"a",))
-    ghost = bench.table().ghosts.find(b"a")
-    assert ghost is not None
-    assert ghost.cause is GhostCause.REFUSED
-    refs, _ = bench.step(wanted=1)
-    bench.begin([b"a"], refs)
-    assert bench.table().ghosts.find(b"a") is None
 
 
 def test_only_a_served_engines_scheduler_steps() -> None:
@@ -378,40 +337,6 @@ def test_leases_above_the_limit_are_not_held() -> None:
     table.check_integrity()
 
 
-def test_what_a_scheduler_answered_by_itself_is_counted() -> None:
-    """In a drain the keys without a slot are those of the drain."""
-    bench = Bench()
-    bench.step(present=1, pending=2, not_yet=3, refused=4)
-    bench.broker.request(join(bench.broker, "tool", "t"), 2, Drain(), 0.0)
-    bench.step(refused=5)
-    counts = bench.table().counts
-    assert (counts.present, counts.pending, counts.not_yet, counts.full) == (1, 2, 3, 4)
-    assert (counts.draining, counts.offered) == (5, 15)
-    counts.check_integrity()
-
-
-def test_a_drain_ends_loans_and_lends_none() -> None:
-    """Until it is undone; no lane has to be asked."""
-    bench, keys = Bench(), [b"a"]
-    refs, _ = bench.step(wanted=8)
-    bench.begin(keys, refs[:1])
-    tool = join(bench.broker, "tool", "t")
-    assert revoked(bench.broker.request(tool, 2, Drain(), 0.0)) == []
-    assert not bench.table().slots.loans
-    bench.begin([b"b"], refs[1:2])
-    assert bench.table().counts.stores_lost == 1
-    assert bench.step(wanted=8)[0] == []
-    assert ChunksReady(bench.engine(bench.scheduler).number) in bench.share(refs[:1])
-    bench.broker.request(tool, 2, Resume(), 0.0)
-    assert len(bench.step(wanted=8)[0]) == 8
-
-
-def test_nothing_is_lent_before_the_pool_has_memory() -> None:
-    """The step is served all the same."""
-    bench = Bench(allocated=0)
-    assert bench.step(wanted=8)[0] == []
-
-
 @pytest.mark.parametrize("model", ["m", "n"])
 def test_no_room_of_others_is_taken_before_something_is_stored(model: str) -> None:
     """By an engine's first step, by pins, or by uses: what is lent then is its namespace's own."""
@@ -467,20 +392,3 @@ def test_loans_that_were_not_used_end_where_another_engine_gets_too_few() -> Non
     bench.begin([b"late"], taken[:1])
     assert table.counts.stores_lost == 1
     bench.broker.state.check_integrity()
-
-
-def test_an_engine_that_leaves_holds_nothing() -> None:
-    """The scheduler's end, and a rank's, end loans, stores and leases."""
-    for rank_leaves in (False, True):
-        bench = Bench()
-        refs, _ = bench.step(wanted=8)
-        bench.begin([b"a", b"b"], refs[1:3])
-        bench.share(refs[2:3])
-        bench.step(pins=(pin(1, refs[2:3]),))
-        table = bench.table()
-        effects = bench.broker.lost(bench.worker if rank_leaves else bench.scheduler)
-        assert revoked(effects) == refs[1:2]
-        assert not table.slots.loans
-        bench.answer(effects)
-        assert table.slots.is_idle
-        bench.broker.state.check_integrity()

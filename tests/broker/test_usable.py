@@ -5,7 +5,7 @@ from kvd.broker.effects import Notify, ToLane
 from kvd.broker.sessions import Session
 from kvd.pool.geometry import MIN_PIECE_BYTES
 from kvd.wire.link import ImportWorker, PoolUsable, ReleaseWorker
-from kvd_proto.messages import Attached, Detached, Registered, Step, Stepped
+from kvd_proto.messages import Attached, Detached, Step, Stepped
 from tests.broker.brokers import join, lane_up, make_broker, mapped, register, replies
 
 
@@ -15,14 +15,6 @@ def attached(cpu_bytes: int) -> tuple[Broker, Session]:
     session = join(broker)
     broker.request(session, 2, register(), 0.0, 2)
     return broker, session
-
-
-def test_memory_is_mapped_before_any_of_the_pool_can_be_copied() -> None:
-    """A rank waits for its lane's process, not for the pool to be touched or pinned."""
-    broker, session = attached(2**20)
-    orders = [effect for effect in lane_up(broker, usable_bytes=0) if isinstance(effect, ToLane)]
-    assert [type(order.message) for order in orders] == [ImportWorker]
-    assert [type(reply.message) for reply in replies(mapped(broker, session))] == [Registered]
 
 
 def test_no_slot_is_lent_before_the_lane_has_looked_at_the_new_workers_arena() -> None:

@@ -26,18 +26,3 @@ def test_an_age_counts_from_the_last_use() -> None:
     assert ages(table) == {60: 1, 300: 3}
     assert table.counts.eviction_age.sum == pytest.approx(20 + 3 * 120, abs=1e-3)
     table.check_integrity()
-
-
-def test_the_end_of_a_request_is_a_use() -> None:
-    """What a request had is as young as its end; the time is that of the last tick."""
-    table = make_table(2)
-    store(table, names(2), BOOT)
-    table.expire(BOOT + 50)
-    table.loads.refresh(names(2), BOOT + 50)
-    table.expire(BOOT)  # a clock that is told an older time does no harm
-    store(table, names(2, first=10), BOOT + 54)
-    assert ages(table) == {5: 2}
-    table.reset()  # chunks that are dropped on purpose say nothing about the pool's size
-    store(table, names(2), BOOT + 59)
-    assert ages(table) == {5: 2}
-    table.check_integrity()

@@ -88,26 +88,3 @@ def test_what_is_too_long_or_finds_no_room_is_counted_and_the_store_goes_on() ->
             1, 0, slots, generations, [0] * n, [1] * n, [0] * n, ok=True
         )
         assert len(ready) == n
-
-
-def test_where_none_are_kept_they_are_counted() -> None:
-    """A file that could not be made."""
-    table = add(make_namespaces(4 * PAGE), 0, PAGE, record_bytes=64).table
-    begin(table, names(1), [b"of it"])
-    assert table.counts.descriptions_no_room == 1
-
-
-def test_temporary_namespaces_keep_none() -> None:
-    """Nor does one of which nobody says how long they are; one that failed is tried again."""
-    made: list[str] = []
-
-    def fail(name: str, size: int) -> None:
-        made.append(f"{name[:2]} {size}")
-
-    namespaces = make_namespaces(64 * PAGE, make_descriptions=fail)
-    add(namespaces, 1, PAGE, temporary=True, record_bytes=64)
-    add(namespaces, 2, PAGE)
-    assert not made
-    add(namespaces, 3, PAGE, record_bytes=64)
-    add(namespaces, 3, PAGE, record_bytes=64)
-    assert made == ["03 64"] * 2

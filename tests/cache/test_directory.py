@@ -61,19 +61,6 @@ def colliding_keys(count: int, mask: int, home: int) -> list[bytes]:
     return found
 
 
-def test_header_round_trip() -> None:
-    """What the writer puts into the header, a view reads out of it; nothing else is touched."""
-    buffer, _ = make(1000)
-    assert not any(buffer[HEADER.size + CHECK_WORD.size :])
-    view = DirectoryView(bytes(buffer))
-    assert (view.num_slots, view.header.namespace, view.boot_id) == (1000, SPACE, BOOT)
-    assert view.header.index_capacity == 2048
-    parts = HEADER_BYTES + 1000 * 80 + 2048 * 8
-    assert view.header.changes_offset == parts
-    assert view.header.total_bytes == parts + 1024 * 88 == len(buffer)
-    assert (view.changes.capacity, view.changes.head, view.changes.read(0, 9)) == (1024, 0, [])
-
-
 @given(st.integers(1, 10**9))
 def test_index_load(num_slots: int) -> None:
     """The index is a power of two whose load is at most 0.75, and costs little for a chunk."""
@@ -103,59 +90,6 @@ def test_bad_header(at: int, words: str, signed: bool) -> None:
         CHECK_WORD.pack_into(buffer, HEADER.size, zlib.crc32(buffer[: HEADER.size]))
     with pytest.raises(DirectoryError, match=words):
         DirectoryView(buffer)
-
-
-def test_short_buffers() -> None:
-    """A buffer too small for the header, the table or the plan is refused with the figures."""
-    buffer, _ = make(8)
-    for short, words in ((b"short", "cannot hold"), (buffer[:-1], f"{len(buffer) - 1} bytes of a")):
-        with pytest.raises(DirectoryError, match=words):
-            DirectoryView(short)
-    header = DirectoryHeader.plan(8, SPACE, BOOT)
-    for unfit in (bytearray(100), memoryview(buffer).toreadonly()):
-        with pytest.raises(DirectoryError, match="writable"):
-            DirectoryWriter(unfit, header)
-
-
-@pytest.mark.parametrize(("slots", "space"), [(0, SPACE), (2**31, SPACE), (4, b"short")])
-def test_bad_plan(slots: int, space: bytes) -> None:
-    """Slot counts and ids out of range are refused."""
-    with pytest.raises(DirectoryError):
-        DirectoryHeader.plan(slots, space, BOOT)
-
-
-def test_life_of_a_chunk() -> None:
-    """A key is pending while written, hits when ready, and misses again once freed."""
-    buffer, writer = make(4)
-    view = DirectoryView(memoryview(buffer).toreadonly())
-    assert view.lookup(b"k") is LookupResult.MISS
-    assert begin(writer, [b"k"], [2], owner=7) == [1]
-    assert view.lookup(b"k") is LookupResult.HIT_PENDING
-    assert (writer.generation(2), writer.owner(2), writer.state(2)) == (1, 7, SlotState.WRITING)
-    assert (writer.key(2), writer.ranks_done(2)) == (b"k", 0)
-    assert writer.blocks(2)[1] == NO_SHARE_YET
-    writer.make_ready(2)
-    assert view.lookup_many([b"k", b"x", b"", b"k" * 49]) == [1, 0, 0, 0]
-    assert view.find(b"k") == 2
-    writer.free([2])
-    assert view.lookup(b"k") is LookupResult.MISS
-    assert view.find(b"k") == -1
-    assert begin(writer, [b"other"], [2], owner=7) == [2]
-
-
-def test_an_entry_is_what_the_record_says() -> None:
-    """Of a chunk that a lookup finds `entry` gives slot, generation, state and blocks."""
-    buffer, writer = make(4)
-    view = DirectoryView(memoryview(buffer).toreadonly())
-    assert view.entry(b"k") is None
-    begin(writer, [b"k"], [2], owner=7)
-    assert view.entry(b"k") == (2, 1, SlotState.WRITING, 0, NO_SHARE_YET)
-    writer.add_share(2, 0, first=1, count=3, group=0)
-    writer.make_ready(2)
-    assert view.entry(b"k") == (2, 1, SlotState.READY, 1, 3)
-    assert [view.entry(key) for key in (b"", b"x", b"k" * 49)] == [None] * 3
-    writer.forget()
-    assert view.entry(b"k") is None
 
 
 def test_a_lent_slot_is_known_by_its_generation() -> None:
@@ -201,17 +135,6 @@ def test_generations_are_unique_and_name_their_loans(highest: int) -> None:
         writer.end_loans(range(count))
     assert writer.place(b"filled by a tier", 0, 1)
     assert writer.generation(0) > last
-
-
-def test_shares() -> None:
-    """Ranks add up to a mask, and the coverage is what all of them hold."""
-    _, writer = make(4)
-    begin(writer, [b"k"], [3], owner=1)
-    assert writer.add_share(3, 0, first=1, count=3, group=0) == (0b01, 3)
-    assert writer.add_share(3, 63, first=0, count=3, group=0) == (1 | 1 << 63, 2)
-    ((*_, first, count, _, _),) = READ_HEADS(writer.heads(array("I", [3])))
-    assert (first, count) == (1, 2)
-    assert writer.add_share(3, 5, first=3, count=1, group=0)[1] == 0
 
 
 @given(st.lists(st.integers(0, 7), max_size=40))

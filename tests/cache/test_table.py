@@ -7,7 +7,6 @@ import pytest
 from kvd.cache.chunks import ChunkTable
 from kvd.errors import IntegrityError
 from kvd_proto.directory import PROBE_LIMIT, READ_HEADS, SlotState
-from kvd_proto.messages import LABEL_ONLY, Label
 from tests.cache.tables import begin, finish, make_table, names, pin, ref_of, store
 
 
@@ -25,29 +24,6 @@ def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) ->
     order = [store(table, names(1, first=10 + n)).evicted[0] for n in range(6)]
     assert order == list(reversed(names(6)))
     table.check_integrity()
-
-
-@pytest.mark.parametrize("is_there", [True, False])
-def test_a_late_label_needs_the_requests_last_chunk(is_there: bool) -> None:
-    """Without it the chunks left may be those of another request, which keep its label."""
-    table = make_table(4, policy="adaptive")
-    keys = names(2 if is_there else 1)
-    store(table, keys)
-    table.finish_request(keys, 1, Label.NONE, 1.0)
-    table.finish_request(names(2), 1, LABEL_ONLY | Label.DONE, 2.0)
-    table.slots.evict([table.directory.find(b"key 0")], 3.0)
-    ghost = table.ghosts.find(b"key 0")
-    assert ghost is not None
-    assert ghost.label == (Label.DONE if is_there else Label.NONE)
-
-
-def test_one_sweep_after_a_reset_is_short() -> None:
-    """It frees 512 chunks at most, whose keys it remembers."""
-    table = make_table(2000)
-    store(table, names(2000))
-    table.reset()
-    table.sweep()
-    assert len(table.ghosts) == 512
 
 
 def test_a_ticket_that_is_never_used_runs_out() -> None:

@@ -38,21 +38,3 @@ def test_a_chunk_is_kept_from_its_first_tier_to_its_last() -> None:
     tiers.release(A, 1)
     assert told(writer, 1) == [(0, 4, 5, KEPT, A), (0, 0, 0, RELEASED, A)]
     writer.check_integrity()
-
-
-def test_chunks_that_go_together_are_one_change() -> None:
-    """A reset, and the end of a tier's leaving, say that the table is to be looked through."""
-    writer = make()
-    tiers = writer.tiers
-    assert tiers is not None
-    tiers.hold(A, 0, 0, 4, 0)
-    tiers.hold(B, 1, 0, 4, 0)
-    tiers.release_tier(0)
-    assert not told(writer, 2)
-    tiers.hold(A, 1, 0, 4, 0)  # what held it until now means nothing any more
-    while not tiers.is_swept:
-        tiers.sweep()
-    tiers.forget()
-    assert told(writer, 2) == [(0, 4, 0, KEPT, A), (0, 0, 0, TIERS, b""), (0, 0, 0, TIERS, b"")]
-    assert not tiers.held_chunks(0, tiers.places)
-    writer.check_integrity()

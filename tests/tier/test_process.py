@@ -144,13 +144,6 @@ def test_a_setting_that_cannot_work(process: Process, setting: str, needle: str)
     assert process.end()[0] == 1
 
 
-def test_a_pool_that_is_too_small(process: Process) -> None:
-    """A pool's file smaller than was said is refused."""
-    failed = process.begin("memory:", pool_bytes=POOL_BYTES + 1)
-    assert isinstance(failed, TierFailed)
-    assert f"{POOL_BYTES} bytes, {POOL_BYTES + 1} were promised" in failed.error
-
-
 def test_a_pool_that_is_taken_over(process: Process) -> None:
     """Where another daemon has the pool's lock, it does not serve."""
     descriptor = os.open(f"/proc/self/fd/{process.pool}", os.O_RDONLY)
