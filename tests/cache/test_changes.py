@@ -150,3 +150,28 @@ def test_a_slot_whose_loan_has_ended_is_being_written_for_it() -> None:
         (True, generation, SlotState.WRITING),
         (False, generation, SlotState.WRITING),
     ]
+
+
+def test_a_chunk_is_kept_from_its_first_tier_to_its_last() -> None:
+    """The first tier that holds a chunk is a change, and so is the last one that drops it."""
+    header = DirectoryHeader.plan(4, bytes(16), bytes(16), 4, tier_capacity=16, num_tiers=2)
+    writer = DirectoryWriter(bytearray(header.total_bytes), header)
+    tiers = writer.tiers
+    assert tiers is not None
+    tiers.hold(b"a", 0, 1, 3, 5)
+    tiers.hold(b"a", 1, 1, 3, 5)
+    tiers.hold(b"a", 1, 2, 1, 5)  # less than the other tier has: not noted
+    tiers.mark_absent(b"b", 1.0)
+    for key, tier in ((b"a", 1), (b"b", 0)):
+        tiers.release(key, tier)
+    tiers.hold(b"a", 1, 0, 4, 5)
+    for tier in (0, 1):
+        tiers.release(b"a", tier)
+    changes = writer.changes.read(0, 100)
+    assert changes is not None
+    assert [change[4:] for change in changes] == [
+        (1, 3, 5, ChangeKind.KEPT, b"a"),
+        (0, 4, 5, ChangeKind.KEPT, b"a"),
+        (0, 0, 0, ChangeKind.RELEASED, b"a"),
+    ]
+    writer.check_integrity()

@@ -1,13 +1,30 @@
-"""Decisions of one namespace's chunk table that `test_machine` does not reach or does not name."""
+"""What a table of chunks decides that `test_machine` does not reach."""
 
 from array import array
+from collections.abc import Callable
 
+import numpy as np
 import pytest
 
 from kvd.cache.chunks import ChunkTable
+from kvd.cache.ghosts import GhostCause
+from kvd.config.values import Quota
 from kvd.errors import IntegrityError
-from kvd_proto.directory import PROBE_LIMIT, READ_HEADS, SlotState
-from tests.cache.tables import begin, finish, make_table, names, pin, ref_of, store
+from kvd.metrics.counts import AGE_BOUNDS
+from kvd.pool.geometry import FillOrder
+from kvd_proto.directory import PROBE_LIMIT, READ_HEADS, LookupResult, SlotState
+from tests.cache.tables import (
+    PAGE,
+    add,
+    begin,
+    finish,
+    make_namespaces,
+    make_table,
+    names,
+    pin,
+    ref_of,
+    store,
+)
 
 
 @pytest.mark.parametrize("policy", ["lru", "adaptive"])
@@ -89,20 +106,111 @@ def test_a_pin_keeps_what_is_still_there() -> None:
     table.check_integrity()
 
 
-@pytest.mark.parametrize("damage", ["state", "pins", "tickets", "policy"])
-def test_damage_is_noticed(damage: str) -> None:
-    """The integrity check sees a state, pin, ticket or policy entry that does not belong."""
+HIT, MISS = LookupResult.HIT, LookupResult.MISS
+
+
+BOOT = 1_000_000.0  # of a machine that has been up for long
+
+
+def ages(table: ChunkTable) -> dict[float, int]:
+    """How many chunks were evicted, by the upper bound of their age."""
+    counts = table.counts.eviction_age.counts
+    return {bound: n for bound, n in zip((*AGE_BOUNDS, np.inf), counts, strict=True) if n}
+
+
+def test_an_age_counts_from_the_last_use() -> None:
+    """Of chunks stored together the one that was loaded meanwhile is younger when it goes."""
     table = make_table(4)
-    store(table, [b"a"])
-    (slot,) = begin(table, [b"w"]).slots
-    ready = table.directory.find(b"a")
-    if damage == "state":
-        table.directory.write_state(ready, SlotState.WRITING)
-    elif damage == "pins":
-        table.slots.leases.pins[ready] = 1
-    elif damage == "tickets":
-        del table.slots.tickets[slot]
-    else:
-        table.slots.policy.remove(ready)
+    store(table, names(4), BOOT)
+    pin(table, names(1), BOOT + 100, 1.0)
+    table.expire(BOOT + 110)
+    store(table, names(4, first=10), BOOT + 120)
+    assert ages(table) == {60: 1, 300: 3}
+    assert table.counts.eviction_age.sum == pytest.approx(20 + 3 * 120, abs=1e-3)
+    table.check_integrity()
+
+
+def test_only_free_slots_are_lent_while_the_pool_is_filled() -> None:
+    """Slots whose memory is there are lent, and nothing is evicted for more."""
+    table = make_table(64, fill=FillOrder(64 * PAGE, 2 * PAGE))
+    usable = 16 * PAGE
+    begun = begin(table, names(16), usable=usable)
+    assert len(begun.slots) == 16
+    finish(table, begun)
+    assert table.lending.lend(1, 64, 1, 0.0, usable) == ([], [])
+    assert len(table.lending.lend(1, 64, 1, 0.0)[0]) == 64
+    table.check_integrity()
+
+
+def test_a_ghost_says_why_a_key_was_not_stored() -> None:
+    """A key is remembered as refused, or as above a quota, until it is stored."""
+    namespaces = make_namespaces(16 * PAGE, quotas={"model 0": Quota(cap_bytes=8 * PAGE)})
+    table = add(namespaces, 0, PAGE, blocks_per_chunk=4).table
+    store(table, names(8))
+    for quotas, cause in ((None, GhostCause.QUOTA), ({}, GhostCause.REFUSED)):
+        if quotas is not None:
+            namespaces.pool.set_quotas(quotas)
+        table.stores.remember_unstored([b"new"], 1.0)
+        ghost = table.ghosts.find(b"new")
+        assert ghost is not None
+        assert ghost.cause is cause
+    assert begin(table, [b"new"]).keys == [b"new"]
+    assert table.ghosts.find(b"new") is None
+
+
+def test_another_namespace_takes_columns_with_loans_at_once() -> None:
+    """Nothing is written into a slot on loan, so a loan ends without its engine's consent."""
+    namespaces = make_namespaces(64 * PAGE)
+    old, new = add(namespaces, 0, PAGE).table, add(namespaces, 1, PAGE).table
+    store(old, names(32))
+    slots, generations = old.lending.lend(1, 64, 1, 0.0)
+    assert len(slots) == 64
+    assert len(new.lending.lend(2, 8, 1, 0.0)[0]) == 8
+    ended = [
+        slot
+        for slot, generation in zip(slots, generations, strict=True)
+        if not old.directory.is_lent(slot, generation)
+    ]
+    assert len(ended) == 8
+    old.stores.begin(names(64, first=100), slots, generations, 1, 0.0)
+    assert old.counts.stores_lost == 8
+    assert old.counts.yielded == 32 - old.counts.evicted
+    assert not [slot for slot in ended if old.directory.state(slot) == SlotState.READY]
+    namespaces.check_integrity()
+
+
+def test_a_namespace_with_loans_is_not_closed() -> None:
+    """Its scheduler may be about to use them."""
+    namespaces = make_namespaces(64 * PAGE)
+    namespace = add(namespaces, 0, PAGE)
+    namespace.table.lending.lend(1, 4, 1, 0.0)
+    namespaces.detach_engine(namespace)
+    assert namespaces.closable() == []
+    namespace.table.lending.end_all_loans()
+    assert namespaces.closable() == [namespace]
+
+
+DAMAGE: dict[str, Callable[[ChunkTable, int, int], object]] = {
+    "state": lambda table, slot, _: table.directory.write_state(slot, SlotState.WRITING),
+    "pin": lambda table, slot, _: table.slots.leases.pins.update({slot: 1}),
+    "ticket": lambda table, _, __: table.slots.tickets.clear(),
+    "policy": lambda table, slot, _: table.slots.policy.remove(slot),
+    "loan that is not noted": lambda table, slot, _: table.slots.loans.end(slot),
+    "loan that is none": lambda table, slot, _: table.directory.end_loans([slot]),
+    "loan to two": lambda table, slot, loan: table.slots.loans.lend(2, [slot], [loan], 0.0),
+    "loan's generation": lambda table, slot, _: table.directory.lend([slot]),
+    "loan that may be evicted": lambda table, slot, _: table.slots.policy.release([slot]),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
+def test_damage_is_noticed(damage: Callable[[ChunkTable, int, int], object]) -> None:
+    """The integrity check finds whatever contradicts the rest."""
+    table = make_table(4)
+    store(table, names(3))
+    begin(table, [b"being written"])
+    (slot,), (loan,) = table.lending.lend(1, 1, 1, 0.0)
+    table.check_integrity()
+    damage(table, slot, loan)
     with pytest.raises(IntegrityError):
         table.check_integrity()
