@@ -45,6 +45,7 @@ class FakeTier:
         self.told: list[Message] = []
         self.waiting: list[Put | Get | Lookup] = []
         self.began: dict[int, bytes] = {}
+        self.unopened: list[bytes] = []
         self.hangs = False
         self.spoils: Outcome | None = None
         self.progress = 0
@@ -78,26 +79,27 @@ class FakeTier:
         """Its process ends."""
         bench = self.bench
         self.waiting.clear()
+        self.unopened.clear()
         bench.carry_out(bench.broker.tiering.lost(self.index, "killed", bench.now))
 
     def take(self, message: Message) -> None:
         """It is told something."""
-        assert self.tier.up
         self.told.append(message)
         match message:
             case OpenNamespace(namespace=namespace, salt=salt):
                 self.salts[namespace] = salt or self.salts.get(namespace, b"its own")
-                if not self.hangs:
-                    self.opened(namespace)
+                self.unopened.append(namespace)
+                self.open_namespaces()
             case NewSalt(namespace=namespace, salt=salt):
                 self.salts[namespace] = salt
-                if not self.hangs:
-                    self.say(NamespaceOpened(namespace=namespace, salt=salt))
+                self.unopened.append(namespace)
+                self.open_namespaces()
             case TierPing():
                 self.pinged = True
                 if not self.hangs:
                     self.pong()
             case Put() | Get() | Lookup():
+                assert self.tier.up
                 self.waiting.append(message)
                 self.began[message.number] = self.salts[message.namespace]
             case Drop(namespace=namespace, keys=keys):
@@ -111,6 +113,11 @@ class FakeTier:
         self.pinged = False
         self.say(pong(self.progress))
 
+    def open_namespaces(self) -> None:
+        """It opens what it was told to open, unless it hangs."""
+        while self.unopened and not self.hangs:
+            self.opened(self.unopened.pop(0))
+
     def opened(self, namespace: bytes) -> None:
         """It serves a namespace, and says what it has of it."""
         salt = self.salts[namespace]
@@ -122,15 +129,17 @@ class FakeTier:
         """It does what it was told, as far as it does not hang; what that was."""
         if self.hangs:
             return []
+        self.open_namespaces()
         if self.pinged:
             self.pong()
         orders, self.waiting = self.waiting, []
         for order in orders:
             self.progress += len(order.keys)
-            self.say(self._done(order))
+            self.say(self.done(order))
         return orders
 
-    def _done(self, order: Put | Get | Lookup) -> BatchResult:
+    def done(self, order: Put | Get | Lookup) -> BatchResult:
+        """It carries out an order; its answer."""
         namespace = order.namespace
         salt = self.salts[namespace]
         outcomes, found = [], []

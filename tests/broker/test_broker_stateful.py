@@ -2,7 +2,6 @@
 
 import json
 
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     Bundle,
@@ -44,6 +43,7 @@ from kvd_proto.messages import (
 )
 from tests.broker.brokers import CUDA, PAGE, hello, make_broker
 from tests.broker.lane_rules import DEVICE, IDLE_SECONDS, LaneRules
+from tests.exploring import explored
 from tests.layouts import flat_layout
 
 WORLD = 2
@@ -400,4 +400,4 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
 
 
 TestBroker = BrokerMachine.TestCase
-TestBroker.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestBroker.settings = explored(30, 50)

@@ -274,23 +274,6 @@ def test_too_many_sweeps_at_a_time_are_refused(bench: Bench, kind: str, message:
     assert answered == list(range(100, 100 + MAX_TASKS[kind]))
 
 
-def test_a_check_goes_in_pieces(bench: Bench) -> None:
-    """Of a large namespace each turn looks at some slots; what is wrong in one is found."""
-    bench = Bench(chunks=3 * 1024)
-    namespace = bench.namespace()
-    bench.store(namespace, [b"%d" % n for n in range(2500)])
-    assert bench.ask(Check()) == Checked(violation="", chunks=2500, whole=False)
-    assert bench.turns >= 3
-    namespace.table.slots.policy.remove(2000)
-    bench.broker.request(bench.tool, 8, Check(), bench.now)
-    found: list[Reply] = []
-    while not found:
-        found = replies(bench.broker.background.work())
-    (reply,) = [each.message for each in found]
-    assert isinstance(reply, Checked)
-    assert "slot 2000 is READY" in reply.violation
-
-
 def test_a_check_looks_at_what_tiers_hold() -> None:
     """In pieces, and where it is much not in one moment; what is wrong is found."""
     bench = Bench(tier=("memory:,size=1MiB",))

@@ -329,20 +329,3 @@ def test_a_name_that_cannot_be_shown_is_refused(field: str, name: str) -> None:
     assert f"fingerprint.{field} {name!r}" in error.text
     assert f"U+{ord(odd):04X}" in error.text
     assert error.text.isprintable()
-
-
-def test_a_refused_registration_is_one_line_of_the_log() -> None:
-    """However often a worker asks again, the reason is said once; another reason is news."""
-    broker = unsized()
-    session = join(broker)
-    lines = []
-    for request_id, device in enumerate(["tpu:0", "tpu:0", "tpu:0", "tpu:1"], 2):
-        message = replace(register(), device=device)
-        effects = broker.request(session, request_id, message, 0.0, 2)
-        assert len(replies(effects)) == 1
-        lines += events(effects)
-    assert [line.split(" is refused")[0] for line in lines] == [
-        "engine e worker (pid 1): rank 0 on 'tpu:0'",
-        "engine e worker (pid 1): rank 0 on 'tpu:1'",
-    ]
-    assert "'tpu:0' is not served here" in lines[0]

@@ -1,7 +1,5 @@
 """A scheduler's step: what it says is carried out, and what the broker lends."""
 
-import re
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +9,6 @@ from kvd.broker.broker import Broker
 from kvd.broker.effects import ChunksReady, Effect, ToLane
 from kvd.broker.sessions import Session
 from kvd.cache.chunks import ChunkTable
-from kvd.metrics.counts import MissReason
 from kvd.wire.link import Revoke, Revoked, ShareDone
 from kvd_proto.directory import LookupResult
 from kvd_proto.jobs import IntArray
@@ -176,17 +173,6 @@ def test_a_step_does_all_that_it_says() -> None:
     bench.broker.state.check_integrity()
 
 
-def test_what_was_missed_is_explained_before_the_step_stores_it() -> None:
-    """A key that the same step begins to store counts as never seen, and not as being stored."""
-    bench = Bench()
-    refs, _ = bench.step(wanted=2)
-    bench.begin([b"a"], refs[:1], missed=(b"a",))
-    counts = bench.table().counts
-    assert +Counter(counts.missed) == {MissReason.NEVER_SEEN: 1}
-    bench.step(missed=(b"a",))
-    assert +Counter(counts.missed) == {MissReason.NEVER_SEEN: 1, MissReason.BEING_STORED: 1}
-
-
 def test_the_store_of_a_step_comes_before_its_pins() -> None:
     """A chunk whose slot the step gives away is pinned no more; it was the scheduler's own loan."""
     bench = Bench(chunks=4)
@@ -251,6 +237,18 @@ def test_only_a_served_engines_scheduler_steps() -> None:
 @pytest.mark.parametrize(
     "fields",
     [
+        {
+            "keys": (b"a",),
+            "slots": IntArray.of((1,), "u4"),
+            "generations": IntArray.of((1,), "u8"),
+            "first": IntArray.of((0,), "u2"),
+            "count": IntArray.of((2,), "u2"),  # a chunk has one block here
+        },
+        {
+            "used": (b"a",) * (MAX_FINISHED + 1),
+            "used_counts": IntArray.of([1] * (MAX_FINISHED + 1), "u4"),
+        },
+        {"used": (b"a", b"b"), "used_counts": IntArray.of((1, 0, 1), "u4")},
         {"keys": (b"a",)},
         {"keys": (b"a",), "slots": IntArray.of((0,), "u4")},
         {"slots": IntArray.of((0,), "u4"), "generations": IntArray.of((1,), "u8")},
@@ -281,43 +279,6 @@ def test_a_step_that_contradicts_itself_is_refused_whole(fields: dict[str, Any])
     effects = bench.broker.request(bench.scheduler, 3, Step(dropped=(b"k",), **fields), 0.0)
     assert refusal(effects).code is ErrorCode.BAD_MESSAGE
     assert bench.table().directory.lookup(b"k") is LookupResult.HIT_PENDING
-
-
-def test_a_store_of_blocks_that_no_chunk_has_is_refused() -> None:
-    """Chunks have one block here."""
-    bench = Bench()
-    refs, _ = bench.step(wanted=1)
-    message = Step(
-        keys=(b"k",),
-        slots=IntArray.of((refs[0][0],), "u4"),
-        generations=IntArray.of((refs[0][1],), "u8"),
-        first=IntArray.of((0,), "u2"),
-        count=IntArray.of((2,), "u2"),
-    )
-    error = refusal(bench.broker.request(bench.scheduler, 3, message, 0.0))
-    assert (error.code, error.text) == (ErrorCode.BAD_MESSAGE, "2 blocks from 0 on of a chunk of 1")
-
-
-@pytest.mark.parametrize(
-    ("counts", "text"),
-    [
-        ([1] * (MAX_FINISHED + 1), "1025 finished requests in one step: 1024 at most"),
-        ([0, 1, 0], r"used_counts\[0\] is 0: leave out requests without keys"),
-    ],
-    ids=["too many", "without keys"],
-)
-def test_a_step_of_too_many_requests_is_refused(counts: list[int], text: str) -> None:
-    """Or of some without keys: each costs time in which nobody else is served."""
-    bench = Bench()
-    uses = watch_uses(bench.table())
-    step = Step(used=(b"k",) * sum(counts), used_counts=IntArray.of(counts, "u4"))
-    error = refusal(bench.broker.request(bench.scheduler, 3, step, 0.0))
-    assert error.code is ErrorCode.BAD_MESSAGE
-    assert re.match(text, error.text)
-    assert uses == []
-    most = [1] * MAX_FINISHED
-    bench.step(used=(b"k",) * len(most), used_counts=IntArray.of(most, "u4"))
-    assert len(uses) == MAX_FINISHED
 
 
 def test_leases_above_the_limit_are_not_held() -> None:

@@ -1,7 +1,6 @@
 """Tiering under any order of events: nothing wrong is found, and no slot is used too early."""
 
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -16,6 +15,7 @@ from kvd.wire.tiering import Get
 from kvd_proto.directory import LookupResult, SlotState
 from kvd_proto.messages import Reset
 from tests.broker.fake_tier import FakeTier, TierBench
+from tests.exploring import explored
 
 KEYS = [b"key %d" % number for number in range(10)]
 SOME = st.lists(st.sampled_from(KEYS), min_size=1, max_size=5, unique=True)
@@ -110,12 +110,18 @@ class TieringMachine(RuleBasedStateMachine):
         self.agrees()
         self.bench.fakes[which].start()
 
-    @rule()
-    def reset(self) -> None:
-        """The engine drops all chunks of its namespace."""
+    @rule(late=st.booleans())
+    def reset(self, late: bool) -> None:
+        """The engine drops all chunks of its namespace; answers of before may come later."""
         bench = self.bench
+        answers = [(fake, order) for fake in bench.fakes for order in fake.waiting if late]
+        messages = [(fake, fake.done(order)) for fake, order in answers]
+        for fake, order in answers:
+            fake.waiting.remove(order)
         bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
         self.stored.clear()
+        for fake, message in messages:
+            fake.say(message)
 
     @invariant()
     def agrees(self) -> None:
@@ -131,7 +137,9 @@ class TieringMachine(RuleBasedStateMachine):
         for fake in self.bench.fakes:
             for order in fake.waiting:
                 if isinstance(order, Get):
-                    for slot, generation in zip(order.slots, order.generations, strict=True):
+                    for slot, generation in zip(
+                        order.slots.tolist(), order.generations.tolist(), strict=True
+                    ):
                         assert directory.generation(slot) == generation
                         assert directory.state(slot) in {SlotState.WRITING, SlotState.DRAINING}
 
@@ -166,4 +174,4 @@ def test_tiering(machine: type[TieringMachine], monkeypatch: pytest.MonkeyPatch)
     """Whatever tiers do, no wrong chunk is found, and what they keep comes up in the end."""
     monkeypatch.setattr("kvd_proto.tier_table.monotonic_ns", lambda: int(TierBench.now * 1e9))
     monkeypatch.setattr("kvd.cache.namespaces.tier_table_capacity", lambda _: 2**10)
-    run_state_machine_as_test(machine, settings=settings(stateful_step_count=30, max_examples=6))
+    run_state_machine_as_test(machine, settings=explored(60, 30))

@@ -152,21 +152,6 @@ def test_what_is_sought_comes_up_and_wakes_the_engine() -> None:
     bench.check()
 
 
-def test_a_key_that_is_coming_is_asked_for_once_and_wakes_all_who_seek_it() -> None:
-    """A second engine that seeks it while it comes is told, too."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a")
-    bench.evict()
-    second = bring_second(bench)
-    bench.seek(b"a")
-    bench.carry_out(bench.step(second, sought=(b"a",), now=bench.now)[1])
-    bench.woken.clear()
-    bench.run(STEP)
-    assert keys_told(disk, Get) == [b"a"]
-    numbers = [bench.engine(session).number for session in (bench.scheduler, second)]
-    assert sorted(bench.woken) == sorted(numbers)
-
-
 def bring_second(bench: TierBench) -> Any:
     """The scheduler of another engine of the same model."""
     return bring_up(bench.broker, "other")
@@ -226,21 +211,6 @@ def test_engines_take_turns() -> None:
     assert set(few) <= set(order[: 2 * len(few)])
 
 
-def test_what_finds_no_room_for_two_seconds_is_forgotten() -> None:
-    """Nobody waits for it any more."""
-    bench, disk = bench_of(f"{DISK},late=60,queue=4KiB")
-    bench.keep(b"a")
-    bench.keep(b"b")
-    bench.evict()
-    bench.seek(b"a", b"b")
-    assert keys_told(disk, Get) == [b"a"]
-    bench.turn(2.5)
-    disk.answer()
-    bench.run()
-    assert keys_told(disk, Get) == [b"a"]
-    assert bench.lookup(b"b") == [MISS]
-
-
 def test_loans_that_are_of_no_use_make_room_for_what_comes_up() -> None:
     """An empty pool that is all on loan: what a tier holds of before comes up all the same."""
     bench, disk = bench_of(DISK, chunks=16)
@@ -265,22 +235,6 @@ def test_nothing_comes_up_while_the_daemon_is_drained() -> None:
     bench.seek(b"a")
     bench.run()
     assert keys_told(disk, Get) == []
-
-
-def test_the_first_tier_that_has_a_chunk_and_is_in_use_gives_it() -> None:
-    """The order is the settings'; one that is set aside is passed over."""
-    bench = TierBench(DISK, "memory:")
-    first, second = bench.fakes
-    bench.keep(b"a", b"b")
-    bench.evict()
-    bench.seek(b"a")
-    bench.run(STEP)
-    assert (keys_told(first, Get), keys_told(second, Get)) == ([b"a"], [])
-    first.end()
-    bench.seek(b"b")
-    bench.run(STEP)
-    assert keys_told(second, Get) == [b"b"]
-    assert bench.lookup(b"a", b"b") == [HIT, HIT]
 
 
 # ------------------------------------------------------------------------ shared
@@ -384,26 +338,6 @@ def test_one_that_is_stuck_is_killed_and_its_slots_are_free_when_it_is_dead() ->
     assert disk.tier.in_use
     assert bench.below(b"a") == 1
     assert disk.tier.counts.restarts == 1
-    bench.check()
-
-
-def test_what_a_lost_process_was_told_is_given_up() -> None:
-    """Its slots are free at once, and what it kept is known again when the next one has said so."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a")
-    bench.evict()
-    bench.seek(b"a")
-    bench.load(bench.store(b"c"))
-    disk.end()
-    stats = bench.table().slots.stats()
-    assert (stats["draining"], stats["writing"]) == (0, 0)
-    assert disk.tier.put_bytes == disk.tier.get_bytes == 0
-    assert bench.lookup(b"a") == [MISS]
-    disk.start()
-    bench.run(2.0)
-    bench.seek(b"a")
-    bench.run(STEP)
-    assert bench.lookup(b"a") == [HIT]
     bench.check()
 
 

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -21,6 +21,7 @@ from kvd.cache.adaptive import BINS, AdaptivePolicy, LruContents, LruFloor, gain
 from kvd.cache.eviction import TICKS_PER_SECOND, EvictionPolicy, LruPolicy
 from kvd.cache.ghosts import Ghosts
 from kvd_proto.messages import Label
+from tests.exploring import explored
 
 SLOTS = 12
 KEYS = 30
@@ -345,7 +346,7 @@ class AdaptiveMachine(RuleBasedStateMachine):
 
 def test_the_policy_does_what_its_formulas_say() -> None:
     """After every step each victim is the one that the formulas name."""
-    run_state_machine_as_test(AdaptiveMachine, settings=settings(stateful_step_count=30))
+    run_state_machine_as_test(AdaptiveMachine, settings=explored(60, 30))
 
 
 @given(st.integers(1, 1000), st.lists(st.integers(0, 30), min_size=BINS, max_size=BINS))

@@ -14,7 +14,6 @@ from kvd.cache.directory import DirectoryWriter
 from kvd.errors import IntegrityError
 from kvd_proto.directory import (
     CHECK_WORD,
-    FEW,
     HEAD_DTYPE,
     HEADER,
     HEADER_BYTES,
@@ -158,16 +157,6 @@ def test_heads_are_the_records_without_their_keys(slots: list[int]) -> None:
     assert list(zip(*columns, strict=True)) == list(READ_HEADS(heads))
     with pytest.raises(IndexError):
         writer.heads(array("I", [*slots, 8]))
-
-
-def test_released_buffer_can_be_resized() -> None:
-    """After `release` nothing holds the buffer, so its owner may unmap it."""
-    buffer, writer = make(4)
-    writer.heads(array("I", [1] * 2 * FEW))
-    with pytest.raises(BufferError):
-        buffer.append(0)
-    writer.release()
-    buffer.append(0)
 
 
 def test_crowded_home_is_refused() -> None:

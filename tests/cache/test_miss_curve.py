@@ -105,23 +105,6 @@ def test_merged_buckets_keep_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
         assert merged.hit_ratio(chunks) == pytest.approx(whole.hit_ratio(chunks), abs=0.005)
 
 
-@pytest.mark.parametrize("in_spare_time", [False, True])
-def test_memory_is_bounded(monkeypatch: pytest.MonkeyPatch, *, in_spare_time: bool) -> None:
-    """However many keys come, and whether or not there is spare time to tidy."""
-    monkeypatch.setattr(miss_curve, "MIN_LOOKBACK_CHUNKS", 0)
-    monkeypatch.setattr(miss_curve, "SHARD_KEYS", 16)
-    curve = MissCurve(200, sample_every=20)
-    for number in range(5000):
-        keys = prompt_of(number, 0, 1 + number % 7)
-        curve.record(keys, len(keys))
-        while in_spare_time and curve.tidy():
-            pass
-    curve.check_integrity()
-    most = 4 * 200 // 4
-    assert curve.num_keys <= most
-    assert sum(map(len, curve._shards)) <= most * (1.3 if in_spare_time else 1.8)
-
-
 @given(st.lists(st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=30), max_size=30))
 @settings(max_examples=50)
 def test_any_keys_leave_it_consistent(requests: list[list[bytes]]) -> None:

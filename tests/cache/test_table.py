@@ -1,6 +1,5 @@
 """What a table of chunks decides that `test_machine` does not reach."""
 
-from array import array
 from collections.abc import Callable
 
 import numpy as np
@@ -12,7 +11,7 @@ from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import AGE_BOUNDS
 from kvd.pool.geometry import FillOrder
-from kvd_proto.directory import PROBE_LIMIT, READ_HEADS, LookupResult, SlotState
+from kvd_proto.directory import PROBE_LIMIT, LookupResult, SlotState
 from tests.cache.tables import (
     PAGE,
     add,
@@ -52,23 +51,6 @@ def test_a_ticket_that_is_never_used_runs_out() -> None:
     assert table.counts.tickets_expired == 1
     assert table.slots.stats()["draining"] == 1
     assert begin(table, [b"a"], 6.0, owner=2).keys == [b"a"]
-
-
-def is_ready(table: ChunkTable, slot: int, generation: int) -> bool:
-    """Whether a lane finds the chunk there."""
-    ((found, _, state, *_),) = READ_HEADS(table.directory.heads(array("I", [slot])))
-    return (found, state) == (generation, SlotState.READY)
-
-
-def test_a_reset_spares_what_is_being_read() -> None:
-    """A lane goes on with a load of a chunk that was dropped, until the lease ends."""
-    table = make_table(4)
-    store(table, names(3))
-    ((slot, generation),) = pin(table, [b"key 1"])
-    assert table.reset()[0].deferred == 1
-    assert is_ready(table, slot, generation)
-    assert table.loads.unpin(1, 1)
-    assert not is_ready(table, slot, generation)
 
 
 def test_a_key_without_a_place_in_the_index_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

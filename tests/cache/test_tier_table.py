@@ -1,6 +1,5 @@
 """The tier table: which chunks lie below the pool."""
 
-import itertools
 import mmap
 import random
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -37,6 +35,7 @@ from kvd_proto.tier_table import (
     tier_table_capacity,
 )
 from tests.cache import tier_reader
+from tests.exploring import explored
 
 SPACE, BOOT = bytes(range(16)), bytes(range(16, 32))
 
@@ -160,43 +159,6 @@ class Watched:
     def __setitem__(self, where: int, value: int) -> None:
         self._words[where] = value
         self._look()
-
-
-class Torn:
-    """Bytes of a table: a reader looks when the first half of what is written is there."""
-
-    def __init__(self, whole: memoryview, look: Any) -> None:
-        self._whole = whole
-        self._look = look
-
-    def __getitem__(self, where: slice) -> memoryview:
-        return self._whole[where]
-
-    def __setitem__(self, where: slice, value: memoryview) -> None:
-        half = where.start + 14  # the blocks are written, the key is not
-        self._whole[where.start : half] = value[:14]
-        self._look()
-        self._whole[where] = value
-
-
-def test_an_entry_is_not_found_half_moved() -> None:
-    """While entries shift back, a reader finds each with its own blocks, or misses it."""
-    table, view = make()
-    keys = keys_at(3, 64, 6)
-    places = {key: TierEntry(0b01, i, i + 1, i) for i, key in enumerate(keys)}
-    for key, place in places.items():
-        table.hold(key, 0, place.first, place.count, place.group)
-    looks = itertools.count(1)
-
-    def look() -> None:
-        next(looks)
-        for key, place in places.items():
-            assert view.find(key) in {None, place}
-        assert whole_table(view).items() <= places.items()
-
-    table._bytes = Torn(table._bytes, look)  # type: ignore[assignment]
-    table.release(keys[0], 0)
-    assert next(looks) == len(keys)  # each of the others moved once
 
 
 TIERS = 3
@@ -386,4 +348,4 @@ def test_the_table_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tier_table, "MOST_ABSENT", 3)
     monkeypatch.setattr(tier_table, "LOOKED_AT", 5)
     monkeypatch.setattr(tier_table, "SWEPT_AT_ONCE", 2)
-    run_state_machine_as_test(TierTableMachine, settings=settings(stateful_step_count=60))
+    run_state_machine_as_test(TierTableMachine, settings=explored(40, 60))

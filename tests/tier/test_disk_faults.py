@@ -11,7 +11,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -134,12 +134,61 @@ def test_bad_options(target: str, values: dict[str, str], needle: str) -> None:
         DiskTier.check(BackendOptions(target, values))
 
 
-def test_a_second_daemon(disks: Disks) -> None:
-    """A directory that is in use is refused, and free when its user is closed."""
-    tier = disks.open()
-    with pytest.raises(TierError, match="in use by another daemon"):
+def made(folder: Path) -> Path:
+    """The folder, which is there now."""
+    folder.mkdir(parents=True)
+    return folder
+
+
+def opened_to_all(disks: Disks) -> None:
+    """The folder's parent lets every user write."""
+    made(disks.folder.parent).chmod(0o777)
+
+
+REFUSED: dict[str, tuple[Callable[[Disks], object], str]] = {
+    "in use": (Disks.open, "in use by another daemon"),
+    "files of others": (
+        lambda disks: (made(disks.folder) / "thesis.txt").write_text("all of it"),
+        r"holds what no disk tier has made .*thesis\.txt",
+    ),
+    "another version": (
+        lambda disks: (made(disks.folder) / "kvd-disk").write_text("kvd disk tier, version 9\n"),
+        "version 9",
+    ),
+    "symbolic link": (
+        lambda disks: disks.folder.symlink_to(made(disks.folder.parent.parent / "there")),
+        "symbolic link; give its target, .*/there",
+    ),
+    "missing mount": (lambda _: None, "make its parent directory, or mount"),
+    "another user's": (lambda disks: os.chown(made(disks.folder), 12345, -1), "chown 0"),
+    "writable by all": (opened_to_all, "lets every user replace"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path, case: str) -> None:
+    """The error says why and what to do, and the directory stays as it was."""
+    if case == "another user's" and os.geteuid() != 0:
+        pytest.skip("only root gives files away")
+    prepare, needle = REFUSED[case]
+    disks = Disks(tmp_path / "mnt" / PLACE)
+    if case not in {"missing mount", "writable by all"}:
+        disks.folder.parent.mkdir()
+    prepare(disks)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(TierError, match=needle):
         disks.open()
-    disks.reopen(tier)
+    assert sorted(tmp_path.rglob("*")) == before
+    disks.close()
+
+
+def test_a_file_system_that_is_read_only(tmp_path: Path, disks: Disks) -> None:
+    """The error says what to do."""
+    with (
+        mounted("tmpfs", "none", tmp_path / "ro", "ro"),
+        pytest.raises(TierError, match="mount it writable"),
+    ):
+        disks.open(place=tmp_path / "ro" / PLACE)
 
 
 def test_modes(disks: Disks) -> None:
@@ -149,16 +198,6 @@ def test_modes(disks: Disks) -> None:
     put_all(tier, disks.area.chunks(begun(tier, space_of(4096)), keys_of("k", 1)))
     assert disks.folder.stat().st_mode & 0o777 == 0o700
     assert {file.stat().st_mode & 0o777 for file in disks.folder.iterdir()} == {0o600}
-
-
-def test_a_directory_of_something_else(disks: Disks) -> None:
-    """A directory that holds other files is refused, and they stay as they are."""
-    disks.folder.mkdir(mode=0o755)
-    (disks.folder / "thesis.txt").write_text("all of it")
-    with pytest.raises(TierError, match=r"thesis\.txt"):
-        disks.open()
-    assert disks.folder.stat().st_mode & 0o777 == 0o755
-    assert [file.name for file in disks.folder.iterdir()] == ["thesis.txt"]
 
 
 def test_files_of_others_in_its_directory(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
@@ -177,65 +216,14 @@ def test_files_of_others_in_its_directory(disks: Disks, caplog: pytest.LogCaptur
     assert (disks.folder / "notes.txt").read_text() == "all of it"
 
 
-def test_a_directory_of_another_version(disks: Disks) -> None:
-    """What another version has made is refused and left alone."""
-    tier = disks.open()
-    tier.close()
-    (disks.folder / "kvd-disk").write_text("kvd disk tier, version 9\n")
-    with pytest.raises(TierError, match="version 9"):
-        disks.open()
-
-
-def test_a_symbolic_link(disks: Disks, tmp_path: Path) -> None:
-    """A link is refused with its target, so that nobody is led elsewhere."""
-    (tmp_path / "there").mkdir()
-    disks.folder.symlink_to(tmp_path / "there")
-    with pytest.raises(TierError, match=f"symbolic link; give its target, {tmp_path}/there"):
-        disks.open()
-
-
-def test_a_missing_mount(tmp_path: Path, disks: Disks) -> None:
-    """Only the last part of a path is made, so a missing mount is not written past."""
-    with pytest.raises(TierError, match="make its parent directory, or mount"):
-        disks.open(place=tmp_path / "mnt" / "nvme")
-    assert not (tmp_path / "mnt").exists()
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_the_directory_of_another_user(disks: Disks) -> None:
-    """Another user's directory is refused with the remedy."""
-    disks.folder.mkdir()
-    os.chown(disks.folder, 12345, -1)
-    with pytest.raises(TierError, match=r"belongs to user 12345, .*chown 0"):
-        disks.open()
-
-
-def test_a_place_where_all_may_write(tmp_path: Path, disks: Disks) -> None:
-    """A parent in which every user may replace the directory is refused."""
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    with pytest.raises(TierError, match="lets every user replace"):
-        disks.open(place=tmp_path / "open" / PLACE)
-
-
-def test_a_file_system_that_is_read_only(tmp_path: Path, disks: Disks) -> None:
-    """A read-only file system is named as such."""
-    with (
-        mounted("tmpfs", "none", tmp_path / "ro", "ro"),
-        pytest.raises(TierError, match="mount it writable"),
-    ):
-        disks.open(place=tmp_path / "ro" / PLACE)
-
-
 # ---------------------------------------------------------------- room
 
 
-def test_smaller_than_one_slot(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
-    """A budget below one chunk keeps nothing and says so."""
+def test_a_size_below_one_chunk(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
+    """Nothing is kept, and a warning says so with the remedy."""
     tier = disks.open("64KiB")
     space = begun(tier, space_of(MIB))
-    with caplog.at_level(logging.WARNING):
-        assert tier.put(disks.area.chunks(space, keys_of("k", 2)), soon()) == [FULL] * 2
+    assert tier.put(disks.area.chunks(space, keys_of("k", 2)), soon()) == [FULL] * 2
     assert "give it a larger size" in caplog.text
     assert not files_of(disks.folder, ".slab")
 

@@ -144,18 +144,6 @@ def test_a_setting_that_cannot_work(process: Process, setting: str, needle: str)
     assert process.end()[0] == 1
 
 
-def test_a_pool_that_is_taken_over(process: Process) -> None:
-    """Where another daemon has the pool's lock, it does not serve."""
-    descriptor = os.open(f"/proc/self/fd/{process.pool}", os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        failed = process.begin("memory:")
-    finally:
-        os.close(descriptor)
-    assert isinstance(failed, TierFailed)
-    assert "another daemon" in failed.error
-
-
 def test_what_it_imports() -> None:
     """The process with a disk behind it imports no torch, click, zmq or HTTP server."""
     code = (
