@@ -52,14 +52,11 @@ class TieringMachine(RuleBasedStateMachine):
         if load:
             self.bench.load(refs)
 
-    @rule()
-    def evict(self) -> None:
-        """Memory is emptied."""
-        self.bench.evict()
-
-    @rule(keys=SOME)
-    def seek(self, keys: list[bytes]) -> None:
-        """An engine looks up chunks that it does not have."""
+    @rule(keys=SOME, evict=st.sampled_from([True, True, False]))
+    def seek(self, keys: list[bytes], evict: bool) -> None:
+        """An engine seeks chunks, most of the time after memory has lost them."""
+        if evict:
+            self.bench.evict()
         self.bench.seek(*keys)
 
     @rule(turns=st.sampled_from([1, 2, 10]))
@@ -106,9 +103,12 @@ class TieringMachine(RuleBasedStateMachine):
     @rule(which=WHICH)
     def die(self, which: int) -> None:
         """A tier's process is killed, and another one starts."""
-        self.bench.fakes[which].end()
+        fake = self.bench.fakes[which]
+        fake.end()
         self.agrees()
-        self.bench.fakes[which].start()
+        if not fake.tier.info.shared:
+            assert not any((self.bench.below(key) or 0) & 1 << which for key in KEYS)
+        fake.start()
 
     @rule(late=st.booleans())
     def reset(self, late: bool) -> None:
