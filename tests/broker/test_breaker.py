@@ -1,4 +1,4 @@
-"""The circuit breaker of a tier: when it opens and closes."""
+"""When a tier is set aside and tried again, and when a silent process counts as dead."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What the broker measures: recent maxima, progress, events, lookups."""
+"""What the broker measures, and what it forecasts from that."""
 
 import math
 from dataclasses import fields

@@ -2,11 +2,9 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from kvd.broker.effects import LogEvent, Reply
-from kvd.broker.operations import CHECK_SLOTS, WHOLE_CHUNKS
 from kvd.broker.sessions import Session
 from kvd.broker.state import MAX_TASKS
 from kvd.cache.chunks import PIECE_SLOTS
@@ -16,7 +14,6 @@ from kvd_proto.directory import LookupResult
 from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     Check,
-    Checked,
     Clear,
     Cleared,
     Drain,
@@ -167,25 +164,6 @@ def test_resume_does_not_undo_sigterm(bench: Bench) -> None:
     assert bench.report()["checks"][-1]["text"] == "stopping"
 
 
-def test_a_drain_counts_what_began_before_it(bench: Bench) -> None:
-    """Chunks in writing and older leases are in flight; later loads are not waited for."""
-    namespace = bench.namespace()
-    table = namespace.table
-    bench.store(namespace, [b"a", b"b"])
-    bench.store(namespace, [b"c", b"d", b"e"], finish=False)
-    tables.pin(table, [b"a", b"b"], bench.now, 60.0)
-    bench.now += 1
-    assert bench.ask(Drain()) == Drained(stores=3, leases=1)
-    bench.now += 1
-    tables.pin(table, [b"a"], bench.now, 60.0, number=2)
-    assert bench.ask(Drain()) == Drained(stores=3, leases=1)
-    table.loads.unpin(1, OWNER)
-    refs = table.stores.drop([b"c", b"d", b"e"], OWNER)
-    assert bench.ask(Drain()) == Drained(stores=3, leases=0)  # they are being called back
-    bench.broker.state.revoke(namespace, refs)
-    assert bench.ask(Drain()) == Drained(stores=0, leases=0)
-
-
 def test_a_load_that_never_ends_pins_no_longer_than_a_lease(bench: Bench) -> None:
     """However long the engine asks for: afterwards its chunks are hits that may be evicted."""
     namespace = bench.namespace()
@@ -272,29 +250,6 @@ def test_too_many_sweeps_at_a_time_are_refused(bench: Bench, kind: str, message:
     while bench.broker.background.busy:
         answered += [reply.request_id for reply in replies(bench.broker.background.work())]
     assert answered == list(range(100, 100 + MAX_TASKS[kind]))
-
-
-def test_a_check_looks_at_what_tiers_hold() -> None:
-    """In pieces, and where it is much not in one moment; what is wrong is found."""
-    bench = Bench(tier=("memory:,size=1MiB",))
-    tiers = bench.namespace().directory.tiers
-    assert tiers is not None
-    for number in range(WHOLE_CHUNKS + 1):
-        tiers.hold(b"%d" % number, 0, 0, 1, 0)
-    assert bench.ask(Check()) == Checked(violation="", chunks=0, whole=False)
-    assert bench.turns >= tiers.places // CHECK_SLOTS
-    for number in range(9):
-        tiers.release(b"%d" % number, 0)
-    assert bench.ask(Check()) == Checked(violation="", chunks=0, whole=True)
-    place = np.flatnonzero(tiers._columns(0, tiers.places)[0][:, 0])[7]
-    tiers._columns(0, tiers.places)[0][place, 1] = 2  # a tier that there is not
-    bench.broker.request(bench.tool, 8, Check(), bench.now)
-    found: list[Reply] = []
-    while not found:
-        found = replies(bench.broker.background.work())
-    (reply,) = [each.message for each in found]
-    assert isinstance(reply, Checked)
-    assert f"the entry at place {place} has tiers 2" in reply.violation
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "lru"])

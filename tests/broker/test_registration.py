@@ -120,16 +120,6 @@ def test_ranks_that_contradict_each_other_do_not_size_the_pool() -> None:
     assert opened(broker.request(join(broker), 2, register(rank=1), 0.0, 2))
 
 
-@pytest.mark.parametrize(("kept", "size"), [(550_000, 550_000), (900_000, 524_288)])
-def test_auto_takes_a_kept_pool_of_about_its_size(kept: int, size: int) -> None:
-    """Up to a tenth more or less is no reason to drop the chunks of the daemon before."""
-    broker = unsized()
-    asked = broker.request(join(broker), 2, register(world_size=1), 0.0, 2)
-    lines = events(size_pool(broker, asked, kept=kept))
-    assert broker.state.pool_bytes == size
-    assert ("the kept pool" in lines[0]) == (size == kept)
-
-
 def test_auto_without_room_is_refused_once_and_can_be_tried_again() -> None:
     """No memory for one chunk: every rank gets the arithmetic, and nothing stays pending."""
     broker = unsized()

@@ -173,21 +173,6 @@ def test_a_step_does_all_that_it_says() -> None:
     bench.broker.state.check_integrity()
 
 
-def test_the_store_of_a_step_comes_before_its_pins() -> None:
-    """A chunk whose slot the step gives away is pinned no more; it was the scheduler's own loan."""
-    bench = Bench(chunks=4)
-    loans = bench.reserve(4)
-    bench.begin([b"%d" % number for number in range(4)], loans)
-    bench.share(loans)
-    (ref,), _ = bench.step(wanted=1, refused=1)
-    old = next(each for each in loans if each[0] == ref[0])
-    bench.begin([b"new"], [ref], pins=(pin(1, [old]),))
-    table = bench.table()
-    assert table.directory.lookup(b"new") is LookupResult.HIT_PENDING
-    assert (table.counts.pins_late, table.counts.stores_lost) == (1, 0)
-    bench.broker.state.check_integrity()
-
-
 def test_each_request_of_a_step_counts() -> None:
     """One use of its chunks each, in the order in which they ended; the last one is the newest."""
     bench = Bench()

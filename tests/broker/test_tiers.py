@@ -87,22 +87,6 @@ def test_bytes_on_their_way_down_are_bounded() -> None:
     assert disk.tier.put_bytes == 0
 
 
-@pytest.mark.parametrize("outcome", [Outcome.LATE, Outcome.FAILED, Outcome.FULL])
-def test_what_could_not_be_kept_goes_down_when_it_is_asked_for_again(outcome: Outcome) -> None:
-    """A tier that was slow, failed or was full for a moment keeps it the next time."""
-    bench, disk = bench_of(DISK)
-    refs = bench.store(b"a")
-    disk.spoils = outcome
-    bench.load(refs)
-    bench.run()
-    disk.spoils = None
-    bench.run(2.0)
-    assert (keys_told(disk, Put), bench.below(b"a")) == ([b"a"], None)
-    bench.load(refs)
-    bench.run()
-    assert (keys_told(disk, Put), bench.below(b"a")) == ([b"a", b"a"], 1)
-
-
 def names(count: int, begin: int = 0) -> list[bytes]:
     """So many keys."""
     return [number.to_bytes(2, "little") for number in range(begin, begin + count)]
@@ -131,25 +115,6 @@ def test_a_full_tier_is_given_nothing_for_a_while() -> None:
 
 
 # ---------------------------------------------------------------------------- up
-
-
-def test_what_is_sought_comes_up_and_wakes_the_engine() -> None:
-    """Pending from the step on, then there with its blocks; the engine is told."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a", b"b")
-    bench.evict()
-    assert bench.lookup(b"a", b"b") == [MISS, MISS]
-    bench.seek(b"a", b"b")
-    assert bench.lookup(b"a", b"b") == [PENDING, PENDING]
-    bench.woken.clear()
-    bench.run(STEP)
-    assert bench.lookup(b"a", b"b") == [HIT, HIT]
-    assert bench.woken == [bench.engine(bench.scheduler).number]
-    assert disk.tier.counts.gets["ok"] == 2
-    assert disk.tier.counts.get_bytes == 8192
-    assert disk.tier.speed.bytes_per_second > 0
-    assert keys_told(disk, Put) == [b"a", b"b"]  # and not once more, when it is asked for
-    bench.check()
 
 
 def bring_second(bench: TierBench) -> Any:
@@ -396,30 +361,6 @@ def test_a_scan_of_before_a_reset_is_nothing() -> None:
     disk.say(held(identity, before, {b"c": (0, 1, 0, b"")}))
     bench.turn(STEP)
     assert bench.below(b"c") is None
-
-
-@pytest.mark.parametrize("by", ["engine", "operator"])
-def test_a_reset_gives_all_tiers_a_new_salt(by: str) -> None:
-    """What they hold is found no more, and a restarted process brings it back no more."""
-    bench, disk = bench_of(DISK)
-    bench.keep(b"a")
-    if by == "engine":
-        bench.carry_out(bench.broker.request(bench.scheduler, 9, Reset(), bench.now))
-    else:
-        tool = join(bench.broker, "tool")
-        bench.carry_out(bench.broker.request(tool, 2, Clear(namespace=None), bench.now))
-    salt = bench.namespace.salt
-    assert len(salt) == 8
-    assert disk.told[-1] == NewSalt(namespace=bench.namespace.id, salt=salt)
-    assert bench.below(b"a") is None
-    bench.seek(b"a")
-    bench.run()
-    assert keys_told(disk, Get) == []
-    disk.end()
-    disk.start()
-    bench.run(2.0)
-    assert bench.below(b"a") is None
-    bench.check()
 
 
 def test_each_tier_has_a_salt_of_its_own_until_a_reset_gives_all_the_same() -> None:

@@ -91,30 +91,6 @@ def test_bad_header(at: int, words: str, signed: bool) -> None:
         DirectoryView(buffer)
 
 
-def test_a_lent_slot_is_known_by_its_generation() -> None:
-    """`is_lent` takes any numbers; a slot on loan under another generation, or none, is not lent.
-
-    The chunk of a slot on loan is found under its own generation until the slot is given away.
-    """
-    buffer, writer = make(4)
-    view = DirectoryView(memoryview(buffer).toreadonly())
-    begin(writer, [b"k"], [2], owner=7)
-    writer.make_ready(2)
-    assert not view.is_lent(2, 1)
-    assert writer.lend([2]) == [2]
-    assert view.is_lent(2, 2)
-    refs = [(2, 0), (2, 1), (1, 2), (4, 2), (2**32 - 1, 2), (-1, 2)]
-    assert not any(view.is_lent(*ref) for ref in refs)
-    assert view.entry(b"k") == (2, 1, SlotState.READY, 0, NO_SHARE_YET)
-    writer.free([2])
-    writer.place(b"other", 2, 8, 2)
-    assert not view.is_lent(2, 2)
-    assert (writer.generation(2), writer.owner(2)) == (2, 8)
-    (third,) = writer.lend([3])
-    writer.end_loans([3])
-    assert not view.is_lent(3, third)
-
-
 @pytest.mark.parametrize("highest", [0, 2**32 - 1, 2**32 - 2, 2**32 - 4, 2**32, 2**33 - 3])
 def test_generations_are_unique_and_name_their_loans(highest: int) -> None:
     """All slots of a directory share them; their low 32 bits are never 0, also across 2**32."""

@@ -1,4 +1,4 @@
-"""What is remembered of chunks that are not in memory."""
+"""What is remembered of chunks that left memory, and why keys are missed."""
 
 from collections.abc import Callable
 from typing import Any

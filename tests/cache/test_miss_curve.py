@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvd.cache import miss_curve
 from kvd.cache.miss_curve import BINS_PER_POOL, HALVING_SECONDS, MissCurve
 
 CHUNKS = BINS_PER_POOL  # a bin is one chunk: what the curve says is exact
@@ -88,21 +87,6 @@ def test_a_sample_tells_the_same_as_all_keys() -> None:
         assert sample.hit_ratio(chunks) == pytest.approx(all_keys.hit_ratio(chunks), abs=0.03)
     assert sample.ceiling == pytest.approx(all_keys.ceiling, abs=0.03)
     assert sample.missed_depth(1000) == pytest.approx(all_keys.missed_depth(1000), rel=0.2)
-
-
-def test_merged_buckets_keep_the_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With few buckets, so that they are merged over and over: within half a point."""
-    prompts = conversations(2, 3000)
-    whole = MissCurve(1000, sample_every=20)
-    monkeypatch.setattr(miss_curve, "MAX_BUCKETS", 1024)
-    merged = MissCurve(1000, sample_every=20)
-    for keys in prompts:
-        whole.record(keys, len(keys))
-        merged.record(keys, len(keys))
-        merged.tidy()
-    merged.check_integrity()
-    for chunks in (500, 1000, 2000, 3000):
-        assert merged.hit_ratio(chunks) == pytest.approx(whole.hit_ratio(chunks), abs=0.005)
 
 
 @given(st.lists(st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=30), max_size=30))

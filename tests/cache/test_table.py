@@ -1,12 +1,19 @@
 """What a table of chunks decides that `test_machine` does not reach."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
+from kvd.cache import uses
 from kvd.cache.chunks import ChunkTable
+from kvd.cache.directory import Refs
 from kvd.cache.ghosts import GhostCause
+from kvd.cache.ledger import Ledger
+from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
+from kvd.cache.recovery import PoolTrailer
+from kvd.cache.uses import DemotionQueue
 from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import AGE_BOUNDS
@@ -196,3 +203,162 @@ def test_damage_is_noticed(damage: Callable[[ChunkTable, int, int], object]) -> 
     damage(table, slot, loan)
     with pytest.raises(IntegrityError):
         table.check_integrity()
+
+
+TIER = "tier 0 of process 7"
+ONE = ("memory:,size=1MiB",)
+TWO = (*ONE, "disk:/somewhere,size=1MiB")
+
+
+def promote(table: ChunkTable, keys: list[bytes], now: float = 0.0, most: int = 99) -> Refs:
+    """Let a tier fill these; the slots that it got."""
+    return [(slot, each) for _, slot, each in table.promotions.begin(keys, TIER, now, 10.0, most)]
+
+
+def drained(table: ChunkTable, refs: Refs, name: str = TIER) -> int:
+    """Who writes there says that nothing is under way; how many slots are free now."""
+    return table.slots.revoked(name, [slot for slot, _ in refs], [each for _, each in refs])
+
+
+def waiting(queue: DemotionQueue | None) -> list[bytes]:
+    """The keys that are to go down, which are in the queue no more."""
+    assert queue is not None
+    return [key for key, *_ in queue.take(99)]
+
+
+def test_nothing_is_evicted_while_the_pool_is_filled() -> None:
+    """Only what is free inside the part that can be used is taken."""
+    table = make_table(4, tier=ONE)
+    store(table, names(4))
+    assert table.promotions.begin(names(2, 10), TIER, 0.0, 10.0, 2, 4 * PAGE) == []
+    assert table.counts.evicted == 0
+
+
+def test_a_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its oldest go, and are counted; `take` looks at a bounded number."""
+    monkeypatch.setattr(uses, "MAX_QUEUED", 4)
+    table = make_table(16, tier=ONE)
+    table.queue_demotions(ready=True, asked=False)
+    store(table, names(6))
+    queue = table.on_ready
+    assert queue is not None
+    assert (len(queue), queue.take_missed()) == (4, 2)
+    table.remove(0, 99, 0.0)
+    assert queue.take(1) == []
+    assert (len(queue), queue.take_missed()) == (2, 2)
+
+
+class Daemons:
+    """Daemons that go on with each other's ledgers."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, bytearray] = {}
+        self.trailer = PoolTrailer.create("pool")
+        self.number = 0
+
+    def _make(self, name: str, size: int) -> bytearray:
+        self.buffers[name] = bytearray(size)
+        return self.buffers[name]
+
+    def start(self) -> tuple[Namespaces, Namespace | None]:
+        """The next daemon's namespaces, and the one that was there."""
+        self.number += 1
+        ledger_setup = LedgerSetup(self._make, "pool", self.trailer, self.number << 32)
+        namespaces = make_namespaces(4 * PAGE, ledger_setup=ledger_setup, tier=ONE)
+        ledgers = [Ledger(buffer, self.trailer) for buffer in self.buffers.values()]
+        known = [namespaces.reopen(ledger) for ledger in ledgers]
+        return namespaces, known[0] if known else None
+
+
+def test_a_kill_during_a_reset_brings_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ledger says the new salt when it has no chunk of before; readers know of none either."""
+    daemons = Daemons()
+    namespaces, _ = daemons.start()
+    namespace = add(namespaces, 0, PAGE)
+    store(namespace.table, names(2))
+    ledger, tiers = namespace.directory.ledger, namespace.directory.tiers
+    assert ledger is not None
+    assert tiers is not None
+    tiers.hold(b"below", 0, 0, 1, 0)
+    seen = []
+
+    def looking(name: str) -> None:
+        whole = getattr(ledger, name)
+
+        def look(value: Any) -> None:
+            seen.append((namespaces.is_outdated(ledger), len(ledger), tiers.find(b"below")))
+            whole(value)
+
+        monkeypatch.setattr(ledger, name, look)
+
+    looking("forget")
+    looking("write_salt")
+    namespaces.reset(namespace)
+    assert seen == [(True, 2, None), (True, 0, None)]
+    assert not namespaces.is_outdated(ledger)
+
+
+ROOM = 8
+
+
+class Writer:
+    """Notes what is written, and the state that each slot had in the directory then."""
+
+    max_bytes = ROOM
+
+    def __init__(self) -> None:
+        self.full = False
+        self.table: ChunkTable | None = None
+        self.written: list[tuple[int, int, bytes, SlotState]] = []
+
+    def write(self, slot: int, generation: int, description: bytes) -> bool:
+        """Keep it, unless there is no room."""
+        if self.table is not None and not self.full:
+            state = SlotState(self.table.directory.state(slot))
+            self.written.append((slot, generation, description, state))
+        return not self.full
+
+
+def described_table() -> tuple[ChunkTable, Writer]:
+    """A table of four chunks, and what keeps its descriptions."""
+    writer = Writer()
+    table = add(
+        make_namespaces(4 * PAGE, make_descriptions=lambda _name, _size: writer),
+        *(0, PAGE),
+        record_bytes=64,
+    ).table
+    assert table.descriptions.writer is writer
+    writer.table = table
+    return table, writer
+
+
+def begin_described(
+    table: ChunkTable, keys: list[bytes], descriptions: Sequence[bytes]
+) -> tuple[list[int], list[int]]:
+    """Begin stores; slots and generations."""
+    slots, generations = table.lending.lend(1, len(keys), 1, 0.0)
+    table.stores.begin(keys, slots, generations, 1, 0.0, descriptions=descriptions)
+    return list(slots), list(generations)
+
+
+def test_a_description_is_kept_before_its_chunk_is_ready() -> None:
+    """The slot is being written; one without a description has none."""
+    table, writer = described_table()
+    slots, generations = begin_described(table, names(3), [b"first", b"", b"third"])
+    assert writer.written == [
+        (slots[0], generations[0], b"first", SlotState.WRITING),
+        (slots[2], generations[2], b"third", SlotState.WRITING),
+    ]
+    assert table.counts.descriptions == 2
+
+
+def test_a_store_that_is_lost_or_comes_second_writes_nothing() -> None:
+    """Its slot may be another chunk's."""
+    table, writer = described_table()
+    (key,) = names(1)
+    store(table, [key])
+    slots, generations = table.lending.lend(1, 1, 1, 0.0)
+    table.stores.begin([key], slots, generations, 1, 0.0, descriptions=[b"second"])
+    table.stores.begin([b"lost"], [0], [10**6], 1, 0.0, descriptions=[b"lost"])
+    assert (table.counts.stores_raced, table.counts.stores_lost) == (1, 1)
+    assert not writer.written

@@ -101,27 +101,6 @@ def test_what_no_tier_has_is_known_for_a_while(monkeypatch: pytest.MonkeyPatch) 
     table.check_integrity()
 
 
-def test_what_a_tier_finds_at_its_start_is_noted_at_once() -> None:
-    """Thousands of chunks, some of which are there; all that fit are found by readers."""
-    table, view = make(2**13)
-    keys = [b"%d" % number for number in range(6200)]
-    for key in keys[:300:3]:
-        table.hold(key, 1, 0, 4, 0)
-    table.mark_absent(keys[1], monotonic())
-    count, zeros = np.arange(1, 3001) % 4 + 1, np.zeros(3000, np.int64)
-    head = table._changes.head
-    assert table.hold_all(keys[:3000], 0, zeros, count, zeros + 7) == 3000
-    assert table._changes.head - head < 1000
-    table.check_integrity()
-    assert len(table) == 3000
-    held = {key: TierEntry(1, 0, i % 4 + 1, 7) for i, key in enumerate(keys[:3000], 1)}
-    assert whole_table(view, 999) == held
-    assert all(view.find(key) == place for key, place in held.items())
-    more = np.zeros(3200, np.int64)
-    assert table.hold_all(keys[3000:], 0, more, more + 4, more) == 2**13 * 3 // 4 - 3000
-    table.check_integrity()
-
-
 def test_another_process_reads_while_entries_move(tmp_path: Path) -> None:
     """It takes no entry for another's, and who looks at all misses none that stays."""
     header = DirectoryHeader(*(4, 8, SPACE, BOOT, 4), tier_capacity=tier_reader.HOMES, num_tiers=2)

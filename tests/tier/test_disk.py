@@ -1,4 +1,4 @@
-"""The disk tier: it is a backend as any other, and what a disk may do to it."""
+"""The disk tier and the double in memory: conformance, and the disk beside a model."""
 
 import os
 import random

@@ -200,22 +200,6 @@ def test_modes(disks: Disks) -> None:
     assert {file.stat().st_mode & 0o777 for file in disks.folder.iterdir()} == {0o600}
 
 
-def test_files_of_others_in_its_directory(disks: Disks, caplog: pytest.LogCaptureFixture) -> None:
-    """Files that come into it later are named and left alone, and its chunks are found."""
-    disks.folder.mkdir()
-    (disks.folder / "lost+found").mkdir()
-    tier = disks.open()
-    space = begun(tier, space_of(4096))
-    put_all(tier, disks.area.chunks(space, [b"k"]))
-    assert "not kvd's" not in caplog.text
-    (disks.folder / "notes.txt").write_text("all of it")
-    (disks.folder / "000001.slab.damaged").write_text("an old one")
-    tier = disks.reopen(tier)
-    assert "notes.txt: not kvd's (1 in all), so left alone" in caplog.text
-    assert disks.got(tier, space, [b"k"]) == [OK]
-    assert (disks.folder / "notes.txt").read_text() == "all of it"
-
-
 # ---------------------------------------------------------------- room
 
 

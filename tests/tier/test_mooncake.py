@@ -194,6 +194,7 @@ def test_bad_options(target: str, values: dict[str, str], needle: str) -> None:
         MooncakeTier.check(BackendOptions(target, values))
 
 
+@pytest.mark.nightly
 @needs_cluster
 def test_what_breaks_comes_back(openers: Openers, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a store puts find no room; without a master all fails; then both serve again."""

@@ -26,6 +26,7 @@ from kvd_proto.channel import Channel
 from kvd_proto.messages import Message
 from tests.daemon.serving import finding_doubles
 from tests.processes import python
+from tests.tier.kills import run
 from tests.waiting import PATIENCE
 
 POOL_BYTES = 2**20
@@ -152,3 +153,13 @@ def test_what_it_imports() -> None:
     )
     done = python("-c", code)
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(8, marks=pytest.mark.nightly)])
+def test_what_was_acknowledged_survives_kills(kills: int) -> None:
+    """Kills of daemon and tier: no wrong byte, no kept chunk is lost, no cleared one comes back."""
+    tally = run(kills, seed=17)
+    assert not tally.violations
+    assert tally.daemon_kills + tally.tier_kills == kills
+    assert tally.found_again >= tally.acknowledged > 0
+    assert tally.corrupt == 0

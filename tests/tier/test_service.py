@@ -12,12 +12,10 @@ from kvd.errors import TierError
 from kvd.logs import LineFormatter
 from kvd.outcomes import Outcome
 from kvd.tier.batches import seal, space_id, unseal
-from kvd.tier.contract import BackendOptions, Capacity, Chunk, Space
+from kvd.tier.contract import BackendOptions, Chunk, Space
 from kvd.wire.tiering import (
     BatchResult,
     NamespaceOpened,
-    NewSalt,
-    ScanResult,
     StopTier,
 )
 from kvd_proto.directory import SlotState
@@ -25,7 +23,7 @@ from tests.daemon.hidden import assert_hidden
 from tests.tier.areas import POISON
 from tests.tier.broker import SHARES, FakeBroker
 from tests.tier.doubles.memory_tier import MemoryTier
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 OK, ABSENT, GONE = Outcome.OK, Outcome.ABSENT, Outcome.GONE
 POISONED = bytes((POISON,)) * sum(SHARES)
@@ -193,7 +191,7 @@ def test_puts_leave_a_thread_for_gets() -> None:
 
     def hold() -> None:
         inside.release()
-        go_on.wait()
+        go_on.wait(PATIENCE)
 
     with FakeBroker(tier) as broker:
         space = broker.spaces[0]
@@ -204,7 +202,7 @@ def test_puts_leave_a_thread_for_gets() -> None:
             key = bytes((4, number))
             broker.send(space.put(number, [(key, number, space.store(number, key))]))
         for _ in range(tier.threads - 1):  # a thread that gives way begins later than a get's
-            inside.acquire()
+            assert inside.acquire(timeout=PATIENCE)
         done = broker.done(space.get(9, [(b"k", 10, space.expect(10, b"k"))]))
         assert (done.number, done.outcomes.tolist()) == (9, [OK])
         pong = broker.pong()
@@ -348,22 +346,6 @@ def test_the_salts_of_a_backend(asked: bytes) -> None:
     ]
 
 
-def test_a_reset_before_it_has_begun(tmp_path: Path) -> None:
-    """A reset while a namespace begins: only the last salt is said, orders of before are GONE."""
-    hang = tmp_path / "hang"
-    hang.touch()
-    with FakeBroker(memory(hang=str(hang))) as broker:
-        space = broker.spaces[0]
-        broker.send(space.order(b"1"), (space.fd,))
-        broker.send(space.put(0, [(b"k", 0, space.store(0, b"k"))]))
-        broker.send(NewSalt(namespace=space.name, salt=b"2"))
-        assert broker.wait_for(BatchResult).outcomes.tolist() == [GONE]
-        hang.unlink()
-        assert broker.wait_for(NamespaceOpened).salt == b"2"
-        assert broker.wait_for(ScanResult).salt == b"2"
-        assert broker.outcomes(space.put(1, [(b"k", 0, space.store(0, b"k"))])) == [OK]
-
-
 def test_long_descriptions_are_bounded() -> None:
     """Descriptions beyond what an answer holds are left out; the chunks are there."""
     tier = Hooked(BackendOptions("", {}))
@@ -399,7 +381,7 @@ def test_stopping() -> None:
 
     def hold() -> None:
         inside.release()
-        go_on.wait()
+        go_on.wait(PATIENCE)
 
     tier.before_put = hold
     with FakeBroker(tier) as broker:
@@ -409,7 +391,7 @@ def test_stopping() -> None:
             key = bytes((8, number))
             broker.send(space.put(number, [(key, number, space.store(number, key))]))
         for _ in range(tier.threads - 1):
-            inside.acquire()
+            assert inside.acquire(timeout=PATIENCE)
         broker.send(StopTier())
         late = [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(6 - tier.threads + 1)]
         assert late == [[Outcome.LATE]] * len(late)
@@ -418,23 +400,3 @@ def test_stopping() -> None:
         ends = [broker.wait_for(BatchResult).outcomes.tolist() for _ in range(tier.threads - 1)]
         assert ends == [[OK]] * len(ends)
         assert closed.is_set()
-
-
-def test_capacity_is_asked_elsewhere() -> None:
-    """A backend whose capacity hangs keeps no ping waiting."""
-    go_on = threading.Event()
-
-    class Slow(MemoryTier):
-        slow = False
-
-        def capacity(self) -> Capacity:
-            if self.slow:
-                go_on.wait()
-            return super().capacity()
-
-    tier = Slow(BackendOptions("", {}))
-    with FakeBroker(tier) as broker:
-        tier.slow = True
-        assert broker.pong().chunks == 0
-        assert broker.pong().chunks == 0
-        go_on.set()
