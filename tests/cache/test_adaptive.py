@@ -488,11 +488,13 @@ class Requests:
 def test_where_lru_would_find_more_it_decides() -> None:
     """Three requests' worth of chunks is what is lost each time; LRU decides ever longer."""
     requests = Requests(LruFloor(0))
-    first, again, second, at_last = requests.serve(70 + 5 * LruFloor.rest, policy=4, lru=5)
+    first, again, second, at_last = requests.serve(
+        70 + 5 * LruFloor.min_lru_requests, policy=4, lru=5
+    )
     assert 30 <= first <= 33
-    assert again - first == LruFloor.rest
+    assert again - first == LruFloor.min_lru_requests
     assert 30 <= second - again <= 33
-    assert at_last - second == 4 * LruFloor.rest
+    assert at_last - second == 4 * LruFloor.min_lru_requests
 
 
 class EarlyPolicy(AdaptivePolicy):

@@ -324,7 +324,7 @@ class TierTableMachine(RuleBasedStateMachine):
 @pytest.mark.hypothesis
 def test_the_table_is_a_dict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever happens, all is found where it was put, and a reader never sees another's place."""
-    monkeypatch.setattr(tier_table, "MOST_ABSENT", 3)
-    monkeypatch.setattr(tier_table, "LOOKED_AT", 5)
+    monkeypatch.setattr(tier_table, "MAX_ABSENT", 3)
+    monkeypatch.setattr(tier_table, "SCANNED_AT_ONCE", 5)
     monkeypatch.setattr(tier_table, "SWEPT_AT_ONCE", 2)
     run_state_machine_as_test(TierTableMachine, settings=explored(40, 60))

@@ -121,7 +121,7 @@ def disk_bytes(folder: Path) -> int:
         ("", {"size": "1GiB"}, "absolute directory"),
         ("/d", {}, "needs a size, such as"),
         ("/d", {"size": "big"}, "size=big"),
-        ("/d", {"size": "0"}, "size=0 keeps nothing"),
+        ("/d", {"size": "0"}, "size=0 stores nothing"),
         ("/d", {"size": "1GiB", "floor": "low"}, "floor=low"),
         ("/d", {"size": "1GiB", "threads": "0"}, "threads=0 needs 1 to 64"),
         ("/d", {"size": "1GiB", "threads": "x"}, "threads=x needs 1 to 64"),
@@ -159,7 +159,7 @@ REFUSED: dict[str, tuple[Callable[[Disks], object], str]] = {
         lambda disks: disks.folder.symlink_to(made(disks.folder.parent.parent / "there")),
         "symbolic link; give its target, .*/there",
     ),
-    "missing mount": (lambda _: None, "make its parent directory, or mount"),
+    "missing mount": (lambda _: None, "create its parent directory, or mount"),
     "another user's": (lambda disks: os.chown(made(disks.folder), 12345, -1), "chown 0"),
     "writable by all": (opened_to_all, "lets every user replace"),
 }
@@ -208,7 +208,7 @@ def test_a_size_below_one_chunk(disks: Disks, caplog: pytest.LogCaptureFixture) 
     tier = disks.open("64KiB")
     space = begun(tier, space_of(MIB))
     assert tier.put(disks.area.chunks(space, keys_of("k", 2)), soon()) == [FULL] * 2
-    assert "give it a larger size" in caplog.text
+    assert "set a larger size" in caplog.text
     assert not files_of(disks.folder, ".slab")
 
 

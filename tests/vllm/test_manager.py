@@ -21,7 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from kvd_client import Scheduler, attachment
 from kvd_client.vllm import KvdOffloadingManager, metrics
 from kvd_client.vllm.chunks import ChunkDescriber
-from kvd_client.vllm.manager import ChunkSlots
+from kvd_client.vllm.manager import ChunkLoadStoreSpec
 from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from kvd_proto.messages import (
     MAX_KEYS,
@@ -103,7 +103,7 @@ def store(
         output = manager.prepare_store(rest, REQUEST)
         wanted: list[OffloadKey] = output.keys_to_store
         spec = output.store_spec
-        assert isinstance(spec, ChunkSlots)
+        assert isinstance(spec, ChunkLoadStoreSpec)
         if wanted:
             blocks = engine.fill(wanted, 1)
             sent = engine.submit("store", [0], blocks, spec.slots, spec.generations)
@@ -280,7 +280,9 @@ def store_what_can_be(
 ) -> list[OffloadKey]:
     """Offer these, step by step, until the daemon has answered and lent nothing."""
     stored: list[OffloadKey] = []
-    while eventually(manager.loans, lambda loans: loans is not None) or not stored:
+    while (
+        eventually(lambda: manager.scheduler.loans, lambda loans: loans is not None) or not stored
+    ):
         manager.refused.clear()
         stored += manager.prepare_store(keys[len(stored) :], REQUEST).keys_to_store
         manager.end_step()
@@ -471,7 +473,7 @@ def test_a_part_of_a_chunk_is_stored_anew_when_the_whole_is_offered(engine: Engi
     keys = keys_of("edge", 3)
     output = manager.prepare_store(keys, REQUEST)
     spec = output.store_spec
-    assert isinstance(spec, ChunkSlots)
+    assert isinstance(spec, ChunkLoadStoreSpec)
     assert engine.layout.blocks_per_chunk == 2
     manager.end_step()
     for at, key in enumerate(keys):
