@@ -400,4 +400,4 @@ class BrokerMachine(LaneRules, RuleBasedStateMachine):
 
 
 TestBroker = BrokerMachine.TestCase
-TestBroker.settings = explored(30, 50)
+TestBroker.settings = explored(25, 50)

@@ -347,7 +347,7 @@ class AdaptiveMachine(RuleBasedStateMachine):
 
 def test_the_policy_does_what_its_formulas_say() -> None:
     """After every step each victim is the one that the formulas name."""
-    run_state_machine_as_test(AdaptiveMachine, settings=explored(60, 30))
+    run_state_machine_as_test(AdaptiveMachine, settings=explored(40, 30))
 
 
 @given(st.integers(1, 1000), st.lists(st.integers(0, 30), min_size=BINS, max_size=BINS))

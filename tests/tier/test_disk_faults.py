@@ -149,7 +149,7 @@ REFUSED: dict[str, tuple[Callable[[Disks], object], str]] = {
     "in use": (Disks.open, "in use by another daemon"),
     "files of others": (
         lambda disks: (made(disks.folder) / "thesis.txt").write_text("all of it"),
-        r"holds what no disk tier has made .*thesis\.txt",
+        r"holds files of others .*thesis\.txt",
     ),
     "another version": (
         lambda disks: (made(disks.folder) / "kvd-disk").write_text("kvd disk tier, version 9\n"),
