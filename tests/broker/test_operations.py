@@ -286,3 +286,13 @@ def test_a_reset_is_answered_at_once_and_swept_in_pieces(policy: str) -> None:
     assert table.counts.removed == 0
     assert table.loads.unpin(1, OWNER)
     assert table.slots.stats()["doomed"] == 0
+
+
+def test_an_unknown_namespace_is_named(bench: Bench) -> None:
+    """The id that was given, and where to look."""
+    for message in (Clear(namespace=b"x" * 16), Clear(unused_seconds=1, namespace=b"x" * 16)):
+        reply = bench.ask(message)
+        assert isinstance(reply, Error)
+        assert reply.code is ErrorCode.BAD_STATE
+        assert (b"x" * 16).hex() in reply.text
+        assert "kvd namespaces" in reply.text

@@ -15,10 +15,12 @@ from kvd_proto.jobs import IntArray
 from kvd_proto.messages import (
     LABEL_ONLY,
     MAX_FINISHED,
+    Drain,
     ErrorCode,
     Fingerprint,
     Label,
     Pin,
+    Resume,
     Step,
     Stepped,
 )
@@ -338,3 +340,19 @@ def test_loans_that_were_not_used_end_where_another_engine_gets_too_few() -> Non
     bench.begin([b"late"], taken[:1])
     assert table.counts.stores_lost == 1
     bench.broker.state.check_integrity()
+
+
+def test_a_drain_ends_loans_and_lends_none() -> None:
+    """Until it is undone; no lane has to be asked."""
+    bench, keys = Bench(), [b"a"]
+    refs, _ = bench.step(wanted=8)
+    bench.begin(keys, refs[:1])
+    tool = join(bench.broker, "tool", "t")
+    assert revoked(bench.broker.request(tool, 2, Drain(), 0.0)) == []
+    assert not bench.table().slots.loans
+    bench.begin([b"b"], refs[1:2])
+    assert bench.table().counts.stores_lost == 1
+    assert bench.step(wanted=8)[0] == []
+    assert ChunksReady(bench.engine(bench.scheduler).number) in bench.share(refs[:1])
+    bench.broker.request(tool, 2, Resume(), 0.0)
+    assert len(bench.step(wanted=8)[0]) == 8

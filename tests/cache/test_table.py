@@ -362,3 +362,21 @@ def test_a_store_that_is_lost_or_comes_second_writes_nothing() -> None:
     table.stores.begin([b"lost"], [0], [10**6], 1, 0.0, descriptions=[b"lost"])
     assert (table.counts.stores_raced, table.counts.stores_lost) == (1, 1)
     assert not writer.written
+
+
+def test_what_is_too_long_is_counted_and_stored_without() -> None:
+    """The chunks are READY all the same."""
+    table, writer = described_table()
+    longest, longer = bytes(ROOM), bytes(ROOM + 1)
+    refs = begin_described(table, names(2), [longest, longer])
+    writer.full = True
+    more = begin_described(table, names(1, first=2), [longest])
+    counts = table.counts
+    assert (counts.descriptions, counts.descriptions_too_long) == (1, 1)
+    assert counts.descriptions_no_room == 1
+    for slots, generations in (refs, more):
+        n = len(slots)
+        ready, _ = table.stores.share_done(
+            1, 0, slots, generations, [0] * n, [1] * n, [0] * n, ok=True
+        )
+        assert len(ready) == n
