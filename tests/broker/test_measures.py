@@ -14,7 +14,8 @@ from kvd.broker.forecast import MIN_REQUESTS, Forecast
 from kvd.cache.miss_curve import MissCurve
 from kvd.metrics.counts import EventCounts, LookupCounts
 from kvd.metrics.declare import Progress, RecentMax
-from kvd_proto.messages import KvEvents, Lookups
+from kvd_proto.messages import KvEvents, Lookups, Ping, Status, StatusReport
+from tests.broker.brokers import join, make_broker, replies
 
 MOST = 2**63 - 1
 
@@ -179,3 +180,27 @@ def test_too_little_is_no_forecast() -> None:
     restarted.note_lookups(16_000, 8_000, 0.0)
     assert not Forecast(restarted, POOL).is_known
     assert Forecast(KnownCurve(at_64=0), POOL).is_known
+
+
+def test_the_report_says_which_engine_published_how_much() -> None:
+    """By what their schedulers report; the sums include engines that have left."""
+    broker = make_broker()
+    schedulers = [join(broker, "scheduler", name) for name in ("a", "b")]
+    worker = join(broker, "worker", "a")
+    for session, report in zip(
+        [*schedulers, worker], [told(70, lag_us=1500), told(30, 2, 1), told(900)], strict=True
+    ):
+        broker.request(session, 5, Ping(kv_events=report), 1.0)
+    broker.lost(schedulers[1])
+    (reply,) = replies(broker.request(schedulers[0], 6, Status(), 3.0))
+    assert isinstance(reply.message, StatusReport)
+    status = reply.message.status
+    (engine,) = status["engines"]
+    assert engine["published"] == {
+        "kv_events": 70,
+        "kv_event_snapshots": 1,
+        "kv_event_overruns": 0,
+        "lag_max_seconds": 0.0015,
+    }
+    sums = [status["counters"][f"kv_event{what}"] for what in ("s", "_snapshots", "_overruns")]
+    assert sums == [100, 3, 1]
