@@ -10,7 +10,7 @@ from kvd.broker.attachment import namespace_id
 from kvd.broker.broker import Broker
 from kvd.broker.effects import Effect, LogEvent, OpenPool, ToLane
 from kvd.broker.registration import MAX_CHECKED_AT_ONCE
-from kvd.broker.sessions import Registry, Session
+from kvd.broker.sessions import Registry
 from kvd.cache.namespaces import Namespaces
 from kvd.client_names import Peer
 from kvd.errors import Refusal
@@ -278,17 +278,6 @@ def test_memory_that_is_not_to_be_had_refuses_and_leaves_nothing() -> None:
         else:
             assert isinstance(reply.message, Registered)
             assert len(namespaces) == 1
-
-
-def two_lanes() -> tuple[Broker, tuple[Session, Session]]:
-    """A broker with two lanes, each of which is about to map a rank of one engine."""
-    broker = make_broker(devices=["host", CUDA])
-    ranks = (join(broker), join(broker))
-    for rank, device in enumerate(("host", CUDA)):
-        lane_up(broker, device)
-        asked = replace(register(), rank=rank, device=device)
-        broker.request(ranks[rank], 2, asked, 0.0, 2)
-    return broker, ranks
 
 
 @pytest.mark.parametrize(("device", "served"), [("host", False), (CUDA, True)])

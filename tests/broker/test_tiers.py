@@ -63,18 +63,6 @@ def test_what_was_asked_for_goes_down_and_is_found_there() -> None:
     bench.check()
 
 
-@pytest.mark.parametrize(("keep", "told"), [("all", [b"a"]), ("never", [])])
-def test_keep_says_what_goes_down(keep: str, told: list[bytes]) -> None:
-    """All that becomes READY, or nothing, even of what was asked for."""
-    bench, disk = bench_of(f"{DISK},keep={keep}")
-    refs = bench.store(b"a")
-    bench.run()
-    assert keys_told(disk, Put) == told
-    bench.load(refs)
-    bench.run()
-    assert keys_told(disk, Put) == told
-
-
 def test_bytes_on_their_way_down_are_bounded() -> None:
     """A tier that does not answer is given `queue` bytes and no more; the rest waits."""
     bench, disk = bench_of(f"{DISK},queue=16KiB,late=60")

@@ -1,7 +1,7 @@
 """The adaptive policy beside its formulas, and beside LRU where nothing is learned."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from math import log2
 from random import Random
@@ -515,58 +515,6 @@ def test_a_policy_that_evicts_what_comes_next_gives_way() -> None:
         assert policy.lru_decides == (turn >= 63)
 
 
-Make = Callable[[int], EvictionPolicy]
-
-
-def key_of(slot: int) -> bytes:
-    """The slot's number as the key of its chunk."""
-    return slot.to_bytes(4, "little")
-
-
-def anything(slot: int) -> bool:
-    """Everything may be evicted."""
-    del slot
-    return True
-
-
-NOW = 200.0
-
-
-@pytest.fixture(params=sorted(POLICIES))
-def make(request: pytest.FixtureRequest) -> Make:
-    """A maker of each policy in turn."""
-    return lambda num_slots: POLICIES[request.param](num_slots, key_of, Ghosts(2 * num_slots))
-
-
-def filled(make: Make, num_slots: int, count: int) -> EvictionPolicy:
-    """A policy holding slots 0..count - 1, inserted in this order."""
-    policy = make(num_slots)
-    policy.insert_all(range(count), 100.0)
-    return policy
-
-
-def test_restored_chunks_go_by_their_last_use(make: Make) -> None:
-    """The previous daemon's chunks go before all new ones, those used longest ago first."""
-    policy = make(8)
-    policy.restore(np.array([5, 3, 4]), np.array([10.0, 10.0, 20.0]))
-    policy.insert_all([0], 30.0)
-    policy.check_integrity()
-    assert policy.reserve(4, anything, NOW) == [5, 3, 4, 0]
-
-
-class Counted:
-    """Stamps, counting how often one is read."""
-
-    def __init__(self, stamps: memoryview) -> None:
-        self._stamps = stamps
-        self.reads = 0
-
-    def __getitem__(self, slot: int) -> int:
-        self.reads += 1
-        stamp: int = self._stamps[slot]
-        return stamp
-
-
 @given(st.sets(st.integers(0, 19)), st.sampled_from([1, 2]))
 def test_slots_are_put_back_between_the_others(gone: set[int], which: int) -> None:
     """Whichever were taken out, each has the neighbours again that it had."""
@@ -576,3 +524,13 @@ def test_slots_are_put_back_between_the_others(gone: set[int], which: int) -> No
     lists.insert_all(which, sorted(gone))
     assert list(lists.walk(which)) == list(lists.walk_back(which))[::-1] == list(range(20))
     lists.check_integrity()
+
+
+@pytest.mark.parametrize("policy_type", POLICIES.values(), ids=POLICIES)
+def test_restored_chunks_go_by_their_last_use(policy_type: type[EvictionPolicy]) -> None:
+    """The previous daemon's chunks go before all new ones, those used longest ago first."""
+    policy = policy_type(8, b"%d".__mod__, Ghosts(16))
+    policy.restore(np.array([5, 3, 4]), np.array([10.0, 10.0, 20.0]))
+    policy.insert_all([0], 30.0)
+    policy.check_integrity()
+    assert policy.reserve(4, lambda _: True, 200.0) == [5, 3, 4, 0]

@@ -8,12 +8,9 @@ import pytest
 
 from kvd.cache import uses
 from kvd.cache.chunks import ChunkTable
-from kvd.cache.directory import Refs
 from kvd.cache.ghosts import GhostCause
-from kvd.cache.ledger import Ledger
-from kvd.cache.namespaces import LedgerSetup, Namespace, Namespaces
+from kvd.cache.namespaces import LedgerSetup
 from kvd.cache.recovery import PoolTrailer
-from kvd.cache.uses import DemotionQueue
 from kvd.config.values import Quota
 from kvd.errors import IntegrityError
 from kvd.metrics.counts import AGE_BOUNDS
@@ -28,25 +25,8 @@ from tests.cache.tables import (
     make_table,
     names,
     pin,
-    ref_of,
     store,
 )
-
-
-@pytest.mark.parametrize("policy", ["lru", "adaptive"])
-def test_what_a_request_stored_is_not_hotter_than_what_it_loaded(policy: str) -> None:
-    """Its tail goes first, also what was still on its way when the request had finished."""
-    table = make_table(6, policy=policy)
-    store(table, names(2))
-    pin(table, names(2), 1.0)
-    parts = [begin(table, names(2, first=first), 2.0) for first in (2, 4)]
-    table.loads.unpin(1, 1)
-    assert table.loads.refresh([*names(2), *names(4, first=2)], 2.0) == 6
-    for part in reversed(parts):
-        finish(table, part)
-    order = [store(table, names(1, first=10 + n)).evicted[0] for n in range(6)]
-    assert order == list(reversed(names(6)))
-    table.check_integrity()
 
 
 def test_a_ticket_that_is_never_used_runs_out() -> None:
@@ -71,27 +51,6 @@ def test_a_key_without_a_place_in_the_index_is_lost(monkeypatch: pytest.MonkeyPa
     finish(table, begun)
     assert table.counts.index_full == table.counts.stores_raced == 3
     assert table.counts.stored == PROBE_LIMIT
-    table.check_integrity()
-
-
-def test_a_pin_keeps_what_is_still_there() -> None:
-    """What was evicted, replaced, reset or never was comes too late, and is counted."""
-    table = make_table(8)
-    store(table, names(3))
-    refs = [ref_of(table, key) for key in names(3)]
-    table.slots.drop([refs[1][0]])
-    given = [*refs, (refs[0][0], 2), (7, 1), (2**40, 1)]
-    table.loads.pin(5, [s for s, _ in given], [g for _, g in given], 1, 0.0, 9.0)
-    assert set(table.slots.leases.pins) == {refs[0][0], refs[2][0]}
-    assert (table.counts.asked, table.counts.hits, table.counts.pins_late) == (6, 2, 4)
-    table.reset()
-    assert table.slots.stats()["doomed"] == 2
-    table.loads.pin(6, [refs[0][0]], [1], 1, 0.0, 9.0)
-    assert table.counts.pins_late == 5
-    assert not table.loads.unpin(6, 1)
-    assert not table.loads.unpin(5, 2)
-    assert table.loads.unpin(5, 1)
-    assert table.slots.stats()["doomed"] == 0
     table.check_integrity()
 
 
@@ -207,23 +166,6 @@ def test_damage_is_noticed(damage: Callable[[ChunkTable, int, int], object]) -> 
 
 TIER = "tier 0 of process 7"
 ONE = ("memory:,size=1MiB",)
-TWO = (*ONE, "disk:/somewhere,size=1MiB")
-
-
-def promote(table: ChunkTable, keys: list[bytes], now: float = 0.0, most: int = 99) -> Refs:
-    """Let a tier fill these; the slots that it got."""
-    return [(slot, each) for _, slot, each in table.promotions.begin(keys, TIER, now, 10.0, most)]
-
-
-def drained(table: ChunkTable, refs: Refs, name: str = TIER) -> int:
-    """Who writes there says that nothing is under way; how many slots are free now."""
-    return table.slots.revoked(name, [slot for slot, _ in refs], [each for _, each in refs])
-
-
-def waiting(queue: DemotionQueue | None) -> list[bytes]:
-    """The keys that are to go down, which are in the queue no more."""
-    assert queue is not None
-    return [key for key, *_ in queue.take(99)]
 
 
 def test_nothing_is_evicted_while_the_pool_is_filled() -> None:
@@ -248,32 +190,10 @@ def test_a_queue_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(queue), queue.take_missed()) == (2, 2)
 
 
-class Daemons:
-    """Daemons that go on with each other's ledgers."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, bytearray] = {}
-        self.trailer = PoolTrailer.create("pool")
-        self.number = 0
-
-    def _make(self, name: str, size: int) -> bytearray:
-        self.buffers[name] = bytearray(size)
-        return self.buffers[name]
-
-    def start(self) -> tuple[Namespaces, Namespace | None]:
-        """The next daemon's namespaces, and the one that was there."""
-        self.number += 1
-        ledger_setup = LedgerSetup(self._make, "pool", self.trailer, self.number << 32)
-        namespaces = make_namespaces(4 * PAGE, ledger_setup=ledger_setup, tier=ONE)
-        ledgers = [Ledger(buffer, self.trailer) for buffer in self.buffers.values()]
-        known = [namespaces.reopen(ledger) for ledger in ledgers]
-        return namespaces, known[0] if known else None
-
-
 def test_a_kill_during_a_reset_brings_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ledger says the new salt when it has no chunk of before; readers know of none either."""
-    daemons = Daemons()
-    namespaces, _ = daemons.start()
+    setup = LedgerSetup(lambda _, size: bytearray(size), "pool", PoolTrailer.create("pool"), 2**32)
+    namespaces = make_namespaces(4 * PAGE, ledger_setup=setup, tier=ONE)
     namespace = add(namespaces, 0, PAGE)
     store(namespace.table, names(2))
     ledger, tiers = namespace.directory.ledger, namespace.directory.tiers
