@@ -34,9 +34,7 @@ RULES = {
     ),
     "a tier's files are the daemon's": (
         "test_modes",
-        "test_a_symbolic_link",
-        "test_the_directory_of_another_user",
-        "test_a_place_where_all_may_write",
+        "test_a_directory_that_cannot_be_used_is_refused",
     ),
     "requests and jobs come over Unix sockets only": (
         "test_nothing_listens_on_the_network_where_http_is_off",
