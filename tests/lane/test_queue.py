@@ -45,6 +45,14 @@ class Queue:
         return None if job is None else job.name
 
 
+def test_engines_take_turns_piece_by_piece() -> None:
+    """An engine with a long job leaves every other piece to its neighbour."""
+    queue = Queue()
+    queue.push("long")
+    queue.push("lower", engine=2)
+    assert [queue.next() for _ in range(4)] == ["long", "lower", "long", "lower"]
+
+
 def test_a_full_queue_of_one_engine_leaves_anothers_loads_their_place() -> None:
     """However many stores one engine has queued, another's load is next and none of it is shed."""
     queue = Queue(jobs=50, nbytes=1000)
