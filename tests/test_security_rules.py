@@ -157,7 +157,7 @@ RULES = {
     ),
     "quota": ("test_a_cap_keeps_a_flood_out_of_the_rest_of_the_pool",),
     "descriptions": (
-        "test_what_is_too_long_or_finds_no_room_is_counted_and_the_store_goes_on",
+        "test_what_is_too_long_is_counted_and_stored_without",
         "test_a_full_filesystem_costs_descriptions_and_no_store",
     ),
     "chunks to and from a tier": (
