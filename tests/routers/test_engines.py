@@ -10,7 +10,6 @@ import pytest
 
 from kvd_tools.vllm_engine import VllmServer
 from tests.conftest import Daemon, StartDaemon
-from tests.daemon.serving import run_kvd
 from tests.routers.fleet import (
     DISK,
     MEMORY,
@@ -131,18 +130,6 @@ def test_evictions_by_both_engines(fleet: Fleet, start_daemon: StartDaemon, pair
     assert 0 < pairs.pooled < pairs.compared
 
 
-def test_kvd_clear(fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs) -> None:
-    """After `kvd clear` only blocks on the engines' devices are promised."""
-    daemon = serve(fleet, start_daemon)
-    asked = family(seed=30)[:6]
-    churn(daemon, fleet.engines, asked)
-    cleared = run_kvd("clear", "--yes", "--runtime-dir", str(fleet.runtime_dir))
-    assert cleared.returncode == 0, cleared.stderr
-    for engine in fleet.engines:
-        engine.check(asked, pairs)
-    assert not pairs.pooled
-
-
 def test_resets_of_the_pool_and_of_an_engines_own_cache(
     fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
 ) -> None:
@@ -162,39 +149,6 @@ def test_resets_of_the_pool_and_of_an_engines_own_cache(
     for engine in fleet.engines:
         engine.check(asked, pairs)
     assert pairs.pooled
-
-
-def test_a_daemon_that_is_killed_and_restarts_warm(
-    fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
-) -> None:
-    """The chunks that the next daemon takes over are promised, and found."""
-    daemon = serve(fleet, start_daemon, POOL, "--keep-pool", "yes")
-    asked = family(seed=50)[:6]
-    churn(daemon, fleet.engines, asked)
-    daemon.process.kill()
-    daemon.process.wait()
-    daemon = start_daemon("--keep-pool", "yes", cpu_bytes=POOL, where=fleet.runtime_dir)
-    wait_served(daemon, *(engine.process for engine in fleet.engines))
-    assert chunks_of(daemon)["ready"] > 0
-    for engine in fleet.engines:
-        engine.check(asked, pairs)
-    assert pairs.pooled
-
-
-def test_a_daemon_that_is_killed_and_restarts_cold(
-    fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs
-) -> None:
-    """Nothing of the lost pool is promised any more."""
-    daemon = serve(fleet, start_daemon)
-    asked = family(seed=60)[:6]
-    churn(daemon, fleet.engines, asked)
-    daemon.process.kill()
-    daemon.process.wait()
-    daemon = start_daemon("--cold", cpu_bytes=POOL, where=fleet.runtime_dir)
-    attach(fleet, daemon)
-    for engine in fleet.engines:
-        engine.check(asked, pairs)
-    assert not pairs.pooled
 
 
 def test_no_daemon(fleet: Fleet, start_daemon: StartDaemon, pairs: Pairs) -> None:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 import msgspec
-import psutil
 import pytest
 import zmq
 from vllm.distributed.kv_events import (
@@ -22,8 +21,7 @@ from vllm.distributed.kv_events import (
     ZmqEventPublisher,
 )
 
-from tests.processes import has_ended
-from tests.routers.indexer import NOTHING, DynamoIndexer, Matched, Refused
+from tests.routers.indexer import NOTHING, DynamoIndexer, Matched
 from tests.waiting import PATIENCE, eventually
 
 BLOCK = 4
@@ -514,13 +512,6 @@ def test_lost_batches_stay_lost_without_replay(worker: Worker) -> None:
     assert worker.known() == blocks(cpu=2)
 
 
-def test_a_first_number_above_zero_is_taken(worker: Worker) -> None:
-    """The router takes the stream of an engine that has published before it came."""
-    worker.publisher.skip(1000)
-    worker.publisher.publish(stored(11, 12))
-    assert worker.known() == blocks(cpu=2)
-
-
 def test_numbers_that_start_again_are_dropped(worker: Worker) -> None:
     """Of an engine that was restarted nothing is taken until its numbers pass the old ones."""
     worker.publisher.skip(10)
@@ -541,23 +532,6 @@ def test_a_registration_anew_takes_numbers_from_the_start(
     with Worker(indexer, endpoints("second"), label) as second:
         second.publisher.publish(stored(11))
         assert second.known() == blocks(cpu=1)
-
-
-@pytest.mark.parametrize("topic", ["", "kv@engine@org/model", "kv-events", "\N{SNOWMAN} %40"])
-def test_topics_do_not_matter(worker: Worker, topic: str) -> None:
-    """The router takes events of any topic for those of the engine that is registered."""
-    worker.publisher.skip(1)
-    worker.publisher.publish_as(0, stored(11, 12), topic=topic)
-    assert worker.known() == blocks(cpu=2)
-
-
-def test_topics_share_one_sequence(worker: Worker) -> None:
-    """Of two streams at one endpoint, each with numbers of its own, the router drops parts."""
-    worker.publisher.skip(2)
-    worker.publisher.publish_as(0, stored(11), topic="one")
-    worker.publisher.publish_as(0, stored(12, parent=11), topic="other")
-    worker.publisher.publish_as(1, stored(12, medium="STORAGE", parent=11), topic="one")
-    assert worker.known() == blocks(cpu=1, disk=1)
 
 
 class Engine:
@@ -636,59 +610,4 @@ def test_engines_have_blocks_of_their_own(
         assert second.known() == blocks(cpu=1)
 
 
-def test_models_have_indexes_of_their_own(
-    indexer: DynamoIndexer, endpoints: Callable[[str], str], label: str
-) -> None:
-    """The same block of two models is known of each by its own engine alone."""
-    with (
-        Worker(indexer, endpoints("first"), label) as first,
-        Worker(indexer, endpoints("second"), f"{label}-other") as second,
-    ):
-        first.publisher.publish(stored(11, 12))
-        second.publisher.publish(stored(11))
-        assert first.known() == blocks(cpu=2)
-        assert second.known() == blocks(cpu=1)
-        assert set(indexer.query(PROMPT, label)) == {first.number}
-
-
 # ---------------------------------------------------------------------- the harness
-
-
-def test_an_unknown_model_is_refused(indexer: DynamoIndexer) -> None:
-    """A query of a model that nobody has registered raises what the indexer answered."""
-    with pytest.raises(Refused) as refusal:
-        indexer.query(PROMPT, "unregistered")
-    assert refusal.value.status == 404
-
-
-def test_an_instance_has_one_model(indexer: DynamoIndexer, worker: Worker, label: str) -> None:
-    """An instance that is registered cannot be registered for another model."""
-    with pytest.raises(Refused) as refusal:
-        indexer.register(worker.number, worker.publisher.endpoint, f"{label}-other", BLOCK)
-    assert refusal.value.status == 409
-
-
-def test_a_dump_names_blocks_by_tier(indexer: DynamoIndexer, worker: Worker) -> None:
-    """The dump lists what was stored, with hash and tier."""
-    worker.publisher.publish(stored(11), stored(12, parent=11, medium="STORAGE"))
-    worker.known()
-    events = indexer.dump()[f"{worker.model}:default"]["events"]
-    tiers = {
-        block["block_hash"]: event["storage_tier"]
-        for event in events
-        for block in event["event"]["data"]["stored"]["blocks"]
-    }
-    assert (tiers[11], tiers[12]) == ("host_pinned", "disk")
-
-
-def test_the_indexer_ends_with_its_host(tmp_path: Path) -> None:
-    """No indexer is left where the process that serves it is killed."""
-    indexer = DynamoIndexer(tmp_path / "log")
-    with indexer:
-        assert indexer.host is not None
-        running = psutil.Process(indexer.host.pid).children()
-        assert running
-        indexer.host.kill()
-        eventually(lambda: all(has_ended(process) for process in running))
-        with pytest.raises(AssertionError, match="has ended"):
-            indexer.dump()

@@ -2,47 +2,27 @@
 
 import queue
 from collections.abc import Callable, Iterator
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVCacheEvent, KVEventBatch
-from vllm.v1.engine import EngineCoreRequestType
+from vllm.distributed.kv_events import BlockStored, KVCacheEvent, KVEventBatch
 from vllm.v1.engine.core import EngineCoreProc
 
 from kvd_client.changes import ChunkLocation
 from kvd_client.vllm import KvdOffloadingSpec, events
-from kvd_proto.descriptions import decode
-from tests.vllm.configs import BLOCK, configured
+from tests.vllm.configs import configured
 from tests.vllm.stepping import Lender, Stepping
 from tests.waiting import PATIENCE
 
 PROMPT_BLOCKS = 3
-WAKEUP = (EngineCoreRequestType.WAKEUP, None)
 
 
 @pytest.fixture
 def lender() -> Lender:
     """A daemon that stores all it is offered."""
     return Lender(99)
-
-
-def test_chunks_are_described_where_somebody_publishes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
-) -> None:
-    """Each with its own description, or none at all where nobody would read them."""
-    stepping = Stepping(tmp_path, monkeypatch, lender)
-    stepping.add("silent", PROMPT_BLOCKS)
-    stepping.step(silent=PROMPT_BLOCKS * BLOCK)
-    assert lender.described == [None]
-    lender.describes = True
-    request = stepping.add("told", PROMPT_BLOCKS)
-    stepping.step(told=PROMPT_BLOCKS * BLOCK)
-    told = [decode(each) for each in lender.described[1] or []]
-    assert [each.hashes[-1] + bytes(4) for each in told] == list(lender.offered[1])
-    assert list(chain.from_iterable(each.hashes for each in told)) == list(request.block_hashes)
 
 
 class Core(EngineCoreProc):  # type: ignore[misc]  # without vLLM's types
@@ -80,54 +60,6 @@ def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender) -> Ite
 def change(lender: Lender, name: str) -> None:
     """Another engine has stored a chunk."""
     lender.changes.stored[name.encode().ljust(36)] = ChunkLocation(1, 1, 0, 1, 0)
-
-
-def test_an_engine_without_requests_publishes_and_does_not_step(
-    core: Core, lender: Lender, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """When vLLM asks for pending work: its own events first, then those of the pool."""
-    monkeypatch.setattr(events, "IDLE_SECONDS", 2 * PATIENCE)
-    assert not core.half.has_pending_push_work()
-    assert not core.batches
-    core.own_events.append(AllBlocksCleared())
-    change(lender, "another engine's")
-    assert not core.half.has_pending_push_work()
-    (batch,) = core.batches
-    assert [type(event) for event in batch.events] == [AllBlocksCleared, BlockStored]
-    change(lender, "one more")
-    assert not core.half.has_pending_push_work()  # not for a while
-    assert len(core.batches) == 1
-
-
-def test_an_idle_engine_is_woken_to_publish(core: Core, lender: Lender) -> None:
-    """By a message that makes vLLM ask for pending work; one is queued at a time."""
-    change(lender, "another engine's")
-    assert core.input_queue.get(timeout=PATIENCE) == WAKEUP
-    with pytest.raises(queue.Empty):
-        core.input_queue.get(timeout=3 * events.POLL_SECONDS)
-
-
-@pytest.mark.usefixtures("patient")
-def test_an_engine_that_cannot_publish_everything_at_once_wakes_itself(
-    core: Core, lender: Lender
-) -> None:
-    """So that it goes on, and serves requests in between."""
-    lender.changes_behind = True
-    change(lender, "another engine's")
-    core.half.has_pending_push_work()
-    assert core.input_queue.get_nowait() == WAKEUP
-
-
-def test_an_engine_without_kv_events_is_not_woken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
-) -> None:
-    """Whatever other engines change: it has nothing to publish, and no thread for it."""
-    core = Core(lambda: Stepping(tmp_path, monkeypatch, lender))
-    change(lender, "another engine's")
-    assert not core.half.has_pending_push_work()
-    assert not core.batches
-    with pytest.raises(queue.Empty):
-        core.input_queue.get(timeout=3 * events.POLL_SECONDS)
 
 
 def test_an_error_ends_idle_publishing_and_not_the_engine(

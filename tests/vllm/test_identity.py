@@ -85,9 +85,3 @@ def test_engines_that_compute_otherwise_share_nothing(
     assert fingerprint(config, vllm_config, "label") != before
     change(vllm_config)
     assert fingerprint(config, vllm_config, "") != before
-
-
-def test_a_model_that_no_cache_knows_has_an_identity(tmp_path: Path, cache: Path) -> None:
-    """Without a commit, as with weights from elsewhere, the name and its configuration count."""
-    assert not cache.exists()
-    assert of_hub_model(tmp_path) == of_hub_model(tmp_path)

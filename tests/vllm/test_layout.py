@@ -10,7 +10,7 @@ import torch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from kvd_client import RankLayout, TensorRef, TensorSpec, UnsupportedMemory
+from kvd_client import RankLayout, TensorRef, UnsupportedMemory
 from kvd_client.vllm.layout import share_caches
 from kvd_proto.layout import validate_layout
 from tests.vllm.configs import (
@@ -20,7 +20,6 @@ from tests.vllm.configs import (
     configured,
     full,
     latent,
-    window,
 )
 
 Views = dict[str, torch.Tensor]
@@ -50,53 +49,6 @@ def laid_out(
     shared.close()
     validate_layout(layout)
     return layout
-
-
-def test_layers_of_two_groups_that_lie_over_each_other(tmp_path: Path) -> None:
-    """Full and window layers share their bytes: two tensors of one storage, both in each group."""
-    layout = laid_out(tmp_path, full(["a", "b"]), window(["c", "d"]))
-    assert layout.storages == (2 * PAGE * BLOCKS,)
-    assert layout.tensors == (
-        TensorSpec(storage=0, offset=0, page_bytes=PAGE, block_stride=PAGE),
-        TensorSpec(storage=0, offset=PAGE * BLOCKS, page_bytes=PAGE, block_stride=PAGE),
-    )
-    both = (TensorRef(0, PAGE), TensorRef(1, PAGE))
-    assert [group.refs for group in layout.groups] == [both, both]
-    assert [group.kind for group in layout.groups] == ["FullAttentionSpec", "SlidingWindowSpec"]
-    assert [group.sliding_window for group in layout.groups] == [None, 64]
-    assert layout.share_bytes == layout.group_bytes(0) == layout.group_bytes(1) == 2 * PAGE
-
-
-def test_padding_is_counted_and_not_moved(tmp_path: Path) -> None:
-    """Pages are as far apart as they are padded; what is registered is the bytes in use."""
-    padded = PAGE + 2048
-    layout = laid_out(tmp_path, full(["a", "b"], padded=padded))
-    assert {(t.page_bytes, t.block_stride) for t in layout.tensors} == {(PAGE, padded)}
-    assert layout.groups[0].refs == (TensorRef(0, PAGE), TensorRef(1, PAGE))
-    assert layout.group_bytes(0) == 2 * PAGE
-    assert layout.share_bytes == 2 * padded
-
-
-def test_a_group_has_its_part_of_a_block_of_all_layers(tmp_path: Path) -> None:
-    """Layers side by side are one page; a group of fewer layers has the block's beginning."""
-    layout = laid_out(tmp_path, full(["a", "b"]), window(["c"]), layout="BLHNC")
-    assert layout.storages == (2 * PAGE * BLOCKS,)
-    block = 2 * PAGE
-    assert layout.tensors == (TensorSpec(0, 0, block, block), TensorSpec(0, 0, PAGE, block))
-    assert [group.refs for group in layout.groups] == [
-        (TensorRef(0, block),),
-        (TensorRef(1, PAGE),),
-    ]
-    assert layout.share_bytes == layout.group_bytes(0) == 2 * layout.group_bytes(1)
-
-
-def test_little_padding_is_moved_along(tmp_path: Path) -> None:
-    """A hundred bytes between two pages cost less than a copy more; the end's are left out."""
-    padded = PAGE + PAGE // 32
-    layout = laid_out(tmp_path, full(["a", "b", "c"], padded=padded), layout="BLHNC")
-    assert layout.groups[0].refs == (TensorRef(0, 3 * PAGE + 2 * (PAGE // 32)),)
-    more = laid_out(tmp_path, full(["a", "b", "c"], padded=padded + 32), layout="BLHNC")
-    assert more.groups[0].refs == tuple(TensorRef(number, PAGE) for number in range(3))
 
 
 def test_layers_that_share_anothers_pages_are_counted_once(tmp_path: Path) -> None:
@@ -133,13 +85,6 @@ def test_the_null_block_is_the_one_that_vllm_never_hands_out(tmp_path: Path) -> 
     pool = BlockPool(BLOCKS, enable_caching=True, hash_block_size=16)
     layout = laid_out(tmp_path, full(["a", "b"]))
     assert layout.null_block == pool.null_block.block_id
-
-
-def test_blocks_are_as_many_as_configured(tmp_path: Path) -> None:
-    """With num_gpu_blocks_override the configured number counts."""
-    layout = laid_out(tmp_path, blocks=BLOCKS - 3)
-    assert layout.num_blocks == BLOCKS - 3
-    assert layout.used_bytes == 2 * PAGE * (BLOCKS - 3)
 
 
 def lacks(views: Views, config: KVCacheConfig) -> None:

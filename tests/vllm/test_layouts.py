@@ -71,13 +71,6 @@ def test_blocks_come_back_as_they_were(tmp_path: Path, model: str, name: str, fa
     check_bytes(views, cache, layout, index=4)  # with a factor of 3 in the middle of a chunk
 
 
-@pytest.mark.parametrize(("model", "name"), REFUSED)
-def test_what_is_left_out_is_what_vllm_refuses(tmp_path: Path, model: str, name: str) -> None:
-    """No layout that an engine could have is missing in the test above."""
-    with pytest.raises((ValueError, AssertionError, NotImplementedError)):
-        made(tmp_path, model, name)
-
-
 @pytest.mark.parametrize("factor", [1, 4])
 @pytest.mark.parametrize(
     ("model", "fragments_of"),
@@ -102,26 +95,6 @@ def test_a_block_of_all_layers_is_one_fragment(
         vllm_config, cache, config = made(tmp_path, model, name, blocks_per_chunk=factor)
         layout = registered(allocated(vllm_config, cache), config, cache)
         assert fragments(layout) == fragments_of
-
-
-@pytest.mark.parametrize(
-    ("model", "name", "fragments_of"),
-    [
-        ("dense", "LBHNC", [5]),
-        ("dense", "LHBNC", [20]),  # four heads of five layers
-        ("dense", "BHLNC", [1]),
-        ("grouped", "LHBNC", [5]),
-        ("window", "LBNHC", [2, 2, 2, 2, 2, 2, 1]),
-        ("indexed", "LBHNC", [6]),
-    ],
-)
-def test_layers_apart_are_fragments_apart(
-    tmp_path: Path, model: str, name: str, fragments_of: list[int]
-) -> None:
-    """One for each layer of a group, or for each head where heads are outside of blocks."""
-    vllm_config, cache, config = made(tmp_path, model, name)
-    layout = registered(allocated(vllm_config, cache), config, cache)
-    assert sorted(fragments(layout)) == sorted(fragments_of)
 
 
 @pytest.mark.parametrize("name", ["LBHNC", "LBNHC"])

@@ -14,10 +14,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 
 from kvd_client.vllm import KvdConnector, OptionsError, VllmOptions
 from kvd_client.vllm.options import (
-    TESTED_RELEASES,
     VLLM_KEYS,
     read_options,
-    release,
     untested_warning,
 )
 from tests.vllm.configs import configured
@@ -190,23 +188,6 @@ def test_the_scheduler_starts_with_a_line_for_each_thing_that_is_not_as_it_shoul
     assert len(lines) == len(wanted)
     assert all(line.startswith("kvd: ") for line in lines)
     assert all(words in line for words, line in zip(wanted, lines, strict=True))
-
-
-def test_kvds_lines_go_where_vllms_go(tmp_path: Path, logger: logging.Logger) -> None:
-    """The connector logs through vLLM's handlers, each line once."""
-    logger.handlers.clear()
-    for _ in range(2):
-        with pytest.raises(OptionsError):
-            connector(tmp_path, extra={"deadlines": 1.0})
-    assert logger.handlers == logging.getLogger("vllm").handlers
-    assert not logger.propagate
-
-
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.1.dev3+g0123456", "0.32.0+cpu"])
-def test_a_tested_release_needs_no_sentence(version: str) -> None:
-    """Patches and builds of a tested release are that release."""
-    assert release(version) in TESTED_RELEASES
-    assert not untested_warning(version)
 
 
 @pytest.mark.parametrize("version", ["0.31.0", "0.33.1", "1.32.0", "dev", "0.320.0"])

@@ -1,12 +1,10 @@
 """Changes of the pool become vLLM's events, whose bytes are those that routers are tested with."""
 
-from collections.abc import Callable, Iterable
-from types import SimpleNamespace
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import pytest
-from msgspec.structs import replace
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
@@ -126,13 +124,6 @@ def test_bytes_are_those_that_routers_are_tested_with() -> None:
         assert msgspec.msgpack.Decoder(KVEventBatch).decode(encoded) == batch
 
 
-@pytest.mark.parametrize("name", PAYLOADS)
-def test_payloads_that_indexes_are_tested_with_are_vllms(name: str) -> None:
-    """VLLM decodes each and encodes it to the same bytes."""
-    payload = bytes.fromhex(PAYLOADS[name])
-    assert msgspec.msgpack.encode(msgspec.msgpack.decode(payload, type=KVEventBatch)) == payload
-
-
 @pytest.mark.parametrize("as_numbers", [True, False])
 def test_hashes_have_the_form_that_vllm_is_told_to_use(
     monkeypatch: pytest.MonkeyPatch, as_numbers: bool
@@ -165,19 +156,6 @@ def test_all_that_is_known_of_a_block_is_told() -> None:
         kv_cache_spec_sliding_window=64,
         locality="LOCAL",
     )
-
-
-def test_each_change_is_told_once() -> None:
-    """Stored, then removed, and nothing where nothing has changed."""
-    pool = Pool(described(11), described(12, 11))
-    events = events_of(pool)
-    pool.coming.stored.update(pool.there([0, 1]))
-    stored = events.take()
-    assert [event.block_hashes for event in stored] == [[11], [12]]
-    assert not events.take()
-    pool.coming.removed.append(key_of(12))
-    assert events.take() == [BlockRemoved([12], "CPU", 0, "LOCAL")]
-    assert not events.take()
 
 
 def test_a_chunk_in_tiers_is_told_of_on_its_own() -> None:
@@ -220,20 +198,6 @@ def test_a_chunk_that_goes_down_is_described_though_its_slot_is_used_again() -> 
     assert gone == BlockRemoved([11], "CPU", 0, "LOCAL")
 
 
-def test_of_tiers_only_groups_of_whole_prefixes_are_published() -> None:
-    """Dynamo would take a window's block, and its removal, for that of the main group."""
-    window = replace(described(12, window=64), group=1, kind="sliding_window")
-    pool = Pool(described(11), window)
-    events = events_of(pool)
-    keys = {key_of(11): 0, key_of(12, group=1): 1}
-    pool.coming.stored.update({key: ChunkLocation(slot, 1, 0, 1, 0) for key, slot in keys.items()})
-    pool.coming.stored_in_tiers.update(dict.fromkeys(keys, ChunkLocation(NO_SLOT, 0, 0, 1, 0)))
-    published = [(event.medium, event.group_idx) for event in events.take()]
-    assert sorted(published) == [("CPU", 0), ("CPU", 1), ("STORAGE", 0)]
-    pool.coming.removed_from_tiers += keys
-    assert events.take() == [BlockRemoved([11], "STORAGE", 0, "LOCAL")]
-
-
 def test_a_chunk_without_a_description_is_told_by_its_key() -> None:
     """Hash and group; without tokens, which routers take for another medium of a known block."""
     pool = Pool()
@@ -263,14 +227,6 @@ def test_after_a_reset_of_the_engines_own_cache_everything_is_told_again() -> No
     assert pool.repeated == 1
 
 
-@pytest.mark.parametrize("lost", ["cached_block_hash_to_block"])
-def test_a_pool_that_cannot_be_watched_is_refused(lost: str) -> None:
-    """The engine does not start, in one sentence."""
-    watch: Callable[[Any], None] = events_of(Pool()).watch
-    with pytest.raises(Exception, match=lost):
-        watch(SimpleNamespace())
-
-
 # -------------------------------------------------------------- an idle engine
 
 
@@ -290,38 +246,6 @@ def test_an_idle_engine_publishes_changes_once_a_second() -> None:
     assert len(events.take(idle=True)) == 1
     clock.now += IDLE_SECONDS
     assert not events.is_due()
-
-
-def test_steps_with_requests_do_not_put_off_an_idle_engine() -> None:
-    """What changes just after the last request's end is published at once."""
-    pool, clock = Pool(described(11)), Clock()
-    events = events_of(pool, clock=clock)
-    events.take()
-    pool.coming.stored.update(pool.there([0]))
-    assert events.is_due()
-
-
-def test_an_engine_goes_on_while_one_call_cannot_publish_everything() -> None:
-    """Without the pause: it has fallen behind, or attaches to a full pool."""
-    pool = Pool(described(11))
-    events = events_of(pool)
-    pool.changes_behind = True
-    events.take(idle=True)
-    assert events.is_due()
-    pool.changes_behind = False
-    events.take(idle=True)
-    assert not events.is_due()
-
-
-def test_an_idle_engine_publishes_a_reset_of_its_own_cache() -> None:
-    """Routers learn of it, and of the pool again, without a request."""
-    pool, gpu = Pool(described(11)), BlockPool(4, True, BLOCK, True)
-    events = events_of(pool)
-    events.watch(gpu)
-    assert gpu.reset_prefix_cache()
-    assert events.is_due()
-    events.take(idle=True)
-    assert pool.repeated == 1
 
 
 # ------------------------------------------------------------------ repetition
@@ -353,40 +277,6 @@ def test_everything_is_published_again_within_the_period() -> None:
     assert sum(map(bool, sizes)) == -(-300 // PART_CHUNKS)
 
 
-def test_removals_take_part_of_the_period() -> None:
-    """A small pool that churns is repeated in time, after the removals that routers may lack."""
-    pool, clock = Pool(*chain(5000)), Clock()
-    events = events_of(pool, repeat_seconds=100.0, clock=clock)
-    pool.coming.stored.update(pool.there(range(5000)))
-    events.take()
-    pool.coming.removed += list(pool.there(range(10, 5000)))
-    events.take()
-    clock.now += 99.0
-    removed, stored = list[int | bytes](), list[int | bytes]()
-    for _ in range(101):
-        clock.now += 1.0
-        batch = events.take()
-        removed += removed_in(batch)
-        stored += stored_in(batch)
-    assert set(stored) == set(range(1, 11))
-    assert set(removed) == set(range(1, 5001))
-
-
-def test_a_large_pool_takes_longer_than_the_period() -> None:
-    """Parts keep their distance, so that steps stay short."""
-    pool, clock = Pool(*chain(2000)), Clock()
-    events = events_of(pool, repeat_seconds=1.0, clock=clock)
-    pool.coming.stored.update(pool.there(range(2000)))
-    events.take()
-    clock.now += 1.0
-    sizes = []
-    for _ in range(400):
-        sizes.append(len(stored_in(events.take())))
-        clock.now += 0.01
-    assert max(sizes) <= PART_CHUNKS
-    assert sum(sizes) >= 2000
-
-
 def test_an_idle_engine_repeats_in_larger_parts() -> None:
     """As large as once a second makes necessary; not while it is detached."""
     pool, clock = Pool(*chain(300)), Clock()
@@ -405,17 +295,6 @@ def test_an_idle_engine_repeats_in_larger_parts() -> None:
         clock.now += 0.101
     assert stored == 300
     assert times == 3
-
-
-def test_without_a_period_nothing_is_repeated() -> None:
-    """`repeat_events=0` switches rounds off."""
-    pool, clock = Pool(described(11)), Clock()
-    events = events_of(pool, clock=clock)
-    pool.coming.stored.update(pool.there([0]))
-    events.take()
-    clock.now += 1e6
-    assert not events.is_due()
-    assert not events.take()
 
 
 def stored_in(batch: list[KVCacheEvent]) -> list[int | bytes]:

@@ -181,18 +181,6 @@ def test_all_chunks_of_a_prompt_are_sought_in_one_step(make: MakeEngine) -> None
     assert engine.counts() == {metrics.TIER_WAITS: 1}
 
 
-def test_a_prompt_in_memory_waits_for_nothing(make: MakeEngine) -> None:
-    """Whether a tier has it as well or not; where it ends in memory, it ends."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys[:4], 0)
-    engine.session.present = set(keys[:4])
-    assert engine.ask("r") == hits(4)
-    assert engine.session.sought == []
-    assert engine.source("r", keys[0]) is CacheHitSource.HOST
-    assert engine.counts() == {}
-
-
 def test_chunks_behind_a_miss_are_not_sought(make: MakeEngine) -> None:
     """They are of no use without those before them."""
     engine = make(Tiered(DISK))
@@ -319,19 +307,6 @@ def test_what_a_shared_tier_has_is_waited_for(make: MakeEngine) -> None:
     assert engine.ask("other") == hits(0)
 
 
-def test_what_a_shared_tier_has_not_is_a_miss_at_once(make: MakeEngine) -> None:
-    """Also where asking it would not have been worth it in the first place."""
-    engine = make(Tiered(SHARED))
-    keys = engine.add("r", 6)
-    assert engine.ask("r") == WAITS
-    engine.session.held = dict.fromkeys(keys, NO_TIER)
-    assert engine.ask("r") == hits(0)
-    engine.add("far", 6)
-    engine.session.status = [TierHealth(True, 100_000, 10**9, 0)]
-    assert engine.ask("far") == hits(0)
-    assert len(engine.session.sought) == 1
-
-
 @pytest.mark.parametrize(
     ("wanted", "waits"),
     [
@@ -355,31 +330,6 @@ def test_a_request_loads_from_the_tiers_that_it_names(
         assert engine.ask(name) == (WAITS if name in waits else hits(2))
 
 
-def test_what_comes_for_another_request_is_waited_for(make: MakeEngine) -> None:
-    """Its promotion is under way already; one that may not load from there computes."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys, 0)
-    engine.session.pending = set(keys)
-    assert engine.ask("r") == WAITS
-    engine.now += 0.097
-    assert engine.ask("r") == hits(0)
-    keys = engine.add("memory only", 6, [])
-    engine.session.held = dict.fromkeys(keys, 0)
-    engine.session.pending = set(keys)
-    assert engine.ask("memory only") == hits(0)
-
-
-def test_a_chunk_that_an_engine_is_storing_is_pending_as_ever(make: MakeEngine) -> None:
-    """Nothing is sought for it, and its own limit holds."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.pending = set(keys)
-    assert engine.ask("r") == WAITS
-    assert engine.session.sought == []
-    assert engine.counts() == {}
-
-
 def test_of_a_window_only_the_chunks_are_sought_that_a_load_needs(make: MakeEngine) -> None:
     """The last 64 tokens of it, and all chunks of the group that sees everything."""
     engine = make(Tiered(DISK), window(["w"]))
@@ -393,36 +343,3 @@ def test_of_a_window_only_the_chunks_are_sought_that_a_load_needs(make: MakeEngi
     assert windows[0] not in sought
     engine.session.present = set(keys)
     assert engine.ask("r") == (12 * BLOCK - 1, True)
-
-
-def test_what_a_window_lacks_makes_the_rest_useless(make: MakeEngine) -> None:
-    """No chunk of the window's group is anywhere: nothing can be loaded, nothing is sought."""
-    engine = make(Tiered(DISK), window(["w"]))
-    keys = engine.add("r", 12)
-    engine.session.held = dict.fromkeys(keys[:12], 0)
-    assert engine.ask("r") == hits(0)
-    assert engine.session.sought == []
-
-
-def test_a_request_whose_load_failed_waits_for_no_tier(make: MakeEngine) -> None:
-    """It is computed."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys, 0)
-    engine.manager.stop_loading("r")
-    assert engine.ask("r") == hits(0)
-    assert engine.session.sought == []
-
-
-def test_a_request_that_was_preempted_may_wait_again(make: MakeEngine) -> None:
-    """It was admitted in between; one that has finished is forgotten."""
-    engine = make(Tiered(DISK))
-    keys = engine.add("r", 6)
-    engine.session.held = dict.fromkeys(keys, 0)
-    assert engine.ask("r") == WAITS
-    engine.now += 0.097
-    assert engine.ask("r") == hits(0)
-    engine.admit("r")
-    assert engine.ask("r") == WAITS
-    engine.manager.on_request_finished(engine._half._req_status["r"].req_context)
-    assert not engine.manager.tier_waits._waits

@@ -1,7 +1,6 @@
 """A rank's side: every job is reported once, failed ones too, and whose failure is whose."""
 
 import itertools
-import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -178,27 +177,6 @@ def test_cuda_memory_is_ready_when_the_engines_stream_is_there(
     )
 
 
-def test_a_load_of_chunks_that_are_gone_asks_nobody(
-    rank: KvdOffloadingWorker, lane: FakeWorker
-) -> None:
-    """Missing chunks fail at once, without a message."""
-    assert rank.submit_load(5, ChunkSlots(missing=3), blocks())
-    assert not lane.submitted
-    assert outcomes(rank) == {5: False}
-    assert not outcomes(rank)
-
-
-def test_without_memory_to_serve_every_job_fails() -> None:
-    """A rank whose memory cannot be shared runs, and all its jobs are misses."""
-    rank = offloading(None)
-    assert rank.submit_store(1, blocks(), chunks(2))
-    assert rank.submit_load(2, chunks(2), blocks())
-    rank.wait({1, 2})
-    assert outcomes(rank) == {1: False, 2: False}
-    assert not outcomes(rank)
-    rank.shutdown()
-
-
 @pytest.mark.parametrize("load", [False, True])
 def test_a_refused_job_is_a_failed_one(
     rank: KvdOffloadingWorker, lane: FakeWorker, load: bool, monkeypatch: pytest.MonkeyPatch
@@ -245,22 +223,6 @@ def test_the_log_tells_a_reason_once_until_a_job_succeeds(
         outcomes(rank)
     assert [record.message for record in caplog.records] == [
         "kvd: a load failed and is a cache miss: lost"
-    ]
-
-
-def test_a_store_whose_chunks_were_given_up_is_no_warning(
-    rank: KvdOffloadingWorker, lane: FakeWorker, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A reset ends stores in flight: their reason is for debugging, that of a load is a warning."""
-    caplog.set_level(logging.DEBUG)
-    rank.submit_store(1, blocks(), chunks(2))
-    rank.submit_load(2, chunks(2), blocks())
-    text = "slot 0 generation 1 is not this engine's to write (2 of 2 chunks)"
-    lane.ended += [JobResult(job, JobStatus.STALE, text=text) for job in (1, 2)]
-    assert outcomes(rank) == {1: False, 2: False}
-    assert [(record.levelno, record.message.split()[2]) for record in caplog.records] == [
-        (logging.DEBUG, "store"),
-        (logging.WARNING, "load"),
     ]
 
 
@@ -347,13 +309,6 @@ def test_stores_with_holes_are_not_done(
 
 
 # -------------------------------------------------------- what ranks report
-
-
-def test_what_failed_for_one_rank_has_failed() -> None:
-    """Reports are added in any order; vLLM's part of them is added by vLLM."""
-    one, other = KvdWorkerMetadata({1: 1, 2: 1}, failed_jobs={1}), KvdWorkerMetadata({1: 1})
-    for both in (one.aggregate(other), other.aggregate(one)):
-        assert both == KvdWorkerMetadata({1: 2, 2: 1}, failed_jobs={1})
 
 
 @pytest.fixture

@@ -4,10 +4,8 @@ import random
 from pathlib import Path
 
 import pytest
-from vllm.v1.kv_offload.base import make_offload_key
 
 from kvd_client.vllm import metrics
-from kvd_client.vllm.upstream import ALLOCATION_FAILURE
 from tests.vllm.configs import BLOCK, window
 from tests.vllm.stepping import Lender, Stepping
 
@@ -33,49 +31,6 @@ def counted(stepping: Stepping) -> dict[str, float]:
     """The manager's statistics since the last time."""
     figures: dict[str, float] = stepping.manager.get_stats().reduce()
     return figures
-
-
-def test_a_running_requests_chunks_are_offered_again_when_loans_have_come(
-    stepping: Stepping, lender: Lender
-) -> None:
-    """Nothing is offered while the answer is under way; then all at once, and each once."""
-    stepping.add("a", 4)
-    assert not stepping.step(a=3 * BLOCK)
-    assert counted(stepping)[ALLOCATION_FAILURE] == 1
-    assert not stepping.step(a=1)
-    assert len(lender.offered) == 1
-    lender.loans = 8
-    jobs = stepping.step(a=BLOCK - 1)
-    assert blocks_of(stepping, jobs) == [1, 2, 3, 4]
-    assert not stepping.step(a=1)
-    assert metrics.CHUNKS_REFUSED not in counted(stepping)
-    stepping.report(jobs)
-    assert not stepping.half.has_pending_push_work()
-
-
-def test_the_last_chunks_of_a_request_are_not_lost_because_loans_came_a_step_late(
-    stepping: Stepping, lender: Lender
-) -> None:
-    """Steps go on; they are offered in the step after, and then the request is forgotten."""
-    stepping.add("a", 3)
-    stepping.step(a=3 * BLOCK)
-    stepping.finish("a")
-    assert not stepping.step()
-    assert not stepping.half._req_status
-    assert stepping.half.has_pending_push_work()
-    lender.loans = 2
-    jobs = stepping.step()
-    assert blocks_of(stepping, jobs) == [1, 2]
-    lender.loans = 1
-    more = stepping.step()
-    assert blocks_of(stepping, more) == [3]
-    assert not stepping.manager.refused
-    stepping.report([*jobs, *more])
-    assert not stepping.half._req_status
-    assert not stepping.half.has_pending_push_work()
-    (used,) = lender.used
-    assert sorted(used.keys) == sorted(lender.present)
-    assert metrics.CHUNKS_REFUSED not in counted(stepping)
 
 
 def test_a_pool_that_stays_full_is_not_asked_for_ever(stepping: Stepping, lender: Lender) -> None:
@@ -133,60 +88,6 @@ def test_what_a_window_has_passed_is_given_up(
     lender.loans = 99
     # The window's last chunk, of block 10, is not offered: a load ends before the last token.
     assert blocks_of(stepping, stepping.step(a=1, b=1)) == [1, 2, 3, 4, 5, 8, 9]
-
-
-def test_as_many_requests_as_there_are_loans_for_are_offered_in_a_step(
-    stepping: Stepping, lender: Lender
-) -> None:
-    """The others wait for a later one."""
-    for name in "abc":
-        stepping.add(name, 2)
-    stepping.step(a=2 * BLOCK, b=2 * BLOCK, c=2 * BLOCK)
-    lender.loans = 2
-    assert blocks_of(stepping, stepping.step(a=1, b=1, c=1)) == [1, 2]
-    assert len(lender.offered) == 4
-    lender.loans = 4
-    assert blocks_of(stepping, stepping.step(a=1, b=1, c=1)) == [3, 4, 5, 6]
-
-
-def test_another_request_of_the_same_name_has_nothing_to_do_with_it(
-    stepping: Stepping, lender: Lender
-) -> None:
-    """What the earlier one was refused is forgotten."""
-    stepping.add("a", 2)
-    stepping.step(a=2 * BLOCK)
-    stepping.finish("a")
-    stepping.step()
-    stepping.add("a", 1)
-    assert not stepping.manager.refused
-    stepping.step(a=1)
-    lender.loans = 9
-    assert blocks_of(stepping, stepping.step(a=BLOCK - 1)) == [3]
-
-
-def test_a_reset_forgets_what_was_refused(stepping: Stepping, lender: Lender) -> None:
-    """A request that has ended is not offered again; one that runs offers all it has."""
-    stepping.add("a", 2)
-    stepping.add("b", 2)
-    stepping.step(a=2 * BLOCK, b=2 * BLOCK)
-    stepping.finish("a")
-    stepping.step(b=1)
-    stepping.half.reset_cache()
-    assert not stepping.half.has_pending_push_work()
-    lender.loans = 9
-    assert blocks_of(stepping, stepping.step(b=1)) == [3, 4]
-
-
-def test_states_that_are_handed_over_once_are_not_waited_for(stepping: Stepping) -> None:
-    """They would not be offered again."""
-    manager, request = stepping.manager, stepping.half
-    stepping.add("a", 1)
-    context = request._req_status["a"].req_context
-    tail = make_offload_key(b"tail", 0)
-    context.set_offload_key_position(tail, BLOCK - 1)
-    assert manager.prepare_store([tail], context).keys_to_store == []
-    assert not manager.refused
-    assert counted(stepping)[metrics.CHUNKS_REFUSED] == 1
 
 
 @pytest.mark.parametrize("seed", range(20))

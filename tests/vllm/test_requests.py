@@ -73,35 +73,6 @@ def test_vllms_own_envelope_of_hints_is_read(stepping: Stepping, lender: Lender)
     assert lender.hints == [(1, 1, 0)]
 
 
-def test_requests_that_end_in_one_step_are_reported_one_by_one(
-    stepping: Stepping, lender: Lender
-) -> None:
-    """Each with all of its chunks and its own label."""
-    stepping.add("a", 2)
-    stepping.add("b", 3, params={"kvd": {"one_shot": True}})
-    expected = {(tuple(keys_of(stepping, "a")), Label.NONE)}
-    expected.add((tuple(keys_of(stepping, "b")), Label.DONE))
-    stepping.step(a=2 * BLOCK, b=3 * BLOCK)
-    stepping.finish("a")
-    stepping.finish("b")
-    stepping.step()
-    assert {(tuple(used.keys), used.label) for used in lender.used} == expected
-
-
-def test_chunks_of_the_engines_own_cache_are_part_of_the_report(
-    stepping: Stepping, lender: Lender
-) -> None:
-    """Those before what was loaded are not offered; the prompt is reported from its head on."""
-    stepping.add("a", 5)
-    keys = keys_of(stepping, "a")
-    lender.present = set(keys[:3])
-    assert stepping.admit("a", 2 * BLOCK, [1, 2, 3, 4, 5]) == BLOCK
-    stepping.report(range(1))
-    run(stepping, "a", 5 * BLOCK)
-    assert keys[0] not in {key for offer in lender.offered for key in offer}
-    assert lender.used == [(keys, 5, Label.NONE)]
-
-
 def test_the_answers_chunks_are_reported_behind_the_prompts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
 ) -> None:
@@ -187,16 +158,6 @@ def test_each_missed_token_is_named_by_the_group_of_full_attention(
     assert not offered & set(windows[:2])
     assert [key for key in used.keys if key in full] == full
     assert used.prompt == len(used.keys)
-
-
-def test_a_request_that_may_not_read_the_cache_misses_nothing(
-    stepping: Stepping, lender: Lender
-) -> None:
-    """Nothing is looked up for it, as for one that wants its prompt's log-probabilities."""
-    request = stepping.add("a", 2)
-    request.skip_reading_prefix_cache = True
-    stepping.admit("a", 0)
-    assert not lender.missed
 
 
 def test_the_measured_speed_of_prefill_is_reported(stepping: Stepping, lender: Lender) -> None:

@@ -143,18 +143,6 @@ def test_an_engine_that_sleeps_frees_its_cache_and_finds_its_chunks_again(
     backend.resume()
 
 
-def test_a_daemon_that_is_gone_keeps_no_engine_awake(
-    tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Nothing is waited for and nothing raised; what has come back is registered later."""
-    rank, worker, backend = served(tmp_path, runtime_dir)
-    backend.suspend()
-    backend.resume()
-    assert worker.device == "host"
-    assert not [line for line in caplog.records if "let go" in line.getMessage()]
-    rank.shutdown()
-
-
 def test_what_goes_wrong_is_a_line_each_and_no_exception(
     tmp_path: Path, runtime_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

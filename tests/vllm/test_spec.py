@@ -4,8 +4,6 @@ import itertools
 import logging
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +13,11 @@ import pytest
 import torch
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.kv_offload.base import (
-    CanonicalKVCaches,
     GPULoadStoreSpec,
     LookupResult,
     OffloadKey,
     ReqContext,
     TransferResult,
-    make_offload_key,
 )
 
 from kvd_client import Unavailable, UnsupportedMemory, Worker, cuda_driver
@@ -29,7 +25,6 @@ from kvd_client.vllm import (
     KvdOffloadingManager,
     KvdOffloadingSpec,
     KvdOffloadingWorker,
-    OptionsError,
 )
 from kvd_client.vllm.manager import ChunkSlots
 from tests.client.fake_daemon import FakeDaemon
@@ -37,17 +32,10 @@ from tests.client.stand_in_driver import FAILURES, TORCH, install
 from tests.conftest import Daemon
 from tests.fakecuda.harness import functions_named
 from tests.vllm.configs import (
-    BLOCKS,
-    PAGE,
-    WholeChunks,
     allocated,
     configured,
-    full,
-    latent,
     whole,
-    window,
 )
-from tests.vllm.moving import pages
 from tests.waiting import DEADLINE, PATIENCE, eventually
 
 FACTOR = 2
@@ -99,48 +87,6 @@ def reported(rank: KvdOffloadingWorker, count: int) -> list[TransferResult]:
 def found(manager: KvdOffloadingManager, keys: Sequence[OffloadKey]) -> list[LookupResult]:
     """What each of the keys is."""
     return [manager.lookup(key, REQUEST) for key in keys]
-
-
-@pytest.mark.parametrize(
-    ("groups", "layout"),
-    [
-        ([full(["a", "b"])], "LBHNC"),
-        ([full(["a", "b"]), window(["c", "d"])], "LBHNC"),
-        ([full(["a", "b", "c"]), window(["d"], block_size=32, head_size=16)], "LBHNC"),
-        ([full(["a", "b"], padded=PAGE + 2048)], "LBHNC"),
-        ([full(["a", "b"]), window(["c"])], "BLHNC"),
-        ([latent(["a", "b"])], "LBHNC"),
-    ],
-    ids=["plain", "aliased", "block-sizes", "padded", "packed", "latent"],
-)
-def test_every_byte_comes_back_whatever_the_layout(
-    tmp_path: Path, daemon: Daemon, groups: list[KVCacheGroupSpec], layout: str
-) -> None:
-    """What each group stored is loaded into other blocks, through manager, daemon and worker."""
-    spec, views = make_spec(tmp_path, daemon.runtime_dir, *groups, layout=layout, required=True)
-    with ExitStack() as ends:
-        manager, worker = spec.get_manager(), spec.make_worker(views)
-        ends.callback(manager.shutdown)
-        ends.callback(worker.shutdown)
-        assert isinstance(manager, KvdOffloadingManager)
-        manager.ranges = WholeChunks(FACTOR)
-        assert manager.scheduler.wait_attached(PATIENCE)
-        for group, layers in enumerate(group.layer_names for group in groups):
-            keys = [make_offload_key(bytes([group, n] * 16), group) for n in range(2)]
-            output = manager.prepare_store(keys, REQUEST)
-            assert output.keys_to_store == keys
-            before = pages(views, layers, [*range(1, 1 + 2 * FACTOR)], BLOCKS)
-            worker.submit_store(STORE, job(2, group, len(groups), 1), output.store_spec)
-            assert ended(worker, STORE)
-            manager.complete_store(keys, REQUEST)
-            eventually(partial(found, manager, keys), {LookupResult.HIT}.issuperset)
-            source = manager.prepare_load(keys, REQUEST)
-            assert not source.missing
-            worker.submit_load(LOAD, source, job(2, group, len(groups), BLOCKS // 2))
-            assert ended(worker, LOAD)
-            manager.complete_load(keys, REQUEST)
-            after = pages(views, layers, [*range(BLOCKS // 2, BLOCKS // 2 + 2 * FACTOR)], BLOCKS)
-            assert all(map(torch.equal, before, after))
 
 
 def test_memory_that_cannot_be_shared_is_a_cache_that_misses(
@@ -217,10 +163,3 @@ def test_an_absent_daemon_stops_an_engine_that_requires_it(
     monkeypatch.setitem(defaults, "timeout", 0.2)  # seconds instead of half a minute
     with pytest.raises(Unavailable, match="is `kvd serve` running there"):
         spec.make_worker(views)
-
-
-def test_vllms_own_view_of_the_memory_is_not_taken(tmp_path: Path, runtime_dir: Path) -> None:
-    """It is of whole blocks and padded pages; kvd's connector hands over the layers' views."""
-    spec, _ = make_spec(tmp_path, runtime_dir)
-    with pytest.raises(OptionsError, match="works with kvd's connector only"):
-        spec.get_worker(CanonicalKVCaches([], []))

@@ -5,19 +5,12 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
-from vllm.v1.kv_offload.base import Locality, Medium, TierFilter, TierMatcher
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvd_client import TierHealth, TierInfo
 from kvd_client.vllm.promotions import (
     MAX_OPEN_STEPS,
     SAMPLES,
     PrefillSpeed,
-    hit_source,
-    is_allowed,
-    promotion_seconds,
-    prompt_tokens,
-    worthwhile_wait,
 )
 
 DISK = TierInfo(name="disk", medium="disk", shared=False)
@@ -26,69 +19,9 @@ MEMORY = TierInfo(name="memory", medium="memory", shared=False)
 OTHER = TierInfo(name="tape", medium="tape", shared=False)
 
 
-@pytest.mark.parametrize(
-    ("matchers", "expected"),
-    [
-        ((), []),
-        ((TierMatcher(),), [DISK, REMOTE, MEMORY, OTHER]),
-        ((TierMatcher(medium=Medium.STORAGE),), [DISK, REMOTE, OTHER]),
-        ((TierMatcher(locality=Locality.LOCAL),), [DISK, MEMORY, OTHER]),
-        ((TierMatcher(Medium.STORAGE, Locality.REMOTE),), [REMOTE, OTHER]),
-        ((TierMatcher(Medium.CPU, Locality.LOCAL),), [MEMORY, OTHER]),
-    ],
-)
-def test_a_request_says_which_tiers_it_loads_from(
-    matchers: tuple[TierMatcher, ...], expected: list[TierInfo]
-) -> None:
-    """By vLLM's names of medium and locality; a medium that has none there fits any, as in vLLM."""
-    wanted = TierFilter(matchers)
-    assert [tier for tier in (DISK, REMOTE, MEMORY, OTHER) if is_allowed(tier, wanted)] == expected
-
-
-def test_where_tokens_come_from_is_vllms_name_for_it() -> None:
-    """What vLLM has no name for is unspecified."""
-    unspecified = CacheHitSource.EXTERNAL_UNSPECIFIED
-    expected = [CacheHitSource.DISK, unspecified, CacheHitSource.HOST, unspecified]
-    assert list(map(hit_source, (DISK, REMOTE, MEMORY, OTHER))) == expected
-
-
 def status(latency_us: int, speed: int, queued: int = 0) -> TierHealth:
     """Of a usable tier."""
     return TierHealth(True, latency_us, speed, queued)
-
-
-def test_promotions_take_as_long_as_the_slowest_tier() -> None:
-    """Its latency, and what waits there and what comes by its speed."""
-    tiers = [status(500_000, 1000, queued=250), status(0, 10_000)]
-    assert promotion_seconds(tiers, {0: 750, 1: 10_000}) == 1.5
-    assert promotion_seconds(tiers, {1: 20_000}) == 2.0
-    assert promotion_seconds(tiers, {}) == 0.0
-
-
-def test_a_tier_that_has_measured_nothing_says_nothing() -> None:
-    """Nor one that has gone meanwhile."""
-    assert promotion_seconds([status(0, 0)], {0: 1}) is None
-    assert promotion_seconds([None], {0: 1}) is None
-    assert promotion_seconds([status(0, 0), status(0, 1)], {1: 1}) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("promoting", "computing", "expected"),
-    [
-        (0.1, 0.5, 0.5),
-        (0.1, 5.0, 2.0),
-        (0.5, 0.5, 0.0),
-        (0.6, 0.5, 0.0),
-        (None, 0.5, 0.5),
-        (9.0, None, 2.0),
-        (None, None, 2.0),
-    ],
-)
-def test_a_request_waits_no_longer_than_computing_takes(
-    promoting: float | None, computing: float | None, expected: float
-) -> None:
-    """Not at all where promoting is no faster, and never longer than the limit."""
-    assert worthwhile_wait(promoting, computing, 2.0) == expected
 
 
 # ----------------------------------------------------------------- prefill speed
@@ -134,21 +67,6 @@ def output(new: dict[str, int], decoding: dict[str, int], **more: int) -> Schedu
         finished_req_ids=set(),
         free_encoder_mm_hashes=[],
     )
-
-
-def test_tokens_of_prompts_are_told_from_answers() -> None:
-    """Also those of prompts that are computed in several steps."""
-    assert prompt_tokens(output({"a": 100, "b": 20}, {"c": 1, "d": 1}, rest=300)) == 420
-    assert prompt_tokens(output({}, {"c": 1})) == 0
-
-
-def test_nothing_is_known_before_a_prompt_was_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Steps of answers say nothing about it."""
-    engine = Engine(monkeypatch)
-    assert engine.speed.seconds(1000) is None
-    engine.schedule(0, decoded=3)
-    engine.end(1.0)
-    assert engine.speed.seconds(1000) is None
 
 
 def test_idle_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,20 +10,15 @@ from typing import Any
 import prometheus_client
 import pytest
 import vllm
-from vllm.config import set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
     TransferJob,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    get_connector_metric_definitions,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     OffloadingConnectorScheduler,
     RequestGroupState,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
-from vllm.model_executor.layers.attention import Attention
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
     OffloadKey,
@@ -101,11 +96,6 @@ def test_the_constructor_that_is_left_out_assigns_nothing_else() -> None:
     assert inspect.getsource(OffloadingConnector).count("_canonical_layout") == 1
 
 
-def test_the_metric_of_vllms_own_is_one_that_it_defines() -> None:
-    """A manager's allocation failures are counted under a name that vLLM's metrics know."""
-    assert upstream.ALLOCATION_FAILURE in get_connector_metric_definitions()
-
-
 def test_vllm_finds_the_specs_metrics(tmp_path: Path) -> None:
     """With nothing in the extra configuration the metrics are vLLM's and kvd's."""
     vllm_config = engine_config(tmp_path)
@@ -115,15 +105,6 @@ def test_vllm_finds_the_specs_metrics(tmp_path: Path) -> None:
     assert metrics.DEFINITIONS.keys() <= made._offloading_metric_metadata.keys()
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     assert extra == {"spec_name": "KvdOffloadingSpec", "spec_module_path": "kvd_client.vllm"}
-
-
-def test_layers_say_which_kernels_they_use(tmp_path: Path) -> None:
-    """An attention layer enters itself into the configuration, with its backend's name."""
-    vllm_config = engine_config(tmp_path)
-    assert upstream.attention_backends(vllm_config) == []
-    with set_current_vllm_config(vllm_config):
-        Attention(num_heads=2, head_size=32, scale=1.0, num_kv_heads=2, prefix="layers.0.attn")
-    assert upstream.attention_backends(vllm_config) == ["CPU_ATTN"]
 
 
 # ------------------------------------------------------------ in a rank
@@ -182,8 +163,3 @@ def test_a_reset_does_not_store_again_what_a_window_has_left_behind(
     first, again = ([OffloadKey(key) for key in keys] for keys in lender.offered)
     assert set(map(get_offload_group_idx, first)) == {0, 1}
     assert again == [key for key in first if get_offload_group_idx(key) == 0]
-
-
-def test_chunks_are_counted_from_a_requests_first() -> None:
-    """Zero is where vLLM itself begins to store a request."""
-    assert RequestGroupState().next_stored_chunk_idx == 0

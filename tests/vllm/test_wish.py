@@ -11,7 +11,6 @@ from vllm.v1.attention.backends.utils import (
     get_supported_kv_cache_layouts,
     resolve_kv_cache_layout,
 )
-from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from kvd_client import GroupSpec, RankLayout, TensorRef, TensorSpec
 from kvd_client.vllm import KvdConnector, OptionsError
@@ -38,11 +37,6 @@ def registered(page: int, layers: int, *, window_layers: int = 0) -> RankLayout:
     if window_layers:
         groups += (GroupSpec(refs[:window_layers], 16, "window", 64),)
     return RankLayout(2, 1, 16, (2 * layers * page,), tensors, groups)
-
-
-def test_the_known_names_are_those_of_vllm() -> None:
-    """Every layout of vLLM's can be asked for, and nothing that it does not know."""
-    assert set(KV_LAYOUTS) == {"auto", "none", *KVCacheLayout.__members__}
 
 
 def test_an_unknown_layout_ends_the_start_with_the_known_ones(tmp_path: Path) -> None:
@@ -116,15 +110,6 @@ def line(layout: RankLayout, taken: str, wanted: str | None, *backends: str) -> 
     return layout_line(layout, taken, wanted, backends, host=False)
 
 
-def test_a_line_says_which_layout_and_how_large_the_fragments_are() -> None:
-    """Large fragments need no remedy; of several groups the extremes are named."""
-    assert line(registered(640 * KIB, 1), "BLHNC", "BLHNC") == (
-        "KV cache layout BLHNC: fragments of 640 KiB, 1 a block"
-    )
-    layout = registered(64 * KIB, 3, window_layers=1)
-    assert line(layout, "LBHNC", None) == "KV cache layout LBHNC: fragments of 64 KiB, 3 a block"
-
-
 @pytest.mark.parametrize(
     ("taken", "wanted", "backends", "said", "remedy"),
     [
@@ -153,11 +138,3 @@ def test_small_fragments_come_with_a_remedy(
         f"{begin}; copies of less than 28 KiB are slow: {remedy}"
     )
     assert layout_line(layout, taken, wanted, backends, host=True) == begin
-
-
-def test_a_layout_that_the_environment_forces_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """VLLM_KV_CACHE_LAYOUT is stronger than a connector's wish."""
-    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "LBHNC")
-    said = line(registered(8 * KIB, 4), "LBNHC", "BLHNC", "X")
-    assert "BLHNC was asked for, but VLLM_KV_CACHE_LAYOUT=LBHNC decides" in said
-    assert said.endswith("are slow: unset VLLM_KV_CACHE_LAYOUT")
