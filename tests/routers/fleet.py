@@ -69,10 +69,6 @@ class Pairs:
         elif promised.longest != found:
             self.differences.append(f"engine {engine}: {promised} promised, {found} found")
 
-    def row(self) -> tuple[int, int, int, int]:
-        """Return the numbers of pairs: all, in the pool, computed by choice, those that differ."""
-        return self.compared, self.pooled, self.computed, len(self.differences)
-
 
 class RoutedEngine:
     """An engine whose events the indexer follows.

@@ -18,8 +18,7 @@ class Subscriber:
 
     Attributes:
         events: how many came.
-        errors: in words: sequence numbers that do not grow, and payloads that vLLM's structures or
-            those of its example subscriber do not decode.
+        errors: in words: sequence numbers that do not grow, and payloads that vLLM does not decode.
     """
 
     def __init__(self) -> None:

@@ -30,7 +30,7 @@ from kvd_tools.models import LLAMA, write_model
 from kvd_tools.sglang_engine import SglangServer, SglangServerOptions
 from tests.daemon.serving import Daemon, started_daemons
 from tests.sglang.support import TOLERANCE, ask_all, far_apart, prompts, with_kvd
-from tests.waiting import eventually
+from tests.waiting import PATIENCE, eventually
 
 # Little to compute with and much to load, so that the daemon is often killed while it loads.
 MODEL = LLAMA | {"num_hidden_layers": 4, "num_key_value_heads": 8, "head_dim": 128}
@@ -117,7 +117,7 @@ class Load:
     def __exit__(self, *_: object) -> None:
         self._over.set()
         for client in self._clients:
-            client.join()
+            client.join(PATIENCE)
 
     def wait_found(self) -> None:
         """Wait until a whole prompt is found again."""
@@ -168,7 +168,7 @@ def kill(daemon: Daemon, *, whole: bool) -> None:
     for each in [*(process.children(recursive=True) if whole else ()), process]:
         with suppress(psutil.NoSuchProcess):
             each.kill()
-    daemon.process.wait()
+    daemon.process.wait(PATIENCE)
 
 
 def run(kills: int, seed: int, *, layerwise: bool) -> Tally:

@@ -25,6 +25,7 @@ from tests.sglang.support import (
     wait_served,
     with_kvd,
 )
+from tests.waiting import PATIENCE
 
 PROMPTS = prompts(4)
 KEEP = ("--keep-pool", "yes")
@@ -84,7 +85,7 @@ def test_absent_killed_and_frozen_it_costs_misses(
     try:
         check(ask_all(engine, PROMPTS), expected)
     finally:
-        wake.join()
+        wake.join(FROZEN_SECONDS + PATIENCE)
 
 
 def test_a_setting_that_is_wrong_stops_the_engine_with_a_sentence(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -82,8 +83,7 @@ def test_a_server_with_three_keys_finds_its_prompts_in_kvd(
         assert server.metric("vllm:kv_offload_load_bytes") >= moved
         assert server.metric("vllm:kv_offload_store_bytes") >= moved
 
-        daemon.process.kill()
-        daemon.process.wait()
+        daemon.stop(signal.SIGKILL)
         daemon = start_daemon()  # the engine registers with it by itself
         wait_served(daemon, server)
         eventually(found_in_kvd)

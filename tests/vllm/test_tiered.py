@@ -146,8 +146,7 @@ def test_prompts_that_left_memory_come_back_from_disk(start: Start, tmp_path: Pa
     tiered.wait_loads("disk")
     tiered.wait_loads("disk", tiered.other)
     assert tiered.tier()["counters"]["gets"]["ok"]
-    tiered.daemon.process.send_signal(signal.SIGTERM)
-    tiered.daemon.process.wait()
+    tiered.daemon.stop()
     again = start(setting)
     eventually(again.tier, lambda tier: tier["chunks"] >= MOST_CHUNKS)
     again.wait_loads("disk")
