@@ -1,6 +1,9 @@
-"""Changes of the pool become vLLM's events, whose bytes are those that routers are tested with."""
+"""Changes of the pool become vLLM's events: their bytes, when they are published, and failures."""
 
-from collections.abc import Iterable
+import queue
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -8,9 +11,11 @@ import pytest
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.engine.core import EngineCoreProc
 
 from kvd_client.block_chains import RemovedBlocks, StoredBlocks
 from kvd_client.changes import NO_SLOT, ChunkLocation, Differences
+from kvd_client.vllm import KvdOffloadingSpec
 from kvd_client.vllm.events import (
     IDLE_SECONDS,
     PART_CHUNKS,
@@ -20,9 +25,9 @@ from kvd_client.vllm.events import (
 )
 from kvd_proto.descriptions import Description
 from kvd_proto.messages import TierInfo
-from tests.events.vectors import PAYLOADS
+from tests.vllm.configs import configured
+from tests.vllm.stepping import Lender, Stepping
 
-TIME = 1764000000.0
 BLOCK = 4
 
 
@@ -53,10 +58,9 @@ class Pool:
 
     def __init__(self, *chunks: Description) -> None:
         self.chunks = chunks
-        self.coming = Differences()
+        self.coming = Differences(self.found())
         self.attached = True
         self.changes_behind = False
-        self.repeated = 0
         self.tiers: tuple[TierInfo, ...] = ()
 
     def description(self, place: ChunkLocation) -> Description | None:
@@ -65,8 +69,7 @@ class Pool:
 
     def repeat_changes(self) -> None:
         """See Scheduler: all that is there comes again."""
-        self.repeated += 1
-        self.coming = Differences(self.there(range(len(self.chunks))))
+        self.coming = Differences(self.found())
 
     @property
     def changes_waiting(self) -> bool:
@@ -78,12 +81,11 @@ class Pool:
         taken, self.coming = self.coming, Differences()
         return taken
 
-    def there(self, slots: Iterable[int]) -> dict[bytes, ChunkLocation]:
-        """The chunks in these slots, as they are found."""
-        hashes = [self.chunks[slot].hashes[-1] for slot in slots]
+    def found(self) -> dict[bytes, ChunkLocation]:
+        """The chunks as they are found."""
         return {
-            value + bytes(4): ChunkLocation(slot, 1, 0, 1, 0)
-            for slot, value in zip(slots, hashes, strict=True)
+            chunk.hashes[-1] + bytes(4): ChunkLocation(slot, 1, 0, 1, 0)
+            for slot, chunk in enumerate(self.chunks)
         }
 
 
@@ -103,7 +105,25 @@ def events_of(pool: Any, repeat_seconds: float = 0.0, clock: Clock | None = None
     return PoolEvents(pool, [0], repeat_seconds, clock or Clock())
 
 
-def test_bytes_are_those_that_routers_are_tested_with() -> None:
+# ------------------------------------------------------------------- what is said
+
+PAYLOADS = {
+    "stored 11 12": (
+        "93cb41da492040000000918ba474797065ab426c6f636b53746f726564ac626c6f636b5f686173686573920b"
+        "0cb1706172656e745f626c6f636b5f68617368c0a9746f6b656e5f696473980102030405060708aa626c6f63"
+        "6b5f73697a6504a76c6f72615f6964c0a66d656469756da3435055a96c6f72615f6e616d65c0a967726f7570"
+        "5f69647800b26b765f63616368655f737065635f6b696e64ae66756c6c5f617474656e74696f6ea86c6f6361"
+        "6c697479a54c4f43414c00"
+    ),
+    "removed 11": (
+        "93cb41da4920400000009185a474797065ac426c6f636b52656d6f766564ac626c6f636b5f68617368657391"
+        "0ba66d656469756da3435055a967726f75705f69647800a86c6f63616c697479a54c4f43414c00"
+    ),
+}
+"""That vLLM 0.32 encoded, at 1764000000.0, of rank 0."""
+
+
+def test_bytes_are_those_that_vllm_publishes() -> None:
     """As vLLM encodes them, and as its decoder reads them."""
     stored = StoredBlocks(
         hashes=(block_hash(11), block_hash(12)),
@@ -118,7 +138,7 @@ def test_bytes_are_those_that_routers_are_tested_with() -> None:
     )
     removed = RemovedBlocks(hashes=(block_hash(11),), group=0)
     for blocks, name in ((stored, "stored 11 12"), (removed, "removed 11")):
-        batch = KVEventBatch(TIME, [to_event(blocks, event_hash_function())], 0)
+        batch = KVEventBatch(1764000000.0, [to_event(blocks, event_hash_function())], 0)
         encoded = msgspec.msgpack.encode(batch)
         assert encoded == bytes.fromhex(PAYLOADS[name])
         assert msgspec.msgpack.Decoder(KVEventBatch).decode(encoded) == batch
@@ -136,13 +156,13 @@ def test_hashes_have_the_form_that_vllm_is_told_to_use(
         assert isinstance(external(value), int) is as_numbers
 
 
-def test_all_that_is_known_of_a_block_is_told() -> None:
-    """Parent, adapter, extra keys and window."""
+def test_an_event_has_all_that_is_known_of_a_block() -> None:
+    """Parent, adapter, extra keys and window; of a chunk without description hash and group."""
     chunk = described(12, 11, window=64, lora="adapter", extra=(("adapter", ("a" * 64, -3)),))
     pool = Pool(chunk)
-    pool.coming.stored.update(pool.there([0]))
-    (event,) = events_of(pool).take()
-    assert event == BlockStored(
+    pool.coming.stored[key_of(13, group=2)] = ChunkLocation(5, 1, 0, 1, 0)
+    known, unknown = events_of(pool).take()
+    assert known == BlockStored(
         block_hashes=[12],
         parent_block_hash=11,
         token_ids=[1, 2, 3, 4],
@@ -156,17 +176,19 @@ def test_all_that_is_known_of_a_block_is_told() -> None:
         kv_cache_spec_sliding_window=64,
         locality="LOCAL",
     )
+    assert isinstance(unknown, BlockStored)
+    assert (unknown.block_hashes, unknown.group_idx) == ([13], 2)
+    assert (unknown.token_ids, unknown.block_size, unknown.parent_block_hash) == ([], 0, None)
 
 
-def test_a_chunk_in_tiers_is_told_of_on_its_own() -> None:
-    """Another medium, with where its tiers are, also while the daemon is away that told of them."""
+def test_a_chunk_in_tiers_has_events_of_its_own() -> None:
+    """Another medium, with where its tiers are, also while the daemon is away that has them."""
     pool = Pool(described(11))
     pool.tiers = tuple(
         TierInfo(name=medium, medium=medium, shared=medium == "remote")
         for medium in ("disk", "remote")
     )
     events = events_of(pool)
-    pool.coming.stored.update(pool.there([0]))
     pool.coming.stored_in_tiers[key_of(11)] = ChunkLocation(NO_SLOT, 0, 0, 1, 0)
     in_memory, below = events.take()
     assert isinstance(in_memory, BlockStored)
@@ -187,7 +209,6 @@ def test_a_chunk_that_goes_down_is_described_though_its_slot_is_used_again() -> 
     pool = Pool(described(11))
     pool.tiers = (TierInfo(name="disk", medium="disk", shared=False),)
     events = events_of(pool)
-    pool.coming.stored.update(pool.there([0]))
     assert len(events.take()) == 1
     pool.chunks = ()
     pool.coming.stored_in_tiers[key_of(11)] = ChunkLocation(NO_SLOT, 0, 0, 1, 0)
@@ -198,22 +219,14 @@ def test_a_chunk_that_goes_down_is_described_though_its_slot_is_used_again() -> 
     assert gone == BlockRemoved([11], "CPU", 0, "LOCAL")
 
 
-def test_a_chunk_without_a_description_is_told_by_its_key() -> None:
-    """Hash and group; without tokens, which routers take for another medium of a known block."""
-    pool = Pool()
-    pool.coming.stored[key_of(13, group=2)] = ChunkLocation(5, 1, 0, 1, 0)
-    (event,) = events_of(pool).take()
-    assert isinstance(event, BlockStored)
-    assert (event.block_hashes, event.group_idx) == ([13], 2)
-    assert (event.token_ids, event.block_size, event.parent_block_hash) == ([], 0, None)
+# ------------------------------------------------------------------ when it is said
 
 
-def test_after_a_reset_of_the_engines_own_cache_everything_is_told_again() -> None:
+def test_after_a_reset_of_the_engines_own_cache_everything_is_published_again() -> None:
     """For routers forget all of the engine's blocks with AllBlocksCleared, in whichever medium."""
     pool, gpu = Pool(described(11), described(12, 11)), BlockPool(4, True, BLOCK, True)
     events = events_of(pool)
     events.watch(gpu)
-    pool.coming.stored.update(pool.there([0, 1]))
     first = events.take()
     assert not events.take()
     held = gpu.get_new_blocks(1)
@@ -221,24 +234,20 @@ def test_after_a_reset_of_the_engines_own_cache_everything_is_told_again() -> No
     assert not events.take()
     gpu.free_blocks(held)
     assert gpu.reset_prefix_cache()
-    assert len(gpu.take_events()) == 1
+    assert events.is_due()  # also of an idle engine
     assert events.take() == first
     assert not events.take()
-    assert pool.repeated == 1
-
-
-# -------------------------------------------------------------- an idle engine
 
 
 def test_an_idle_engine_publishes_changes_once_a_second() -> None:
     """As soon as something waits, then at most once a second while more and more comes."""
-    pool, clock = Pool(described(11), described(12, 11)), Clock()
+    pool, clock = Pool(), Clock()
     events = events_of(pool, clock=clock)
     assert not events.is_due()
-    pool.coming.stored.update(pool.there([0]))
+    pool.coming.stored[key_of(11)] = ChunkLocation(0, 1, 0, 1, 0)
     assert events.is_due()
     assert len(events.take(idle=True)) == 1
-    pool.coming.stored.update(pool.there([1]))
+    pool.coming.removed.append(key_of(11))
     clock.now += IDLE_SECONDS - 0.01
     assert not events.is_due()
     clock.now += 0.02
@@ -248,19 +257,10 @@ def test_an_idle_engine_publishes_changes_once_a_second() -> None:
     assert not events.is_due()
 
 
-# ------------------------------------------------------------------ repetition
-
-
-def chain(length: int) -> list[Description]:
-    """Chunks of one block each, the parent of the next."""
-    return [described(number + 1, number) for number in range(length)]
-
-
 def test_everything_is_published_again_within_the_period() -> None:
     """Each block once, removed and stored in one batch, spread over the period in parts."""
-    pool, clock = Pool(*chain(300)), Clock()
+    pool, clock = Pool(*(described(number + 1, number) for number in range(300))), Clock()
     events = events_of(pool, repeat_seconds=100.0, clock=clock)
-    pool.coming.stored.update(pool.there(range(300)))
     events.take()
     clock.now += 99.0
     assert not events.is_due()
@@ -269,43 +269,94 @@ def test_everything_is_published_again_within_the_period() -> None:
     for _ in range(101):
         clock.now += 1.0
         batch = events.take()
-        assert sorted(map(str, stored_in(batch))) == sorted(map(str, removed_in(batch)))
-        hashes += stored_in(batch)
+        assert hashes_in(batch, BlockStored) == hashes_in(batch, BlockRemoved)
+        hashes += hashes_in(batch, BlockStored)
         sizes.append(len(batch) // 2)
     assert sorted(map(str, hashes)) == sorted(str(number + 1) for number in range(300))
     assert max(sizes) <= PART_CHUNKS
     assert sum(map(bool, sizes)) == -(-300 // PART_CHUNKS)
 
 
-def test_an_idle_engine_repeats_in_larger_parts() -> None:
-    """As large as once a second makes necessary; not while it is detached."""
-    pool, clock = Pool(*chain(300)), Clock()
-    events = events_of(pool, repeat_seconds=2.0, clock=clock)
-    pool.coming.stored.update(pool.there(range(300)))
-    events.take()
-    pool.attached = False
-    clock.now += 2.0
-    assert not events.is_due()
-    pool.attached = True
-    stored, times = 0, 0
-    for _ in range(21):
-        if events.is_due():
-            times += 1
-            stored += len(stored_in(events.take(idle=True)))
-        clock.now += 0.101
-    assert stored == 300
-    assert times == 3
+def hashes_in(batch: Iterable[KVCacheEvent], kind: type[Any]) -> list[int | bytes]:
+    """Blocks that events of this kind name, in an order of their own."""
+    return sorted(h for event in batch if isinstance(event, kind) for h in event.block_hashes)
 
 
-def stored_in(batch: list[KVCacheEvent]) -> list[int | bytes]:
-    """Hashes of blocks that are stored."""
-    return [
-        each for event in batch if isinstance(event, BlockStored) for each in event.block_hashes
-    ]
+# ----------------------------------------------------- in the scheduler of an engine
 
 
-def removed_in(batch: list[KVCacheEvent]) -> list[int | bytes]:
-    """Hashes of blocks that are removed."""
-    return [
-        each for event in batch if isinstance(event, BlockRemoved) for each in event.block_hashes
-    ]
+class Core(EngineCoreProc):  # type: ignore[misc]  # without vLLM's types
+    """An engine that makes a connector's half, and has nothing else that it needs."""
+
+    def __init__(self, make: Callable[[], Stepping]) -> None:
+        self.input_queue: queue.Queue[object] = queue.Queue()
+        self.scheduler: SimpleNamespace | None = None
+        self.half = make().half
+
+
+@pytest.fixture
+def lender() -> Lender:
+    """A daemon that stores all it is offered, and in which another engine has stored a chunk."""
+    lender = Lender(99)
+    lender.changes.stored[b"another engine's".ljust(36)] = ChunkLocation(1, 1, 0, 1, 0)
+    return lender
+
+
+@pytest.fixture
+def core(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender) -> Iterator[Core]:
+    """An engine that publishes KV events, whose scheduler fails when it publishes without steps."""
+    core = Core(lambda: Stepping(tmp_path, monkeypatch, lender, events=True))
+    yield core
+    core.half.shutdown()
+
+
+def test_an_error_ends_idle_publishing_and_not_the_engine(
+    core: Core, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once; the engine publishes in its steps."""
+    assert not core.half.has_pending_push_work()
+    assert not core.half.has_pending_push_work()
+    (line,) = [line for line in caplog.records if line.exc_info]
+    assert "publishing without steps failed" in line.getMessage()
+    assert [type(event) for event in core.half.take_events()] == [BlockStored]
+
+
+def test_an_error_in_the_events_ends_them_and_not_the_engine(
+    core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is logged once, with its stack; later steps publish nothing, and nothing wakes it."""
+    half = core.half
+    assert half.events is not None
+    monkeypatch.setattr(half.events, "take", lambda **_: 1 // 0)
+    assert [list(half.take_events()) for _ in range(2)] == [[], []]
+    assert not half.has_pending_push_work()
+    (line,) = [line for line in caplog.records if line.exc_info]
+    assert "publishes none" in line.getMessage()
+
+
+def test_an_engine_in_its_callers_process_publishes_in_steps_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
+) -> None:
+    """Nothing can wake it, and nothing is lost."""
+    half = Stepping(tmp_path, monkeypatch, lender, events=True).half
+    assert not half.has_pending_push_work()
+    assert [type(event) for event in half.take_events()] == [BlockStored]
+
+
+@pytest.mark.parametrize(
+    ("extra", "engine", "publishes"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"events": False}, True, False),
+        ({"self_describing_kv_events": True}, True, True),
+    ],
+)
+def test_events_are_published_where_vllm_publishes_and_the_option_is_on(
+    tmp_path: Path, extra: dict[str, Any], engine: bool, publishes: bool
+) -> None:
+    """What vLLM would remember of chunks to describe them stays empty, whatever is configured."""
+    vllm_config, kv_cache_config, config = configured(tmp_path, extra=extra, events=engine)
+    spec = KvdOffloadingSpec(config, vllm_config, kv_cache_config)
+    assert spec.publishes is publishes
+    assert not spec.kv_events_config.self_describing_kv_events
