@@ -191,9 +191,9 @@ class Stepping:
         self.half = KvdConnectorScheduler(spec, vllm_config, kv_cache_config)
         self._groups = 1 + len(windows)
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(BLOCK, sha256)
-        self._new: list[NewRequestData] = []
-        self._blocks = 1
+        self.hasher = get_request_block_hasher(BLOCK, sha256)
+        self.new: list[NewRequestData] = []
+        self.next_block = 1
         self.requests: dict[str, Request] = {}
         self.ended: set[str] = set()
         self.jobs: dict[int, TransferJob] = {}
@@ -217,19 +217,19 @@ class Stepping:
             list(range(start, start + blocks * BLOCK)),
             SamplingParams(max_tokens=100, extra_args={"kv_transfer_params": params}),
             None,
-            block_hasher=self._hasher,
+            block_hasher=self.hasher,
             kv_hints=hints,
         )
         self.requests[name] = request
         self.half.on_new_request(request)
         assert self.half.get_num_new_matched_tokens(request, 0) == (0, False)
-        begin = self._blocks if first is None else first
-        self._blocks = max(self._blocks, begin + self._groups * blocks)
+        begin = self.next_block if first is None else first
+        self.next_block = max(self.next_block, begin + self._groups * blocks)
         ids = tuple(
             list(range(begin + group * blocks, begin + (group + 1) * blocks))
             for group in range(self._groups)
         )
-        self._new.append(NewRequestData.from_request(request, ids))
+        self.new.append(NewRequestData.from_request(request, ids))
         return request
 
     def admit(self, name: str, computed: int, blocks: Sequence[int] = ()) -> int:
@@ -261,7 +261,7 @@ class Stepping:
     def step(self, **tokens: int) -> dict[int, TransferJob]:
         """Schedule so many tokens of these requests; the stores that begin with it."""
         output = SchedulerOutput(
-            scheduled_new_reqs=self._new,
+            scheduled_new_reqs=self.new,
             scheduled_cached_reqs=CachedRequestData.make_empty(),
             num_scheduled_tokens=tokens,
             total_num_scheduled_tokens=sum(tokens.values()),
@@ -271,7 +271,7 @@ class Stepping:
             finished_req_ids=self.ended,
             free_encoder_mm_hashes=[],
         )
-        self._new, self.ended = [], set()
+        self.new, self.ended = [], set()
         meta = self.half.build_connector_meta(output)
         self.flushed = meta.jobs_to_flush
         for name, count in tokens.items():

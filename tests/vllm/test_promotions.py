@@ -112,7 +112,7 @@ class Engine:
             list(range(start, start + blocks * BLOCK)),
             SamplingParams(max_tokens=9, extra_args=extra),
             None,
-            block_hasher=self._stepping._hasher,
+            block_hasher=self._stepping.hasher,
         )
         self.requests[name] = request
         self._half.on_new_request(request)

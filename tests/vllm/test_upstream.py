@@ -21,10 +21,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.kv_offload.base import (
     GPULoadStoreSpec,
-    OffloadKey,
-    get_offload_group_idx,
 )
-from vllm.v1.outputs import KVConnectorOutput
 
 import kvd_client.vllm
 from kvd_client import UnsupportedVllm
@@ -38,13 +35,7 @@ from kvd_client.vllm import (
 from kvd_client.vllm.connector import KvdConnectorWorker
 from kvd_client.vllm.manager import ChunkSlots
 from kvd_client.vllm.scheduler import KvdConnectorScheduler
-from tests.vllm.configs import BLOCK, engine_config, window
-from tests.vllm.stepping import Lender, Stepping
-
-PROMPT_BLOCKS = 3
-
-
-# ------------------------------------------------- methods, records, names
+from tests.vllm.configs import engine_config
 
 
 def test_the_installed_vllm_is_as_it_was() -> None:
@@ -107,9 +98,6 @@ def test_vllm_finds_the_specs_metrics(tmp_path: Path) -> None:
     assert extra == {"spec_name": "KvdOffloadingSpec", "spec_module_path": "kvd_client.vllm"}
 
 
-# ------------------------------------------------------------ in a rank
-
-
 def test_vllm_reports_the_stores_that_a_rank_leaves_to_another() -> None:
     """Where all ranks hold the same, vLLM enters them into the report that kvd gives it."""
     config = SimpleNamespace(canonical_layout=False, parallel=SimpleNamespace(rank=1))
@@ -120,46 +108,3 @@ def test_vllm_reports_the_stores_that_a_rank_leaves_to_another() -> None:
     report = half.build_connector_worker_meta()
     assert report is not None
     assert report.completed_jobs == {5: 1}
-
-
-# ----------------------------------------------------- in the scheduler
-
-
-@pytest.fixture
-def lender() -> Lender:
-    """A daemon that stores all it is offered."""
-    return Lender(99)
-
-
-def test_a_store_is_known_by_its_keys_and_offered_again_after_a_failed_load(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
-) -> None:
-    """It is found by number until it has ended; then all of it is offered to be stored again."""
-    stepping = Stepping(tmp_path, monkeypatch, lender)
-    stepping.add("request", PROMPT_BLOCKS)
-    jobs = stepping.step(request=PROMPT_BLOCKS * BLOCK)
-    (job,) = jobs
-    (offered,) = lender.offered
-    assert len(offered) == PROMPT_BLOCKS
-    assert set(stepping.half._store_keys(job)) == set(offered)
-    stepping.report(jobs)
-    assert not stepping.half._store_keys(job)
-    assert not stepping.step(request=1)  # what is stored is not offered twice, unless a load failed
-    stepping.half.update_connector_output(KVConnectorOutput(failed_recving={"request", "gone"}))
-    lender.present.clear()
-    assert stepping.step(request=1)
-    assert lender.offered == [offered, offered]
-
-
-def test_a_reset_does_not_store_again_what_a_window_has_left_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lender: Lender
-) -> None:
-    """Where a window has been the blocks may be another request's; the other groups' are stored."""
-    stepping = Stepping(tmp_path, monkeypatch, lender, window(["c", "d"]))
-    stepping.add("request", PROMPT_BLOCKS)
-    stepping.report(stepping.step(request=PROMPT_BLOCKS * BLOCK))
-    stepping.half.reset_cache()
-    assert stepping.step(request=1)
-    first, again = ([OffloadKey(key) for key in keys] for keys in lender.offered)
-    assert set(map(get_offload_group_idx, first)) == {0, 1}
-    assert again == [key for key in first if get_offload_group_idx(key) == 0]
