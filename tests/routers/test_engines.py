@@ -175,6 +175,7 @@ def test_an_idle_engine_tells_what_the_other_evicts(
     busy.check(asked, pairs)
 
 
+@pytest.mark.nightly
 def test_a_disk_tier_below_a_small_pool(
     fleet: Fleet, start_daemon: StartDaemon, tmp_path: Path, pairs: Pairs
 ) -> None:

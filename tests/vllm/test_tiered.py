@@ -152,6 +152,7 @@ def test_prompts_that_left_memory_come_back_from_disk(start: Start, tmp_path: Pa
     again.wait_loads("disk")
 
 
+@pytest.mark.nightly
 def test_a_tier_that_hangs_costs_misses_and_comes_back(start: Start, tmp_path: Path) -> None:
     """It is set aside, and used again when it goes on; all the while answers come."""
     hang = tmp_path / "hang"
@@ -172,6 +173,7 @@ def test_a_tier_that_hangs_costs_misses_and_comes_back(start: Start, tmp_path: P
     tiered.ask_until(lambda: tiered.engine.metric(TIER_WAITS) > waits)
 
 
+@pytest.mark.nightly
 def test_a_disk_tier_that_is_killed_is_there_again(start: Start, tmp_path: Path) -> None:
     """While requests wait for it: they are computed, and what it has kept comes back."""
     tiered = start(f"disk:{tmp_path / 'tier'},size=256MiB,keep=all")
